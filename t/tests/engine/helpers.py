@@ -1,0 +1,44 @@
+"""What engine tests share: small engines, prompts, and outputs as comparable data."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from unisono.llm import LLM
+from unisono.types import SamplingParams
+
+
+def engine(path: Path | str, **flags: Any) -> LLM:
+    """An LLM with room for a few requests; flags override."""
+    return LLM(str(path), **{"max_num_seqs": 8, "max_model_len": 256, "max_num_batched_tokens": 128, **flags})
+
+
+def prompts(count: int, vocab: int, low: int = 3, high: int = 60, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab) for _ in range(rng.randrange(low, high))] for _ in range(count)]
+
+
+def mixed_params(count: int, max_tokens: int = 24) -> list[SamplingParams]:
+    """Greedy and sampled requests of every kind, each with a seed."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 20},
+        {"temperature": 1.0, "min_p": 0.05},
+        {"temperature": 0.9, "top_k": 50, "top_p": 0.8, "min_p": 0.01},
+    ]
+    return [
+        SamplingParams(**kinds[i % len(kinds)], seed=1000 + i, max_tokens=max_tokens + i % 7, ignore_eos=True)
+        for i in range(count)
+    ]
+
+
+def tokens(llm: LLM, batch: Any, params: Any) -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in llm.generate(batch, params)]
+
+
+def counted(llm: LLM) -> dict[tuple[str, str, str], int]:
+    return dict(llm.engine.runner.planner.passes)

@@ -1,0 +1,171 @@
+"""The tape keeps a graph's promises on a CPU: fixed storages, frozen scalars, no host reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import unisono.kernels  # noqa: F401  (registers the ops)
+from unisono.graphs.planner import Buckets, Planner, row_buckets
+from unisono.graphs.tape import Tape
+from unisono.program import (
+    Buffers,
+    CaptureError,
+    Eager,
+    Field,
+    Hidden,
+    Key,
+    Needs,
+    Program,
+    ProgramError,
+    Reason,
+    Replay,
+    Schema,
+    Shape,
+)
+
+CPU = torch.device("cpu")
+SCHEMA = Schema(
+    (
+        Field("x", torch.int32, ("rows", 2), pad=-1),
+        Field("scale", torch.float32, ("rows",)),
+        Field("result", torch.float32, ("rows", 2), output=True),
+    )
+)
+
+
+def double(b: Buffers) -> None:
+    b.result.copy_(b.x.float() * b.scale[:, None])
+
+
+def tape(run, rows: int = 4) -> Tape:
+    program = Program("p", SCHEMA, run)
+    return Tape(program, Key("p", Shape(rows)), Buffers(SCHEMA, Shape(rows), CPU))
+
+
+def test_replay_computes_on_what_the_buffers_hold_now() -> None:
+    graph = tape(double)
+    for factor in (2.0, 3.0):
+        graph.buffers.load({"x": [[1, 2], [3, 4]], "scale": [factor, factor]})
+        graph.replay()
+        result = graph.buffers.fetch().wait()["result"]
+        assert result[:2].tolist() == [[factor, 2 * factor], [3 * factor, 4 * factor]]
+        assert result[2:].tolist() == [[0, 0]] * 2, "rows that the batch does not fill are padding"
+
+
+def test_a_python_number_is_frozen() -> None:
+    """As in a CUDA graph: what Python computed at capture stays."""
+    factor = {"value": 2.0}
+    graph = tape(lambda b: b.result.copy_(b.x.float() * factor["value"]))
+    factor["value"] = 5.0
+    graph.buffers.load({"x": [[1, 1]], "scale": [1]})
+    graph.replay()
+    assert graph.buffers.fetch().wait()["result"][0].tolist() == [2.0, 2.0]
+
+
+def test_a_rebound_input_is_not_seen() -> None:
+    outside = {"t": torch.ones(2)}
+    graph = tape(lambda b: b.result.copy_(b.x.float() + outside["t"]))
+    outside["t"] = torch.full((2,), 100.0)
+    graph.buffers.load({"x": [[1, 1]], "scale": [1]})
+    graph.replay()
+    assert graph.buffers.fetch().wait()["result"][0].tolist() == [2.0, 2.0]
+
+
+def test_state_written_in_place_is_seen_by_the_next_replay() -> None:
+    state = torch.zeros(2)
+
+    def run(b: Buffers) -> None:
+        state.add_(1)
+        b.result.copy_(state.expand(4, 2))
+
+    graph = tape(run)
+    state.zero_()
+    for expected in (1.0, 2.0):
+        graph.replay()
+        assert graph.buffers.fetch().wait()["result"][0, 0] == expected
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        lambda b: b.result.fill_(b.x.sum().item()),
+        lambda b: b.result.fill_(float(b.x[0, 0])),
+        lambda b: b.result.zero_() if b.x.any() else None,
+        lambda b: b.x.nonzero(),
+        lambda b: b.x[b.x > 0],
+        lambda b: torch.equal(b.x, b.x),
+        lambda b: b.result.add_(torch.tensor([1.0, 2.0])),
+    ],
+    ids=["item", "float", "bool", "nonzero", "mask", "equal", "constant"],
+)
+def test_host_reads_are_refused_at_capture(sync) -> None:
+    with pytest.raises(CaptureError, match="cannot be captured"):
+        tape(sync)
+
+
+def test_buffers_refuse_what_the_schema_lacks() -> None:
+    buffers = Buffers(SCHEMA, Shape(2), CPU)
+    with pytest.raises(ProgramError, match=r"unknown \['y'\], missing \['scale'\]"):
+        buffers.load({"x": [[1, 2]], "y": [0]})
+    with pytest.raises(ProgramError, match=r"'x' has shape \(3, 2\), its buffer \(2, 2\)"):
+        buffers.load({"x": [[1, 2]] * 3, "scale": [1]})
+    with pytest.raises(AttributeError, match="no field 'z'"):
+        _ = buffers.z
+    with pytest.raises(ProgramError, match="four-byte"):
+        Schema((Field("wide", torch.int64, ("rows",)),))
+
+
+def test_pending_outputs_survive_the_next_replay() -> None:
+    graph = tape(double)
+    graph.buffers.load({"x": [[1, 1]], "scale": [1]})
+    graph.replay()
+    first = graph.buffers.fetch()
+    graph.buffers.load({"x": [[9, 9]], "scale": [1]})
+    graph.replay()
+    assert first.wait()["result"][0, 0] == 1
+
+
+def test_planner_replays_the_smallest_covering_graph_and_counts_reasons() -> None:
+    planner = Planner(CPU)
+    other = Program("q", SCHEMA, double)
+    planner.capture(
+        [
+            Buckets(Program("p", SCHEMA, double), (Shape(2), Shape(8))),
+            Buckets(other, reason=Reason.NOT_CAPTURABLE),
+        ]
+    )
+    answer = planner.plan(Key("p", Shape(3)))
+    assert isinstance(answer, Replay)
+    assert answer.graph.key.shape == Shape(8)
+    assert planner.plan(Key("p", Shape(9))) == Eager(Reason.ABOVE_BUCKETS)
+    assert planner.plan(Key("p", Shape(2), Needs(Hidden.FULL))) == Eager(Reason.NOT_CAPTURED)
+    assert planner.plan(Key("q", Shape(1))) == Eager(Reason.NOT_CAPTURABLE)
+    batch = {"x": [[1, 2]] * 9, "scale": [1.0] * 9}
+    assert planner.launch(Key("p", Shape(9)), batch).wait()["result"].shape == (9, 2)
+    planner.launch(Key("p", Shape(1)), {"x": [[1, 2]], "scale": [1]})
+    assert planner.passes == {("p", "eager", "ABOVE_BUCKETS"): 1, ("p", "tape", ""): 1}
+    assert (planner.filled_rows, planner.padded_rows) == (1, 1)
+    off = Planner(CPU, enabled=False)
+    off.capture([Buckets(other, (Shape(2),))])
+    assert off.plan(Key("q", Shape(1))) == Eager(Reason.DISABLED)
+
+
+def test_needs_cover() -> None:
+    null, last, full = Needs(), Needs(Hidden.LAST), Needs(Hidden.FULL)
+    aux = Needs(Hidden.AUX, (1, 2))
+    assert full.covers(last)
+    assert full.covers(null)
+    assert aux.covers(Needs(Hidden.AUX, (2,)))
+    assert aux.covers(null)
+    assert not last.covers(full)
+    assert not null.covers(last)
+    assert not aux.covers(full)
+    assert not full.covers(aux)
+
+
+def test_row_buckets_end_at_the_limit() -> None:
+    for limit in (1, 3, 16, 100, 256, 1000):
+        buckets = row_buckets(limit)
+        assert buckets[-1] == limit
+        assert list(buckets) == sorted(set(buckets))

@@ -1,0 +1,77 @@
+"""Kernel tests run on the GPU where there is one, else in Triton's interpreter on CPU tensors.
+
+The interpreter must be asked for before a kernel is decorated, hence the environment variable here, before any
+import of the project. In the interpreter ``tl.dot`` on bf16 is silently wrong: bf16 is for the GPU.
+"""
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+DTYPES = (torch.float32, torch.float16) + ((torch.bfloat16,) if torch.cuda.is_available() else ())
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+"""Bounds on ‖out - ref‖ / ‖ref‖ against float64: a few roundings of each dtype."""
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where launchers are tested: the GPU, or the interpreter on the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs start as NaN, so an element that a kernel forgets is seen."""
+    new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
+
+    def poisoned(out: torch.Tensor) -> torch.Tensor:
+        return out.fill_(torch.nan) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *a, **k: poisoned(new_empty(self, *a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poisoned(empty_like(*a, **k)))
+
+
+@pytest.fixture
+def assert_close() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Compare with a float64 reference by relative norm, within the dtype's tolerance."""
+
+    def check(out: torch.Tensor, reference: torch.Tensor) -> None:
+        assert out.shape == reference.shape
+        error = (out.double().cpu() - reference.double().cpu()).norm() / reference.double().norm().cpu()
+        assert error < TOLERANCE[out.dtype], f"relative error {error:.2e} in {out.dtype}"
+
+    return check
+
+
+@pytest.fixture
+def assert_rows_exact() -> Callable[..., None]:
+    """Check that ``op(*row_tensors) -> [M, ...]`` gives a row the same bits in any company.
+
+    Every tensor has M rows. Compares the whole batch with: each row alone, every prefix, an offset window and
+    a permutation.
+    """
+
+    def check(op: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> None:
+        whole, rows = op(*tensors), tensors[0].shape[0]
+        shuffled = torch.randperm(rows, device=tensors[0].device)
+        batches = [slice(i, i + 1) for i in range(rows)] + [slice(0, i) for i in range(2, rows)]
+        for batch in [*batches, slice(3, rows), shuffled]:
+            part = op(*(t[batch].clone() for t in tensors))
+            assert torch.equal(part, whole[batch]), f"bits change in batch {batch} of {rows} rows"
+
+    return check

@@ -1,0 +1,72 @@
+"""Every kernel configuration in an ``AOT`` list compiles to sm_90a machine code, on any machine.
+
+Run as a script it compiles them all and prints one JSON line each; the test runs it in a process of its own,
+because this one may have asked for Triton's interpreter.
+"""
+
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+import traceback
+
+SHARED_LIMIT = 227 * 1024
+"""Bytes of shared memory a block can have on Hopper. The compiler does not check it; the launch would fail."""
+
+
+def _compile(case) -> dict:
+    """Compile as for a launch with 16-byte aligned tensors and sizes divisible by 16, the usual case."""
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = case.kernel.arg_names
+    unknown = set(case.signature) ^ (set(names) - set(case.constexprs))
+    if unknown:
+        raise ValueError(f"signature and constexprs do not cover the kernel's arguments: {sorted(unknown)}")
+    kinds = {name: "constexpr" if name in case.constexprs else case.signature[name] for name in names}
+    attrs = {
+        (i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if kind[0] == "*" or kind == "i32"
+    }
+    compiled = compile(
+        ASTSource(case.kernel, kinds, dict(case.constexprs), attrs),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+    )
+    if compiled.metadata.shared > SHARED_LIMIT:
+        raise ValueError(f"needs {compiled.metadata.shared} bytes of shared memory; the limit is {SHARED_LIMIT}")
+    if ".target sm_90a" not in compiled.asm["ptx"] or not compiled.asm["cubin"]:
+        raise ValueError("not sm_90a machine code")
+    return {"shared": compiled.metadata.shared, "cubin": len(compiled.asm["cubin"])}
+
+
+def main() -> None:
+    import unisono.kernels
+
+    for module in pkgutil.iter_modules(unisono.kernels.__path__):
+        cases = getattr(importlib.import_module(f"unisono.kernels.{module.name}"), "AOT", [])
+        for index, case in enumerate(cases):
+            line = {"case": f"{module.name}.AOT[{index}] {case.kernel.__name__}", "is": str(dict(case.constexprs))}
+            try:
+                line |= _compile(case)
+            except Exception:
+                line["error"] = traceback.format_exc(limit=-3)
+            print(json.dumps(line), flush=True)
+
+
+def test_every_kernel_compiles_for_hopper():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    process = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
+    assert process.returncode == 0, process.stderr
+    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    failed = [f"{line['case']} {line['is']}\n{line['error']}" for line in lines if "error" in line]
+    assert not failed, "\n".join(failed)
+    covered = {line["case"].split(".")[0] for line in lines}
+    assert {"linear", "norm", "activation", "rotary"} <= covered
+
+
+if __name__ == "__main__":
+    main()

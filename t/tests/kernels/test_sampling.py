@@ -1,0 +1,140 @@
+"""The sampling kernels against their twin, token for token, and the generator against published words."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.sampling.arena import DEFAULTS, arena
+from unisono.kernels import noise, sampling
+
+ZEROS, ONES = (0,) * 6, (0xFFFFFFFF,) * 6
+PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)
+KNOWN = {
+    ZEROS: (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
+    ONES: (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+    PI: (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+}
+"""Random123's known answers for philox4x32-10: (counter, key) -> words."""
+
+
+@triton.jit
+def _philox_kernel(inputs, outputs):
+    c0, c1, c2, c3 = tl.load(inputs), tl.load(inputs + 1), tl.load(inputs + 2), tl.load(inputs + 3)
+    k0, k1 = tl.load(inputs + 4), tl.load(inputs + 5)
+    c0, c1 = c0.to(tl.uint32, bitcast=True), c1.to(tl.uint32, bitcast=True)
+    c2, c3 = c2.to(tl.uint32, bitcast=True), c3.to(tl.uint32, bitcast=True)
+    words = noise.philox(c0, c1, c2, c3, k0.to(tl.uint32, bitcast=True), k1.to(tl.uint32, bitcast=True))
+    for i in tl.static_range(4):
+        tl.store(outputs + i, words[i].to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _gumbel_kernel(tokens, keys, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    value = noise.gumbel(tl.load(tokens + i), tl.load(keys), tl.load(keys + 1), tl.load(keys + 2))
+    tl.store(out + i, value)
+
+
+def signed(words: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(words, dtype=torch.int64).to(torch.int32)
+
+
+@pytest.mark.parametrize("given", KNOWN, ids=["zeros", "ones", "pi"])
+def test_philox_gives_the_published_words(given, device):
+    assert noise.philox_cpu(*given) == KNOWN[given]
+    assert tuple(map(int, noise.philox_cpu(*(torch.tensor([w]) for w in given)))) == KNOWN[given]
+    words = torch.empty(4, dtype=torch.int32, device=device)
+    _philox_kernel[(1,)](signed(given).to(device), words)
+    assert torch.equal(words.cpu(), signed(KNOWN[given]))
+
+
+@pytest.mark.parametrize("keys", [(0, 0, 0), (4095, -1, 0x7FFFFFFF), (2**31 - 1, 12345, -6789)])
+def test_gumbel_equals_its_twin(keys, device):
+    tokens = torch.arange(1024, dtype=torch.int32) * 150
+    out = torch.empty(1024, device=device)
+    _gumbel_kernel[(1,)](tokens.to(device), torch.tensor(keys, dtype=torch.int32).to(device), out, N=1024)
+    expected = noise.gumbel_cpu(tokens, *torch.tensor(keys, dtype=torch.int32))
+    assert (out.cpu() - expected).abs().max() < 4e-6
+
+
+ROWS = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1.5, "min_p": 0.1},
+    {"top_k": 3},
+    {"top_k": 40, "temperature": 2.0},
+    {"top_p": 0.9},
+    {"top_p": 0.3, "temperature": 0.8},
+    {"top_k": 60, "top_p": 0.95},
+    {"top_k": 60, "top_p": 0.7, "min_p": 0.2, "temperature": 1.2},
+    {"top_p": 0.9, "status": 1},
+    {"status": 4},
+]
+
+
+def fields_of(rows: list[dict], device: str | torch.device = "cpu") -> list[torch.Tensor]:
+    """The op's field arguments, one slot for each of ``rows``, each with a seed and a length of its own."""
+    names = ("temperature", "top_k", "top_p", "min_p", "status")
+    columns = {name: torch.tensor([row.get(name, DEFAULTS[name]) for row in rows]) for name in names}
+    index = torch.arange(len(rows))
+    return list(vars(arena(len(rows), device, seed_lo=index * 1001 - 3, length=index * 5, **columns)).values())
+
+
+def both(logits: torch.Tensor, rows: list[dict], width: int, device: torch.device) -> list[torch.Tensor]:
+    """Tokens of the kernels and of the twin, one slot for each of ``rows`` in shuffled order."""
+    slots = torch.randperm(len(rows), dtype=torch.int32)
+    kernel = sampling.launch_sample(logits.to(device), slots.to(device), width, *fields_of(rows, device))
+    return [kernel.cpu(), sampling.sample_cpu(logits, slots, width, *fields_of(rows))]
+
+
+@pytest.mark.parametrize(("vocab", "width"), [(1, 1), (7, 2), (1000, 1), (4099, 1)])
+def test_the_kernels_pick_the_twins_tokens(vocab, width, dtype, device):
+    logits = (torch.randn(len(ROWS) * width, vocab) * 3).to(dtype)
+    kernel, twin = both(logits, ROWS, width, device)
+    assert torch.equal(kernel, twin)
+
+
+@pytest.mark.parametrize("scale", [0.02, 20.0])
+def test_flat_and_peaked_rows(scale, device):
+    kernel, twin = both(torch.randn(len(ROWS), 513) * scale, ROWS, 1, device)
+    assert torch.equal(kernel, twin)
+
+
+def test_nan_and_infinities_end_and_are_never_picked(device):
+    nan, inf = torch.nan, torch.inf
+    odd = torch.tensor([[nan, -inf, 3.0, nan], [nan] * 4, [-inf] * 4, [0.0, 1.0, inf, nan]])
+    for row in ROWS[:-2]:
+        fields = fields_of([row] * 4, device)
+        slots = torch.arange(4, dtype=torch.int32, device=device)
+        assert sampling.launch_sample(odd.to(device), slots, 1, *fields).tolist() == [2, 0, 0, 2]
+
+
+def test_signed_zeros_tie(device):
+    zeros = torch.tensor([[-1.0, -0.0, 0.0, -0.0]]).to(device)
+    slots = torch.zeros(1, dtype=torch.int32, device=device)
+    assert sampling.launch_sample(zeros, slots, 1, *fields_of([{"temperature": 0.0}], device)).tolist() == [1]
+
+
+def test_thresholds_keep_what_the_twin_keeps(dtype, device):
+    """And rows whose filters are off, or do not matter, keep everything."""
+    logits = (torch.randn(len(ROWS), 1500) * 3).to(dtype)
+    slots = torch.arange(len(ROWS), dtype=torch.int32, device=device)
+    _, status, temperature, top_k, top_p, min_p, _, _ = fields_of(ROWS, device)
+    threshold = sampling.launch_filter(logits.to(device), slots, 1, status, temperature, top_k, top_p, min_p)[0].cpu()
+    kept = logits.float() >= threshold[:, None]
+    drawn = ((status == 0) & (temperature > 0)).cpu()
+    twin = sampling.thresholds_cpu(logits.float(), *(field.cpu() for field in (temperature, top_k, top_p, min_p)))
+    assert torch.equal(kept[drawn], logits[drawn] >= twin[drawn][:, None])
+    assert kept[~drawn].all()
+
+
+def test_a_row_depends_on_no_other(device, assert_rows_exact):
+    rows = ROWS[2:9]
+    fields = fields_of(rows, device)
+    assert_rows_exact(
+        lambda logits, slots: sampling.launch_sample(logits, slots, 1, *fields),
+        torch.randn(len(rows), 700, device=device) * 3,
+        torch.arange(len(rows), dtype=torch.int32, device=device),
+    )

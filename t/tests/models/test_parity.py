@@ -1,0 +1,101 @@
+"""Every family against transformers in fp32; every way of feeding tokens against one pass, bit for bit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.models.harness import chunked, load, rounds, together, whole
+from tests.models.make import make_checkpoint
+
+CASES = {
+    "llama-llama3-rope": ("llama", {}),
+    "llama-tied-biases": (
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 6},
+    ),
+    "llama-linear-rope-default-head-dim": (
+        "llama",
+        {
+            "head_dim": None,
+            "hidden_size": 96,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        },
+    ),
+    "llama-yarn": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ),
+    "mistral-window": ("mistral", {}),
+    "mistral-full": ("mistral", {"sliding_window": None, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {"max_shard_size": "100KB"}),
+    "qwen2-window-layers": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 21,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3": ("qwen3", {"max_shard_size": "100KB"}),
+    "qwen3-bias-grouped": (
+        "qwen3",
+        {"attention_bias": True, "num_attention_heads": 6, "num_key_value_heads": 3},
+    ),
+}
+
+LENGTHS = (270, 33, 5)
+"""The longest crosses a KV split of 256; none is a multiple of a page, a tile or a width."""
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = random.Random(0)
+    return [[rng.randrange(256) for _ in range(n)] for n in LENGTHS]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=list(CASES))
+def case(request, tmp_path_factory, prompts):
+    family, overrides = CASES[request.param]
+    directory = make_checkpoint(tmp_path_factory.mktemp(family), family, tokenizer=False, **overrides)
+    decoder = load(directory)
+    return directory, decoder, whole(decoder, prompts)
+
+
+@torch.no_grad()
+def test_logits_match_transformers(case, prompts):
+    directory, _, ours = case
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    for prompt, logits in zip(prompts, ours, strict=True):
+        theirs = model(torch.tensor([prompt])).logits[0]
+        assert theirs.std() > 0.5, "a flat model would prove nothing"
+        torch.testing.assert_close(logits, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "feed",
+    [
+        pytest.param(together, id="batched"),
+        pytest.param(lambda d, p: chunked(d, p, 7), id="chunks-of-7"),
+        pytest.param(lambda d, p: rounds(d, p, 1), id="rounds-of-1"),
+        pytest.param(lambda d, p: rounds(d, p, 4), id="rounds-of-4"),
+        pytest.param(lambda d, p: rounds(d, p[1:2], 1, padding=0), id="alone-rounds-of-1"),
+    ],
+)
+def test_same_bits_however_fed(case, prompts, feed):
+    _, decoder, expected = case
+    logits = feed(decoder, prompts)
+    expected = expected if len(logits) == len(expected) else expected[1:2]
+    for got, want in zip(logits, expected, strict=True):
+        assert torch.equal(got, want), f"rows differ: {(got != want).any(-1).nonzero().flatten().tolist()[:8]}"

@@ -1,0 +1,228 @@
+"""The engine: requests in, tokens out. :meth:`Engine.step` is the whole loop.
+
+One pass is launched before the last one is read, so the host works while the device does. Everything a
+round needs is on the device; the host learns of tokens, stops and lengths one round late.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from unisono.cache.kv import PAGE_SIZE
+from unisono.cache.pages import PagePool
+from unisono.config import EngineConfig, Hardware, resolve
+from unisono.engine.runner import Launched, Runner
+from unisono.engine.scheduler import Extend, Scheduler, Sequence
+from unisono.models.checkpoint import Checkpoint
+from unisono.types import MAX_STOP_IDS, BadRequest, EngineRequest, FinishReason, SamplingParams, TokenDelta
+
+Metric = tuple[str, str, dict[str, str], float, str]
+"""(name, "counter" or "gauge", labels, value, help)."""
+
+
+class Engine:
+    """An engine in this process. Not thread-safe: one thread calls ``add``, ``abort`` and ``step``.
+
+    Raises CheckpointError and ConfigError for what cannot be served.
+    """
+
+    def __init__(
+        self, config: EngineConfig, progress: Callable[[str, float], None] = lambda stage, share: None
+    ) -> None:
+        started = time.perf_counter()
+        checkpoint = Checkpoint.open(config.model)
+        resolved = resolve(config, Hardware.detect(config.device), checkpoint)
+        self.checkpoint = checkpoint
+        with torch.inference_mode():
+            self.runner = Runner(resolved, checkpoint, progress)
+        self.config = self.runner.config
+        self.pool = PagePool(self.runner.kv.num_pages)
+        self.scheduler = Scheduler(
+            self.pool,
+            self.runner.slots,
+            self.runner.width,
+            self.config.max_num_batched_tokens,
+            self.runner.max_extend_rows,
+        )
+        self._sequences: dict[str, Sequence] = {}
+        self._in_flight: Launched | None = None
+        self._order = itertools.count()
+        self.start_seconds = time.perf_counter() - started
+        self.prompt_tokens = self.generation_tokens = self.requests = 0
+
+    # ---- requests -----------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises BadRequest, leaving the engine as it was, for one that cannot run."""
+        self.check(request)
+        if request.params.seed is None:
+            request = replace(request, params=replace(request.params, seed=secrets.randbits(53)))
+        limit = self.config.max_model_len
+        if request.params.max_tokens is not None:
+            limit = min(limit, len(request.prompt_token_ids) + request.params.max_tokens)
+        sequence = Sequence(request, list(request.prompt_token_ids), limit, next(self._order))
+        self._sequences[request.request_id] = sequence
+        self.scheduler.add(sequence)
+        self.requests += 1
+
+    def check(self, request: EngineRequest) -> None:
+        """Raises BadRequest, naming the value and the limit, for a request that this engine cannot run."""
+        prompt, vocab = request.prompt_token_ids, self.checkpoint.config.vocab_size
+        longest = self.config.max_model_len - 1
+        if request.request_id in self._sequences:
+            raise BadRequest(f"request id {request.request_id!r} is running already.", param="request_id")
+        if not prompt:
+            raise BadRequest("the prompt has no tokens; give at least 1.", param="prompt")
+        if len(prompt) > longest:
+            raise BadRequest(
+                f"the prompt has {len(prompt)} tokens; the context of {self.config.max_model_len} leaves room for "
+                f"{longest} and one new token. Shorten it, or raise --max-model-len.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        wrong = next((t for t in prompt if not 0 <= t < vocab), None)
+        if wrong is not None:
+            raise BadRequest(
+                f"token id {wrong} is outside the vocabulary of {vocab} (0 … {vocab - 1}).", param="prompt"
+            )
+        if len(request.stop_ids) > MAX_STOP_IDS:
+            raise BadRequest(
+                f"{len(request.stop_ids)} stop token ids, EOS ids included; at most {MAX_STOP_IDS} are supported.",
+                param="stop_token_ids",
+            )
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request and free its pages; unknown ids are ignored, for it may just have ended."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self.scheduler.retire(sequence, FinishReason.ABORT)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix that no request uses; returns the pages freed."""
+        return self.pool.drop_cached()
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self._in_flight is not None
+
+    # ---- the loop -----------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenDelta]:
+        """Launch the next pass, then read the one before it; returns the tokens that it brought."""
+        work = self.scheduler.schedule()
+        launched = self.runner.launch(work) if work is not None else None
+        previous, self._in_flight = self._in_flight, launched
+        return self._read(previous) if previous is not None else []
+
+    def _read(self, launched: Launched) -> list[TokenDelta]:
+        result = launched.wait()
+        work = launched.work
+        if isinstance(work, Extend):
+            for chunk in work.chunks:
+                if chunk.sequence.finish is FinishReason.RUNNING:
+                    self.scheduler.commit_prompt(chunk)
+            rows = [(i, chunk.sequence) for i, chunk in enumerate(work.chunks) if chunk.last]
+        else:
+            rows = list(enumerate(work.sequences))
+        deltas = []
+        for row, sequence in rows:
+            sequence.in_flight -= 1
+            count, status = int(result[row, 0]), FinishReason(int(result[row, 1]))
+            # A row that ended before this pass, as the host has learnt since, brings nothing.
+            if sequence.finish is FinishReason.RUNNING and count:
+                deltas.append(self._commit(sequence, result[row, 2 : 2 + count].tolist(), status))
+        return deltas
+
+    def _commit(self, sequence: Sequence, tokens: list[int], status: FinishReason) -> TokenDelta:
+        request_id = sequence.request.request_id
+        if len(sequence.tokens) == sequence.prompt_len:
+            self.prompt_tokens += sequence.prompt_len
+        sequence.tokens.extend(tokens)
+        self.generation_tokens += len(tokens)
+        if status is not FinishReason.RUNNING:
+            self.scheduler.retire(sequence, status)
+            del self._sequences[request_id]
+        return TokenDelta(request_id, tokens, status, sequence.cached_tokens or 0)
+
+    # ---- what it tells ------------------------------------------------------------------------
+
+    def default_params(self) -> SamplingParams:
+        """Sampling parameters where a request is silent: generation_config.json's."""
+        g = self.checkpoint.generation
+        given = {"temperature": g.temperature, "top_p": g.top_p, "top_k": g.top_k, "min_p": g.min_p}
+        return replace(SamplingParams(), **{name: value for name, value in given.items() if value is not None})
+
+    def info(self) -> dict[str, object]:
+        """The resolved configuration, its reasons, the graphs and the eager passes, as JSON-ready data."""
+        kv = self.runner.kv
+        cache = {
+            "page_size": PAGE_SIZE,
+            "pages": kv.num_pages,
+            "bytes": kv.nbytes,
+            "usage": round(self.pool.usage, 4),
+            "cached_pages": self.pool.radix.pages,
+        }
+        passes = [
+            {"program": program, "kind": kind, "reason": reason, "count": count}
+            for (program, kind, reason), count in sorted(self.runner.planner.passes.items())
+        ]
+        return {
+            **self.config.explain(),
+            "architecture": self.checkpoint.config.architecture,
+            "vocab_size": self.checkpoint.config.vocab_size,
+            "kv_cache": cache,
+            "graphs": self.runner.planner.report(),
+            "passes": passes,
+            "start_seconds": {**self.runner.seconds, "total": round(self.start_seconds, 3)},
+            "requests": {
+                "running": len(self.scheduler.running) + len(self.scheduler.extending),
+                "waiting": len(self.scheduler.waiting),
+            },
+        }
+
+    def metrics(self) -> list[Metric]:
+        """Counters and gauges for ``/metrics``."""
+        s, planner = self.scheduler, self.runner.planner
+        samples: list[Metric] = [
+            ("num_requests_running", "gauge", {}, len(s.running) + len(s.extending), "Requests that hold a slot."),
+            ("num_requests_waiting", "gauge", {}, len(s.waiting), "Requests in the queue."),
+            ("kv_cache_usage_perc", "gauge", {}, self.pool.usage, "Share of KV pages held by requests, 0 to 1."),
+            ("prefix_cache_queries", "counter", {}, s.prefix_queries, "Prompt tokens looked up in the prefix cache."),
+            ("prefix_cache_hits", "counter", {}, s.prefix_hits, "Prompt tokens found in the prefix cache."),
+            ("num_preemptions", "counter", {}, s.preemptions, "Requests that gave their pages back and resumed."),
+            ("prompt_tokens", "counter", {}, self.prompt_tokens, "Prompt tokens processed."),
+            ("generation_tokens", "counter", {}, self.generation_tokens, "Tokens generated."),
+            (
+                "graph_rows_filled",
+                "counter",
+                {},
+                planner.filled_rows,
+                "Rows of replayed graphs that carried a request.",
+            ),
+            ("graph_rows_padded", "counter", {}, planner.padded_rows, "Rows of replayed graphs that were padding."),
+        ]
+        for (program, kind, reason), count in sorted(planner.passes.items()):
+            labels = {"program": program, "kind": kind, "reason": reason}
+            samples.append(
+                ("passes", "counter", labels, count, "Forward passes by program, graph kind and eager reason.")
+            )
+        return samples
+
+    def check_integrity(self) -> None:
+        """Prove the page bookkeeping; the idle engine calls this. Raises RuntimeError naming the breach."""
+        self.pool.check_integrity()
+
+    def shutdown(self) -> None:
+        """Drop every request and free the device."""
+        for request_id in list(self._sequences):
+            self.abort(request_id)
+        if self._in_flight is not None:
+            self._in_flight.wait()
+            self._in_flight = None
+        self.runner.close()

@@ -1,0 +1,214 @@
+"""The runner: the device side of the engine. Owns the model, the KV cache, the slots and the graphs.
+
+It turns a scheduled pass into a batch, has the planner launch it, and hands back what is pending. It
+decides nothing about who runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from unisono import catalog
+from unisono.cache.kv import PAGE_SIZE, KVCache, KVShape
+from unisono.cache.pages import pages_for
+from unisono.config import ResolvedConfig
+from unisono.engine.programs import Parts, extend_program, round_program
+from unisono.engine.scheduler import Extend, Round, Sequence
+from unisono.engine.slots import Slots
+from unisono.graphs.planner import Buckets, Planner, row_buckets
+from unisono.models.checkpoint import Checkpoint
+from unisono.models.loader import load_model
+from unisono.program import Buffers, Graph, Key, Needs, Pending, Reason, Shape
+from unisono.types import ConfigError
+
+MAX_EXTEND_ROWS = 32
+"""Requests in one prompt pass at most."""
+
+GRAPH_RESERVE = 1 << 30
+"""Bytes left for graphs and the allocator's slack when the KV cache is sized on a GPU."""
+
+CPU_KV_BYTES = 1 << 30
+"""The KV cache on a CPU: enough for the bundled models, at most."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A pass on the device: whose it is, row by row, and its outputs on their way to the host."""
+
+    work: Extend | Round
+    pending: Pending
+
+    def wait(self) -> np.ndarray:
+        """``[rows, width + 2]`` int32: count, status, tokens. Blocks until the pass is done."""
+        return self.pending.wait()["result"]
+
+
+class Runner:
+    """Builds everything on the device, then launches passes.
+
+    ``progress`` is called with a stage's name and its share done, 0 … 1, while loading and capturing.
+    Raises ConfigError when the card's memory does not hold the model and one request.
+    """
+
+    def __init__(self, config: ResolvedConfig, checkpoint: Checkpoint, progress: Callable[[str, float], None]) -> None:
+        self.config = config
+        self.seconds: dict[str, float] = {}
+        if config.device.type == "cuda":
+            torch.cuda.set_device(config.device)
+        c = checkpoint.config
+        attention = catalog.attention.load(config.attention_backend)(c.num_heads, c.num_kv_heads, config.device)
+        with _Stage(self, "load"):
+            self.model = load_model(
+                checkpoint,
+                dtype=config.dtype,
+                device=config.device,
+                load_format=config.asked.load_format,
+                backend=attention,
+                max_positions=config.max_model_len,
+                seed=config.asked.seed,
+            )
+        self.slots = Slots(config.max_num_seqs, config.max_model_len, config.device)
+        drafter = catalog.drafters.load("none")()
+        shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
+        self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
+        self._parts = lambda kv: Parts(self.model, attention, drafter, self.slots, kv.layers)
+        with _Stage(self, "size the KV cache"):
+            self.kv = KVCache(shape, self._num_pages(shape), config.device)
+        self.planner = Planner(config.device, enabled=not config.asked.enforce_eager)
+        self.width, self.needs = 1 + drafter.num_drafts, drafter.needs
+        with _Stage(self, "capture"):
+            self._capture(progress)
+
+    def _capture(self, progress: Callable[[str, float], None]) -> None:
+        parts = self._parts(self.kv)
+        shapes = tuple(Shape(rows, self.width) for rows in row_buckets(self.config.max_num_seqs))
+        plan = [
+            Buckets(round_program(parts), shapes, self.needs),
+            Buckets(extend_program(parts, self.max_extend_rows), reason=Reason.NOT_CAPTURABLE),
+        ]
+        done = 0
+
+        def captured(graph: Graph) -> None:
+            nonlocal done
+            done += 1
+            progress("capture", done / len(shapes))
+
+        self.planner.capture(plan, captured)
+
+    def _num_pages(self, shape: KVShape) -> int:
+        """Pages that fit; on a GPU measured, by running the largest prompt pass first."""
+        asked, config = self.config.asked.num_pages, self.config
+        whole = config.max_num_seqs * pages_for(config.max_model_len) + 1  # more can never be used
+        if config.device.type == "cpu":
+            pages, why = min(whole, CPU_KV_BYTES // shape.page_bytes), f"{CPU_KV_BYTES >> 20} MiB at most on a CPU"
+        else:
+            used = self._peak_bytes(shape)
+            budget = int(config.asked.gpu_memory_utilization * torch.cuda.mem_get_info()[1]) - used - GRAPH_RESERVE
+            pages, why = (
+                min(whole, budget // shape.page_bytes),
+                f"measured: weights and the largest pass take {used >> 20} MiB",
+            )
+        pages = asked or pages
+        capacity = (pages - 1) * PAGE_SIZE
+        if capacity < PAGE_SIZE:
+            raise ConfigError(
+                f"the model leaves room for {max(0, pages)} KV pages of {shape.page_bytes} bytes ({why}): "
+                "raise --gpu-memory-utilization or lower --max-num-batched-tokens."
+            )
+        if capacity < config.max_model_len:
+            if config.asked.max_model_len is not None:
+                raise ConfigError(
+                    f"--max-model-len {config.max_model_len} needs {pages_for(config.max_model_len)} KV pages, {pages - 1} fit "
+                    f"({why}): lower it to {capacity}, or raise --gpu-memory-utilization."
+                )
+            reason = f"the KV cache holds {capacity} tokens; the model's context is {config.max_model_len}"
+            self.config = self.config.decide("max_model_len", capacity, reason, max_model_len=capacity)
+        if asked is None:
+            self.config = self.config.decide("num_pages", pages, f"{PAGE_SIZE} tokens each; {why}")
+        return pages
+
+    def _peak_bytes(self, shape: KVShape) -> int:
+        """Bytes of the card in use at the peak of the largest prompt pass, other programs' included."""
+        program = extend_program(self._parts(KVCache(shape, 2, self.config.device)), self.max_extend_rows)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        # Only padding tokens: they compute everything but attention, which keeps no activations.
+        program.run(Buffers(program.schema, Shape(self.config.max_num_batched_tokens), self.config.device))
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        grown = max(0, torch.cuda.max_memory_reserved() - before)
+        used = total - free - (torch.cuda.memory_reserved() - before) + grown
+        gc.collect()
+        torch.cuda.empty_cache()
+        return used
+
+    def launch(self, work: Extend | Round) -> Launched:
+        """Put a pass on the device and return at once."""
+        pending = self._launch_extend(work) if isinstance(work, Extend) else self._launch_round(work)
+        return Launched(work, pending)
+
+    def _launch_round(self, work: Round) -> Pending:
+        rows = len(work.sequences)
+        columns, pages = _growth_arrays(work)
+        batch = {"slots": [s.slot for s in work.sequences], "columns": columns, "pages": pages}
+        return self.planner.launch(Key("round", Shape(rows, self.width), self.needs), batch)
+
+    def _launch_extend(self, work: Extend) -> Pending:
+        chunks = work.chunks
+        lengths = [c.end - c.start for c in chunks]
+        edges = np.cumsum([0, *lengths])
+        total = int(edges[-1])
+        # The rows that no request uses are empty: they begin where the tokens end.
+        query_start = np.full(self.max_extend_rows + 1, total)
+        query_start[: len(edges)] = edges
+        batch = {
+            "token_ids": np.concatenate([np.asarray(c.sequence.tokens[c.start : c.end]) for c in chunks]),
+            "slots": [c.sequence.slot for c in chunks],
+            "query_start": query_start,
+            "start": [c.start for c in chunks],
+            "sample_slots": [c.sequence.slot if c.last else self.slots.padding for c in chunks],
+            "last": edges[1:] - 1,
+        }
+        return self.planner.launch(Key("extend", Shape(total), Needs()), batch)
+
+    def close(self) -> None:
+        """Free the graphs, then everything they were captured on."""
+        self.planner.close()
+        del self.model, self.kv, self.slots, self._parts
+        gc.collect()
+        if self.config.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _growth_arrays(work: Round) -> tuple[np.ndarray, np.ndarray]:
+    """``columns`` and ``pages`` [rows, most pages added]; column -1 where a row adds fewer."""
+    most = max(len(pages) for _, pages in work.growth)
+    columns = np.full((len(work.growth), most), -1, dtype=np.int32)
+    pages = np.zeros_like(columns)
+    for row, (first, added) in enumerate(work.growth):
+        columns[row, : len(added)] = range(first, first + len(added))
+        pages[row, : len(added)] = added
+    return columns, pages
+
+
+class _Stage:
+    """Times a stage of the start into ``runner.seconds``."""
+
+    def __init__(self, runner: Runner, name: str) -> None:
+        self._seconds, self._name = runner.seconds, name
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self._seconds[self._name] = round(time.perf_counter() - self._started, 3)
+
+
+__all__ = ["Launched", "Runner", "Sequence"]

@@ -1,0 +1,1 @@
+"""Graphs: how a program is captured and replayed. Imports ``program`` and nothing else of the project."""

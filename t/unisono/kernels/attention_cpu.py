@@ -1,0 +1,173 @@
+"""CPU twins of the attention ops: the same walk over KV splits, in plain torch.
+
+Called only through the ops that kernels/attention.py registers. The twins cut queries into tiles of exactly
+ROW_TILE rows and keys into splits of exactly SPLIT, zero-padded, so that every product has one shape and a
+row's bits depend on its own query and keys alone. They may read values on the host: an op is opaque.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from unisono.kernels.library import ROW_TILE
+
+SPLIT = 256
+"""Keys per split. Splits begin at its multiples; it is part of the reduction order, hence of the bits."""
+
+TILES_AT_ONCE = 64
+"""Query tiles attended together; bounds the gathered keys to 64 · Hkv · SPLIT · D floats."""
+
+
+def attention_plan_cpu(
+    slots: torch.Tensor, kv_len: torch.Tensor, width: int, num_kv_heads: int, partials: int, programs: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Twin of ``attention_plan``: the same work list."""
+    lengths = kv_len.tolist()
+    counts = [-(-length // SPLIT) for length in lengths]
+    share = max(sum(counts) * num_kv_heads // programs, 1)
+    whole: list[tuple[int, ...]] = []
+    split: list[tuple[int, ...]] = []
+    wanted = 0
+    for row, (slot, length, count) in enumerate(zip(slots.tolist(), lengths, counts, strict=True)):
+        wanted += count if count > share else 0
+        if count <= share or wanted > partials:
+            whole.append((row, slot, length, -1, -1))
+        else:
+            split += [(row, slot, length, i, wanted - count + i) for i in range(count)]
+    work = _listed(whole + split, partials + len(lengths), 5)
+    return work, torch.tensor([len(whole + split)], dtype=torch.int32), _zeros(len(lengths), width, num_kv_heads)
+
+
+def attention_extend_plan_cpu(
+    slots: torch.Tensor, query_start: torch.Tensor, num_tokens: int, tile_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Twin of ``attention_extend_plan``: the same tile list."""
+    starts = [*query_start.tolist(), num_tokens]
+    rows = zip([*slots.tolist(), 0], starts, starts[1:], strict=False)
+    tiles = [
+        (slot, begin, min(begin + tile_tokens, end))
+        for slot, first, end in rows
+        for begin in range(first, end, tile_tokens)
+    ]
+    bound = -(-num_tokens // tile_tokens) + len(starts) - 1
+    return _listed(tiles, bound, 3), torch.tensor([len(tiles)], dtype=torch.int32)
+
+
+def _listed(entries: list[tuple[int, ...]], capacity: int, columns: int) -> torch.Tensor:
+    listed = torch.full((capacity, columns), -1, dtype=torch.int32)
+    listed[: len(entries)] = torch.tensor(entries, dtype=torch.int32).view(-1, columns)
+    return listed
+
+
+def _zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def attention_round_cpu(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    positions: torch.Tensor,
+    work: torch.Tensor,
+    count: torch.Tensor,
+    arrivals: torch.Tensor,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    """Twin of ``attention_round``: each row once, whatever splits the plan cut it into."""
+    width = arrivals.shape[1]
+    rows = [(row, slot) for row, slot, _, split, _ in work[: count.item()].tolist() if split <= 0]
+    tiles = [(slot, row * width, (row + 1) * width) for row, slot in rows]
+    return _attend(q, k_cache, v_cache, page_table, positions, tiles, scale, window)
+
+
+def attention_extend_cpu(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    positions: torch.Tensor,
+    tiles: torch.Tensor,
+    count: torch.Tensor,
+    tile_tokens: int,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    """Twin of ``attention_extend``."""
+    listed = tiles[: count.item()].tolist()
+    return _attend(q, k_cache, v_cache, page_table, positions, listed, scale, window)
+
+
+def _attend(q, k_cache, v_cache, page_table, positions, spans, scale, window) -> torch.Tensor:
+    """Attend the spans (slot, first token, end token), cut into query tiles, TILES_AT_ONCE at a time.
+
+    A tile row is one (token, query head of the group), so that GQA fills tiles; the padding row at the end
+    of ``q_XHD`` has position -1 and sees nothing.
+    """
+    tokens, heads, dim = q.shape
+    group = heads // k_cache.shape[1]
+    index, owners = [], []
+    for slot, begin, end in spans:
+        rows = torch.arange(begin * group, end * group)
+        index.append(F.pad(rows, (0, -len(rows) % ROW_TILE), value=tokens * group).view(-1, ROW_TILE))
+        owners += [slot] * len(index[-1])
+    rows_BM, slot_B = torch.cat(index), torch.tensor(owners)
+
+    q_THGD = F.pad(q.float().view(tokens, -1, group, dim), (0, 0) * 3 + (0, 1))
+    q_XHD = q_THGD.transpose(1, 2).reshape((tokens + 1) * group, -1, dim)  # X: (token, head of the group)
+    position_X = F.pad(positions, (0, 1), value=-1).repeat_interleave(group)
+    out_XHD = torch.zeros_like(q_XHD)
+    for rows, slots in zip(rows_BM.split(TILES_AT_ONCE), slot_B.split(TILES_AT_ONCE), strict=True):
+        q_BHMD = q_XHD[rows].transpose(1, 2).contiguous()
+        out_BHMD = _attend_tiles(q_BHMD, k_cache, v_cache, page_table[slots], position_X[rows], scale, window)
+        out_XHD[rows] = out_BHMD.transpose(1, 2)
+    out_THGD = out_XHD.view(tokens + 1, group, -1, dim)[:tokens].transpose(1, 2)
+    return out_THGD.reshape(tokens, heads * dim).to(q.dtype)
+
+
+def _attend_tiles(q_BHMD, k_cache, v_cache, pages_BP, position_BM, scale, window) -> torch.Tensor:
+    """Walk the splits that any tile sees, in order, and merge each one's (max, sum, acc) into the total."""
+    last = int(position_BM.max())
+    seen = position_BM[position_BM >= 0]
+    first = max(int(seen.min()) - window + 1, 0) if window > 0 and len(seen) else 0
+    total_max = torch.full((*q_BHMD.shape[:3], 1), float("-inf"))
+    total_sum, total_acc = torch.zeros_like(total_max), torch.zeros_like(q_BHMD)
+    for split in range(first // SPLIT, last // SPLIT + 1):
+        key_N = torch.arange(split * SPLIT, (split + 1) * SPLIT, dtype=torch.int32)
+        visible_BMN = key_N <= position_BM[:, :, None]
+        if window > 0:
+            visible_BMN &= key_N > position_BM[:, :, None] - window
+        k_BHND, v_BHND = _gather(k_cache, v_cache, pages_BP, key_N, visible_BMN.any(1))
+        scores = (q_BHMD @ k_BHND.mT).mul_(scale)
+        scores.masked_fill_(~visible_BMN[:, None], float("-inf"))
+        split_max = scores.amax(-1, keepdim=True)
+        p = scores.sub_(_finite(split_max)).exp_().to(v_cache.dtype).float()
+        split_sum, split_acc = p.sum(-1, keepdim=True), p @ v_BHND
+
+        new_max = torch.maximum(total_max, split_max)
+        old_weight, new_weight = (total_max - _finite(new_max)).exp(), (split_max - _finite(new_max)).exp()
+        total_sum = total_sum * old_weight + split_sum * new_weight
+        total_acc = total_acc * old_weight + split_acc * new_weight
+        total_max = new_max
+    return total_acc / torch.where(total_sum > 0, total_sum, 1.0)
+
+
+def _gather(k_cache, v_cache, pages_BP, key_N, seen_BN) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values at positions ``key_N`` as float [B, Hkv, N, D]; unseen ones are 0, never stale."""
+    page_size = k_cache.shape[2]
+    column_N = (key_N // page_size).clamp(max=pages_BP.shape[1] - 1)
+    page_BN = pages_BP[:, column_N.long()].masked_fill(~seen_BN, 0).long()
+    offset_N = (key_N % page_size).long()
+
+    def read(cache: torch.Tensor) -> torch.Tensor:
+        found_BNHD = cache.transpose(1, 2)[page_BN, offset_N]
+        return found_BNHD.float().masked_fill_(~seen_BN[:, :, None, None], 0.0).transpose(1, 2).contiguous()
+
+    return read(k_cache), read(v_cache)
+
+
+def _finite(maximum: torch.Tensor) -> torch.Tensor:
+    """The maximum, or 0 where nothing was seen: -inf - -inf would be NaN."""
+    return maximum.masked_fill(maximum == float("-inf"), 0.0)

@@ -1,0 +1,59 @@
+"""How an op enters the house: one schema, a CUDA implementation, a CPU twin, a shape function.
+
+Owns the ``unisono`` torch.library namespace. Every kernel file calls :func:`define` and
+:func:`register`; the tape (``graphs/tape.py``) then sees each kernel as one op, on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+ROW_TILE = 16
+"""Rows per matrix product in CPU twins. A fixed count makes a row's bits independent of the batch."""
+
+_library = torch.library.Library("unisono", "DEF")
+
+
+def define(schema: str) -> None:
+    """Declare an op, e.g. ``"silu_mul(Tensor x) -> Tensor"``; mutated arguments are ``Tensor(a!)``."""
+    _library.define(schema)
+
+
+def register(name: str, *, cuda: Callable, cpu: Callable, meta: Callable) -> None:
+    """Give op ``name`` its implementations. ``meta`` maps fake inputs to empty outputs."""
+    _library.impl(name, cuda, "CUDA")
+    _library.impl(name, cpu, "CPU")
+    torch.library.register_fake(f"unisono::{name}", meta, lib=_library)
+
+
+@dataclass(frozen=True)
+class AotCase:
+    """One configuration of a Triton kernel for the ahead-of-time sm_90a gate.
+
+    ``signature`` maps argument names to Triton types (``"*bf16"``, ``"i32"``, ``"fp32"``);
+    ``constexprs`` maps the compile-time arguments to values.
+    """
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def fixed_rows_matmul(x: torch.Tensor, weight_t: torch.Tensor) -> torch.Tensor:
+    """``x [M, K] @ weight_t [K, N]`` in tiles of exactly ROW_TILE rows, zero-padded.
+
+    A BLAS chooses its blocking by M, so the same row can get other bits in a larger batch; with one
+    constant M it does not (checked in tests/kernels/test_linear.py). Returns [M, N] in x's dtype.
+    """
+    rows = x.shape[0]
+    if rows == ROW_TILE:
+        return x @ weight_t
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % ROW_TILE)).contiguous()
+    tiles = [padded[i : i + ROW_TILE] @ weight_t for i in range(0, padded.shape[0], ROW_TILE)]
+    return torch.cat(tiles)[:rows] if tiles else x.new_empty(0, weight_t.shape[1])

@@ -1,0 +1,322 @@
+"""Picking one token per row of logits, filters and all, on the device.
+
+Owns the op ``sample``; `sampling/pipeline.py` calls it for the target, drafters for their own logits. Two
+launches whatever the parameters: *filter* turns top-k, top-p and min-p into one threshold per row, and
+*pick* takes ``argmax(logit * (1 / T) + gumbel(seed, position, id))`` over the logits at or above it (Gumbel-max:
+a draw from the softmax). Temperature 0 is the argmax of the logits. Ties go to the lowest id everywhere.
+
+Every filter keeps the logits at or above some value, since softmax is monotone, so no sort is needed: the
+threshold is found by bisection on the integer image of floats, where order is the order of values. A row is
+read by one program in one order, so its threshold depends on nothing else.
+
+* top-k: the k-th largest logit; its ties all stay.
+* top-p: after top-k, the largest value at and above which the mass is at least p of the whole. Mass is summed
+  in fp32: where two candidates' mass lies within about 1e-6 of p, either may be the boundary.
+* min-p: p(token) >= min_p * p(best), which is logit >= top + T * log(min_p).
+
+NaN counts as -inf; a row of nothing else yields token 0. Inactive rows yield token 0.
+
+Shapes: N = R * W rows of logits, V vocabulary, S slots.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.noise import gumbel, gumbel_cpu
+from unisono.types import FinishReason
+
+RUNNING = tl.constexpr(int(FinishReason.RUNNING))
+GREEDY_BELOW = tl.constexpr(1e-5)
+"""Temperatures under this are greedy: dividing by them would overflow."""
+
+FILTER_LANES = 16384
+FILTER_WARPS = 16
+PICK_BLOCK = 2048
+
+CACHED = 16384
+"""Elements whose noise the twin computes at a time: what a core's cache holds."""
+
+UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+"""Low mantissa bits of fp32 that values of a storage type never use: steps that the bisection saves."""
+
+
+@triton.jit
+def _key(value):
+    """The int32 image of fp32 values, in the same order."""
+    bits = value.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _grid_key(value, UNUSED: tl.constexpr):
+    """:func:`_key` counted in steps of the storage type. int64, so that differences cannot overflow."""
+    return _key(value).to(tl.int64) >> UNUSED
+
+
+@triton.jit
+def _grid_value(key, UNUSED: tl.constexpr):
+    """The fp32 value of a :func:`_grid_key`."""
+    low = tl.where(key < 0, (1 << UNUSED) - 1, 0)
+    image = ((key << UNUSED) | low).to(tl.int32)
+    return (image ^ ((image >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weight(logit, least, top, inv_t, WEIGHTED: tl.constexpr):
+    """1 (to count) or the unnormalised probability of each logit at or above ``least``, else 0."""
+    weight = tl.exp((logit - top) * inv_t) if WEIGHTED else 1.0
+    return tl.where(logit >= least, weight, 0.0)
+
+
+@triton.jit
+def _row_sum(row, least, top, inv_t, V, WEIGHTED: tl.constexpr, LANES: tl.constexpr):
+    """Sum of :func:`_weight` over a row: each lane its own column of it, then the lanes; fp32."""
+    lane = tl.arange(0, LANES)
+    acc = tl.zeros((LANES,), tl.float32)
+    for start in range(0, V, LANES):
+        logit = tl.load(row + start + lane, mask=start + lane < V, other=float("-inf")).to(tl.float32)
+        acc += _weight(logit, least, top, inv_t, WEIGHTED)
+    return tl.sum(acc)
+
+
+@triton.jit
+def _highest(row, lanes, low, high, target, top, inv_t, V,
+             WEIGHTED: tl.constexpr, UNUSED: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+    """The highest key in [low, high) at and above which the row's weights sum to ``target``.
+
+    ``low`` is taken to reach it, ``high`` not to. ``lanes`` holds the maximum of each lane's column: logits
+    of the row, so where they alone reach the target, the row does. That bound costs no pass over memory and
+    mostly ends a step or two below the answer; from it the search gallops up, then bisects.
+    """
+    above = high
+    while above - low > 1:
+        middle = (low + above) >> 1
+        enough = tl.sum(_weight(lanes, _grid_value(middle, UNUSED), top, inv_t, WEIGHTED)) >= target
+        low = tl.where(enough, middle, low)
+        above = tl.where(enough, above, middle)
+    step = (low - low) + (1 << (16 - UNUSED))
+    while high - low > 1:
+        middle = tl.minimum(low + step, (low + high) >> 1)
+        enough = _row_sum(row, _grid_value(middle, UNUSED), top, inv_t, V, WEIGHTED, LANES) >= target
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+        step *= 4
+    return low
+
+
+@triton.jit
+def _filter_kernel(
+    logits, slots, status, temperature, top_k, top_p, min_p, threshold, best, arrived, tokens,
+    stride, row_stride, width, V, UNUSED: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0)
+    field = tl.load(slots + n // width) * stride
+    t = tl.load(temperature + field)
+    k = tl.load(top_k + field)
+    p = tl.load(top_p + field)
+    floor = tl.load(min_p + field)
+    drawn = (tl.load(status + field) == RUNNING) & (t >= GREEDY_BELOW)
+    least = float("-inf")
+    if drawn & (((k > 0) & (k < V)) | (p < 1.0) | (floor > 0.0)):
+        row = logits + n.to(tl.int64) * row_stride
+        lane = tl.arange(0, LANES)
+        lanes = tl.full((LANES,), float("-inf"), tl.float32)
+        for start in range(0, V, LANES):
+            logit = tl.load(row + start + lane, mask=start + lane < V, other=float("-inf")).to(tl.float32)
+            lanes = tl.where(logit > lanes, logit, lanes)  # NaN is never greater
+        top = tl.max(lanes)
+        inv_t = tl.div_rn(1.0, t)
+        low = _grid_key(tl.full((), float("-inf"), tl.float32), UNUSED)
+        high = _grid_key(top, UNUSED) + 1
+        if (k > 0) & (k < V):
+            low = _highest(row, lanes, low, high, k.to(tl.float32), top, inv_t, V, False, UNUSED, LANES)
+        if p < 1.0:
+            mass = p * _row_sum(row, _grid_value(low, UNUSED), top, inv_t, V, True, LANES)
+            low = _highest(row, lanes, low, high, mass, top, inv_t, V, True, UNUSED, LANES)
+        least = _grid_value(low, UNUSED)
+        if floor > 0.0:
+            least = tl.maximum(least, top + t * tl.log(floor))
+    tl.store(threshold + n, least)
+    # What `pick` accumulates into starts here, which saves it a launch.
+    tl.store(best + n, -(2**63))
+    tl.store(arrived + n, 0)
+    tl.store(tokens + n, 0)
+
+
+@triton.jit
+def _pick_kernel(
+    logits, slots, length, status, temperature, seed_lo, seed_hi, threshold, best, arrived, tokens,
+    stride, row_stride, width, V, BLOCK: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0)
+    field = tl.load(slots + n // width) * stride
+    if tl.load(status + field) == RUNNING:
+        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        row = logits + n.to(tl.int64) * row_stride
+        score = tl.load(row + token, mask=token < V, other=float("-inf")).to(tl.float32)
+        score = tl.where(score == score, score, float("-inf"))
+        t = tl.load(temperature + field)
+        if t >= GREEDY_BELOW:
+            kept = score >= tl.load(threshold + n)
+            if tl.max(kept.to(tl.int32)) > 0:  # most blocks of a filtered row keep nothing: no noise for them
+                position = tl.load(length + field) + n % width
+                noise = gumbel(token, position, tl.load(seed_lo + field), tl.load(seed_hi + field))
+                score = tl.fma(score, tl.div_rn(1.0, t), noise)
+            score = tl.where(kept, score, float("-inf"))
+
+        # Score above id in one integer: its maximum is the argmax with ties to the lowest id, in any order.
+        score = tl.where(score == 0.0, 0.0, score)  # -0.0 ties with 0.0
+        ranked = (_key(score).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+        tl.atomic_max(best + n, tl.max(ranked))
+        if tl.atomic_add(arrived + n, 1) == tl.num_programs(1) - 1:  # the last block of this row
+            winner = tl.atomic_max(best + n, -(2**63))
+            tl.store(tokens + n, 0x7FFFFFFF - (winner & 0x7FFFFFFF).to(tl.int32))
+
+
+def launch_filter(
+    logits: Tensor, slots: Tensor, width: int, status: Tensor, temperature: Tensor, top_k: Tensor,
+    top_p: Tensor, min_p: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The first launch: (threshold [N] fp32, and best i64, arrived i32, tokens i32 [N] as `pick` needs them)."""
+    rows, vocab = logits.shape
+    threshold = logits.new_empty(rows, dtype=torch.float32)
+    best = logits.new_empty(rows, dtype=torch.int64)
+    arrived, tokens = slots.new_empty(rows), slots.new_empty(rows)
+    # By the vocabulary only: the number of lanes is part of the summation order.
+    lanes = min(FILTER_LANES, triton.next_power_of_2(vocab))
+    _filter_kernel[(rows,)](
+        logits, slots, status, temperature, top_k, top_p, min_p, threshold, best, arrived, tokens,
+        status.stride(0), logits.stride(0), width, vocab,
+        UNUSED=UNUSED_BITS[logits.dtype], LANES=lanes, num_warps=FILTER_WARPS,
+    )  # fmt: skip
+    return threshold, best, arrived, tokens
+
+
+def launch_sample(
+    logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
+    top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor,
+) -> Tensor:  # fmt: skip
+    fields = (length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi)
+    if len({field.stride(0) for field in fields}) > 1:
+        raise ValueError(f"slot fields have strides {[f.stride(0) for f in fields]}: make them views of one arena")
+    rows, vocab = logits.shape
+    threshold, best, arrived, tokens = launch_filter(logits, slots, width, status, temperature, top_k, top_p, min_p)
+    _pick_kernel[(rows, triton.cdiv(vocab, PICK_BLOCK))](
+        logits, slots, length, status, temperature, seed_lo, seed_hi, threshold, best, arrived, tokens,
+        status.stride(0), logits.stride(0), width, vocab, BLOCK=PICK_BLOCK,
+    )  # fmt: skip
+    return tokens
+
+
+def thresholds_cpu(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The least logit that each row keeps: logits [N, V] fp32 without NaN, parameters [N] -> [N] fp32.
+
+    The twin of the filter kernel; it sorts, and sums mass in float64.
+    """
+    vocab = logits.shape[1]
+    ordered = logits.sort(-1, descending=True).values
+    top = ordered[:, :1]
+    last = (top_k.clamp(1, vocab).long() - 1)[:, None]
+    kth = ordered.gather(1, last).masked_fill((top_k <= 0)[:, None], -torch.inf)
+    weight = torch.exp((ordered - top) * (1.0 / temperature)[:, None])
+    mass = weight.where(ordered >= kth, 0.0).nan_to_num(0.0).double().cumsum(-1)
+    within = (mass < top_p.double()[:, None] * mass[:, -1:]).sum(-1, keepdim=True)
+    nucleus = ordered.gather(1, within.clamp_max(vocab - 1)).masked_fill((top_p >= 1)[:, None], -torch.inf)
+    bound = (top[:, 0] + temperature * min_p.log()).masked_fill(min_p <= 0, -torch.inf)
+    return torch.maximum(torch.maximum(kth, nucleus)[:, 0], bound)
+
+
+def sample_cpu(
+    logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
+    top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor,
+) -> Tensor:  # fmt: skip
+    logits = logits.float().nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    slot = slots.long().repeat_interleave(width)
+    running = status[slot] == RUNNING.value
+    tokens = logits.argmax(-1).where(running, 0).int()
+
+    row = (running & (temperature[slot] >= GREEDY_BELOW.value)).nonzero()[:, 0]
+    slot = slot[row]
+    score = logits[row]
+    t, k, p, floor = temperature[slot], top_k[slot], top_p[slot], min_p[slot]
+    filtered = (((k > 0) & (k < logits.shape[1])) | (p < 1) | (floor > 0)).nonzero()[:, 0]
+    least = torch.full_like(t, -torch.inf)
+    least[filtered] = thresholds_cpu(score[filtered], t[filtered], k[filtered], p[filtered], floor[filtered])
+
+    n, token = (score >= least[:, None]).nonzero(as_tuple=True)
+    keys = (token, (length[slot] + row % width)[n], seed_lo[slot][n], seed_hi[slot][n])
+    noise = torch.cat([gumbel_cpu(*part) for part in zip(*(key.split(CACHED) for key in keys), strict=True)])
+    drawn = torch.full_like(score, -torch.inf)
+    drawn[n, token] = score[n, token] * (1.0 / t)[n] + noise
+    tokens[row] = drawn.argmax(-1).int()
+    return tokens
+
+
+def _sample_meta(logits: Tensor, slots: Tensor, *_: object) -> Tensor:
+    return slots.new_empty(logits.shape[0])
+
+
+define(
+    "sample(Tensor logits, Tensor slots, int width, Tensor length, Tensor status, Tensor temperature,"
+    " Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed_lo, Tensor seed_hi) -> Tensor"
+)
+register("sample", cuda=launch_sample, cpu=sample_cpu, meta=_sample_meta)
+
+
+def sample(
+    logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
+    top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor,
+) -> Tensor:  # fmt: skip
+    """One token per row of logits; row r * width + j samples position ``length[slots[r]] + j``.
+
+    logits [R * width, V] bf16, fp16 or fp32, last dimension contiguous; slots [R] int32. The rest are slot
+    fields [S] of one stride: temperature (0: greedy), top_p (1: off), min_p (0: off) fp32; length, status,
+    top_k (0: off), seed_lo, seed_hi int32. Returns tokens [R * width] int32.
+
+    Filters apply in the order of transformers' warpers: temperature, top-k, top-p, min-p. A row's token
+    depends on its own logits, parameters, seed and position only.
+    """
+    return torch.ops.unisono.sample(
+        logits, slots, width, length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi
+    )
+
+
+def _signature(logits: str, *, floats: str, ints: str, longs: str, scalars: str) -> dict[str, str]:
+    pointers = dict.fromkeys(floats.split(), "*fp32") | dict.fromkeys(ints.split(), "*i32")
+    pointers |= dict.fromkeys(longs.split(), "*i64")
+    return {"logits": f"*{logits}"} | pointers | dict.fromkeys(scalars.split(), "i32")
+
+
+AOT: list[AotCase] = [
+    AotCase(
+        _filter_kernel,
+        _signature(
+            dtype,
+            floats="temperature top_p min_p threshold",
+            ints="slots status top_k arrived tokens",
+            longs="best",
+            scalars="stride row_stride width V",
+        ),
+        {"UNUSED": unused, "LANES": FILTER_LANES},
+        num_warps=FILTER_WARPS,
+    )
+    for dtype, unused in (("bf16", 16), ("fp16", 13), ("fp32", 0))
+] + [
+    AotCase(
+        _pick_kernel,
+        _signature(
+            dtype,
+            floats="temperature threshold",
+            ints="slots length status seed_lo seed_hi arrived tokens",
+            longs="best",
+            scalars="stride row_stride width V",
+        ),
+        {"BLOCK": PICK_BLOCK},
+    )
+    for dtype in ("bf16", "fp16", "fp32")
+]

@@ -1,0 +1,57 @@
+"""The table of rotary angles that a checkpoint's configuration asks for.
+
+Built once per model by ``models``; read by the ``rope_and_cache`` op.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from unisono.types import ConfigError
+
+SUPPORTED = ("default", "linear", "llama3", "yarn")
+"""Rope types whose angles are fixed by the position alone (dynamic and longrope look at the length)."""
+
+
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    """``rope_parameters`` of transformers 5; from a raw or older config, rope_theta and rope_scaling."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parameters = dict(parameters)
+    parameters.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10_000.0)
+    parameters.setdefault("rope_type", parameters.get("type", "default"))
+    return parameters
+
+
+def _inverse_frequencies(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
+    """Radians per position of each plane [rot_dim / 2], fp32, and the factor on cosines and sines."""
+    parameters = _rope_parameters(config)
+    kind = parameters["rope_type"]
+    if kind not in SUPPORTED:
+        raise ConfigError(
+            f"rope_type={kind!r} is not supported; supported are {', '.join(SUPPORTED)}. "
+            "Within the context the model was first trained for, delete rope_scaling from its config.json."
+        )
+    if kind == "default":
+        rot_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, rot_dim, 2, dtype=torch.float32) / rot_dim
+        return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = copy.deepcopy(config)
+    config.head_dim, config.rope_parameters = head_dim, parameters
+    return ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
+
+
+def rotary_table(hf_config: Any, head_dim: int, max_positions: int, device: torch.device | str) -> torch.Tensor:
+    """Cosines, then sines, of every position: [max_positions, rot_dim] fp32 on ``device``.
+
+    rot_dim is ``head_dim`` times the configuration's partial_rotary_factor. The frequencies, scaling
+    (linear; Llama 3; YaRN, arXiv 2309.00071) and its attention factor are transformers'. Computed on the
+    CPU, so that the table is the same on every device. Raises ConfigError for other rope types.
+    """
+    frequencies, factor = _inverse_frequencies(hf_config, head_dim)
+    angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies.float()
+    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).to(device)

@@ -1,0 +1,17 @@
+"""Mistral (7B, Nemo, Small): Llama's tensors, an explicit head size, one sliding window for all layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unisono.models.config import DecoderConfig, Family, read_decoder_config
+from unisono.models.llama import NAMES
+
+
+def read(hf_config: Any) -> DecoderConfig:
+    """``sliding_window`` null is full attention."""
+    window = hf_config.sliding_window or 0
+    return read_decoder_config(hf_config, windows=(window,) * hf_config.num_hidden_layers)
+
+
+MISTRAL = Family(read, NAMES)

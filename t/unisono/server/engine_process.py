@@ -1,0 +1,148 @@
+"""The engine process: one engine, one socket, one loop.
+
+Started by :class:`unisono.server.client.EngineClient`, which alone talks to it. While the engine has work the
+loop reads what has come in, steps, and sends what the step brought in one message; without work it sleeps in
+``poll``. It ends on ``Shutdown``, with its parent, or with the engine's first unexpected error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+import zmq
+
+from unisono.server import ipc
+from unisono.types import BadRequest, EngineRequest, TokenDelta, UnisonoError
+
+
+IDLE_MS = 1000
+"""After so long without work the engine checks its bookkeeping, once."""
+PARENT_GONE_MS = 1000
+"""A message that waits longer for the API process will never be read."""
+
+
+class EngineLike(Protocol):
+    """What this process needs of an engine; ``unisono.engine.engine.Engine`` in earnest, a fake in tests."""
+
+    def add(self, request: EngineRequest) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def step(self) -> list[TokenDelta]: ...
+    def has_work(self) -> bool: ...
+    def info(self) -> dict[str, Any]: ...
+    def metrics(self) -> list[tuple[str, str, dict[str, str], float, str]]: ...
+    def check_integrity(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+Factory = Callable[[Any, Callable[[str, float], None]], EngineLike]
+"""Makes an engine of its config; calls the second argument with a stage and its share done while it loads."""
+
+
+def load_factory(name: str) -> Factory:
+    """The factory that ``"module:Class"`` names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def main(address: str, factory: str, config: Any) -> None:
+    """Make an engine of ``config`` and run it behind the socket at ``address``; exits 1 after an error."""
+    # The terminal sends Ctrl-C to both processes; the API process decides when this one ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, PARENT_GONE_MS)
+        socket.setsockopt(zmq.SNDTIMEO, PARENT_GONE_MS)  # without a peer a send would wait for ever
+        socket.connect(address)
+        try:
+            engine = load_factory(factory)(config, lambda stage, share: _send(socket, ipc.Loading(stage, share)))
+            _Loop(engine, socket).run()
+            engine.shutdown()
+        except BaseException as error:  # whatever it is, the API process must learn of it
+            if not isinstance(error, UnisonoError):
+                traceback.print_exc()
+            with suppress(zmq.Again):
+                _send(socket, ipc.Fatal(type(error).__name__, _one_line(error)))
+            sys.exit(1)
+
+
+def _send(socket: zmq.Socket, message: ipc.FromEngine) -> None:
+    socket.send(ipc.encode(message))
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class _Loop:
+    def __init__(self, engine: EngineLike, socket: zmq.Socket) -> None:
+        self.engine = engine
+        self.socket = socket
+        self.stopping = False
+        self.poller = zmq.Poller()
+        self.poller.register(socket, zmq.POLLIN)
+        parent = multiprocessing.parent_process()
+        self.parent = parent.sentinel if parent is not None else None
+        if self.parent is not None:
+            self.poller.register(self.parent, zmq.POLLIN)
+
+    def run(self) -> None:
+        self.send(ipc.Ready(self.engine.info()))
+        unchecked = False
+        while True:
+            working = self.engine.has_work()
+            events = dict(self.poller.poll(0 if working else IDLE_MS if unchecked else None))
+            if unchecked and not working and not events:  # a quiet moment: prove that nothing has leaked
+                self.engine.check_integrity()
+                unchecked = False
+            if self.parent in events:
+                return
+            if self.socket in events:
+                self.receive()
+            if self.stopping:
+                return
+            if self.engine.has_work():
+                deltas = self.engine.step()
+                unchecked = True
+                if deltas:
+                    self.send(ipc.Deltas(deltas))
+
+    def receive(self) -> None:
+        """Handle every message that is waiting."""
+        inspect = False
+        while True:
+            try:
+                message = ipc.decode_to_engine(self.socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+            match message:
+                case ipc.Add(request):
+                    self.add(request)
+                case ipc.Abort(request_id):
+                    self.engine.abort(request_id)
+                case ipc.Inspect():
+                    inspect = True
+                case ipc.Shutdown():
+                    self.stopping = True
+        if inspect:  # one answer for all that wait
+            samples = [ipc.MetricSample(*sample) for sample in self.engine.metrics()]
+            self.send(ipc.Stats(self.engine.info(), samples))
+
+    def add(self, request: EngineRequest) -> None:
+        try:
+            self.engine.add(request)
+        except BadRequest as error:
+            self.send(ipc.Rejected(request.request_id, str(error), error.param, error.code))
+        else:
+            self.send(ipc.Accepted(request.request_id))
+
+    def send(self, message: ipc.FromEngine) -> None:
+        _send(self.socket, message)

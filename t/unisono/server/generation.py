@@ -1,0 +1,278 @@
+"""A request between its body and its answer: prompts to token ids, token ids to the engine, deltas to text.
+
+Knows neither HTTP nor the wording of responses. :class:`Frontend` is made once; it makes a
+:class:`Generation` of each prompt, and :func:`merge` reads several at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from unisono.server.client import EngineClient, TokenStream
+from unisono.server.errors import ApiError
+from unisono.server.metrics import RequestTimer, ServerMetrics
+from unisono.server.protocol import ChatRequest, CompletionRequest
+from unisono.server.responses import Usage
+from unisono.tokenizer import Detokenizer, Tokenizer
+from unisono.types import MAX_STOP_IDS, BadRequest, EngineRequest, FinishReason, SamplingParams
+
+COMPLETION_TOKENS = 16
+"""``max_tokens`` of ``/v1/completions`` where the request has none: OpenAI's default."""
+SEED_BITS = 53
+"""Of a seed the server chooses: JavaScript reads it back exactly."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the server needs to know of the model, out of the engine's ``info()``.
+
+    generation_defaults: sampling parameters that the checkpoint's generation_config sets.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: dict[str, float]
+
+    @classmethod
+    def of(cls, info: dict[str, Any]) -> ModelFacts:
+        return cls(
+            max_model_len=info["settings"]["max_model_len"],
+            vocab_size=info["vocab_size"],
+            eos_token_ids=tuple(info["eos_token_ids"]),
+            generation_defaults=dict(info["generation_defaults"]),
+        )
+
+    def with_eos(self, token_ids: Sequence[int]) -> ModelFacts:
+        """These facts, and the tokenizer's EOS ids beside the configs'."""
+        return replace(self, eos_token_ids=tuple(dict.fromkeys((*self.eos_token_ids, *token_ids))))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New text of one choice, and the tokens that came with it (text may come later than its tokens).
+
+    ``finish`` is OpenAI's reason on the last piece; ``stop`` the stop string that ended it.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish: str | None = None
+    stop: str | None = None
+
+
+class Frontend:
+    """Turns checked request bodies into generations. ``tokenizer`` is None for a checkpoint without one."""
+
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer | None, facts: ModelFacts, metrics: ServerMetrics
+    ) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.facts = facts
+        self.metrics = metrics
+        self._threads = ThreadPoolExecutor(1, "tokenizer")  # a long prompt must not hold up everyone's tokens
+
+    async def completion(self, request: CompletionRequest, request_id: str) -> list[Generation]:
+        """A generation for each prompt. Raises BadRequest."""
+        limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        params = request.sampling_params(self.facts.generation_defaults, limit)
+        prompts = [
+            await self._encode(prompt, True) if isinstance(prompt, str) else prompt for prompt in request.prompts()
+        ]
+        return [self._generation(f"{request_id}-{i}", i, ids, params, "prompt") for i, ids in enumerate(prompts)]
+
+    async def chat(self, request: ChatRequest, request_id: str) -> list[Generation]:
+        """The one generation of a conversation. Raises BadRequest."""
+        params = request.sampling_params(self.facts.generation_defaults, request.token_limit())
+        conversation, options = request.conversation(), request.template_options()
+        text = self._require_tokenizer("messages").apply_chat_template(conversation, **options)
+        return [self._generation(request_id, 0, await self._encode(text, False), params, "messages")]
+
+    async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        tokenizer = self._require_tokenizer("prompt")
+        least = -(-len(text) // tokenizer.longest_token)
+        if least > self.facts.max_model_len:  # megabytes: refuse them before minutes of tokenizing
+            raise BadRequest(
+                f"The prompt has {len(text)} characters, at least {least} tokens; the model's context is "
+                f"{self.facts.max_model_len} tokens. Shorten the prompt.",
+                code="context_length_exceeded",
+            )
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, tokenizer.encode, text, add_special_tokens)
+
+    def _require_tokenizer(self, param: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise BadRequest(
+                f"The checkpoint has no tokenizer, so {param} cannot be text; send token ids as prompt to "
+                "/v1/completions, with return_token_ids=true to read the answer.",
+                param,
+            )
+        return self.tokenizer
+
+    def _generation(
+        self, request_id: str, index: int, prompt: list[int], params: SamplingParams, param: str
+    ) -> Generation:
+        facts = self.facts
+        check_token_ids(prompt, facts.vocab_size, param)
+        check_token_ids(params.stop_token_ids, facts.vocab_size, "stop_token_ids")
+        if params.stop:
+            self._require_tokenizer("stop")
+        room = check_length(len(prompt), params.max_tokens, facts.max_model_len, param)
+        seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
+        params = replace(params, seed=seed, max_tokens=room if params.max_tokens is None else params.max_tokens)
+        request = EngineRequest(request_id, prompt, params, stop_ids(params, facts.eos_token_ids), time.time())
+        return Generation(self, request, index)
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises BadRequest naming the first id outside the vocabulary."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        bad = next(i for i in token_ids if not 0 <= i < vocab_size)
+        raise BadRequest(f"{param} has token id {bad}; the vocabulary's ids are 0 to {vocab_size - 1}.", param)
+
+
+def check_length(prompt: int, max_tokens: int | None, context: int, param: str) -> int:
+    """How many tokens fit behind a prompt of ``prompt`` tokens. Raises BadRequest if ``max_tokens`` (or 1) do not."""
+    room = context - prompt
+    code = "context_length_exceeded"
+    if prompt == 0:
+        raise BadRequest(f"{param} has no tokens; give at least one.", param)
+    if room < 1:
+        raise BadRequest(
+            f"The prompt has {prompt} tokens; the model's context is {context} tokens, one of them for the "
+            f"answer. Shorten the prompt to at most {context - 1} tokens.",
+            param,
+            code,
+        )
+    if max_tokens is not None and max_tokens > room:
+        raise BadRequest(
+            f"The prompt has {prompt} tokens and max_tokens is {max_tokens}, together {prompt + max_tokens}; the "
+            f"model's context is {context} tokens. Ask for at most {room} tokens or shorten the prompt.",
+            "max_tokens",
+            code,
+        )
+    return room
+
+
+def stop_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The ids that end a request on the device. Raises BadRequest if there are more than a slot holds."""
+    eos = () if params.ignore_eos else tuple(eos_token_ids)
+    ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
+    if len(ids) > MAX_STOP_IDS:
+        raise BadRequest(
+            f"stop_token_ids has {len(ids) - len(eos)} ids; beside the model's {len(eos)} EOS ids "
+            f"{MAX_STOP_IDS - len(eos)} fit. Give fewer.",
+            "stop_token_ids",
+        )
+    return ids
+
+
+class Generation:
+    """One prompt's way through the engine. ``usage`` and ``seed`` may be read at any time."""
+
+    def __init__(self, frontend: Frontend, request: EngineRequest, index: int) -> None:
+        assert request.params.seed is not None
+        self.index = index
+        self.seed: int = request.params.seed
+        self._frontend = frontend
+        self._request = request
+        self._timer: RequestTimer = frontend.metrics.timer()
+        self._stream: TokenStream | None = None
+        self._cached = 0
+        self._num_tokens = 0
+
+    @property
+    def usage(self) -> Usage:
+        return Usage.of(len(self._request.prompt_token_ids), self._num_tokens, self._cached)
+
+    async def start(self) -> None:
+        """Hand the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
+        self._stream = await self._frontend.client.submit(self._request)
+
+    def close(self) -> None:
+        """Abort it if it runs."""
+        if self._stream is not None:
+            self._stream.close()
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Text as it becomes certain; the last piece has ``finish``. Raises EngineDead, or ApiError if it failed."""
+        assert self._stream is not None
+        detokenizer = self._detokenizer()
+        reason = FinishReason.ABORT
+        try:
+            finish: str | None = None
+            while finish is None:
+                delta = await self._stream.take()
+                self._timer.tokens(len(delta.token_ids))
+                self._cached = max(self._cached, delta.cached_tokens)
+                if delta.error is not None:
+                    raise ApiError(500, f"The engine failed on this request: {delta.error}", "server_error")
+                text, stop, ids = "", None, delta.token_ids
+                if detokenizer is not None:
+                    text, stop = detokenizer.feed(ids, delta.finish), detokenizer.stop_string
+                    ids = ids[: detokenizer.num_tokens - self._num_tokens]  # none behind a stop string
+                self._num_tokens += len(ids)
+                reason = FinishReason.STOP if stop is not None else delta.finish
+                finish = None if reason is FinishReason.RUNNING else reason.text
+                yield Piece(self.index, text, ids, finish, stop)
+        finally:
+            self._timer.finished((FinishReason.ABORT if reason is FinishReason.RUNNING else reason).text)
+            self.close()
+
+    def _detokenizer(self) -> Detokenizer | None:
+        tokenizer, params = self._frontend.tokenizer, self._request.params
+        if tokenizer is None:
+            return None
+        return Detokenizer(tokenizer, params.stop, params.skip_special_tokens, self._request.prompt_token_ids)
+
+
+async def start_all(generations: Sequence[Generation]) -> None:
+    """Start all or none. Raises the first error."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for generation in generations:
+                group.create_task(generation.start())
+    except ExceptionGroup as errors:
+        for generation in generations:
+            generation.close()
+        raise errors.exceptions[0] from None
+
+
+async def merge(generations: Sequence[Generation]) -> AsyncIterator[Piece]:
+    """Pieces of all generations as they come. The first error ends all."""
+    if len(generations) == 1:
+        async with aclosing(generations[0].pieces()) as pieces:
+            async for piece in pieces:
+                yield piece
+        return
+    queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(generation, queue)) for generation in generations]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            left -= item.finish is not None
+            yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(generation: Generation, queue: asyncio.Queue[Piece | Exception]) -> None:
+    try:
+        async for piece in generation.pieces():
+            queue.put_nowait(piece)
+    except Exception as error:
+        queue.put_nowait(error)

@@ -1,0 +1,108 @@
+"""The messages between the API process and the engine process, and their bytes (msgpack).
+
+Requests and deltas travel as the dataclasses of ``types``. One PAIR socket carries both directions; order
+within a direction is kept, so a request's ``Accepted`` comes before its first delta.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from unisono.types import EngineRequest, TokenDelta
+
+
+class MetricSample(msgspec.Struct, frozen=True, array_like=True):
+    """One number of the engine: ``Engine.metrics()`` returns a list of such tuples.
+
+    name: without prefix and without ``_total``. kind: ``counter`` or ``gauge``. labels: name to value.
+    """
+
+    name: str
+    kind: str
+    labels: dict[str, str]
+    value: float
+    help: str
+
+
+class Add(msgspec.Struct, tag="add"):
+    """Answered by Accepted or Rejected, then by deltas."""
+
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """Forget a request; unknown ids are ignored. Not answered."""
+
+    request_id: str
+
+
+class Inspect(msgspec.Struct, tag="inspect"):
+    """Answered by Stats after the step under way."""
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """Free everything and exit with status 0."""
+
+
+class Loading(msgspec.Struct, tag="loading"):
+    """How far the start is: a stage's name, and its share done, 0 … 1."""
+
+    stage: str
+    share: float
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The engine is loaded and captured; ``info`` is ``Engine.info()``."""
+
+    info: dict[str, Any]
+
+
+class Accepted(msgspec.Struct, tag="accepted"):
+    request_id: str
+
+
+class Rejected(msgspec.Struct, tag="rejected"):
+    """``Engine.add`` raised BadRequest; the engine holds nothing of the request."""
+
+    request_id: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+class Deltas(msgspec.Struct, tag="deltas"):
+    """What one step brought, all requests together."""
+
+    deltas: list[TokenDelta]
+
+
+class Stats(msgspec.Struct, tag="stats"):
+    info: dict[str, Any]
+    samples: list[MetricSample]
+
+
+class Fatal(msgspec.Struct, tag="fatal"):
+    """The engine's last words. ``error`` is the exception's class name, ``message`` one line."""
+
+    error: str
+    message: str
+
+
+ToEngine = Add | Abort | Inspect | Shutdown
+FromEngine = Loading | Ready | Accepted | Rejected | Deltas | Stats | Fatal
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+encode = _encoder.encode
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    return _to_engine.decode(data)
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    return _from_engine.decode(data)

@@ -1,0 +1,241 @@
+"""What clients send: OpenAI's request bodies, checked field by field, with vLLM's extra sampling fields.
+
+A field means what it says or is refused: one that the API knows and this server does not honour is accepted
+only with a value that asks for nothing, and a field that nobody knows is named in the error. Nothing is
+silently ignored but the labels in ``HARMLESS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from unisono.server.errors import ApiError, show
+from unisono.types import BadRequest, SamplingParams
+
+HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+"""Labels for the provider's books; they ask nothing of the answer."""
+
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "min_tokens": (0,),
+    "include_stop_str_in_output": (False,),
+    "use_beam_search": (False,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+"""Fields of the APIs that this server does not honour yet, with the values (beside null) that ask for nothing."""
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Roles of messages, and how templates call them."""
+MESSAGE_FIELDS = {"role", "content", "name"}
+NULL_MESSAGE_FIELDS = {"refusal", "audio", "annotations", "function_call", "tool_calls", "reasoning_content"}
+"""What clients send back when they return an assistant's message as they got it."""
+
+MAX_PROMPTS = 1024
+
+_WHOLE = "a whole number"
+_NUMBER = "a number"
+_BOOL = "true or false"
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # padding against traffic analysis: allowed to be absent
+
+
+class GenerationRequest(BaseModel):
+    """The fields that both endpoints share. A description is the rule that an error cites."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = Field(None, description="the name of a served model")
+    stream: bool | None = Field(None, description=_BOOL)
+    stream_options: StreamOptions | None = Field(
+        None, description="an object with include_usage and continuous_usage_stats (true or false)"
+    )
+    max_tokens: int | None = Field(None, description=_WHOLE)
+    temperature: float | None = Field(None, description=_NUMBER)
+    top_p: float | None = Field(None, description=_NUMBER)
+    top_k: int | None = Field(None, description=_WHOLE)
+    min_p: float | None = Field(None, description=_NUMBER)
+    seed: int | None = Field(None, description=_WHOLE)
+    stop: str | list[str] | None = Field(None, description="a string or a list of strings")
+    stop_token_ids: list[int] | None = Field(None, description="a list of token ids")
+    ignore_eos: bool | None = Field(None, description=_BOOL)
+    skip_special_tokens: bool | None = Field(None, description=_BOOL)
+    return_token_ids: bool | None = Field(None, description=_BOOL)
+
+    def sampling_params(self, defaults: Mapping[str, float], max_tokens: int | None) -> SamplingParams:
+        """The request's parameters; ``defaults`` (the checkpoint's) stand in for absent ones. Raises BadRequest."""
+        fields = ("temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos", "skip_special_tokens")
+        given = {name: value for name in fields if (value := getattr(self, name)) is not None}
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return SamplingParams(**{**defaults, **given, "seed": self.seed, "stop": stop, "max_tokens": max_tokens})
+
+    def check_stream_options(self) -> None:
+        """Raises BadRequest for stream_options without a stream."""
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options is set but stream is not; set stream=true or remove it.", "stream_options")
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of ``/v1/completions``."""
+
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+        description="a string, a list of strings, a list of token ids, or a list of such lists"
+    )
+
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts, one or many. Raises BadRequest for none, too many, or an empty one."""
+        if isinstance(self.prompt, str):
+            prompts: list[str | list[int]] = [self.prompt]
+        elif self.prompt and isinstance(self.prompt[0], int):
+            prompts = [self.prompt]  # type: ignore[list-item]
+        else:
+            prompts = list(self.prompt)  # type: ignore[arg-type]
+        if not prompts or not all(prompts):
+            raise BadRequest(f"prompt={show(self.prompt)} is empty; give at least one character or token.", "prompt")
+        if len(prompts) > MAX_PROMPTS:
+            raise BadRequest(f"prompt has {len(prompts)} entries, at most {MAX_PROMPTS} are taken; split it.", "prompt")
+        return prompts
+
+
+class ChatRequest(GenerationRequest):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: list[Any] = Field(description="a list of messages, each with a role and a content")
+    max_completion_tokens: int | None = Field(None, description=_WHOLE)
+    add_generation_prompt: bool | None = Field(None, description=_BOOL)
+    continue_final_message: bool | None = Field(None, description=_BOOL)
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="an object of template variables")
+
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages as a chat template takes them. Raises BadRequest naming the first bad one."""
+        if not self.messages:
+            raise BadRequest("messages is empty; give at least one message.", "messages")
+        return [_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
+
+    def template_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``Tokenizer.apply_chat_template``. Raises BadRequest for a contradiction."""
+        proceed = bool(self.continue_final_message)
+        if proceed and self.add_generation_prompt:
+            raise BadRequest(
+                "continue_final_message and add_generation_prompt exclude each other; set one of them.",
+                "continue_final_message",
+            )
+        generate = not proceed if self.add_generation_prompt is None else self.add_generation_prompt
+        return {
+            "add_generation_prompt": generate,
+            "continue_final_message": proceed,
+            "template_kwargs": self.chat_template_kwargs,
+        }
+
+    def token_limit(self) -> int | None:
+        """``max_completion_tokens``, or its older name. Raises BadRequest if they differ."""
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise BadRequest(f"max_tokens={old} and max_completion_tokens={new} differ; give one.", "max_tokens")
+        return old if new is None else new
+
+
+def _message(message: Any, where: str) -> dict[str, str]:
+    if not isinstance(message, dict):
+        raise BadRequest(f"{where}={show(message)} is not valid: it must be an object with role and content.", where)
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise BadRequest(f"{where}.role={show(role)} is not supported; use one of {', '.join(ROLES)}.", f"{where}.role")
+    for name, value in message.items():
+        if name not in MESSAGE_FIELDS and not (name in NULL_MESSAGE_FIELDS and value in (None, [])):
+            raise BadRequest(f"{where}.{name}={show(value)} is not supported; remove it.", f"{where}.{name}")
+    result = {"role": ROLES[role], "content": _content(message.get("content"), f"{where}.content")}
+    name = message.get("name")
+    if name is not None:
+        if not isinstance(name, str):
+            raise BadRequest(f"{where}.name={show(name)} is not valid: it must be a string.", f"{where}.name")
+        result["name"] = name
+    return result
+
+
+def _content(content: Any, where: str) -> str:
+    """Text of a string or of a list of text parts, joined by newlines as vLLM joins them."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise BadRequest(f"{where}={show(content)} is not valid: it must be a string or a list of text parts.", where)
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise BadRequest(
+                f'{where}[{i}]={show(part)} is not supported; this server takes {{"type": "text", "text": "…"}} parts.',
+                f"{where}[{i}]",
+            )
+    return "\n".join(part["text"] for part in content)
+
+
+Body = TypeVar("Body", bound=GenerationRequest)
+
+
+def parse(body: bytes, kind: type[Body]) -> Body:
+    """A request body as ``kind``. Raises ApiError (400) naming the field, its value and the rule."""
+    try:
+        data = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
+    if not isinstance(data, dict):
+        raise ApiError(400, f"The body is {show(data)}; it must be a JSON object.")
+    _refuse_unsupported(data, kind)
+    try:
+        return kind.model_validate({name: data[name] for name in data.keys() & kind.model_fields.keys()})
+    except ValidationError as error:
+        name = str(error.errors(include_url=False)[0]["loc"][0])
+        rule = kind.model_fields[name].description
+        if name not in data:
+            raise ApiError(400, f"{name} is missing; it must be {rule}.", param=name, code="missing_field") from None
+        message = f"{name}={show(data[name])} is not valid: it must be {rule}."
+        raise ApiError(400, message, param=name, code="invalid_type") from None
+
+
+def _refuse_unsupported(data: Mapping[str, Any], kind: type[GenerationRequest]) -> None:
+    for name, value in data.items():
+        if name in kind.model_fields or name in HARMLESS:
+            continue
+        if name not in UNSUPPORTED:
+            raise ApiError(400, f"{name} is not a known field; remove it.", param=name, code="unknown_field")
+        if value is None or any(value == neutral and _is_bool(value) == _is_bool(neutral) for neutral in UNSUPPORTED[name]):
+            continue
+        message = f"{name}={show(value)} is not supported by this server yet; remove {name}."
+        raise ApiError(400, message, param=name, code="unsupported_field")
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)

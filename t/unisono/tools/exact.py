@@ -1,0 +1,107 @@
+"""``unisono bench exact``: the promise, checked on a real model: same bytes however requests are run.
+
+One engine runs the same requests alone, in batches, in small chunks, after a prefix hit, preempted and
+without graphs, and counts the requests whose token ids differ from those of the run alone. The last line
+changes the seeds: there the sampled ones must differ, or the comparison proves nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+
+def exact(
+    model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
+    load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    requests: Annotated[int, typer.Option(help="How many requests.")] = 200,
+    output_len: Annotated[int, typer.Option(help="Tokens per request.")] = 32,
+    max_prompt: Annotated[int, typer.Option(help="Longest prompt in tokens.")] = 900,
+    chunk: Annotated[int, typer.Option(help="Prompt tokens per pass in the chunked run.")] = 256,
+) -> None:
+    """Run the same requests in every way and compare their tokens; exit code 1 if one differs."""
+    from unisono.llm import LLM
+
+    flags: dict[str, Any] = {"dtype": dtype, "load_format": load_format, "max_model_len": max_prompt + output_len}
+    with LLM(model, **flags) as llm:
+        prompts, params = _requests(llm, requests, output_len, max_prompt)
+        alone = [_tokens(llm, [p], [q])[0] for p, q in zip(prompts, params, strict=True)]
+        failed = 0
+        for name, way in _ways(llm, chunk).items():
+            with way():
+                got = _tokens(llm, prompts, params)
+            differ = sum(a != b for a, b in zip(got, alone, strict=True))
+            failed += differ
+            print(f"{name:<24} {differ} of {requests} differ")
+        other = [replace(p, seed=(p.seed or 0) + 1) for p in params]
+        got = _tokens(llm, prompts, other)
+        sampled = sum(p.temperature > 0 for p in params)
+        differ = sum(a != b for a, b in zip(got, alone, strict=True))
+        print(f"{'control: other seeds':<24} {differ} of {requests} differ, {sampled} are sampled")
+        print(f"preemptions {llm.engine.scheduler.preemptions}, prefix hits {llm.engine.scheduler.prefix_hits} tokens")
+    if failed or differ < sampled // 2:
+        raise typer.Exit(1)
+
+
+def _requests(llm: Any, count: int, output_len: int, max_prompt: int) -> tuple[list[list[int]], list[Any]]:
+    from unisono.types import SamplingParams
+
+    rng, vocab = random.Random(0), llm.engine.checkpoint.config.vocab_size
+    prompts = [[rng.randrange(vocab) for _ in range(rng.randrange(2, max_prompt))] for _ in range(count)]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.0, "top_k": 50, "min_p": 0.02},
+    ]
+    common: dict[str, Any] = {"max_tokens": output_len, "ignore_eos": True}
+    return prompts, [SamplingParams(**kinds[i % 4], **common, seed=i) for i in range(count)]
+
+
+def _tokens(llm: Any, prompts: list[list[int]], params: list[Any]) -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+
+
+def _ways(llm: Any, chunk: int) -> dict[str, Callable[[], Any]]:
+    from unisono.cache.kv import PAGE_SIZE
+    from unisono.cache.pages import pages_for
+
+    engine = llm.engine
+    scheduler, planner = engine.scheduler, engine.runner.planner
+
+    @contextlib.contextmanager
+    def cold() -> Iterator[None]:
+        engine.reset_prefix_cache()
+        yield
+
+    @contextlib.contextmanager
+    def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+        engine.reset_prefix_cache()
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        yield
+        setattr(owner, name, before)
+
+    @contextlib.contextmanager
+    def scarce() -> Iterator[None]:
+        """All but the pages of about three requests are held by somebody else."""
+        engine.reset_prefix_cache()
+        held = engine.pool.open([0])
+        held.reserve(PAGE_SIZE * (engine.pool.available - 3 * longest))
+        yield
+        held.release()
+
+    longest = pages_for(engine.config.max_model_len)
+    return {
+        "batched": cold,
+        f"in chunks of {chunk}": lambda: changed(scheduler, "max_batched_tokens", chunk),
+        "after a prefix hit": contextlib.nullcontext,
+        "preempted": scarce,
+        "without graphs": lambda: changed(planner, "enabled", False),
+    }

@@ -1,0 +1,178 @@
+"""The words every room shares: requests, sampling parameters, results and errors.
+
+Everything may import this module; it imports nothing of the project. It holds no tensors.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+MAX_STOP_IDS = 16
+"""Stop token ids (EOS ids included) a slot holds on the device."""
+
+MAX_SEED = 2**63 - 1
+
+
+class UnisonoError(Exception):
+    """Base of every error that is raised on purpose."""
+
+
+class BadRequest(UnisonoError):
+    """The caller's input is wrong: names the value, the limit and the way out.
+
+    ``param`` is the offending parameter's name as the OpenAI API spells it, or None.
+    ``code`` is OpenAI's machine-readable code, for example ``context_length_exceeded``.
+    """
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ConfigError(UnisonoError):
+    """A flag or a combination of flags cannot be honoured."""
+
+
+class CheckpointError(UnisonoError):
+    """A checkpoint is missing, broken, truncated or of an unsupported architecture."""
+
+
+class EngineDead(UnisonoError):
+    """The engine stopped; every request it held ends with this error."""
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request stopped producing tokens. The device writes these numbers in ``Slots.status``."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    FREE = 4  # the slot holds no request; rounds skip it
+
+    @property
+    def text(self) -> str:
+        """OpenAI's spelling: ``stop``, ``length`` or ``abort``."""
+        return self.name.lower()
+
+
+def _require(ok: bool, name: str, value: object, rule: str) -> None:
+    if not ok:
+        raise BadRequest(f"{name}={value!r} is out of range: {rule}.", param=name)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request picks its tokens. Names and defaults are vLLM's.
+
+    temperature: 0 is greedy (ties to the lowest id); otherwise logits are divided by it.
+    top_k: keep the k most likely tokens; 0 or -1 keeps all.
+    top_p: keep the smallest set with at least this probability, computed after top-k; 1 keeps all.
+    min_p: drop tokens less likely than min_p times the most likely one; 0 drops none.
+    seed: 0 … 2**63 - 1; None lets the engine choose one and report it.
+    max_tokens: tokens to generate at most; None means up to the context's end.
+    stop: strings that end the text (not included in it).
+    stop_token_ids: ids that end the request beside the model's EOS ids.
+    ignore_eos: go on after EOS (for benchmarks).
+
+    Raises BadRequest naming the value and the limit.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        ok = _is_real(self.temperature) and 0 <= self.temperature <= 100
+        _require(ok, "temperature", self.temperature, "it must be between 0 and 100; 0 is greedy")
+        ok = _is_int(self.top_k) and 0 <= self.top_k < 2**31
+        _require(ok, "top_k", self.top_k, "it must be a whole number ≥ 1, or 0 (or -1) to keep all")
+        ok = _is_real(self.top_p) and 0 < self.top_p <= 1
+        _require(ok, "top_p", self.top_p, "it must be above 0 and at most 1; 1 keeps all")
+        ok = _is_real(self.min_p) and 0 <= self.min_p <= 1
+        _require(ok, "min_p", self.min_p, "it must be between 0 and 1; 0 drops none")
+        ok = self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED)
+        _require(ok, "seed", self.seed, f"it must be a whole number from 0 to {MAX_SEED}")
+        ok = self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1)
+        _require(ok, "max_tokens", self.max_tokens, "it must be a whole number ≥ 1")
+        ok = all(isinstance(s, str) and s for s in self.stop)
+        _require(ok, "stop", self.stop, "every stop string must be a non-empty string")
+        ok = all(_is_int(t) and t >= 0 for t in self.stop_token_ids)
+        _require(ok, "stop_token_ids", self.stop_token_ids, "every id must be a whole number ≥ 0")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """What the engine needs of a request. Token ids in, token ids out; text never enters the engine.
+
+    ``stop_ids`` are the device's stop ids (the model's EOS ids unless ignored, and the request's own).
+    ``params.seed`` is set (never None) by the time a request reaches the engine.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    stop_ids: tuple[int, ...] = ()
+    arrival: float = 0.0
+
+
+@dataclass(slots=True)
+class TokenDelta:
+    """New tokens of one request, one per round or more; ``finish`` is RUNNING until the last delta.
+
+    ``cached_tokens`` (prompt tokens served by the prefix cache) is set on a request's first delta.
+    ``error`` is set when the request failed inside the engine; then ``finish`` is ABORT.
+    """
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    finish: FinishReason = FinishReason.RUNNING
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence: ``token_ids`` (EOS included), ``text`` (stop string excluded)."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What ``LLM.generate`` returns for one prompt; ``seed`` reproduces it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    seed: int
+    num_cached_tokens: int = 0
+    finished: bool = True

@@ -1,0 +1,42 @@
+"""64 greedy tokens equal transformers' for every family: alone, batched, chunked, and after a prefix hit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.engine.helpers import engine, prompts, tokens
+from tests.models.make import FAMILIES
+from unisono.types import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+PROMPTS = prompts(8, 250, low=2, high=70)
+
+
+@torch.inference_mode()
+def reference(path: Path) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    outputs = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64, pad_token_id=0
+        )
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_greedy_tokens_equal_transformers(family: str, checkpoints: dict[str, Path]) -> None:
+    expected = reference(checkpoints[family])
+    with engine(checkpoints[family], dtype="float32") as llm:
+        assert tokens(llm, PROMPTS, GREEDY) == expected, "batched"
+        hits = llm.engine.scheduler.prefix_hits
+        assert tokens(llm, PROMPTS, GREEDY) == expected, "after a prefix hit"
+        assert llm.engine.scheduler.prefix_hits > hits
+    with engine(checkpoints[family], dtype="float32", max_num_batched_tokens=16) as llm:
+        assert [tokens(llm, [p], GREEDY)[0] for p in PROMPTS] == expected, "alone, in chunks of 16"

@@ -1,0 +1,199 @@
+"""Round inputs, extend inputs and commit against a plain Python oracle, kernel and twin alike."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from unisono.kernels import rounds
+from unisono.types import FinishReason
+
+PAGE, MAX_PAGES, STOP_IDS = 4, 6, 16
+
+
+def slots_of(rows: list[dict], device: str | torch.device = "cpu") -> SimpleNamespace:
+    """One slot per row and the padding slot behind them, as views of one arena with fields in between."""
+    rows = [*rows, {"length": 0, "limit": 0, "status": FinishReason.FREE, "last_token": 0, "stops": ()}]
+    block = torch.full((len(rows), 5 + STOP_IDS), -1, dtype=torch.int32)
+    for i, row in enumerate(rows):
+        block[i, :4] = torch.tensor([row["length"], row["limit"], row["status"], row["last_token"]])
+        block[i, 5 : 5 + len(row["stops"])] = torch.tensor(row["stops"])
+    block = block.to(device)
+    views = {name: block[:, i] for i, name in enumerate(("length", "limit", "status", "last_token"))}
+    return SimpleNamespace(**views, stop_ids=block[:, 5:], block=block)
+
+
+def random_rows(rng: random.Random, count: int) -> list[dict]:
+    """Requests near their limits over a vocabulary of 4, so that every branch of commit is common."""
+    rows = []
+    for _ in range(count):
+        length = rng.randint(1, 12)
+        status = rng.choice([FinishReason.RUNNING] * 6 + [FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT])
+        stops = rng.choice([(), (), (3,), (2, 3), (*range(100, 115), 1)])
+        rows.append(
+            {
+                "length": length,
+                "limit": length + rng.choice([1, 2, 3, 9]),
+                "status": status,
+                "last_token": rng.randint(0, 3),
+                "stops": stops,
+            }
+        )
+    return rows
+
+
+def commit_oracle(row: dict, tokens: list[int], drafts: list[int]) -> tuple[list[int], int]:
+    """What a round commits, one token at a time: (committed tokens, status)."""
+    if row["status"] != FinishReason.RUNNING:
+        return [], row["status"]
+    committed: list[int] = []
+    for token, draft in zip(tokens, [*drafts, None], strict=True):
+        committed.append(token)
+        if token in row["stops"]:
+            return committed, FinishReason.STOP
+        if row["length"] + len(committed) == row["limit"]:
+            return committed, FinishReason.LENGTH
+        if token != draft:
+            break
+    return committed, FinishReason.RUNNING
+
+
+@pytest.fixture(params=["kernel", "twin"])
+def ops(request, device) -> SimpleNamespace:
+    """The three ops, and ``tensor`` and ``device`` for their arguments."""
+    if request.param == "twin":
+        device, found = torch.device("cpu"), (rounds.round_inputs, rounds.extend_inputs, rounds.commit)
+    else:
+        found = (rounds.launch_round_inputs, rounds.launch_extend_inputs, rounds.launch_commit)
+    return SimpleNamespace(
+        **dict(zip(("round_inputs", "extend_inputs", "commit"), found, strict=True)),
+        device=device,
+        tensor=lambda values: torch.as_tensor(values, dtype=torch.int32).to(device),
+    )
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 7])
+@pytest.mark.parametrize("trial", range(4))
+def test_commit_equals_the_oracle(ops, width, trial):
+    rng = random.Random(width * 100 + trial)
+    rows = random_rows(rng, 12)
+    fields = slots_of(rows, ops.device)
+    expected = fields.block.cpu().clone()
+    order = [*rng.sample(range(12), 9), 12, 12]  # the padding slot, twice
+    tokens = torch.randint(0, 4, (len(order), width), dtype=torch.int32)
+    drafts = torch.where(torch.rand(tokens.shape) < 0.75, tokens, -1)[:, : width - 1]
+    result = ops.commit(
+        ops.tensor(tokens), ops.tensor(drafts), ops.tensor(order), fields.length, fields.limit, fields.status,
+        fields.last_token, fields.stop_ids,
+    )  # fmt: skip
+
+    for i, slot in enumerate(order):
+        row = rows[slot] if slot < 12 else {"status": FinishReason.FREE}
+        committed, status = commit_oracle(row, tokens[i].tolist(), drafts[i].tolist())
+        padded = committed + [-1] * (width - len(committed))
+        assert result[i].tolist() == [len(committed), status, *padded]
+        expected[slot, 0] += len(committed)
+        expected[slot, 2] = status
+        if committed:
+            expected[slot, 3] = committed[-1]
+    assert torch.equal(fields.block.cpu(), expected)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafts", "limit", "stops", "expected"),
+    [
+        ([5, 6, 7], [5, 6], 99, (), [3, 0, 5, 6, 7]),
+        ([5, 6, 7], [5, 9], 99, (), [2, 0, 5, 6, -1]),
+        ([5, 6, 7], [9, 6], 99, (), [1, 0, 5, -1, -1]),
+        ([5, 6, 7], [-1, -1], 99, (), [1, 0, 5, -1, -1]),
+        ([5, 6, 7], [5, 6], 99, (6,), [2, 1, 5, 6, -1]),
+        ([5, 6, 7], [5, 9], 99, (7,), [2, 0, 5, 6, -1]),
+        ([5, 6, 7], [5, 6], 12, (), [2, 2, 5, 6, -1]),
+        ([5, 6, 7], [5, 6], 12, (6,), [2, 1, 5, 6, -1]),
+        ([5, 6, 7], [5, 6], 11, (6,), [1, 2, 5, -1, -1]),
+        ([5, 6, 7], [5, 6], 10, (), [0, 2, -1, -1, -1]),
+    ],
+    ids=["all", "prefix", "none", "undrafted", "stop", "unreached", "limit", "stop-at-limit", "limit-first", "no-room"],
+)
+def test_commit_by_the_book(ops, tokens, drafts, limit, stops, expected):
+    row = {"length": 10, "limit": limit, "status": FinishReason.RUNNING, "last_token": 4, "stops": stops}
+    fields = slots_of([row], ops.device)
+    result = ops.commit(
+        ops.tensor([tokens]), ops.tensor([drafts]), ops.tensor([0]), fields.length, fields.limit, fields.status,
+        fields.last_token, fields.stop_ids,
+    )  # fmt: skip
+    assert result.tolist() == [expected]
+    assert fields.length[0] == 10 + expected[0]
+    assert fields.last_token[0] == [4, *tokens][expected[0]]
+
+
+def kv_slot(table: torch.Tensor, slot: int, position: int) -> int:
+    return int(table[slot, position // PAGE]) * PAGE + position % PAGE
+
+
+@pytest.mark.parametrize("width", [1, 3, 6])
+def test_round_inputs_equal_the_oracle(ops, width):
+    rows = random_rows(random.Random(width), 10)
+    fields = slots_of(rows, ops.device)
+    table = torch.randint(1, 50, (11, MAX_PAGES), dtype=torch.int32)
+    order = [3, 0, 9, 10, 7, 1, 2, 10]
+    drafts = torch.randint(-1, 9, (len(order), width - 1), dtype=torch.int32)
+    token_ids, positions, kv_slots, kv_len = ops.round_inputs(
+        ops.tensor(order), ops.tensor(drafts), fields.length, fields.limit, fields.status, fields.last_token,
+        ops.tensor(table), PAGE,
+    )  # fmt: skip
+    for r, slot in enumerate(order):
+        row = rows[slot] if slot < 10 else {"status": FinishReason.FREE}
+        active = row["status"] == FinishReason.RUNNING
+        assert kv_len[r] == (min(row["length"] - 1 + width, row["limit"]) if active else 0)
+        for j in range(width):
+            at = r * width + j
+            got = (int(token_ids[at]), int(positions[at]), int(kv_slots[at]))
+            if not active:
+                assert got == (0, -1, j % PAGE)
+                continue
+            position = row["length"] - 1 + j
+            token = row["last_token"] if j == 0 else max(int(drafts[r, j - 1]), 0)
+            inside = position < row["limit"]
+            place = kv_slot(table, slot, position) if inside else j % PAGE
+            assert got == (token, position if inside else row["limit"] - 1, place)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 11, 12, 200])
+def test_extend_inputs_equal_the_oracle(ops, num_tokens):
+    """Rows of 4, 0, 5 and 2 tokens, two empty padding rows, and padding tokens behind."""
+    lengths, starts, order = [4, 0, 5, 2, 0, 0], [0, 3, 13, 7, 0, 0], [2, 4, 0, 1, 5, 5]
+    if num_tokens == 0:
+        lengths = [0] * 6
+    query_start = torch.tensor([0, *lengths]).cumsum(0).int()
+    table = torch.randint(1, 50, (6, MAX_PAGES), dtype=torch.int32)
+    positions, kv_slots, kv_len = ops.extend_inputs(
+        ops.tensor(order), ops.tensor(query_start), ops.tensor(starts), ops.tensor(table), PAGE, num_tokens
+    )  # fmt: skip
+    expected = [(s + i, kv_slot(table, slot, s + i)) for slot, s, n in zip(order, starts, lengths, strict=True)
+                for i in range(n)]  # fmt: skip
+    expected += [(-1, t % PAGE) for t in range(len(expected), num_tokens)]
+    assert list(zip(positions.tolist(), kv_slots.tolist(), strict=True)) == expected
+    assert kv_len.tolist() == [s + n for s, n in zip(starts, lengths, strict=True)]
+
+
+def test_fields_of_different_arenas_are_refused():
+    one, other = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, 5, dtype=torch.int32)
+    with pytest.raises(ValueError, match="one arena"):
+        rounds.launch_commit(
+            torch.zeros(1, 1).int(), torch.zeros(1, 0).int(), torch.zeros(1).int(), one[:, 0], one[:, 1], other[:, 0],
+            one[:, 2], one[:, 3:],
+        )  # fmt: skip
+
+
+def test_ops_declare_what_they_write():
+    row = {"length": 10, "limit": 20, "status": FinishReason.RUNNING, "last_token": 4, "stops": (3,)}
+    f = slots_of([row, row])
+    slots, drafts, table = torch.tensor([1, 0]).int(), torch.zeros(2, 2).int(), torch.ones(3, 9).int()
+    committed = (torch.ones(2, 3).int(), drafts, slots, f.length, f.limit, f.status, f.last_token, f.stop_ids)
+    torch.library.opcheck(torch.ops.unisono.commit.default, committed, test_utils="test_schema")
+    given = (slots, drafts, f.length, f.limit, f.status, f.last_token, table, PAGE)
+    torch.library.opcheck(torch.ops.unisono.round_inputs.default, given)
+    given = (slots, torch.tensor([0, 3, 5]).int(), slots, table, PAGE, 8)
+    torch.library.opcheck(torch.ops.unisono.extend_inputs.default, given)

@@ -1,0 +1,149 @@
+"""Runs a Decoder over a paged cache of its own, one pass at a time: the engine's work without the engine.
+
+Pages are handed out in a scrambled order, so that nothing passes by luck of contiguity. Every pass returns
+the logits of each token it was given.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono import catalog
+from unisono.attention.base import AttentionInputs
+from unisono.models.checkpoint import Checkpoint
+from unisono.models.decoder import Decoder
+from unisono.models.loader import load_model
+
+PAGE = 16
+
+
+def load(directory: Path, **options: Any) -> Decoder:
+    """The checkpoint's decoder with the in-tree attention; fp32 on the CPU unless ``options`` say otherwise."""
+    options = {"dtype": torch.float32, "device": "cpu", "max_positions": 512, **options}
+    checkpoint = Checkpoint.open(directory)
+    heads, kv_heads = checkpoint.config.num_heads, checkpoint.config.num_kv_heads
+    backend = catalog.attention.load("triton")(heads, kv_heads, options["device"])
+    return load_model(checkpoint, backend=backend, **options)
+
+
+class Session:
+    """``slots`` requests of up to ``max_length`` tokens, each growing by the passes it takes part in."""
+
+    def __init__(self, decoder: Decoder, slots: int, max_length: int, seed: int = 0) -> None:
+        self.decoder = decoder
+        device = decoder.embed.weight.device
+        self.ints = {"dtype": torch.int32, "device": device}
+        pages = -(-max_length // PAGE)
+        order = list(range(1, slots * pages + 1))
+        random.Random(seed).shuffle(order)
+        self.pages = [order[s * pages : (s + 1) * pages] for s in range(slots)]
+        self.page_table = torch.tensor([*self.pages, [0] * pages], **self.ints)  # the last slot is padding
+        config = decoder.config
+        shape = (slots * pages + 1, config.num_kv_heads, PAGE, config.head_dim)
+        dtype = decoder.embed.weight.dtype
+        # NaN: a read of a key that was never written can't go unseen
+        nan = [torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2 * config.num_layers)]
+        self.kv = list(zip(nan[::2], nan[1::2], strict=True))
+        for cache in nan:
+            cache[0] = 0
+        self.length = [0] * slots
+
+    def extend(self, chunks: Mapping[int, Sequence[int]], padding: int = 0) -> dict[int, torch.Tensor]:
+        """A ragged pass: each slot in ``chunks`` appends its tokens; ``padding`` tokens of no row follow."""
+        positions: list[int] = []
+        kv_slots: list[int] = []
+        starts = [0]
+        for slot, tokens in chunks.items():
+            self._append(slot, len(tokens), positions, kv_slots)
+            starts.append(len(positions))
+        tokens = [t for chunk in chunks.values() for t in chunk] + [0] * padding
+        positions += [-1] * padding
+        kv_slots += [i % PAGE for i in range(padding)]
+        rows = list(chunks)
+        logits = self._run(tokens, rows, positions, kv_slots, width=None, starts=starts)
+        return {slot: logits[a:b] for slot, a, b in zip(rows, starts, starts[1:], strict=False)}
+
+    def round(self, width: int, chunks: Mapping[int, Sequence[int]], padding: int = 0) -> dict[int, torch.Tensor]:
+        """``width`` tokens per row, a shorter chunk padded; ``padding`` rows of the padding slot follow."""
+        positions: list[int] = []
+        kv_slots: list[int] = []
+        tokens: list[int] = []
+        for slot, chunk in chunks.items():
+            self._append(slot, len(chunk), positions, kv_slots)
+            self._pad(width - len(chunk), positions, kv_slots)
+            tokens += [*chunk, *[0] * (width - len(chunk))]
+        self._pad(width * padding, positions, kv_slots)
+        tokens += [0] * (width * padding)
+        rows = list(chunks) + [len(self.length)] * padding
+        logits = self._run(tokens, rows, positions, kv_slots, width=width, starts=None)
+        return {slot: logits[i * width :][: len(chunk)] for i, (slot, chunk) in enumerate(chunks.items())}
+
+    def _append(self, slot: int, count: int, positions: list[int], kv_slots: list[int]) -> None:
+        for position in range(self.length[slot], self.length[slot] + count):
+            positions.append(position)
+            kv_slots.append(self.pages[slot][position // PAGE] * PAGE + position % PAGE)
+        self.length[slot] += count
+
+    @staticmethod
+    def _pad(count: int, positions: list[int], kv_slots: list[int]) -> None:
+        positions += [-1] * count
+        kv_slots += [i % PAGE for i in range(count)]
+
+    @torch.no_grad()
+    def _run(
+        self,
+        tokens: list[int],
+        rows: list[int],
+        positions: list[int],
+        kv_slots: list[int],
+        width: int | None,
+        starts: list[int] | None,
+    ) -> torch.Tensor:
+        inputs = AttentionInputs(
+            slots=torch.tensor(rows, **self.ints),
+            positions=torch.tensor(positions, **self.ints),
+            kv_slots=torch.tensor(kv_slots, **self.ints),
+            kv_len=torch.tensor([(*self.length, 0)[row] for row in rows], **self.ints),
+            page_table=self.page_table,
+            width=width,
+            query_start=None if starts is None else torch.tensor(starts, **self.ints),
+        )
+        hidden = self.decoder(torch.tensor(tokens, **self.ints), inputs, self.kv)
+        return self.decoder.logits(hidden)
+
+
+def whole(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Each prompt alone, in one extend pass: logits [len, V] per prompt."""
+    return [Session(decoder, 1, len(p)).extend({0: p})[0] for p in prompts]
+
+
+def together(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """All prompts in one ragged extend pass with padding behind."""
+    session = Session(decoder, len(prompts), max(map(len, prompts)), seed=1)
+    logits = session.extend(dict(enumerate(prompts)), padding=5)
+    return [logits[i] for i in range(len(prompts))]
+
+
+def chunked(decoder: Decoder, prompts: Sequence[Sequence[int]], size: int) -> list[torch.Tensor]:
+    """All prompts side by side, ``size`` tokens of each per extend pass."""
+    return _in_steps(decoder, prompts, size, lambda session, chunks: session.extend(chunks, padding=3))
+
+
+def rounds(decoder: Decoder, prompts: Sequence[Sequence[int]], width: int, padding: int = 1) -> list[torch.Tensor]:
+    """All prompts side by side in rounds of ``width`` tokens, with padding rows."""
+    return _in_steps(decoder, prompts, width, lambda session, chunks: session.round(width, chunks, padding))
+
+
+def _in_steps(decoder, prompts, size, step) -> list[torch.Tensor]:
+    session = Session(decoder, len(prompts), max(map(len, prompts)), seed=2)
+    pieces: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for start in range(0, max(map(len, prompts)), size):
+        chunks = {i: p[start : start + size] for i, p in enumerate(prompts) if start < len(p)}
+        for i, logits in step(session, chunks).items():
+            pieces[i].append(logits)
+    return [torch.cat(p) for p in pieces]

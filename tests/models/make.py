@@ -1,0 +1,127 @@
+"""Random small checkpoints of every family, written by transformers as a hub's are.
+
+Sizes are odd on purpose: heads that are no power of two, a vocabulary that is prime. Weights are scaled so
+that logits spread over a few units, and biases and norms matter (transformers starts them at 0 and 1).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
+
+SPECIAL = ("<|pad|>", "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>")
+PAD, BOS, END = 256, 257, 258
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 263,
+    "num_hidden_layers": 3,
+    "intermediate_size": 100,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-3,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": END,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 90,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 24,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "mistral": {
+        "hidden_size": 72,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+        "sliding_window": 19,
+    },
+    "qwen2": {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1},
+    "qwen3": {
+        "hidden_size": 84,
+        "num_attention_heads": 7,
+        "num_key_value_heads": 7,
+        "head_dim": 40,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+}
+
+
+def make_checkpoint(
+    directory: Path,
+    family: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "1GB",
+    tokenizer: bool = True,
+    **overrides: Any,
+) -> Path:
+    """Write a random checkpoint of ``family`` (a key of FAMILIES) into ``directory`` and return it.
+
+    overrides: fields of the family's transformers config. max_shard_size: e.g. ``"100KB"`` makes an index and
+    several shards. tokenizer: also save a byte-level one with a chat template (ids 0-255 are bytes).
+    """
+    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **overrides})
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    _randomise(model, seed)
+    model.generation_config = GenerationConfig(eos_token_id=END, pad_token_id=PAD, bos_token_id=BOS)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    if tokenizer:
+        make_tokenizer().save_pretrained(directory)
+    return Path(directory)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per UTF-8 byte and the special tokens: encodes any text, needs no training."""
+    bytes_to_ids = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=bytes_to_ids, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))  # before the wrapper does, so that they get 256, 257, … in order
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL[0],
+        bos_token=SPECIAL[1],
+        eos_token=SPECIAL[2],
+        additional_special_tokens=list(SPECIAL[3:]),
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+@torch.no_grad()
+def _randomise(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            value = 1 + 0.2 * noise
+        elif parameter.dim() == 1:
+            value = 0.3 * noise
+        else:
+            value = 1.5 * noise / parameter.shape[-1] ** 0.5
+        parameter.copy_(value)

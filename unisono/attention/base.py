@@ -1,0 +1,70 @@
+"""What a model needs to attend: the inputs of one pass, and the interface every backend fills.
+
+The engine builds an AttentionInputs per pass, the backend's ``plan`` prepares it once, and each layer
+calls ``forward``. Models and drafters see only this file; which kernel runs is the engine's choice.
+
+Shapes: T tokens, R rows (requests), S slots, MP pages per request, NP pages, P page size,
+Hq / Hkv query / KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(slots=True)
+class AttentionInputs:
+    """Where each token of a pass stands, and where its request's keys lie. All int32, on the device.
+
+    slots [R]: each row's slot, an index into ``page_table``.
+    positions [T]: each token's absolute position; -1 marks a padding token, which sees nothing.
+    kv_slots [T]: where each token's key and value are written, page · P + offset.
+    kv_len [R]: keys a row may see: its highest position + 1; 0 for a padding row.
+    page_table [S, MP]: the pages of each slot in order of position.
+    width: tokens per row when all rows have equally many (a round: T = R · width, row-major), else None.
+    query_start [R + 1]: where each row's tokens begin when ``width`` is None (an extend pass). Tokens from
+        ``query_start[R]`` on belong to no row and are padding.
+    plan: filled in by the backend.
+    """
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    kv_slots: torch.Tensor
+    kv_len: torch.Tensor
+    page_table: torch.Tensor
+    width: int | None
+    query_start: torch.Tensor | None = None
+    plan: Any = None
+
+
+class AttentionBackend(Protocol):
+    """One way to compute attention over the paged KV cache.
+
+    A token sees keys at positions p ≤ its own, and p > its own − window where window > 0. Its output bits
+    depend on its query and those keys alone: not on the other rows, on how many tokens the pass has, nor
+    on whether it is a round or an extend pass.
+    """
+
+    name: str
+
+    def plan(self, inputs: AttentionInputs) -> None:
+        """Fill ``inputs.plan``, once per pass, before the layers. Captured with the pass: no host sync."""
+        ...
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        window: int,
+    ) -> torch.Tensor:
+        """Attend. q [T, Hq, D]; k_cache, v_cache [NP, Hkv, P, D]; ``window`` 0 sees everything.
+
+        The pass's own keys and values are already in the cache. Returns [T, Hq · D] in q's dtype.
+        """
+        ...

@@ -1,0 +1,314 @@
+"""The command line: ``unisono serve | generate | chat | explain | bench``.
+
+Flags carry vLLM's and SGLang's names. This file parses and prints; the work is done by ``llm``, ``server`` and
+``tools``, imported inside the command that needs them so that ``unisono --help`` is quick. Exit status: 0, 1 for an
+error, 2 for a flag that cannot be honoured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import logging
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from typer.core import TyperGroup
+
+from unisono import __version__, catalog
+from unisono.types import BadRequest, ConfigError, FinishReason, SamplingParams, UnisonoError
+
+if TYPE_CHECKING:
+    from unisono.llm import LLM
+
+stdout = Console()
+stderr = Console(stderr=True)
+
+
+class _Commands(TyperGroup):
+    """Ends every command that raises on purpose with one red line and the right status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UnisonoError as error:
+            _complain(error)
+            ctx.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _complain(error: UnisonoError) -> None:
+    stderr.print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Unisono serves language models. Speculative decoding and CUDA graphs always compose.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ModelPath = Annotated[str, typer.Argument(metavar="[PATH]", help="A Hugging Face checkpoint directory or a bundled name.")]
+
+
+def _engine_flags(
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 (half) or float32.")] = "auto",
+    max_model_len: Annotated[int | None, typer.Option(help="Context: prompt and output together, in tokens.")] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to use.")] = 0.9,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per pass.")] = None,
+    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights; needs config.json only.")] = "auto",
+    attention_backend: Annotated[str, typer.Option(help=f"auto, {', '.join(catalog.attention.names)}.")] = "auto",
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Capture no graph.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+) -> None:
+    """The flags of every command that starts an engine: fields of ``unisono.config.EngineConfig``."""
+
+
+def _with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the engine's flags to a command; it receives them as its first argument, a dict."""
+    flags = inspect.signature(_engine_flags, eval_str=True).parameters
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+    @functools.wraps(command)
+    def wrapper(**values: Any) -> None:
+        command({name: values.pop(name) for name in flags}, **values)
+
+    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *flags.values())]
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+    return wrapper
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"unisono {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@_with_engine_flags
+def serve(
+    flags: dict[str, Any],
+    path: ModelPath = "tiny",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="What clients call the model (repeatable); default: PATH as given.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of dummy weights.")] = 0,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="UNISONO_API_KEY", help="Require Authorization: Bearer KEY on /v1.")
+    ] = None,
+    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests to end on Ctrl-C.")] = 30.0,
+) -> None:
+    """Serve the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models."""
+    from unisono.config import EngineConfig
+    from unisono.server.run import ServerSettings
+    from unisono.server.run import serve as run_server
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    config = EngineConfig(model=path, seed=seed, **flags)
+    settings = ServerSettings(
+        model_path=catalog.resolve_name(path),
+        names=tuple(served_model_name or (path,)),
+        host=host,
+        port=port,
+        api_key=api_key,
+        drain_timeout=drain_timeout,
+    )
+    with _bars() as progress:
+        run_server(config, settings, progress)
+
+
+MaxTokens = Annotated[int | None, typer.Option(help="Tokens to generate at most; default: to the context's end.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: the checkpoint's.")]
+TopK = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]
+TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")]
+MinP = Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")]
+SampleSeed = Annotated[int | None, typer.Option(help="Repeats an answer; default: a new one, printed.")]
+
+
+@app.command()
+@_with_engine_flags
+def generate(
+    flags: dict[str, Any],
+    path: ModelPath = "tiny",
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; default: standard input.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: SampleSeed = None,
+) -> None:
+    """Continue a prompt."""
+    asked = _asked(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    if prompt is None:
+        prompt = sys.stdin.read()
+    with _load(path, flags) as llm:
+        if llm.tokenizer is None:
+            raise BadRequest(f"{path} has no tokenizer, so it cannot take text.")
+        params = _params(llm, asked)
+        _stream(llm, llm.tokenizer.encode(prompt), params)
+        stderr.print(f"[dim]seed {params.seed}[/]", highlight=False)
+
+
+@app.command()
+@_with_engine_flags
+def chat(
+    flags: dict[str, Any],
+    path: ModelPath = "tiny",
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: SampleSeed = None,
+) -> None:
+    """Talk to a model; Ctrl-D or /exit ends it, Ctrl-C cuts an answer short."""
+    asked = _asked(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    with _load(path, flags) as llm:
+        for line in _lines():
+            messages.append({"role": "user", "content": line})
+            try:
+                prompt = llm.chat_prompt(messages)["prompt_token_ids"]
+                answer = _stream(llm, prompt, _params(llm, asked))
+            except BadRequest as error:
+                _complain(error)
+                messages.pop()
+            else:
+                messages.append({"role": "assistant", "content": answer})
+
+
+@app.command()
+@_with_engine_flags
+def explain(
+    flags: dict[str, Any],
+    path: ModelPath = "tiny",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Start the engine, say what it decided and why, and which passes replay graphs."""
+    with _load(path, flags) as llm:
+        info = llm.engine.info()
+    if as_json:
+        print(json.dumps(info, indent=2))
+        return
+    stdout.print(_table("Settings", ("setting", "value"), list(info["settings"].items())))  # type: ignore[attr-defined]
+    for title, rows in (("Decisions", info["decisions"]), ("Passes", info["graphs"])):
+        columns = list(dict.fromkeys(key for row in rows for key in row))  # type: ignore[attr-defined]
+        stdout.print(_table(title, columns, [[row.get(c, "") for c in columns] for row in rows]))  # type: ignore[attr-defined]
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+def bench(context: typer.Context) -> None:
+    """Measure latency and throughput: see `unisono bench --help`."""
+    from unisono.tools.bench import app as bench_app
+
+    bench_app(args=context.args, prog_name="unisono bench")
+
+
+def _asked(**values: Any) -> dict[str, Any]:
+    """The sampling flags that were given. Raises typer.BadParameter, before any model is loaded, for a bad one."""
+    given = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
+    try:
+        SamplingParams(**given)
+    except BadRequest as error:
+        raise typer.BadParameter(str(error), param_hint=f"--{(error.param or '').replace('_', '-')}") from None
+    return given
+
+
+def _params(llm: LLM, asked: dict[str, Any]) -> SamplingParams:
+    """The checkpoint's defaults, what was asked for, and a seed."""
+    defaults = llm.engine.default_params()
+    names = ("temperature", "top_k", "top_p", "min_p")
+    return SamplingParams(**{n: getattr(defaults, n) for n in names} | {"seed": secrets.randbits(53)} | asked)
+
+
+@contextlib.contextmanager
+def _load(path: str, flags: dict[str, Any]) -> Iterator[LLM]:
+    from unisono.llm import LLM
+
+    with _bars() as progress:
+        llm = LLM(path, progress=progress, **flags)
+    with llm:
+        yield llm
+
+
+def _stream(llm: LLM, prompt: list[int], params: SamplingParams) -> str:
+    """Print an answer as it comes, to its end or Ctrl-C; returns it."""
+    from unisono.tokenizer import Detokenizer
+
+    assert llm.tokenizer is not None
+    detokenizer = Detokenizer(llm.tokenizer, prompt_token_ids=prompt)
+    answer = ""
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(llm.stream(prompt, params)) as deltas:  # type: ignore[type-var]
+        for delta in deltas:
+            piece = detokenizer.feed(delta.token_ids, delta.finish)
+            answer += piece
+            print(piece, end="", flush=True)
+            if delta.finish is FinishReason.ABORT:
+                raise UnisonoError(f"The engine failed on this request: {delta.error}")
+    print(flush=True)
+    return answer
+
+
+def _lines() -> Iterator[str]:
+    """What the user says, line by line, until Ctrl-D, Ctrl-C or /exit. Piped input shows no prompt."""
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            line = stdout.input("[bold]› [/]") if sys.stdin.isatty() else input()
+            if line.strip() == "/exit":
+                return
+            if line.strip():
+                yield line
+
+
+@contextlib.contextmanager
+def _bars() -> Iterator[Callable[[str, float], None]]:
+    """A progress callback that draws one bar per stage, on a terminal only; a bar goes when its stage is done."""
+    shown: dict[str, Progress] = {}
+
+    def report(stage: str, share: float) -> None:
+        if stage not in shown and share < 1:
+            columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+            shown[stage] = Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal)
+            shown[stage].add_task(stage.capitalize(), total=1.0)
+            shown[stage].start()
+        if stage in shown:
+            shown[stage].update(shown[stage].task_ids[0], completed=share)
+            if share >= 1:
+                shown.pop(stage).stop()
+
+    try:
+        yield report
+    finally:
+        for bar in shown.values():
+            bar.stop()
+
+
+def _table(title: str, columns: Any, rows: Any) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(escape(str(cell)) for cell in row))
+    return table

@@ -1,0 +1,194 @@
+"""Configuration as data: what was asked for, and what it resolves to, with the reason of every choice.
+
+:class:`EngineConfig` holds the flags. :func:`resolve` never mutates it: it returns a
+:class:`ResolvedConfig` in which nothing is ``auto``, and a decision for each automatic choice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from unisono.types import ConfigError
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
+GPU_MAX_SEQS, CPU_MAX_SEQS = 256, 16
+GPU_BATCHED_TOKENS, CPU_BATCHED_TOKENS = 8192, 512
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The engine's flags; names are vLLM's and SGLang's. ``None`` and ``"auto"`` are resolved.
+
+    model: a checkpoint directory or the name of a bundled one.
+    dtype: auto, float32, float16 (half) or bfloat16.
+    max_model_len: tokens per request, prompt and output together.
+    gpu_memory_utilization: share of the card's memory the engine may take, 0 … 1.
+    max_num_seqs: requests that run at once. max_num_batched_tokens: prompt tokens per extend pass.
+    load_format: auto, or dummy for random weights (needs config.json only).
+    enforce_eager: capture no graph; every pass runs eagerly and is counted.
+    """
+
+    model: str = "tiny"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    load_format: Literal["auto", "dummy"] = "auto"
+    seed: int = 0
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
+    device: str = "auto"
+    num_pages: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
+        _one_of("--dtype", self.dtype, ("auto", *DTYPES))
+        _one_of("--load-format", self.load_format, ("auto", "dummy"))
+        _one_of("--device", self.device.split(":")[0], ("auto", "cpu", "cuda"))
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"--gpu-memory-utilization {self.gpu_memory_utilization}: give a share above 0, at most 1."
+            )
+        for name, low in (("max_model_len", 2), ("max_num_seqs", 1), ("max_num_batched_tokens", 16), ("num_pages", 2)):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: give at least {low}.")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to {2**63 - 1}.")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The machine as the engine sees it."""
+
+    device: torch.device
+    name: str
+    total_bytes: int
+
+    @staticmethod
+    def detect(device: str) -> Hardware:
+        """``auto`` is the first GPU, or the CPU when there is none. Raises ConfigError for an absent GPU."""
+        gpu = torch.cuda.is_available()
+        if device == "auto":
+            device = "cuda" if gpu else "cpu"
+        if device.startswith("cuda"):
+            if not gpu:
+                raise ConfigError("--device cuda: no NVIDIA GPU is visible here; use --device cpu.")
+            index = int(device.partition(":")[2] or 0)
+            if index >= torch.cuda.device_count():
+                raise ConfigError(f"--device {device}: {torch.cuda.device_count()} GPUs are visible.")
+            properties = torch.cuda.get_device_properties(index)
+            return Hardware(torch.device("cuda", index), properties.name, properties.total_memory)
+        return Hardware(torch.device("cpu"), "CPU", 0)
+
+
+class CheckpointFacts(Protocol):
+    """What :func:`resolve` reads of a checkpoint (models/checkpoint.py)."""
+
+    @property
+    def dtype(self) -> torch.dtype | None: ...
+    @property
+    def config(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One automatic choice: the setting, the value it got, and why."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """An :class:`EngineConfig` with nothing left open."""
+
+    asked: EngineConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    attention_backend: str
+    decisions: tuple[Decision, ...] = ()
+
+    def decide(self, name: str, value: object, reason: str, **changes: Any) -> ResolvedConfig:
+        """A copy with one decision more and, if given, changed fields."""
+        decision = Decision(name, str(value), reason)
+        return dataclasses.replace(self, decisions=(*self.decisions, decision), **changes)
+
+    def explain(self) -> dict[str, object]:
+        """The resolved settings and every decision, as JSON-ready data."""
+        settings = {
+            "model": self.asked.model,
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "attention_backend": self.attention_backend,
+            "load_format": self.asked.load_format,
+            "gpu_memory_utilization": self.asked.gpu_memory_utilization,
+            "enforce_eager": self.asked.enforce_eager,
+            "seed": self.asked.seed,
+        }
+        return {"settings": settings, "decisions": [dataclasses.asdict(d) for d in self.decisions]}
+
+
+def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFacts) -> ResolvedConfig:
+    """Settle every ``auto``. Raises ConfigError for a flag that this checkpoint or machine cannot honour."""
+    gpu = hardware.device.type == "cuda"
+    decisions: list[Decision] = []
+
+    def settle(name: str, asked: Any, value: Any, reason: str) -> Any:
+        if asked not in (None, "auto"):
+            return asked
+        decisions.append(Decision(name, str(value).removeprefix("torch."), reason))
+        return value
+
+    device = settle("device", config.device, str(hardware.device), f"found: {hardware.name}")
+    stored = checkpoint.dtype or torch.float32
+    if not gpu:
+        auto = (
+            torch.float32,
+            f"the CPU computes in float32; the checkpoint holds {str(stored).removeprefix('torch.')}",
+        )
+    elif stored is torch.float32:
+        auto = (torch.bfloat16, "the checkpoint holds float32; bfloat16 halves what each step reads")
+    else:
+        auto = (stored, "the checkpoint's own")
+    dtype = settle("dtype", config.dtype, *auto)
+    limit = checkpoint.config.max_positions
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is above the model's context of {limit} tokens "
+            "(max_position_embeddings in config.json). Give at most that."
+        )
+    seqs, tokens = (GPU_MAX_SEQS, GPU_BATCHED_TOKENS) if gpu else (CPU_MAX_SEQS, CPU_BATCHED_TOKENS)
+    kind = "a GPU" if gpu else "a CPU"
+    return ResolvedConfig(
+        asked=config,
+        device=torch.device(device),
+        dtype=DTYPES.get(dtype, dtype),
+        max_model_len=settle("max_model_len", config.max_model_len, limit, "the model's context"),
+        max_num_seqs=settle("max_num_seqs", config.max_num_seqs, seqs, f"the default on {kind}"),
+        max_num_batched_tokens=settle(
+            "max_num_batched_tokens", config.max_num_batched_tokens, tokens, f"the default on {kind}"
+        ),
+        attention_backend=settle(
+            "attention_backend", config.attention_backend, "triton", "exact at any width, batch and chunking"
+        ),
+        decisions=tuple(decisions),
+    )
+
+
+def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{flag} {value!r} is unknown; choose one of {', '.join(allowed)}.")

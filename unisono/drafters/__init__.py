@@ -1,0 +1,1 @@
+"""Drafters propose what the target verifies. One file each, chosen by name from the catalog."""

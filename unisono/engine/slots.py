@@ -1,0 +1,131 @@
+"""Slots: the device-resident rows that running requests live in.
+
+Everything a round needs of a request is in its row: committed length, last token, sampling parameters,
+stop ids, page table. A batch is then a vector of slot numbers. The row S - 1 is the padding slot: FREE
+for ever, so kernels skip it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from unisono.cache.kv import PADDING_PAGE
+from unisono.cache.pages import pages_for
+from unisono.program import Field, Schema, Shape
+from unisono.types import MAX_STOP_IDS, FinishReason, SamplingParams
+
+SLOT_SCHEMA = Schema(
+    (
+        Field("length", torch.int32, ()),  # committed tokens; the last one's KV is not written yet
+        Field("limit", torch.int32, ()),  # total length at which the request ends
+        Field("status", torch.int32, (), pad=FinishReason.FREE),
+        Field("last_token", torch.int32, ()),
+        Field("temperature", torch.float32, ()),
+        Field("top_k", torch.int32, ()),  # 0: all
+        Field("top_p", torch.float32, (), pad=1.0),
+        Field("min_p", torch.float32, ()),
+        Field("seed_lo", torch.int32, ()),
+        Field("seed_hi", torch.int32, ()),
+        Field("stop_ids", torch.int32, (MAX_STOP_IDS,), pad=-1),
+    )
+)
+
+_ROW = Shape(1)  # no slot field depends on the shape of a pass
+
+
+class Slots:
+    """``[slots + 1]`` rows of :data:`SLOT_SCHEMA` in one int32 arena, and ``page_table [slots + 1, pages]``.
+
+    Each field is an attribute: a strided view of the arena, ``[S]`` or ``[S, n]``, float32 ones bitcast.
+    """
+
+    length: torch.Tensor
+    limit: torch.Tensor
+    status: torch.Tensor
+    last_token: torch.Tensor
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seed_lo: torch.Tensor
+    seed_hi: torch.Tensor
+    stop_ids: torch.Tensor
+
+    def __init__(self, num_slots: int, max_model_len: int, device: torch.device) -> None:
+        self.padding = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._device = device
+        self._words = SLOT_SCHEMA.words(_ROW, SLOT_SCHEMA.fields)
+        blank = self._row({f.name: f.pad for f in SLOT_SCHEMA})
+        self._arena = torch.from_numpy(blank).repeat(num_slots + 1, 1).to(device)
+        at = 0
+        for field in SLOT_SCHEMA:
+            size = math.prod(field.dims(_ROW))
+            view = self._arena[:, at : at + size].view(field.dtype)
+            setattr(self, field.name, view if field.shape else view.squeeze(1))
+            at += size
+        max_pages = pages_for(max_model_len)
+        self.page_table = torch.full((num_slots + 1, max_pages), PADDING_PAGE, dtype=torch.int32, device=device)
+
+    @property
+    def available(self) -> int:
+        return len(self._free)
+
+    def claim(self, length: int, last_token: int, limit: int, params: SamplingParams, stop_ids: Sequence[int]) -> int:
+        """Take a free slot and write its row, in one device copy; returns the slot.
+
+        length: committed tokens; limit: total length at which the request ends.
+        """
+        slot = self._free.pop()
+        seed = params.seed or 0
+        row = self._row(
+            {
+                "length": length,
+                "limit": limit,
+                "status": FinishReason.RUNNING,
+                "last_token": last_token,
+                "temperature": params.temperature,
+                "top_k": params.top_k,
+                "top_p": params.top_p,
+                "min_p": params.min_p,
+                "seed_lo": _signed(seed & 0xFFFFFFFF),
+                "seed_hi": _signed(seed >> 32),
+                "stop_ids": list(stop_ids) + [-1] * (MAX_STOP_IDS - len(stop_ids)),
+            }
+        )
+        self._upload(self._arena[slot], row)
+        return slot
+
+    def write_pages(self, slot: int, pages: Sequence[int]) -> None:
+        """Write a request's pages from the first column on."""
+        self._upload(self.page_table[slot, : len(pages)], np.asarray(pages, dtype=np.int32))
+
+    def free(self, slot: int) -> None:
+        """Return a slot; its row stays as it is until the next claim, and no round names it."""
+        self._free.append(slot)
+
+    def _row(self, values: dict[str, Any]) -> np.ndarray:
+        row = np.empty(self._words, dtype=np.int32)
+        at = 0
+        for field in SLOT_SCHEMA:
+            size = math.prod(field.dims(_ROW))
+            kind = np.float32 if field.dtype is torch.float32 else np.int32
+            row[at : at + size].view(kind)[...] = values[field.name]
+            at += size
+        return row
+
+    def _upload(self, target: torch.Tensor, values: np.ndarray) -> None:
+        source = torch.from_numpy(values)
+        if self._device.type == "cuda":
+            source = source.pin_memory()  # the caching host allocator keeps it until the copy is done
+        target.copy_(source, non_blocking=True)
+
+
+def _signed(word: int) -> int:
+    """The int32 with the bits of this unsigned 32-bit word."""
+    return word - (1 << 32) if word >= 1 << 31 else word

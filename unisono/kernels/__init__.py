@@ -1,0 +1,12 @@
+"""Ops of the ``unisono`` torch.library namespace: each a Triton kernel with a CPU twin.
+
+``layers`` and everything above call the wrappers below; attention, sampling and round ops are imported
+from their own modules. See :mod:`unisono.kernels.library` for what every op owes.
+"""
+
+from unisono.kernels.activation import silu_mul
+from unisono.kernels.linear import configure_exact_blas, linear, prove_exact
+from unisono.kernels.norm import rms_norm
+from unisono.kernels.rotary import rope_and_cache
+
+__all__ = ["configure_exact_blas", "linear", "prove_exact", "rms_norm", "rope_and_cache", "silu_mul"]

@@ -1,0 +1,260 @@
+"""Matrix products whose bits do not depend on the batch, and their fused bias and residual.
+
+Owns the ``linear`` op. Every product accumulates K in one sequence in fp32, so a row's bits are fixed by
+the weight alone: never by the number of rows, the tile or the backend. Small M streams the weights
+through one Triton kernel; large M is cuBLASLt with split-K forbidden, which sums in the same order
+(measured on an H200). :func:`prove_exact` checks that on this GPU, for this weight's shape; a shape that
+fails the check stays on Triton. Called by ``layers``; the engine calls :func:`configure_exact_blas` and
+:func:`prove_exact` at start.
+
+Shapes: M rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from unisono.kernels.library import AotCase, define, fixed_rows_matmul, register
+
+TRITON_ROWS = 256
+"""Up to this many rows the Triton kernel runs; above it cuBLASLt does, where it is proven exact."""
+
+_not_exact: set[tuple[int, int, torch.dtype]] = set()
+"""(N, K, dtype) for which :func:`prove_exact` saw other bits from cuBLASLt: Triton at every M."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Blocking of the Triton kernel. It sets the speed; no choice here changes a bit of the result."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+def _config(rows: int, n: int, k: int, dtype: torch.dtype) -> Tile:
+    """The fastest known tile for [rows, k] @ [n, k]^T on an H200 (benchmarks/kernels.py)."""
+    if dtype is torch.float32:
+        return Tile(16, 32, 64, 4, 2) if rows <= 16 else Tile(64, 64, 32, 4, 2)
+    if rows <= 16:
+        return Tile(16, 32, 256, 4, 4)
+    if rows <= 32:
+        return Tile(32, 32, 256, 4, 4)
+    if rows <= 64:
+        return Tile(64, 64, 128, 4, 4)
+    return Tile(128, 128, 64, 8, 3)
+
+
+@triton.jit
+def _linear_kernel(x, weight, bias, residual, out, M, N, K,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                   EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr):  # fmt: skip
+    # Row tiles of one weight tile run side by side, so that the weight comes from memory once.
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K)
+    row_ok, col_ok = rows < M, cols < N
+    x_ptrs = x + rows.to(tl.int64)[:, None] * K + ks[None, :]
+    # The last weight tile repeats the last row: cheaper than a mask, and what it computes is not stored.
+    w_ptrs = weight + tl.minimum(cols, N - 1).to(tl.int64)[None, :] * K + ks[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if EVEN_K:
+            # Absent rows are not read at all: re-reading one row in all programs at once stalls the L2.
+            x_tile = tl.load(x_ptrs, mask=row_ok[:, None], other=0.0)
+            w_tile = tl.load(w_ptrs)
+        else:
+            k_ok = ks < K - start
+            x_tile = tl.load(x_ptrs, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
+            w_tile = tl.load(w_ptrs, mask=k_ok[:, None], other=0.0)
+        acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+
+    # Round before every addition: the bits of the unfused path, which large M takes.
+    y = acc.to(out.dtype.element_ty)
+    if HAS_BIAS:
+        b = tl.load(bias + cols, mask=col_ok, other=0.0)
+        y = (y.to(tl.float32) + b.to(tl.float32)[None, :]).to(y.dtype)
+    at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    inside = row_ok[:, None] & col_ok[None, :]
+    if HAS_RESIDUAL:
+        r = tl.load(residual + at, mask=inside, other=0.0)
+        y = (y.to(tl.float32) + r.to(tl.float32)).to(y.dtype)
+    tl.store(out + at, y, mask=inside)
+
+
+@triton.jit
+def _add_kernel(y, bias, residual, N, total, BLOCK: tl.constexpr,
+                HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    value = tl.load(y + at, mask=inside)
+    if HAS_BIAS:
+        b = tl.load(bias + at % N, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + b.to(tl.float32)).to(value.dtype)
+    if HAS_RESIDUAL:
+        r = tl.load(residual + at, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + r.to(tl.float32)).to(value.dtype)
+    tl.store(y + at, value, mask=inside)
+
+
+def launch_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """The Triton product at any M; ``tile`` overrides the blocking (speed only)."""
+    x, weight = x.contiguous(), weight.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    (rows, k), n = x.shape, weight.shape[0]
+    tile = tile or _config(rows, n, k, x.dtype)
+    out = x.new_empty(rows, n)
+    grid = (triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))
+    _linear_kernel[grid](
+        x, weight, bias, residual, out, rows, n, k,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, EVEN_K=k % tile.k == 0,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+def launch_add(y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
+    """Add ``bias [N]``, then ``residual [M, N]``, to ``y [M, N]`` in place, rounding after each."""
+    residual = None if residual is None else residual.contiguous()
+    grid = (triton.cdiv(y.numel(), 1024),)
+    _add_kernel[grid](
+        y, bias, residual, y.shape[1], y.numel(),
+        BLOCK=1024, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+    )  # fmt: skip
+    return y
+
+
+@functools.cache
+def configure_exact_blas() -> None:
+    """Tell torch's CUDA BLAS to sum K in one sequence: cuBLASLt, no split-K, no reduced precision.
+
+    Process-wide; nothing without a GPU. Call it before the first matrix product on one: cuBLASLt reads its
+    workspace size once.
+    """
+    if not torch.cuda.is_available():
+        return
+    os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"  # KiB: no room for partial sums
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_tf32 = False
+    # (reduced-precision reductions, split-K)
+    matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    matmul.allow_fp16_reduced_precision_reduction = (False, False)
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+
+
+def _blas_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> torch.Tensor:
+    configure_exact_blas()
+    y = torch.mm(x, weight.t())
+    return y if bias is None and residual is None else launch_add(y, bias, residual)
+
+
+@torch.no_grad()
+def prove_exact(weight: torch.Tensor, rows: tuple[int, ...] = (TRITON_ROWS + 1, 512, 2048)) -> bool:
+    """Whether cuBLASLt gives the Triton kernel's bits for ``weight [N, K]`` on this GPU.
+
+    Compares both on random inputs of each number of ``rows``. On a difference the shape is remembered
+    and :func:`linear` runs it through Triton at every M: slower, still exact. True where cuBLASLt is
+    never used (fp32, CPU). Synchronises; for the engine's start, once for each distinct shape.
+    """
+    if weight.device.type != "cuda" or weight.dtype is torch.float32:
+        return True
+    n, k = weight.shape
+    generator = torch.Generator(weight.device).manual_seed(0)
+    for count in rows:
+        x = torch.randn(count, k, device=weight.device, generator=generator).to(weight.dtype)
+        if not torch.equal(_blas_linear(x, weight, None, None), launch_linear(x, weight, None, None)):
+            _not_exact.add((n, k, weight.dtype))
+            return False
+    return True
+
+
+def linear_cuda(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> torch.Tensor:
+    few = x.shape[0] <= TRITON_ROWS
+    if few or x.dtype is torch.float32 or (*weight.shape, weight.dtype) in _not_exact:
+        return launch_linear(x, weight, bias, residual)
+    return _blas_linear(x, weight, bias, residual)
+
+
+def linear_cpu(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> torch.Tensor:
+    y = fixed_rows_matmul(x.contiguous(), weight.t())
+    if bias is not None:
+        y = y + bias
+    return y if residual is None else y + residual
+
+
+def _linear_meta(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+define("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual) -> Tensor")
+register("linear", cuda=linear_cuda, cpu=linear_cpu, meta=_linear_meta)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``x [M, K] @ weight [N, K]^T (+ bias [N]) (+ residual [M, N])`` -> [M, N], in the inputs' one dtype.
+
+    bf16, fp16 or fp32; fp32 accumulation over K in one sequence. The product is rounded to the dtype,
+    then the bias is added and rounded, then the residual. A row's bits depend on that row, the weight,
+    its bias and its residual only.
+    """
+    return torch.ops.unisono.linear(x, weight, bias, residual)
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def _aot_linear(dtype: str, rows: int, even_k: bool, bias: bool, residual: bool) -> AotCase:
+    tile = _config(rows, 4096, 4096, _DTYPES[dtype])
+    pointers = {name: f"*{dtype}" for name in ("x", "weight", "bias", "residual", "out")}
+    return AotCase(
+        _linear_kernel,
+        {**pointers, "M": "i32", "N": "i32", "K": "i32"},
+        {
+            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k,
+            "EVEN_K": even_k, "HAS_BIAS": bias, "HAS_RESIDUAL": residual,
+        },
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+
+
+AOT: list[AotCase] = [
+    *(_aot_linear("bf16", rows, True, False, True) for rows in (1, 32, 64, 256)),
+    *(_aot_linear(dtype, rows, False, True, True) for dtype in _DTYPES for rows in (1, 64)),
+    AotCase(
+        _add_kernel,
+        {"y": "*bf16", "bias": "*bf16", "residual": "*bf16", "N": "i32", "total": "i32"},
+        {"BLOCK": 1024, "HAS_BIAS": True, "HAS_RESIDUAL": True},
+    ),
+]

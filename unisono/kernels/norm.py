@@ -1,0 +1,75 @@
+"""RMSNorm over the last dimension. Owns the ``rms_norm`` op; called by ``layers`` and draft heads.
+
+One program takes one row, and the shape of the row alone fixes the order of its sum, so a row's bits
+do not depend on the batch.
+
+Shapes: M rows, H features.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from unisono.kernels.library import AotCase, define, register
+
+
+@triton.jit
+def _rms_norm_kernel(x, weight, out, eps, H, BLOCK_H: tl.constexpr):
+    cols = tl.arange(0, BLOCK_H)
+    row = tl.program_id(0).to(tl.int64) * H
+    inside = cols < H
+    value = tl.load(x + row + cols, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / H + eps)
+    w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    # Rounded to the dtype before the weight, as the Llama family is trained and published.
+    normed = (value * scale).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row + cols, (normed * w).to(out.dtype.element_ty), mask=inside)
+
+
+def _warps(block: int) -> int:
+    """By the row's length only: the number of warps is part of the summation order."""
+    return min(max(block // 512, 1), 16)
+
+
+def launch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(x.shape[1])
+    _rms_norm_kernel[(x.shape[0],)](x, weight, out, eps, x.shape[1], BLOCK_H=block, num_warps=_warps(block))
+    return out
+
+
+def rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    value = x.contiguous().float()
+    scale = torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
+    return weight * (value * scale).to(x.dtype)
+
+
+def _rms_norm_meta(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
+register("rms_norm", cuda=launch_rms_norm, cpu=rms_norm_cpu, meta=_rms_norm_meta)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x * rsqrt(mean(x^2) + eps) * weight`` for x [M, H], weight [H] of one dtype -> [M, H].
+
+    Computed in fp32; the normalised value is rounded to the dtype before the multiplication by the
+    weight, as in Llama (Zhang and Sennrich, arXiv 1910.07467). H up to 16384.
+    """
+    return torch.ops.unisono.rms_norm(x, weight, eps)
+
+
+AOT: list[AotCase] = [
+    AotCase(
+        _rms_norm_kernel,
+        {"x": f"*{dtype}", "weight": f"*{dtype}", "out": f"*{dtype}", "eps": "fp32", "H": "i32"},
+        {"BLOCK_H": block},
+        num_warps=_warps(block),
+    )
+    for dtype, block in (("bf16", 256), ("bf16", 4096), ("bf16", 16384), ("fp16", 4096), ("fp32", 4096))
+]

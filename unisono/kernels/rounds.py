@@ -1,0 +1,343 @@
+"""What surrounds a forward pass on the device: its inputs before, acceptance and commit after.
+
+Owns the ops ``round_inputs``, ``extend_inputs`` and ``commit``. They are the only kernels that know a
+slot's life cycle; the engine's programs call them, once per pass, inside the graph. ``commit`` is the only
+op that writes slots: lengths, last tokens and statuses move here and nowhere else on the device.
+
+Slot fields are views ``[S]`` of one int32 arena and share a stride. A row is active while its slot's status
+is RUNNING; the padding slot is FREE for ever.
+
+Shapes: R rows, W width (1 + drafts), T tokens, S slots, MP pages per slot, P page size.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from unisono.kernels.library import AotCase, define, register
+from unisono.types import MAX_STOP_IDS, FinishReason
+
+RUNNING = tl.constexpr(int(FinishReason.RUNNING))
+STOP = tl.constexpr(int(FinishReason.STOP))
+LENGTH = tl.constexpr(int(FinishReason.LENGTH))
+NEVER = tl.constexpr(2**31 - 1)
+STOP_IDS = tl.constexpr(MAX_STOP_IDS)
+
+TOKENS_PER_PROGRAM = 128
+
+
+@triton.jit
+def _round_inputs_kernel(
+    slots, drafts, length, limit, status, last_token, page_table, token_ids, positions, kv_slots, kv_len,
+    stride, max_pages, W, PAGE: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    field = slot * stride
+    tokens = tl.load(length + field)
+    end = tl.load(limit + field)
+    active = tl.load(status + field) == RUNNING
+
+    j = tl.arange(0, BLOCK_W)
+    inside = j < W
+    at = tokens - 1 + j
+    draft = tl.load(drafts + row * (W - 1) + j - 1, mask=inside & (j > 0), other=0)
+    token = tl.where(j == 0, tl.load(last_token + field), tl.maximum(draft, 0))
+    written = inside & active & (at < end)
+    page = tl.load(page_table + slot * max_pages + at // PAGE, mask=written, other=0)
+
+    out = row * W + j
+    tl.store(token_ids + out, tl.where(active, token, 0), mask=inside)
+    tl.store(positions + out, tl.where(active, tl.minimum(at, end - 1), -1), mask=inside)
+    tl.store(kv_slots + out, tl.where(written, page * PAGE + at % PAGE, j % PAGE), mask=inside)
+    tl.store(kv_len + row, tl.where(active, tl.minimum(tokens - 1 + W, end), 0))
+
+
+@triton.jit
+def _extend_inputs_kernel(
+    slots, query_start, start, page_table, positions, kv_slots, kv_len,
+    max_pages, R, T, PAGE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    r = tl.arange(0, BLOCK_R)
+    ends = tl.load(query_start + r + 1, mask=r < R, other=NEVER)
+    if tl.program_id(0) == 0:
+        begins = tl.load(query_start + r, mask=r < R, other=0)
+        tl.store(kv_len + r, tl.load(start + r, mask=r < R, other=0) + ends - begins, mask=r < R)
+
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row = tl.sum((ends[None, :] <= t[:, None]).to(tl.int32), axis=1)
+    real = (t < T) & (row < R)
+    first = tl.load(start + row, mask=real, other=0) - tl.load(query_start + row, mask=real, other=0)
+    at = tl.where(real, first + t, -1)
+    slot = tl.load(slots + row, mask=real, other=0)
+    page = tl.load(page_table + slot * max_pages + at // PAGE, mask=real, other=0)
+    tl.store(positions + t, at, mask=t < T)
+    tl.store(kv_slots + t, tl.where(real, page * PAGE + at % PAGE, t % PAGE), mask=t < T)
+
+
+@triton.jit
+def _commit_kernel(
+    tokens, drafts, slots, length, limit, status, last_token, stop_ids, result,
+    stride, W, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    field = tl.load(slots + row) * stride
+    before = tl.load(length + field)
+    state = tl.load(status + field)
+    active = state == RUNNING
+    room = tl.maximum(tl.load(limit + field) - before, 0)
+
+    j = tl.arange(0, BLOCK_W)
+    token = tl.load(tokens + row * W + j, mask=j < W, other=-1)
+    draft = tl.load(drafts + row * (W - 1) + j, mask=j < W - 1, other=-1)
+    accepted = tl.min(tl.where((draft == token) & (j < W - 1), NEVER, j))
+    count = tl.where(active, tl.minimum(accepted + 1, room), 0)
+
+    stops = tl.load(stop_ids + field + tl.arange(0, STOP_IDS))
+    is_stop = tl.max((token[:, None] == stops[None, :]).to(tl.int32), axis=1) > 0
+    first_stop = tl.min(tl.where(is_stop & (j < count), j, NEVER))
+    stopped = first_stop < count
+    full = active & (count == room)
+    count = tl.where(stopped, first_stop + 1, count)
+    state = tl.where(stopped, STOP, tl.where(full, LENGTH, state))
+    last = tl.max(tl.where(j == count - 1, token, -1))
+
+    tl.store(length + field, before + count, mask=active)
+    tl.store(status + field, state, mask=active)
+    tl.store(last_token + field, last, mask=count > 0)
+    out = result + row * (W + 2)
+    tl.store(out, count)
+    tl.store(out + 1, state)
+    tl.store(out + 2 + j, tl.where(j < count, token, -1), mask=j < W)
+
+
+RoundInputs = tuple[Tensor, Tensor, Tensor, Tensor]
+ExtendInputs = tuple[Tensor, Tensor, Tensor]
+
+
+def _one_stride(*fields: Tensor) -> int:
+    """The stride that all slot fields share: kernels take it once."""
+    stride = fields[0].stride(0)
+    if any(field.stride(0) != stride for field in fields):
+        raise ValueError(f"slot fields have strides {[f.stride(0) for f in fields]}: make them views of one arena")
+    return stride
+
+
+def _round_inputs_meta(
+    slots: Tensor, drafts: Tensor, length: Tensor, limit: Tensor, status: Tensor,
+    last_token: Tensor, page_table: Tensor, page_size: int,
+) -> RoundInputs:  # fmt: skip
+    tokens = slots.shape[0] * (drafts.shape[1] + 1)
+    token_ids, positions, kv_slots = (slots.new_empty(tokens) for _ in range(3))
+    return token_ids, positions, kv_slots, slots.new_empty(slots.shape[0])
+
+
+def launch_round_inputs(
+    slots: Tensor, drafts: Tensor, length: Tensor, limit: Tensor, status: Tensor,
+    last_token: Tensor, page_table: Tensor, page_size: int,
+) -> RoundInputs:  # fmt: skip
+    out = _round_inputs_meta(slots, drafts, length, limit, status, last_token, page_table, page_size)
+    width = drafts.shape[1] + 1
+    _round_inputs_kernel[(slots.shape[0],)](
+        slots, drafts.contiguous(), length, limit, status, last_token, page_table, *out,
+        _one_stride(length, limit, status, last_token), page_table.stride(0), width,
+        PAGE=page_size, BLOCK_W=triton.next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def round_inputs_cpu(
+    slots: Tensor, drafts: Tensor, length: Tensor, limit: Tensor, status: Tensor,
+    last_token: Tensor, page_table: Tensor, page_size: int,
+) -> RoundInputs:  # fmt: skip
+    slot = slots.long()
+    width = drafts.shape[1] + 1
+    j = torch.arange(width, dtype=torch.int32)
+    active = (status[slot] == RUNNING.value)[:, None]
+    tokens, end = length[slot][:, None], limit[slot][:, None]
+    at = tokens - 1 + j
+    token_ids = torch.cat((last_token[slot][:, None], drafts.clamp_min(0)), 1).where(active, 0)
+    positions = torch.minimum(at, end - 1).where(active, -1)
+    written = active & (at < end)
+    index = at.where(written, 0).long()
+    page = page_table[slot[:, None], index // page_size]
+    kv_slots = (page * page_size + at % page_size).where(written, j % page_size)
+    kv_len = torch.minimum(tokens - 1 + width, end).where(active, 0)
+    return token_ids.flatten(), positions.flatten(), kv_slots.flatten(), kv_len.flatten()
+
+
+def _extend_inputs_meta(
+    slots: Tensor, query_start: Tensor, start: Tensor, page_table: Tensor,
+    page_size: int, num_tokens: int,
+) -> ExtendInputs:  # fmt: skip
+    return slots.new_empty(num_tokens), slots.new_empty(num_tokens), slots.new_empty(slots.shape[0])
+
+
+def launch_extend_inputs(
+    slots: Tensor, query_start: Tensor, start: Tensor, page_table: Tensor,
+    page_size: int, num_tokens: int,
+) -> ExtendInputs:  # fmt: skip
+    out = _extend_inputs_meta(slots, query_start, start, page_table, page_size, num_tokens)
+    rows = slots.shape[0]
+    _extend_inputs_kernel[(max(triton.cdiv(num_tokens, TOKENS_PER_PROGRAM), 1),)](
+        slots, query_start, start, page_table, *out, page_table.stride(0), rows, num_tokens,
+        PAGE=page_size, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_R=triton.next_power_of_2(rows),
+    )  # fmt: skip
+    return out
+
+
+def extend_inputs_cpu(
+    slots: Tensor, query_start: Tensor, start: Tensor, page_table: Tensor,
+    page_size: int, num_tokens: int,
+) -> ExtendInputs:  # fmt: skip
+    t = torch.arange(num_tokens, dtype=torch.int32)
+    row = torch.searchsorted(query_start[1:].contiguous(), t, right=True)
+    real = row < slots.shape[0]
+    row = row.clamp_max(slots.shape[0] - 1)
+    positions = (start[row] - query_start[row] + t).where(real, -1)
+    at = positions.clamp_min(0)
+    page = page_table[slots[row].long(), (at // page_size).long()]
+    kv_slots = (page * page_size + at % page_size).where(real, t % page_size)
+    return positions, kv_slots, start + query_start.diff()
+
+
+def _commit_meta(
+    tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, limit: Tensor,
+    status: Tensor, last_token: Tensor, stop_ids: Tensor,
+) -> Tensor:  # fmt: skip
+    return tokens.new_empty(tokens.shape[0], tokens.shape[1] + 2)
+
+
+def launch_commit(
+    tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, limit: Tensor,
+    status: Tensor, last_token: Tensor, stop_ids: Tensor,
+) -> Tensor:  # fmt: skip
+    result = _commit_meta(tokens, drafts, slots, length, limit, status, last_token, stop_ids)
+    rows, width = tokens.shape
+    _commit_kernel[(rows,)](
+        tokens.contiguous(), drafts.contiguous(), slots, length, limit, status, last_token, stop_ids, result,
+        _one_stride(length, limit, status, last_token, stop_ids), width,
+        BLOCK_W=triton.next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
+    return result
+
+
+def commit_cpu(
+    tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, limit: Tensor,
+    status: Tensor, last_token: Tensor, stop_ids: Tensor,
+) -> Tensor:  # fmt: skip
+    slot = slots.long()
+    before, state = length[slot], status[slot]
+    active = state == RUNNING.value
+    room = (limit[slot] - before).clamp_min(0)
+    j = torch.arange(tokens.shape[1])
+
+    accepted = (tokens[:, :-1] == drafts).cumprod(1).sum(1)
+    count = torch.minimum(accepted + 1, room).where(active, 0)
+    is_stop = (tokens[:, :, None] == stop_ids[slot][:, None, :]).any(-1) & (j < count[:, None])
+    stopped = is_stop.any(1)
+    full = active & (count == room)
+    count = (is_stop.int().argmax(1) + 1).where(stopped, count).int()
+    state = state.masked_fill(full, LENGTH.value).masked_fill(stopped, STOP.value)
+
+    length[slot[active]] = (before + count)[active]
+    status[slot[active]] = state[active]
+    moved = count > 0
+    last_token[slot[moved]] = tokens[moved, count[moved].long() - 1]
+    return torch.cat((count[:, None], state[:, None], tokens.where(j < count[:, None], -1)), 1)
+
+
+define(
+    "round_inputs(Tensor slots, Tensor drafts, Tensor length, Tensor limit, Tensor status, Tensor last_token,"
+    " Tensor page_table, int page_size) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+register("round_inputs", cuda=launch_round_inputs, cpu=round_inputs_cpu, meta=_round_inputs_meta)
+define(
+    "extend_inputs(Tensor slots, Tensor query_start, Tensor start, Tensor page_table, int page_size,"
+    " SymInt num_tokens) -> (Tensor, Tensor, Tensor)"
+)
+register("extend_inputs", cuda=launch_extend_inputs, cpu=extend_inputs_cpu, meta=_extend_inputs_meta)
+define(
+    "commit(Tensor tokens, Tensor drafts, Tensor slots, Tensor(a!) length, Tensor limit, Tensor(b!) status,"
+    " Tensor(c!) last_token, Tensor stop_ids) -> Tensor"
+)
+register("commit", cuda=launch_commit, cpu=commit_cpu, meta=_commit_meta)
+
+
+def round_inputs(
+    slots: Tensor, drafts: Tensor, length: Tensor, limit: Tensor, status: Tensor,
+    last_token: Tensor, page_table: Tensor, page_size: int,
+) -> RoundInputs:  # fmt: skip
+    """What a round of W = 1 + drafts tokens per row feeds the target.
+
+    slots [R], drafts [R, W - 1] (-1: none); length, limit, status, last_token [S]; page_table [S, MP]; all
+    int32. Returns int32 (token_ids [R * W], positions [R * W], kv_slots [R * W], kv_len [R]).
+
+    Row r, column j is the token at position length - 1 + j: the last committed one, then the drafts. At and
+    beyond ``limit``, where no page is reserved, a token keeps the last position and writes to padding page
+    0; ``commit`` never takes what it leads to. An inactive row has position -1, kv_len 0 and token 0, which
+    also stands in for a missing draft.
+    """
+    return torch.ops.unisono.round_inputs(slots, drafts, length, limit, status, last_token, page_table, page_size)
+
+
+def extend_inputs(
+    slots: Tensor, query_start: Tensor, start: Tensor, page_table: Tensor,
+    page_size: int, num_tokens: int,
+) -> ExtendInputs:  # fmt: skip
+    """Where the tokens of an extend pass stand and where their KV goes.
+
+    slots [R], query_start [R + 1] (row r owns tokens query_start[r] … query_start[r + 1]), start [R]
+    (position of the row's first token in this pass), page_table [S, MP]; all int32. Returns int32
+    (positions [num_tokens], kv_slots [num_tokens], kv_len [R]). Tokens from query_start[R] on are padding:
+    position -1, KV into padding page 0.
+    """
+    return torch.ops.unisono.extend_inputs(slots, query_start, start, page_table, page_size, num_tokens)
+
+
+def commit(
+    tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, limit: Tensor,
+    status: Tensor, last_token: Tensor, stop_ids: Tensor,
+) -> Tensor:  # fmt: skip
+    """Accept the drafts that equal the target's picks and write the outcome into the slots.
+
+    tokens [R, W] (the target's picks), drafts [R, W - 1], slots [R]; length, limit, status, last_token [S],
+    stop_ids [S, 16] (-1: none); all int32; length, status and last_token are written.
+    Returns result [R, W + 2] int32: count, status, then the committed tokens, -1 after ``count``.
+
+    A row commits the picks behind its longest matching prefix of drafts and one more, cut after the first
+    stop id (STOP) and at ``limit`` (LENGTH; STOP wins on the same token). An inactive row commits nothing
+    and reports its status. No active slot may occur in two rows.
+    """
+    return torch.ops.unisono.commit(tokens, drafts, slots, length, limit, status, last_token, stop_ids)
+
+
+def _ints(names: str, scalars: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), "*i32") | dict.fromkeys(scalars.split(), "i32")
+
+
+AOT: list[AotCase] = [
+    AotCase(
+        _round_inputs_kernel,
+        _ints(
+            "slots drafts length limit status last_token page_table token_ids positions kv_slots kv_len",
+            "stride max_pages W",
+        ),
+        {"PAGE": 16, "BLOCK_W": 8},
+        num_warps=1,
+    ),
+    AotCase(
+        _extend_inputs_kernel,
+        _ints("slots query_start start page_table positions kv_slots kv_len", "max_pages R T"),
+        {"PAGE": 16, "BLOCK_T": TOKENS_PER_PROGRAM, "BLOCK_R": 16},
+    ),
+    AotCase(
+        _commit_kernel,
+        _ints("tokens drafts slots length limit status last_token stop_ids result", "stride W"),
+        {"BLOCK_W": 8},
+        num_warps=1,
+    ),
+]

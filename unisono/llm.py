@@ -1,0 +1,205 @@
+"""The offline interface: ``LLM(model=…).generate(prompts, params)``, as vLLM's."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from unisono.config import EngineConfig
+from unisono.engine.engine import Engine
+from unisono.tokenizer import Detokenizer, Tokenizer
+from unisono.types import (
+    BadRequest,
+    CompletionOutput,
+    EngineRequest,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    TokenDelta,
+)
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class LLM:
+    """A model in this process. Keyword arguments are :class:`unisono.config.EngineConfig`'s fields.
+
+    ``progress(stage, share)`` is called while loading and capturing. Use as a context manager, or call
+    :meth:`shutdown`, to free the device. Raises CheckpointError and ConfigError.
+    """
+
+    def __init__(
+        self, model: str = "tiny", *, progress: Callable[[str, float], None] = lambda stage, share: None, **flags: Any
+    ) -> None:
+        self.engine = Engine(EngineConfig(model=str(model), **flags), progress)
+        checkpoint = self.engine.checkpoint
+        self.tokenizer = Tokenizer.load(checkpoint.path)
+        own = self.tokenizer.eos_token_ids if self.tokenizer else ()
+        self.eos_token_ids = tuple(sorted({*checkpoint.eos_token_ids, *own}))
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts; returns one RequestOutput each, in order.
+
+        A prompt is a string, a list of token ids, or ``{"prompt": …}`` / ``{"prompt_token_ids": …}``. One
+        SamplingParams serves all prompts, or give one each; None takes generation_config.json's.
+        Raises BadRequest before anything runs if any of them is wrong.
+        """
+        batch = _as_list(prompts)
+        params = self._params(sampling_params, len(batch))
+        states = [self._prepare(p, q) for p, q in zip(batch, params, strict=True)]
+        return self._run(states)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several: lists of ``{"role": …, "content": …}``."""
+        if not messages:
+            raise BadRequest("messages is empty; give at least one.", param="messages")
+        several = messages if not isinstance(messages[0], Mapping) else [messages]
+        return self.generate([self.chat_prompt(m) for m in several], sampling_params)  # type: ignore[arg-type]
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The prompt that the chat template makes of one conversation."""
+        tokenizer = self._need_tokenizer()
+        text = tokenizer.apply_chat_template(messages)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def stream(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> Iterator[TokenDelta]:
+        """One request's tokens as they come. Leaving the loop early aborts it."""
+        request = self._request(list(prompt_token_ids), params or self.engine.default_params())
+        self.engine.add(request)
+        try:
+            while self.engine.has_work():
+                for delta in self.engine.step():
+                    if delta.request_id == request.request_id:
+                        yield delta
+                        if delta.finish is not FinishReason.RUNNING:
+                            return
+        finally:
+            self.engine.abort(request.request_id)
+
+    def shutdown(self) -> None:
+        """Free the device's memory. The object is of no use afterwards."""
+        if self.engine is not None:
+            self.engine.shutdown()
+            del self.engine
+            self.engine = None  # type: ignore[assignment]
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None:
+            return [self.engine.default_params()] * count
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise BadRequest(f"{len(given)} SamplingParams for {count} prompts; give one, or one each.")
+        return list(given)
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> _Running:
+        text, ids = self._tokens(prompt)
+        request = self._request(ids, params)
+        self.engine.check(request)
+        if params.stop:
+            self._need_tokenizer()
+        detokenizer = None
+        if self.tokenizer is not None:
+            detokenizer = Detokenizer(self.tokenizer, params.stop, params.skip_special_tokens, ids)
+        return _Running(request, text, detokenizer)
+
+    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self._need_tokenizer().encode(prompt)
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            if isinstance(prompt.get("prompt"), str):
+                return prompt["prompt"], self._need_tokenizer().encode(prompt["prompt"])
+            raise BadRequest(
+                f"a prompt mapping needs 'prompt' or 'prompt_token_ids'; it has {sorted(prompt)}.", "prompt"
+            )
+        return None, list(prompt)
+
+    def _request(self, ids: list[int], params: SamplingParams) -> EngineRequest:
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbits(53))
+        eos = () if params.ignore_eos else self.eos_token_ids
+        stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
+        return EngineRequest(str(next(self._ids)), ids, params, stop_ids)
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            path = self.engine.checkpoint.path
+            raise BadRequest(
+                f"{path} has no tokenizer: give prompts as token ids, without stop strings.", param="prompt"
+            )
+        return self.tokenizer
+
+    def _run(self, states: list[_Running]) -> list[RequestOutput]:
+        engine, running = self.engine, {s.request.request_id: s for s in states}
+        with contextlib.ExitStack() as undo:
+            for request_id, state in running.items():
+                engine.add(state.request)
+                undo.callback(engine.abort, request_id)  # does nothing for a request that has ended
+            open_ids = set(running)
+            while open_ids:
+                for delta in engine.step():
+                    if delta.request_id in open_ids and running[delta.request_id].take(delta):
+                        open_ids.discard(delta.request_id)
+                        engine.abort(delta.request_id)
+        return [state.output() for state in states]
+
+
+class _Running:
+    """One prompt of a ``generate`` call on its way."""
+
+    def __init__(self, request: EngineRequest, prompt: str | None, detokenizer: Detokenizer | None) -> None:
+        self.request, self.prompt, self._detokenizer = request, prompt, detokenizer
+        self._token_ids: list[int] = []
+        self._text = ""
+        self._finish = ""
+        self._cached = 0
+
+    def take(self, delta: TokenDelta) -> bool:
+        """Take in new tokens; True when this request has ended, by the engine's word or a stop string."""
+        self._cached = delta.cached_tokens
+        self._token_ids += delta.token_ids
+        if delta.finish is not FinishReason.RUNNING:
+            self._finish = delta.finish.text
+        if self._detokenizer is not None:
+            self._text += self._detokenizer.feed(delta.token_ids, delta.finish)
+            if self._detokenizer.stop_string is not None:
+                self._finish = FinishReason.STOP.text
+                del self._token_ids[self._detokenizer.num_tokens :]
+        return bool(self._finish)
+
+    def output(self) -> RequestOutput:
+        completion = CompletionOutput(0, self._token_ids, self._text, self._finish)
+        seed = self.request.params.seed
+        assert seed is not None
+        prompt_ids = self.request.prompt_token_ids
+        return RequestOutput(self.request.request_id, self.prompt, prompt_ids, [completion], seed, self._cached)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: a list of ints is one prompt of token ids."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [cast(Sequence[int], prompts)]
+    return list(cast(Sequence[Prompt], prompts))

@@ -1,0 +1,242 @@
+"""A Hugging Face checkpoint directory, opened and checked before a byte of weights is read.
+
+Owns what config.json, generation_config.json, the shard index and the safetensors headers say, and every
+way in which they can be wrong. It holds no weights: ``loader`` does. The engine and the loader call it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono import catalog
+from unisono.models.config import DecoderConfig, Family
+from unisono.types import CheckpointError
+
+SUPPORTED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""safetensors' spelling of the weight dtypes that are read."""
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor as a safetensors header declares it; ``nbytes`` is its size, ``end`` its end in the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    end: int
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What generation_config.json says; None (or no ids) where it is silent."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened directory. Make one with :meth:`open`.
+
+    dtype: the dtype that config.json declares, or None where it declares none.
+    eos_token_ids: the end-of-sequence ids of config.json and generation_config.json together, sorted; the
+        tokenizer's own is its reader's to add.
+    """
+
+    path: Path
+    family: Family = field(repr=False)
+    config: DecoderConfig
+    generation: GenerationDefaults
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype | None
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Read the configs of a directory or a bundled name; weights may be absent (``--load-format dummy``).
+
+        Raises CheckpointError: no such directory, a hub id, config.json missing or unparsable, an
+        unsupported architecture, quantised weights, values that the blocks do not compute.
+        """
+        directory = _find_directory(path)
+        raw = _read_json(directory / "config.json")
+        family = catalog.models.load(_architecture(raw, directory))
+        _refuse_quantised(raw, directory)
+        hf_config, config = _parse_config(directory, family)
+        generation_file = directory / "generation_config.json"
+        generation = _generation_defaults(generation_file) if generation_file.exists() else GenerationDefaults()
+        eos = _token_ids(hf_config.eos_token_id, directory / "config.json")
+        dtype = hf_config.dtype
+        return cls(
+            path=directory,
+            family=family,
+            config=config,
+            generation=generation,
+            eos_token_ids=tuple(sorted({*eos, *generation.eos_token_ids})),
+            dtype=dtype if isinstance(dtype, torch.dtype) else None,
+        )
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Every tensor of the checkpoint, from the headers of its shards.
+
+        Raises CheckpointError: no safetensors, a shard of the index missing, a file truncated or not
+        safetensors, a tensor that the index promises and its shard lacks.
+        """
+        single, index = self.path / WEIGHTS, self.path / INDEX
+        if single.exists():
+            return read_header(single)
+        if not index.exists():
+            raise CheckpointError(f"{self.path} has neither {WEIGHTS} nor {INDEX}{_other_weights(self.path)}.")
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index} has no weight_map: download it again.")
+        tensors: dict[str, TensorInfo] = {}
+        for name in sorted(set(weight_map.values())):
+            if not (self.path / name).is_file():
+                held = sum(file == name for file in weight_map.values())
+                raise CheckpointError(
+                    f"{self.path / name} is missing; {INDEX} says that it holds {held} of "
+                    f"{len(weight_map)} tensors. Download it again."
+                )
+            tensors.update(read_header(self.path / name))
+        for tensor, name in weight_map.items():
+            if tensor not in tensors:
+                raise CheckpointError(f"{self.path / name}: tensor {tensor} is missing, though {INDEX} promises it.")
+        return tensors
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file: a little-endian u64 length, that much JSON, then the data.
+
+    Format: https://huggingface.co/docs/safetensors. Raises CheckpointError naming the file, and the first
+    tensor that is cut off where the data ends early.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise CheckpointError(
+                f"{file} is truncated or no safetensors file: it has {size} bytes, its header alone should "
+                f"take 8 + {length}. Download it again."
+            )
+        header = stream.read(length)
+    try:
+        tensors = {
+            name: _tensor_info(file, entry, 8 + length)
+            for name, entry in json.loads(header).items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file}: its header is not safetensors' JSON ({error}). Download it again.") from None
+    cut_off = [name for name, tensor in tensors.items() if tensor.end > size]
+    if cut_off:
+        raise CheckpointError(
+            f"{file} is truncated: it has {size} bytes of {max(t.end for t in tensors.values())}; "
+            f"tensor {cut_off[0]} is cut off ({len(cut_off)} of {len(tensors)} are). Download it again."
+        )
+    return tensors
+
+
+def _tensor_info(file: Path, entry: Mapping[str, Any], data_start: int) -> TensorInfo:
+    start, stop = entry["data_offsets"]
+    return TensorInfo(file, entry["dtype"], tuple(entry["shape"]), nbytes=stop - start, end=data_start + stop)
+
+
+def _find_directory(path: str | Path) -> Path:
+    directory = catalog.resolve_name(path)
+    bundled = f"Bundled names: {', '.join(catalog.bundled)}."
+    if not directory.exists():
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith("."):
+            raise CheckpointError(
+                f"{str(path)!r} is no directory here. If it is a hub id: nothing is downloaded from a hub. "
+                f"Give a directory, such as `hf download {path} --local-dir DIR` fills. {bundled}"
+            )
+        raise CheckpointError(f"{directory} does not exist: give a checkpoint's directory. {bundled}")
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is a file: give the directory that holds config.json. {bundled}")
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory} has no config.json, so it is no Hugging Face checkpoint. {bundled}")
+    return directory
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON: {error}.") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, not {type(content).__name__}.")
+    return content
+
+
+def _architecture(raw: Mapping[str, Any], directory: Path) -> str:
+    names = raw.get("architectures")
+    supported = ", ".join(catalog.models.names)
+    if not isinstance(names, list) or not names:
+        raise CheckpointError(f"{directory / 'config.json'}: architectures={names!r}; it must name one of {supported}.")
+    if names[0] not in catalog.models:
+        raise CheckpointError(f"{directory}: architecture {names[0]!r} is not supported. Supported: {supported}.")
+    return names[0]
+
+
+def _refuse_quantised(raw: Mapping[str, Any], directory: Path) -> None:
+    quantisation = raw.get("quantization_config")
+    if quantisation:
+        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
+        raise CheckpointError(
+            f"{directory} is quantised (quant_method={method!r}), which is not supported: only bfloat16, "
+            "float16 and float32 weights are read. Give the unquantised checkpoint."
+        )
+
+
+def _parse_config(directory: Path, family: Family) -> tuple[Any, DecoderConfig]:
+    from transformers import AutoConfig  # 1.5 s to import: after the cheap checks
+
+    try:
+        hf_config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        return hf_config, family.read(hf_config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory}: {error}") from None
+    except Exception as error:  # transformers validates with many exception types
+        raise CheckpointError(f"{directory / 'config.json'} is not a valid config: {error}") from error
+
+
+def _generation_defaults(file: Path) -> GenerationDefaults:
+    raw = _read_json(file)
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        value = raw.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+            raise CheckpointError(f"{file}: {name}={value!r} must be a number.")
+    return GenerationDefaults(
+        eos_token_ids=_token_ids(raw.get("eos_token_id"), file),
+        temperature=raw.get("temperature"),
+        top_p=raw.get("top_p"),
+        top_k=raw.get("top_k"),
+        min_p=raw.get("min_p"),
+    )
+
+
+def _token_ids(value: Any, file: Path) -> tuple[int, ...]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise CheckpointError(f"{file}: eos_token_id={value!r} must be a token id or a list of them.")
+    return tuple(ids)
+
+
+def _other_weights(directory: Path) -> str:
+    others = sorted(f.name for f in directory.iterdir() if f.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors"))
+    if not others:
+        return "; for random weights use --load-format dummy"
+    return f", only {', '.join(others[:4])}: convert it with transformers' save_pretrained"

@@ -1,0 +1,151 @@
+"""The decoder that all families share: pre-norm blocks of rotary attention and a gated MLP.
+
+Owns the forward pass and its parameters (uninitialised until the loader fills them). Inference only. The
+loader builds it; the engine and drafters call it. Shapes: T tokens in a pass, H hidden, V vocabulary,
+Hq/Hkv query/kv heads, D head dim, NP pages, P page size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from unisono.attention.base import AttentionBackend, AttentionInputs
+from unisono.kernels import rope_and_cache
+from unisono.layers.embedding import Embedding
+from unisono.layers.linear import Linear, QKVLinear
+from unisono.layers.mlp import GatedMLP
+from unisono.layers.norm import RMSNorm
+from unisono.layers.rotary import rotary_table
+from unisono.models.config import DecoderConfig
+
+
+class Attention(nn.Module):
+    """Merged qkv; optional head norms, rotary and cache write in one op; paged attention; o + residual."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        window: int,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        hidden, heads, kv_heads, dim = (
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        )
+        self.config, self.window, self.backend = config, window, backend
+        self.qkv = QKVLinear(hidden, heads, kv_heads, dim, config.qkv_bias, dtype, device)
+        self.o = Linear(heads * dim, hidden, config.o_bias, dtype, device)
+        self.q_norm = RMSNorm(dim, config.rms_eps, dtype, device) if config.qk_norm else None
+        self.k_norm = RMSNorm(dim, config.rms_eps, dtype, device) if config.qk_norm else None
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        cos_sin: torch.Tensor,
+        inputs: AttentionInputs,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        config = self.config
+        q = rope_and_cache(
+            self.qkv(x),
+            self.q_norm.weight if self.q_norm else None,
+            self.k_norm.weight if self.k_norm else None,
+            config.rms_eps,
+            cos_sin,
+            inputs.positions,
+            inputs.kv_slots,
+            k_cache,
+            v_cache,
+            config.num_heads,
+            config.num_kv_heads,
+        )
+        attended = self.backend.forward(q, k_cache, v_cache, inputs, config.scale, self.window)
+        return self.o(attended, residual)
+
+
+class DecoderLayer(nn.Module):
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; both sums are fused into the last product."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        window: int,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_eps
+        self.attention_norm = RMSNorm(hidden, eps, dtype, device)
+        self.attention = Attention(config, window, backend, dtype, device)
+        self.mlp_norm = RMSNorm(hidden, eps, dtype, device)
+        self.mlp = GatedMLP(hidden, config.intermediate_size, config.mlp_bias, dtype, device)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos_sin: torch.Tensor,
+        inputs: AttentionInputs,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """x [T, H] -> [T, H]; writes the T tokens' keys and values."""
+        x = self.attention(self.attention_norm(x), x, cos_sin, inputs, k_cache, v_cache)
+        return self.mlp(self.mlp_norm(x), x)
+
+
+class Decoder(nn.Module):
+    """A whole model on one device, in one dtype, reading up to ``max_positions`` positions.
+
+    With tied embeddings ``lm_head.weight`` *is* ``embed.weight``.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        backend: AttentionBackend,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        hidden, vocab, tied = config.hidden_size, config.vocab_size, config.tie_embeddings
+        self.config, self.backend = config, backend
+        self.embed = Embedding(vocab, hidden, dtype, device)
+        self.layers = nn.ModuleList(DecoderLayer(config, window, backend, dtype, device) for window in config.windows)
+        self.norm = RMSNorm(hidden, config.rms_eps, dtype, device)
+        self.lm_head = Linear(hidden, vocab, False, dtype, "meta" if tied else device)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+        self.cos_sin = rotary_table(config.hf_config, config.head_dim, max_positions, device)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        inputs: AttentionInputs,
+        kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
+        """Run T tokens through all layers and the final norm, writing their keys and values.
+
+        token_ids [T] i32: in range, padding tokens too. inputs: where each token is and what it sees; its
+        plan is made here. kv: per layer ``(k_cache, v_cache)``, each [NP, Hkv, P, D]. Returns hidden [T, H].
+        """
+        self.backend.plan(inputs)
+        x = self.embed(token_ids)
+        for layer, (k_cache, v_cache) in zip(self.layers, kv, strict=True):
+            x = layer(x, self.cos_sin, inputs, k_cache, v_cache)
+        return self.norm(x)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [M, H] -> logits [M, V], in the model's dtype."""
+        return self.lm_head(hidden)

@@ -1,0 +1,281 @@
+"""The seam between what a pass computes and how it is replayed: Program, Buffers, Graph.
+
+A *program* is a function over *buffers*: tensors at fixed addresses that a schema declares once. A
+*graph* is one capture of a program under a :class:`Key`. Rooms that write programs (engine, drafters)
+never import ``graphs``; ``graphs`` imports nothing but this module.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import torch
+
+
+class ProgramError(RuntimeError):
+    """A batch does not fit its program's schema: always a bug of the engine, never of a user."""
+
+
+class CaptureError(RuntimeError):
+    """A pass did something that cannot be captured, such as a host synchronisation."""
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """What a graph is captured for.
+
+    rows: padded number of requests (rounds) or of tokens (extend).
+    width: tokens per row: 1 + k in a round, 1 in an extend pass.
+    """
+
+    rows: int
+    width: int = 1
+
+
+class Hidden(enum.IntEnum):
+    """Which hidden states a pass must leave behind; a later one covers every earlier one but AUX."""
+
+    NULL = 0  # none
+    LAST = 1  # of each row's last token
+    FULL = 2  # of every token, after the last layer
+    AUX = 3  # of every token, from the layers in Needs.aux_layers
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the caller wants out of a pass beside its tokens; part of the graph's key."""
+
+    hidden: Hidden = Hidden.NULL
+    aux_layers: tuple[int, ...] = ()
+
+    def covers(self, other: Needs) -> bool:
+        """True when a graph captured with these needs also serves a pass that needs ``other``."""
+        if other.hidden is Hidden.NULL:
+            return True
+        if Hidden.AUX in (self.hidden, other.hidden):
+            return self.hidden is other.hidden and set(other.aux_layers) <= set(self.aux_layers)
+        return self.hidden >= other.hidden
+
+
+NO_NEEDS = Needs()
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of a program's buffers.
+
+    dtype: a four-byte type (int32 or float32): all inputs travel as one packed copy.
+    shape: dimensions; ``"rows"``, ``"width"`` and ``"drafts"`` (width - 1) come from the pass's Shape.
+    pad: the value of rows that no request fills.
+    output: written by the program and read by the host, rather than the other way round.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int | str, ...]
+    pad: float = 0
+    output: bool = False
+
+    def dims(self, shape: Shape) -> tuple[int, ...]:
+        """The dimensions at this shape."""
+        known = {"rows": shape.rows, "width": shape.width, "drafts": shape.width - 1}
+        return tuple(known[d] if isinstance(d, str) else d for d in self.shape)
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The fields of a program's buffers, in the order in which they are packed."""
+
+    fields: tuple[Field, ...]
+
+    def __post_init__(self) -> None:
+        names = [f.name for f in self.fields]
+        if len(set(names)) != len(names):
+            raise ProgramError(f"a schema names a field twice: {names}")
+        wrong = [f.name for f in self.fields if f.dtype.itemsize != 4]
+        if wrong:
+            raise ProgramError(f"fields {wrong} are not of a four-byte type")
+
+    def __iter__(self) -> Iterator[Field]:
+        return iter(self.fields)
+
+    @cached_property
+    def inputs(self) -> tuple[Field, ...]:
+        return tuple(f for f in self.fields if not f.output)
+
+    @cached_property
+    def outputs(self) -> tuple[Field, ...]:
+        return tuple(f for f in self.fields if f.output)
+
+    def words(self, shape: Shape, fields: tuple[Field, ...]) -> int:
+        """Four-byte words that these fields take at this shape."""
+        return sum(math.prod(f.dims(shape)) for f in fields)
+
+
+def _carve(arena: torch.Tensor, fields: tuple[Field, ...], shape: Shape) -> dict[str, torch.Tensor]:
+    """Cut a flat int32 arena into one view per field."""
+    views, at = {}, 0
+    for field in fields:
+        dims = field.dims(shape)
+        size = math.prod(dims)
+        views[field.name] = arena[at : at + size].view(field.dtype).view(dims)
+        at += size
+    return views
+
+
+_STAGES = 3
+"""Host copies of the inputs. The engine has two passes under way at most (it launches pass i + 1 after
+reading pass i - 1), so the copy that is being filled is never one that a device copy still reads."""
+
+
+class Buffers:
+    """The tensors of one program at one shape, at fixed addresses.
+
+    Fields are attributes: ``buffers.slots``. :meth:`load` fills the inputs, :meth:`fetch` starts the
+    copy of the outputs to the host.
+    """
+
+    def __init__(self, schema: Schema, shape: Shape, device: torch.device) -> None:
+        self.schema, self.shape, self.device = schema, shape, device
+        pin = device.type == "cuda"
+        words = schema.words(shape, schema.inputs)
+        self._input = torch.empty(words, dtype=torch.int32, device=device)
+        self._output = torch.zeros(schema.words(shape, schema.outputs), dtype=torch.int32, device=device)
+        self._views = _carve(self._input, schema.inputs, shape)
+        self._views |= _carve(self._output, schema.outputs, shape)
+        staging = [torch.empty(words, dtype=torch.int32, pin_memory=pin) for _ in range(_STAGES)]
+        self._staging = [(s, {n: v.numpy() for n, v in _carve(s, schema.inputs, shape).items()}) for s in staging]
+        self._turn = 0
+        self.load({f.name: () for f in schema.inputs})
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        try:
+            return self.__dict__["_views"][name]
+        except KeyError:
+            raise AttributeError(f"the schema declares no field {name!r}") from None
+
+    def load(self, batch: Mapping[str, object]) -> None:
+        """Copy a batch into the input buffers, padding what it does not fill, in one device copy.
+
+        ``batch`` maps every input field to an array whose dimensions are at most the field's. Raises
+        ProgramError for a field that the schema lacks, one that is missing, or one that is too large.
+        """
+        self._turn = (self._turn + 1) % _STAGES
+        host, views = self._staging[self._turn]
+        if batch.keys() != views.keys():
+            unknown, missing = sorted(batch.keys() - views.keys()), sorted(views.keys() - batch.keys())
+            raise ProgramError(f"batch does not match the schema: unknown {unknown}, missing {missing}")
+        for field in self.schema.inputs:
+            view = views[field.name]
+            value = np.asarray(batch[field.name], dtype=view.dtype)
+            if value.size and (
+                value.ndim != view.ndim or any(a > b for a, b in zip(value.shape, view.shape, strict=True))
+            ):
+                raise ProgramError(f"field {field.name!r} has shape {value.shape}, its buffer {view.shape}")
+            view[...] = field.pad
+            if value.size:
+                view[tuple(slice(0, n) for n in value.shape)] = value
+        self._input.copy_(host, non_blocking=True)
+
+    def fetch(self) -> Pending:
+        """Start copying the outputs to the host; :meth:`Pending.wait` returns them."""
+        if self.device.type != "cuda":
+            return Pending(self.schema, self.shape, self._output.clone(), None)
+        host = torch.empty(self._output.shape, dtype=torch.int32, pin_memory=True)
+        host.copy_(self._output, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return Pending(self.schema, self.shape, host, done)
+
+
+@dataclass
+class Pending:
+    """Outputs of a launched pass on their way to the host. Owns its copy: a later replay can't change it."""
+
+    schema: Schema
+    shape: Shape
+    host: torch.Tensor
+    done: torch.cuda.Event | None
+
+    def wait(self) -> dict[str, np.ndarray]:
+        """Block until the pass is done; returns each output field as a numpy array."""
+        if self.done is not None:
+            self.done.synchronize()
+        return {n: v.numpy() for n, v in _carve(self.host, self.schema.outputs, self.shape).items()}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A pass as data: its name, its buffers' schema and the function that runs it.
+
+    run: works in place on the buffers, at fixed addresses, without a host synchronisation.
+    prepare: host work before each replay (host planners, grammar masks), or None.
+    """
+
+    name: str
+    schema: Schema
+    run: Callable[[Buffers], None]
+    prepare: Callable[[Buffers], None] | None = None
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a graph was captured for; a pass replays only a graph whose key covers its own."""
+
+    program: str
+    shape: Shape
+    needs: Needs = NO_NEEDS
+
+    def covers(self, other: Key) -> bool:
+        return (
+            self.program == other.program
+            and self.shape.width == other.shape.width
+            and self.shape.rows >= other.shape.rows
+            and self.needs.covers(other.needs)
+        )
+
+
+class Reason(enum.Enum):
+    """Why a pass ran without a graph. Every value is counted, exported and shown by ``explain``."""
+
+    DISABLED = "graphs are off (--enforce-eager)"
+    NOT_CAPTURABLE = "this program has no graph kind yet"
+    ABOVE_BUCKETS = "the batch is larger than the largest captured bucket"
+    NO_MEMORY = "capturing this bucket ran out of memory"
+    NOT_CAPTURED = "no graph was captured for these needs"
+
+
+class Graph(Protocol):
+    """One captured pass."""
+
+    kind: str
+    key: Key
+    buffers: Buffers
+    cost_bytes: int
+    cost_seconds: float
+
+    def replay(self) -> None:
+        """Run the captured pass on what the buffers hold now."""
+
+    def close(self) -> None:
+        """Free the graph's memory."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The planner's answer: replay this graph."""
+
+    graph: Graph
+
+
+@dataclass(frozen=True)
+class Eager:
+    """The planner's answer: run without a graph, for this reason."""
+
+    reason: Reason

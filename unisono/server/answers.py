@@ -1,0 +1,149 @@
+"""Pieces of text to HTTP answers: one JSON object, or a stream of server-sent events.
+
+Both end the generations they read, however they end: finished, failed, or left by a client that has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import UNSET, UnsetType
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from unisono.server.errors import as_api_error
+from unisono.server.generation import Generation, Piece, merge
+from unisono.server.protocol import GenerationRequest
+from unisono.server.responses import DONE, Response, Shape, Usage, event
+
+logger = logging.getLogger(__name__)
+
+Choices = list[Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What all chunks of one answer share, and what the request wants in them."""
+
+    shape: Shape
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    request: GenerationRequest
+    generations: Sequence[Generation]
+
+    async def whole(self) -> Response:
+        """The finished answer. Raises what ended a generation early."""
+        texts = [""] * len(self.generations)
+        ids: list[list[int]] = [[] for _ in self.generations]
+        last: dict[int, Piece] = {}
+        async with aclosing(merge(self.generations)) as pieces:
+            async for piece in pieces:
+                texts[piece.index] += piece.text
+                ids[piece.index] += piece.token_ids
+                last[piece.index] = piece
+        choices: Choices = []
+        for index, generation in enumerate(self.generations):
+            choice = self.shape.choice(index, texts[index], last[index].finish, last[index].stop, generation.seed)
+            choices.append(self._with_ids(choice, ids[index]))
+        return self._response(self.shape.whole, choices, self._usage())
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The stream, ending with ``[DONE]``. An error becomes an event: the status line has long been sent."""
+        options = self.request.stream_options
+        total = options is not None and bool(options.include_usage)
+        continuous = total and options is not None and bool(options.continuous_usage_stats)
+
+        def chunk(choices: Choices) -> bytes:
+            usage = self._usage() if continuous else None if total else UNSET
+            return event(self._response(self.shape.chunk, choices, usage))
+
+        try:
+            for index, generation in enumerate(self.generations):
+                yield chunk([self.shape.first(index, generation.seed)])
+            async with aclosing(merge(self.generations)) as pieces:
+                async for piece in pieces:
+                    for choice in self._chunk_choices(piece):  # clients read a chunk's first choice
+                        yield chunk([choice])
+            if total:
+                yield event(self._response(self.shape.chunk, [], self._usage()))
+        except Exception as error:
+            yield error_event(error)
+        yield DONE
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        for generation in self.generations:
+            generation.close()
+
+    def _chunk_choices(self, piece: Piece) -> Choices:
+        """A choice with the piece's text, if it has any, and the closing one if it is the last."""
+        choices: Choices = []
+        if piece.text or (self.request.return_token_ids and piece.token_ids):
+            choices.append(self._with_ids(self.shape.text(piece.index, piece.text), piece.token_ids))
+        if piece.finish is not None:
+            choices.append(self.shape.last(piece.index, piece.finish, piece.stop))
+        return choices
+
+    def _with_ids(self, choice: Any, token_ids: list[int]) -> Any:
+        if self.request.return_token_ids:
+            choice.token_ids = token_ids
+        return choice
+
+    def _usage(self) -> Usage:
+        return Usage.total(generation.usage for generation in self.generations)
+
+    def _response(self, kind: str, choices: Choices, usage: Usage | None | UnsetType) -> Response:
+        return Response(self.id, kind, self.created, self.model, self.fingerprint, choices, usage)
+
+
+def error_event(error: Exception) -> bytes:
+    """The event that OpenAI's clients raise as an APIError."""
+    api_error = as_api_error(error)
+    if api_error.code == "internal_error":
+        logger.exception("A request failed", exc_info=error)
+    return b"data: " + api_error.body() + b"\n\n"
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of ``work``, or None after cancelling it because the client has gone."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return None
+    finally:
+        for future in (task, gone):
+            future.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await future
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """An answer's events; stops when the client goes, even while no event comes."""
+
+    body_iterator: AsyncGenerator[bytes]
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer.events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self.stream_response(send))
+        finally:
+            await self.body_iterator.aclose()
+            self._answer.close()

@@ -1,0 +1,60 @@
+"""Errors as the OpenAI API writes them: ``{"error": {"message", "type", "param", "code"}}`` and an HTTP status."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+
+from unisono.types import BadRequest, EngineDead, UnisonoError
+
+MAX_VALUE_CHARS = 80
+
+
+class ApiError(Exception):
+    """What a client did wrong (4xx) or must hear about (5xx)."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+
+    def body(self) -> bytes:
+        """The error JSON."""
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """503: the server takes no requests now."""
+    return ApiError(503, message, "service_unavailable_error", code=code)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """An error raised while a request ran, as the client sees it."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, BadRequest):
+        return ApiError(400, str(error), param=error.param, code=error.code)
+    if isinstance(error, EngineDead):
+        return ApiError(500, f"The request ended early: {error}.", "server_error", code="engine_dead")
+    if isinstance(error, UnisonoError):
+        return ApiError(500, str(error), "server_error")
+    return ApiError(500, "The server failed on this request; its log says why.", "server_error", code="internal_error")
+
+
+def show(value: object) -> str:
+    """A value of the client's JSON, short enough for a sentence."""
+    if isinstance(value, (str, list)):
+        value = value[:MAX_VALUE_CHARS]  # it may be megabytes
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 1] + "…"

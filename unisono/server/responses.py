@@ -1,0 +1,166 @@
+"""What clients receive: OpenAI's response objects, and server-sent events.
+
+A choice carries more than OpenAI's: ``seed``, which reproduces it (in a stream, with the choice's first chunk),
+``stop_reason`` (the stop string that ended it, or null) and, where return_token_ids asks for it, ``token_ids``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.Encoder().encode
+
+
+def event(data: msgspec.Struct) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _encode(data) + b"\n\n"
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Token counts; ``completion_tokens`` ends with the text (a stop token counts, what follows does not)."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+    @classmethod
+    def of(cls, prompt: int, completion: int, cached: int) -> Usage:
+        return cls(prompt, completion, prompt + completion, PromptDetails(cached))
+
+    @classmethod
+    def total(cls, usages: Iterable[Usage]) -> Usage:
+        """The sum over an answer's choices."""
+        parts = [(u.prompt_tokens, u.completion_tokens, u.prompt_tokens_details.cached_tokens) for u in usages]
+        return cls.of(*map(sum, zip(*parts, strict=True)))
+
+
+class Message(msgspec.Struct):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class MessageDelta(msgspec.Struct, omit_defaults=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: Message
+    finish_reason: str
+    stop_reason: str | None
+    seed: int
+    token_ids: list[int] | UnsetType = UNSET
+    logprobs: None = None
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: MessageDelta
+    finish_reason: str | None = None
+    stop_reason: str | None | UnsetType = UNSET
+    seed: int | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    logprobs: None = None
+
+
+class TextChoice(msgspec.Struct):
+    """A choice of ``/v1/completions``, whole or a chunk of it."""
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+    stop_reason: str | None | UnsetType = UNSET
+    seed: int | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    logprobs: None = None
+
+
+class Response(msgspec.Struct):
+    """A whole answer or a chunk of a stream; ``object`` says which and of what.
+
+    ``usage`` is null in the chunks of a stream that was asked for usage, and absent where it was not.
+    """
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice] | list[ChatChunkChoice] | list[TextChoice]
+    usage: Usage | None | UnsetType = UNSET
+
+
+class Shape(Protocol):
+    """How one endpoint words its answers: a finished choice, and the chunks of a stream of them."""
+
+    id_prefix: str
+    whole: str
+    chunk: str
+
+    def choice(self, index: int, text: str, finish: str, stop: str | None, seed: int) -> Any: ...
+    def first(self, index: int, seed: int) -> Any: ...
+    def text(self, index: int, text: str) -> Any: ...
+    def last(self, index: int, finish: str, stop: str | None) -> Any: ...
+
+
+class ChatShape:
+    """``/v1/chat/completions``."""
+
+    id_prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def choice(self, index: int, text: str, finish: str, stop: str | None, seed: int) -> ChatChoice:
+        return ChatChoice(index, Message(text), finish, stop, seed)
+
+    def first(self, index: int, seed: int) -> ChatChunkChoice:
+        return ChatChunkChoice(index, MessageDelta(role="assistant", content=""), seed=seed)
+
+    def text(self, index: int, text: str) -> ChatChunkChoice:
+        return ChatChunkChoice(index, MessageDelta(content=text))
+
+    def last(self, index: int, finish: str, stop: str | None) -> ChatChunkChoice:
+        return ChatChunkChoice(index, MessageDelta(), finish, stop)
+
+
+class TextShape:
+    """``/v1/completions``."""
+
+    id_prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
+
+    def choice(self, index: int, text: str, finish: str, stop: str | None, seed: int) -> TextChoice:
+        return TextChoice(index, text, finish, stop, seed)
+
+    def first(self, index: int, seed: int) -> TextChoice:
+        return TextChoice(index, "", seed=seed)
+
+    def text(self, index: int, text: str) -> TextChoice:
+        return TextChoice(index, text)
+
+    def last(self, index: int, finish: str, stop: str | None) -> TextChoice:
+        return TextChoice(index, "", finish, stop)
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    created: int
+    max_model_len: int
+    root: str
+    object: str = "model"
+    owned_by: str = "unisono"
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: str = "list"

@@ -1,0 +1,263 @@
+"""Text to token ids and back: the only room that knows a tokenizer.
+
+Owns :class:`Tokenizer` (a checkpoint's tokenizer and chat template, read through transformers) and
+:class:`Detokenizer` (token ids of one request to text, as it becomes certain). ``llm`` and ``server`` use it;
+the engine never sees text. Imports types only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from unisono.types import BadRequest, CheckpointError, FinishReason
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MAX_PENDING = 3
+"""Replacement characters at the text's end that later bytes may still turn into one character (UTF-8: 4 bytes)."""
+MAX_WINDOW = 32
+"""Tokens that a detokenizer's window holds before it looks for a place to cut."""
+PROMPT_CONTEXT = 6
+"""Prompt tokens before the first output token: enough for a space or a character that they share."""
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. ``decode`` and ``encode`` may run in different threads."""
+
+    def __init__(self, backend: PreTrainedTokenizerBase) -> None:
+        self.backend = backend
+        self.size = max(backend.get_vocab().values(), default=-1) + 1
+        added = backend.added_tokens_decoder
+        self._special = {i for i, token in added.items() if token.special} | set(backend.all_special_ids)
+        # The fast decoder without transformers' wrapper: it runs twice for every generated token.
+        fast = backend.is_fast and not backend.clean_up_tokenization_spaces
+        self._decode: Callable[..., str] = backend._tokenizer.decode if fast else backend.decode
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer | None:
+        """The tokenizer in checkpoint directory ``path``, never from a network; None where there is none.
+
+        Raises CheckpointError for tokenizer files that cannot be read.
+        """
+        path = Path(path)
+        if not any((path / name).is_file() for name in TOKENIZER_FILES):
+            return None
+        try:
+            return cls(AutoTokenizer.from_pretrained(str(path), local_files_only=True))
+        except Exception as error:  # transformers raises anything from KeyError to a bare Exception here
+            raise CheckpointError(f"The tokenizer in {path} cannot be loaded: {error}") from error
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokenizer's end-of-sequence id, if it has one; a checkpoint's configs may name more."""
+        eos = self.backend.eos_token_id
+        return () if eos is None else (int(eos),)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises CheckpointError if the tokenizer makes ids that a model of ``vocab_size`` tokens lacks.
+
+        Added tokens may lie beyond it: some checkpoints carry unused ones, and a prompt with one is refused.
+        """
+        if self.backend.vocab_size > vocab_size:
+            raise CheckpointError(
+                f"The tokenizer has {self.backend.vocab_size} tokens, the model's vocabulary {vocab_size} "
+                "(vocab_size in config.json): they do not belong together."
+            )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``; special tokens (a leading BOS, say) as the checkpoint adds them."""
+        return list(self.backend.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``token_ids``; ids that only pad the model's vocabulary have none."""
+        known = [i for i in token_ids if i < self.size]
+        return self._decode(known, skip_special_tokens=skip_special_tokens)
+
+    def is_silent(self, token_id: int, skip_special_tokens: bool) -> bool:
+        """Whether the token never adds text: it pads the vocabulary, or is special and those are skipped."""
+        return token_id >= self.size or (skip_special_tokens and token_id in self._special)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest vocabulary entry: a text of n characters has at least n / this many tokens."""
+        return max((len(token) for token in self.backend.get_vocab()), default=1)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation (``role``/``content`` mappings), as the checkpoint's template writes it.
+
+        Encode it with ``add_special_tokens=False``: the template writes them. ``template_kwargs`` are variables of
+        the template. Raises BadRequest if there is no template, or if it refuses the messages.
+        """
+        if self.backend.chat_template is None:
+            raise BadRequest(
+                "This model has no chat template, so it cannot take messages; use /v1/completions "
+                "(LLM.generate) with a prompt, or add chat_template.jinja to the checkpoint.",
+                param="messages",
+            )
+        extra = dict(template_kwargs or {})
+        reserved = sorted(extra.keys() & _template_parameters())
+        if reserved:
+            raise BadRequest(
+                f"chat_template_kwargs sets {reserved[0]!r}, which is not a variable of the template; remove it.",
+                param="chat_template_kwargs",
+            )
+        try:
+            return self.backend.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **extra,
+            )
+        except Exception as error:  # the template is the checkpoint's code, run on the caller's messages
+            raise BadRequest(f"The model's chat template refuses these messages: {error}.", param="messages") from error
+
+
+def _template_parameters() -> set[str]:
+    return set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+
+
+class Detokenizer:
+    """Text of one request, token by token: pieces join to the text whatever the rounds that brought them.
+
+    Holds back what later tokens may still change: an incomplete character, the beginning of a stop string.
+
+    stop: strings that end the text; they are not part of it.
+    prompt_token_ids: the prompt; its last tokens are context (a leading space, half a character).
+
+    ``stop_string`` is the one that ended the text, or None. ``num_tokens`` counts the tokens up to the text's
+    end, a stop token included; what the engine generated after a stop string does not count.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
+        self._silent = lambda token_id: tokenizer.is_silent(token_id, skip_special_tokens)
+        context = [i for i in prompt_token_ids[-PROMPT_CONTEXT:] if not self._silent(i)]
+        self._window = _Window(lambda ids: tokenizer.decode(ids, skip_special_tokens), context)
+        self._stops = _StopStrings(stop)
+        self.num_tokens = 0
+
+    @property
+    def stop_string(self) -> str | None:
+        return self._stops.found
+
+    def feed(self, token_ids: Sequence[int], finish: FinishReason = FinishReason.RUNNING) -> str:
+        """The text that ``token_ids`` make certain. Any ``finish`` but RUNNING also releases what was held back.
+
+        The last id of a delta that finishes with STOP is the stop token: counted, not part of the text.
+        """
+        last = len(token_ids) - 1 if finish is FinishReason.STOP else len(token_ids)
+        text = ""
+        for index, token_id in enumerate(token_ids):
+            if self.stop_string is not None:
+                return text
+            self.num_tokens += 1
+            if index < last and not self._silent(token_id):
+                text += self._stops.push(self._window.push(token_id))
+        if finish is not FinishReason.RUNNING:
+            text += self._stops.push(self._window.flush())
+            text += self._stops.flush()
+        return text
+
+
+class _Window:
+    """Decodes the newest tokens behind a few that are already text, since a token's text depends on its neighbours.
+
+        ids   [ context | new ... ]          context: text already given out
+        text  [ ........|... | pending ]     _done: characters given out
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], context: list[int]) -> None:
+        self._decode = decode
+        self._ids = context
+        self._context = len(context)
+        self._done = _certain(decode(context)) if context else 0
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        certain = _certain(text)
+        piece = text[self._done : certain]
+        self._done = max(self._done, certain)
+        if piece and certain == len(text):
+            self._slide()
+        elif len(self._ids) > MAX_WINDOW:
+            self._cut(text)
+        return piece
+
+    def flush(self) -> str:
+        text = self._decode(self._ids) if self._ids else ""
+        piece, self._done = text[self._done :], max(self._done, len(text))
+        return piece
+
+    def _slide(self) -> None:
+        """All is certain: the tokens that made the last piece become the context."""
+        self._ids = self._ids[self._context :]
+        self._context = len(self._ids)
+        self._done = len(self._decode(self._ids))
+
+    def _cut(self, text: str) -> None:
+        """Shorten a window without a clean end (bytes that are no UTF-8, for long): cut where the parts join to the whole."""
+        for cut in range(len(self._ids) - 1, 0, -1):
+            head = self._decode(self._ids[:cut])
+            if len(head) <= self._done and head + self._decode(self._ids[cut:]) == text:
+                self._ids = self._ids[cut:]
+                self._context = 0
+                self._done -= len(head)
+                return
+
+
+def _certain(text: str) -> int:
+    """Characters of ``text`` that more tokens cannot change: all but the last few replacement characters."""
+    tail = text[-MAX_PENDING:]
+    return len(text) - (len(tail) - len(tail.rstrip(REPLACEMENT)))
+
+
+class _StopStrings:
+    """Finds the stop string that is complete first; gives out only what no stop string can begin in."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops), default=0)
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, text: str) -> str:
+        if not self._stops:
+            return text
+        if self.found is not None:
+            return ""
+        text = self._held + text
+        hits = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
+        if hits:
+            _, start, self.found = min(hits)
+            self._held = ""
+            return text[:start]
+        held = next((n for n in range(min(self._longest - 1, len(text)), 0, -1) if self._begins(text[-n:])), 0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def flush(self) -> str:
+        text, self._held = self._held, ""
+        return text
+
+    def _begins(self, text: str) -> bool:
+        return any(stop.startswith(text) for stop in self._stops)

@@ -1,0 +1,198 @@
+"""``unisono bench``: how fast the engine is, and where the time goes.
+
+Absolute times count on a GPU only; on a CPU compare ratios inside one run. Every report carries the
+versions, the machine and the settings that produced it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from unisono.tools.exact import exact
+
+app = typer.Typer(no_args_is_help=True, help="Benchmarks.")
+app.command()(exact)
+
+
+@dataclass
+class Report:
+    """What one run measured; times in milliseconds, medians."""
+
+    model: str
+    versions: dict[str, str]
+    start_seconds: dict[str, float] = field(default_factory=dict)
+    step_ms: dict[int, float] = field(default_factory=dict)
+    ttft_ms: dict[int, float] = field(default_factory=dict)
+    kernels: list[dict[str, Any]] = field(default_factory=list)
+    launches: dict[str, float] = field(default_factory=dict)
+    passes: list[dict[str, Any]] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        """The report as Markdown tables."""
+        lines = [f"Model {self.model}; " + ", ".join(f"{k} {v}" for k, v in self.versions.items()), ""]
+        for title, unit, values in (("ms/step at batch", "", self.step_ms), ("TTFT ms at tokens", "", self.ttft_ms)):
+            if values:
+                lines += ["| " + title + " | " + " | ".join(f"{k}{unit}" for k in values) + " |"]
+                lines += ["|---" * (len(values) + 1) + "|"]
+                lines += ["| median | " + " | ".join(f"{v:.2f}" for v in values.values()) + " |", ""]
+        lines += ["Start: " + ", ".join(f"{k} {v:.1f} s" for k, v in self.start_seconds.items()), ""]
+        if self.launches:
+            lines += ["Per round: " + ", ".join(f"{k} {v:g}" for k, v in self.launches.items()), ""]
+        if self.kernels:
+            lines += ["| kernel | launches/round | µs/round | share |", "|---|---|---|---|"]
+            for k in self.kernels:
+                lines += [f"| `{k['name']}` | {k['count']:g} | {k['us']:.1f} | {100 * k['share']:.1f} % |"]
+            lines += [""]
+        for p in self.passes:
+            lines += [f"- passes: {p['program']} {p['kind']} {p['reason']} {p['count']}"]
+        return "\n".join(lines)
+
+
+@app.command()
+def latency(
+    model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
+    load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    batch: Annotated[str, typer.Option(help="Batch sizes for ms/step, with commas.")] = "1,4,16,64",
+    context: Annotated[int, typer.Option(help="Prompt tokens per request.")] = 1024,
+    output_len: Annotated[int, typer.Option(help="Tokens generated per request.")] = 256,
+    prompts: Annotated[
+        str, typer.Option(help="Prompt lengths for TTFT, with commas; empty for none.")
+    ] = "128,512,2048,8192",
+    repeats: Annotated[int, typer.Option(help="Measurements of each TTFT.")] = 7,
+    max_model_len: Annotated[int | None, typer.Option(help="Context of the engine.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Requests at once.")] = None,
+    enforce_eager: Annotated[bool, typer.Option(help="Capture no graph.")] = False,
+    profile: Annotated[bool, typer.Option(help="Profile rounds at the first batch size (GPU).")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the report as JSON here.")] = None,
+) -> None:
+    """Milliseconds per step and time to first token, through the engine as a server drives it."""
+    imported = time.perf_counter()
+    from unisono.llm import LLM
+
+    imported = time.perf_counter() - imported
+    flags: dict[str, Any] = {
+        "dtype": dtype,
+        "load_format": load_format,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+    }
+    llm = LLM(model, enforce_eager=enforce_eager, **flags)
+    report = Report(model, _versions(llm))
+    report.start_seconds = {"import": imported, **llm.engine.info()["start_seconds"]}  # type: ignore[dict-item]
+    for size in _numbers(batch):
+        report.step_ms[size] = _step_ms(llm, size, context, output_len)
+    for length in _numbers(prompts):
+        report.ttft_ms[length] = _ttft_ms(llm, length, repeats)
+    if profile:
+        _profile(llm, _numbers(batch)[0], context, report)
+    report.passes = llm.engine.info()["passes"]  # type: ignore[assignment]
+    print(report.markdown())
+    if out is not None:
+        out.write_text(json.dumps(report.__dict__, indent=1))
+    llm.shutdown()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n.strip()]
+
+
+def _versions(llm: Any) -> dict[str, str]:
+    import torch
+    import triton
+
+    import unisono
+
+    device = llm.engine.config.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
+    return {"on": name, "unisono": unisono.__version__, "torch": torch.__version__, "triton": triton.__version__}
+
+
+def _fill(llm: Any, size: int, context: int, output_len: int) -> list[str]:
+    """Add ``size`` requests of random tokens, none alike, that generate exactly ``output_len`` tokens."""
+    from unisono.types import EngineRequest, SamplingParams
+
+    rng = random.Random(time.perf_counter_ns())
+    vocab = llm.engine.checkpoint.config.vocab_size
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, seed=0)
+    names = []
+    for i in range(size):
+        request = EngineRequest(f"bench-{rng.random()}-{i}", [rng.randrange(vocab) for _ in range(context)], params)
+        llm.engine.add(request)
+        names.append(request.request_id)
+    return names
+
+
+def _running(llm: Any, size: int) -> None:
+    """Step until every request is past its prompt and three rounds have warmed up."""
+    scheduler = llm.engine.scheduler
+    while scheduler.waiting or scheduler.extending or len(scheduler.running) < size:
+        llm.engine.step()
+    for _ in range(3):
+        llm.engine.step()
+
+
+def _step_ms(llm: Any, size: int, context: int, output_len: int) -> float:
+    names = _fill(llm, size, context, output_len)
+    _running(llm, size)
+    times = []
+    for _ in range(max(8, output_len - 16)):
+        started = time.perf_counter()
+        deltas = llm.engine.step()
+        times.append(1e3 * (time.perf_counter() - started))
+        if len(deltas) < size:
+            break
+    for name in names:
+        llm.engine.abort(name)
+    while llm.engine.has_work():
+        llm.engine.step()
+    return statistics.median(times)
+
+
+def _ttft_ms(llm: Any, length: int, repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 2):
+        (name,) = _fill(llm, 1, length, 2)
+        started = time.perf_counter()
+        while not any(d.request_id == name for d in llm.engine.step()):
+            pass
+        times.append(1e3 * (time.perf_counter() - started))
+        llm.engine.abort(name)
+        while llm.engine.has_work():
+            llm.engine.step()
+    return statistics.median(times[2:])  # the first two compile kernels and warm the allocator
+
+
+def _profile(llm: Any, size: int, context: int, report: Report, rounds: int = 20) -> None:
+    """Device time by kernel and launches by the host, per round, from torch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    names = _fill(llm, size, context, rounds + 64)
+    _running(llm, size)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        for _ in range(rounds):
+            llm.engine.step()
+    events = trace.key_averages()
+    device = [e for e in events if e.self_device_time_total > 0 and "Memcpy" not in e.key and "Memset" not in e.key]
+    total = sum(e.self_device_time_total for e in device) or 1.0
+    for e in sorted(device, key=lambda e: -e.self_device_time_total)[:14]:
+        us = e.self_device_time_total / rounds
+        row = {"name": e.key[:60], "count": e.count / rounds, "us": us, "share": e.self_device_time_total / total}
+        report.kernels.append(row)
+    report.launches = {"device busy µs": round(total / rounds, 1)}
+    for e in events:
+        if e.key in ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync"):
+            report.launches[e.key] = e.count / rounds
+    for name in names:
+        llm.engine.abort(name)
+    while llm.engine.has_work():
+        llm.engine.step()
