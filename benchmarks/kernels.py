@@ -20,7 +20,7 @@ import torch
 import triton
 
 from unisono.kernels import configure_exact_blas, linear, prove_exact, rms_norm, rope_and_cache, silu_mul
-from unisono.kernels.linear import Tile, _blas_linear, _config, launch_linear
+from unisono.kernels.linear import Tile, _config, blas_linear, launch_linear
 
 QWEN3_8B = {
     "qkv": (6144, 4096),
@@ -95,7 +95,7 @@ def bits_linear() -> Table:
         bare, full = launch_linear(x, weight, None, None), launch_linear(x, weight, bias, residual)
         op = sum(differing(linear(x[:m], weight), bare) for m in ROWS)
         fused = sum(differing(linear(x[:m], weight, bias, residual[:m]), full) for m in ROWS)
-        blas = {m: differing(_blas_linear(x[:m], weight, None, None), bare) for m in ROWS}
+        blas = {m: differing(blas_linear(x[:m], weight, None, None), bare) for m in ROWS}
         odd = ", ".join(f"M={m}: {count}" for m, count in blas.items() if count) or "0"
         table.append([name, f"{n}×{k}", str(op), str(fused), odd, str(proven)])
     return table

@@ -13,6 +13,7 @@ import inspect
 import json
 import logging
 import secrets
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -191,7 +192,8 @@ def chat(
             messages.append({"role": "user", "content": line})
             try:
                 prompt = llm.chat_prompt(messages)["prompt_token_ids"]
-                answer = _stream(llm, prompt, _params(llm, asked))
+                with _interrupts() as interrupted:
+                    answer = _stream(llm, prompt, _params(llm, asked), interrupted)
             except BadRequest as error:
                 _complain(error)
                 messages.pop()
@@ -253,22 +255,34 @@ def _load(path: str, flags: dict[str, Any]) -> Iterator[LLM]:
         yield llm
 
 
-def _stream(llm: LLM, prompt: list[int], params: SamplingParams) -> str:
-    """Print an answer as it comes, to its end or Ctrl-C; returns it."""
+def _stream(llm: LLM, prompt: list[int], params: SamplingParams, stop: Callable[[], object] = lambda: False) -> str:
+    """Print an answer as it comes, to its end or until ``stop()``; returns it."""
     from unisono.tokenizer import Detokenizer
 
     assert llm.tokenizer is not None
     detokenizer = Detokenizer(llm.tokenizer, prompt_token_ids=prompt)
     answer = ""
-    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(llm.stream(prompt, params)) as deltas:  # type: ignore[type-var]
-        for delta in deltas:
-            piece = detokenizer.feed(delta.token_ids, delta.finish)
-            answer += piece
-            print(piece, end="", flush=True)
-            if delta.finish is FinishReason.ABORT:
-                raise UnisonoError(f"The engine failed on this request: {delta.error}")
+    for delta in llm.stream(prompt, params):
+        piece = detokenizer.feed(delta.token_ids, delta.finish)
+        answer += piece
+        print(piece, end="", flush=True)
+        if delta.finish is FinishReason.ABORT:
+            raise UnisonoError(f"The engine failed on this request: {delta.error}")
+        if stop():
+            break
     print(flush=True)
     return answer
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Callable[[], object]]:
+    """Whether Ctrl-C was pressed. It is looked at between tokens, so that the engine is never cut off in a step."""
+    pressed: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _lines() -> Iterator[str]:

@@ -181,23 +181,29 @@ class Detokenizer:
 class _Window:
     """Decodes the newest tokens behind a few that are already text, since a token's text depends on its neighbours.
 
-        ids   [ context | new ... ]          context: text already given out
-        text  [ ........|... | pending ]     _done: characters given out
+        tokens  [ context | new tokens       ]
+        text    [ given out    | uncertain   ]
     """
 
     def __init__(self, decode: Callable[[list[int]], str], context: list[int]) -> None:
         self._decode = decode
         self._ids = context
         self._context = len(context)
-        self._done = _certain(decode(context)) if context else 0
+        text = decode(context) if context else ""
+        self._given = text[: _certain(text)]
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._decode(self._ids)
         certain = _certain(text)
-        piece = text[self._done : certain]
-        self._done = max(self._done, certain)
-        if piece and certain == len(text):
+        whole = certain == len(text)
+        piece = ""
+        # A byte-fallback decoder makes one replacement character of every byte of a run that is not UTF-8 as a whole,
+        # so half a character takes the finished ones before it along until its other half comes.
+        if whole or text.startswith(self._given):
+            piece = text[len(self._given) : certain]
+            self._given += piece
+        if piece and whole:
             self._slide()
         elif len(self._ids) > MAX_WINDOW:
             self._cut(text)
@@ -205,23 +211,24 @@ class _Window:
 
     def flush(self) -> str:
         text = self._decode(self._ids) if self._ids else ""
-        piece, self._done = text[self._done :], max(self._done, len(text))
+        piece = text[len(self._given) :]
+        self._given += piece
         return piece
 
     def _slide(self) -> None:
         """All is certain: the tokens that made the last piece become the context."""
         self._ids = self._ids[self._context :]
         self._context = len(self._ids)
-        self._done = len(self._decode(self._ids))
+        self._given = self._decode(self._ids)
 
     def _cut(self, text: str) -> None:
-        """Shorten a window without a clean end (bytes that are no UTF-8, for long): cut where the parts join to the whole."""
+        """Shorten a window without a clean end (no UTF-8, for long) where its parts' texts join to the whole's."""
         for cut in range(len(self._ids) - 1, 0, -1):
             head = self._decode(self._ids[:cut])
-            if len(head) <= self._done and head + self._decode(self._ids[cut:]) == text:
+            if len(head) <= len(self._given) and head + self._decode(self._ids[cut:]) == text:
                 self._ids = self._ids[cut:]
                 self._context = 0
-                self._done -= len(head)
+                self._given = self._given[len(head) :]
                 return
 
 

@@ -117,8 +117,10 @@ def test_signed_zeros_tie(device):
     assert sampling.launch_sample(zeros, slots, 1, *fields_of([{"temperature": 0.0}], device)).tolist() == [1]
 
 
-def test_thresholds_keep_what_the_twin_keeps(dtype, device):
-    """And rows whose filters are off, or do not matter, keep everything."""
+@pytest.mark.parametrize("lanes", [64, 2048])
+def test_thresholds_keep_what_the_twin_keeps(lanes, dtype, device, monkeypatch):
+    """With few lanes the search passes over the row. Rows whose filters are off, or do not matter, keep everything."""
+    monkeypatch.setattr(sampling, "FILTER_LANES", lanes)
     logits = (torch.randn(len(ROWS), 1500) * 3).to(dtype)
     slots = torch.arange(len(ROWS), dtype=torch.int32, device=device)
     _, status, temperature, top_k, top_p, min_p, _, _ = fields_of(ROWS, device)

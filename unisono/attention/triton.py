@@ -48,9 +48,7 @@ class TritonAttention:
             )
         elif inputs.query_start is not None:
             tokens = inputs.positions.shape[0]
-            inputs.plan = attention_extend_plan(
-                inputs.slots, inputs.query_start, tokens, self._tile_tokens(tokens)
-            )
+            inputs.plan = attention_extend_plan(inputs.slots, inputs.query_start, tokens, self._tile_tokens(tokens))
         else:
             raise ValueError("AttentionInputs has neither width nor query_start; set one of them.")
 
@@ -72,6 +70,4 @@ class TritonAttention:
     ) -> torch.Tensor:
         """See :class:`unisono.attention.base.AttentionBackend`."""
         attend = attention_extend if inputs.width is None else attention_round
-        return attend(
-            q, k_cache, v_cache, inputs.page_table, inputs.positions, inputs.plan, scale, window
-        )
+        return attend(q, k_cache, v_cache, inputs.page_table, inputs.positions, inputs.plan, scale, window)

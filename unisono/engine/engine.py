@@ -152,11 +152,15 @@ class Engine:
 
     # ---- what it tells ------------------------------------------------------------------------
 
-    def default_params(self) -> SamplingParams:
-        """Sampling parameters where a request is silent: generation_config.json's."""
+    def generation_defaults(self) -> dict[str, float]:
+        """The sampling parameters that generation_config.json sets."""
         g = self.checkpoint.generation
         given = {"temperature": g.temperature, "top_p": g.top_p, "top_k": g.top_k, "min_p": g.min_p}
-        return replace(SamplingParams(), **{name: value for name, value in given.items() if value is not None})
+        return {name: value for name, value in given.items() if value is not None}
+
+    def default_params(self) -> SamplingParams:
+        """Sampling parameters where a request is silent."""
+        return replace(SamplingParams(), **self.generation_defaults())  # type: ignore[arg-type]
 
     def info(self) -> dict[str, object]:
         """The resolved configuration, its reasons, the graphs and the eager passes, as JSON-ready data."""
@@ -176,6 +180,8 @@ class Engine:
             **self.config.explain(),
             "architecture": self.checkpoint.config.architecture,
             "vocab_size": self.checkpoint.config.vocab_size,
+            "eos_token_ids": list(self.checkpoint.eos_token_ids),
+            "generation_defaults": self.generation_defaults(),
             "kv_cache": cache,
             "graphs": self.runner.planner.report(),
             "passes": passes,

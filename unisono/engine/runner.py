@@ -22,6 +22,8 @@ from unisono.engine.programs import Parts, extend_program, round_program
 from unisono.engine.scheduler import Extend, Round, Sequence
 from unisono.engine.slots import Slots
 from unisono.graphs.planner import Buckets, Planner, row_buckets
+from unisono.kernels.linear import prove_exact
+from unisono.layers.linear import Linear
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.loader import load_model
 from unisono.program import Buffers, Graph, Key, Needs, Pending, Reason, Shape
@@ -72,7 +74,11 @@ class Runner:
                 backend=attention,
                 max_positions=config.max_model_len,
                 seed=config.asked.seed,
+                progress=progress,
             )
+        if config.device.type == "cuda":
+            with _Stage(self, "prove exact"):
+                self._prove_exact()
         self.slots = Slots(config.max_num_seqs, config.max_model_len, config.device)
         drafter = catalog.drafters.load("none")()
         shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
@@ -84,6 +90,14 @@ class Runner:
         self.width, self.needs = 1 + drafter.num_drafts, drafter.needs
         with _Stage(self, "capture"):
             self._capture(progress)
+
+    def _prove_exact(self) -> None:
+        """Check, for each shape of product, that the BLAS that serves long passes gives the kernel's bits."""
+        weights = {m.weight.shape: m.weight for m in self.model.layers.modules() if isinstance(m, Linear)}
+        failed = [f"{n}×{k}" for (n, k), weight in weights.items() if not prove_exact(weight)]
+        value = "cuBLASLt" if not failed else f"Triton for {', '.join(failed)}"
+        reason = f"bits compared with the Triton kernel's for {len(weights)} shapes, {len(failed)} differ"
+        self.config = self.config.decide("products above 256 rows", value, reason)
 
     def _capture(self, progress: Callable[[str, float], None]) -> None:
         parts = self._parts(self.kv)

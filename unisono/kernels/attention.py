@@ -3,9 +3,9 @@
 Two ops share one walk over the KV cache. ``attention_round`` serves rows of equal width W (decoding and
 verification) and spreads a row's KV splits over the chip; ``attention_extend`` serves ragged prompt chunks
 and spreads query tiles. Either way KV is walked in splits of SPLIT keys at absolute positions, each split
-with fresh accumulators, and splits merge in order by one formula (``attention_triton._merge``): it does not matter which
-program walked which. Row sums are taken by the tensor core (a dot with ones), whose order, unlike a
-reduction's, is the same in every layout. Each multiply-add a compiler might contract is an explicit fma.
+with fresh accumulators, and splits merge in order by one formula (``attention_triton._merge``): it does not
+matter which program walked which. Row sums are taken by the tensor core (a dot with ones), whose order, unlike
+a reduction's, is the same in every layout. Each multiply-add a compiler might contract is an explicit fma.
 
 What the host must know of a pass is its shapes. Lengths are read on the device, through a plan made once
 per pass (``attention_plan``, ``attention_extend_plan``) and used by all layers.
@@ -160,9 +160,7 @@ define(
     "attention_plan(Tensor slots, Tensor kv_len, int width, int num_kv_heads, int partials, int programs)"
     " -> (Tensor, Tensor, Tensor)"
 )
-define(
-    "attention_extend_plan(Tensor slots, Tensor query_start, int num_tokens, int tile_tokens) -> (Tensor, Tensor)"
-)
+define("attention_extend_plan(Tensor slots, Tensor query_start, int num_tokens, int tile_tokens) -> (Tensor, Tensor)")
 define(
     "attention_round(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor positions,"
     " Tensor work, Tensor count, Tensor(a!) arrivals, float scale, int window) -> Tensor"
@@ -217,9 +215,7 @@ def attention_plan(
     (programs the device runs at a time), is split; the others, and those for which ``partials`` (splits the
     workspace holds) leaves no room, are walked whole. The choice moves time, never bits.
     """
-    return RoundPlan(
-        *torch.ops.unisono.attention_plan(slots, kv_len, width, num_kv_heads, partials, programs)
-    )
+    return RoundPlan(*torch.ops.unisono.attention_plan(slots, kv_len, width, num_kv_heads, partials, programs))
 
 
 def attention_extend_plan(

@@ -7,6 +7,8 @@ row's bits depend on its own query and keys alone. They may read values on the h
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -139,7 +141,11 @@ def _attend_tiles(q_BHMD, k_cache, v_cache, pages_BP, position_BM, scale, window
         visible_BMN = key_N <= position_BM[:, :, None]
         if window > 0:
             visible_BMN &= key_N > position_BM[:, :, None] - window
-        k_BHND, v_BHND = _gather(k_cache, v_cache, pages_BP, key_N, visible_BMN.any(1))
+        seen_BN = visible_BMN.any(1)
+        k_BHND = _gather(k_cache, pages_BP, key_N, seen_BN)
+        v_BHND = _gather(v_cache, pages_BP, key_N, seen_BN)
+        if not seen_BN.all():  # stale values may be NaN, and 0 · NaN is NaN
+            v_BHND.masked_fill_(~seen_BN[:, None, :, None], 0.0)
         scores = (q_BHMD @ k_BHND.mT).mul_(scale)
         scores.masked_fill_(~visible_BMN[:, None], float("-inf"))
         split_max = scores.amax(-1, keepdim=True)
@@ -154,18 +160,20 @@ def _attend_tiles(q_BHMD, k_cache, v_cache, pages_BP, position_BM, scale, window
     return total_acc / torch.where(total_sum > 0, total_sum, 1.0)
 
 
-def _gather(k_cache, v_cache, pages_BP, key_N, seen_BN) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values at positions ``key_N`` as float [B, Hkv, N, D]; unseen ones are 0, never stale."""
-    page_size = k_cache.shape[2]
-    column_N = (key_N // page_size).clamp(max=pages_BP.shape[1] - 1)
-    page_BN = pages_BP[:, column_N.long()].masked_fill(~seen_BN, 0).long()
-    offset_N = (key_N % page_size).long()
+def _gather(cache, pages_BP, key_N, seen_BN) -> torch.Tensor:
+    """Keys or values at positions ``key_N`` as float [B, Hkv, N, D]; an unseen one comes from page 0.
 
-    def read(cache: torch.Tensor) -> torch.Tensor:
-        found_BNHD = cache.transpose(1, 2)[page_BN, offset_N]
-        return found_BNHD.float().masked_fill_(~seen_BN[:, :, None, None], 0.0).transpose(1, 2).contiguous()
-
-    return read(k_cache), read(v_cache)
+    Copies runs of ``run`` consecutive positions, which share a page.
+    """
+    num_pages, heads, page_size, dim = cache.shape
+    run = math.gcd(page_size, SPLIT)
+    first_C = key_N[::run].long()
+    column_C = (first_C // page_size).clamp(max=pages_BP.shape[1] - 1)
+    page_BC = pages_BP[:, column_C].masked_fill(~seen_BN.view(len(seen_BN), -1, run).any(-1), 0).long()
+    run_BHC = (page_BC[:, None] * heads + torch.arange(heads)[:, None]) * (page_size // run)
+    run_BHC = run_BHC + first_C % page_size // run
+    runs = cache.reshape(-1, run * dim).index_select(0, run_BHC.flatten())
+    return runs.view(len(seen_BN), heads, SPLIT, dim).float()
 
 
 def _finite(maximum: torch.Tensor) -> torch.Tensor:

@@ -10,12 +10,12 @@ import triton.language as tl
 
 
 @triton.jit
-def _merge(m, l, acc, m1, l1, acc1):
+def _merge(m, z, acc, m1, z1, acc1):
     """Merge a later split's (row max, row sum, weighted values) into an earlier one's. THE formula."""
     top = tl.maximum(m, m1)
     finite = tl.where(top == float("-inf"), 0.0, top)
     old, new = tl.exp2(m - finite), tl.exp2(m1 - finite)
-    return top, tl.fma(l, old, l1 * new), tl.fma(acc, old[:, None], acc1 * new[:, None])
+    return top, tl.fma(z, old, z1 * new), tl.fma(acc, old[:, None], acc1 * new[:, None])
 
 
 @triton.jit
@@ -27,11 +27,11 @@ def _nothing(ROWS: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def _walk(
-    q, position, pages_ptr, k_ptr, v_ptr, page_stride, begin, end, low, window, scale, m, l, acc,
+    q, position, pages_ptr, k_ptr, v_ptr, page_stride, begin, end, low, window, scale, m, z, acc,
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Attend keys ``begin … end`` in steps of KEYS and merge each split into the state (m, l, acc).
+    """Attend keys ``begin … end`` in steps of KEYS and merge each split into the state (m, z, acc).
 
     ``begin`` is a multiple of KEYS. Keys below ``low`` and from ``end`` on are seen by no row of the tile and may
     be stale, NaN included: they are not read. MASKED False promises that every row sees every key.
@@ -41,7 +41,7 @@ def _walk(
     dims = tl.arange(0, DIM)
     ones = tl.full([KEYS, 8], 1.0, q.dtype)
     part_m, _, part_acc = _nothing(ROWS, DIM)
-    part_l = tl.zeros([ROWS, 8], tl.float32)  # eight equal columns
+    part_z = tl.zeros([ROWS, 8], tl.float32)  # eight equal columns
     for start in tl.range(begin, end, KEYS):
         keys = start + tl.arange(0, KEYS)
         if MASKED:
@@ -70,14 +70,14 @@ def _walk(
         finite = tl.where(top == float("-inf"), 0.0, top)
         p = tl.exp2(tl.fma(scores, scale, -finite[:, None])).to(v.dtype)
         shrink = tl.exp2(part_m - finite)[:, None]
-        part_l = tl.dot(p, ones, part_l * shrink, input_precision="ieee")
+        part_z = tl.dot(p, ones, part_z * shrink, input_precision="ieee")
         part_acc = tl.dot(p, v, part_acc * shrink, input_precision="ieee")
         part_m = top
         if (start + KEYS) % SPLIT == 0:
-            m, l, acc = _merge(m, l, acc, part_m, tl.max(part_l, 1), part_acc)
+            m, z, acc = _merge(m, z, acc, part_m, tl.max(part_z, 1), part_acc)
             part_m, _, part_acc = _nothing(ROWS, DIM)
-            part_l = tl.zeros([ROWS, 8], tl.float32)
-    return _merge(m, l, acc, part_m, tl.max(part_l, 1), part_acc)
+            part_z = tl.zeros([ROWS, 8], tl.float32)
+    return _merge(m, z, acc, part_m, tl.max(part_z, 1), part_acc)
 
 
 @triton.jit
@@ -89,10 +89,10 @@ def _rows(first, last, head, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.
 
 
 @triton.jit
-def _store(out_ptr, index, position, in_use, l, acc, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+def _store(out_ptr, index, position, in_use, z, acc, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
     dims = tl.arange(0, DIM)
     sees = position >= 0
-    out = tl.where(sees[:, None], acc * (1.0 / tl.where(sees, l, 1.0))[:, None], 0.0)
+    out = tl.where(sees[:, None], acc * (1.0 / tl.where(sees, z, 1.0))[:, None], 0.0)
     mask = in_use[:, None] & (dims < HEAD_DIM)[None, :]
     tl.store(out_ptr + index[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -121,22 +121,22 @@ def extend_kernel(
         pages_ptr = table_ptr + slot.to(tl.int64) * max_pages
         k_ptr += head * PAGE * HEAD_DIM
         v_ptr += head * PAGE * HEAD_DIM
-        m, l, acc = _nothing(ROWS, DIM)
+        m, z, acc = _nothing(ROWS, DIM)
         if WINDOW:
             low = tl.maximum(earliest - window + 1, 0)
             begin = low // KEYS * KEYS
         else:
             low = 0
             begin = (earliest + 1) // SPLIT * SPLIT  # every row sees every key of the splits before
-            m, l, acc = _walk(
-                q, position, pages_ptr, k_ptr, v_ptr, page_stride, 0, begin, 0, window, scale, m, l, acc,
+            m, z, acc = _walk(
+                q, position, pages_ptr, k_ptr, v_ptr, page_stride, 0, begin, 0, window, scale, m, z, acc,
                 HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, MASKED=False,
             )  # fmt: skip
-        m, l, acc = _walk(
-            q, position, pages_ptr, k_ptr, v_ptr, page_stride, begin, end, low, window, scale, m, l, acc,
+        m, z, acc = _walk(
+            q, position, pages_ptr, k_ptr, v_ptr, page_stride, begin, end, low, window, scale, m, z, acc,
             HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, MASKED=True,
         )  # fmt: skip
-        _store(out_ptr, index, position, in_use, l, acc, HEAD_DIM, DIM)
+        _store(out_ptr, index, position, in_use, z, acc, HEAD_DIM, DIM)
 
 
 @triton.jit
@@ -144,10 +144,10 @@ def _load_partial(state_ptr, acc_ptr, index, wanted, HEAD_DIM: tl.constexpr, DIM
     """Read a partial that another program wrote: past L1, which may hold an older layer's."""
     dims = tl.arange(0, DIM)
     m = tl.load(state_ptr + index * 2, mask=wanted, other=float("-inf"), cache_modifier=".cg")
-    l = tl.load(state_ptr + index * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")
+    z = tl.load(state_ptr + index * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")
     mask = wanted[:, None] & (dims < HEAD_DIM)[None, :]
     offset = index[:, None] * HEAD_DIM + dims[None, :]
-    return m, l, tl.load(acc_ptr + offset, mask=mask, other=0.0, cache_modifier=".cg")
+    return m, z, tl.load(acc_ptr + offset, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -155,18 +155,18 @@ def _merge_partials(
     state_ptr, acc_ptr, index, in_use, splits, stride, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr
 ):
     """Merge a row's partials in order, reading four at a time to hide their latency."""
-    m, l, acc = _nothing(ROWS, DIM)
+    m, z, acc = _nothing(ROWS, DIM)
     for i in range(0, splits, 4):
-        m0, l0, acc0 = _load_partial(state_ptr, acc_ptr, index + i * stride, in_use, HEAD_DIM, DIM)
+        m0, z0, acc0 = _load_partial(state_ptr, acc_ptr, index + i * stride, in_use, HEAD_DIM, DIM)
         second, third, fourth = in_use & (i + 1 < splits), in_use & (i + 2 < splits), in_use & (i + 3 < splits)
-        m1, l1, acc1 = _load_partial(state_ptr, acc_ptr, index + (i + 1) * stride, second, HEAD_DIM, DIM)
-        m2, l2, acc2 = _load_partial(state_ptr, acc_ptr, index + (i + 2) * stride, third, HEAD_DIM, DIM)
-        m3, l3, acc3 = _load_partial(state_ptr, acc_ptr, index + (i + 3) * stride, fourth, HEAD_DIM, DIM)
-        m, l, acc = _merge(m, l, acc, m0, l0, acc0)
-        m, l, acc = _merge(m, l, acc, m1, l1, acc1)
-        m, l, acc = _merge(m, l, acc, m2, l2, acc2)
-        m, l, acc = _merge(m, l, acc, m3, l3, acc3)
-    return l, acc
+        m1, z1, acc1 = _load_partial(state_ptr, acc_ptr, index + (i + 1) * stride, second, HEAD_DIM, DIM)
+        m2, z2, acc2 = _load_partial(state_ptr, acc_ptr, index + (i + 2) * stride, third, HEAD_DIM, DIM)
+        m3, z3, acc3 = _load_partial(state_ptr, acc_ptr, index + (i + 3) * stride, fourth, HEAD_DIM, DIM)
+        m, z, acc = _merge(m, z, acc, m0, z0, acc0)
+        m, z, acc = _merge(m, z, acc, m1, z1, acc1)
+        m, z, acc = _merge(m, z, acc, m2, z2, acc2)
+        m, z, acc = _merge(m, z, acc, m3, z3, acc3)
+    return z, acc
 
 
 @triton.jit
@@ -213,19 +213,19 @@ def round_kernel(
         if WINDOW:
             low = tl.maximum(tl.min(tl.where(position >= 0, position, length)) - window + 1, 0)
             begin = tl.maximum(begin, low // KEYS * KEYS)
-        m, l, acc = _nothing(ROWS, DIM)
-        m, l, acc = _walk(
+        m, z, acc = _nothing(ROWS, DIM)
+        m, z, acc = _walk(
             q, position, table_ptr + slot.to(tl.int64) * max_pages, k_ptr + head * PAGE * HEAD_DIM,
-            v_ptr + head * PAGE * HEAD_DIM, page_stride, begin, end, low, window, scale, m, l, acc,
+            v_ptr + head * PAGE * HEAD_DIM, page_stride, begin, end, low, window, scale, m, z, acc,
             HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, MASKED=True,
         )  # fmt: skip
         if split < 0:
-            _store(out_ptr, index, position, in_use, l, acc, HEAD_DIM, DIM)
+            _store(out_ptr, index, position, in_use, z, acc, HEAD_DIM, DIM)
         else:
             stride = WIDTH * HEADS  # of a partial
             mine = index + (partial - row).to(tl.int64) * stride
             tl.store(state_ptr + mine * 2, m, mask=in_use)
-            tl.store(state_ptr + mine * 2 + 1, l, mask=in_use)
+            tl.store(state_ptr + mine * 2 + 1, z, mask=in_use)
             tl.store(acc_ptr + mine[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
             tl.debug_barrier()  # all of the program's stores come before its arrival
             counter = arrivals_ptr + (row * WIDTH + tile) * KV_HEADS + head
@@ -233,8 +233,8 @@ def round_kernel(
             if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
                 tl.store(counter, 0)
                 begin_index = mine - split * stride
-                l, acc = _merge_partials(state_ptr, acc_ptr, begin_index, in_use, splits, stride, ROWS, HEAD_DIM, DIM)
-                _store(out_ptr, index, position, in_use, l, acc, HEAD_DIM, DIM)
+                z, acc = _merge_partials(state_ptr, acc_ptr, begin_index, in_use, splits, stride, ROWS, HEAD_DIM, DIM)
+                _store(out_ptr, index, position, in_use, z, acc, HEAD_DIM, DIM)
 
 
 @triton.jit(do_not_specialize=["rows", "partials", "programs"])

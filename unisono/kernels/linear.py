@@ -3,8 +3,8 @@
 Owns the ``linear`` op. Every product accumulates K in one sequence in fp32, so a row's bits are fixed by
 the weight alone: never by the number of rows, the tile or the backend. Small M streams the weights
 through one Triton kernel; large M is cuBLASLt with split-K forbidden, which sums in the same order
-(measured on an H200). :func:`prove_exact` checks that on this GPU, for this weight's shape; a shape that
-fails the check stays on Triton. Called by ``layers``; the engine calls :func:`configure_exact_blas` and
+(measured on an H200). :func:`prove_exact` checks that on this GPU, for this weight's shape; a shape
+without that proof stays on Triton. Called by ``layers``; the engine calls :func:`configure_exact_blas` and
 :func:`prove_exact` at start.
 
 Shapes: M rows, K inputs, N outputs.
@@ -22,11 +22,11 @@ import triton.language as tl
 
 from unisono.kernels.library import AotCase, define, fixed_rows_matmul, register
 
-TRITON_ROWS = 256
+TRITON_ROWS = 64
 """Up to this many rows the Triton kernel runs; above it cuBLASLt does, where it is proven exact."""
 
-_not_exact: set[tuple[int, int, torch.dtype]] = set()
-"""(N, K, dtype) for which :func:`prove_exact` saw other bits from cuBLASLt: Triton at every M."""
+_proven: set[tuple[int, int, torch.dtype]] = set()
+"""(N, K, dtype) for which :func:`prove_exact` saw the same bits from cuBLASLt. All others stay on Triton."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,17 @@ class Tile:
 
 
 def _config(rows: int, n: int, k: int, dtype: torch.dtype) -> Tile:
-    """The fastest known tile for [rows, k] @ [n, k]^T on an H200 (benchmarks/kernels.py)."""
+    """The fastest known tile for [rows, k] @ [n, k]^T on an H200 (benchmarks/kernels.py, *tune*)."""
+    wide = n >= 16384
     if dtype is torch.float32:
         return Tile(16, 32, 64, 4, 2) if rows <= 16 else Tile(64, 64, 32, 4, 2)
     if rows <= 16:
-        return Tile(16, 32, 256, 4, 4)
+        return Tile(16, 64, 128, 2, 4) if wide else Tile(16, 32, 256, 2, 5)
     if rows <= 32:
-        return Tile(32, 32, 256, 4, 4)
+        return Tile(32, 64, 128, 4, 4) if wide else Tile(32, 32, 256, 4, 4)
     if rows <= 64:
-        return Tile(64, 64, 128, 4, 4)
-    return Tile(128, 128, 64, 8, 3)
+        return Tile(64, 128, 128, 4, 4) if wide else Tile(64, 32, 256, 4, 4)
+    return Tile(128, 128, 64, 8, 4)
 
 
 @triton.jit
@@ -160,21 +161,23 @@ def configure_exact_blas() -> None:
     torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
-def _blas_linear(
+def blas_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
+    """The cuBLASLt product at any M, with the same epilogue roundings."""
     configure_exact_blas()
     y = torch.mm(x, weight.t())
     return y if bias is None and residual is None else launch_add(y, bias, residual)
 
 
 @torch.no_grad()
-def prove_exact(weight: torch.Tensor, rows: tuple[int, ...] = (TRITON_ROWS + 1, 512, 2048)) -> bool:
+def prove_exact(weight: torch.Tensor, rows: tuple[int, ...] = (65, 128, 256, 512, 1024, 2048)) -> bool:
     """Whether cuBLASLt gives the Triton kernel's bits for ``weight [N, K]`` on this GPU.
 
-    Compares both on random inputs of each number of ``rows``. On a difference the shape is remembered
-    and :func:`linear` runs it through Triton at every M: slower, still exact. True where cuBLASLt is
-    never used (fp32, CPU). Synchronises; for the engine's start, once for each distinct shape.
+    Compares both on random inputs of each number of ``rows``. Where all agree, :func:`linear` runs this
+    shape through cuBLASLt above TRITON_ROWS rows; any other shape runs through Triton at every M: slower,
+    still exact. True, and without effect, where cuBLASLt is never used (fp32, CPU). Synchronises; for the
+    engine's start, once for each distinct shape.
     """
     if weight.device.type != "cuda" or weight.dtype is torch.float32:
         return True
@@ -182,19 +185,18 @@ def prove_exact(weight: torch.Tensor, rows: tuple[int, ...] = (TRITON_ROWS + 1, 
     generator = torch.Generator(weight.device).manual_seed(0)
     for count in rows:
         x = torch.randn(count, k, device=weight.device, generator=generator).to(weight.dtype)
-        if not torch.equal(_blas_linear(x, weight, None, None), launch_linear(x, weight, None, None)):
-            _not_exact.add((n, k, weight.dtype))
+        if not torch.equal(blas_linear(x, weight, None, None), launch_linear(x, weight, None, None)):
             return False
+    _proven.add((n, k, weight.dtype))
     return True
 
 
 def linear_cuda(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    few = x.shape[0] <= TRITON_ROWS
-    if few or x.dtype is torch.float32 or (*weight.shape, weight.dtype) in _not_exact:
-        return launch_linear(x, weight, bias, residual)
-    return _blas_linear(x, weight, bias, residual)
+    if x.shape[0] > TRITON_ROWS and (*weight.shape, weight.dtype) in _proven:
+        return blas_linear(x, weight, bias, residual)
+    return launch_linear(x, weight, bias, residual)
 
 
 def linear_cpu(
@@ -234,8 +236,8 @@ def linear(
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def _aot_linear(dtype: str, rows: int, even_k: bool, bias: bool, residual: bool) -> AotCase:
-    tile = _config(rows, 4096, 4096, _DTYPES[dtype])
+def _aot_linear(dtype: str, rows: int, n: int, even_k: bool, bias: bool, residual: bool) -> AotCase:
+    tile = _config(rows, n, 4096, _DTYPES[dtype])
     pointers = {name: f"*{dtype}" for name in ("x", "weight", "bias", "residual", "out")}
     return AotCase(
         _linear_kernel,
@@ -250,8 +252,9 @@ def _aot_linear(dtype: str, rows: int, even_k: bool, bias: bool, residual: bool)
 
 
 AOT: list[AotCase] = [
-    *(_aot_linear("bf16", rows, True, False, True) for rows in (1, 32, 64, 256)),
-    *(_aot_linear(dtype, rows, False, True, True) for dtype in _DTYPES for rows in (1, 64)),
+    *(_aot_linear("bf16", rows, n, True, False, True) for rows in (1, 32, 64) for n in (4096, 151936)),
+    _aot_linear("bf16", 256, 4096, True, False, True),
+    *(_aot_linear(dtype, rows, 4096, False, True, True) for dtype in _DTYPES for rows in (1, 64)),
     AotCase(
         _add_kernel,
         {"y": "*bf16", "bias": "*bf16", "residual": "*bf16", "N": "i32", "total": "i32"},

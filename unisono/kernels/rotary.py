@@ -1,12 +1,14 @@
 """Between the QKV projection and attention: head norms, rotary positions, and the KV cache's one writer.
 
-Owns the ``rope_and_cache`` op. One program takes one head of one token; everything it reads is that
-head, so bits do not depend on the batch. Called by the attention block of a decoder.
+Owns the ``rope_and_cache`` op. One program takes a few heads of one token and reduces each head on
+its own, so bits do not depend on the batch. Called by the attention block of a decoder.
 
 Shapes: T tokens, Hq query heads, Hkv key/value heads, D head dimension, NP pages of P tokens.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -17,52 +19,76 @@ from unisono.kernels.norm import rms_norm_cpu
 
 
 @triton.jit
-def _rotated_head(x, norm, eps, cos_sin, D, HALF, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr):
-    """One head, normalised and rotated, in fp32. ``cos_sin`` points at the token's row of the table."""
-    d = tl.arange(0, BLOCK_D)
-    inside = d < D
-    rotates = d < 2 * HALF
-    first = d < HALF
-    # The other coordinate of d's plane: d and d + HALF rotate together.
-    pair = tl.where(first, d + HALF, tl.where(rotates, d - HALF, d))
-    dtype = x.dtype.element_ty
-    value = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(x + pair, mask=inside, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(value * value, axis=0) / D + eps)
-        w_value = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
-        w_other = tl.load(norm + pair, mask=inside, other=0.0).to(tl.float32)
-        # The same roundings as rms_norm's.
-        value = ((value * scale).to(dtype).to(tl.float32) * w_value).to(dtype).to(tl.float32)
-        other = ((other * scale).to(dtype).to(tl.float32) * w_other).to(dtype).to(tl.float32)
-    plane = tl.where(first, d, d - HALF)
-    cos = tl.load(cos_sin + plane, mask=rotates, other=1.0)
-    sin = tl.load(cos_sin + HALF + plane, mask=rotates, other=0.0)
-    turned = value * cos + tl.where(first, -other, other) * sin
-    return tl.where(rotates, turned, value)
+def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, kv_slots, q_out, k_cache, v_cache,
+                           HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+                           PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_HALF: tl.constexpr,
+                           BLOCK_REST: tl.constexpr, HAS_NORM: tl.constexpr):  # fmt: skip
+    # A program's heads are all queries, all keys or all values. A head is three runs of dimensions: ``first``
+    # and ``second`` rotate together, element by element; ``rest`` does not rotate (absent if BLOCK_REST is 0).
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * GROUP
+    each = tl.arange(0, GROUP)[:, None]
+    h = tl.arange(0, BLOCK_HALF)[None, :]
+    dtype = qkv.dtype.element_ty
+    x = qkv + (token * (HQ + 2 * HKV) + head + each) * D
+    first = tl.load(x + h, mask=h < HALF, other=0.0).to(tl.float32)
+    second = tl.load(x + HALF + h, mask=h < HALF, other=0.0).to(tl.float32)
+    if BLOCK_REST > 0:
+        r = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+        rest = tl.load(x + r, mask=r < D, other=0.0).to(tl.float32)
+
+    if head < HQ + HKV:
+        if HAS_NORM:
+            squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+            if BLOCK_REST > 0:
+                squares += tl.sum(rest * rest, axis=1)
+            scale = tl.rsqrt(squares / D + eps)[:, None]
+            weight = q_norm
+            if head >= HQ:
+                weight = k_norm
+            first = _scaled(first, scale, weight + h, h < HALF, dtype)
+            second = _scaled(second, scale, weight + HALF + h, h < HALF, dtype)
+            if BLOCK_REST > 0:
+                rest = _scaled(rest, scale, weight + r, r < D, dtype)
+        angles = cos_sin + tl.maximum(tl.load(positions + token), 0).to(tl.int64) * (2 * HALF) + h
+        cos = tl.load(angles, mask=h < HALF, other=1.0)
+        sin = tl.load(angles + HALF, mask=h < HALF, other=0.0)
+        turned = first * cos - second * sin
+        second = second * cos + first * sin
+        first = turned
+
+    slot = tl.load(kv_slots + token).to(tl.int64)
+    cached = ((slot // PAGE * HKV + (head - HQ) % HKV + each) * PAGE + slot % PAGE) * D
+    out = q_out + (token * HQ + head + each) * D
+    if head >= HQ + HKV:
+        out = v_cache + cached
+    elif head >= HQ:
+        out = k_cache + cached
+    tl.store(out + h, first.to(dtype), mask=h < HALF)
+    tl.store(out + HALF + h, second.to(dtype), mask=h < HALF)
+    if BLOCK_REST > 0:
+        tl.store(out + r, rest.to(dtype), mask=r < D)
 
 
 @triton.jit
-def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, kv_slots, q_out, k_cache, v_cache,
-                           HQ, HKV, D, HALF, PAGE,
-                           BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    d = tl.arange(0, BLOCK_D)
-    x = qkv + (token * (HQ + 2 * HKV) + head) * D
-    angles = cos_sin + tl.maximum(tl.load(positions + token), 0).to(tl.int64) * 2 * HALF
-    if head < HQ:
-        y = _rotated_head(x, q_norm, eps, angles, D, HALF, BLOCK_D, HAS_NORM)
-        tl.store(q_out + (token * HQ + head) * D + d, y.to(q_out.dtype.element_ty), mask=d < D)
-    else:
-        slot = tl.load(kv_slots + token).to(tl.int64)
-        kv_head = (head - HQ) % HKV
-        cached = ((slot // PAGE * HKV + kv_head) * PAGE + slot % PAGE) * D + d
-        if head < HQ + HKV:
-            y = _rotated_head(x, k_norm, eps, angles, D, HALF, BLOCK_D, HAS_NORM)
-            tl.store(k_cache + cached, y.to(k_cache.dtype.element_ty), mask=d < D)
-        else:
-            tl.store(v_cache + cached, tl.load(x + d, mask=d < D), mask=d < D)
+def _scaled(x, scale, weight, inside, dtype: tl.constexpr):
+    """RMSNorm's last step with rms_norm's roundings, in fp32."""
+    w = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
+    return ((x * scale).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
+
+
+def _blocks(num_heads: int, num_kv_heads: int, head_dim: int, rot_dim: int) -> dict[str, int]:
+    """Blocking, by the model's shape only: it is part of the norms' summation order."""
+    common = math.gcd(num_heads, num_kv_heads)
+    return {
+        "GROUP": min(common & -common, 8),  # a power of two that divides both head counts
+        "BLOCK_HALF": triton.next_power_of_2(rot_dim // 2),
+        "BLOCK_REST": triton.next_power_of_2(head_dim - rot_dim) if head_dim > rot_dim else 0,
+    }
+
+
+def _warps(blocks: dict[str, int]) -> int:
+    return max(1, blocks["GROUP"] * blocks["BLOCK_HALF"] // 256)
 
 
 def launch_rope_and_cache(
@@ -80,12 +106,13 @@ def launch_rope_and_cache(
 ) -> torch.Tensor:
     qkv = qkv.contiguous()
     tokens, heads = qkv.shape[0], num_heads + 2 * num_kv_heads
-    head_dim = qkv.shape[1] // heads
+    head_dim, rot_dim = qkv.shape[1] // heads, cos_sin.shape[1]
     q = qkv.new_empty(tokens, num_heads, head_dim)
-    _rope_and_cache_kernel[(tokens, heads)](
+    blocks = _blocks(num_heads, num_kv_heads, head_dim, rot_dim)
+    _rope_and_cache_kernel[(tokens, heads // blocks["GROUP"])](
         qkv, q_norm, k_norm, eps, cos_sin, positions, kv_slots, q, k_cache, v_cache,
-        num_heads, num_kv_heads, head_dim, cos_sin.shape[1] // 2, k_cache.shape[2],
-        BLOCK_D=triton.next_power_of_2(head_dim), HAS_NORM=q_norm is not None, num_warps=1,
+        HQ=num_heads, HKV=num_kv_heads, D=head_dim, HALF=rot_dim // 2, PAGE=k_cache.shape[2],
+        HAS_NORM=q_norm is not None, **blocks, num_warps=_warps(blocks),
     )  # fmt: skip
     return q
 
@@ -170,28 +197,19 @@ def rope_and_cache(
     )
 
 
-_SIZES = {name: "i32" for name in ("HQ", "HKV", "D", "HALF", "PAGE")}
-
-
-def _aot_rope(dtype: str, block: int, norm: bool) -> AotCase:
-    tensors = ("qkv", "q_norm", "k_norm", "q_out", "k_cache", "v_cache")
-    return AotCase(
-        _rope_and_cache_kernel,
-        {
-            **{name: f"*{dtype}" for name in tensors},
-            **{"eps": "fp32", "cos_sin": "*fp32", "positions": "*i32", "kv_slots": "*i32"},
-            **_SIZES,
-        },
-        {"BLOCK_D": block, "HAS_NORM": norm},
-        num_warps=1,
-    )
+def _aot_rope(dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, rot_dim: int, norm: bool) -> AotCase:
+    tensors = dict.fromkeys(("qkv", "q_norm", "k_norm", "q_out", "k_cache", "v_cache"), f"*{dtype}")
+    inputs = {"eps": "fp32", "cos_sin": "*fp32", "positions": "*i32", "kv_slots": "*i32"}
+    sizes = {"HQ": num_heads, "HKV": num_kv_heads, "D": head_dim, "HALF": rot_dim // 2, "PAGE": 16, "HAS_NORM": norm}
+    blocks = _blocks(num_heads, num_kv_heads, head_dim, rot_dim)
+    return AotCase(_rope_and_cache_kernel, tensors | inputs, sizes | blocks, num_warps=_warps(blocks))
 
 
 AOT: list[AotCase] = [
-    _aot_rope("bf16", 128, True),
-    _aot_rope("bf16", 128, False),
-    _aot_rope("bf16", 64, True),
-    _aot_rope("bf16", 256, False),
-    _aot_rope("fp16", 128, True),
-    _aot_rope("fp32", 32, True),
+    _aot_rope("bf16", 32, 8, 128, 128, True),
+    _aot_rope("bf16", 32, 8, 128, 128, False),
+    _aot_rope("bf16", 14, 2, 64, 64, True),
+    _aot_rope("bf16", 8, 8, 256, 64, False),
+    _aot_rope("fp16", 32, 8, 80, 80, True),
+    _aot_rope("fp32", 3, 1, 24, 24, True),
 ]

@@ -1,7 +1,6 @@
 """Linear layers over the exact ``linear`` op, plain and merged from a checkpoint's shards.
 
-Built by ``models``; filled by the loader, which copies a plain layer's parameters and hands merged
-layers their shards by name.
+Built by ``models``, filled by its loader.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 from unisono.kernels import linear
-from unisono.types import CheckpointError
 
 
 class Linear(nn.Module):
@@ -31,7 +29,10 @@ class Linear(nn.Module):
 
 
 class MergedLinear(Linear):
-    """Several projections of one input as one product; ``shards`` maps their names to rows, in order."""
+    """Several projections of one input as one product.
+
+    ``shards`` maps each projection's name to its rows of weight and bias, in order; the loader fills them.
+    """
 
     def __init__(
         self,
@@ -43,27 +44,6 @@ class MergedLinear(Linear):
     ) -> None:
         super().__init__(in_features, sum(shards.values()), bias, dtype, device)
         self.shards = dict(shards)
-
-    def shard(self, name: str) -> torch.Tensor:
-        """The view of one projection's parameter; ``name`` is e.g. ``"q.weight"`` or ``"gate.bias"``.
-
-        Raises CheckpointError for a name that this layer lacks.
-        """
-        shard, _, kind = name.rpartition(".")
-        whole = {"weight": self.weight, "bias": self.bias}.get(kind)
-        if shard not in self.shards or whole is None:
-            kinds = "weight" if self.bias is None else "weight and bias"
-            raise CheckpointError(f"Unexpected tensor {name}: this layer has {kinds} of {', '.join(self.shards)}.")
-        return dict(zip(self.shards, whole.split(list(self.shards.values())), strict=True))[shard]
-
-    def load_shard(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy ``tensor`` into :meth:`shard` ``name``. Raises CheckpointError for a wrong shape too."""
-        part = self.shard(name)
-        if part.shape != tensor.shape:
-            raise CheckpointError(
-                f"Tensor {name} has shape {list(tensor.shape)}; the configuration asks for {list(part.shape)}."
-            )
-        part.copy_(tensor)
 
 
 class QKVLinear(MergedLinear):

@@ -19,7 +19,7 @@ from unisono import catalog
 from unisono.models.config import DecoderConfig, Family
 from unisono.types import CheckpointError
 
-SUPPORTED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SUPPORTED_DTYPES = ("F32", "F16", "BF16")
 """safetensors' spelling of the weight dtypes that are read."""
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from safetensors import SafetensorError, safe_open
 
 from unisono.attention.base import AttentionBackend
@@ -25,6 +23,7 @@ from unisono.models.decoder import Decoder
 from unisono.types import CheckpointError
 
 LoadFormat = Literal["auto", "dummy"]
+Progress = Callable[[str, float], None]
 
 DUMMY_STD = 0.02
 IGNORED = re.compile(r"rotary_emb\.inv_freq$")
@@ -40,13 +39,13 @@ def load_model(
     max_positions: int,
     load_format: LoadFormat = "auto",
     seed: int = 0,
-    progress: bool = False,
+    progress: Progress = lambda stage, share: None,
 ) -> Decoder:
     """Build the checkpoint's decoder on ``device`` in ``dtype`` (weights are converted) and fill it.
 
     load_format: ``auto`` reads the checkpoint's safetensors; ``dummy`` needs config.json only and draws
     N(0, 0.02^2) from ``seed``, norms 1. max_positions: length of the rotary table, in tokens.
-    progress: a bar on stderr, in bytes.
+    progress: called with ``"load"`` and the share of the bytes that is in place, 0 … 1, after each tensor.
 
     Raises CheckpointError naming the file and the tensor that is missing, unexpected, misshapen or broken.
     """
@@ -91,18 +90,17 @@ def _fill_randomly(decoder: Decoder, seed: int) -> None:
 
 
 @torch.no_grad()
-def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: bool) -> None:
+def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progress) -> None:
     targets, tensors = checkpoint_names(decoder, checkpoint.family), checkpoint.tensors()
     head = f"{checkpoint.family.names['lm_head']}.weight"
     if not any(name.startswith("model.") for name in tensors):  # the base model's export
         targets = {name.removeprefix("model."): target for name, target in targets.items()}
     _check(targets, tensors, checkpoint, optional={head} if decoder.config.tie_embeddings else set())
-    columns = (TextColumn("Loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
-        task = bar.add_task("", total=sum(tensors[name].nbytes for name in targets))
-        for name, tensor in _stream(targets, tensors, decoder.embed.weight.device):
-            targets[name].copy_(tensor)
-            bar.update(task, advance=tensors[name].nbytes)
+    total, done = sum(tensors[name].nbytes for name in targets), 0
+    for name, tensor in _stream(targets, tensors, decoder.embed.weight.device):
+        targets[name].copy_(tensor)
+        done += tensors[name].nbytes
+        progress("load", done / total)
     if head in tensors and head not in targets:
         _check_tied_head(decoder, head, tensors)
 

@@ -169,7 +169,7 @@ def stop_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int,
     ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
     if len(ids) > MAX_STOP_IDS:
         raise BadRequest(
-            f"stop_token_ids has {len(ids) - len(eos)} ids; beside the model's {len(eos)} EOS ids "
+            f"stop_token_ids has {len(params.stop_token_ids)} ids; beside the model's {len(eos)} EOS ids "
             f"{MAX_STOP_IDS - len(eos)} fit. Give fewer.",
             "stop_token_ids",
         )

@@ -45,9 +45,9 @@ class Usage(msgspec.Struct):
         return cls.of(*map(sum, zip(*parts, strict=True)))
 
 
-class Message(msgspec.Struct):
-    content: str
+class Message(msgspec.Struct, kw_only=True):
     role: str = "assistant"
+    content: str
     refusal: None = None
 
 
@@ -122,7 +122,7 @@ class ChatShape:
     id_prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def choice(self, index: int, text: str, finish: str, stop: str | None, seed: int) -> ChatChoice:
-        return ChatChoice(index, Message(text), finish, stop, seed)
+        return ChatChoice(index, Message(content=text), finish, stop, seed)
 
     def first(self, index: int, seed: int) -> ChatChunkChoice:
         return ChatChunkChoice(index, MessageDelta(role="assistant", content=""), seed=seed)

@@ -1,0 +1,100 @@
+"""Servers in processes of their own, and a tokenizer to serve with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server import tokenizers_
+
+ROOT = Path(__file__).parents[2]
+
+
+class Server:
+    """A running server process. ``stop`` ends it and checks that nothing of it is left."""
+
+    def __init__(self, arguments: list[str], log: Path, temp: Path, **environment: str) -> None:
+        self.log, self.temp = log, temp
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temp), **environment}
+        self.process = subprocess.Popen(arguments, cwd=ROOT, env=env, stderr=log.open("w"), stdout=subprocess.DEVNULL)
+
+    def wait_ready(self, limit: float = 60) -> Server:
+        end = time.monotonic() + limit
+        while (match := re.search(r"Serving .* on (http://\S+)/v1", self.log.read_text())) is None:
+            assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()}"
+            assert time.monotonic() < end, f"the server did not start:\n{self.log.read_text()}"
+            time.sleep(0.02)
+        self.url = match[1]
+        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
+        return self
+
+    def info(self) -> dict[str, Any]:
+        return self.http.get("/server_info").json()["engine"]
+
+    def signal(self, signum: int = signal.SIGTERM) -> None:
+        self.process.send_signal(signum)
+
+    def wait(self, limit: float = 20) -> int:
+        return self.process.wait(limit)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+Start = Callable[..., Server]
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a byte-level tokenizer and a chat template, and nothing else."""
+    path = tmp_path_factory.mktemp("model")
+    tokenizers_.byte_level().save_pretrained(path)
+    return path
+
+
+@contextmanager
+def servers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    started: list[Server] = []
+
+    def start(model: Path | None = None, ready: bool = True, **options: Any) -> Server:
+        directory = tmp_path_factory.mktemp("s")
+        arguments = [sys.executable, "-m", "tests.server.launch", str(model or model_dir), json.dumps(options)]
+        server = Server(arguments, directory / "log", directory)
+        started.append(server)
+        return server.wait_ready() if ready else server
+
+    try:
+        yield start
+    finally:
+        for server in started:
+            server.kill()
+
+
+@pytest.fixture
+def start(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts a server with a fake engine; keyword arguments are FakeConfig's and ServerSettings' fields."""
+    with servers(model_dir, tmp_path_factory) as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for all tests that leave it as they found it."""
+    with servers(model_dir, tmp_path_factory) as start:
+        yield start(step_seconds=0.001)

@@ -1,0 +1,121 @@
+"""A deterministic engine for server tests: a request's tokens are its prompt's, over and over.
+
+Odd prompts make it misbehave: their first token id says how (see ``Trick``).
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.types import BadRequest, CheckpointError, EngineRequest, FinishReason, TokenDelta
+
+VOCAB_SIZE = 1000
+
+
+class Trick(enum.IntEnum):
+    """Token ids beyond the test tokenizer's, within the model's vocabulary."""
+
+    REJECT = 990  # add() raises BadRequest
+    FAIL = 991  # the request ends with an error
+    CRASH = 992  # step() raises
+    KILL = 993  # the process is killed
+
+
+@dataclass(frozen=True)
+class FakeConfig:
+    """step_seconds: how long a step takes. tokens_per_step: what a round brings at once. load_error: cannot start."""
+
+    step_seconds: float = 0.0
+    tokens_per_step: int = 1
+    max_model_len: int = 512
+    load_seconds: float = 0.0
+    load_error: str | None = None
+
+
+class FakeEngine:
+    def __init__(self, config: FakeConfig, progress: Callable[[str, float], None]) -> None:
+        progress("load", 0.0)
+        time.sleep(config.load_seconds)
+        if config.load_error is not None:
+            raise CheckpointError(config.load_error)
+        progress("load", 1.0)
+        self.config = config
+        self.requests: dict[str, tuple[EngineRequest, int]] = {}
+        self.aborted = self.generated = self.steps = self.integrity_checks = 0
+
+    def add(self, request: EngineRequest) -> None:
+        if request.prompt_token_ids[0] == Trick.REJECT:
+            raise BadRequest("the fake engine refuses this.", param="prompt", code="fake")
+        self.requests[request.request_id] = (request, 0)
+
+    def abort(self, request_id: str) -> None:
+        if self.requests.pop(request_id, None) is not None:
+            self.aborted += 1
+
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def step(self) -> list[TokenDelta]:
+        time.sleep(self.config.step_seconds)
+        self.steps += 1
+        deltas = [self._advance(request, done) for request, done in list(self.requests.values())]
+        for delta in deltas:
+            self.generated += len(delta.token_ids)
+            if delta.finish is not FinishReason.RUNNING:
+                del self.requests[delta.request_id]
+        return deltas
+
+    def _advance(self, request: EngineRequest, done: int) -> TokenDelta:
+        prompt, limit = request.prompt_token_ids, request.params.max_tokens
+        assert limit is not None
+        assert request.params.seed is not None
+        match prompt[0]:
+            case Trick.FAIL:
+                return TokenDelta(request.request_id, [], FinishReason.ABORT, error="a fake failure")
+            case Trick.CRASH:
+                raise RuntimeError("a fake crash")
+            case Trick.KILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+        tokens: list[int] = []
+        finish = FinishReason.RUNNING
+        while finish is FinishReason.RUNNING and len(tokens) < self.config.tokens_per_step:
+            tokens.append(prompt[(done + len(tokens)) % len(prompt)])
+            if tokens[-1] in request.stop_ids:
+                finish = FinishReason.STOP
+            elif done + len(tokens) == limit:
+                finish = FinishReason.LENGTH
+        self.requests[request.request_id] = (request, done + len(tokens))
+        return TokenDelta(request.request_id, tokens, finish, cached_tokens=len(prompt) // 2 if done == 0 else 0)
+
+    def info(self) -> dict[str, Any]:
+        return {
+            "settings": {"max_model_len": self.config.max_model_len},
+            "vocab_size": VOCAB_SIZE,
+            "eos_token_ids": [],
+            "generation_defaults": {"top_k": 40},
+            "requests": {"running": len(self.requests), "waiting": 0},
+            "aborted": self.aborted,
+            "integrity_checks": self.integrity_checks,
+            "pid": os.getpid(),
+        }
+
+    def metrics(self) -> list[tuple[str, str, dict[str, str], float, str]]:
+        labels = {"program": "round", "kind": "eager", "reason": "DISABLED"}
+        return [
+            ("num_requests_running", "gauge", {}, len(self.requests), "Requests that hold a slot."),
+            ("generation_tokens", "counter", {}, self.generated, "Tokens generated."),
+            ("passes", "counter", labels, self.steps, "Forward passes."),
+            ("passes", "counter", {**labels, "kind": "tape", "reason": ""}, 0, "Forward passes."),
+        ]
+
+    def check_integrity(self) -> None:
+        self.integrity_checks += 1
+
+    def shutdown(self) -> None:
+        self.requests.clear()

@@ -1,0 +1,28 @@
+"""Serves a fake engine in a process of its own: ``python -m tests.server.launch MODEL_DIR '{"step_seconds": 0.1}'``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+from tests.server.fake_engine import FakeConfig
+from unisono.server.run import ServerSettings, serve
+from unisono.types import UnisonoError
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO)
+    options = json.loads(sys.argv[2])
+    settings = {name: options.pop(name) for name in ("port", "api_key", "drain_timeout") if name in options}
+    settings = {"port": 0, **settings}
+    engine = "tests.server.fake_engine:FakeEngine"
+    try:
+        serve(FakeConfig(**options), ServerSettings(Path(sys.argv[1]), ("fake", "alias"), engine=engine, **settings))
+    except UnisonoError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()
