@@ -178,11 +178,11 @@ def speed_rest(rows: tuple[int, ...]) -> Table:
 
 
 def tiles(rows: int) -> Iterator[Tile]:
-    """Blockings worth a try for this many rows; those that do not fit in shared memory fail and are skipped."""
-    block_m = max(16, min(triton.next_power_of_2(rows), 128))
-    for n, k, warps, stages in itertools.product((16, 32, 64, 128, 256), (64, 128, 256, 512), (2, 4, 8), (3, 4, 5)):
-        in_flight = (block_m + n) * k * 2 * stages
-        if 24 * 1024 <= in_flight <= 227 * 1024 and block_m * n <= 4096 * warps and n >= 8 * warps // 4:
+    """Blockings worth a try for this many rows: 16 … 160 KiB in flight, an accumulator that fits in registers."""
+    block_m = max(16, triton.next_power_of_2(rows))
+    for n, k, warps, stages in itertools.product((16, 32, 64, 128), (64, 128, 256, 512), (2, 4), (4, 5)):
+        in_flight = (block_m + n) * k * 2 * (stages - 1)
+        if 32 * 1024 <= in_flight <= 160 * 1024 and block_m * n <= 4096 * warps:
             yield Tile(block_m, n, k, warps, stages)
 
 
@@ -200,7 +200,7 @@ def tune(rows: tuple[int, ...]) -> Table:
         best = sorted(results, key=lambda pair: pair[0])[:3]
         now = cold(lambda w, x=x: launch_linear(x, w, None, None), weight)
         cells = [f"{us:.1f}: {t.n}×{t.k}, {t.warps} w, {t.stages} s" for us, t in best]
-        table.append([f"{name} {n}×{k}", str(m), f"{now:.1f}: {_config(m, n, k, weight.dtype)}", *cells])
+        table.append([f"{name} {n}×{k}", str(m), f"{now:.1f}: {_config(m, n, weight.dtype)}", *cells])
     return table
 
 
@@ -217,7 +217,7 @@ def report(parts: list[str]) -> Iterator[str]:
         yield "\n" + markdown(["op", *(f"M={m}" for m in many)], speed_linear(many) + speed_rest(many))
     if "tune" in parts:
         yield "\n## Tiles of the Triton product\nµs: N×K block, warps, stages.\n"
-        yield markdown(["layer", "M", "now", "best", "second", "third"], tune((1, 16, 64, 256)))
+        yield markdown(["layer", "M", "now", "best", "second", "third"], tune((1, 4, 16, 32, 64)))
 
 
 def main() -> None:

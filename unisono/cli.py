@@ -58,7 +58,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ModelPath = Annotated[str, typer.Argument(metavar="[PATH]", help="A Hugging Face checkpoint directory or a bundled name.")]
+ModelPath = Annotated[
+    str, typer.Argument(metavar="[PATH]", help="A Hugging Face checkpoint directory or a bundled name.")
+]
 
 
 def _engine_flags(
@@ -98,7 +100,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _main(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
 ) -> None:
     pass
 
@@ -131,7 +135,7 @@ def serve(
         names=tuple(served_model_name or (path,)),
         host=host,
         port=port,
-        api_key=api_key,
+        api_key=api_key or None,  # an empty environment variable is none
         drain_timeout=drain_timeout,
     )
     with _bars() as progress:
@@ -287,9 +291,11 @@ def _interrupts() -> Iterator[Callable[[], object]]:
 
 def _lines() -> Iterator[str]:
     """What the user says, line by line, until Ctrl-D, Ctrl-C or /exit. Piped input shows no prompt."""
+    if terminal := sys.stdin.isatty():
+        import readline  # noqa: F401  (gives input() line editing and history)
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
-            line = stdout.input("[bold]› [/]") if sys.stdin.isatty() else input()
+            line = input("› " if terminal else "")
             if line.strip() == "/exit":
                 return
             if line.strip():

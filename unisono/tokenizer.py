@@ -11,11 +11,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from unisono.types import BadRequest, CheckpointError, FinishReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -37,7 +38,7 @@ class Tokenizer:
         self._special = {i for i, token in added.items() if token.special} | set(backend.all_special_ids)
         # The fast decoder without transformers' wrapper: it runs twice for every generated token.
         fast = backend.is_fast and not backend.clean_up_tokenization_spaces
-        self._decode: Callable[..., str] = backend._tokenizer.decode if fast else backend.decode
+        self._decode: Callable[..., Any] = backend._tokenizer.decode if fast else backend.decode
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer | None:
@@ -48,6 +49,8 @@ class Tokenizer:
         path = Path(path)
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
             return None
+        from transformers import AutoTokenizer  # seconds: the server has its engine start first
+
         try:
             return cls(AutoTokenizer.from_pretrained(str(path), local_files_only=True))
         except Exception as error:  # transformers raises anything from KeyError to a bare Exception here
@@ -108,15 +111,15 @@ class Tokenizer:
                 param="messages",
             )
         extra = dict(template_kwargs or {})
-        reserved = sorted(extra.keys() & _template_parameters())
+        reserved = sorted(extra.keys() & inspect.signature(self.backend.apply_chat_template).parameters.keys())
         if reserved:
             raise BadRequest(
                 f"chat_template_kwargs sets {reserved[0]!r}, which is not a variable of the template; remove it.",
                 param="chat_template_kwargs",
             )
         try:
-            return self.backend.apply_chat_template(
-                list(messages),
+            text = self.backend.apply_chat_template(
+                [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -124,10 +127,7 @@ class Tokenizer:
             )
         except Exception as error:  # the template is the checkpoint's code, run on the caller's messages
             raise BadRequest(f"The model's chat template refuses these messages: {error}.", param="messages") from error
-
-
-def _template_parameters() -> set[str]:
-    return set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+        return str(text)
 
 
 class Detokenizer:
@@ -181,8 +181,8 @@ class Detokenizer:
 class _Window:
     """Decodes the newest tokens behind a few that are already text, since a token's text depends on its neighbours.
 
-        tokens  [ context | new tokens       ]
-        text    [ given out    | uncertain   ]
+    tokens  [ context | new tokens       ]
+    text    [ given out    | uncertain   ]
     """
 
     def __init__(self, decode: Callable[[list[int]], str], context: list[int]) -> None:

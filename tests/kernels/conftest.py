@@ -1,17 +1,12 @@
 """Kernel tests run on the GPU where there is one, else in Triton's interpreter on CPU tensors.
 
-The interpreter must be asked for before a kernel is decorated, hence the environment variable here, before any
-import of the project. In the interpreter ``tl.dot`` on bf16 is silently wrong: bf16 is for the GPU.
+The interpreter is asked for in tests/conftest.py. In it ``tl.dot`` on bf16 is silently wrong: bf16 is for the GPU.
 """
 
-import os
 from collections.abc import Callable
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 DTYPES = (torch.float32, torch.float16) + ((torch.bfloat16,) if torch.cuda.is_available() else ())
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}

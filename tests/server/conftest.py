@@ -69,12 +69,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def servers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     started: list[Server] = []
 
     def start(model: Path | None = None, ready: bool = True, **options: Any) -> Server:
         directory = tmp_path_factory.mktemp("s")
-        arguments = [sys.executable, "-m", "tests.server.launch", str(model or model_dir), json.dumps(options)]
+        arguments = [sys.executable, "-m", "tests.server.launch", str(model or directory), json.dumps(options)]
         server = Server(arguments, directory / "log", directory)
         started.append(server)
         return server.wait_ready() if ready else server
@@ -87,14 +87,24 @@ def servers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture
-def start(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Starts a server with a fake engine; keyword arguments are FakeConfig's and ServerSettings' fields."""
-    with servers(model_dir, tmp_path_factory) as start:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts a server with a fake engine; keyword arguments are FakeConfig's and ServerSettings' fields.
+
+    Without ``model`` it has no tokenizer: it takes token ids only, and starts in a third of the time.
+    """
+    with servers(tmp_path_factory) as start:
         yield start
 
 
 @pytest.fixture(scope="session")
 def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all tests that leave it as they found it."""
-    with servers(model_dir, tmp_path_factory) as start:
-        yield start(step_seconds=0.001)
+    """One server with a tokenizer, for all tests that leave it as they found it."""
+    with servers(tmp_path_factory) as start:
+        yield start(model_dir, step_seconds=0.001)
+
+
+@pytest.fixture(scope="session")
+def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server whose steps take 50 ms, without a tokenizer."""
+    with servers(tmp_path_factory) as start:
+        yield start(step_seconds=0.05)

@@ -147,17 +147,19 @@ def test_a_returned_assistant_message_is_accepted(server: Server) -> None:
 
 
 def test_template_options(server: Server) -> None:
-    body = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "max_tokens": 200, "ignore_eos": True}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    body = {"messages": messages, "max_tokens": 200, "ignore_eos": True, "skip_special_tokens": False}
 
     def rendered(**extra: Any) -> str:
-        answer = server.http.post("/v1/chat/completions", json=body | extra | {"skip_special_tokens": False}).json()
+        answer = server.http.post("/v1/chat/completions", json=body | extra).json()
         return answer["choices"][0]["message"]["content"]
 
     turns = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb"
     assert rendered().startswith(turns + "<|im_end|>\n<|im_start|>assistant\n<|im_start|>user")
     assert rendered(add_generation_prompt=False).startswith(turns + "<|im_end|>\n<|im_start|>user")
     assert rendered(continue_final_message=True).startswith(turns + "<|im_start|>user")
-    assert rendered(chat_template_kwargs={"opening": "Well"}).startswith(turns + "<|im_end|>\n<|im_start|>assistant\nWell<|im_start|>")
+    opened = turns + "<|im_end|>\n<|im_start|>assistant\nWell<|im_start|>"
+    assert rendered(chat_template_kwargs={"opening": "Well"}).startswith(opened)
 
 
 def test_max_tokens_absent_goes_to_the_end_of_the_context(server: Server) -> None:
@@ -195,7 +197,8 @@ def test_stop_token_ids_and_token_ids_back(server: Server) -> None:
 
 def test_seeds_are_reported(server: Server) -> None:
     def seed(**body: Any) -> int:
-        return server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, **body}).json()["choices"][0]["seed"]
+        answer = server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, **body}).json()
+        return answer["choices"][0]["seed"]
 
     assert seed(seed=2**63 - 1) == 2**63 - 1
     chosen = {seed() for _ in range(8)}
@@ -208,8 +211,9 @@ def test_seeds_are_reported(server: Server) -> None:
 
 def test_neutral_values_and_labels_are_accepted(server: Server) -> None:
     server.openai.chat.completions.create(
-        model="fake", messages=[{"role": "user", "content": "a"}], n=1, logprobs=False, presence_penalty=0, frequency_penalty=0.0,
-        logit_bias={}, tools=[], tool_choice="auto", response_format={"type": "text"}, user="me", metadata={"a": "b"}, store=True,
+        model="fake", messages=[{"role": "user", "content": "a"}], n=1, logprobs=False, presence_penalty=0,
+        frequency_penalty=0.0, logit_bias={}, tools=[], tool_choice="auto", response_format={"type": "text"},
+        user="me", metadata={"a": "b"}, store=True,
     )  # fmt: skip
     server.openai.completions.create(model="fake", prompt="a", best_of=1, echo=False, suffix=None, logprobs=None)
 
@@ -230,11 +234,11 @@ def test_metrics(server: Server) -> None:
         lines = server.http.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
-    names = ("time_to_first_token_seconds_count", "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count")
-    before = [value(f"unisono:{name}") for name in (*names, "generation_tokens_total")]
+    seconds = ("time_to_first_token", "inter_token_latency", "e2e_request_latency")
+    names = [f"unisono:{name}" for name in (*(f"{s}_seconds_count" for s in seconds), "generation_tokens_total")]
+    before = [value(name) for name in names]
     server.openai.completions.create(model="fake", prompt="ab", max_tokens=7)
-    after = [value(f"unisono:{name}") for name in (*names, "generation_tokens_total")]
-    first, between, request, tokens = (b - a for a, b in zip(before, after, strict=True))
+    first, between, request, tokens = (value(name) - old for name, old in zip(names, before, strict=True))
     assert (first, request, tokens) == (1, 1, 7)
     assert 0 < between <= 6  # tokens that come together with the first wait for nothing
     assert value('unisono:passes_total{kind="eager",model_name="fake",program="round",reason="DISABLED"}') > 0
@@ -247,7 +251,8 @@ def test_64_clients_at_once(server: Server) -> None:
 
     def client(i: int) -> bool:
         prompt = f"client {i}: " + "x" * i
-        stream = server.openai.completions.create(model="fake", prompt=prompt, max_tokens=3 * count(prompt), stream=True)
+        limit = 3 * count(prompt)
+        stream = server.openai.completions.create(model="fake", prompt=prompt, max_tokens=limit, stream=True)
         return "".join(chunk.choices[0].text for chunk in stream) == prompt * 3
 
     with ThreadPoolExecutor(64) as pool:

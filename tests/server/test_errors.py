@@ -64,9 +64,11 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize(("body", "status", "param", "says"), SHARED, ids=lambda v: json.dumps(v)[:40] if isinstance(v, dict) else "")
+@pytest.mark.parametrize(("body", "status", "param", "says"), SHARED, ids=[json.dumps(row[0])[:40] for row in SHARED])
 @pytest.mark.parametrize(("path", "base"), [(CHAT, {"messages": HI}), (TEXT, {"prompt": "hi"})], ids=["chat", "text"])
-def test_fields_of_both(server: Server, path: str, base: dict, body: dict, status: int, param: str, says: list[str]) -> None:
+def test_fields_of_both(
+    server: Server, path: str, base: dict[str, Any], body: dict[str, Any], status: int, param: str, says: list[str]
+) -> None:
     check(server.http.post(path, json=base | body), status, param, *says)
 
 
@@ -82,7 +84,7 @@ def test_fields_of_both(server: Server, path: str, base: dict, body: dict, statu
         ([{"role": "user"}], "messages[0].content", ["null"]),
         ([{"role": "user", "content": 5}], "messages[0].content", ["5"]),
         ([{"role": "user", "content": []}], "messages[0].content", []),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0]", ["image_url", "text"]),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]", ["image_url", "text"]),
         ([{"role": "user", "content": ["hi"]}], "messages[0].content[0]", []),
         ([{"role": "user", "content": "hi", "name": 3}], "messages[0].name", ["string"]),
         ([{"role": "user", "content": "hi", "mood": "glad"}], "messages[0].mood", ["glad"]),
@@ -145,7 +147,7 @@ def test_bodies(server: Server, content: bytes, says: str) -> None:
 
 
 def test_http(server: Server) -> None:
-    check(server.http.post(TEXT, data={"prompt": "a"}), 415, None, "application/x-www-form-urlencoded", "application/json")
+    check(server.http.post(TEXT, data={"prompt": "a"}), 415, None, "x-www-form-urlencoded", "application/json")
     check(server.http.post(TEXT, content=b"{}"), 415, None, "application/json")
     check(server.http.get(TEXT), 405, None, "Method Not Allowed")
     check(server.http.post("/v1/embeddings", json={}), 404, None, "/v1/embeddings")

@@ -1,36 +1,115 @@
-"""The protocol that every drafter follows. The engine knows nothing else of it."""
+"""The protocol that every drafter follows. The engine knows nothing else of it.
+
+A round is 1 + k wide. Let n be a request's committed length at its start: token n - 1 is its last token,
+whose target KV the round computes.
+
+::
+
+    position         n-1        n          n+1        …   n+k-1
+    verified token   last       draft 0    draft 1    …   draft k-1
+    target's pick    pick 0     pick 1     pick 2     …   pick k        pick j is for position n + j
+    hidden           h n-1      h n        h n+1      …   h n+k-1
+
+Draft j is proposed for position n + j and accepted iff it equals pick j; after a accepted drafts the
+picks 0 … a are committed. Everything here is captured inside the round's graph: device tensors at fixed
+addresses, no host synchronisation. Shapes: R rows, W = 1 + k, T tokens, S slots, NP pages, d hidden size.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from unisono.program import Field, Needs
+from unisono.attention.base import AttentionBackend
+from unisono.models.decoder import Decoder
+from unisono.program import Needs
+
+Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the engine lends a drafter: built once, after the target's weights are loaded.
+
+    target: embedding and LM head may be shared from it. slots: the fields of ``engine.slots.Slots`` as
+    attributes (length, limit, status, last_token, history, page_table, sampling parameters), each [S, …];
+    the last slot is the padding slot. attention: makes a backend for (query heads, KV heads).
+    pick: ``pick(logits [R, V], slots [R], offset, ids)``: the sampling rule with the request's own parameters
+    and noise, for position length + offset; ``ids`` maps columns to target token ids (None: the same).
+    dtype, device: of weights and KV. max_model_len, num_pages, page_size: of the cache that page tables index.
+    """
+
+    target: Decoder
+    slots: Any
+    attention: Callable[[int, int], AttentionBackend]
+    pick: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    num_pages: int
+    page_size: int
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a round left behind, for :meth:`Drafter.observe`.
+
+    slots [R] int32. result [R, W + 2] int32: count, status, committed tokens (-1 behind ``count``); a row that
+    held no active request has count 0. picks [R, W] int32. hidden [R·W, d] of the verified positions, as
+    ``Drafter.needs`` asked (None where it asked for none). ``slots.length`` is already n + count.
+    """
+
+    slots: torch.Tensor
+    result: torch.Tensor
+    picks: torch.Tensor
+    hidden: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class PromptPass:
+    """One pass of prompt tokens, for :meth:`Drafter.observe_prompt`.
+
+    slots [E], query_start [E + 1], start [E] int32: row r owns tokens query_start[r] … query_start[r + 1] of
+    the pass, the first of them at absolute position start[r]; rows that are not used own none.
+    token_ids [T]; next_ids [T]: the token after each (the sampled one behind the prompt's last); positions [T]:
+    -1 for padding. last [E]: index of each row's last token. hidden [T, d] as asked, else None.
+    """
+
+    slots: torch.Tensor
+    query_start: torch.Tensor
+    start: torch.Tensor
+    token_ids: torch.Tensor
+    next_ids: torch.Tensor
+    positions: torch.Tensor
+    last: torch.Tensor
+    hidden: torch.Tensor | None
 
 
 class Drafter(Protocol):
-    """Fills a round's drafts and catches up with what the target committed.
+    """Proposes tokens and catches up with what the target committed.
 
-    Everything here is captured inside the round's graph: it works on device tensors at fixed addresses,
-    without a host synchronisation.
-
-    name: as in the catalog.
-    num_drafts: k, drafts per round; a round is 1 + k wide.
-    slot_state: fields this drafter keeps per request.
-    needs: what it wants captured from the target's passes.
+    name: as in the catalog. num_drafts: k. needs: what it wants captured from the target's passes.
+    page_bytes: bytes of its own KV and per-page state for each page of the cache, known before :meth:`bind`.
     """
 
     name: str
     num_drafts: int
-    slot_state: tuple[Field, ...]
     needs: Needs
 
+    @property
+    def page_bytes(self) -> int: ...
+
+    def bind(self, host: Host) -> None:
+        """Allocate KV and per-slot state, share what the checkpoint says is shared. Before any capture."""
+
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
-        """Write ``drafts [rows, k]`` int32 for the requests in ``slots [rows]`` int32; -1 drafts nothing."""
+        """Write ``drafts [R, k]`` int32 for the requests in ``slots [R]`` int32; -1 drafts nothing."""
 
-    def observe(self, slots: torch.Tensor, committed: torch.Tensor) -> None:
-        """Catch up after verification. ``committed [rows, width + 2]``: count, status, tokens (-1 padded)."""
+    def observe(self, verified: Verified) -> None:
+        """Catch up after verification, inside the round."""
 
-    def observe_prompt(self, slots: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
-        """See one pass of prompt tokens: ``slots [rows]``, ``token_ids [T]``, ``positions [T]``, all int32."""
+    def observe_prompt(self, prompt: PromptPass) -> None:
+        """Catch up with one pass of prompt tokens, inside the extend pass."""

@@ -22,7 +22,7 @@ from unisono.engine.programs import Parts, extend_program, round_program
 from unisono.engine.scheduler import Extend, Round, Sequence
 from unisono.engine.slots import Slots
 from unisono.graphs.planner import Buckets, Planner, row_buckets
-from unisono.kernels.linear import prove_exact
+from unisono.kernels.linear import TRITON_ROWS, prove_exact
 from unisono.layers.linear import Linear
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.loader import load_model
@@ -93,11 +93,11 @@ class Runner:
 
     def _prove_exact(self) -> None:
         """Check, for each shape of product, that the BLAS that serves long passes gives the kernel's bits."""
-        weights = {m.weight.shape: m.weight for m in self.model.layers.modules() if isinstance(m, Linear)}
+        weights = {m.weight.shape: m.weight for m in self.model.modules() if isinstance(m, Linear)}
         failed = [f"{n}×{k}" for (n, k), weight in weights.items() if not prove_exact(weight)]
         value = "cuBLASLt" if not failed else f"Triton for {', '.join(failed)}"
         reason = f"bits compared with the Triton kernel's for {len(weights)} shapes, {len(failed)} differ"
-        self.config = self.config.decide("products above 256 rows", value, reason)
+        self.config = self.config.decide(f"products above {TRITON_ROWS} rows", value, reason)
 
     def _capture(self, progress: Callable[[str, float], None]) -> None:
         parts = self._parts(self.kv)
@@ -138,8 +138,8 @@ class Runner:
         if capacity < config.max_model_len:
             if config.asked.max_model_len is not None:
                 raise ConfigError(
-                    f"--max-model-len {config.max_model_len} needs {pages_for(config.max_model_len)} KV pages, {pages - 1} fit "
-                    f"({why}): lower it to {capacity}, or raise --gpu-memory-utilization."
+                    f"--max-model-len {config.max_model_len} needs {pages_for(config.max_model_len)} KV pages, "
+                    f"{pages - 1} fit ({why}): lower it to {capacity}, or raise --gpu-memory-utilization."
                 )
             reason = f"the KV cache holds {capacity} tokens; the model's context is {config.max_model_len}"
             self.config = self.config.decide("max_model_len", capacity, reason, max_model_len=capacity)

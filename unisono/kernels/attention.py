@@ -45,7 +45,7 @@ def _plan_shapes(
     slots: torch.Tensor, kv_len: torch.Tensor, width: int, num_kv_heads: int, partials: int, programs: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = slots.shape[0]
-    return _int32(slots, partials + rows, 5), _int32(slots, 1), _int32(slots, rows, width, num_kv_heads)
+    return _int32(slots, partials + rows, 6), _int32(slots, 1), _int32(slots, rows, width, num_kv_heads)
 
 
 def launch_attention_plan(
@@ -84,6 +84,11 @@ def _padded_dim(head_dim: int) -> int:
     return max(triton.next_power_of_2(head_dim), 16)
 
 
+def _stages(q: torch.Tensor) -> int:
+    """Pipeline depth: two buffers of keys and values in shared memory if they fit, one if not."""
+    return 5 if _padded_dim(q.shape[-1]) * q.element_size() <= 256 else 3
+
+
 def _round_programs(device: torch.device) -> int:
     """Programs that share a round's work: enough waves of short ones for the hardware to balance."""
     if device.type != "cuda":
@@ -112,18 +117,19 @@ def launch_attention_round(
     tokens, heads, head_dim = q.shape
     (rows, width, kv_heads), group = arrivals.shape, heads // arrivals.shape[2]
     tile_rows = min(triton.next_power_of_2(max(width * group, 16)), max(triton.next_power_of_2(group), 64))
-    tiles = triton.cdiv(width, tile_rows // group)
+    tile_tokens = min(tile_rows // group, width)
+    tiles, used_rows = triton.cdiv(width, tile_tokens), triton.next_power_of_2(tile_tokens * group)
     capacity = work.shape[0]
     state = q.new_empty((capacity - rows) * tokens // rows, heads, 2, dtype=torch.float32)
     acc = q.new_empty((capacity - rows) * tokens // rows, heads, head_dim, dtype=torch.float32)
     out = _attended(q)
-    options = {"num_warps": 4, "num_stages": 5} | options
+    options = {"num_warps": 4, "num_stages": _stages(q)} | options
     programs = options.pop("programs", _round_programs(q.device))
     programs = min(programs, capacity * tiles * kv_heads)
     round_kernel[(programs,)](
         q, k_cache, v_cache, page_table, positions, work, count, arrivals, state, acc, out,
         page_table.stride(0), k_cache.stride(0), window, scale * LOG2_E,
-        width, heads, kv_heads, head_dim, _padded_dim(head_dim), k_cache.shape[2], tile_rows, KEYS, SPLIT,
+        width, heads, kv_heads, head_dim, _padded_dim(head_dim), k_cache.shape[2], tile_rows, used_rows, KEYS, SPLIT,
         window > 0, **options,
     )  # fmt: skip
     return out
@@ -145,13 +151,16 @@ def launch_attention_extend(
     """See :func:`attention_extend`. ``options`` override the launch's (for tuning)."""
     _, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
-    tile_rows = triton.next_power_of_2(max(tile_tokens * heads // kv_heads, 16))
+    dim, group = _padded_dim(head_dim), heads // kv_heads
+    most_rows = max(2**15 // (dim * q.element_size()), 16)  # 32 KiB of queries
+    tile_rows = triton.next_power_of_2(max(min(tile_tokens * group, most_rows), group, 16))
+    parts = triton.cdiv(tile_tokens, tile_rows // group)
     out = _attended(q)
-    extend_kernel[(tiles.shape[0] * kv_heads,)](
+    options = {"num_warps": 8 if tile_rows == 128 else 4, "num_stages": _stages(q)} | options
+    extend_kernel[(tiles.shape[0] * parts * kv_heads,)](
         q, k_cache, v_cache, page_table, positions, tiles, count, out,
         page_table.stride(0), k_cache.stride(0), window, scale * LOG2_E,
-        heads, kv_heads, head_dim, _padded_dim(head_dim), k_cache.shape[2], tile_rows, KEYS, SPLIT, window > 0,
-        **({"num_warps": 8 if tile_rows >= 128 else 4, "num_stages": 3} | options),
+        heads, kv_heads, head_dim, dim, k_cache.shape[2], tile_rows, parts, KEYS, SPLIT, window > 0, **options,
     )  # fmt: skip
     return out
 

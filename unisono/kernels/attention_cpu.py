@@ -27,18 +27,22 @@ def attention_plan_cpu(
     """Twin of ``attention_plan``: the same work list."""
     lengths = kv_len.tolist()
     counts = [-(-length // SPLIT) for length in lengths]
-    share = max(sum(counts) * num_kv_heads // programs, 1)
+    share = max(-(-sum(counts) * num_kv_heads // programs), 1)
     whole: list[tuple[int, ...]] = []
-    split: list[tuple[int, ...]] = []
-    wanted = 0
+    cut: list[tuple[int, ...]] = []
+    room = 0
     for row, (slot, length, count) in enumerate(zip(slots.tolist(), lengths, counts, strict=True)):
-        wanted += count if count > share else 0
-        if count <= share or wanted > partials:
-            whole.append((row, slot, length, -1, -1))
+        room += count if count > share else 0
+        if count <= share or room > partials:
+            whole.append((row, slot, length, 0, count, -1))
         else:
-            split += [(row, slot, length, i, wanted - count + i) for i in range(count)]
-    work = _listed(whole + split, partials + len(lengths), 5)
-    return work, torch.tensor([len(whole + split)], dtype=torch.int32), _zeros(len(lengths), width, num_kv_heads)
+            pieces = -(-count // share)
+            size = -(-count // pieces)
+            ends = [(min(i * size, count), min((i + 1) * size, count)) for i in range(pieces)]
+            cut += [(row, slot, length, first, end, room - count) for first, end in ends]
+    work = _listed(whole + cut, partials + len(lengths), 6)
+    arrivals = torch.zeros(len(lengths), width, num_kv_heads, dtype=torch.int32)
+    return work, torch.tensor([len(whole + cut)], dtype=torch.int32), arrivals
 
 
 def attention_extend_plan_cpu(
@@ -62,10 +66,6 @@ def _listed(entries: list[tuple[int, ...]], capacity: int, columns: int) -> torc
     return listed
 
 
-def _zeros(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.int32)
-
-
 def attention_round_cpu(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -78,9 +78,9 @@ def attention_round_cpu(
     scale: float,
     window: int,
 ) -> torch.Tensor:
-    """Twin of ``attention_round``: each row once, whatever splits the plan cut it into."""
+    """Twin of ``attention_round``: each row once, whatever pieces the plan cut it into."""
     width = arrivals.shape[1]
-    rows = [(row, slot) for row, slot, _, split, _ in work[: count.item()].tolist() if split <= 0]
+    rows = [(row, slot) for row, slot, _, first, _, _ in work[: count.item()].tolist() if first == 0]
     tiles = [(slot, row * width, (row + 1) * width) for row, slot in rows]
     return _attend(q, k_cache, v_cache, page_table, positions, tiles, scale, window)
 
@@ -123,14 +123,20 @@ def _attend(q, k_cache, v_cache, page_table, positions, spans, scale, window) ->
     out_XHD = torch.zeros_like(q_XHD)
     for rows, slots in zip(rows_BM.split(TILES_AT_ONCE), slot_B.split(TILES_AT_ONCE), strict=True):
         q_BHMD = q_XHD[rows].transpose(1, 2).contiguous()
-        out_BHMD = _attend_tiles(q_BHMD, k_cache, v_cache, page_table[slots], position_X[rows], scale, window)
+        slot_U, owner_B = slots.unique(return_inverse=True)
+        out_BHMD = _attend_tiles(
+            q_BHMD, k_cache, v_cache, page_table[slot_U], owner_B.tolist(), position_X[rows], scale, window
+        )
         out_XHD[rows] = out_BHMD.transpose(1, 2)
     out_THGD = out_XHD.view(tokens + 1, group, -1, dim)[:tokens].transpose(1, 2)
     return out_THGD.reshape(tokens, heads * dim).to(q.dtype)
 
 
-def _attend_tiles(q_BHMD, k_cache, v_cache, pages_BP, position_BM, scale, window) -> torch.Tensor:
-    """Walk the splits that any tile sees, in order, and merge each one's (max, sum, acc) into the total."""
+def _attend_tiles(q_BHMD, k_cache, v_cache, pages_UP, owner_B, position_BM, scale, window) -> torch.Tensor:
+    """Walk the splits that any tile sees, in order, and merge each one's (max, sum, acc) into the total.
+
+    ``owner_B`` says whose pages a tile reads; the products are one by one, of one shape.
+    """
     last = int(position_BM.max())
     seen = position_BM[position_BM >= 0]
     first = max(int(seen.min()) - window + 1, 0) if window > 0 and len(seen) else 0
@@ -141,16 +147,18 @@ def _attend_tiles(q_BHMD, k_cache, v_cache, pages_BP, position_BM, scale, window
         visible_BMN = key_N <= position_BM[:, :, None]
         if window > 0:
             visible_BMN &= key_N > position_BM[:, :, None] - window
-        seen_BN = visible_BMN.any(1)
-        k_BHND = _gather(k_cache, pages_BP, key_N, seen_BN)
-        v_BHND = _gather(v_cache, pages_BP, key_N, seen_BN)
-        if not seen_BN.all():  # stale values may be NaN, and 0 · NaN is NaN
-            v_BHND.masked_fill_(~seen_BN[:, None, :, None], 0.0)
-        scores = (q_BHMD @ k_BHND.mT).mul_(scale)
+        seen_UN = torch.zeros(len(pages_UP), SPLIT, dtype=torch.int32)
+        seen_UN = seen_UN.index_add_(0, torch.tensor(owner_B), visible_BMN.any(1).int()) > 0
+        k_UHND = _gather(k_cache, pages_UP, key_N, seen_UN)
+        v_UHND = _gather(v_cache, pages_UP, key_N, seen_UN)
+        if not seen_UN.all():  # stale values may be NaN, and 0 · NaN is NaN
+            v_UHND.masked_fill_(~seen_UN[:, None, :, None], 0.0)
+        scores = torch.stack([q @ k_UHND[u].mT for q, u in zip(q_BHMD, owner_B, strict=True)]).mul_(scale)
         scores.masked_fill_(~visible_BMN[:, None], float("-inf"))
         split_max = scores.amax(-1, keepdim=True)
         p = scores.sub_(_finite(split_max)).exp_().to(v_cache.dtype).float()
-        split_sum, split_acc = p.sum(-1, keepdim=True), p @ v_BHND
+        split_sum = p.sum(-1, keepdim=True)
+        split_acc = torch.stack([weights @ v_UHND[u] for weights, u in zip(p, owner_B, strict=True)])
 
         new_max = torch.maximum(total_max, split_max)
         old_weight, new_weight = (total_max - _finite(new_max)).exp(), (split_max - _finite(new_max)).exp()
@@ -160,20 +168,20 @@ def _attend_tiles(q_BHMD, k_cache, v_cache, pages_BP, position_BM, scale, window
     return total_acc / torch.where(total_sum > 0, total_sum, 1.0)
 
 
-def _gather(cache, pages_BP, key_N, seen_BN) -> torch.Tensor:
-    """Keys or values at positions ``key_N`` as float [B, Hkv, N, D]; an unseen one comes from page 0.
+def _gather(cache, pages_UP, key_N, seen_UN) -> torch.Tensor:
+    """Keys or values at positions ``key_N`` as float [U, Hkv, N, D]; an unseen one comes from page 0.
 
     Copies runs of ``run`` consecutive positions, which share a page.
     """
-    num_pages, heads, page_size, dim = cache.shape
+    _, heads, page_size, dim = cache.shape
     run = math.gcd(page_size, SPLIT)
     first_C = key_N[::run].long()
-    column_C = (first_C // page_size).clamp(max=pages_BP.shape[1] - 1)
-    page_BC = pages_BP[:, column_C].masked_fill(~seen_BN.view(len(seen_BN), -1, run).any(-1), 0).long()
-    run_BHC = (page_BC[:, None] * heads + torch.arange(heads)[:, None]) * (page_size // run)
-    run_BHC = run_BHC + first_C % page_size // run
-    runs = cache.reshape(-1, run * dim).index_select(0, run_BHC.flatten())
-    return runs.view(len(seen_BN), heads, SPLIT, dim).float()
+    column_C = (first_C // page_size).clamp(max=pages_UP.shape[1] - 1)
+    page_UC = pages_UP[:, column_C].masked_fill(~seen_UN.view(len(seen_UN), -1, run).any(-1), 0).long()
+    run_UHC = (page_UC[:, None] * heads + torch.arange(heads)[:, None]) * (page_size // run)
+    run_UHC = run_UHC + first_C % page_size // run
+    runs = cache.reshape(-1, run * dim).index_select(0, run_UHC.flatten())
+    return runs.view(len(seen_UN), heads, SPLIT, dim).float()
 
 
 def _finite(maximum: torch.Tensor) -> torch.Tensor:

@@ -26,15 +26,27 @@ def _nothing(ROWS: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
+def _keep(workspace, split, m, z, acc, HEAD_DIM: tl.constexpr):
+    """Write a split's state to the workspace, where a row of a tile has ``index + split · stride``."""
+    state_ptr, acc_ptr, index, in_use, stride = workspace
+    at = index + split * stride
+    dims = tl.arange(0, acc.shape[1])
+    tl.store(state_ptr + at * 2, m, mask=in_use)
+    tl.store(state_ptr + at * 2 + 1, z, mask=in_use)
+    tl.store(acc_ptr + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=in_use[:, None] & (dims < HEAD_DIM)[None, :])
+
+
+@triton.jit
 def _walk(
     q, position, pages_ptr, k_ptr, v_ptr, page_stride, begin, end, low, window, scale, m, z, acc,
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, workspace=None,
 ):  # fmt: skip
     """Attend keys ``begin … end`` in steps of KEYS and merge each split into the state (m, z, acc).
 
     ``begin`` is a multiple of KEYS. Keys below ``low`` and from ``end`` on are seen by no row of the tile and may
     be stale, NaN included: they are not read. MASKED False promises that every row sees every key.
+    Given a ``workspace`` with room for the row, each split but the last goes there instead.
     """
     ROWS: tl.constexpr = q.shape[0]
     DIM: tl.constexpr = q.shape[1]
@@ -73,8 +85,13 @@ def _walk(
         part_z = tl.dot(p, ones, part_z * shrink, input_precision="ieee")
         part_acc = tl.dot(p, v, part_acc * shrink, input_precision="ieee")
         part_m = top
-        if (start + KEYS) % SPLIT == 0:
-            m, z, acc = _merge(m, z, acc, part_m, tl.max(part_z, 1), part_acc)
+        if (start + KEYS) % SPLIT == 0 and start + KEYS < end:  # the last split is merged below
+            if workspace is None:
+                m, z, acc = _merge(m, z, acc, part_m, tl.max(part_z, 1), part_acc)
+            elif workspace[-1] > 0:
+                _keep(workspace, start // SPLIT, part_m, tl.max(part_z, 1), part_acc, HEAD_DIM)
+            else:
+                m, z, acc = _merge(m, z, acc, part_m, tl.max(part_z, 1), part_acc)
             part_m, _, part_acc = _nothing(ROWS, DIM)
             part_z = tl.zeros([ROWS, 8], tl.float32)
     return _merge(m, z, acc, part_m, tl.max(part_z, 1), part_acc)
@@ -102,14 +119,18 @@ def extend_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, positions_ptr, tiles_ptr, count_ptr, out_ptr,
     max_pages, page_stride, window, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One program per (query tile, KV head). Later tiles, which see more keys, start first."""
+    """One program per (query tile, part of it, KV head). Later tiles, which see more keys, start first."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    head = tl.program_id(0) % KV_HEADS
-    tile = tl.num_programs(0) // KV_HEADS - 1 - tl.program_id(0) // KV_HEADS
+    turn = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = turn % KV_HEADS
+    tile = turn // (KV_HEADS * PARTS)
     slot = tl.load(tiles_ptr + tile * 3)
     first, last = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
+    first += turn // KV_HEADS % PARTS * (ROWS // GROUP)
+    last = tl.minimum(first + ROWS // GROUP, last)
     if tile < tl.load(count_ptr):
         token, in_use, index = _rows(first, last, head, HEADS, GROUP, ROWS)
         dims = tl.arange(0, DIM)
@@ -140,39 +161,38 @@ def extend_kernel(
 
 
 @triton.jit
-def _load_partial(state_ptr, acc_ptr, index, wanted, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """Read a partial that another program wrote: past L1, which may hold an older layer's."""
+def _merge_kept(
+    positions_ptr, state_ptr, acc_ptr, out_ptr, first, last, head, partial, first_split, end_split,
+    STRIDE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+):  # fmt: skip
+    """Merge a tile's splits out of the workspace, in order, and write its outputs.
+
+    Several are read at once to hide their latency; past L1, which may hold an older layer's.
+    """
+    AT_ONCE: tl.constexpr = 16 if ROWS * DIM <= 1024 else 4
+    token, in_use, index = _rows(first, last, head, HEADS, GROUP, ROWS)
+    position = tl.load(positions_ptr + token, mask=in_use, other=-1)
     dims = tl.arange(0, DIM)
-    m = tl.load(state_ptr + index * 2, mask=wanted, other=float("-inf"), cache_modifier=".cg")
-    z = tl.load(state_ptr + index * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")
-    mask = wanted[:, None] & (dims < HEAD_DIM)[None, :]
-    offset = index[:, None] * HEAD_DIM + dims[None, :]
-    return m, z, tl.load(acc_ptr + offset, mask=mask, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def _merge_partials(
-    state_ptr, acc_ptr, index, in_use, splits, stride, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr
-):
-    """Merge a row's partials in order, reading four at a time to hide their latency."""
     m, z, acc = _nothing(ROWS, DIM)
-    for i in range(0, splits, 4):
-        m0, z0, acc0 = _load_partial(state_ptr, acc_ptr, index + i * stride, in_use, HEAD_DIM, DIM)
-        second, third, fourth = in_use & (i + 1 < splits), in_use & (i + 2 < splits), in_use & (i + 3 < splits)
-        m1, z1, acc1 = _load_partial(state_ptr, acc_ptr, index + (i + 1) * stride, second, HEAD_DIM, DIM)
-        m2, z2, acc2 = _load_partial(state_ptr, acc_ptr, index + (i + 2) * stride, third, HEAD_DIM, DIM)
-        m3, z3, acc3 = _load_partial(state_ptr, acc_ptr, index + (i + 3) * stride, fourth, HEAD_DIM, DIM)
-        m, z, acc = _merge(m, z, acc, m0, z0, acc0)
-        m, z, acc = _merge(m, z, acc, m1, z1, acc1)
-        m, z, acc = _merge(m, z, acc, m2, z2, acc2)
-        m, z, acc = _merge(m, z, acc, m3, z3, acc3)
-    return z, acc
+    for start in range(first_split, end_split, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            wanted = in_use & (start + i < end_split)
+            at = index + (partial + start + i).to(tl.int64) * STRIDE
+            mask = wanted[:, None] & (dims < HEAD_DIM)[None, :]
+            m1 = tl.load(state_ptr + at * 2, mask=wanted, other=float("-inf"), cache_modifier=".cg")
+            z1 = tl.load(state_ptr + at * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")
+            values = acc_ptr + at[:, None] * HEAD_DIM + dims[None, :]
+            acc1 = tl.load(values, mask=mask, other=0.0, cache_modifier=".cg")
+            m, z, acc = _merge(m, z, acc, m1, z1, acc1)
+    _store(out_ptr, index, position, in_use, z, acc, HEAD_DIM, DIM)
 
 
 @triton.jit
-def _entry(work_ptr, i):
-    entry = work_ptr + i * 5
-    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+def _round_item(work_ptr, i):
+    entry = work_ptr + i * 6
+    row, slot, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    return row, slot, length, tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
 
 
 @triton.jit
@@ -180,24 +200,23 @@ def round_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, positions_ptr, work_ptr, count_ptr, arrivals_ptr,
     state_ptr, acc_ptr, out_ptr, max_pages, page_stride, window, scale,
     WIDTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr,
+    DIM: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, KEYS: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """A fixed number of programs share the work list × query tiles × KV heads.
 
-    A whole row is walked and written at once. A split's state goes to the workspace; the program that arrives
-    last at its row's counter merges all of them, in order, and sets the counter back for the next layer.
+    A whole row is walked, merged and written at once. A piece of a row leaves its splits in the workspace; the
+    program that completes a row's count merges all of them, in order, and sets the count back for the next layer.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
     TILES: tl.constexpr = (WIDTH + TOKENS - 1) // TOKENS
-    SHARES: tl.constexpr = TILES * KV_HEADS
-    programs = tl.num_programs(0)
-    upcoming = _entry(work_ptr, tl.program_id(0) // SHARES)  # read ahead: not after the count, nor after a walk
-    total = tl.load(count_ptr) * SHARES
-    for item in range(tl.program_id(0), total, programs):
-        row, slot, length, split, partial = upcoming
-        upcoming = _entry(work_ptr, tl.minimum(item + programs, total - 1) // SHARES)
+    STRIDE: tl.constexpr = WIDTH * HEADS  # of a split in the workspace
+    upcoming = _round_item(work_ptr, tl.program_id(0) // (TILES * KV_HEADS))  # read ahead, here and below
+    total = tl.load(count_ptr) * (TILES * KV_HEADS)
+    for item in range(tl.program_id(0), total, tl.num_programs(0)):
+        row, slot, length, first_split, end_split, partial = upcoming
+        upcoming = _round_item(work_ptr, tl.minimum(item + tl.num_programs(0), total - 1) // (TILES * KV_HEADS))
         head = item % KV_HEADS
         tile = item // KV_HEADS % TILES
         first = row * WIDTH + tile * TOKENS
@@ -207,34 +226,38 @@ def round_kernel(
         mask = in_use[:, None] & (dims < HEAD_DIM)[None, :]
         q = tl.load(q_ptr + index[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
         position = tl.load(positions_ptr + token, mask=in_use, other=-1)
-        begin, end, low = 0, length, 0
-        if split >= 0:
-            begin, end = split * SPLIT, tl.minimum(split * SPLIT + SPLIT, length)
+        begin, end, low = first_split * SPLIT, tl.minimum(end_split * SPLIT, length), 0
         if WINDOW:
             low = tl.maximum(tl.min(tl.where(position >= 0, position, length)) - window + 1, 0)
             begin = tl.maximum(begin, low // KEYS * KEYS)
+        cut = partial >= 0
+        workspace = (
+            state_ptr,
+            acc_ptr,
+            index + (partial - row).to(tl.int64) * STRIDE,
+            in_use,
+            tl.where(cut, STRIDE, 0),
+        )
         m, z, acc = _nothing(ROWS, DIM)
         m, z, acc = _walk(
             q, position, table_ptr + slot.to(tl.int64) * max_pages, k_ptr + head * PAGE * HEAD_DIM,
             v_ptr + head * PAGE * HEAD_DIM, page_stride, begin, end, low, window, scale, m, z, acc,
-            HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, MASKED=True,
+            HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, MASKED=True, workspace=workspace,
         )  # fmt: skip
-        if split < 0:
-            _store(out_ptr, index, position, in_use, z, acc, HEAD_DIM, DIM)
-        else:
-            stride = WIDTH * HEADS  # of a partial
-            mine = index + (partial - row).to(tl.int64) * stride
-            tl.store(state_ptr + mine * 2, m, mask=in_use)
-            tl.store(state_ptr + mine * 2 + 1, z, mask=in_use)
-            tl.store(acc_ptr + mine[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+        if cut:
+            _keep(workspace, end_split - 1, m, z, acc, HEAD_DIM)
             tl.debug_barrier()  # all of the program's stores come before its arrival
-            counter = arrivals_ptr + (row * WIDTH + tile) * KV_HEADS + head
+            count = arrivals_ptr + (row * WIDTH + tile) * KV_HEADS + head
             splits = (length + SPLIT - 1) // SPLIT
-            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
-                tl.store(counter, 0)
-                begin_index = mine - split * stride
-                z, acc = _merge_partials(state_ptr, acc_ptr, begin_index, in_use, splits, stride, ROWS, HEAD_DIM, DIM)
-                _store(out_ptr, index, position, in_use, z, acc, HEAD_DIM, DIM)
+            arriving = end_split - first_split
+            if tl.atomic_add(count, arriving, sem="acq_rel") + arriving == splits:
+                tl.store(count, 0)
+                _merge_kept(
+                    positions_ptr, state_ptr, acc_ptr, out_ptr, first, last, head, partial - row, low // SPLIT, splits,
+                    STRIDE, HEADS, GROUP, USED, HEAD_DIM, DIM,
+                )  # fmt: skip
+        else:
+            _store(out_ptr, index, position, in_use, z, acc, HEAD_DIM, DIM)
 
 
 @triton.jit(do_not_specialize=["rows", "partials", "programs"])
@@ -242,37 +265,40 @@ def plan_kernel(
     slots_ptr, kv_len_ptr, work_ptr, count_ptr, arrivals_ptr, rows, partials, programs,
     COUNTERS: tl.constexpr, KV_HEADS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program ``row`` lists its row's work: whole rows first, then the splits of the others."""
+    """Program ``row`` lists its row's work: whole rows come first, then the pieces of the others."""
     row = tl.program_id(0)
     each = tl.arange(0, BLOCK)
     splits = (tl.load(kv_len_ptr + each, mask=each < rows, other=0) + SPLIT - 1) // SPLIT
-    share = tl.maximum(tl.sum(splits) * KV_HEADS // programs, 1)
-    wanted = tl.cumsum(tl.where(splits > share, splits, 0))
-    whole = ((splits <= share) | (wanted > partials)) & (each < rows)
-    num_whole = tl.sum(whole.to(tl.int32))
-    count = num_whole + tl.sum(tl.where(whole, 0, splits))
+    share = tl.maximum((tl.sum(splits) * KV_HEADS + programs - 1) // programs, 1)
+    room = tl.cumsum(tl.where(splits > share, splits, 0))
+    cut = (splits > share) & (room <= partials)
+    pieces = tl.where(cut, (splits + share - 1) // share, 0)
+    whole = ((each < rows) & ~cut).to(tl.int32)
+    wholes = tl.sum(whole)
+    if row == 0:
+        tl.store(count_ptr, wholes + tl.sum(pieces))
 
-    is_whole = tl.sum(tl.where(each == row, whole.to(tl.int32), 0)) > 0
-    partial = tl.sum(tl.where(each == row, wanted - splits, 0))
-    entries = tl.sum(tl.where(each == row, splits, 0))
-    at = num_whole + partial
-    if is_whole:
-        at = tl.sum(tl.where(each < row, whole.to(tl.int32), 0))
-        entries = 1
+    me, before = each == row, each < row
+    count = tl.sum(tl.where(me, pieces, 0))
+    at = wholes + tl.sum(tl.where(before, pieces, 0))
+    partial = tl.sum(tl.where(me, room - splits, 0))
     slot, length = tl.load(slots_ptr + row), tl.load(kv_len_ptr + row)
-    for start in range(0, entries, 32):
+    total = (length + SPLIT - 1) // SPLIT
+    if count == 0:
+        count, at, partial = 1, tl.sum(tl.where(before, whole, 0)), -1
+    size = (total + count - 1) // count
+    for start in range(0, count, 32):
         i = start + tl.arange(0, 32)
-        entry = work_ptr + (at + i) * 5
-        tl.store(entry, tl.zeros_like(i) + row, mask=i < entries)
-        tl.store(entry + 1, tl.zeros_like(i) + slot, mask=i < entries)
-        tl.store(entry + 2, tl.zeros_like(i) + length, mask=i < entries)
-        tl.store(entry + 3, tl.where(is_whole, -1, i), mask=i < entries)
-        tl.store(entry + 4, tl.where(is_whole, -1, partial + i), mask=i < entries)
+        entry = work_ptr + (at + i) * 6
+        tl.store(entry, tl.zeros_like(i) + row, mask=i < count)
+        tl.store(entry + 1, tl.zeros_like(i) + slot, mask=i < count)
+        tl.store(entry + 2, tl.zeros_like(i) + length, mask=i < count)
+        tl.store(entry + 3, tl.minimum(i * size, total), mask=i < count)
+        tl.store(entry + 4, tl.minimum((i + 1) * size, total), mask=i < count)
+        tl.store(entry + 5, tl.zeros_like(i) + partial, mask=i < count)
     for start in range(0, COUNTERS, 32):
         i = start + tl.arange(0, 32)
         tl.store(arrivals_ptr + row * COUNTERS + i, tl.zeros_like(i), mask=i < COUNTERS)
-    if row == 0:
-        tl.store(count_ptr, count)
 
 
 @triton.jit(do_not_specialize=["rows", "num_tokens", "tile_tokens"])

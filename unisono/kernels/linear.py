@@ -40,17 +40,20 @@ class Tile:
     stages: int
 
 
-def _config(rows: int, n: int, k: int, dtype: torch.dtype) -> Tile:
-    """The fastest known tile for [rows, k] @ [n, k]^T on an H200 (benchmarks/kernels.py, *tune*)."""
-    wide = n >= 16384
+_TILES = {  # up to so many rows: tiles for N small (≤ 2 programs of 16 outputs a multiprocessor), middling, large
+    16: (Tile(16, 16, 512, 2, 4), Tile(16, 64, 256, 4, 4), Tile(16, 64, 128, 4, 4)),
+    32: (Tile(32, 32, 256, 2, 4), Tile(32, 32, 256, 2, 4), Tile(32, 64, 128, 2, 4)),
+    64: (Tile(64, 32, 256, 4, 4), Tile(64, 64, 128, 4, 5), Tile(64, 64, 64, 4, 4)),
+}
+
+
+def _config(rows: int, n: int, dtype: torch.dtype) -> Tile:
+    """The fastest known tile for ``rows`` and ``n`` outputs on an H200 (benchmarks/kernels.py, *tune*)."""
     if dtype is torch.float32:
         return Tile(16, 32, 64, 4, 2) if rows <= 16 else Tile(64, 64, 32, 4, 2)
-    if rows <= 16:
-        return Tile(16, 64, 128, 2, 4) if wide else Tile(16, 32, 256, 2, 5)
-    if rows <= 32:
-        return Tile(32, 64, 128, 4, 4) if wide else Tile(32, 32, 256, 4, 4)
-    if rows <= 64:
-        return Tile(64, 128, 128, 4, 4) if wide else Tile(64, 32, 256, 4, 4)
+    for most, (small, middling, large) in _TILES.items():
+        if rows <= most:
+            return small if n <= 4224 else middling if n < 16384 else large
     return Tile(128, 128, 64, 8, 4)
 
 
@@ -119,7 +122,7 @@ def launch_linear(
     x, weight = x.contiguous(), weight.contiguous()
     residual = None if residual is None else residual.contiguous()
     (rows, k), n = x.shape, weight.shape[0]
-    tile = tile or _config(rows, n, k, x.dtype)
+    tile = tile or _config(rows, n, x.dtype)
     out = x.new_empty(rows, n)
     grid = (triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))
     _linear_kernel[grid](
@@ -171,8 +174,8 @@ def blas_linear(
 
 
 @torch.no_grad()
-def prove_exact(weight: torch.Tensor, rows: tuple[int, ...] = (65, 128, 256, 512, 1024, 2048)) -> bool:
-    """Whether cuBLASLt gives the Triton kernel's bits for ``weight [N, K]`` on this GPU.
+def prove_exact(weight: torch.Tensor, rows: tuple[int, ...] = (65, 96, 128, 192, 256, 512, 1024, 2048)) -> bool:
+    """Whether cuBLASLt gives the small-M Triton kernel's bits for ``weight [N, K]`` on this GPU.
 
     Compares both on random inputs of each number of ``rows``. Where all agree, :func:`linear` runs this
     shape through cuBLASLt above TRITON_ROWS rows; any other shape runs through Triton at every M: slower,
@@ -182,10 +185,11 @@ def prove_exact(weight: torch.Tensor, rows: tuple[int, ...] = (65, 128, 256, 512
     if weight.device.type != "cuda" or weight.dtype is torch.float32:
         return True
     n, k = weight.shape
+    tile = _config(1, n, weight.dtype)
     generator = torch.Generator(weight.device).manual_seed(0)
     for count in rows:
         x = torch.randn(count, k, device=weight.device, generator=generator).to(weight.dtype)
-        if not torch.equal(blas_linear(x, weight, None, None), launch_linear(x, weight, None, None)):
+        if not torch.equal(blas_linear(x, weight, None, None), launch_linear(x, weight, None, None, tile)):
             return False
     _proven.add((n, k, weight.dtype))
     return True
@@ -237,7 +241,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def _aot_linear(dtype: str, rows: int, n: int, even_k: bool, bias: bool, residual: bool) -> AotCase:
-    tile = _config(rows, n, 4096, _DTYPES[dtype])
+    tile = _config(rows, n, _DTYPES[dtype])
     pointers = {name: f"*{dtype}" for name in ("x", "weight", "bias", "residual", "out")}
     return AotCase(
         _linear_kernel,
@@ -252,7 +256,7 @@ def _aot_linear(dtype: str, rows: int, n: int, even_k: bool, bias: bool, residua
 
 
 AOT: list[AotCase] = [
-    *(_aot_linear("bf16", rows, n, True, False, True) for rows in (1, 32, 64) for n in (4096, 151936)),
+    *(_aot_linear("bf16", rows, n, True, False, True) for rows in _TILES for n in (4096, 6144, 151936)),
     _aot_linear("bf16", 256, 4096, True, False, True),
     *(_aot_linear(dtype, rows, 4096, False, True, True) for dtype in _DTYPES for rows in (1, 64)),
     AotCase(

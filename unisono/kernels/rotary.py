@@ -88,7 +88,8 @@ def _blocks(num_heads: int, num_kv_heads: int, head_dim: int, rot_dim: int) -> d
 
 
 def _warps(blocks: dict[str, int]) -> int:
-    return max(1, blocks["GROUP"] * blocks["BLOCK_HALF"] // 256)
+    """Four consecutive elements a thread: all tiles then share one layout, and none passes through shared memory."""
+    return max(1, blocks["GROUP"] * blocks["BLOCK_HALF"] // 128)
 
 
 def launch_rope_and_cache(

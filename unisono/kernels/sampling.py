@@ -103,9 +103,9 @@ def _highest(row, lanes, low, high, target, top, inv_t, V,
     while high - low > 1:
         middle = tl.minimum(low + step, (low + high) >> 1)
         enough = _row_sum(row, _grid_value(middle, UNUSED), top, inv_t, V, WEIGHTED, LANES) >= target
+        step = 4 * (middle - low)
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
-        step *= 4
     return low
 
 

@@ -42,15 +42,17 @@ class Answer:
         """The finished answer. Raises what ended a generation early."""
         texts = [""] * len(self.generations)
         ids: list[list[int]] = [[] for _ in self.generations]
-        last: dict[int, Piece] = {}
+        ends: dict[int, Piece] = {}
         async with aclosing(merge(self.generations)) as pieces:
             async for piece in pieces:
                 texts[piece.index] += piece.text
                 ids[piece.index] += piece.token_ids
-                last[piece.index] = piece
+                ends[piece.index] = piece
         choices: Choices = []
         for index, generation in enumerate(self.generations):
-            choice = self.shape.choice(index, texts[index], last[index].finish, last[index].stop, generation.seed)
+            end = ends[index]
+            assert end.finish is not None
+            choice = self.shape.choice(index, texts[index], end.finish, end.stop, generation.seed)
             choices.append(self._with_ids(choice, ids[index]))
         return self._response(self.shape.whole, choices, self._usage())
 
@@ -99,7 +101,7 @@ class Answer:
     def _usage(self) -> Usage:
         return Usage.total(generation.usage for generation in self.generations)
 
-    def _response(self, kind: str, choices: Choices, usage: Usage | None | UnsetType) -> Response:
+    def _response(self, kind: str, choices: Choices, usage: Usage | UnsetType | None) -> Response:
         return Response(self.id, kind, self.created, self.model, self.fingerprint, choices, usage)
 
 

@@ -6,7 +6,7 @@ generations and word the answer; what they do with text and tokens lives in ``ge
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import secrets
 import time
 import uuid
@@ -31,8 +31,6 @@ from unisono.server.metrics import ServerMetrics
 from unisono.server.responses import ChatShape, ModelCard, ModelList, Shape, TextShape
 from unisono.types import EngineDead, UnisonoError
 
-logger = logging.getLogger(__name__)
-
 MAX_BODY_BYTES = 64 * 2**20
 INSPECT_LIMIT = 5.0
 """Seconds /server_info and /metrics wait for the engine's step under way."""
@@ -43,7 +41,10 @@ CHAT, TEXT = ChatShape(), TextShape()
 
 @dataclass
 class Service:
-    """Everything the handlers need. ``draining`` refuses new requests; ``in_flight`` counts those not fully answered."""
+    """Everything the handlers need.
+
+    ``draining`` refuses new requests; ``in_flight`` counts those that are not fully answered.
+    """
 
     client: EngineClient
     frontend: Frontend
@@ -170,10 +171,8 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        try:
+        with contextlib.suppress(EngineDead, TimeoutError):  # then its last numbers must do
             await service.client.inspect(INSPECT_LIMIT)
-        except (EngineDead, TimeoutError) as error:  # the server's own numbers still tell something
-            logger.warning("The engine's metrics are stale: %s", error or "it is busy")
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import multiprocessing
 import shutil
 import signal
@@ -22,6 +23,8 @@ import zmq.asyncio
 from unisono import types
 from unisono.server import engine_process, ipc
 from unisono.types import BadRequest, ConfigError, EngineDead, EngineRequest, FinishReason, TokenDelta, UnisonoError
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 
@@ -238,6 +241,8 @@ class EngineClient:
         if self.death is not None or self._closing:
             return
         self.death = str(error)
+        if self._ready.done():
+            logger.error("The engine is dead: %s. Every request is refused until the server is restarted.", error)
         if not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()

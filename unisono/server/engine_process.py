@@ -21,7 +21,6 @@ import zmq
 from unisono.server import ipc
 from unisono.types import BadRequest, EngineRequest, TokenDelta, UnisonoError
 
-
 IDLE_MS = 1000
 """After so long without work the engine checks its bookkeeping, once."""
 PARENT_GONE_MS = 1000

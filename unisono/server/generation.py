@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -203,7 +203,7 @@ class Generation:
         if self._stream is not None:
             self._stream.close()
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncGenerator[Piece]:
         """Text as it becomes certain; the last piece has ``finish``. Raises EngineDead, or ApiError if it failed."""
         assert self._stream is not None
         detokenizer = self._detokenizer()
@@ -247,7 +247,7 @@ async def start_all(generations: Sequence[Generation]) -> None:
         raise errors.exceptions[0] from None
 
 
-async def merge(generations: Sequence[Generation]) -> AsyncIterator[Piece]:
+async def merge(generations: Sequence[Generation]) -> AsyncGenerator[Piece]:
     """Pieces of all generations as they come. The first error ends all."""
     if len(generations) == 1:
         async with aclosing(generations[0].pieces()) as pieces:

@@ -1,4 +1,6 @@
-"""Prometheus metrics: what the API process times itself, and what the engine counts. Names are vLLM's, prefixed ``unisono:``.
+"""Prometheus metrics: what the API process times itself, and what the engine counts.
+
+Names are vLLM's, prefixed ``unisono:``.
 
 The engine's numbers are :class:`unisono.server.ipc.MetricSample`. Those that the server's log line reads:
 gauges ``num_requests_running``, ``num_requests_waiting``, ``kv_cache_usage_perc`` (a share, 0 … 1); counters
@@ -33,7 +35,9 @@ class ServerMetrics:
             "time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS
         )
         self._inter_token = self._histogram(
-            "inter_token_latency_seconds", "Between tokens of a request; tokens of one round share its time.", TOKEN_BUCKETS
+            "inter_token_latency_seconds",
+            "Between tokens of a request; tokens of one round share its time.",
+            TOKEN_BUCKETS,
         )
         self._request = self._histogram(
             "e2e_request_latency_seconds", "From a request's arrival to its last token.", REQUEST_BUCKETS
@@ -92,7 +96,7 @@ class _EngineCollector:
         self._samples = samples
 
     def collect(self) -> Iterable[Metric]:
-        families: dict[str, Metric] = {}
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for sample in self._samples():
             names = ["model_name", *sorted(sample.labels)]
             if sample.name not in families:

@@ -8,7 +8,7 @@ silently ignored but the labels in ``HARMLESS``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -70,7 +70,7 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # padding against traffic analysis: allowed to be absent
+    include_obfuscation: Literal[False] | None = None
 
 
 class GenerationRequest(BaseModel):
@@ -120,7 +120,7 @@ class CompletionRequest(GenerationRequest):
         if isinstance(self.prompt, str):
             prompts: list[str | list[int]] = [self.prompt]
         elif self.prompt and isinstance(self.prompt[0], int):
-            prompts = [self.prompt]  # type: ignore[list-item]
+            prompts = [self.prompt]
         else:
             prompts = list(self.prompt)  # type: ignore[arg-type]
         if not prompts or not all(prompts):
@@ -231,11 +231,11 @@ def _refuse_unsupported(data: Mapping[str, Any], kind: type[GenerationRequest]) 
             continue
         if name not in UNSUPPORTED:
             raise ApiError(400, f"{name} is not a known field; remove it.", param=name, code="unknown_field")
-        if value is None or any(value == neutral and _is_bool(value) == _is_bool(neutral) for neutral in UNSUPPORTED[name]):
-            continue
-        message = f"{name}={show(value)} is not supported by this server yet; remove {name}."
-        raise ApiError(400, message, param=name, code="unsupported_field")
+        if value is not None and not any(_same(value, neutral) for neutral in UNSUPPORTED[name]):
+            message = f"{name}={show(value)} is not supported by this server yet; remove {name}."
+            raise ApiError(400, message, param=name, code="unsupported_field")
 
 
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
+def _same(a: object, b: object) -> bool:
+    """Equal as JSON: Python takes true for 1."""
+    return a == b and isinstance(a, bool) == isinstance(b, bool)

@@ -70,7 +70,7 @@ class ChatChunkChoice(msgspec.Struct):
     index: int
     delta: MessageDelta
     finish_reason: str | None = None
-    stop_reason: str | None | UnsetType = UNSET
+    stop_reason: str | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     logprobs: None = None
@@ -82,7 +82,7 @@ class TextChoice(msgspec.Struct):
     index: int
     text: str
     finish_reason: str | None = None
-    stop_reason: str | None | UnsetType = UNSET
+    stop_reason: str | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     logprobs: None = None
@@ -100,7 +100,7 @@ class Response(msgspec.Struct):
     model: str
     system_fingerprint: str
     choices: list[ChatChoice] | list[ChatChunkChoice] | list[TextChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class Shape(Protocol):

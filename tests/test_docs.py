@@ -1,0 +1,78 @@
+"""The README's commands and code run as they are printed (port and interpreter aside)."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+UNISONO = f"{sys.executable} -m unisono"
+
+
+def shell(command: str, **options) -> str:
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, **options)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines() if "bin/unisono" in line]
+
+
+@pytest.mark.parametrize("line", [c for c in COMMANDS if " serve " not in c])
+def test_commands(line: str) -> None:
+    assert shell(line.replace(".venv/bin/unisono", UNISONO), input="Hello\n").strip()
+
+
+def test_python() -> None:
+    (code,) = [text for kind, text in BLOCKS if kind == "python"]
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_serve_and_curl() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen([*UNISONO.split(), "serve", "--port", str(port)], cwd=ROOT)
+    try:
+        for _ in range(240):
+            time.sleep(0.25)
+            assert server.poll() is None, "the server ended"
+            try:
+                urllib.request.urlopen(f"http://localhost:{port}/health", timeout=1)
+                break
+            except OSError:
+                continue
+        (curl,) = [text for kind, text in BLOCKS if kind == "sh" and "curl" in text]
+        answer = json.loads(shell(curl.replace(":8000", f":{port}")))
+        assert "####" in answer["choices"][0]["message"]["content"]
+        server.terminate()
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+
+
+def test_every_file_that_the_docs_name_exists() -> None:
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
+        text = page.read_text()
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for target in re.findall(r"`((?:unisono|tests|docs|benchmarks)/[\w/.-]+)`", text):
+            assert (ROOT / target).exists(), f"{page.name} names {target}"
+
+
+def test_the_makefile_has_what_the_readme_promises() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\S+)$", README, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

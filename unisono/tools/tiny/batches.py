@@ -1,0 +1,105 @@
+"""Packs documents into training rows, on worker processes, in an order that depends on the seed alone.
+
+``stream`` yields batches to ``train``; no other caller. Batch n is a pure function of (seed, n): workers only change when it is ready.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from unisono.tools.tiny.documents import document, standard_library
+
+READY = 6
+"""Batches kept in flight for each worker."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``ids`` [rows, length + 1] u16; ``weights`` (tenths) [rows, length + 1] u8; ``positions`` [rows, length] i16."""
+
+    ids: np.ndarray
+    weights: np.ndarray
+    positions: np.ndarray
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Shape of a batch: rows of ``length`` tokens, their positions below ``max_position``."""
+
+    rows: int
+    length: int
+    max_position: int
+
+
+@contextmanager
+def stream(tokenizer: Tokenizer, packing: Packing, seed: int, workers: int) -> Iterator[Iterator[Batch]]:
+    """An endless iterator of batches, made ahead by ``workers`` processes. Enter it before CUDA is initialised: it forks."""
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, context, _start, (tokenizer.to_str(),)) as pool:
+        seeds = (f"{seed} {number}" for number in itertools.count())
+        waiting: deque[Future[Batch]] = deque(pool.submit(make_batch, next(seeds), packing) for _ in range(READY * workers))
+
+        def batches() -> Iterator[Batch]:
+            while True:
+                waiting.append(pool.submit(make_batch, next(seeds), packing))
+                yield waiting.popleft().result()
+
+        yield batches()
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def make_batch(seed: str, packing: Packing) -> Batch:
+    """The batch of one seed; runs in a worker (after ``_start``)."""
+    rng = Random(seed)
+    shape = (packing.rows, packing.length + 1)
+    batch = Batch(
+        np.zeros(shape, np.uint16), np.zeros(shape, np.uint8), np.zeros((packing.rows, packing.length), np.int16)
+    )
+    for row in range(packing.rows):
+        starts = _fill_row(batch.ids[row], batch.weights[row], rng)
+        batch.positions[row] = _positions(starts, packing, rng)
+    return batch
+
+
+def _start(tokenizer: str) -> None:
+    global _tokenizer, _library
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _tokenizer, _library = Tokenizer.from_str(tokenizer), standard_library()
+
+
+def _fill_row(ids: np.ndarray, weights: np.ndarray, rng: Random) -> list[int]:
+    """Fill a row with documents, the last one cut; returns where they start."""
+    at, starts = 0, []
+    while at < len(ids):
+        pieces = document(rng, _library)
+        starts.append(at)
+        for (_, weight), encoded in zip(pieces, _tokenizer.encode_batch_fast([text for text, _ in pieces]), strict=True):
+            part = encoded.ids[: len(ids) - at]
+            ids[at : at + len(part)] = part
+            weights[at : at + len(part)] = round(weight * 10)
+            at += len(part)
+    return starts
+
+
+def _positions(starts: list[int], packing: Packing, rng: Random) -> np.ndarray:
+    """Positions of a row's tokens; in every other row with gaps between documents, so that all of ``max_position`` is seen."""
+    steps = np.ones(packing.length, np.int64)
+    steps[0] = 0
+    inner = [start for start in starts[1:] if start < packing.length]
+    if inner and rng.random() < 0.5:
+        gaps = rng.randint(0, packing.max_position - packing.length)
+        cuts = sorted(rng.randint(0, gaps) for _ in inner)
+        for start, gap in zip(inner, np.diff([0, *cuts]), strict=True):
+            steps[start] += gap
+    return np.cumsum(steps)

@@ -1,0 +1,108 @@
+"""Measures a bundled checkpoint with transformers, the outside oracle: ``python -m unisono.tools.tiny.evaluate PATH``.
+
+Greedy answers to the held-out problems of ``data``; an answer is right when what follows ``####`` is the right number. Prints the accuracy by
+kind, the templates that fail most, and a few samples. Needs transformers; uses the GPU when there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from unisono.tools.tiny.data import KINDS, final_answer, template_of, test_split
+
+CHATS = ("Hello", "who are you?", "What is speculative decoding?", "What is the capital of France?")
+CONTINUATIONS = ("def fibonacci(n):", "import os\n\ndef read_config(path):\n", "class Stack:\n    def __init__(self):\n")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Accuracy in [0, 1]: all, and by kind; the answers that failed as (kind, template, question, wanted, got)."""
+
+    problems: int
+    accuracy: float
+    by_kind: dict[str, float]
+    failures: list[tuple[str, str, str, str, str]]
+
+
+class Oracle:
+    """A checkpoint in transformers, answering greedily in batches."""
+
+    def __init__(self, path: str | Path, device: str) -> None:
+        self.device = device
+        self.tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+
+    def chat(self, questions: list[str], max_new_tokens: int = 220, batch: int = 256) -> list[str]:
+        """One answer to each question, asked alone and without a system prompt."""
+        prompts = [
+            self.tokenizer.apply_chat_template([{"role": "user", "content": q}], tokenize=False, add_generation_prompt=True)
+            for q in questions
+        ]
+        return self.complete(prompts, max_new_tokens, batch)
+
+    @torch.inference_mode()
+    def complete(self, prompts: list[str], max_new_tokens: int, batch: int = 256) -> list[str]:
+        """The text that follows each prompt."""
+        texts: list[str] = []
+        for start in range(0, len(prompts), batch):
+            inputs = self.tokenizer(prompts[start : start + batch], return_tensors="pt", padding=True, add_special_tokens=False)
+            inputs = {name: inputs[name].to(self.device) for name in ("input_ids", "attention_mask")}
+            output = self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+            texts += self.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return texts
+
+
+def evaluate(oracle: Oracle, problems: int) -> Report:
+    """Ask the first ``problems`` of the test split."""
+    split = test_split(problems)
+    answers = oracle.chat([problem.question for _, problem in split])
+    asked, right, failures = Counter(kind for kind, _ in split), Counter(), []
+    for (kind, problem), answer in zip(split, answers, strict=True):
+        if final_answer(answer) == problem.final_answer:
+            right[kind] += 1
+        else:
+            failures.append((kind, template_of(problem), problem.question, problem.worked_answer, answer))
+    by_kind = {kind: right[kind] / asked[kind] for kind in KINDS if asked[kind]}
+    return Report(problems, sum(right.values()) / problems, by_kind, failures)
+
+
+def print_report(report: Report, failures: int = 12) -> None:
+    """The table, the templates that fail most, and some failures in full."""
+    print(f"{report.problems} held-out problems, greedy: {report.accuracy:.1%} right")
+    for kind, accuracy in report.by_kind.items():
+        print(f"  {kind:12} {accuracy:6.1%}")
+    print("most failures:", Counter(failure[1] for failure in report.failures).most_common(12))
+    for kind, template, question, wanted, got in report.failures[:failures]:
+        print(f"--- {kind} {template}\n{question}\nwanted: {wanted!r}\ngot:    {got!r}")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", help="checkpoint folder")
+    parser.add_argument("--problems", type=int, default=500)
+    parser.add_argument("--failures", type=int, default=12, help="failures to print in full")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    oracle = Oracle(options.path, options.device)
+    report = evaluate(oracle, options.problems)
+    print_report(report, options.failures)
+    for question, answer in zip(CHATS, oracle.chat(list(CHATS)), strict=True):
+        print(f">>> {question}\n{answer}")
+    for prompt, text in zip(CONTINUATIONS, oracle.complete(list(CONTINUATIONS), 80), strict=True):
+        print(f">>> continue\n{prompt}{text}")
+    if options.json:
+        options.json.write_text(json.dumps({"problems": report.problems, "accuracy": report.accuracy, **report.by_kind}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

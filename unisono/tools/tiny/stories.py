@@ -1,0 +1,188 @@
+"""A small language for word problems, and the renderer that fills it with names, things and numbers.
+
+A ``Skeleton`` is a story with holes: variables with ranges, wordings of the question, and worked steps. ``tell`` draws numbers until
+every step is a whole number in bounds, then fills one wording. Used by ``skeletons`` (written by hand), ``chains`` (composed) and ``data``.
+
+    variables   "a=2-12 d=2|4|5 t=a*d thing=:cakes,plum_pies"   range, choice, product of earlier ones, word
+    wordings    "{N} buys {a} (boxes|crates) of {items}."       {hole}, (one|of|these); a leading "!" keeps the wording for the test split
+    steps       "{N} has [x=a*b] {items}."                      defines x and prints "3 * 4 = 12"; the last one is the answer
+
+Holes that the renderer knows: N, F, G three people; he, He, his, him; item(s), item2/items2, food(s), shop; frac_d ("a third" for d = 3),
+times_k ("twice" for k = 2).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+
+TRIES = 400
+"""Draws of numbers before a story is given up (``tell`` then returns None)."""
+
+SMALLEST, LARGEST = 2, 999
+"""Bounds of every step's result: no "1 apples", and nothing a tiny model could not compute."""
+
+HE = (
+    "Tom Ben Sam Jack Leo Max Omar Paul Luis Adam Noah Liam Ethan Ryan Kevin Peter Mark Daniel David Victor Hugo Ivan Carlos Diego Ahmed "
+    "Raj Kenji Wei Tariq Felix Oscar George Harry Simon Alan Eric Frank Henry Jacob James John Kyle Logan Lucas Martin Nathan Oliver "
+    "Patrick Robert Steve Theo Will Zach Andre Boris Chris Derek Elias Finn Gavin"
+).split()
+SHE = (
+    "Anna Mia Zoe Lily Emma Sara Nina Julia Maria Olivia Grace Chloe Ella Ruby Alice Clara Diana Eva Fiona Gina Hannah Irene Jane Kate "
+    "Laura Megan Nora Paula Rosa Sofia Tina Uma Vera Wendy Yuki Amina Bella Carmen Daisy Elena Farah Greta Holly Isla Jenny Kira Leila "
+    "Molly Nadia Priya Rita Sonia Tara Violet Amy Beth Cindy Donna Erin"
+).split()
+THINGS = (
+    "pencil marble sticker book coin card stamp button shell bead toy_car pen crayon balloon ribbon badge ball block key postcard magnet "
+    "bracelet candle notebook flower rock feather ticket poster puzzle bottle eraser doll kite robot photo lamp mug tile cap"
+).split()
+FOODS = (
+    "apple orange cookie cupcake pear banana muffin sandwich candy lemon plum peach donut egg carrot pretzel biscuit mango grape tomato "
+    "pancake waffle bagel kiwi melon cherry"
+).split()
+SHOPS = ("shop store market supermarket fair mall").split()
+PLURALS = {"candy": "candies", "cherry": "cherries", "tomato": "tomatoes", "sandwich": "sandwiches", "mango": "mangoes", "peach": "peaches"}
+NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
+FRACTIONS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 10: "a tenth"}
+
+_STEP = re.compile(r"\[(\w+)=(\w+)([-+*/])(\w+)\]")
+CHOICE = re.compile(r"\(([^()|]*\|[^()]*)\)")
+_HOLE = re.compile(r"(\$?)\{(\w+)\}(%?)")
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A word problem with holes; ``held_out`` keeps all of it for the test split."""
+
+    name: str
+    variables: str
+    wordings: tuple[str, ...]
+    steps: tuple[str, ...]
+    held_out: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A told story. ``template`` names skeleton and wording; ``numbers`` are the drawn values, in the order of the variables."""
+
+    template: str
+    numbers: tuple[int, ...]
+    question: str
+    worked_answer: str
+    final_answer: str
+
+
+def tell(skeleton: Skeleton, wording: int, rng: Random) -> Problem | None:
+    """Fill one wording of a skeleton; None when no numbers in bounds were found."""
+    for _ in range(TRIES):
+        values = _draw(skeleton.variables, rng)
+        numbers = tuple(v for v in values.values() if isinstance(v, int))
+        if _work(skeleton.steps, values):
+            break
+    else:
+        return None
+    holes = {**_cast(rng), **values}
+    question = _fill(skeleton.wordings[wording].lstrip("!"), holes, rng, in_words=rng.random() < 0.08)
+    lines, final = [], 0
+    for step in skeleton.steps:
+        final = next((values[m[1]] for m in _STEP.finditer(step)), final)
+        lines.append(_fill(_STEP.sub(lambda m: _equation(m, values), step), holes, rng))
+    worked = "\n".join([*lines, f"#### {final}"])
+    return Problem(f"{skeleton.name}/{wording}", numbers, question, worked, str(final))
+
+
+def plural(noun: str) -> str:
+    """The plural of one of this module's nouns."""
+    return PLURALS.get(noun, noun + "s")
+
+
+@lru_cache(maxsize=65536)
+def _parse(variables: str) -> tuple[tuple[str, str, str], ...]:
+    return tuple((name, kind(value), value) for name, value in (pair.split("=", 1) for pair in variables.split()))
+
+
+def kind(value: str) -> str:
+    """What a variable's right side is: word, choice, range or product."""
+    if value.startswith(":"):
+        return "word"
+    if "|" in value:
+        return "choice"
+    return "range" if re.fullmatch(r"\d+-\d+", value) else "expression"
+
+
+def _draw(variables: str, rng: Random) -> dict[str, int | str]:
+    values: dict[str, int | str] = {}
+    for name, what, value in _parse(variables):
+        if what == "word":
+            values[name] = rng.choice(value[1:].split(",")).replace("_", " ")
+        elif what == "choice":
+            values[name] = int(rng.choice(value.split("|")))
+        elif what == "range":
+            low, high = value.split("-")
+            values[name] = rng.randint(int(low), int(high))
+        else:
+            left, operator, right = re.split(r"([-+*/])", value)
+            values[name] = _calculate(_number(left, values), operator, _number(right, values))
+    return values
+
+
+def _number(text: str, values: dict[str, int | str]) -> int:
+    return int(text) if text.isdigit() else int(values[text])
+
+
+def _calculate(left: int, operator: str, right: int) -> int:
+    """The result, or -1 where a division leaves a remainder."""
+    if operator == "/":
+        return left // right if left % right == 0 else -1
+    return left * right if operator == "*" else left + right if operator == "+" else left - right
+
+
+def _work(steps: tuple[str, ...], values: dict[str, int | str]) -> bool:
+    """Compute every step into ``values``; False when one is out of bounds."""
+    if any(isinstance(v, int) and v < SMALLEST for v in values.values()):
+        return False
+    for step in steps:
+        for target, left, operator, right in _STEP.findall(step):
+            result = _calculate(_number(left, values), operator, _number(right, values))
+            if not SMALLEST <= result <= LARGEST:
+                return False
+            values[target] = result
+    return True
+
+
+def _equation(match: re.Match[str], values: dict[str, int | str]) -> str:
+    target, left, operator, right = match.groups()
+    return f"{_number(left, values)} {operator} {_number(right, values)} = {values[target]}"
+
+
+def _cast(rng: Random) -> dict[str, str]:
+    """People, things and places of one story."""
+    people = rng.sample(HE, 3) + rng.sample(SHE, 3)
+    rng.shuffle(people)
+    first, friend, third = people[:3]
+    he, his, him = ("he", "his", "him") if first in HE else ("she", "her", "her")
+    item, item2 = rng.sample(THINGS + FOODS, 2)
+    food = rng.choice(FOODS)
+    holes = {"N": first, "F": friend, "G": third, "H": people[3], "he": he, "He": he.capitalize(), "his": his, "him": him}
+    holes |= {"item": item, "items": plural(item), "item2": item2, "items2": plural(item2), "food": food, "foods": plural(food)}
+    return {name: word.replace("_", " ") for name, word in holes.items()} | {"shop": rng.choice(SHOPS)}
+
+
+def _fill(text: str, holes: dict[str, int | str], rng: Random, in_words: bool = False) -> str:
+    def hole(match: re.Match[str]) -> str:
+        dollar, name, percent = match.groups()
+        prefix, _, rest = name.partition("_")
+        if prefix == "frac":
+            return FRACTIONS[int(holes[rest])]
+        if prefix == "times":
+            times = int(holes[rest])
+            return "twice" if times == 2 else f"{NUMBER_WORDS[times]} times"
+        value = holes[name]
+        if in_words and isinstance(value, int) and value < len(NUMBER_WORDS) and not dollar and not percent:
+            return NUMBER_WORDS[value]
+        return f"{dollar}{value}{percent}"
+
+    filled = _HOLE.sub(hole, CHOICE.sub(lambda m: rng.choice(m[1].split("|")), text))
+    return re.sub(r"(^|[.?!] )([a-z])", lambda m: m[1] + m[2].upper(), filled)

@@ -1,0 +1,167 @@
+"""Makes the bundled model: ``python -m unisono.tools.tiny.train --out DIR`` trains tokenizer and model and writes a Hugging Face folder.
+
+The text is made while the model trains (``batches``); the schedule runs on the clock (``--minutes``), so that a slower GPU gives a less trained
+model, never a later one. The checkpoint is written every minute and at the end; training.json beside it says what was done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from unisono.tools.tiny.batches import Batch, Packing, stream
+from unisono.tools.tiny.documents import END, STOP
+from unisono.tools.tiny.model import TinyConfig, TinyQwen3
+from unisono.tools.tiny.muon import Muon
+from unisono.tools.tiny.tokenizer import save_tokenizer, train_tokenizer
+
+WARM_UP, COOL_DOWN = 0.02, 0.6
+"""Parts of the run in which the learning rate rises from, and falls to, zero; linear both."""
+
+WARMING_STEPS = 3
+"""Steps that compile; the clock starts after them."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a run depends on besides the code."""
+
+    seed: int = 0
+    minutes: float = 5.5
+    rows: int = 64
+    length: int = 1024
+    muon_lr: float = 0.02
+    adam_lr: float = 3e-3
+    save_every_s: float = 60.0
+
+
+def learning_rate(progress: float) -> float:
+    """The factor on both learning rates; ``progress`` runs from 0 to 1."""
+    return min(1.0, (progress + 1e-3) / WARM_UP, max(0.0, 1 - progress) / COOL_DOWN)
+
+
+def train(recipe: Recipe, batches: Iterator[Batch], device: str, save: Save) -> dict[str, float]:
+    """Train until the clock says so, saving now and then; returns steps, tokens, loss and speed."""
+    torch.manual_seed(recipe.seed)
+    torch.set_float32_matmul_precision("high")
+    model = TinyQwen3(TinyConfig()).to(device)
+    optimizers = _optimizers(model, recipe)
+    step, tokens, losses, saved = 0, 0, [], time.monotonic()
+    loss_of = _loss_function(model, device)
+    start, progress = time.monotonic(), 0.0
+    while progress < 1:
+        if step == WARMING_STEPS:
+            start = time.monotonic()
+        for optimizer, peak in optimizers:
+            optimizer.param_groups[0]["lr"] = peak * learning_rate(progress)
+        loss = loss_of(*_to_device(next(batches), device))
+        loss.backward()
+        for optimizer, _ in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+        step, tokens = step + 1, tokens + recipe.rows * recipe.length
+        if step % 20 == 0:  # the host waits here, so that the clock it reads is the device's
+            losses = [torch.stack(losses).mean()]
+            figures = _figures(step, tokens, float(losses[0]), time.monotonic() - start)
+            losses = []
+            if step == 20 or step % 400 == 0:
+                print(f"{progress:5.1%} " + "  ".join(f"{name} {value:.5g}" for name, value in figures.items()), flush=True)
+            if time.monotonic() - saved > recipe.save_every_s:
+                save(model, figures)
+                saved = time.monotonic()
+        progress = (time.monotonic() - start) / (60 * recipe.minutes) if step >= WARMING_STEPS else 0.0
+    figures = _figures(step, tokens, float(torch.stack(losses).mean()) if losses else figures["loss"], time.monotonic() - start)
+    save(model, figures)
+    return figures
+
+
+class Save:
+    """Writes a checkpoint folder: bf16 safetensors and the files around them."""
+
+    def __init__(self, out: Path, tokenizer: Tokenizer, recipe: Recipe) -> None:
+        self.out, self.tokenizer, self.recipe = out, tokenizer, recipe
+        out.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, model: TinyQwen3, figures: dict[str, float]) -> None:
+        tensors = {name: tensor.detach().bfloat16().cpu().contiguous() for name, tensor in model.state_dict().items()}
+        save_file(tensors, self.out / "model.safetensors", {"format": "pt"})
+        end, stop = self.tokenizer.token_to_id(END), self.tokenizer.token_to_id(STOP)
+        self._json("config.json", model.config.to_hf(pad=end, eos=stop))
+        self._json("generation_config.json", {"eos_token_id": [stop, end], "pad_token_id": end})
+        save_tokenizer(self.tokenizer, self.out)
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        parameters = sum(tensor.numel() for tensor in tensors.values())
+        self._json("training.json", {**asdict(self.recipe), **figures, "parameters": parameters, "versions": versions})
+
+    def _json(self, name: str, content: dict[str, object]) -> None:
+        (self.out / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _optimizers(model: TinyQwen3, recipe: Recipe) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Muon for the layers' matrices, AdamW for embedding and norms; each with its peak learning rate."""
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    chosen = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    adam = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=others[0].is_cuda)
+    return [(Muon(matrices), recipe.muon_lr), (adam, recipe.adam_lr)]
+
+
+def _loss_function(model: TinyQwen3, device: str):  # noqa: ANN202
+    """ids, targets, weights, positions -> loss. Each layer is compiled once for all layers, which keeps the start short."""
+    layers_forward, head_loss = model.hidden, model.head_loss
+    if device == "cuda":
+        for layer in model.model.layers:
+            layer.compile()
+        head_loss = torch.compile(model.head_loss)
+
+    def loss_of(ids: Tensor, targets: Tensor, weights: Tensor, positions: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return head_loss(layers_forward(ids, positions), targets, weights)
+
+    return loss_of
+
+
+def _to_device(batch: Batch, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ids = torch.from_numpy(batch.ids.astype("int32")).to(device).long()
+    weights = torch.from_numpy(batch.weights[:, 1:].copy()).to(device).float() / 10
+    positions = torch.from_numpy(batch.positions.astype("int32")).to(device).long()
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), weights, positions
+
+
+def _figures(step: int, tokens: int, loss: float, seconds: float) -> dict[str, float]:
+    return {"steps": step, "tokens": tokens, "loss": loss, "seconds": seconds, "tokens_per_s": tokens / max(seconds, 1e-9)}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes that make text")
+    for name, default in asdict(Recipe()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    options = vars(parser.parse_args())
+    out, workers = options.pop("out"), options.pop("workers")
+    recipe = Recipe(**options)
+    began = time.monotonic()
+    tokenizer = train_tokenizer(recipe.seed)
+    print(f"tokenizer: {tokenizer.get_vocab_size()} tokens in {time.monotonic() - began:.0f} s", flush=True)
+    with stream(tokenizer, Packing(recipe.rows, recipe.length, TinyConfig().max_position_embeddings), recipe.seed, workers) as batches:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        figures = train(recipe, batches, device, Save(out, tokenizer, recipe))
+    print(f"done in {time.monotonic() - began:.0f} s: " + ", ".join(f"{k} {v:.5g}" for k, v in figures.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
