@@ -9,7 +9,7 @@ import torch
 from unisono.kernels import rounds
 from unisono.types import FinishReason
 
-PAGE, MAX_PAGES, STOP_IDS = 4, 6, 16
+PAGE, MAX_PAGES, STOP_IDS, MAX_TOKENS = 4, 6, 16, 32
 
 
 def slots_of(rows: list[dict], device: str | torch.device = "cpu") -> SimpleNamespace:
@@ -21,7 +21,8 @@ def slots_of(rows: list[dict], device: str | torch.device = "cpu") -> SimpleName
         block[i, 5 : 5 + len(row["stops"])] = torch.tensor(row["stops"])
     block = block.to(device)
     views = {name: block[:, i] for i, name in enumerate(("length", "limit", "status", "last_token"))}
-    return SimpleNamespace(**views, stop_ids=block[:, 5:], block=block)
+    history = torch.full((len(rows), MAX_TOKENS), -7, dtype=torch.int32, device=device)
+    return SimpleNamespace(**views, stop_ids=block[:, 5:], history=history, block=block)
 
 
 def random_rows(rng: random.Random, count: int) -> list[dict]:
@@ -85,19 +86,23 @@ def test_commit_equals_the_oracle(ops, width, trial):
     drafts = torch.where(torch.rand(tokens.shape) < 0.75, tokens, -1)[:, : width - 1]
     result = ops.commit(
         ops.tensor(tokens), ops.tensor(drafts), ops.tensor(order), fields.length, fields.limit, fields.status,
-        fields.last_token, fields.stop_ids,
+        fields.last_token, fields.stop_ids, fields.history,
     )  # fmt: skip
+    history = torch.full((13, MAX_TOKENS), -7, dtype=torch.int32)
 
     for i, slot in enumerate(order):
         row = rows[slot] if slot < 12 else {"status": FinishReason.FREE}
         committed, status = commit_oracle(row, tokens[i].tolist(), drafts[i].tolist())
         padded = committed + [-1] * (width - len(committed))
         assert result[i].tolist() == [len(committed), status, *padded]
+        for column, token in enumerate(committed):
+            history[slot, row["length"] + column] = token
         expected[slot, 0] += len(committed)
         expected[slot, 2] = status
         if committed:
             expected[slot, 3] = committed[-1]
     assert torch.equal(fields.block.cpu(), expected)
+    assert torch.equal(fields.history.cpu(), history)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +126,7 @@ def test_commit_by_the_book(ops, tokens, drafts, limit, stops, expected):
     fields = slots_of([row], ops.device)
     result = ops.commit(
         ops.tensor([tokens]), ops.tensor([drafts]), ops.tensor([0]), fields.length, fields.limit, fields.status,
-        fields.last_token, fields.stop_ids,
+        fields.last_token, fields.stop_ids, fields.history,
     )  # fmt: skip
     assert result.tolist() == [expected]
     assert fields.length[0] == 10 + expected[0]
@@ -183,7 +188,7 @@ def test_fields_of_different_arenas_are_refused():
     with pytest.raises(ValueError, match="one arena"):
         rounds.launch_commit(
             torch.zeros(1, 1).int(), torch.zeros(1, 0).int(), torch.zeros(1).int(), one[:, 0], one[:, 1], other[:, 0],
-            one[:, 2], one[:, 3:],
+            one[:, 2], one[:, 3:], one,
         )  # fmt: skip
 
 
@@ -191,7 +196,7 @@ def test_ops_declare_what_they_write():
     row = {"length": 10, "limit": 20, "status": FinishReason.RUNNING, "last_token": 4, "stops": (3,)}
     f = slots_of([row, row])
     slots, drafts, table = torch.tensor([1, 0]).int(), torch.zeros(2, 2).int(), torch.ones(3, 9).int()
-    committed = (torch.ones(2, 3).int(), drafts, slots, f.length, f.limit, f.status, f.last_token, f.stop_ids)
+    committed = (torch.ones(2, 3).int(), drafts, slots, f.length, f.limit, f.status, f.last_token, f.stop_ids, f.history)
     torch.library.opcheck(torch.ops.unisono.commit.default, committed, test_utils="test_schema")
     given = (slots, drafts, f.length, f.limit, f.status, f.last_token, table, PAGE)
     torch.library.opcheck(torch.ops.unisono.round_inputs.default, given)

@@ -84,7 +84,9 @@ def round_program(parts: Parts) -> Program:
 
 
 def _commit(picks: torch.Tensor, drafts: torch.Tensor, rows: torch.Tensor, slots: Slots) -> torch.Tensor:
-    return commit(picks, drafts, rows, slots.length, slots.limit, slots.status, slots.last_token, slots.stop_ids)
+    return commit(
+        picks, drafts, rows, slots.length, slots.limit, slots.status, slots.last_token, slots.stop_ids, slots.history
+    )
 
 
 def extend_program(parts: Parts, max_rows: int) -> Program:

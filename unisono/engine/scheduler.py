@@ -143,7 +143,7 @@ class Scheduler:
         request = sequence.request
         tokens = sequence.tokens
         sequence.pages, sequence.extended = pages, pages.cached_tokens
-        sequence.slot = self.slots.claim(len(tokens), tokens[-1], sequence.limit, request.params, request.stop_ids)
+        sequence.slot = self.slots.claim(tokens, sequence.limit, request.params, request.stop_ids)
         self.slots.write_pages(sequence.slot, pages.pages)
         sequence.mapped = len(pages.entries)
         if sequence.cached_tokens is None:

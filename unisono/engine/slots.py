@@ -39,9 +39,11 @@ _ROW = Shape(1)  # no slot field depends on the shape of a pass
 
 
 class Slots:
-    """``[slots + 1]`` rows of :data:`SLOT_SCHEMA` in one int32 arena, and ``page_table [slots + 1, pages]``.
+    """``[slots + 1]`` rows of :data:`SLOT_SCHEMA` in one int32 arena.
 
     Each field is an attribute: a strided view of the arena, ``[S]`` or ``[S, n]``, float32 ones bitcast.
+    Beside it, int32: ``page_table [S, pages]``, and ``history [S, max_model_len]``, every committed token at its
+    position.
     """
 
     length: torch.Tensor
@@ -69,26 +71,27 @@ class Slots:
             view = self._arena[:, at : at + size].view(field.dtype)
             setattr(self, field.name, view if field.shape else view.squeeze(1))
             at += size
-        max_pages = pages_for(max_model_len)
-        self.page_table = torch.full((num_slots + 1, max_pages), PADDING_PAGE, dtype=torch.int32, device=device)
+        tables = {"dtype": torch.int32, "device": device}
+        self.page_table = torch.full((num_slots + 1, pages_for(max_model_len)), PADDING_PAGE, **tables)
+        self.history = torch.zeros((num_slots + 1, max_model_len), **tables)
 
     @property
     def available(self) -> int:
         return len(self._free)
 
-    def claim(self, length: int, last_token: int, limit: int, params: SamplingParams, stop_ids: Sequence[int]) -> int:
-        """Take a free slot and write its row, in one device copy; returns the slot.
+    def claim(self, tokens: Sequence[int], limit: int, params: SamplingParams, stop_ids: Sequence[int]) -> int:
+        """Take a free slot and write its row and history; returns the slot.
 
-        length: committed tokens; limit: total length at which the request ends.
+        tokens: the committed ones; limit: total length at which the request ends.
         """
         slot = self._free.pop()
         seed = params.seed or 0
         row = self._row(
             {
-                "length": length,
+                "length": len(tokens),
                 "limit": limit,
                 "status": FinishReason.RUNNING,
-                "last_token": last_token,
+                "last_token": tokens[-1],
                 "temperature": params.temperature,
                 "top_k": params.top_k,
                 "top_p": params.top_p,
@@ -99,6 +102,7 @@ class Slots:
             }
         )
         self._upload(self._arena[slot], row)
+        self._upload(self.history[slot, : len(tokens)], np.asarray(tokens, dtype=np.int32))
         return slot
 
     def write_pages(self, slot: int, pages: Sequence[int]) -> None:

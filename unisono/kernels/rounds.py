@@ -80,11 +80,12 @@ def _extend_inputs_kernel(
 
 @triton.jit
 def _commit_kernel(
-    tokens, drafts, slots, length, limit, status, last_token, stop_ids, result,
-    stride, W, BLOCK_W: tl.constexpr,
+    tokens, drafts, slots, length, limit, status, last_token, stop_ids, history, result,
+    stride, max_tokens, W, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    field = tl.load(slots + row) * stride
+    slot = tl.load(slots + row)
+    field = slot * stride
     before = tl.load(length + field)
     state = tl.load(status + field)
     active = state == RUNNING
@@ -108,6 +109,7 @@ def _commit_kernel(
     tl.store(length + field, before + count, mask=active)
     tl.store(status + field, state, mask=active)
     tl.store(last_token + field, last, mask=count > 0)
+    tl.store(history + slot.to(tl.int64) * max_tokens + before + j, token, mask=j < count)
     out = result + row * (W + 2)
     tl.store(out, count)
     tl.store(out + 1, state)
@@ -206,20 +208,20 @@ def extend_inputs_cpu(
 
 def _commit_meta(
     tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, limit: Tensor,
-    status: Tensor, last_token: Tensor, stop_ids: Tensor,
+    status: Tensor, last_token: Tensor, stop_ids: Tensor, history: Tensor,
 ) -> Tensor:  # fmt: skip
     return tokens.new_empty(tokens.shape[0], tokens.shape[1] + 2)
 
 
 def launch_commit(
     tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, limit: Tensor,
-    status: Tensor, last_token: Tensor, stop_ids: Tensor,
+    status: Tensor, last_token: Tensor, stop_ids: Tensor, history: Tensor,
 ) -> Tensor:  # fmt: skip
-    result = _commit_meta(tokens, drafts, slots, length, limit, status, last_token, stop_ids)
+    result = _commit_meta(tokens, drafts, slots, length, limit, status, last_token, stop_ids, history)
     rows, width = tokens.shape
     _commit_kernel[(rows,)](
-        tokens.contiguous(), drafts.contiguous(), slots, length, limit, status, last_token, stop_ids, result,
-        _one_stride(length, limit, status, last_token, stop_ids), width,
+        tokens.contiguous(), drafts.contiguous(), slots, length, limit, status, last_token, stop_ids, history, result,
+        _one_stride(length, limit, status, last_token, stop_ids), history.stride(0), width,
         BLOCK_W=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
     return result
@@ -227,7 +229,7 @@ def launch_commit(
 
 def commit_cpu(
     tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, limit: Tensor,
-    status: Tensor, last_token: Tensor, stop_ids: Tensor,
+    status: Tensor, last_token: Tensor, stop_ids: Tensor, history: Tensor,
 ) -> Tensor:  # fmt: skip
     slot = slots.long()
     before, state = length[slot], status[slot]
@@ -247,6 +249,8 @@ def commit_cpu(
     status[slot[active]] = state[active]
     moved = count > 0
     last_token[slot[moved]] = tokens[moved, count[moved].long() - 1]
+    row, column = (j < count[:, None]).nonzero(as_tuple=True)
+    history[slot[row], before[row].long() + column] = tokens[row, column]
     return torch.cat((count[:, None], state[:, None], tokens.where(j < count[:, None], -1)), 1)
 
 
@@ -262,7 +266,7 @@ define(
 register("extend_inputs", cuda=launch_extend_inputs, cpu=extend_inputs_cpu, meta=_extend_inputs_meta)
 define(
     "commit(Tensor tokens, Tensor drafts, Tensor slots, Tensor(a!) length, Tensor limit, Tensor(b!) status,"
-    " Tensor(c!) last_token, Tensor stop_ids) -> Tensor"
+    " Tensor(c!) last_token, Tensor stop_ids, Tensor(d!) history) -> Tensor"
 )
 register("commit", cuda=launch_commit, cpu=commit_cpu, meta=_commit_meta)
 
@@ -300,19 +304,20 @@ def extend_inputs(
 
 def commit(
     tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, limit: Tensor,
-    status: Tensor, last_token: Tensor, stop_ids: Tensor,
+    status: Tensor, last_token: Tensor, stop_ids: Tensor, history: Tensor,
 ) -> Tensor:  # fmt: skip
     """Accept the drafts that equal the target's picks and write the outcome into the slots.
 
     tokens [R, W] (the target's picks), drafts [R, W - 1], slots [R]; length, limit, status, last_token [S],
-    stop_ids [S, 16] (-1: none); all int32; length, status and last_token are written.
+    stop_ids [S, 16] (-1: none), history [S, max_tokens]; all int32. Writes length, status, last_token, and the
+    committed tokens into history at their positions.
     Returns result [R, W + 2] int32: count, status, then the committed tokens, -1 after ``count``.
 
     A row commits the picks behind its longest matching prefix of drafts and one more, cut after the first
     stop id (STOP) and at ``limit`` (LENGTH; STOP wins on the same token). An inactive row commits nothing
     and reports its status. No active slot may occur in two rows.
     """
-    return torch.ops.unisono.commit(tokens, drafts, slots, length, limit, status, last_token, stop_ids)
+    return torch.ops.unisono.commit(tokens, drafts, slots, length, limit, status, last_token, stop_ids, history)
 
 
 def _ints(names: str, scalars: str) -> dict[str, str]:
@@ -336,7 +341,7 @@ AOT: list[AotCase] = [
     ),
     AotCase(
         _commit_kernel,
-        _ints("tokens drafts slots length limit status last_token stop_ids result", "stride W"),
+        _ints("tokens drafts slots length limit status last_token stop_ids history result", "stride max_tokens W"),
         {"BLOCK_W": 8},
         num_warps=1,
     ),
