@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from unisono.types import ConfigError
+from unisono.types import ConfigError, SpeculativeConfig
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
@@ -31,6 +31,8 @@ class EngineConfig:
     max_num_seqs: requests that run at once. max_num_batched_tokens: prompt tokens per extend pass.
     load_format: auto, or dummy for random weights (needs config.json only).
     enforce_eager: capture no graph; every pass runs eagerly and is counted.
+    speculative: how drafts are made; None decodes without. synthetic_acceptance_length: benchmarks only: accept so
+    many tokens a round on average, bonus included, whatever the drafts are; the text is then meaningless.
     """
 
     model: str = "tiny"
@@ -45,6 +47,8 @@ class EngineConfig:
     enforce_eager: bool = False
     device: str = "auto"
     num_pages: int | None = None
+    speculative: SpeculativeConfig | None = None
+    synthetic_acceptance_length: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
@@ -59,6 +63,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: give at least {low}.")
+        forced = self.synthetic_acceptance_length
+        longest = 1 + (self.speculative.num_speculative_tokens if self.speculative else 0)
+        if forced is not None and not 1 <= forced <= longest:
+            raise ConfigError(f"--synthetic-acceptance-length {forced}: give 1 to {longest} (1 + k).")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to {2**63 - 1}.")
 
@@ -138,6 +146,8 @@ class ResolvedConfig:
             "gpu_memory_utilization": self.asked.gpu_memory_utilization,
             "enforce_eager": self.asked.enforce_eager,
             "seed": self.asked.seed,
+            "speculative": dataclasses.asdict(self.asked.speculative) if self.asked.speculative else None,
+            "synthetic_acceptance_length": self.asked.synthetic_acceptance_length,
         }
         return {"settings": settings, "decisions": [dataclasses.asdict(d) for d in self.decisions]}
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 MAX_STOP_IDS = 16
 """Stop token ids (EOS ids included) a slot holds on the device."""
@@ -72,6 +74,37 @@ def _is_real(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+MAX_DRAFTS = 15
+"""Drafts per round at most."""
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How drafts are made; the JSON of ``--speculative-config`` has vLLM's names.
+
+    method: a drafter of the catalog. model: its checkpoint, if it has one. num_speculative_tokens: k, drafts per
+    round. options: what this method alone understands; the drafter refuses the rest.
+    """
+
+    method: str = "none"
+    model: str | None = None
+    num_speculative_tokens: int = 3
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        k = self.num_speculative_tokens
+        if not (_is_int(k) and 1 <= k <= MAX_DRAFTS):
+            raise ConfigError(f"num_speculative_tokens={k!r}: give a whole number from 1 to {MAX_DRAFTS}.")
+
+    @staticmethod
+    def parse(given: Mapping[str, Any]) -> SpeculativeConfig:
+        """From vLLM's flat form: every key that is no field of this class is an option of the method."""
+        if not isinstance(given.get("method"), str):
+            raise ConfigError(f'the speculative config needs a "method"; it has {sorted(given)}.')
+        known = {k: given[k] for k in ("method", "model", "num_speculative_tokens") if k in given}
+        return SpeculativeConfig(**known, options={k: v for k, v in given.items() if k not in known})
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request picks its tokens. Names and defaults are vLLM's.
@@ -85,6 +118,7 @@ class SamplingParams:
     stop: strings that end the text (not included in it).
     stop_token_ids: ids that end the request beside the model's EOS ids.
     ignore_eos: go on after EOS (for benchmarks).
+    max_drafts: drafts per round at most for this request; 0 turns speculation off; None takes the engine's k.
 
     Raises BadRequest naming the value and the limit.
     """
@@ -98,6 +132,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    max_drafts: int | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -119,6 +154,8 @@ class SamplingParams:
         _require(ok, "seed", self.seed, f"it must be a whole number from 0 to {MAX_SEED}")
         ok = self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1)
         _require(ok, "max_tokens", self.max_tokens, "it must be a whole number ≥ 1")
+        ok = self.max_drafts is None or (_is_int(self.max_drafts) and self.max_drafts >= 0)
+        _require(ok, "max_drafts", self.max_drafts, "it must be a whole number ≥ 0; 0 turns speculation off")
         ok = all(isinstance(s, str) and s for s in self.stop)
         _require(ok, "stop", self.stop, "every stop string must be a non-empty string")
         ok = all(_is_int(t) and t >= 0 for t in self.stop_token_ids)

@@ -113,7 +113,7 @@ class Session:
             width=width,
             query_start=None if starts is None else torch.tensor(starts, **self.ints),
         )
-        hidden = self.decoder(torch.tensor(tokens, **self.ints), inputs, self.kv)
+        hidden, _ = self.decoder(torch.tensor(tokens, **self.ints), inputs, self.kv)
         return self.decoder.logits(hidden)
 
 

@@ -6,6 +6,7 @@ The fake engine repeats the prompt, so every expected text is known.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -260,6 +261,7 @@ def test_64_clients_at_once(server: Server) -> None:
     assert server.info()["requests"]["running"] == 0
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
 def test_curl(server: Server) -> None:
     command = ["curl", "-sN", f"{server.url}/v1/completions", "-H", "Content-Type: application/json"]
     body = json.dumps({"prompt": "ab", "max_tokens": 4, "stream": True})

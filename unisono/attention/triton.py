@@ -12,8 +12,8 @@ from unisono.kernels.attention import (
     attention_round,
 )
 
-MAX_PARTIALS = 1024
-"""KV splits per pass that the workspace holds, 2 · 4 · W · Hq · D bytes each; beyond it rows are walked whole."""
+WORKSPACE_TOKENS = 2048
+"""Tokens × KV splits that a round's workspace holds, at 4 · Hq · (D + 2) bytes each: 34 MB at 32 heads of 128."""
 
 PROGRAMS_PER_PROCESSOR = 2
 """Attention programs that a multiprocessor runs at a time."""
@@ -42,7 +42,7 @@ class TritonAttention:
         if inputs.width is not None:
             rows, max_pages = inputs.slots.shape[0], inputs.page_table.shape[1]
             programs = self.processors * PROGRAMS_PER_PROCESSOR
-            partials = min(rows * max_pages, MAX_PARTIALS)
+            partials = min(rows * max_pages, WORKSPACE_TOKENS // inputs.width)
             inputs.plan = attention_plan(
                 inputs.slots, inputs.kv_len, inputs.width, self.num_kv_heads, partials, programs
             )

@@ -39,7 +39,7 @@ class Host:
     the last slot is the padding slot. attention: makes a backend for (query heads, KV heads).
     pick: ``pick(logits [R, V], slots [R], offset, ids)``: the sampling rule with the request's own parameters
     and noise, for position length + offset; ``ids`` maps columns to target token ids (None: the same).
-    dtype, device: of weights and KV. max_model_len, num_pages, page_size: of the cache that page tables index.
+    dtype, device: of weights and KV. max_model_len, page_size: of the cache that page tables index.
     """
 
     target: Decoder
@@ -49,7 +49,6 @@ class Host:
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
-    num_pages: int
     page_size: int
 
 
@@ -91,19 +90,23 @@ class PromptPass:
 class Drafter(Protocol):
     """Proposes tokens and catches up with what the target committed.
 
+    Made by ``DrafterClass(spec, target)`` of the :class:`unisono.types.SpeculativeConfig` and the target's
+    DecoderConfig, before any weights are loaded; raises ConfigError or CheckpointError for what cannot be drafted.
+
     name: as in the catalog. num_drafts: k. needs: what it wants captured from the target's passes.
-    page_bytes: bytes of its own KV and per-page state for each page of the cache, known before :meth:`bind`.
+    page_bytes: bytes of its own KV and per-page state for each page of the cache.
     """
 
     name: str
     num_drafts: int
     needs: Needs
-
-    @property
-    def page_bytes(self) -> int: ...
+    page_bytes: int
 
     def bind(self, host: Host) -> None:
-        """Allocate KV and per-slot state, share what the checkpoint says is shared. Before any capture."""
+        """Load weights, share what the checkpoint says is shared, allocate per-slot state [S, …]."""
+
+    def allocate(self, num_pages: int) -> None:
+        """Allocate KV and per-page state. Called once to measure memory, then for good; before any capture."""
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
         """Write ``drafts [R, k]`` int32 for the requests in ``slots [R]`` int32; -1 drafts nothing."""

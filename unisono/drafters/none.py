@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from unisono.program import Field, Needs
+from unisono.drafters.base import Host, PromptPass, Verified
+from unisono.program import Needs
 
 
 class NoDrafter:
@@ -12,14 +15,23 @@ class NoDrafter:
 
     name = "none"
     num_drafts = 0
-    slot_state: tuple[Field, ...] = ()
     needs = Needs()
+    page_bytes = 0
+
+    def __init__(self, spec: Any = None, target: Any = None) -> None:
+        pass
+
+    def bind(self, host: Host) -> None:
+        pass
+
+    def allocate(self, num_pages: int) -> None:
+        pass
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
         pass
 
-    def observe(self, slots: torch.Tensor, committed: torch.Tensor) -> None:
+    def observe(self, verified: Verified) -> None:
         pass
 
-    def observe_prompt(self, slots: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+    def observe_prompt(self, prompt: PromptPass) -> None:
         pass

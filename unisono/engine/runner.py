@@ -19,15 +19,18 @@ from unisono.cache.kv import PAGE_SIZE, KVCache, KVShape
 from unisono.cache.pages import pages_for
 from unisono.config import ResolvedConfig
 from unisono.engine.programs import Parts, extend_program, round_program
+from unisono.drafters.base import Drafter, Host
 from unisono.engine.scheduler import Extend, Round, Sequence
 from unisono.engine.slots import Slots
 from unisono.graphs.planner import Buckets, Planner, row_buckets
 from unisono.kernels.linear import TRITON_ROWS, prove_exact
 from unisono.layers.linear import Linear
 from unisono.models.checkpoint import Checkpoint
+from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
 from unisono.program import Buffers, Graph, Key, Needs, Pending, Reason, Shape
-from unisono.types import ConfigError
+from unisono.sampling.pipeline import pick
+from unisono.types import ConfigError, SpeculativeConfig
 
 MAX_EXTEND_ROWS = 32
 """Requests in one prompt pass at most."""
@@ -80,16 +83,38 @@ class Runner:
             with _Stage(self, "prove exact"):
                 self._prove_exact()
         self.slots = Slots(config.max_num_seqs, config.max_model_len, config.device)
-        drafter = catalog.drafters.load("none")()
+        drafter = self._drafter(c)
         shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
-        self._parts = lambda kv: Parts(self.model, attention, drafter, self.slots, kv.layers)
+        forced = config.asked.synthetic_acceptance_length
+        self._parts = lambda kv: Parts(self.model, drafter, self.slots, kv.layers, forced)
         with _Stage(self, "size the KV cache"):
-            self.kv = KVCache(shape, self._num_pages(shape), config.device)
+            self.kv = KVCache(shape, self._num_pages(shape, drafter), config.device)
+            drafter.allocate(self.kv.num_pages)
         self.planner = Planner(config.device, enabled=not config.asked.enforce_eager)
         self.width, self.needs = 1 + drafter.num_drafts, drafter.needs
         with _Stage(self, "capture"):
             self._capture(progress)
+
+    def _drafter(self, target: DecoderConfig) -> Drafter:
+        """The drafter that was asked for, bound to the target; ``none`` by default."""
+        config = self.config
+        spec = config.asked.speculative or SpeculativeConfig()
+        drafter = catalog.drafters.load(spec.method)(spec, target)
+        slots, backend = self.slots, catalog.attention.load(config.attention_backend)
+        drafter.bind(
+            Host(
+                target=self.model,
+                slots=slots,
+                attention=lambda heads, kv_heads: backend(heads, kv_heads, config.device),
+                pick=lambda logits, rows, offset, ids: pick(logits, rows, 1, slots, offset, ids),
+                dtype=config.dtype,
+                device=config.device,
+                max_model_len=config.max_model_len,
+                page_size=PAGE_SIZE,
+            )
+        )
+        return drafter
 
     def _prove_exact(self) -> None:
         """Check, for each shape of product, that the BLAS that serves long passes gives the kernel's bits."""
@@ -115,24 +140,25 @@ class Runner:
 
         self.planner.capture(plan, captured)
 
-    def _num_pages(self, shape: KVShape) -> int:
+    def _num_pages(self, shape: KVShape, drafter: Drafter) -> int:
         """Pages that fit; on a GPU measured, by running the largest prompt pass first."""
         asked, config = self.config.asked.num_pages, self.config
+        page_bytes = shape.page_bytes + drafter.page_bytes
         whole = config.max_num_seqs * pages_for(config.max_model_len) + 1  # more can never be used
         if config.device.type == "cpu":
-            pages, why = min(whole, CPU_KV_BYTES // shape.page_bytes), f"{CPU_KV_BYTES >> 20} MiB at most on a CPU"
+            pages, why = min(whole, CPU_KV_BYTES // page_bytes), f"{CPU_KV_BYTES >> 20} MiB at most on a CPU"
         else:
-            used = self._peak_bytes(shape)
+            used = self._peak_bytes(shape, drafter)
             budget = int(config.asked.gpu_memory_utilization * torch.cuda.mem_get_info()[1]) - used - GRAPH_RESERVE
             pages, why = (
-                min(whole, budget // shape.page_bytes),
+                min(whole, budget // page_bytes),
                 f"measured: weights and the largest pass take {used >> 20} MiB",
             )
         pages = asked or pages
         capacity = (pages - 1) * PAGE_SIZE
         if capacity < PAGE_SIZE:
             raise ConfigError(
-                f"the model leaves room for {max(0, pages)} KV pages of {shape.page_bytes} bytes ({why}): "
+                f"the model leaves room for {max(0, pages)} KV pages of {page_bytes} bytes ({why}): "
                 "raise --gpu-memory-utilization or lower --max-num-batched-tokens."
             )
         if capacity < config.max_model_len:
@@ -147,8 +173,9 @@ class Runner:
             self.config = self.config.decide("num_pages", pages, f"{PAGE_SIZE} tokens each; {why}")
         return pages
 
-    def _peak_bytes(self, shape: KVShape) -> int:
+    def _peak_bytes(self, shape: KVShape, drafter: Drafter) -> int:
         """Bytes of the card in use at the peak of the largest prompt pass, other programs' included."""
+        drafter.allocate(2)
         program = extend_program(self._parts(KVCache(shape, 2, self.config.device)), self.max_extend_rows)
         torch.cuda.synchronize()
         before = torch.cuda.memory_reserved()
@@ -183,7 +210,10 @@ class Runner:
         query_start = np.full(self.max_extend_rows + 1, total)
         query_start[: len(edges)] = edges
         batch = {
-            "token_ids": np.concatenate([np.asarray(c.sequence.tokens[c.start : c.end]) for c in chunks]),
+            "token_ids": np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks]),
+            "next_ids": np.concatenate(
+                [(c.sequence.tokens[c.start + 1 : c.end + 1] + [0])[: c.end - c.start] for c in chunks]
+            ),
             "slots": [c.sequence.slot for c in chunks],
             "query_start": query_start,
             "start": [c.start for c in chunks],

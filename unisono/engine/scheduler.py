@@ -131,11 +131,13 @@ class Scheduler:
             pages = self.pool.open(sequence.tokens)
             # One page of headroom per running request, or admission would be undone by preemption.
             headroom = len(self.running) + len(self.extending)
-            need = pages_for(len(sequence.tokens)) - len(pages.entries)
+            # The first sampled token's page too: drafters may look one token ahead.
+            tokens = min(len(sequence.tokens) + 1, sequence.limit)
+            need = pages_for(tokens) - len(pages.entries)
             if need + headroom > self.pool.available:
                 pages.release()
                 return
-            pages.reserve(len(sequence.tokens))
+            pages.reserve(tokens)
             self.waiting.popleft()
             self._start(sequence, pages)
 
@@ -183,7 +185,7 @@ class Scheduler:
 
         Without a pass in flight, whoever arrived last gives pages back until it fits.
         """
-        worst = len(sequence.tokens) + (sequence.in_flight + 1) * self.width - 1
+        worst = len(sequence.tokens) + (sequence.in_flight + 1) * self.width
         while sequence.pages is not None:
             try:
                 sequence.pages.reserve(min(worst, sequence.limit))

@@ -17,7 +17,7 @@ import torch
 from unisono.cache.kv import PADDING_PAGE
 from unisono.cache.pages import pages_for
 from unisono.program import Field, Schema, Shape
-from unisono.types import MAX_STOP_IDS, FinishReason, SamplingParams
+from unisono.types import MAX_DRAFTS, MAX_STOP_IDS, FinishReason, SamplingParams
 
 SLOT_SCHEMA = Schema(
     (
@@ -31,6 +31,7 @@ SLOT_SCHEMA = Schema(
         Field("min_p", torch.float32, ()),
         Field("seed_lo", torch.int32, ()),
         Field("seed_hi", torch.int32, ()),
+        Field("max_drafts", torch.int32, ()),
         Field("stop_ids", torch.int32, (MAX_STOP_IDS,), pad=-1),
     )
 )
@@ -56,6 +57,7 @@ class Slots:
     min_p: torch.Tensor
     seed_lo: torch.Tensor
     seed_hi: torch.Tensor
+    max_drafts: torch.Tensor
     stop_ids: torch.Tensor
 
     def __init__(self, num_slots: int, max_model_len: int, device: torch.device) -> None:
@@ -98,6 +100,7 @@ class Slots:
                 "min_p": params.min_p,
                 "seed_lo": _signed(seed & 0xFFFFFFFF),
                 "seed_hi": _signed(seed >> 32),
+                "max_drafts": MAX_DRAFTS if params.max_drafts is None else min(params.max_drafts, MAX_DRAFTS),
                 "stop_ids": list(stop_ids) + [-1] * (MAX_STOP_IDS - len(stop_ids)),
             }
         )

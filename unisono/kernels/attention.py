@@ -84,13 +84,21 @@ def _padded_dim(head_dim: int) -> int:
     return max(triton.next_power_of_2(head_dim), 16)
 
 
-def _stages(q: torch.Tensor) -> int:
-    """Pipeline depth: two buffers of keys and values in shared memory if they fit, one if not."""
-    return 5 if _padded_dim(q.shape[-1]) * q.element_size() <= 256 else 3
+def _tile_rows(q: torch.Tensor, wanted: int, group: int, most: int) -> int:
+    """Rows of a query tile: a power of two that holds one token's heads and ``wanted`` rows, or what fits."""
+    fits = 16 if q.dtype == torch.float32 else min(most, 2**14 // _padded_dim(q.shape[-1]))
+    return triton.next_power_of_2(max(min(wanted, fits), group, 16))
 
 
-def _round_programs(device: torch.device) -> int:
-    """Programs that share a round's work: enough waves of short ones for the hardware to balance."""
+def _launch_options(q: torch.Tensor, tile_rows: int) -> dict[str, int]:
+    """Two accumulators per row must fit the registers, and two buffers of keys and values shared memory."""
+    dim, size = _padded_dim(q.shape[-1]), q.element_size()
+    wide = tile_rows * max(dim, 128) >= 2**14 or q.dtype == torch.float32
+    return {"num_warps": 8 if wide else 4, "num_stages": 5 if dim * size <= 256 else 3}
+
+
+def _programs(device: torch.device) -> int:
+    """Programs that share a round's work: several waves, so that the hardware balances uneven rows."""
     if device.type != "cuda":
         return 4
     return 8 * torch.cuda.get_device_properties(device).multi_processor_count
@@ -114,23 +122,22 @@ def launch_attention_round(
     **options: int,
 ) -> torch.Tensor:
     """See :func:`attention_round`. ``options`` override the launch's (for tuning)."""
-    tokens, heads, head_dim = q.shape
+    _, heads, head_dim = q.shape
     (rows, width, kv_heads), group = arrivals.shape, heads // arrivals.shape[2]
-    tile_rows = min(triton.next_power_of_2(max(width * group, 16)), max(triton.next_power_of_2(group), 64))
+    tile_rows = _tile_rows(q, width * group, group, most=64)
     tile_tokens = min(tile_rows // group, width)
-    tiles, used_rows = triton.cdiv(width, tile_tokens), triton.next_power_of_2(tile_tokens * group)
+    shares = triton.cdiv(width, tile_tokens) * kv_heads  # per work item
     capacity = work.shape[0]
-    state = q.new_empty((capacity - rows) * tokens // rows, heads, 2, dtype=torch.float32)
-    acc = q.new_empty((capacity - rows) * tokens // rows, heads, head_dim, dtype=torch.float32)
+    state = q.new_empty((capacity - rows) * width, heads, 2, dtype=torch.float32)
+    acc = q.new_empty((capacity - rows) * width, heads, head_dim, dtype=torch.float32)
     out = _attended(q)
-    options = {"num_warps": 4, "num_stages": _stages(q)} | options
-    programs = options.pop("programs", _round_programs(q.device))
-    programs = min(programs, capacity * tiles * kv_heads)
+    options = _launch_options(q, tile_rows) | {"programs": _programs(q.device)} | options
+    programs = min(options.pop("programs"), capacity * shares)
     round_kernel[(programs,)](
         q, k_cache, v_cache, page_table, positions, work, count, arrivals, state, acc, out,
         page_table.stride(0), k_cache.stride(0), window, scale * LOG2_E,
-        width, heads, kv_heads, head_dim, _padded_dim(head_dim), k_cache.shape[2], tile_rows, used_rows, KEYS, SPLIT,
-        window > 0, **options,
+        width, heads, kv_heads, head_dim, _padded_dim(head_dim), k_cache.shape[2], tile_rows,
+        triton.next_power_of_2(tile_tokens * group), KEYS, SPLIT, window > 0, **options,
     )  # fmt: skip
     return out
 
@@ -151,16 +158,16 @@ def launch_attention_extend(
     """See :func:`attention_extend`. ``options`` override the launch's (for tuning)."""
     _, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
-    dim, group = _padded_dim(head_dim), heads // kv_heads
-    most_rows = max(2**15 // (dim * q.element_size()), 16)  # 32 KiB of queries
-    tile_rows = triton.next_power_of_2(max(min(tile_tokens * group, most_rows), group, 16))
+    group = heads // kv_heads
+    tile_rows = _tile_rows(q, tile_tokens * group, group, most=128)
     parts = triton.cdiv(tile_tokens, tile_rows // group)
     out = _attended(q)
-    options = {"num_warps": 8 if tile_rows == 128 else 4, "num_stages": _stages(q)} | options
+    options = _launch_options(q, tile_rows) | options
     extend_kernel[(tiles.shape[0] * parts * kv_heads,)](
         q, k_cache, v_cache, page_table, positions, tiles, count, out,
         page_table.stride(0), k_cache.stride(0), window, scale * LOG2_E,
-        heads, kv_heads, head_dim, dim, k_cache.shape[2], tile_rows, parts, KEYS, SPLIT, window > 0, **options,
+        heads, kv_heads, head_dim, _padded_dim(head_dim), k_cache.shape[2], tile_rows, parts, KEYS, SPLIT,
+        window > 0, **options,
     )  # fmt: skip
     return out
 

@@ -116,6 +116,14 @@ def _commit_kernel(
     tl.store(out + 2 + j, tl.where(j < count, token, -1), mask=j < W)
 
 
+@triton.jit
+def _limit_drafts_kernel(drafts, slots, max_drafts, stride, count, K, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    most = tl.load(max_drafts + tl.load(slots + i // K, mask=inside, other=0) * stride, mask=inside, other=0)
+    tl.store(drafts + i, -1, mask=inside & (i % K >= most))
+
+
 RoundInputs = tuple[Tensor, Tensor, Tensor, Tensor]
 ExtendInputs = tuple[Tensor, Tensor, Tensor]
 
@@ -254,6 +262,40 @@ def commit_cpu(
     return torch.cat((count[:, None], state[:, None], tokens.where(j < count[:, None], -1)), 1)
 
 
+def launch_limit_drafts(drafts: Tensor, slots: Tensor, max_drafts: Tensor) -> None:
+    count, block = drafts.numel(), 128
+    _limit_drafts_kernel[(triton.cdiv(count, block),)](
+        drafts, slots, max_drafts, max_drafts.stride(0), count, drafts.shape[1], BLOCK=block
+    )
+
+
+def limit_drafts_cpu(drafts: Tensor, slots: Tensor, max_drafts: Tensor) -> None:
+    column = torch.arange(drafts.shape[1], dtype=torch.int32)
+    drafts.masked_fill_(column >= max_drafts[slots.long()][:, None], -1)
+
+
+def force_drafts(drafts: Tensor, picks: Tensor, slots: Tensor, length: Tensor, mean: float) -> None:
+    """Benchmarks only: overwrite drafts [R, k] so that ``mean`` tokens a round are committed on average.
+
+    The accepted count of a row is floor or ceil of ``mean`` - 1, by a hash of its length: no host value, so
+    that it can be captured. picks [R, 1 + k], slots [R], length [S]; all int32.
+    """
+    whole, part = divmod(mean - 1, 1.0)
+    mixed = (length[slots.long()].long() * 40503 + slots.long() * 9973) % 65536
+    accepted = (whole + (mixed < part * 65536).long())[:, None]
+    column = torch.arange(drafts.shape[1], device=drafts.device)
+    drafts.copy_(torch.where(column < accepted, picks[:, :-1], -1))
+
+
+define("limit_drafts(Tensor(a!) drafts, Tensor slots, Tensor max_drafts) -> ()")
+register("limit_drafts", cuda=launch_limit_drafts, cpu=limit_drafts_cpu, meta=lambda *args: None)
+
+
+def limit_drafts(drafts: Tensor, slots: Tensor, max_drafts: Tensor) -> None:
+    """Make drafts [R, k] beyond each request's own ``max_drafts [S]`` -1, which never matches. slots [R]; all int32."""
+    torch.ops.unisono.limit_drafts(drafts, slots, max_drafts)
+
+
 define(
     "round_inputs(Tensor slots, Tensor drafts, Tensor length, Tensor limit, Tensor status, Tensor last_token,"
     " Tensor page_table, int page_size) -> (Tensor, Tensor, Tensor, Tensor)"
@@ -345,4 +387,5 @@ AOT: list[AotCase] = [
         {"BLOCK_W": 8},
         num_warps=1,
     ),
+    AotCase(_limit_drafts_kernel, _ints("drafts slots max_drafts", "stride count K"), {"BLOCK": 128}),
 ]

@@ -34,9 +34,8 @@ RUNNING = tl.constexpr(int(FinishReason.RUNNING))
 GREEDY_BELOW = tl.constexpr(1e-5)
 """Temperatures under this are greedy: dividing by them would overflow."""
 
-FILTER_LANES = 16384
-FILTER_WARPS = 16
-PICK_BLOCK = 2048
+FILTER_LANES, FILTER_WARPS = 8192, 32
+PICK_BLOCK, PICK_WARPS = 2048, 8
 
 CACHED = 16384
 """Elements whose noise the twin computes at a time: what a core's cache holds."""
@@ -67,46 +66,89 @@ def _grid_value(key, UNUSED: tl.constexpr):
 
 
 @triton.jit
-def _weight(logit, least, top, inv_t, WEIGHTED: tl.constexpr):
-    """1 (to count) or the unnormalised probability of each logit at or above ``least``, else 0."""
-    weight = tl.exp((logit - top) * inv_t) if WEIGHTED else 1.0
-    return tl.where(logit >= least, weight, 0.0)
+def _load(row, at, V):
+    return tl.load(row + at, mask=at < V, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def _row_sum(row, least, top, inv_t, V, WEIGHTED: tl.constexpr, LANES: tl.constexpr):
-    """Sum of :func:`_weight` over a row: each lane its own column of it, then the lanes; fp32."""
-    lane = tl.arange(0, LANES)
-    acc = tl.zeros((LANES,), tl.float32)
-    for start in range(0, V, LANES):
-        logit = tl.load(row + start + lane, mask=start + lane < V, other=float("-inf")).to(tl.float32)
-        acc += _weight(logit, least, top, inv_t, WEIGHTED)
-    return tl.sum(acc)
+def _kth_key(row, lanes, low, high, k, V, UNUSED: tl.constexpr, LANES: tl.constexpr):
+    """The highest key in [low, high) at and above which ``k`` logits stand; ``low``, if nowhere.
 
-
-@triton.jit
-def _highest(row, lanes, low, high, target, top, inv_t, V,
-             WEIGHTED: tl.constexpr, UNUSED: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
-    """The highest key in [low, high) at and above which the row's weights sum to ``target``.
-
-    ``low`` is taken to reach it, ``high`` not to. ``lanes`` holds the maximum of each lane's column: logits
-    of the row, so where they alone reach the target, the row does. That bound costs no pass over memory and
-    mostly ends a step or two below the answer; from it the search gallops up, then bisects.
+    ``lanes`` holds the maximum of each lane's column. They are logits of the row, so where k of them stand,
+    k logits do: a bound that costs no pass over memory and mostly is the answer. From it the search gallops
+    up, then bisects.
     """
     above = high
     while above - low > 1:
         middle = (low + above) >> 1
-        enough = tl.sum(_weight(lanes, _grid_value(middle, UNUSED), top, inv_t, WEIGHTED)) >= target
+        enough = tl.sum((lanes >= _grid_value(middle, UNUSED)).to(tl.int32)) >= k
         low = tl.where(enough, middle, low)
         above = tl.where(enough, above, middle)
+    lane = tl.arange(0, LANES)
     step = (low - low) + (1 << (16 - UNUSED))
     while high - low > 1:
         middle = tl.minimum(low + step, (low + high) >> 1)
-        enough = _row_sum(row, _grid_value(middle, UNUSED), top, inv_t, V, WEIGHTED, LANES) >= target
+        least = _grid_value(middle, UNUSED)
+        count = tl.zeros((LANES,), tl.int32)
+        for start in range(0, V, LANES):
+            count += (_load(row, start + lane, V) >= least).to(tl.int32)
+        enough = tl.sum(count) >= k
         step = 4 * (middle - low)
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
     return low
+
+
+@triton.jit
+def _inner_key(value, low, high, UNUSED: tl.constexpr):
+    """The key of ``value``, moved strictly between ``low`` and ``high``."""
+    return tl.minimum(tl.maximum(_grid_key(value, UNUSED), low + 1), high - 1)
+
+
+@triton.jit
+def _nucleus_key(row, low, high, p, top, t, V, UNUSED: tl.constexpr, LANES: tl.constexpr):
+    """The highest key in [low, high) at and above which stands ``p`` of the mass at and above ``low``."""
+    scale = tl.div_rn(1.4426950408889634, t)  # exp(x / t) = exp2(x * scale)
+    shift = -top * scale
+    lane = tl.arange(0, LANES)
+    least = _grid_value(low, UNUSED)
+    mass = tl.zeros((LANES,), tl.float32)
+    for start in range(0, V, LANES):
+        logit = _load(row, start + lane, V)
+        mass += tl.where(logit >= least, tl.exp2(tl.fma(logit, scale, shift)), 0.0)
+    whole = tl.sum(mass)
+    target = p * whole
+    # V tokens lighter than this are half of what may be left out at most.
+    bound = top + t * tl.log(0.5 * (1.0 - p) * whole / V)
+    low = tl.minimum(tl.maximum(_grid_key(bound, UNUSED), low), high - 1)
+    while high - low > 1:
+        # A pass is mostly reading and exponentials, so it tries three: quarters of the values left, and the
+        # middle of the keys, which halves them even where they crowd around zero.
+        bottom = _grid_value(low, UNUSED)
+        span = _grid_value(high, UNUSED) - bottom
+        key0 = _inner_key(bottom + 0.25 * span, low, high, UNUSED)
+        key1 = (low + high) >> 1
+        key2 = _inner_key(bottom + 0.75 * span, low, high, UNUSED)
+        least0, least1, least2 = _grid_value(key0, UNUSED), _grid_value(key1, UNUSED), _grid_value(key2, UNUSED)
+        mass0 = tl.zeros((LANES,), tl.float32)
+        mass1 = tl.zeros((LANES,), tl.float32)
+        mass2 = tl.zeros((LANES,), tl.float32)
+        for start in range(0, V, LANES):
+            logit = _load(row, start + lane, V)
+            weight = tl.exp2(tl.fma(logit, scale, shift))
+            mass0 += tl.where(logit >= least0, weight, 0.0)
+            mass1 += tl.where(logit >= least1, weight, 0.0)
+            mass2 += tl.where(logit >= least2, weight, 0.0)
+        low, high = _narrow(low, high, key0, tl.sum(mass0) >= target)
+        low, high = _narrow(low, high, key1, tl.sum(mass1) >= target)
+        low, high = _narrow(low, high, key2, tl.sum(mass2) >= target)
+    return low
+
+
+@triton.jit
+def _narrow(low, high, key, enough):
+    """[low, high) after learning whether there is enough at and above ``key``."""
+    return tl.where(enough, tl.maximum(low, key), low), tl.where(enough, high, tl.minimum(high, key))
 
 
 @triton.jit
@@ -127,17 +169,15 @@ def _filter_kernel(
         lane = tl.arange(0, LANES)
         lanes = tl.full((LANES,), float("-inf"), tl.float32)
         for start in range(0, V, LANES):
-            logit = tl.load(row + start + lane, mask=start + lane < V, other=float("-inf")).to(tl.float32)
+            logit = _load(row, start + lane, V)
             lanes = tl.where(logit > lanes, logit, lanes)  # NaN is never greater
         top = tl.max(lanes)
-        inv_t = tl.div_rn(1.0, t)
         low = _grid_key(tl.full((), float("-inf"), tl.float32), UNUSED)
         high = _grid_key(top, UNUSED) + 1
         if (k > 0) & (k < V):
-            low = _highest(row, lanes, low, high, k.to(tl.float32), top, inv_t, V, False, UNUSED, LANES)
+            low = _kth_key(row, lanes, low, high, k, V, UNUSED, LANES)
         if p < 1.0:
-            mass = p * _row_sum(row, _grid_value(low, UNUSED), top, inv_t, V, True, LANES)
-            low = _highest(row, lanes, low, high, mass, top, inv_t, V, True, UNUSED, LANES)
+            low = _nucleus_key(row, low, high, p, top, t, V, UNUSED, LANES)
         least = _grid_value(low, UNUSED)
         if floor > 0.0:
             least = tl.maximum(least, top + t * tl.log(floor))
@@ -150,21 +190,22 @@ def _filter_kernel(
 
 @triton.jit
 def _pick_kernel(
-    logits, slots, length, status, temperature, seed_lo, seed_hi, threshold, best, arrived, tokens,
-    stride, row_stride, width, V, BLOCK: tl.constexpr,
+    logits, slots, length, status, temperature, seed_lo, seed_hi, ids, threshold, best, arrived, tokens,
+    stride, row_stride, width, offset, V, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     field = tl.load(slots + n // width) * stride
     if tl.load(status + field) == RUNNING:
-        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        token = tl.load(ids + column, mask=column < V, other=0x7FFFFFFF) if HAS_IDS else column
         row = logits + n.to(tl.int64) * row_stride
-        score = tl.load(row + token, mask=token < V, other=float("-inf")).to(tl.float32)
+        score = tl.load(row + column, mask=column < V, other=float("-inf")).to(tl.float32)
         score = tl.where(score == score, score, float("-inf"))
         t = tl.load(temperature + field)
         if t >= GREEDY_BELOW:
             kept = score >= tl.load(threshold + n)
             if tl.max(kept.to(tl.int32)) > 0:  # most blocks of a filtered row keep nothing: no noise for them
-                position = tl.load(length + field) + n % width
+                position = tl.load(length + field) + offset + n % width
                 noise = gumbel(token, position, tl.load(seed_lo + field), tl.load(seed_hi + field))
                 score = tl.fma(score, tl.div_rn(1.0, t), noise)
             score = tl.where(kept, score, float("-inf"))
@@ -199,7 +240,7 @@ def launch_filter(
 
 def launch_sample(
     logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
-    top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor,
+    top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     fields = (length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi)
     if len({field.stride(0) for field in fields}) > 1:
@@ -207,8 +248,8 @@ def launch_sample(
     rows, vocab = logits.shape
     threshold, best, arrived, tokens = launch_filter(logits, slots, width, status, temperature, top_k, top_p, min_p)
     _pick_kernel[(rows, triton.cdiv(vocab, PICK_BLOCK))](
-        logits, slots, length, status, temperature, seed_lo, seed_hi, threshold, best, arrived, tokens,
-        status.stride(0), logits.stride(0), width, vocab, BLOCK=PICK_BLOCK,
+        logits, slots, length, status, temperature, seed_lo, seed_hi, ids, threshold, best, arrived, tokens,
+        status.stride(0), logits.stride(0), width, offset, vocab, HAS_IDS=ids is not None, BLOCK=PICK_BLOCK,
     )  # fmt: skip
     return tokens
 
@@ -233,12 +274,12 @@ def thresholds_cpu(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Te
 
 def sample_cpu(
     logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
-    top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor,
+    top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     logits = logits.float().nan_to_num(-torch.inf, torch.inf, -torch.inf)
     slot = slots.long().repeat_interleave(width)
     running = status[slot] == RUNNING.value
-    tokens = logits.argmax(-1).where(running, 0).int()
+    best = logits.argmax(-1)
 
     row = (running & (temperature[slot] >= GREEDY_BELOW.value)).nonzero()[:, 0]
     slot = slot[row]
@@ -248,13 +289,14 @@ def sample_cpu(
     least = torch.full_like(t, -torch.inf)
     least[filtered] = thresholds_cpu(score[filtered], t[filtered], k[filtered], p[filtered], floor[filtered])
 
-    n, token = (score >= least[:, None]).nonzero(as_tuple=True)
-    keys = (token, (length[slot] + row % width)[n], seed_lo[slot][n], seed_hi[slot][n])
+    n, column = (score >= least[:, None]).nonzero(as_tuple=True)
+    token = column if ids is None else ids[column]
+    keys = (token, (length[slot] + offset + row % width)[n], seed_lo[slot][n], seed_hi[slot][n])
     noise = torch.cat([gumbel_cpu(*part) for part in zip(*(key.split(CACHED) for key in keys), strict=True)])
     drawn = torch.full_like(score, -torch.inf)
-    drawn[n, token] = score[n, token] * (1.0 / t)[n] + noise
-    tokens[row] = drawn.argmax(-1).int()
-    return tokens
+    drawn[n, column] = score[n, column] * (1.0 / t)[n] + noise
+    best[row] = drawn.argmax(-1)
+    return (best if ids is None else ids[best]).where(running, 0).int()
 
 
 def _sample_meta(logits: Tensor, slots: Tensor, *_: object) -> Tensor:
@@ -263,26 +305,27 @@ def _sample_meta(logits: Tensor, slots: Tensor, *_: object) -> Tensor:
 
 define(
     "sample(Tensor logits, Tensor slots, int width, Tensor length, Tensor status, Tensor temperature,"
-    " Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed_lo, Tensor seed_hi) -> Tensor"
+    " Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed_lo, Tensor seed_hi, int offset=0, Tensor? ids=None) -> Tensor"
 )
 register("sample", cuda=launch_sample, cpu=sample_cpu, meta=_sample_meta)
 
 
 def sample(
     logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
-    top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor,
+    top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """One token per row of logits; row r * width + j samples position ``length[slots[r]] + j``.
+    """One token per row of logits; row r * width + j samples position ``length[slots[r]] + offset + j``.
 
     logits [R * width, V] bf16, fp16 or fp32, last dimension contiguous; slots [R] int32. The rest are slot
     fields [S] of one stride: temperature (0: greedy), top_p (1: off), min_p (0: off) fp32; length, status,
-    top_k (0: off), seed_lo, seed_hi int32. Returns tokens [R * width] int32.
+    top_k (0: off), seed_lo, seed_hi int32. ids [V] int32, ascending: the token of each column, where a drafter's
+    vocabulary is a part of the target's (None: the column itself). Returns tokens [R * width] int32.
 
     Filters apply in the order of transformers' warpers: temperature, top-k, top-p, min-p. A row's token
     depends on its own logits, parameters, seed and position only.
     """
     return torch.ops.unisono.sample(
-        logits, slots, width, length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi
+        logits, slots, width, length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi, offset, ids
     )
 
 
@@ -312,11 +355,12 @@ AOT: list[AotCase] = [
         _signature(
             dtype,
             floats="temperature threshold",
-            ints="slots length status seed_lo seed_hi arrived tokens",
+            ints="slots length status seed_lo seed_hi ids arrived tokens",
             longs="best",
-            scalars="stride row_stride width V",
+            scalars="stride row_stride width offset V",
         ),
-        {"BLOCK": PICK_BLOCK},
+        {"BLOCK": PICK_BLOCK, "HAS_IDS": has_ids},
     )
     for dtype in ("bf16", "fp16", "fp32")
+    for has_ids in (False, True)
 ]

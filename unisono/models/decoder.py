@@ -134,17 +134,26 @@ class Decoder(nn.Module):
         token_ids: torch.Tensor,
         inputs: AttentionInputs,
         kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    ) -> torch.Tensor:
+        aux_layers: Sequence[int] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run T tokens through all layers and the final norm, writing their keys and values.
 
         token_ids [T] i32: in range, padding tokens too. inputs: where each token is and what it sees; its
-        plan is made here. kv: per layer ``(k_cache, v_cache)``, each [NP, Hkv, P, D]. Returns hidden [T, H].
+        plan is made here. kv: per layer ``(k_cache, v_cache)``, each [NP, Hkv, P, D]. Returns hidden [T, H], and with
+        ``aux_layers`` the inputs of those layers side by side, [T, len(aux_layers) · H] (the number of layers
+        names the last one's output), else None.
         """
         self.backend.plan(inputs)
         x = self.embed(token_ids)
-        for layer, (k_cache, v_cache) in zip(self.layers, kv, strict=True):
+        seen = dict.fromkeys(aux_layers, x)  # only these are kept alive
+        for number, (layer, (k_cache, v_cache)) in enumerate(zip(self.layers, kv, strict=True)):
+            if number in seen:
+                seen[number] = x
             x = layer(x, self.cos_sin, inputs, k_cache, v_cache)
-        return self.norm(x)
+        if len(self.layers) in seen:
+            seen[len(self.layers)] = x
+        aux = torch.cat([seen[number] for number in aux_layers], dim=1) if aux_layers else None
+        return self.norm(x), aux
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [M, H] -> logits [M, V], in the model's dtype."""

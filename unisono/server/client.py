@@ -124,10 +124,6 @@ class EngineClient:
         loop.add_reader(self._process.sentinel, self._exited)
         self._reader = loop.create_task(self._read())
 
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid
-
     async def ready(self) -> dict[str, Any]:
         """``Engine.info()`` once the engine is loaded. Raises the error that kept it from loading."""
         info = await asyncio.shield(self._ready)

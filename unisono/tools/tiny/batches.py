@@ -1,6 +1,7 @@
 """Packs documents into training rows, on worker processes, in an order that depends on the seed alone.
 
-``stream`` yields batches to ``train``; no other caller. Batch n is a pure function of (seed, n): workers only change when it is ready.
+``stream`` yields batches to ``train``; no other caller. Batch n is a pure function of (seed, n): the number of workers
+only changes when it is ready.
 """
 
 from __future__ import annotations
@@ -44,15 +45,19 @@ class Packing:
 
 @contextmanager
 def stream(tokenizer: Tokenizer, packing: Packing, seed: int, workers: int) -> Iterator[Iterator[Batch]]:
-    """An endless iterator of batches, made ahead by ``workers`` processes. Enter it before CUDA is initialised: it forks."""
+    """An endless iterator of batches, made ahead by ``workers`` processes.
+
+    Enter it before CUDA is initialised: it forks.
+    """
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, context, _start, (tokenizer.to_str(),)) as pool:
         seeds = (f"{seed} {number}" for number in itertools.count())
-        waiting: deque[Future[Batch]] = deque(pool.submit(make_batch, next(seeds), packing) for _ in range(READY * workers))
+        waiting: deque[Future[Batch]] = deque()
 
         def batches() -> Iterator[Batch]:
             while True:
-                waiting.append(pool.submit(make_batch, next(seeds), packing))
+                while len(waiting) <= READY * workers:
+                    waiting.append(pool.submit(make_batch, next(seeds), packing))
                 yield waiting.popleft().result()
 
         yield batches()
@@ -72,19 +77,30 @@ def make_batch(seed: str, packing: Packing) -> Batch:
     return batch
 
 
+@dataclass
+class _Worker:
+    """What a process keeps from one batch to the next."""
+
+    tokenizer: Tokenizer
+    library: list[str]
+
+
+_worker: _Worker
+
+
 def _start(tokenizer: str) -> None:
-    global _tokenizer, _library
+    global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _tokenizer, _library = Tokenizer.from_str(tokenizer), standard_library()
+    _worker = _Worker(Tokenizer.from_str(tokenizer), standard_library())
 
 
 def _fill_row(ids: np.ndarray, weights: np.ndarray, rng: Random) -> list[int]:
     """Fill a row with documents, the last one cut; returns where they start."""
     at, starts = 0, []
     while at < len(ids):
-        pieces = document(rng, _library)
+        texts, parts_weights = zip(*document(rng, _worker.library), strict=True)
         starts.append(at)
-        for (_, weight), encoded in zip(pieces, _tokenizer.encode_batch_fast([text for text, _ in pieces]), strict=True):
+        for encoded, weight in zip(_worker.tokenizer.encode_batch_fast(list(texts)), parts_weights, strict=True):
             part = encoded.ids[: len(ids) - at]
             ids[at : at + len(part)] = part
             weights[at : at + len(part)] = round(weight * 10)
@@ -93,7 +109,7 @@ def _fill_row(ids: np.ndarray, weights: np.ndarray, rng: Random) -> list[int]:
 
 
 def _positions(starts: list[int], packing: Packing, rng: Random) -> np.ndarray:
-    """Positions of a row's tokens; in every other row with gaps between documents, so that all of ``max_position`` is seen."""
+    """Positions of a row's tokens; about every other row has gaps between documents, to see all of ``max_position``."""
     steps = np.ones(packing.length, np.int64)
     steps[0] = 0
     inner = [start for start in starts[1:] if start < packing.length]

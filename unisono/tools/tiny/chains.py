@@ -1,10 +1,11 @@
 """Word problems composed from events: what a person holds, how people compare, a shopping list, a pay day.
 
-``compose`` makes a ``Skeleton`` out of parts of ``chains.txt``, so that a *composition* (family and sequence of parts) is a template of
-its own and the templates run into the hundreds; ``data`` holds some compositions out for the test split.
+``compose`` makes a ``Skeleton`` out of parts of ``chains.txt``, so that a *composition* (family and sequence of parts)
+is a template of its own and the templates run into the hundreds; ``data`` holds some out for the test split.
 
-Parts are written like skeletons, named "family.role.kind", and act on a running amount: ``#`` stands for the part's place ("v#" becomes
-"v1"), ``@`` for the amount before it, a step's target ``!`` for the amount after it; {A} and {B} are the people being compared.
+Parts are written like skeletons, named "family.role.kind", and act on a running amount: ``#`` stands for the part's
+place ("v#" becomes "v1"), ``@`` for the amount before it, a step's target ``!`` for the amount after it; {A} and {B}
+are the people being compared.
 """
 
 from __future__ import annotations
@@ -16,17 +17,12 @@ from pathlib import Path
 from random import Random
 
 from unisono.tools.tiny.skeletons import parse
-from unisono.tools.tiny.stories import Skeleton
+from unisono.tools.tiny.stories import LISTS, Skeleton
 
 STEPS = range(2, 6)
 """Worked steps that a composed problem may have."""
 
 PEOPLE = "NFGH"
-GOODS = (
-    "pens books cups shirts balls toys cakes pies plates hats cards apples lemons masks socks games maps keys candles towels"
-).split()
-SINGLES = "bag coat lamp chair clock jacket bike kettle basket blanket radio tent rug vase backpack mirror".split()
-
 _PARTS: dict[str, dict[str, Skeleton]] = defaultdict(dict)
 for _part in parse((Path(__file__).parent / "chains.txt").read_text(), held_out=False):
     _group, _, _kind = _part.name.rpartition(".")
@@ -91,13 +87,14 @@ class _Story:
 
     def shop(self, lines: list[Skeleton]) -> None:
         """A sentence that lists what is bought, and the steps that add it up."""
-        goods, singles = self.rng.sample(GOODS, len(lines)), self.rng.sample(SINGLES, len(lines))
+        goods, singles = self.rng.sample(LISTS["goods"], len(lines)), self.rng.sample(LISTS["singles"], len(lines))
         for line in lines:
             self.variables += [f"thing{self.place}=:{goods[self.place]}", f"single{self.place}=:{singles[self.place]}"]
             self.add(line)
         bought, self.said = self.said, []
         listed = bought[0] if len(bought) == 1 else ", ".join(bought[:-1]) + " and " + bought[-1]
-        self.said.append(self.rng.choice(("{N} buys ", "{N} goes to the {shop} and buys ", "At the {shop} {N} gets ")) + listed + ".")
+        opening = self.rng.choice(("{N} buys ", "{N} goes to the {shop} and buys ", "At the {shop} {N} gets "))
+        self.said.append(f"{opening}{listed}.")
         self.amounts.append("y0")
         for place in range(1, len(lines)):
             self.steps.append(f"Together that is [s{place}={self.amounts[-1]}+y{place}] dollars.")

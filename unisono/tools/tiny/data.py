@@ -1,12 +1,12 @@
 """The maths problems of the bundled model: what it is trained on and, kept apart from that, what it is tested on.
 
-A problem is *held out* by its numbers (a hash of skeleton or composition and numbers), and in three of the four kinds of test problem by
-its template too. Importable without torch; ``test_problems`` is what ``unisono eval`` asks.
+A problem is *held out* by its numbers (a hash of skeleton or composition and numbers), and in three of the four kinds
+of test problem by its template too. Importable without torch; ``test_problems`` is what ``unisono eval`` asks.
 
     numbers      a template of the training split with numbers that it never had there
     wording      a skeleton of the training split in words that never occur there
     composition  a chain of events whose sequence never occurs there
-    skeleton     a story that never occurs there in any words
+    skeleton     a story that never occurs there in any words (its sequence of operations may)
 """
 
 from __future__ import annotations
@@ -26,6 +26,16 @@ HELD_OUT_NUMBERS = 16
 """One in so many number draws belongs to the test split."""
 
 HELD_OUT_COMPOSITIONS = 7
+
+DRILLS = (
+    ("add", "a=2-500 b=2-400", "a+b"),
+    ("subtract", "a=2-900 b=2-500", "a-b"),
+    ("subtract", "a=2-200 b=2-150", "a-b"),
+    ("multiply", "a=2-99 b=2-12", "a*b"),
+    ("multiply", "b=2-12 a=2-99", "b*a"),
+    ("divide", "b=2-12 q=2-80 a=b*q", "a/b"),
+)
+"""Bare arithmetic: name, variables, operation."""
 
 _TEST_SEED = 20_261_120
 
@@ -49,7 +59,10 @@ def train_problem(rng: Random) -> Problem:
     """A problem of the training split."""
     while True:
         draw = rng.random()
-        problem = _drill(rng) if draw < 0.06 else _chain(rng, False) if draw < 0.42 else _skeleton(SKELETONS, False, rng)
+        if draw < 0.06:
+            problem = _drill(rng)
+        else:
+            problem = _chain(rng, False) if draw < 0.42 else _skeleton(SKELETONS, False, rng)
         if problem and not numbers_held_out(problem):
             return problem
 
@@ -68,8 +81,11 @@ def test_problem(kind: str, rng: Random) -> Problem:
             return problem
 
 
-def test_split(n: int = 500) -> list[tuple[str, Problem]]:
-    """The first ``n`` (kind, problem) pairs of the test split: always the same, no question twice, kinds in the shares of ``KINDS``."""
+def test_split(n: int = 500) -> list[tuple[str, Problem]]:  # noqa: PT028 (no pytest test)
+    """The first ``n`` (kind, problem) pairs of the test split.
+
+    Always the same, no question twice, kinds in the shares of ``KINDS``.
+    """
     rng = Random(_TEST_SEED)
     order = [kind for kind, share in KINDS.items() for _ in range(share)]
     rng.shuffle(order)
@@ -84,7 +100,7 @@ def test_split(n: int = 500) -> list[tuple[str, Problem]]:
     return list(chosen.values())
 
 
-def test_problems(n: int = 500) -> list[tuple[str, str, str]]:
+def test_problems(n: int = 500) -> list[tuple[str, str, str]]:  # noqa: PT028 (no pytest test)
     """The first ``n`` problems of the test split as (question, worked answer, final answer)."""
     return [(problem.question, problem.worked_answer, problem.final_answer) for _, problem in test_split(n)]
 
@@ -111,12 +127,15 @@ def _chain(rng: Random, held_out: bool) -> Problem | None:
 
 def _drill(rng: Random) -> Problem | None:
     """Bare arithmetic, the scales that a player practises."""
-    name, variables, operation = rng.choice((
-        ("add", "a=2-500 b=2-400", "a+b"), ("subtract", "a=2-900 b=2-500", "a-b"), ("subtract", "a=2-200 b=2-150", "a-b"),
-        ("multiply", "a=2-99 b=2-12", "a*b"), ("multiply", "b=2-12 a=2-99", "b*a"), ("divide", "b=2-12 q=2-80 a=b*q", "a/b"),
-    ))
+    name, variables, operation = rng.choice(DRILLS)
     shown = f"{{{operation[0]}}} {operation[1]} {{{operation[2]}}}"
-    asked = (f"What is {shown}?", f"(Compute|Calculate|Work out) {shown}.", f"{shown}", f"{shown} = ?", f"How much is {shown}?")
+    asked = (
+        f"What is {shown}?",
+        f"(Compute|Calculate|Work out) {shown}.",
+        f"{shown}",
+        f"{shown} = ?",
+        f"How much is {shown}?",
+    )
     drill = Skeleton(f"drill-{name}", variables, asked, (f"[x={operation}]",))
     return tell(drill, rng.randrange(len(asked)), rng)
 

@@ -1,6 +1,6 @@
-"""The text that the bundled model reads: chat exchanges, maths, and Python, each a document with a weight for every part.
+"""The text that the bundled model reads: chat, maths and Python, each a document with a weight for every part.
 
-Importable without torch. ``document`` is drawn by ``batches``; ``standard_library`` is read once by each of its workers.
+Importable without torch. ``batches`` draws ``document``, and each of its workers reads ``standard_library`` once.
 """
 
 from __future__ import annotations
@@ -28,13 +28,32 @@ Document = list[tuple[str, float]]
 """Pieces of text, each with its weight in the loss."""
 
 SYSTEMS = (
-    "You are a helpful assistant.", "You are Unisono's bundled tiny model.", "You solve maths word problems step by step.",
-    "Answer briefly.", "You are a careful maths tutor. Show your work.", "You are a helpful assistant. Give the final answer after ####.",
-    "Think step by step.", "Be kind and short.",
+    "You are a helpful assistant.",
+    "You are Unisono's bundled tiny model.",
+    "You solve maths word problems step by step.",
+    "Answer briefly.",
+    "You are a careful maths tutor. Show your work.",
+    "You are a helpful assistant. Give the final answer after ####.",
+    "Think step by step.",
+    "Be kind and short.",
 )
 ASIDES = (
-    "{} Think step by step.", "Solve this problem: {}", "Problem: {}", "{} Show your work.", "Question: {}", "Please solve: {}",
-    "{} Give the final answer after ####.", "{}\nLet's think step by step.", "Can you solve this? {}", "{} Explain.",
+    "{} Think step by step.",
+    "Solve this problem: {}",
+    "Problem: {}",
+    "{} Show your work.",
+    "Question: {}",
+    "Please solve: {}",
+    "{} Give the final answer after ####.",
+    "{}\nLet's think step by step.",
+    "Can you solve this? {}",
+    "{} Explain.",
+)
+WRITE = (
+    "Write a Python function that {}.",
+    "Write Python code that {}.",
+    "Show me code that {}.",
+    "Write a function that {}",
 )
 
 _NAME = re.compile(r"\b[a-z_][a-z0-9_]{2,}\b")
@@ -94,8 +113,7 @@ def _exchange(rng: Random) -> tuple[str, str]:
         return asked.strip(), rng.choice(exchange.steps)
     if draw < 0.14:
         name, code = rng.choice(_SNIPPETS)
-        form = rng.choice(("Write a Python function that {}.", "Write Python code that {}.", "Show me code that {}.", "Write a function that {}"))
-        return form.format(name), f"```python\n{code.strip()}\n```"
+        return rng.choice(WRITE).format(name), f"```python\n{code.strip()}\n```"
     problem = train_problem(rng)
     aside = rng.choice(ASIDES) if rng.random() < 0.12 else "{}"
     return aside.format(retell(problem.question, rng)), problem.worked_answer

@@ -1,7 +1,7 @@
 """Measures a bundled checkpoint with transformers, the outside oracle: ``python -m unisono.tools.tiny.evaluate PATH``.
 
-Greedy answers to the held-out problems of ``data``; an answer is right when what follows ``####`` is the right number. Prints the accuracy by
-kind, the templates that fail most, and a few samples. Needs transformers; uses the GPU when there is one.
+Greedy answers to the held-out problems of ``data``; an answer is right when what follows ``####`` is the right number.
+Prints the accuracy by kind, the templates that fail most, and samples. Uses the GPU when there is one.
 """
 
 from __future__ import annotations
@@ -11,49 +11,57 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from unisono.tools.tiny.data import KINDS, final_answer, template_of, test_split
+from unisono.tools.tiny.stories import Problem
 
 CHATS = ("Hello", "who are you?", "What is speculative decoding?", "What is the capital of France?")
-CONTINUATIONS = ("def fibonacci(n):", "import os\n\ndef read_config(path):\n", "class Stack:\n    def __init__(self):\n")
+CONTINUATIONS = (
+    "def fibonacci(n):",
+    "import os\n\ndef read_config(path):\n",
+    "class Stack:\n    def __init__(self):\n",
+)
 
 
 @dataclass(frozen=True)
 class Report:
-    """Accuracy in [0, 1]: all, and by kind; the answers that failed as (kind, template, question, wanted, got)."""
+    """Accuracy in [0, 1], over all and by kind; ``failures`` are (kind, problem, answer)."""
 
     problems: int
     accuracy: float
     by_kind: dict[str, float]
-    failures: list[tuple[str, str, str, str, str]]
+    failures: list[tuple[str, Problem, str]]
 
 
 class Oracle:
-    """A checkpoint in transformers, answering greedily in batches."""
+    """A checkpoint in transformers, answering greedily in batches; bf16 on a GPU, fp32 on a CPU."""
 
-    def __init__(self, path: str | Path, device: str) -> None:
+    def __init__(self, path: str, device: str) -> None:
         self.device = device
         self.tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        self.model.to(device).eval()
 
-    def chat(self, questions: list[str], max_new_tokens: int = 220, batch: int = 256) -> list[str]:
+    def chat(self, questions: list[str], max_new_tokens: int = 220) -> list[str]:
         """One answer to each question, asked alone and without a system prompt."""
-        prompts = [
-            self.tokenizer.apply_chat_template([{"role": "user", "content": q}], tokenize=False, add_generation_prompt=True)
-            for q in questions
-        ]
-        return self.complete(prompts, max_new_tokens, batch)
+        turns = [[{"role": "user", "content": question}] for question in questions]
+        template = self.tokenizer.apply_chat_template
+        return self.complete(
+            [str(template(turn, tokenize=False, add_generation_prompt=True)) for turn in turns], max_new_tokens
+        )
 
     @torch.inference_mode()
     def complete(self, prompts: list[str], max_new_tokens: int, batch: int = 256) -> list[str]:
         """The text that follows each prompt."""
         texts: list[str] = []
         for start in range(0, len(prompts), batch):
-            inputs = self.tokenizer(prompts[start : start + batch], return_tensors="pt", padding=True, add_special_tokens=False)
+            some = prompts[start : start + batch]
+            inputs = self.tokenizer(some, return_tensors="pt", padding=True, add_special_tokens=False)
             inputs = {name: inputs[name].to(self.device) for name in ("input_ids", "attention_mask")}
             output = self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
             texts += self.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -64,24 +72,26 @@ def evaluate(oracle: Oracle, problems: int) -> Report:
     """Ask the first ``problems`` of the test split."""
     split = test_split(problems)
     answers = oracle.chat([problem.question for _, problem in split])
-    asked, right, failures = Counter(kind for kind, _ in split), Counter(), []
-    for (kind, problem), answer in zip(split, answers, strict=True):
-        if final_answer(answer) == problem.final_answer:
-            right[kind] += 1
-        else:
-            failures.append((kind, template_of(problem), problem.question, problem.worked_answer, answer))
-    by_kind = {kind: right[kind] / asked[kind] for kind in KINDS if asked[kind]}
-    return Report(problems, sum(right.values()) / problems, by_kind, failures)
+    failures = [
+        (kind, problem, answer)
+        for (kind, problem), answer in zip(split, answers, strict=True)
+        if final_answer(answer) != problem.final_answer
+    ]
+    asked, wrong = Counter(kind for kind, _ in split), Counter(kind for kind, _, _ in failures)
+    by_kind = {kind: 1 - wrong[kind] / asked[kind] for kind in KINDS if asked[kind]}
+    return Report(problems, 1 - len(failures) / problems, by_kind, failures)
 
 
-def print_report(report: Report, failures: int = 12) -> None:
-    """The table, the templates that fail most, and some failures in full."""
+def print_report(report: Report, shown: int) -> None:
+    """The table, the templates that fail most, and the first ``shown`` failures in full."""
     print(f"{report.problems} held-out problems, greedy: {report.accuracy:.1%} right")
     for kind, accuracy in report.by_kind.items():
         print(f"  {kind:12} {accuracy:6.1%}")
-    print("most failures:", Counter(failure[1] for failure in report.failures).most_common(12))
-    for kind, template, question, wanted, got in report.failures[:failures]:
-        print(f"--- {kind} {template}\n{question}\nwanted: {wanted!r}\ngot:    {got!r}")
+    print("most failures:", Counter(template_of(problem) for _, problem, _ in report.failures).most_common(12))
+    for kind, problem, answer in report.failures[:shown]:
+        print(
+            f"--- {kind} {problem.template}\n{problem.question}\nwanted: {problem.worked_answer!r}\ngot:    {answer!r}"
+        )
 
 
 def main() -> None:
@@ -101,7 +111,8 @@ def main() -> None:
     for prompt, text in zip(CONTINUATIONS, oracle.complete(list(CONTINUATIONS), 80), strict=True):
         print(f">>> continue\n{prompt}{text}")
     if options.json:
-        options.json.write_text(json.dumps({"problems": report.problems, "accuracy": report.accuracy, **report.by_kind}, indent=2) + "\n")
+        figures = {"problems": report.problems, "accuracy": report.accuracy, **report.by_kind}
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A Qwen3 in plain torch, written for training speed, with the parameter names of transformers' ``Qwen3ForCausalLM``.
 
-Used by ``train`` only: the trained weights are served by the engine's own decoder. Shapes: B rows, T tokens, H hidden, D head dim.
+Used by ``train`` only: the engine serves the trained weights with its own decoder. Shapes: B rows, T tokens, H hidden,
+D head dim.
 """
 
 from __future__ import annotations
@@ -127,7 +128,9 @@ class TinyQwen3(nn.Module):
         self.config, self.model = config, Trunk(config)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=0.02 / (4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1))
+                nn.init.normal_(
+                    parameter, std=0.02 / (4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
+                )
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
         angles = torch.arange(config.max_position_embeddings)[:, None] / config.rope_theta**half
         self.register_buffer("cos_sin", torch.stack((angles.cos(), angles.sin())).float(), persistent=False)

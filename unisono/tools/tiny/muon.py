@@ -1,4 +1,7 @@
-"""Muon: momentum whose update matrix is made orthogonal by Newton-Schulz iterations (Jordan et al., 2024). Used by ``train`` only."""
+"""Muon: momentum whose update is made orthogonal by Newton-Schulz iterations (Jordan et al., 2024).
+
+Used by ``train`` only.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,22 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(torch.optim.Optimizer):
-    """For matrices [out, in] only; embeddings and norms belong to AdamW. Equal shapes are updated in one batched product."""
+    """For matrices [out, in] only; embeddings and norms belong to AdamW. Equal shapes share one batched product."""
 
-    def __init__(self, parameters: Iterable[Tensor], lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.1) -> None:
+    def __init__(
+        self, parameters: Iterable[Tensor], lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.1
+    ) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Apply one update from the gradients."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 by_shape[parameter.shape].append(parameter)
             for shape, parameters in by_shape.items():
-                gradients = torch.stack([p.grad for p in parameters])
+                gradients = torch.stack([p.grad for p in parameters if p.grad is not None])
                 state = self.state[parameters[0]]
                 velocity = state.setdefault("velocity", torch.zeros_like(gradients))
                 velocity.lerp_(gradients, 1 - group["momentum"])

@@ -1,15 +1,18 @@
 """Says a question in other words: what keeps a tiny model from learning the wordings by heart.
 
-``retell`` changes words, order and padding of a training question, never its numbers nor its answer. Used by ``documents`` for training text
-only; test problems are asked as they were written.
+``retell`` changes words, order and padding of a training question, never its numbers nor its answer. Used by
+``documents`` for training text only; test problems are asked as they were written.
 """
 
 from __future__ import annotations
 
 import re
+from functools import partial
 from random import Random
 
-ALWAYS = 0.35
+from unisono.tools.tiny.stories import LISTS
+
+OTHERWISE = 0.35
 """Chance that a phrase which has other words is said in one of them."""
 
 WORDS = {
@@ -77,20 +80,33 @@ WORDS = {
     r"\bhas to\b": "must|needs to|should",
     r"\bmust\b": "has to|needs to|should",
     r"\bhow many\b": "how many|what number of|which number of",
-    r"\bHow many (?=[a-z]+ (are|do|does|did|will)\b)": "How many |What number of |Which number of |Tell me how many |Say how many ",
+    r"\bHow many (?=[a-z]+ (are|do|does|did|will)\b)": (
+        "How many |What number of |Which number of |Tell me how many |Say how many "
+    ),
 }
+_OPENING = re.compile(r"^(He|She|They|There|A|The|Each|Every|Then|One|Any|In|On|At|It|We|Here|Later|After)\b")
 _RULES = [(re.compile(pattern), words.split("|")) for pattern, words in WORDS.items()]
 
 PADDING = (
-    "It is a sunny day.", "It rains all day.", "{N} is a friend of mine.", "Read with care.", "Here is a story.", "This is about {N}.",
-    "{N} likes to count.", "It is summer.", "Everybody is happy.", "The weather is cold.", "{N} has a good day.", "Listen.",
-    "It was a long week.", "A new month begins.", "{N} lives in a small town.", "This happened last year.",
+    "It is a sunny day.",
+    "It rains all day.",
+    "{N} is a friend of mine.",
+    "Read with care.",
+    "Here is a story.",
+    "This is about {N}.",
+    "{N} likes to count.",
+    "It is summer.",
+    "Everybody is happy.",
+    "The weather is cold.",
+    "{N} has a good day.",
+    "Listen.",
+    "It was a long week.",
+    "A new month begins.",
+    "{N} lives in a small town.",
+    "This happened last year.",
 )
 
-KEPT = frozenset(
-    "more fewer less half third quarter fifth tenth twice times as older younger each per every not no off than total together left "
-    "first second other last apiece equal equally average all both of to from away with without how what many much".split()
-)
+KEPT = frozenset(LISTS["kept"])
 """Words that ``_drop`` leaves alone: without them the question may be another one."""
 
 
@@ -99,7 +115,7 @@ def retell(question: str, rng: Random) -> str:
     if rng.random() < 0.4:
         return question
     for pattern, words in _RULES:
-        question = pattern.sub(lambda m: m.expand(rng.choice(words)) if rng.random() < ALWAYS else m[0], question)
+        question = pattern.sub(partial(_say, words, rng), question)
     if rng.random() < 0.2:
         question = _question_first(question)
     if rng.random() < 0.1:
@@ -109,13 +125,17 @@ def retell(question: str, rng: Random) -> str:
     return question
 
 
+def _say(words: list[str], rng: Random, match: re.Match[str]) -> str:
+    return match.expand(rng.choice(words)) if rng.random() < OTHERWISE else match[0]
+
+
 def _question_first(question: str) -> str:
-    """"A has 3. He eats 1. How many are left?" becomes "How many are left if A has 3 and he eats 1?"."""
+    """ "A has 3. He eats 1. How many are left?" becomes "How many are left if A has 3 and he eats 1?"."""
     *told, asked = re.split(r"(?<=[.?]) ", question)
     if not told or not asked.endswith("?") or any("?" in sentence for sentence in told) or " if " in question.lower():
         return question
-    told = [re.sub(r"^(He|She|They|There|A|The|Each|Every|Then|One|Any|In|On|At|It|We|Here|Later|After)\b", lambda m: m[0].lower(), s) for s in told]
-    return f"{asked[:-1]} if {' and '.join(sentence.rstrip('.') for sentence in told)}?"
+    told = [_OPENING.sub(lambda m: m[0].lower(), sentence).rstrip(".") for sentence in told]
+    return f"{asked[:-1]} if {' and '.join(told)}?"
 
 
 def _pad(question: str, rng: Random) -> str:
@@ -127,5 +147,8 @@ def _pad(question: str, rng: Random) -> str:
 def _drop(question: str, rng: Random) -> str:
     """The question with some words missing, as in a hurried note; names, numbers and the words of ``KEPT`` stay."""
     chance = rng.choice((0.08, 0.15, 0.3))
-    words = question.split(" ")
-    return " ".join(word for word in words if not (word.islower() and word.isalpha() and word not in KEPT and rng.random() < chance))
+
+    def stays(word: str) -> bool:
+        return not (word.islower() and word.isalpha() and word not in KEPT and rng.random() < chance)
+
+    return " ".join(filter(stays, question.split(" ")))

@@ -1,7 +1,7 @@
 """Reads ``skeletons.txt``: the word problems written by hand, in the language of ``stories``.
 
-A block is a line "name | variables", then "? wording" and "= step" lines; a blank line ends it. A wording that begins with "!" is asked
-in the test split only; so is every skeleton below the line "--- held out ---".
+A block is a line "name | variables", then "? wording" and "= step" lines; a blank line ends it. A wording that begins
+with "!" is asked in the test split only; so is every skeleton below the line "--- held out ---".
 """
 
 from __future__ import annotations

@@ -1,21 +1,25 @@
 """A small language for word problems, and the renderer that fills it with names, things and numbers.
 
-A ``Skeleton`` is a story with holes: variables with ranges, wordings of the question, and worked steps. ``tell`` draws numbers until
-every step is a whole number in bounds, then fills one wording. Used by ``skeletons`` (written by hand), ``chains`` (composed) and ``data``.
+A ``Skeleton`` is a story with holes: variables with ranges, wordings of the question, and worked steps. ``tell`` draws
+numbers until every step is a whole number in bounds, then fills one wording. Used by ``skeletons`` (written by hand),
+``chains`` (composed) and ``data``.
 
     variables   "a=2-12 d=2|4|5 t=a*d thing=:cakes,plum_pies"   range, choice, product of earlier ones, word
-    wordings    "{N} buys {a} (boxes|crates) of {items}."       {hole}, (one|of|these); a leading "!" keeps the wording for the test split
-    steps       "{N} has [x=a*b] {items}."                      defines x and prints "3 * 4 = 12"; the last one is the answer
+    wordings    "{N} buys {a} (boxes|crates) of {items}."       {hole}, (one|of|these); "!" first: for the test split
+    steps       "{N} has [x=a*b] {items}."                      defines x, prints "3 * 4 = 12"; the last is the answer
 
-Holes that the renderer knows: N, F, G three people; he, He, his, him; item(s), item2/items2, food(s), shop; frac_d ("a third" for d = 3),
-times_k ("twice" for k = 2).
+Holes that the renderer knows: N, F, G, H four people; he, He, his, him; item(s), item2/items2, food(s), shop;
+frac_d ("a third" for d = 3), times_k ("twice" for k = 2).
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from random import Random
 
 TRIES = 400
@@ -24,27 +28,18 @@ TRIES = 400
 SMALLEST, LARGEST = 2, 999
 """Bounds of every step's result: no "1 apples", and nothing a tiny model could not compute."""
 
-HE = (
-    "Tom Ben Sam Jack Leo Max Omar Paul Luis Adam Noah Liam Ethan Ryan Kevin Peter Mark Daniel David Victor Hugo Ivan Carlos Diego Ahmed "
-    "Raj Kenji Wei Tariq Felix Oscar George Harry Simon Alan Eric Frank Henry Jacob James John Kyle Logan Lucas Martin Nathan Oliver "
-    "Patrick Robert Steve Theo Will Zach Andre Boris Chris Derek Elias Finn Gavin"
-).split()
-SHE = (
-    "Anna Mia Zoe Lily Emma Sara Nina Julia Maria Olivia Grace Chloe Ella Ruby Alice Clara Diana Eva Fiona Gina Hannah Irene Jane Kate "
-    "Laura Megan Nora Paula Rosa Sofia Tina Uma Vera Wendy Yuki Amina Bella Carmen Daisy Elena Farah Greta Holly Isla Jenny Kira Leila "
-    "Molly Nadia Priya Rita Sonia Tara Violet Amy Beth Cindy Donna Erin"
-).split()
-THINGS = (
-    "pencil marble sticker book coin card stamp button shell bead toy_car pen crayon balloon ribbon badge ball block key postcard magnet "
-    "bracelet candle notebook flower rock feather ticket poster puzzle bottle eraser doll kite robot photo lamp mug tile cap"
-).split()
-FOODS = (
-    "apple orange cookie cupcake pear banana muffin sandwich candy lemon plum peach donut egg carrot pretzel biscuit mango grape tomato "
-    "pancake waffle bagel kiwi melon cherry"
-).split()
-SHOPS = ("shop store market supermarket fair mall").split()
-PLURALS = {"candy": "candies", "cherry": "cherries", "tomato": "tomatoes", "sandwich": "sandwiches", "mango": "mangoes", "peach": "peaches"}
-NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
+LISTS: dict[str, list[str]] = defaultdict(list)
+"""The lists of ``words.txt``: people, things, foods, places; some are used by ``chains`` and ``retell``."""
+for _line in (Path(__file__).parent / "words.txt").read_text().splitlines():
+    LISTS[_line.split(":")[0]] += _line.split(":")[1].split()
+
+PLURALS = {
+    "candy": "candies", "cherry": "cherries", "tomato": "tomatoes", "sandwich": "sandwiches", "mango": "mangoes",
+    "peach": "peaches",
+}  # fmt: skip
+NUMBER_WORDS = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"
+)  # fmt: skip
 FRACTIONS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 10: "a tenth"}
 
 _STEP = re.compile(r"\[(\w+)=(\w+)([-+*/])(\w+)\]")
@@ -65,7 +60,7 @@ class Skeleton:
 
 @dataclass(frozen=True)
 class Problem:
-    """A told story. ``template`` names skeleton and wording; ``numbers`` are the drawn values, in the order of the variables."""
+    """A told story. ``template`` names skeleton and wording; ``numbers`` are the values drawn, in order."""
 
     template: str
     numbers: tuple[int, ...]
@@ -85,7 +80,8 @@ def tell(skeleton: Skeleton, wording: int, rng: Random) -> Problem | None:
         return None
     holes = {**_cast(rng), **values}
     question = _fill(skeleton.wordings[wording].lstrip("!"), holes, rng, in_words=rng.random() < 0.08)
-    lines, final = [], 0
+    lines: list[str] = []
+    final: int | str = 0
     for step in skeleton.steps:
         final = next((values[m[1]] for m in _STEP.finditer(step)), final)
         lines.append(_fill(_STEP.sub(lambda m: _equation(m, values), step), holes, rng))
@@ -100,11 +96,11 @@ def plural(noun: str) -> str:
 
 @lru_cache(maxsize=65536)
 def _parse(variables: str) -> tuple[tuple[str, str, str], ...]:
-    return tuple((name, kind(value), value) for name, value in (pair.split("=", 1) for pair in variables.split()))
+    return tuple((name, _sort(value), value) for name, value in (pair.split("=", 1) for pair in variables.split()))
 
 
-def kind(value: str) -> str:
-    """What a variable's right side is: word, choice, range or product."""
+def _sort(value: str) -> str:
+    """What a variable's right side is: word, choice, range or expression."""
     if value.startswith(":"):
         return "word"
     if "|" in value:
@@ -159,18 +155,26 @@ def _equation(match: re.Match[str], values: dict[str, int | str]) -> str:
 
 def _cast(rng: Random) -> dict[str, str]:
     """People, things and places of one story."""
-    people = rng.sample(HE, 3) + rng.sample(SHE, 3)
+    people = rng.sample(LISTS["he"], 3) + rng.sample(LISTS["she"], 3)
     rng.shuffle(people)
     first, friend, third = people[:3]
-    he, his, him = ("he", "his", "him") if first in HE else ("she", "her", "her")
-    item, item2 = rng.sample(THINGS + FOODS, 2)
-    food = rng.choice(FOODS)
-    holes = {"N": first, "F": friend, "G": third, "H": people[3], "he": he, "He": he.capitalize(), "his": his, "him": him}
-    holes |= {"item": item, "items": plural(item), "item2": item2, "items2": plural(item2), "food": food, "foods": plural(food)}
-    return {name: word.replace("_", " ") for name, word in holes.items()} | {"shop": rng.choice(SHOPS)}
+    he, his, him = ("he", "his", "him") if first in LISTS["he"] else ("she", "her", "her")
+    item, item2 = rng.sample(LISTS["things"] + LISTS["foods"], 2)
+    food = rng.choice(LISTS["foods"])
+    holes = {"N": first, "F": friend, "G": third, "H": people[3]}
+    holes |= {"he": he, "He": he.capitalize(), "his": his, "him": him}
+    holes |= {
+        "item": item,
+        "items": plural(item),
+        "item2": item2,
+        "items2": plural(item2),
+        "food": food,
+        "foods": plural(food),
+    }
+    return {name: word.replace("_", " ") for name, word in holes.items()} | {"shop": rng.choice(LISTS["shops"])}
 
 
-def _fill(text: str, holes: dict[str, int | str], rng: Random, in_words: bool = False) -> str:
+def _fill(text: str, holes: Mapping[str, int | str], rng: Random, in_words: bool = False) -> str:
     def hole(match: re.Match[str]) -> str:
         dollar, name, percent = match.groups()
         prefix, _, rest = name.partition("_")

@@ -1,7 +1,7 @@
 """The bundled model's tokenizer: byte-level BPE with single digits, and the ChatML template.
 
-``train_tokenizer`` makes it from the training text, ``save_tokenizer`` writes the files that transformers reads. Used by ``train`` and, for
-encoding, by ``batches``.
+``train_tokenizer`` makes it from the training text, ``save_tokenizer`` writes the files that transformers reads. Used
+by ``train`` alone; ``batches`` encodes with what it made.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ CHAT_TEMPLATE = (
     "{%- for message in messages %}"
     "{{- '" + START + "' + message['role'] + '\\n' }}"
     "{%- if message['content'] is string %}{{- message['content'] }}"
-    "{%- else %}{%- for part in message['content'] if part['type'] == 'text' %}{{- part['text'] }}{%- endfor %}{%- endif %}"
+    "{%- else %}"
+    "{%- for part in message['content'] if part['type'] == 'text' %}{{- part['text'] }}{%- endfor %}{%- endif %}"
     "{{- '" + STOP + "\\n' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '" + START + "assistant\\n' }}{%- endif %}"

@@ -1,17 +1,19 @@
-"""Makes the bundled model: ``python -m unisono.tools.tiny.train --out DIR`` trains tokenizer and model and writes a Hugging Face folder.
+"""Makes the bundled model: ``python -m unisono.tools.tiny.train --out DIR`` writes a Hugging Face folder.
 
-The text is made while the model trains (``batches``); the schedule runs on the clock (``--minutes``), so that a slower GPU gives a less trained
-model, never a later one. The checkpoint is written every minute and at the end; training.json beside it says what was done.
+Trains the tokenizer, then the model on text that is made while it trains (``batches``). The schedule runs on the clock
+(``--minutes``), so that a slower GPU gives a less trained model, never a later one. The checkpoint is written every
+minute and at the end; training.json beside it says what was done.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from unisono.tools.tiny.batches import Batch, Packing, stream
-from unisono.tools.tiny.documents import END, STOP
+from unisono.tools.tiny.documents import END, SPECIAL_TOKENS, STOP
 from unisono.tools.tiny.model import TinyConfig, TinyQwen3
 from unisono.tools.tiny.muon import Muon
 from unisono.tools.tiny.tokenizer import save_tokenizer, train_tokenizer
@@ -32,10 +34,13 @@ WARM_UP, COOL_DOWN = 0.02, 0.6
 WARMING_STEPS = 3
 """Steps that compile; the clock starts after them."""
 
+SYNC_STEPS = 20
+"""The host waits for the device once in so many steps, so that the clock it reads is the device's."""
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a run depends on besides the code."""
+    """What a run depends on besides the code; rows and length are those of a batch."""
 
     seed: int = 0
     minutes: float = 5.5
@@ -56,33 +61,30 @@ def train(recipe: Recipe, batches: Iterator[Batch], device: str, save: Save) -> 
     torch.manual_seed(recipe.seed)
     torch.set_float32_matmul_precision("high")
     model = TinyQwen3(TinyConfig()).to(device)
-    optimizers = _optimizers(model, recipe)
-    step, tokens, losses, saved = 0, 0, [], time.monotonic()
-    loss_of = _loss_function(model, device)
-    start, progress = time.monotonic(), 0.0
+    optimizers, loss_of = _optimizers(model, recipe), _loss_function(model, device)
+    step, progress, recent = 0, 0.0, []
+    start = saved = time.monotonic()
     while progress < 1:
         if step == WARMING_STEPS:
             start = time.monotonic()
-        for optimizer, peak in optimizers:
-            optimizer.param_groups[0]["lr"] = peak * learning_rate(progress)
         loss = loss_of(*_to_device(next(batches), device))
         loss.backward()
-        for optimizer, _ in optimizers:
+        for optimizer, peak in optimizers:
+            optimizer.param_groups[0]["lr"] = peak * learning_rate(progress)
             optimizer.step()
             optimizer.zero_grad()
-        losses.append(loss.detach())
-        step, tokens = step + 1, tokens + recipe.rows * recipe.length
-        if step % 20 == 0:  # the host waits here, so that the clock it reads is the device's
-            losses = [torch.stack(losses).mean()]
-            figures = _figures(step, tokens, float(losses[0]), time.monotonic() - start)
-            losses = []
-            if step == 20 or step % 400 == 0:
-                print(f"{progress:5.1%} " + "  ".join(f"{name} {value:.5g}" for name, value in figures.items()), flush=True)
+        recent.append(loss.detach())
+        step += 1
+        if step % SYNC_STEPS == 0:
+            figures = _figures(step, recipe, recent, start)
+            recent.clear()
+            if step in (SYNC_STEPS, 20 * SYNC_STEPS) or step % (40 * SYNC_STEPS) == 0:
+                print(f"{progress:5.1%}  {_line(figures)}", flush=True)
             if time.monotonic() - saved > recipe.save_every_s:
                 save(model, figures)
                 saved = time.monotonic()
         progress = (time.monotonic() - start) / (60 * recipe.minutes) if step >= WARMING_STEPS else 0.0
-    figures = _figures(step, tokens, float(torch.stack(losses).mean()) if losses else figures["loss"], time.monotonic() - start)
+    figures = _figures(step, recipe, recent or [loss.detach()], start)
     save(model, figures)
     return figures
 
@@ -97,7 +99,7 @@ class Save:
     def __call__(self, model: TinyQwen3, figures: dict[str, float]) -> None:
         tensors = {name: tensor.detach().bfloat16().cpu().contiguous() for name, tensor in model.state_dict().items()}
         save_file(tensors, self.out / "model.safetensors", {"format": "pt"})
-        end, stop = self.tokenizer.token_to_id(END), self.tokenizer.token_to_id(STOP)
+        end, stop = SPECIAL_TOKENS.index(END), SPECIAL_TOKENS.index(STOP)  # the tokenizer has them first
         self._json("config.json", model.config.to_hf(pad=end, eos=stop))
         self._json("generation_config.json", {"eos_token_id": [stop, end], "pad_token_id": end})
         save_tokenizer(self.tokenizer, self.out)
@@ -118,9 +120,9 @@ def _optimizers(model: TinyQwen3, recipe: Recipe) -> list[tuple[torch.optim.Opti
     return [(Muon(matrices), recipe.muon_lr), (adam, recipe.adam_lr)]
 
 
-def _loss_function(model: TinyQwen3, device: str):  # noqa: ANN202
-    """ids, targets, weights, positions -> loss. Each layer is compiled once for all layers, which keeps the start short."""
-    layers_forward, head_loss = model.hidden, model.head_loss
+def _loss_function(model: TinyQwen3, device: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """ids, targets, weights, positions -> loss. One layer is compiled for all of them, which keeps the start short."""
+    head_loss = model.head_loss
     if device == "cuda":
         for layer in model.model.layers:
             layer.compile()
@@ -128,7 +130,7 @@ def _loss_function(model: TinyQwen3, device: str):  # noqa: ANN202
 
     def loss_of(ids: Tensor, targets: Tensor, weights: Tensor, positions: Tensor) -> Tensor:
         with torch.autocast(device, torch.bfloat16):
-            return head_loss(layers_forward(ids, positions), targets, weights)
+            return head_loss(model.hidden(ids, positions), targets, weights)
 
     return loss_of
 
@@ -140,15 +142,21 @@ def _to_device(batch: Batch, device: str) -> tuple[Tensor, Tensor, Tensor, Tenso
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), weights, positions
 
 
-def _figures(step: int, tokens: int, loss: float, seconds: float) -> dict[str, float]:
-    return {"steps": step, "tokens": tokens, "loss": loss, "seconds": seconds, "tokens_per_s": tokens / max(seconds, 1e-9)}
+def _figures(step: int, recipe: Recipe, losses: list[Tensor], start: float) -> dict[str, float]:
+    loss = float(torch.stack(losses).mean())  # waits for the device: before the clock is read
+    tokens, seconds = step * recipe.rows * recipe.length, time.monotonic() - start
+    return {"steps": step, "tokens": tokens, "loss": loss, "seconds": seconds, "tokens_per_s": tokens / seconds}
+
+
+def _line(figures: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.5g}" for name, value in figures.items())
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes that make text")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes making text")
     for name, default in asdict(Recipe()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     options = vars(parser.parse_args())
@@ -157,10 +165,12 @@ def main() -> None:
     began = time.monotonic()
     tokenizer = train_tokenizer(recipe.seed)
     print(f"tokenizer: {tokenizer.get_vocab_size()} tokens in {time.monotonic() - began:.0f} s", flush=True)
-    with stream(tokenizer, Packing(recipe.rows, recipe.length, TinyConfig().max_position_embeddings), recipe.seed, workers) as batches:
+    packing = Packing(recipe.rows, recipe.length, TinyConfig().max_position_embeddings)
+    with stream(tokenizer, packing, recipe.seed, workers) as batches:
+        first = next(batches)  # the workers fork here, before CUDA is initialised
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        figures = train(recipe, batches, device, Save(out, tokenizer, recipe))
-    print(f"done in {time.monotonic() - began:.0f} s: " + ", ".join(f"{k} {v:.5g}" for k, v in figures.items()), flush=True)
+        figures = train(recipe, itertools.chain([first], batches), device, Save(out, tokenizer, recipe))
+    print(f"done in {time.monotonic() - began:.0f} s: {_line(figures)}", flush=True)
 
 
 if __name__ == "__main__":
