@@ -1,10 +1,11 @@
 """Attention on the GPU: is it right, are its bits the same everywhere, how fast is it?
 
-    python benchmarks/attention.py            accuracy, bits, µs per layer (markdown)
+    python benchmarks/attention.py            accuracy, bits, µs per layer, as markdown
     python benchmarks/attention.py --sweep    launch options and plans, fastest first
 
-Qwen3-8B's heads (32 query, 8 KV, d 128), bf16, pages of 16 in shuffled order. Times are medians of CUDA graph
-replays; a graph holds one call per layer, each layer with a cache of its own, so that KV comes from memory.
+bf16, pages of 16 in shuffled order; speed at Qwen3-8B's heads (32 query, 8 KV, d 128). Times are medians of CUDA
+graph replays. A graph holds one call per layer, each layer with a cache of its own, so that KV comes from memory;
+"cold" sweeps L2 before each call too, as the weights of a real model do.
 """
 
 from __future__ import annotations
@@ -17,140 +18,171 @@ from dataclasses import dataclass
 
 import torch
 
+from unisono.attention.base import AttentionInputs
+from unisono.attention.triton import TritonAttention
 from unisono.kernels import attention as ops
 
-HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
-SCALE = DIM**-0.5
-DTYPE = torch.bfloat16
+PAGE = 16
+KEYS = ops.KEYS
+Call = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Heads:
+    name: str = "Qwen3-8B"
+    query: int = 32
+    kv: int = 8
+    dim: int = 128
+    window: int = 0
+    dtype: torch.dtype = torch.bfloat16
+
+    def queries(self, tokens: int) -> torch.Tensor:
+        return torch.randn(tokens, self.query, self.dim, device="cuda").to(self.dtype)
 
 
 @dataclass
 class Paged:
-    """R requests of the given lengths over shuffled pages, in ``layers`` caches."""
+    """Requests of the given lengths over shuffled pages, in ``layers`` caches."""
 
     lengths: list[int]
     layers: int = 1
+    heads: Heads = Heads()
 
     def __post_init__(self) -> None:
-        self.rows = len(self.lengths)
         pages = [-(-n // PAGE) for n in self.lengths]
-        shuffled = torch.randperm(sum(pages)).int().add(1).split(pages)
-        table = torch.zeros(self.rows, max(pages), dtype=torch.int32)
-        for row, own in enumerate(shuffled):
+        table = torch.zeros(len(pages), max(pages), dtype=torch.int32)
+        for row, own in enumerate(torch.randperm(sum(pages)).int().add(1).split(pages)):
             table[row, : len(own)] = own
         self.table = table.cuda()
-        shape = (self.layers, 2, sum(pages) + 1, KV_HEADS, PAGE, DIM)
-        self.caches = torch.empty(shape, dtype=DTYPE, device="cuda").normal_()
-        self.slots = torch.arange(self.rows, dtype=torch.int32, device="cuda")
+        shape = (self.layers, 2, sum(pages) + 1, self.heads.kv, PAGE, self.heads.dim)
+        self.caches = torch.empty(shape, dtype=self.heads.dtype, device="cuda").normal_()
         self.kv_len = torch.tensor(self.lengths, dtype=torch.int32, device="cuda")
+        self.rows = torch.arange(len(pages), dtype=torch.int32, device="cuda")
+        self.backend = TritonAttention(self.heads.query, self.heads.kv, "cuda")
+        self.scale = self.heads.dim**-0.5
 
-    def round(self, q: torch.Tensor, rows: torch.Tensor, length: torch.Tensor, width: int, **how) -> Callable:
-        """A round over ``rows`` whose last token stands at ``length - 1``: layer -> outputs."""
-        plan = ops.attention_plan(
-            self.slots[rows], length, width, KV_HEADS, how.pop("partials", 1024), how.pop("share", 264)
-        )
-        positions = (length[:, None] - width + torch.arange(width, device="cuda")).flatten().int()
-        keys = how.pop("keys", ops.KEYS)
+    def round_inputs(self, rows: torch.Tensor, kv_len: torch.Tensor, width: int) -> AttentionInputs:
+        """A round over ``rows`` whose last token stands at ``kv_len - 1``."""
+        positions = (kv_len[:, None] - width + torch.arange(width, device="cuda")).flatten().int()
+        return AttentionInputs(rows, positions, positions, kv_len, self.table, width)
 
-        def run(layer: int = 0) -> torch.Tensor:
-            ops.KEYS = keys
-            cache = self.caches[layer]
-            return ops.launch_attention_round(q, cache[0], cache[1], self.table, positions, *plan, SCALE, 0, **how)
-
-        return run
-
-    def extend(self, q: torch.Tensor, spans: list[tuple[int, int, int]], tile_tokens: int = 32, **how) -> Callable:
-        """An extend pass over spans (row, first position, end position): layer -> outputs."""
+    def extend_inputs(self, spans: list[tuple[int, int, int]]) -> AttentionInputs:
+        """An extend pass over spans (row, first position, end position)."""
+        rows, _, ends = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in zip(*spans, strict=True))
         starts = list(itertools.accumulate((end - first for _, first, end in spans), initial=0))
-        positions = torch.cat([torch.arange(first, end) for _, first, end in spans]).int().cuda()
-        slots = torch.tensor([row for row, _, _ in spans], dtype=torch.int32, device="cuda")
         query_start = torch.tensor(starts, dtype=torch.int32, device="cuda")
-        plan = ops.attention_extend_plan(slots, query_start, starts[-1], tile_tokens)
-        keys = how.pop("keys", ops.KEYS)
+        positions = torch.cat([torch.arange(first, end) for _, first, end in spans]).int().cuda()
+        return AttentionInputs(rows, positions, positions, ends, self.table, None, query_start)
+
+    def served(self, inputs: AttentionInputs, q: torch.Tensor) -> Call:
+        """layer -> outputs, as the engine computes them."""
+        self.backend.plan(inputs)
+        return lambda layer=0: self.backend.forward(q, *self.caches[layer], inputs, self.scale, self.heads.window)
+
+    def tuned_round(self, inputs: AttentionInputs, q: torch.Tensor, share: int = 264, **options: int) -> Call:
+        """layer -> outputs with launch options of one's own; ``share`` is the plan's ``programs``."""
+        partials = min(2048, inputs.slots.shape[0] * self.table.shape[1])
+        plan = ops.attention_plan(inputs.slots, inputs.kv_len, inputs.width or 1, self.heads.kv, partials, share)
+        return self._tuned(ops.launch_attention_round, q, inputs.positions, plan, options)
+
+    def tuned_extend(self, inputs: AttentionInputs, q: torch.Tensor, tile_tokens: int = 32, **options: int) -> Call:
+        tokens = inputs.positions.shape[0]
+        plan = ops.attention_extend_plan(inputs.slots, inputs.query_start, tokens, tile_tokens)
+        return self._tuned(ops.launch_attention_extend, q, inputs.positions, plan, options)
+
+    def _tuned(self, launch: Call, q: torch.Tensor, positions: torch.Tensor, plan: tuple, options: dict) -> Call:
+        options = dict(options)
+        keys = options.pop("keys", KEYS)
 
         def run(layer: int = 0) -> torch.Tensor:
             ops.KEYS = keys
-            cache = self.caches[layer]
-            return ops.launch_attention_extend(q, cache[0], cache[1], self.table, positions, *plan, SCALE, 0, **how)
+            out = launch(q, *self.caches[layer], self.table, positions, *plan, self.scale, self.heads.window, **options)
+            ops.KEYS = KEYS
+            return out
 
         return run
-
-
-def queries(tokens: int) -> torch.Tensor:
-    return torch.randn(tokens, HEADS, DIM, device="cuda").to(DTYPE)
 
 
 def accuracy() -> None:
     """Relative error against float64 on the same bf16 inputs."""
-    paged = Paged([1500, 77])
-    q = queries(1577)
-    out = paged.extend(q, [(0, 0, 1500), (1, 0, 77)])()
-    begin = 0
-    for row, length in enumerate(paged.lengths):
-        pages = paged.table[row, : -(-length // PAGE)].long()
-        k, v = (c[pages].transpose(1, 2).flatten(0, 1)[:length].double() for c in paged.caches[0])
-        group = HEADS // KV_HEADS
-        wide = q[begin : begin + length].double().transpose(0, 1)
-        scores = wide @ k.permute(1, 2, 0).repeat_interleave(group, 0) * SCALE
+    print("| tokens | relative error against float64 |\n|---|---|")
+    for length in (77, 1500):
+        paged = Paged([length])
+        heads, q = paged.heads, paged.heads.queries(length)
+        out = paged.served(paged.extend_inputs([(0, 0, length)]), q)().view(length, heads.query, heads.dim)
+        pages, group = paged.table[0].long(), heads.query // heads.kv
+        k, v = (c[pages].transpose(0, 1).flatten(1, 2)[:, :length].double() for c in paged.caches[0])
+        scores = q.double().transpose(0, 1) @ k.mT.repeat_interleave(group, 0) * paged.scale
         scores.masked_fill_(torch.ones(length, length, device="cuda").triu(1).bool(), float("-inf"))
-        want = scores.softmax(-1) @ v.transpose(0, 1).repeat_interleave(group, 0)
-        got = out[begin : begin + length].view(length, HEADS, DIM).transpose(0, 1)
-        print(f"| {length} tokens | relative error {((got - want).norm() / want.norm()).item():.2e} |")
-        begin += length
+        want = (scores.softmax(-1) @ v.repeat_interleave(group, 0)).transpose(0, 1)
+        print(f"| {length} | {((out - want).norm() / want.norm()).item():.2e} |")
+
+
+class Comparison:
+    """Counts token outputs whose bits are not those of one extend pass over all requests."""
+
+    def __init__(self, heads: Heads, lengths: list[int]) -> None:
+        self.paged, self.heads, self.lengths = Paged(lengths, heads=heads), heads, lengths
+        self.starts = list(itertools.accumulate(lengths, initial=0))
+        self.q = heads.queries(self.starts[-1])
+        self.spans = [(row, 0, n) for row, n in enumerate(lengths)]
+        self.want = self.paged.tuned_extend(self.paged.extend_inputs(self.spans), self.q)()
+        self.passes = self.outputs = self.wrong = 0
+
+    def check(self, name: str, got: torch.Tensor, index: torch.Tensor | slice) -> None:
+        differing = int((got != self.want[index]).any(-1).sum())
+        self.passes, self.outputs, self.wrong = self.passes + 1, self.outputs + len(got), self.wrong + differing
+        if differing:
+            print(f"{self.heads.name}, {name}: {differing} of {len(got)} differ")
+
+    def extends(self) -> None:
+        everything = self.paged.extend_inputs(self.spans)
+        for tile, warps in itertools.product((1, 4, 8, 16, 32), (4, 8)):
+            run = self.paged.tuned_extend(everything, self.q, tile, num_warps=warps)
+            self.check(f"extend, tiles of {tile} tokens, {warps} warps", run(), slice(None))
+        for row, (n, start) in enumerate(zip(self.lengths, self.starts, strict=False)):
+            for cut in (0, n // 3, n // 2 + 1):
+                for a, b in ((0, cut), (cut, n)):
+                    own = slice(start + a, start + b)
+                    if b > a:
+                        run = self.paged.served(self.paged.extend_inputs([(row, a, b)]), self.q[own])
+                        self.check(f"row {row}, tokens {a} to {b}", run(), own)
+
+    def rounds(self, widths: tuple[int, ...]) -> None:
+        ends, everyone = torch.tensor(self.starts[1:], device="cuda"), self.paged.rows
+        companies = (everyone, everyone.flip(0)[:4].contiguous(), everyone[-2:-1])
+        plans = [{"share": 10**6}, {"share": 264}, {"share": 40}, {"share": 1}, {"num_warps": 4}, {"num_warps": 8}]
+        for width, rows, back, plan in itertools.product(widths, companies, (0, 3), plans):
+            kv_len = self.paged.kv_len[rows.long()] - back  # rounds that ended three tokens earlier, too
+            index = ((ends[rows.long()] - back)[:, None] - width + torch.arange(width, device="cuda")).flatten()
+            run = self.paged.tuned_round(self.paged.round_inputs(rows, kv_len, width), self.q[index], **plan)
+            for _ in range(2):  # the second finds the counters as the first left them
+                self.check(f"round of {len(rows)}, width {width}, {plan}", run(), index)
 
 
 def bits() -> None:
-    """Rows (token outputs) whose bits differ from one extend pass over everything, tiles of 128 rows."""
-    lengths = [20, 64, 255, 256, 257, 300, 511, 512, 513, 700, 769, 1000, 1024, 1152, 1500, 2500]
-    paged = Paged(lengths)
-    starts = list(itertools.accumulate(lengths, initial=0))
-    q = queries(starts[-1])
-    spans = [(row, 0, n) for row, n in enumerate(lengths)]
-    want = paged.extend(q, spans, 32)()
-    total = wrong = 0
-
-    def compare(name: str, got: torch.Tensor, index: torch.Tensor | slice) -> None:
-        nonlocal total, wrong
-        differing = int((got != want[index]).any(-1).sum())
-        total, wrong = total + got.shape[0], wrong + differing
-        if differing:
-            print(f"| {name} | **{differing} of {got.shape[0]} rows differ** |")
-
-    for tokens, warps in itertools.product((4, 8, 16, 32), (4, 8)):
-        compare(
-            f"extend, tiles of {tokens * 4} rows, {warps} warps",
-            paged.extend(q, spans, tokens, num_warps=warps)(),
-            slice(None),
-        )
-    for row, (n, start) in enumerate(zip(lengths, starts, strict=False)):
-        own = slice(start, start + n)
-        compare(f"extend, row {row} alone", paged.extend(q[own], [(row, 0, n)])(), own)
-        for cut in (n // 3, n // 2 + 1):
-            halves = [
-                paged.extend(q[start : start + cut], [(row, 0, cut)], 8)(),
-                paged.extend(q[start + cut : start + n], [(row, cut, n)], 32)(),
-            ]
-            compare(f"extend, row {row} cut at {cut}", torch.cat(halves), own)
-    ends = torch.tensor(starts[1:], device="cuda")
-    everyone = torch.arange(len(lengths), device="cuda")
-    for width, share, warps in itertools.product((1, 2, 3, 4, 6, 8, 16, 17), (10**9, 264, 40, 1), (4, 8)):
-        if warps == 8 and share != 264:
-            continue
-        for rows in (everyone, everyone.flip(0)[:4], everyone[14:15]):
-            for back in (0, 3):  # rounds that end earlier in the request
-                index = ((ends - back)[rows, None] - width + torch.arange(width, device="cuda")).flatten()
-                how = {"share": share, "num_warps": warps}
-                run = paged.round(q[index].contiguous(), rows, paged.kv_len[rows] - back, width, **how)
-                for _ in range(2):  # the second run finds the counters as the first left them
-                    compare(f"round of {len(rows)} rows, width {width}, {how}", run(), index)
-    print(f"| all passes | {wrong} of {total} rows differ |")
+    print("\n| heads | passes | token outputs | with other bits |\n|---|---|---|---|")
+    lengths = [20, 64, 255, 256, 257, 300, 511, 512, 513, 700, 769, 1000, 1024, 1152, 2500, 1500]
+    for heads in (
+        Heads(),
+        Heads("Qwen3-8B, window 300", window=300),
+        Heads("Qwen3-8B, fp16", dtype=torch.float16),
+        Heads("Qwen2.5-0.5B", 14, 2, 64),
+        Heads("6 on 2, d 80", 6, 2, 80),
+        Heads("8 on 4, d 256", 8, 4, 256),
+        Heads("8 on 4, d 64, fp32", 8, 4, 64, dtype=torch.float32),
+    ):
+        case = Comparison(heads, lengths)
+        case.extends()
+        case.rounds((1, 2, 3, 4, 6, 8, 16, 17) if heads == Heads() else (1, 4, 6))
+        print(f"| {heads.name} | {case.passes} | {case.outputs} | {case.wrong} |", flush=True)
 
 
-def median_us(run: Callable[[int], object], layers: int, replays: int = 15, cold: bool = False) -> float:
-    """Microseconds per call in a graph of ``layers`` calls. ``cold`` sweeps L2 before each, and subtracts that."""
-    rubbish = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda") if cold else None
+def median_us(run: Call, layers: int, replays: int = 15, cold: bool = False) -> float:
+    """Microseconds per call in a graph of ``layers`` calls; sweeping L2 is timed alone and subtracted."""
+    rubbish = torch.empty(32 * 2**20, dtype=torch.int32, device="cuda") if cold else None
 
-    def graph_ms(call: Callable[[int], object] | None) -> float:
+    def graph_ms(call: Call | None) -> float:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for layer in range(layers):
@@ -173,90 +205,106 @@ def median_us(run: Callable[[int], object], layers: int, replays: int = 15, cold
     return (graph_ms(run) - (graph_ms(None) if cold else 0.0)) * 1000 / layers
 
 
-LAYERS = {1: 36, 4: 36, 16: 12, 64: 6}
+def layers_for(tokens: int) -> int:
+    return max(3, min(36, 2**18 // tokens))
 
 
-def round_times(batches=(1, 4, 16, 64), widths=(1, 4, 6), context: int = 1152) -> None:
-    print("\n| batch | width | µs | µs, L2 cold | GB/s |\n|---|---|---|---|---|")
-    for batch in batches:
-        paged = Paged([context] * batch, LAYERS[batch])
+def round_times(batches=(1, 4, 8, 16, 64), widths=(1, 4, 6), contexts=(1152, 8192, 32768)) -> None:
+    print("\n| batch | context | width | µs | µs, L2 cold | GB/s of KV, cold |\n|---|---|---|---|---|---|")
+    for context, batch in itertools.product(contexts, batches):
+        if context > 1152 and batch not in (1, 4, 16):
+            continue
+        paged = Paged([context] * batch, layers_for(context * batch))
         for width in widths:
-            run = paged.round(queries(batch * width), paged.slots.long(), paged.kv_len, width)
-            warm, cold = median_us(run, LAYERS[batch]), median_us(run, LAYERS[batch], cold=True)
-            read = batch * context * KV_HEADS * DIM * 4
-            print(f"| {batch} | {width} | {warm:.1f} | {cold:.1f} | {read / cold / 1e3:.0f} |", flush=True)
+            run = paged.served(paged.round_inputs(paged.rows, paged.kv_len, width), paged.heads.queries(batch * width))
+            warm, cold = (median_us(run, paged.layers, cold=cold) for cold in (False, True))
+            read = batch * context * paged.heads.kv * paged.heads.dim * 4
+            print(f"| {batch} | {context} | {width} | {warm:.1f} | {cold:.1f} | {read / cold / 1e3:.0f} |", flush=True)
+    ragged = [300, 8192, 700, 1000, 2500, 150, 1152, 4000] * 2
+    paged = Paged(ragged, 8)
+    for width in widths:
+        run = paged.served(paged.round_inputs(paged.rows, paged.kv_len, width), paged.heads.queries(16 * width))
+        warm, cold = (median_us(run, paged.layers, cold=cold) for cold in (False, True))
+        read = sum(ragged) * paged.heads.kv * paged.heads.dim * 4
+        print(f"| 16 | 150 … 8192 | {width} | {warm:.1f} | {cold:.1f} | {read / cold / 1e3:.0f} |", flush=True)
 
 
-def extend_times(sizes=(128, 512, 2048, 8192)) -> None:
-    print("\n| extend tokens | µs | TFLOP/s |\n|---|---|---|")
-    for tokens in sizes:
-        paged = Paged([tokens], 4)
-        run = paged.extend(queries(tokens), [(0, 0, tokens)], min(32, max(4, tokens * HEADS // 132 // 4)))
-        spent = median_us(run, 4)
-        print(f"| {tokens} | {spent:.0f} | {flops(tokens) / spent / 1e6:.0f} |", flush=True)
+def plan_times() -> None:
+    print("\n| plan, once per pass | µs |\n|---|---|")
+    for batch in (1, 64, 256):
+        paged = Paged([1152] * batch)
+        inputs = paged.round_inputs(paged.rows, paged.kv_len, 1)
+
+        def plan(_: int = 0, paged: Paged = paged, inputs: AttentionInputs = inputs) -> None:
+            paged.backend.plan(inputs)
+
+        print(f"| round of {batch} | {median_us(plan, 20):.1f} |")
 
 
-def flops(tokens: int) -> float:
-    return 4 * DIM * HEADS * tokens * (tokens + 1) / 2
+def extend_times() -> None:
+    print("\n| extend tokens | after | µs | TFLOP/s |\n|---|---|---|---|")
+    for tokens, before in ((20, 0), (128, 0), (512, 0), (2048, 0), (8192, 0), (20, 8192), (512, 8192)):
+        paged = Paged([tokens + before], 3)
+        inputs = paged.extend_inputs([(0, before, before + tokens)])
+        spent = median_us(paged.served(inputs, paged.heads.queries(tokens)), 3)
+        print(f"| {tokens} | {before} | {spent:.0f} | {flops(tokens, before) / spent / 1e6:.0f} |", flush=True)
+
+
+def flops(tokens: int, before: int = 0, heads: Heads = Heads()) -> float:
+    return 4 * heads.dim * heads.query * tokens * (before + (tokens + 1) / 2)
 
 
 def round_options() -> Iterator[dict]:
-    for keys, warps, stages in itertools.product((32, 64, 128), (4, 8), (3, 5, 7)):
-        if (keys, stages) != (128, 7):
-            yield {"keys": keys, "num_warps": warps, "num_stages": stages}
-    yield {"keys": 64, "num_warps": 4, "num_stages": 5, "maxnreg": 168}
-    yield {"keys": 128, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
-    yield {"keys": 32, "num_warps": 4, "num_stages": 5, "maxnreg": 128}
+    for warps, stages in itertools.product((4, 8), (3, 5, 7)):
+        yield {"keys": 64, "num_warps": warps, "num_stages": stages}
+    for warps, stages in ((4, 3), (8, 3), (8, 5)):
+        yield {"keys": 128, "num_warps": warps, "num_stages": stages}
 
 
 def extend_options() -> Iterator[dict]:
-    for tile, keys, warps, stages in itertools.product((16, 32), (32, 64, 128), (4, 8), (3, 5)):
-        if (tile, warps) != (32, 4) and not (keys == 128 and stages == 5):
+    for tile, keys, warps, stages in itertools.product((16, 32), (64, 128), (4, 8), (3, 4, 5)):
+        if tile == warps * 4 and not (keys == 128 and stages == 5):
             yield {"tile_tokens": tile, "keys": keys, "num_warps": warps, "num_stages": stages}
 
 
 def sweep(shard: str | None) -> None:
     """Time launch options. ``shard`` "i/n" only compiles every n-th, to fill Triton's cache in parallel."""
     each, of = (int(x) for x in shard.split("/")) if shard else (0, 1)
-    batches = {b: Paged([1152] * b, LAYERS[b] if not shard else 1) for b in ((1, 16, 64) if not shard else (1,))}
-    prompts = {t: Paged([t], 3) for t in ((2048, 8192) if not shard else (2048,))}
-    table: list[tuple] = []
-
-    def attempt(kind: str, options: dict, measure: Callable[[dict], list[float]]) -> None:
-        try:
-            table.append((kind, measure(dict(options)), options))
-        except Exception as error:
-            print(f"{kind} {options}: {str(error).splitlines()[0][:120]}", flush=True)
+    batches = {b: Paged([1152] * b, 1 if shard else layers_for(b * 1152)) for b in ((1,) if shard else (1, 4, 16, 64))}
+    prompts = {t: Paged([t], 3) for t in ((2048,) if shard else (2048, 8192))}
+    table: list[tuple[str, list[float], dict]] = []
 
     def rounds(options: dict, width: int) -> list[float]:
         found = []
         for batch, paged in batches.items():
-            run = paged.round(queries(batch * width), paged.slots.long(), paged.kv_len, width, **options)
+            inputs = paged.round_inputs(paged.rows, paged.kv_len, width)
+            run = paged.tuned_round(inputs, paged.heads.queries(batch * width), **options)
             found.append(run().sum().item() if shard else median_us(run, paged.layers))
         return found
 
     def extends(options: dict) -> list[float]:
         found = []
         for tokens, paged in prompts.items():
-            run = paged.extend(queries(tokens), [(0, 0, tokens)], **options)
+            run = paged.tuned_extend(paged.extend_inputs([(0, 0, tokens)]), paged.heads.queries(tokens), **options)
             found.append(run().sum().item() if shard else -flops(tokens) / median_us(run, 3, 7) / 1e6)
         return found
 
-    for i, options in enumerate(round_options()):
-        if i % of == each:
-            attempt("round W=1", options, lambda o: rounds(o, 1))
-            attempt("round W=6", options, lambda o: rounds(o, 6))
-    for i, options in enumerate(extend_options()):
-        if i % of == each:
-            attempt("extend", options, extends)
+    cases = [(f"round, width {w}", o, lambda o, w=w: rounds(o, w)) for w in (1, 4, 6) for o in round_options()]
+    cases += [("extend", o, extends) for o in extend_options()]
     if not shard:
-        for warps, share, per in itertools.product((4, 8), (10**9, 264, 396, 528, 800, 1), (2, 3, 4, 8, 16)):
-            options = {"num_warps": warps, "share": share, "programs": per * 132}
-            attempt(f"plan W=1 {warps} warps", options, lambda o: rounds(o, 1))
-        for kind in dict.fromkeys(row[0] for row in table):
-            print(f"\n{kind}: µs at batch {list(batches)}, or TFLOP/s at {list(prompts)} tokens")
-            for _, figures, options in sorted((row for row in table if row[0] == kind), key=lambda row: row[1][-1]):
-                print("  ", " ".join(f"{abs(f):7.1f}" for f in figures), options)
+        for width, share, per in itertools.product((1, 6), (10**6, 132, 264, 396, 1), (2, 3, 8)):
+            options = {"share": share, "programs": per * 132}
+            cases.append((f"plan, width {width}", options, lambda o, w=width: rounds(o, w)))
+    for i, (kind, options, measure) in enumerate(cases):
+        if i % of == each:
+            try:
+                table.append((kind, measure(options), options))
+            except Exception as error:  # a configuration that does not fit
+                print(f"{kind} {options}: {str(error).splitlines()[0][:120]}", flush=True)
+    for kind in dict.fromkeys(row[0] for row in table):
+        print(f"\n{kind}: " + (f"TFLOP/s at {list(prompts)} tokens" if kind == "extend" else f"µs at {list(batches)}"))
+        for _, figures, options in sorted((row for row in table if row[0] == kind), key=lambda row: row[1][-1]):
+            print("  ", " ".join(f"{abs(f):7.1f}" for f in figures), options)
 
 
 def main() -> None:
@@ -268,10 +316,10 @@ def main() -> None:
     if args.sweep or args.shard:
         sweep(args.shard)
         return
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     accuracy()
     bits()
     round_times()
+    plan_times()
     extend_times()
 
 

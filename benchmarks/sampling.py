@@ -22,7 +22,7 @@ from unisono.kernels import noise, sampling
 from unisono.kernels.rounds import commit, round_inputs
 from unisono.sampling.pipeline import pick
 
-VOCAB, CALLS, FAR = 151936, 20, 2**20
+VOCAB, CALLS, FAR = 151936, 20, 4096
 SETTINGS = {
     "greedy": {"temperature": 0.0},
     "T = 1": {},
@@ -47,6 +47,7 @@ class Fields:
         self.stop_ids = arena[:, -16:]
         self.slots = torch.arange(rows, dtype=torch.int32, device=device)
         self.page_table = torch.ones(rows, FAR // 16, dtype=torch.int32, device=device)
+        self.history = torch.zeros(rows, FAR, dtype=torch.int32, device=device)
 
     def sampling(self) -> list[torch.Tensor]:
         names = "length status temperature top_k top_p min_p seed_lo seed_hi"
@@ -104,10 +105,11 @@ def check_rows(rows: int = 64) -> str:
 
 def check_distribution(vocab: int = 200, slots: int = 1000, width: int = 500) -> str:
     """Pearson's chi-square of half a million draws against float64: the least p-value over the settings."""
-    logits = torch.randn(vocab, device="cuda") * 2
     values = {}
     for name, setting in list(SETTINGS.items())[1:]:
+        logits = torch.randn(vocab, device="cuda") * 2
         f = Fields(slots, **setting)
+        f.seed_hi += len(values)
         tokens = pick(logits.expand(slots * width, vocab).contiguous(), f.slots, width, f)
         parameters = [getattr(f, n)[:1].cpu() for n in ("temperature", "top_k", "top_p", "min_p")]
         kept = logits.cpu() >= sampling.thresholds_cpu(logits[None].cpu(), *parameters)
@@ -148,7 +150,9 @@ def timed_round(kind: str, setting: dict, rows: int, width: int, whole: bool = T
             round_inputs(f.slots, drafts, f.length, f.limit, f.status, f.last_token, f.page_table, 16)
         tokens = pick(logits, f.slots, width, f)
         if whole:
-            commit(tokens.view(rows, width), drafts, f.slots, f.length, f.limit, f.status, f.last_token, f.stop_ids)
+            picks = tokens.view(rows, width)
+            state = (f.length, f.limit, f.status, f.last_token, f.stop_ids, f.history)
+            commit(picks, drafts, f.slots, *state)
 
     return microseconds(call)
 
@@ -165,17 +169,18 @@ def table() -> None:
 
 def sweep() -> None:
     print("\nsample alone, µs, by launch options\n")
-    for lanes, warps in ((8192, 16), (8192, 32), (16384, 16), (16384, 32)):
+    for lanes, warps in ((4096, 16), (8192, 16), (8192, 32), (16384, 32)):
         sampling.FILTER_LANES, sampling.FILTER_WARPS = lanes, warps
         cells = [(kind, name, timed_round(kind, SETTINGS[name], 1, 1, whole=False))
                  for kind in ("text", "flat") for name in ("top-p 0.9", "top-k 50, top-p 0.9")]  # fmt: skip
         print(f"filter lanes {lanes} warps {warps}: " + ", ".join(f"{k} {n} {t:.1f}" for k, n, t in cells), flush=True)
-    sampling.FILTER_LANES, sampling.FILTER_WARPS = 16384, 16
-    for block in (1024, 2048, 4096):
-        sampling.PICK_BLOCK = block
+    for block, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8)):
+        sampling.PICK_BLOCK, sampling.PICK_WARPS = block, warps
         cells = [(name, rows, timed_round("text", SETTINGS[name], rows, 1, whole=False))
                  for name in ("greedy", "T = 1") for rows in (1, 64)]  # fmt: skip
-        print(f"pick block {block}: " + ", ".join(f"{n} {r} rows {t:.1f}" for n, r, t in cells), flush=True)
+        print(
+            f"pick block {block} warps {warps}: " + ", ".join(f"{n} {r} rows {t:.1f}" for n, r, t in cells), flush=True
+        )
 
 
 def main() -> None:

@@ -102,7 +102,7 @@ def test_flat_and_peaked_rows(scale, device):
     assert torch.equal(kernel, twin)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # inf - inf, in the interpreter's numpy
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:divide by zero")  # the interpreter's numpy
 def test_nan_and_infinities_end_and_are_never_picked(device):
     nan, inf = torch.nan, torch.inf
     odd = torch.tensor([[nan, -inf, 3.0, nan], [nan] * 4, [-inf] * 4, [0.0, 1.0, inf, nan]])
@@ -131,6 +131,21 @@ def test_thresholds_keep_what_the_twin_keeps(lanes, dtype, device, monkeypatch):
     twin = sampling.thresholds_cpu(logits.float(), *(field.cpu() for field in (temperature, top_k, top_p, min_p)))
     assert torch.equal(kept[drawn], logits[drawn] >= twin[drawn][:, None])
     assert kept[~drawn].all()
+
+
+def test_ids_and_offset_draw_the_noise_of_the_token_and_position_they_name(device):
+    """A drafter that knows every third token and looks two positions ahead agrees with the whole vocabulary."""
+    rows, ids = ROWS[:-2], torch.arange(0, 999, 3, dtype=torch.int32)
+    whole = torch.full((len(rows), 999), -torch.inf)
+    part = torch.randn(len(rows), len(ids)) * 3
+    whole[:, ids.long()] = part
+    fields = fields_of(rows, device)
+    slots = torch.arange(len(rows), dtype=torch.int32, device=device)
+    few = sampling.launch_sample(part.to(device), slots, 1, *fields, 2, ids.to(device))
+    twin = sampling.sample_cpu(part, slots.cpu(), 1, *fields_of(rows), 2, ids)
+    fields[0] += 2
+    assert torch.equal(few, sampling.launch_sample(whole.to(device), slots, 1, *fields))
+    assert torch.equal(few.cpu(), twin)
 
 
 def test_a_row_depends_on_no_other(device, assert_rows_exact):

@@ -199,7 +199,7 @@ def _pick_kernel(
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         token = tl.load(ids + column, mask=column < V, other=0x7FFFFFFF) if HAS_IDS else column
         row = logits + n.to(tl.int64) * row_stride
-        score = tl.load(row + column, mask=column < V, other=float("-inf")).to(tl.float32)
+        score = _load(row, column, V)
         score = tl.where(score == score, score, float("-inf"))
         t = tl.load(temperature + field)
         if t >= GREEDY_BELOW:
@@ -249,7 +249,8 @@ def launch_sample(
     threshold, best, arrived, tokens = launch_filter(logits, slots, width, status, temperature, top_k, top_p, min_p)
     _pick_kernel[(rows, triton.cdiv(vocab, PICK_BLOCK))](
         logits, slots, length, status, temperature, seed_lo, seed_hi, ids, threshold, best, arrived, tokens,
-        status.stride(0), logits.stride(0), width, offset, vocab, HAS_IDS=ids is not None, BLOCK=PICK_BLOCK,
+        status.stride(0), logits.stride(0), width, offset, vocab, HAS_IDS=ids is not None,
+        BLOCK=PICK_BLOCK, num_warps=PICK_WARPS,
     )  # fmt: skip
     return tokens
 
@@ -305,7 +306,8 @@ def _sample_meta(logits: Tensor, slots: Tensor, *_: object) -> Tensor:
 
 define(
     "sample(Tensor logits, Tensor slots, int width, Tensor length, Tensor status, Tensor temperature,"
-    " Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed_lo, Tensor seed_hi, int offset=0, Tensor? ids=None) -> Tensor"
+    " Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed_lo, Tensor seed_hi, int offset=0,"
+    " Tensor? ids=None) -> Tensor"
 )
 register("sample", cuda=launch_sample, cpu=sample_cpu, meta=_sample_meta)
 
@@ -360,6 +362,7 @@ AOT: list[AotCase] = [
             scalars="stride row_stride width offset V",
         ),
         {"BLOCK": PICK_BLOCK, "HAS_IDS": has_ids},
+        num_warps=PICK_WARPS,
     )
     for dtype in ("bf16", "fp16", "fp32")
     for has_ids in (False, True)

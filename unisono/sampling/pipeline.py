@@ -31,9 +31,9 @@ def pick(
     """A token for every row of logits [R * width, V], slots [R] int32 -> tokens [R * width] int32.
 
     Row r * width + j stands at position ``fields.length[slots[r]] + offset + j``; ``ids`` names the token of each
-    column where a drafter knows only some. Drafting, verification and plain
-    decoding pick by this one rule, with noise keyed by (seed, position, token id): equal logits give equal
-    tokens whoever asks, and near ones mostly do (Daliri, Musco, Suresh, arXiv 2408.07978).
+    column where a drafter knows only some. Drafting, verification and plain decoding pick by this one rule, with
+    noise keyed by (seed, position, token id): equal logits give equal tokens whoever asks, and near ones mostly
+    do (Daliri, Musco, Suresh, arXiv 2408.07978).
     """
     return sample(
         logits, slots, width, fields.length, fields.status, fields.temperature, fields.top_k, fields.top_p,
