@@ -14,16 +14,13 @@ from dataclasses import replace
 
 import torch
 
-from unisono.cache.kv import PAGE_SIZE
 from unisono.cache.pages import PagePool
 from unisono.config import EngineConfig, Hardware, resolve
+from unisono.engine import report
 from unisono.engine.runner import Launched, Runner
-from unisono.engine.scheduler import Extend, Scheduler, Sequence
+from unisono.engine.scheduler import Extend, Round, Scheduler, Sequence
 from unisono.models.checkpoint import Checkpoint
 from unisono.types import MAX_STOP_IDS, BadRequest, EngineRequest, FinishReason, SamplingParams, TokenDelta
-
-Metric = tuple[str, str, dict[str, str], float, str]
-"""(name, "counter" or "gauge", labels, value, help)."""
 
 
 class Engine:
@@ -54,7 +51,7 @@ class Engine:
         self._in_flight: Launched | None = None
         self._order = itertools.count()
         self.start_seconds = time.perf_counter() - started
-        self.prompt_tokens = self.generation_tokens = self.requests = 0
+        self.counters = report.Counters()
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -69,7 +66,7 @@ class Engine:
         sequence = Sequence(request, list(request.prompt_token_ids), limit, next(self._order))
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
-        self.requests += 1
+        self.counters.requests += 1
 
     def check(self, request: EngineRequest) -> None:
         """Raises BadRequest, naming the value and the limit, for a request that this engine cannot run."""
@@ -136,15 +133,26 @@ class Engine:
             count, status = int(result[row, 0]), FinishReason(int(result[row, 1]))
             # A row that ended before this pass, as the host has learnt since, brings nothing.
             if sequence.finish is FinishReason.RUNNING and count:
+                if isinstance(work, Round):
+                    self._count_drafts(sequence, count)
                 deltas.append(self._commit(sequence, result[row, 2 : 2 + count].tolist(), status))
         return deltas
+
+    def _count_drafts(self, sequence: Sequence, committed: int) -> None:
+        """One request's share of a round: k drafts, of which all committed tokens but the last were accepted."""
+        most, drafts = sequence.request.params.max_drafts, self.runner.width - 1
+        drafts = drafts if most is None else min(most, drafts)
+        if drafts:
+            self.counters.drafts += 1
+            self.counters.drafted_tokens += drafts
+            self.counters.accepted_tokens += committed - 1
 
     def _commit(self, sequence: Sequence, tokens: list[int], status: FinishReason) -> TokenDelta:
         request_id = sequence.request.request_id
         if len(sequence.tokens) == sequence.prompt_len:
-            self.prompt_tokens += sequence.prompt_len
+            self.counters.prompt_tokens += sequence.prompt_len
         sequence.tokens.extend(tokens)
-        self.generation_tokens += len(tokens)
+        self.counters.generation_tokens += len(tokens)
         if status is not FinishReason.RUNNING:
             self.scheduler.retire(sequence, status)
             del self._sequences[request_id]
@@ -164,61 +172,11 @@ class Engine:
 
     def info(self) -> dict[str, object]:
         """The resolved configuration, its reasons, the graphs and the eager passes, as JSON-ready data."""
-        kv = self.runner.kv
-        cache = {
-            "page_size": PAGE_SIZE,
-            "pages": kv.num_pages,
-            "bytes": kv.nbytes,
-            "usage": round(self.pool.usage, 4),
-            "cached_pages": self.pool.radix.pages,
-        }
-        passes = [
-            {"program": program, "kind": kind, "reason": reason, "count": count}
-            for (program, kind, reason), count in sorted(self.runner.planner.passes.items())
-        ]
-        return {
-            **self.config.explain(),
-            "architecture": self.checkpoint.config.architecture,
-            "vocab_size": self.checkpoint.config.vocab_size,
-            "eos_token_ids": list(self.checkpoint.eos_token_ids),
-            "generation_defaults": self.generation_defaults(),
-            "kv_cache": cache,
-            "graphs": self.runner.planner.report(),
-            "passes": passes,
-            "start_seconds": {**self.runner.seconds, "total": round(self.start_seconds, 3)},
-            "requests": {
-                "running": len(self.scheduler.running) + len(self.scheduler.extending),
-                "waiting": len(self.scheduler.waiting),
-            },
-        }
+        return report.info(self)
 
-    def metrics(self) -> list[Metric]:
+    def metrics(self) -> list[report.Metric]:
         """Counters and gauges for ``/metrics``."""
-        s, planner = self.scheduler, self.runner.planner
-        samples: list[Metric] = [
-            ("num_requests_running", "gauge", {}, len(s.running) + len(s.extending), "Requests that hold a slot."),
-            ("num_requests_waiting", "gauge", {}, len(s.waiting), "Requests in the queue."),
-            ("kv_cache_usage_perc", "gauge", {}, self.pool.usage, "Share of KV pages held by requests, 0 to 1."),
-            ("prefix_cache_queries", "counter", {}, s.prefix_queries, "Prompt tokens looked up in the prefix cache."),
-            ("prefix_cache_hits", "counter", {}, s.prefix_hits, "Prompt tokens found in the prefix cache."),
-            ("num_preemptions", "counter", {}, s.preemptions, "Requests that gave their pages back and resumed."),
-            ("prompt_tokens", "counter", {}, self.prompt_tokens, "Prompt tokens processed."),
-            ("generation_tokens", "counter", {}, self.generation_tokens, "Tokens generated."),
-            (
-                "graph_rows_filled",
-                "counter",
-                {},
-                planner.filled_rows,
-                "Rows of replayed graphs that carried a request.",
-            ),
-            ("graph_rows_padded", "counter", {}, planner.padded_rows, "Rows of replayed graphs that were padding."),
-        ]
-        for (program, kind, reason), count in sorted(planner.passes.items()):
-            labels = {"program": program, "kind": kind, "reason": reason}
-            samples.append(
-                ("passes", "counter", labels, count, "Forward passes by program, graph kind and eager reason.")
-            )
-        return samples
+        return report.metrics(self)
 
     def check_integrity(self) -> None:
         """Prove the page bookkeeping; the idle engine calls this. Raises RuntimeError naming the breach."""

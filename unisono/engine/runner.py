@@ -18,9 +18,9 @@ from unisono import catalog
 from unisono.cache.kv import PAGE_SIZE, KVCache, KVShape
 from unisono.cache.pages import pages_for
 from unisono.config import ResolvedConfig
-from unisono.engine.programs import Parts, extend_program, round_program
 from unisono.drafters.base import Drafter, Host
-from unisono.engine.scheduler import Extend, Round, Sequence
+from unisono.engine.programs import Parts, extend_program, round_program
+from unisono.engine.scheduler import Chunk, Extend, Round
 from unisono.engine.slots import Slots
 from unisono.graphs.planner import Buckets, Planner, row_buckets
 from unisono.kernels.linear import TRITON_ROWS, prove_exact
@@ -83,7 +83,7 @@ class Runner:
             with _Stage(self, "prove exact"):
                 self._prove_exact()
         self.slots = Slots(config.max_num_seqs, config.max_model_len, config.device)
-        drafter = self._drafter(c)
+        self.drafter = drafter = self._drafter(c)
         shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
         forced = config.asked.synthetic_acceptance_length
@@ -211,9 +211,7 @@ class Runner:
         query_start[: len(edges)] = edges
         batch = {
             "token_ids": np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks]),
-            "next_ids": np.concatenate(
-                [(c.sequence.tokens[c.start + 1 : c.end + 1] + [0])[: c.end - c.start] for c in chunks]
-            ),
+            "next_ids": np.concatenate([_following(c) for c in chunks]),
             "slots": [c.sequence.slot for c in chunks],
             "query_start": query_start,
             "start": [c.start for c in chunks],
@@ -229,6 +227,12 @@ class Runner:
         gc.collect()
         if self.config.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _following(chunk: Chunk) -> list[int]:
+    """The token after each of a chunk's; 0 where it is not sampled yet."""
+    following = chunk.sequence.tokens[chunk.start + 1 : chunk.end + 1]
+    return following + [0] * (chunk.end - chunk.start - len(following))
 
 
 def _growth_arrays(work: Round) -> tuple[np.ndarray, np.ndarray]:
@@ -253,6 +257,3 @@ class _Stage:
 
     def __exit__(self, *error: object) -> None:
         self._seconds[self._name] = round(time.perf_counter() - self._started, 3)
-
-
-__all__ = ["Launched", "Runner", "Sequence"]

@@ -81,6 +81,11 @@ class Scheduler:
         self._streak = 0
 
     @property
+    def active(self) -> list[Sequence]:
+        """The requests that hold a slot."""
+        return self.extending + self.running
+
+    @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.extending or self.running)
 
@@ -130,7 +135,7 @@ class Scheduler:
             sequence = self.waiting[0]
             pages = self.pool.open(sequence.tokens)
             # One page of headroom per running request, or admission would be undone by preemption.
-            headroom = len(self.running) + len(self.extending)
+            headroom = len(self.active)
             # The first sampled token's page too: drafters may look one token ahead.
             tokens = min(len(sequence.tokens) + 1, sequence.limit)
             need = pages_for(tokens) - len(pages.entries)
@@ -193,7 +198,7 @@ class Scheduler:
             except OutOfPages:
                 if any(s.in_flight for s in self.running):
                     return False
-                self._preempt(max(self.extending + self.running, key=lambda s: s.order))
+                self._preempt(max(self.active, key=lambda s: s.order))
         return True
 
     def _map(self, sequence: Sequence) -> tuple[int, list[int]]:

@@ -73,7 +73,7 @@ class Slots:
             view = self._arena[:, at : at + size].view(field.dtype)
             setattr(self, field.name, view if field.shape else view.squeeze(1))
             at += size
-        tables = {"dtype": torch.int32, "device": device}
+        tables: Any = {"dtype": torch.int32, "device": device}
         self.page_table = torch.full((num_slots + 1, pages_for(max_model_len)), PADDING_PAGE, **tables)
         self.history = torch.zeros((num_slots + 1, max_model_len), **tables)
 

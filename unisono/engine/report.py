@@ -1,0 +1,88 @@
+"""What an engine tells of itself: ``info`` for ``/server_info`` and ``explain``, ``metrics`` for ``/metrics``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from unisono.cache.kv import PAGE_SIZE
+
+if TYPE_CHECKING:
+    from unisono.engine.engine import Engine
+
+Metric = tuple[str, str, dict[str, str], float, str]
+"""(name, "counter" or "gauge", labels, value, help)."""
+
+
+@dataclass
+class Counters:
+    """What the engine counts as it reads results. ``drafts`` counts one per request and round."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    @property
+    def accept_length(self) -> float:
+        """Mean tokens that a drafting request commits in a round, the bonus token included."""
+        return 1 + self.accepted_tokens / max(1, self.drafts)
+
+
+def info(engine: Engine) -> dict[str, object]:
+    """See :meth:`unisono.engine.engine.Engine.info`."""
+    runner, scheduler, config = engine.runner, engine.scheduler, engine.checkpoint.config
+    speculation = {"drafter": runner.drafter.name, "num_speculative_tokens": runner.width - 1}
+    return {
+        **engine.config.explain(),
+        "architecture": config.architecture,
+        "vocab_size": config.vocab_size,
+        "eos_token_ids": list(engine.checkpoint.eos_token_ids),
+        "generation_defaults": engine.generation_defaults(),
+        "kv_cache": {
+            "page_size": PAGE_SIZE,
+            "pages": runner.kv.num_pages,
+            "bytes": runner.kv.nbytes,
+            "usage": round(engine.pool.usage, 4),
+            "cached_pages": engine.pool.radix.pages,
+        },
+        "graphs": runner.planner.report(),
+        "passes": [
+            {"program": program, "kind": kind, "reason": reason, "count": count}
+            for (program, kind, reason), count in sorted(runner.planner.passes.items())
+        ],
+        "speculation": {**speculation, "avg_spec_accept_length": round(engine.counters.accept_length, 4)},
+        "counters": asdict(engine.counters),
+        "start_seconds": {**runner.seconds, "total": round(engine.start_seconds, 3)},
+        "requests": {"running": len(scheduler.active), "waiting": len(scheduler.waiting)},
+    }
+
+
+def metrics(engine: Engine) -> list[Metric]:
+    """See :meth:`unisono.engine.engine.Engine.metrics`. Names are vLLM's where it has them."""
+    s, planner, c = engine.scheduler, engine.runner.planner, engine.counters
+    gauges = [
+        ("num_requests_running", len(s.active), "Requests that hold a slot."),
+        ("num_requests_waiting", len(s.waiting), "Requests in the queue."),
+        ("kv_cache_usage_perc", engine.pool.usage, "Share of KV pages held by requests, 0 to 1."),
+    ]
+    counters = [
+        ("prefix_cache_queries", s.prefix_queries, "Prompt tokens looked up in the prefix cache."),
+        ("prefix_cache_hits", s.prefix_hits, "Prompt tokens found in the prefix cache."),
+        ("num_preemptions", s.preemptions, "Requests that gave their pages back and resumed."),
+        ("prompt_tokens", c.prompt_tokens, "Prompt tokens processed."),
+        ("generation_tokens", c.generation_tokens, "Tokens generated."),
+        ("spec_decode_num_drafts", c.drafts, "Drafts: one per request and round."),
+        ("spec_decode_num_draft_tokens", c.drafted_tokens, "Tokens drafted."),
+        ("spec_decode_num_accepted_tokens", c.accepted_tokens, "Drafted tokens that were accepted."),
+        ("graph_rows_filled", planner.filled_rows, "Rows of replayed graphs that carried a request."),
+        ("graph_rows_padded", planner.padded_rows, "Rows of replayed graphs that were padding."),
+    ]
+    samples: list[Metric] = [(name, "gauge", {}, value, text) for name, value, text in gauges]
+    samples += [(name, "counter", {}, value, text) for name, value, text in counters]
+    for (program, kind, reason), count in sorted(planner.passes.items()):
+        labels = {"program": program, "kind": kind, "reason": reason}
+        samples.append(("passes", "counter", labels, count, "Forward passes by program, graph kind and eager reason."))
+    return samples
