@@ -44,8 +44,8 @@ class Oracle:
         self.device = device
         self.tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-        self.model.to(device).eval()
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        self.model: Any = torch.nn.Module.to(model, device).eval()
 
     def chat(self, questions: list[str], max_new_tokens: int = 220) -> list[str]:
         """One answer to each question, asked alone and without a system prompt."""
