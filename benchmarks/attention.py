@@ -160,18 +160,21 @@ class Comparison:
                 self.check(f"round of {len(rows)}, width {width}, {plan}", run(), index)
 
 
-def bits() -> None:
+CASES = (
+    Heads(),
+    Heads("Qwen3-8B, window 300", window=300),
+    Heads("Qwen3-8B, fp16", dtype=torch.float16),
+    Heads("Qwen2.5-0.5B", 14, 2, 64),
+    Heads("6 on 2, d 80", 6, 2, 80),
+    Heads("8 on 4, d 256", 8, 4, 256),
+    Heads("8 on 4, d 64, fp32", 8, 4, 64, dtype=torch.float32),
+)
+
+
+def bits(cases: tuple[Heads, ...] = CASES) -> None:
     print("\n| heads | passes | token outputs | with other bits |\n|---|---|---|---|")
     lengths = [20, 64, 255, 256, 257, 300, 511, 512, 513, 700, 769, 1000, 1024, 1152, 2500, 1500]
-    for heads in (
-        Heads(),
-        Heads("Qwen3-8B, window 300", window=300),
-        Heads("Qwen3-8B, fp16", dtype=torch.float16),
-        Heads("Qwen2.5-0.5B", 14, 2, 64),
-        Heads("6 on 2, d 80", 6, 2, 80),
-        Heads("8 on 4, d 256", 8, 4, 256),
-        Heads("8 on 4, d 64, fp32", 8, 4, 64, dtype=torch.float32),
-    ):
+    for heads in cases:
         case = Comparison(heads, lengths)
         case.extends()
         case.rounds((1, 2, 3, 4, 6, 8, 16, 17) if heads == Heads() else (1, 4, 6))
@@ -308,19 +311,27 @@ def sweep(shard: str | None) -> None:
 
 
 def main() -> None:
+    global KEYS
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--bits", type=int, help="compare bits of one head configuration and stop")
+    parser.add_argument("--speed", action="store_true", help="time and stop")
+    parser.add_argument("--keys", type=int, default=KEYS, help="keys per step, for another reduction order")
+    parser.add_argument("--sweep", action="store_true", help="time launch options and plans and stop")
     parser.add_argument("--shard", help="i/n: compile every n-th configuration of the sweep and stop")
     args = parser.parse_args()
+    ops.KEYS = KEYS = args.keys
     torch.manual_seed(0)
-    if args.sweep or args.shard:
+    if args.bits is not None:
+        bits(CASES[args.bits : args.bits + 1])
+    elif args.sweep or args.shard:
         sweep(args.shard)
-        return
-    accuracy()
-    bits()
-    round_times()
-    plan_times()
-    extend_times()
+    else:
+        accuracy()
+        if not args.speed:
+            bits()
+        round_times()
+        plan_times()
+        extend_times()
 
 
 if __name__ == "__main__":

@@ -118,11 +118,19 @@ def test_signed_zeros_tie(device):
     assert sampling.launch_sample(zeros, slots, 1, *fields_of([{"temperature": 0.0}], device)).tolist() == [1]
 
 
-@pytest.mark.parametrize("lanes", [64, 2048])
-def test_thresholds_keep_what_the_twin_keeps(lanes, dtype, device, monkeypatch):
+KINDS = {
+    "smooth": lambda logits: logits * 3,
+    "nearly equal": lambda logits: logits * 0.01,
+    "tied": lambda logits: (logits * 2).round() / 2,  # zeros of both signs among them
+    "masked": lambda logits: logits.masked_fill(logits < 0.5, -torch.inf),
+}
+
+
+@pytest.mark.parametrize(("lanes", "kind"), [(2048, "smooth"), *((128, kind) for kind in KINDS)])
+def test_thresholds_keep_what_the_twin_keeps(lanes, kind, dtype, device, monkeypatch):
     """With few lanes the search passes over the row. Rows whose filters are off, or do not matter, keep everything."""
     monkeypatch.setattr(sampling, "FILTER_LANES", lanes)
-    logits = (torch.randn(len(ROWS), 1500) * 3).to(dtype)
+    logits = KINDS[kind](torch.randn(len(ROWS), 1500)).to(dtype)
     slots = torch.arange(len(ROWS), dtype=torch.int32, device=device)
     _, status, temperature, top_k, top_p, min_p, _, _ = fields_of(ROWS, device)
     threshold = sampling.launch_filter(logits.to(device), slots, 1, status, temperature, top_k, top_p, min_p)[0].cpu()

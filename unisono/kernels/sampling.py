@@ -35,7 +35,7 @@ GREEDY_BELOW = tl.constexpr(1e-5)
 """Temperatures under this are greedy: dividing by them would overflow."""
 
 FILTER_LANES, FILTER_WARPS = 8192, 32
-PICK_BLOCK, PICK_WARPS = 2048, 8
+PICK_BLOCK = 1024
 
 CACHED = 16384
 """Elements whose noise the twin computes at a time: what a core's cache holds."""
@@ -250,7 +250,7 @@ def launch_sample(
     _pick_kernel[(rows, triton.cdiv(vocab, PICK_BLOCK))](
         logits, slots, length, status, temperature, seed_lo, seed_hi, ids, threshold, best, arrived, tokens,
         status.stride(0), logits.stride(0), width, offset, vocab, HAS_IDS=ids is not None,
-        BLOCK=PICK_BLOCK, num_warps=PICK_WARPS,
+        BLOCK=PICK_BLOCK,
     )  # fmt: skip
     return tokens
 
@@ -362,7 +362,6 @@ AOT: list[AotCase] = [
             scalars="stride row_stride width offset V",
         ),
         {"BLOCK": PICK_BLOCK, "HAS_IDS": has_ids},
-        num_warps=PICK_WARPS,
     )
     for dtype in ("bf16", "fp16", "fp32")
     for has_ids in (False, True)

@@ -1,1 +1,0 @@
-"""Drafters propose what the target verifies. One file each, chosen by name from the catalog."""

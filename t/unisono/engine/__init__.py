@@ -1,1 +1,0 @@
-"""The engine: slots, scheduler, runner and the step that ties them. Called by ``llm`` and ``server``."""

@@ -1,1 +1,0 @@
-"""Graphs: how a program is captured and replayed. Imports ``program`` and nothing else of the project."""
