@@ -26,7 +26,14 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from unisono import __version__, catalog
-from unisono.types import BadRequest, ConfigError, FinishReason, SamplingParams, UnisonoError
+from unisono.types import (
+    BadRequest,
+    ConfigError,
+    FinishReason,
+    SamplingParams,
+    SpeculativeConfig,
+    UnisonoError,
+)
 
 if TYPE_CHECKING:
     from unisono.llm import LLM
@@ -73,6 +80,14 @@ def _engine_flags(
     attention_backend: Annotated[str, typer.Option(help=f"auto, {', '.join(catalog.attention.names)}.")] = "auto",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Capture no graph.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    speculative_config: Annotated[
+        str | None, typer.Option(help='JSON: {"method": …, "model": PATH, "num_speculative_tokens": k, …}.')
+    ] = None,
+    speculative_method: Annotated[
+        str | None, typer.Option(help=f"Short for its method: {', '.join(catalog.drafters.names)}.")
+    ] = None,
+    speculative_model: Annotated[str | None, typer.Option(help="Short for its model: a checkpoint directory.")] = None,
+    num_speculative_tokens: Annotated[int | None, typer.Option(help="Short for its k: drafts per round.")] = None,
 ) -> None:
     """The flags of every command that starts an engine: fields of ``unisono.config.EngineConfig``."""
 
@@ -84,12 +99,31 @@ def _with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
-        command({name: values.pop(name) for name in flags}, **values)
+        given = {name: values.pop(name) for name in flags}
+        given["speculative"] = _speculative(
+            given.pop("speculative_config"),
+            method=given.pop("speculative_method"),
+            model=given.pop("speculative_model"),
+            num_speculative_tokens=given.pop("num_speculative_tokens"),
+        )
+        command(given, **values)
 
     parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *flags.values())]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapper
+
+
+def _speculative(text: str | None, **short: Any) -> SpeculativeConfig | None:
+    """The speculative config of the JSON and of the short flags, which win. Raises ConfigError."""
+    try:
+        given = json.loads(text) if text else {}
+    except ValueError as error:
+        raise ConfigError(f"--speculative-config is not valid JSON: {error}.") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"--speculative-config {text!r}: give a JSON object.")
+    given |= {name: value for name, value in short.items() if value is not None}
+    return SpeculativeConfig.parse(given) if given else None
 
 
 def _print_version(wanted: bool) -> None:

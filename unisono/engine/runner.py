@@ -7,6 +7,7 @@ decides nothing about who runs.
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ class Runner:
         self.seconds: dict[str, float] = {}
         if config.device.type == "cuda":
             torch.cuda.set_device(config.device)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            self._leave_a_core()
         c = checkpoint.config
         attention = catalog.attention.load(config.attention_backend)(c.num_heads, c.num_kv_heads, config.device)
         with _Stage(self, "load"):
@@ -95,6 +98,12 @@ class Runner:
         self.width, self.needs = 1 + drafter.num_drafts, drafter.needs
         with _Stage(self, "capture"):
             self._capture(progress)
+
+    def _leave_a_core(self) -> None:
+        """Use all cores but one: waiting threads spin, and would take the API process's turn."""
+        threads = max(1, len(os.sched_getaffinity(0)) - 1)
+        torch.set_num_threads(threads)
+        self.config = self.config.decide("threads", threads, "all cores but one; OMP_NUM_THREADS sets it")
 
     def _drafter(self, target: DecoderConfig) -> Drafter:
         """The drafter that was asked for, bound to the target; ``none`` by default."""

@@ -73,6 +73,18 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = None
 
 
+class Speculative(BaseModel):
+    """A request's own say on speculation: never on its bytes, only on when they come."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    enabled: bool | None = None
+    num_speculative_tokens: int | None = None
+
+    def max_drafts(self) -> int | None:
+        return 0 if self.enabled is False else self.num_speculative_tokens
+
+
 class GenerationRequest(BaseModel):
     """The fields that both endpoints share. A description is the rule that an error cites."""
 
@@ -94,13 +106,18 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool | None = Field(None, description=_BOOL)
     skip_special_tokens: bool | None = Field(None, description=_BOOL)
     return_token_ids: bool | None = Field(None, description=_BOOL)
+    speculative: Speculative | None = Field(
+        None, description="an object with enabled (true or false) and num_speculative_tokens (a whole number)"
+    )
 
     def sampling_params(self, defaults: Mapping[str, float], max_tokens: int | None) -> SamplingParams:
         """The request's parameters; ``defaults`` (the checkpoint's) stand in for absent ones. Raises BadRequest."""
         fields = ("temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos", "skip_special_tokens")
         given = {name: value for name in fields if (value := getattr(self, name)) is not None}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
-        return SamplingParams(**{**defaults, **given, "seed": self.seed, "stop": stop, "max_tokens": max_tokens})
+        given |= {"seed": self.seed, "stop": stop, "max_tokens": max_tokens}
+        given["max_drafts"] = self.speculative.max_drafts() if self.speculative else None
+        return SamplingParams(**{**defaults, **given})
 
     def check_stream_options(self) -> None:
         """Raises BadRequest for stream_options without a stream."""

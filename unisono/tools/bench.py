@@ -29,6 +29,9 @@ class Report:
 
     model: str
     versions: dict[str, str]
+    speculative: str = ""
+    forced: float | None = None
+    accept_length: dict[int, float] = field(default_factory=dict)
     start_seconds: dict[str, float] = field(default_factory=dict)
     step_ms: dict[int, float] = field(default_factory=dict)
     ttft_ms: dict[int, float] = field(default_factory=dict)
@@ -39,6 +42,10 @@ class Report:
     def markdown(self) -> str:
         """The report as Markdown tables."""
         lines = [f"Model {self.model}; " + ", ".join(f"{k} {v}" for k, v in self.versions.items()), ""]
+        if self.speculative:
+            forced = f"; SYNTHETIC ACCEPTANCE, {self.forced} tokens a round" if self.forced else ""
+            lines += [f"Speculation {self.speculative}{forced}", ""]
+            lines += ["Tokens a round: " + ", ".join(f"batch {b} {n:.2f}" for b, n in self.accept_length.items()), ""]
         for title, unit, values in (("ms/step at batch", "", self.step_ms), ("TTFT ms at tokens", "", self.ttft_ms)):
             if values:
                 lines += ["| " + title + " | " + " | ".join(f"{k}{unit}" for k in values) + " |"]
@@ -72,12 +79,17 @@ def latency(
     max_model_len: Annotated[int | None, typer.Option(help="Context of the engine.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests at once.")] = None,
     enforce_eager: Annotated[bool, typer.Option(help="Capture no graph.")] = False,
+    speculative_config: Annotated[str | None, typer.Option(help="As of `unisono serve`, JSON.")] = None,
+    synthetic_acceptance_length: Annotated[
+        float | None, typer.Option(help="Commit so many tokens a round, whatever the drafts are. The text is noise.")
+    ] = None,
     profile: Annotated[bool, typer.Option(help="Profile rounds at the first batch size (GPU).")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the report as JSON here.")] = None,
 ) -> None:
     """Milliseconds per step and time to first token, through the engine as a server drives it."""
     imported = time.perf_counter()
     from unisono.llm import LLM
+    from unisono.types import SpeculativeConfig
 
     imported = time.perf_counter() - imported
     flags: dict[str, Any] = {
@@ -86,11 +98,16 @@ def latency(
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
     }
+    if speculative_config:
+        flags["speculative"] = SpeculativeConfig.parse(json.loads(speculative_config))
+        flags["synthetic_acceptance_length"] = synthetic_acceptance_length
     llm = LLM(model, enforce_eager=enforce_eager, **flags)
     report = Report(model, _versions(llm))
+    report.speculative = speculative_config or ""
+    report.forced = synthetic_acceptance_length
     report.start_seconds = {"import": imported, **llm.engine.info()["start_seconds"]}  # type: ignore[dict-item]
     for size in _numbers(batch):
-        report.step_ms[size] = _step_ms(llm, size, context, output_len)
+        report.step_ms[size], report.accept_length[size] = _step_ms(llm, size, context, output_len)
     for length in _numbers(prompts):
         report.ttft_ms[length] = _ttft_ms(llm, length, repeats)
     if profile:
@@ -141,21 +158,23 @@ def _running(llm: Any, size: int) -> None:
         llm.engine.step()
 
 
-def _step_ms(llm: Any, size: int, context: int, output_len: int) -> float:
+def _step_ms(llm: Any, size: int, context: int, output_len: int) -> tuple[float, float]:
+    """Median milliseconds of a round, and tokens that a request commits in one."""
     names = _fill(llm, size, context, output_len)
     _running(llm, size)
-    times = []
+    times, tokens, rows = [], 0, 0
     for _ in range(max(8, output_len - 16)):
         started = time.perf_counter()
         deltas = llm.engine.step()
         times.append(1e3 * (time.perf_counter() - started))
-        if len(deltas) < size:
+        if len(deltas) < size or any(d.finish for d in deltas):
             break
+        tokens, rows = tokens + sum(len(d.token_ids) for d in deltas), rows + size
     for name in names:
         llm.engine.abort(name)
     while llm.engine.has_work():
         llm.engine.step()
-    return statistics.median(times)
+    return statistics.median(times), tokens / max(1, rows)
 
 
 def _ttft_ms(llm: Any, length: int, repeats: int) -> float:
