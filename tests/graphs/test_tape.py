@@ -145,7 +145,7 @@ def test_planner_replays_the_smallest_covering_graph_and_counts_reasons() -> Non
     assert planner.launch(Key("p", Shape(9)), batch).wait()["result"].shape == (9, 2)
     planner.launch(Key("p", Shape(1)), {"x": [[1, 2]], "scale": [1]})
     assert planner.passes == {("p", "eager", "ABOVE_BUCKETS"): 1, ("p", "tape", ""): 1}
-    assert (planner.filled_rows, planner.padded_rows) == (1, 1)
+    assert (planner.filled_rows, planner.padded_rows) == ({"p": 1}, {"p": 1})
     off = Planner(CPU, enabled=False)
     off.capture([Buckets(other, (Shape(2),))])
     assert off.plan(Key("q", Shape(1))) == Eager(Reason.DISABLED)
@@ -169,3 +169,17 @@ def test_row_buckets_end_at_the_limit() -> None:
         buckets = row_buckets(limit)
         assert buckets[-1] == limit
         assert list(buckets) == sorted(set(buckets))
+
+
+@torch.inference_mode()
+def test_what_may_be_a_view_is_recorded_where_it_copies() -> None:
+    """In inference mode ``reshape``, ``contiguous`` and ``to`` reach the tape whole; their schemas say alias."""
+
+    def run(b: Buffers) -> None:
+        columns = torch.stack((b.x[:, 1].contiguous(), b.x.t().reshape(-1)[: b.shape.rows]), 1)
+        b.result.copy_(columns.to(torch.float32))
+
+    graph = tape(run)
+    graph.buffers.load({"x": [[1, 2], [3, 4]], "scale": ()})
+    graph.replay()
+    assert graph.buffers.fetch().wait()["result"][:2].tolist() == [[2, 1], [4, 3]]

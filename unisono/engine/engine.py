@@ -20,6 +20,7 @@ from unisono.engine import report
 from unisono.engine.runner import Launched, Runner
 from unisono.engine.scheduler import Extend, Round, Scheduler, Sequence
 from unisono.models.checkpoint import Checkpoint
+from unisono.sampling.edits import check_edits
 from unisono.types import MAX_STOP_IDS, BadRequest, EngineRequest, FinishReason, SamplingParams, TokenDelta
 
 
@@ -93,6 +94,7 @@ class Engine:
                 f"{len(request.stop_ids)} stop token ids, EOS ids included; at most {MAX_STOP_IDS} are supported.",
                 param="stop_token_ids",
             )
+        check_edits(request.params, request.bad_words, vocab)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its pages; unknown ids are ignored, for it may just have ended."""

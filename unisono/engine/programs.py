@@ -21,14 +21,14 @@ from unisono.kernels.pages import grow_pages
 from unisono.kernels.rounds import commit, extend_inputs, force_drafts, limit_drafts, round_inputs
 from unisono.models.decoder import Decoder
 from unisono.program import Buffers, Field, Hidden, Program, Schema
-from unisono.sampling.pipeline import pick
+from unisono.sampling.pipeline import DraftPicker, edit_and_pick
 
 Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a pass is made of. ``kv`` holds (keys, values) of each layer.
+    """What a pass is made of. ``kv`` holds (keys, values) of each layer; ``picker`` is the drafter's ``host.pick``.
 
     forced: benchmarks only, the tokens that every round commits on average; None verifies in earnest.
     """
@@ -36,6 +36,7 @@ class Parts:
     model: Decoder
     drafter: Drafter
     slots: Slots
+    picker: DraftPicker
     kv: Layers
     forced: float | None = None
 
@@ -77,14 +78,16 @@ def round_program(parts: Parts) -> Program:
         grow_pages(slots.page_table, b.slots, b.columns, b.pages)
         drafts = torch.full((b.shape.rows, width - 1), -1, dtype=torch.int32, device=b.device)
         if width > 1:
-            parts.drafter.propose(b.slots, drafts)
+            with parts.picker.seeing(drafts):
+                parts.drafter.propose(b.slots, drafts)
             limit_drafts(drafts, b.slots, slots.max_drafts)
         token_ids, positions, kv_slots, kv_len = round_inputs(
             b.slots, drafts, slots.length, slots.limit, slots.status, slots.last_token, slots.page_table, PAGE_SIZE
         )
         inputs = AttentionInputs(b.slots, positions, kv_slots, kv_len, slots.page_table, width)
         hidden, seen = parts.forward(token_ids, inputs)
-        picks = pick(parts.model.logits(hidden), b.slots, width, slots).view(-1, width)
+        picked = edit_and_pick(parts.model.logits(hidden), b.slots, width, drafts, slots)
+        picks = picked.tokens.view(-1, width)
         if parts.forced is not None:
             force_drafts(drafts, picks, b.slots, slots.length, parts.forced)
         b.result.copy_(parts.commit(picks, drafts, b.slots))
@@ -120,8 +123,9 @@ def extend_program(parts: Parts, max_rows: int) -> Program:
         )
         inputs = AttentionInputs(b.slots, positions, kv_slots, kv_len, slots.page_table, None, b.query_start)
         hidden, seen = parts.forward(b.token_ids, inputs)
-        picks = pick(parts.model.logits(hidden.index_select(0, b.last)), b.sample_slots, 1, slots)
         drafts = torch.empty((max_rows, 0), dtype=torch.int32, device=b.device)
+        logits = parts.model.logits(hidden.index_select(0, b.last))
+        picks = edit_and_pick(logits, b.sample_slots, 1, drafts, slots).tokens
         b.result.copy_(parts.commit(picks.view(-1, 1), drafts, b.sample_slots))
         if parts.width > 1:
             next_ids = _with_sampled(b.next_ids, b.last, picks, b.sample_slots != slots.padding)

@@ -77,11 +77,15 @@ def metrics(engine: Engine) -> list[Metric]:
         ("spec_decode_num_drafts", c.drafts, "Drafts: one per request and round."),
         ("spec_decode_num_draft_tokens", c.drafted_tokens, "Tokens drafted."),
         ("spec_decode_num_accepted_tokens", c.accepted_tokens, "Drafted tokens that were accepted."),
-        ("graph_rows_filled", planner.filled_rows, "Rows of replayed graphs that carried a request."),
-        ("graph_rows_padded", planner.padded_rows, "Rows of replayed graphs that were padding."),
     ]
     samples: list[Metric] = [(name, "gauge", {}, value, text) for name, value, text in gauges]
     samples += [(name, "counter", {}, value, text) for name, value, text in counters]
+    for program, rows in planner.filled_rows.items():
+        labels, padded = {"program": program}, planner.padded_rows[program]
+        samples.append(
+            ("graph_rows_filled", "counter", labels, rows, "Rows (extend: tokens) of replayed graphs in use.")
+        )
+        samples.append(("graph_rows_padded", "counter", labels, padded, "Rows (extend: tokens) that were padding."))
     for (program, kind, reason), count in sorted(planner.passes.items()):
         labels = {"program": program, "kind": kind, "reason": reason}
         samples.append(("passes", "counter", labels, count, "Forward passes by program, graph kind and eager reason."))

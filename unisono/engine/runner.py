@@ -23,18 +23,22 @@ from unisono.drafters.base import Drafter, Host
 from unisono.engine.programs import Parts, extend_program, round_program
 from unisono.engine.scheduler import Chunk, Extend, Round
 from unisono.engine.slots import Slots
-from unisono.graphs.planner import Buckets, Planner, row_buckets
+from unisono.graphs.planner import Buckets, Planner, row_buckets, token_buckets
 from unisono.kernels.linear import TRITON_ROWS, prove_exact
 from unisono.layers.linear import Linear
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
-from unisono.program import Buffers, Graph, Key, Needs, Pending, Reason, Shape
-from unisono.sampling.pipeline import pick
+from unisono.program import Buffers, Graph, Key, Pending, Shape
+from unisono.sampling.pipeline import DraftPicker
 from unisono.types import ConfigError, SpeculativeConfig
 
 MAX_EXTEND_ROWS = 32
 """Requests in one prompt pass at most."""
+
+GPU_GRAPH_TOKENS, CPU_GRAPH_TOKENS = 1024, 64
+"""Prompt passes up to so many tokens replay graphs. Longer ones keep the device busy while the host launches (on a CPU
+there is nothing to overlap), so that padding would cost more than a graph saves."""
 
 GRAPH_RESERVE = 1 << 30
 """Bytes left for graphs and the allocator's slack when the KV cache is sized on a GPU."""
@@ -85,12 +89,13 @@ class Runner:
         if config.device.type == "cuda":
             with _Stage(self, "prove exact"):
                 self._prove_exact()
-        self.slots = Slots(config.max_num_seqs, config.max_model_len, config.device)
+        self.slots = slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, config.device)
+        self.picker = picker = DraftPicker(slots)
         self.drafter = drafter = self._drafter(c)
         shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
         forced = config.asked.synthetic_acceptance_length
-        self._parts = lambda kv: Parts(self.model, drafter, self.slots, kv.layers, forced)
+        self._parts = lambda kv: Parts(self.model, drafter, slots, picker, kv.layers, forced)
         with _Stage(self, "size the KV cache"):
             self.kv = KVCache(shape, self._num_pages(shape, drafter), config.device)
             drafter.allocate(self.kv.num_pages)
@@ -116,7 +121,7 @@ class Runner:
                 target=self.model,
                 slots=slots,
                 attention=lambda heads, kv_heads: backend(heads, kv_heads, config.device),
-                pick=lambda logits, rows, offset, ids: pick(logits, rows, 1, slots, offset, ids),
+                pick=self.picker,
                 dtype=config.dtype,
                 device=config.device,
                 max_model_len=config.max_model_len,
@@ -134,18 +139,20 @@ class Runner:
         self.config = self.config.decide(f"products above {TRITON_ROWS} rows", value, reason)
 
     def _capture(self, progress: Callable[[str, float], None]) -> None:
-        parts = self._parts(self.kv)
-        shapes = tuple(Shape(rows, self.width) for rows in row_buckets(self.config.max_num_seqs))
+        parts, config = self._parts(self.kv), self.config
+        rounds = tuple(Shape(rows, self.width) for rows in row_buckets(config.max_num_seqs))
+        longest = GPU_GRAPH_TOKENS if config.device.type == "cuda" else CPU_GRAPH_TOKENS
+        extends = tuple(Shape(tokens) for tokens in token_buckets(min(longest, config.max_num_batched_tokens)))
         plan = [
-            Buckets(round_program(parts), shapes, self.needs),
-            Buckets(extend_program(parts, self.max_extend_rows), reason=Reason.NOT_CAPTURABLE),
+            Buckets(round_program(parts), rounds, self.needs),
+            Buckets(extend_program(parts, self.max_extend_rows), extends, self.needs),
         ]
         done = 0
 
         def captured(graph: Graph) -> None:
             nonlocal done
             done += 1
-            progress("capture", done / len(shapes))
+            progress("capture", done / (len(rounds) + len(extends)))
 
         self.planner.capture(plan, captured)
 
@@ -227,7 +234,7 @@ class Runner:
             "sample_slots": [c.sequence.slot if c.last else self.slots.padding for c in chunks],
             "last": edges[1:] - 1,
         }
-        return self.planner.launch(Key("extend", Shape(total), Needs()), batch)
+        return self.planner.launch(Key("extend", Shape(total), self.needs), batch)
 
     def close(self) -> None:
         """Free the graphs, then everything they were captured on."""

@@ -150,7 +150,7 @@ class Scheduler:
         request = sequence.request
         tokens = sequence.tokens
         sequence.pages, sequence.extended = pages, pages.cached_tokens
-        sequence.slot = self.slots.claim(tokens, sequence.limit, request.params, request.stop_ids)
+        sequence.slot = self.slots.claim(request, tokens, sequence.limit)
         self.slots.write_pages(sequence.slot, pages.pages)
         sequence.mapped = len(pages.entries)
         if sequence.cached_tokens is None:

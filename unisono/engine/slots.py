@@ -17,7 +17,8 @@ import torch
 from unisono.cache.kv import PADDING_PAGE
 from unisono.cache.pages import pages_for
 from unisono.program import Field, Schema, Shape
-from unisono.types import MAX_DRAFTS, MAX_STOP_IDS, FinishReason, SamplingParams
+from unisono.sampling.edits import pack_edits, row_words
+from unisono.types import MAX_DRAFTS, MAX_STOP_IDS, EngineRequest, FinishReason
 
 SLOT_SCHEMA = Schema(
     (
@@ -32,6 +33,7 @@ SLOT_SCHEMA = Schema(
         Field("seed_lo", torch.int32, ()),
         Field("seed_hi", torch.int32, ()),
         Field("max_drafts", torch.int32, ()),
+        Field("edits", torch.int32, ()),  # 1: logits are edited, by the slot's row of the edit table
         Field("stop_ids", torch.int32, (MAX_STOP_IDS,), pad=-1),
     )
 )
@@ -43,8 +45,8 @@ class Slots:
     """``[slots + 1]`` rows of :data:`SLOT_SCHEMA` in one int32 arena.
 
     Each field is an attribute: a strided view of the arena, ``[S]`` or ``[S, n]``, float32 ones bitcast.
-    Beside it, int32: ``page_table [S, pages]``, and ``history [S, max_model_len]``, every committed token at its
-    position.
+    Beside it, int32: ``page_table [S, pages]``; ``history [S, max_model_len]``, every committed token at its
+    position; ``edit_table [S, words]``, see ``kernels/edits.py``.
     """
 
     length: torch.Tensor
@@ -58,12 +60,13 @@ class Slots:
     seed_lo: torch.Tensor
     seed_hi: torch.Tensor
     max_drafts: torch.Tensor
+    edits: torch.Tensor
     stop_ids: torch.Tensor
 
-    def __init__(self, num_slots: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, max_model_len: int, vocab_size: int, device: torch.device) -> None:
         self.padding = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
-        self._device = device
+        self._device, self._vocab_size = device, vocab_size
         self._words = SLOT_SCHEMA.words(_ROW, SLOT_SCHEMA.fields)
         blank = self._row({f.name: f.pad for f in SLOT_SCHEMA})
         self._arena = torch.from_numpy(blank).repeat(num_slots + 1, 1).to(device)
@@ -76,18 +79,21 @@ class Slots:
         tables: Any = {"dtype": torch.int32, "device": device}
         self.page_table = torch.full((num_slots + 1, pages_for(max_model_len)), PADDING_PAGE, **tables)
         self.history = torch.zeros((num_slots + 1, max_model_len), **tables)
+        self.edit_table = torch.zeros((num_slots + 1, row_words(vocab_size)), **tables)
 
     @property
     def available(self) -> int:
         return len(self._free)
 
-    def claim(self, tokens: Sequence[int], limit: int, params: SamplingParams, stop_ids: Sequence[int]) -> int:
-        """Take a free slot and write its row and history; returns the slot.
+    def claim(self, request: EngineRequest, tokens: Sequence[int], limit: int) -> int:
+        """Take a free slot and write its row, history and edits; returns the slot.
 
         tokens: the committed ones; limit: total length at which the request ends.
         """
         slot = self._free.pop()
+        params, stop_ids = request.params, request.stop_ids
         seed = params.seed or 0
+        edits = pack_edits(params, request.bad_words, len(request.prompt_token_ids), self._vocab_size)
         row = self._row(
             {
                 "length": len(tokens),
@@ -101,10 +107,13 @@ class Slots:
                 "seed_lo": _signed(seed & 0xFFFFFFFF),
                 "seed_hi": _signed(seed >> 32),
                 "max_drafts": MAX_DRAFTS if params.max_drafts is None else min(params.max_drafts, MAX_DRAFTS),
+                "edits": edits is not None,
                 "stop_ids": list(stop_ids) + [-1] * (MAX_STOP_IDS - len(stop_ids)),
             }
         )
         self._upload(self._arena[slot], row)
+        if edits is not None:
+            self._upload(self.edit_table[slot], edits)
         self._upload(self.history[slot, : len(tokens)], np.asarray(tokens, dtype=np.int32))
         return slot
 

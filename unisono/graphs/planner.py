@@ -34,6 +34,12 @@ def row_buckets(limit: int) -> tuple[int, ...]:
     return tuple(sorted({*(c for c in counts if c < limit), limit}))
 
 
+def token_buckets(limit: int) -> tuple[int, ...]:
+    """Token counts to capture prompt passes for, up to ``limit``: a pass is padded by half at most, from 32 on."""
+    counts = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+    return tuple(c for c in counts if c <= limit)
+
+
 class Planner:
     """Captures graphs at start and chooses one for each pass.
 
@@ -44,8 +50,9 @@ class Planner:
     def __init__(self, device: torch.device, enabled: bool = True) -> None:
         self.device, self.enabled = device, enabled
         self.passes: Counter[tuple[str, str, str]] = Counter()  # (program, kind, reason) -> passes
-        self.padded_rows = 0
-        self.filled_rows = 0
+        # Rows of replayed graphs by program (tokens of an extend pass): with a request in them, and without.
+        self.filled_rows: Counter[str] = Counter()
+        self.padded_rows: Counter[str] = Counter()
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._programs: dict[str, Buckets] = {}
         self._graphs: dict[tuple[str, int], list[Graph]] = {}
@@ -103,8 +110,8 @@ class Planner:
             graph.buffers.load(batch)
             graph.replay()
             self.passes[key.program, graph.kind, ""] += 1
-            self.padded_rows += graph.key.shape.rows - key.shape.rows
-            self.filled_rows += key.shape.rows
+            self.padded_rows[key.program] += graph.key.shape.rows - key.shape.rows
+            self.filled_rows[key.program] += key.shape.rows
             return graph.buffers.fetch()
         program = self._programs[key.program].program
         buffers = self._eager(program, key)

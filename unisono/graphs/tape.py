@@ -51,10 +51,17 @@ def _tensors(out: object) -> tuple[torch.Tensor, ...]:
     return ()
 
 
-def _is_view(op: Any) -> bool:
-    """A view shares its input's storage: nothing to do at replay."""
+def _is_view(op: Any, args: tuple, results: tuple[torch.Tensor, ...]) -> bool:
+    """Results in an argument's storage: nothing to do at replay.
+
+    The schema alone can't tell: ``contiguous``, ``reshape``, ``to`` and their like copy where they must, and in
+    inference mode they arrive here whole.
+    """
     returns = op._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    if not returns or any(r.alias_info is None or r.alias_info.is_write for r in returns):
+        return False
+    given = {t.untyped_storage().data_ptr() for t in _tensors(args)}
+    return all(t.untyped_storage().data_ptr() in given for t in results)
 
 
 class _Recorder(TorchDispatchMode):
@@ -70,8 +77,9 @@ class _Recorder(TorchDispatchMode):
             raise CaptureError(f"{func} cannot be captured: {why}")
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if not _is_view(func):
-            self.calls.append(_Call(func, args, kwargs, _tensors(out)))
+        results = _tensors(out)
+        if not _is_view(func, args, results):
+            self.calls.append(_Call(func, args, kwargs, results))
         return out
 
 
