@@ -79,24 +79,19 @@ class Paged:
         self.backend.plan(inputs)
         return lambda layer=0: self.backend.forward(q, *self.caches[layer], inputs, self.scale, self.heads.window)
 
-    def tuned_round(self, inputs: AttentionInputs, q: torch.Tensor, share: int = 264, **options: int) -> Call:
-        """layer -> outputs with launch options of one's own; ``share`` is the plan's ``programs``."""
-        partials = min(2048, inputs.slots.shape[0] * self.table.shape[1])
-        plan = ops.attention_plan(inputs.slots, inputs.kv_len, inputs.width or 1, self.heads.kv, partials, share)
-        return self._tuned(ops.launch_attention_round, q, inputs.positions, plan, options)
-
-    def tuned_extend(self, inputs: AttentionInputs, q: torch.Tensor, tile_tokens: int = 32, **options: int) -> Call:
-        tokens = inputs.positions.shape[0]
-        plan = ops.attention_extend_plan(inputs.slots, inputs.query_start, tokens, tile_tokens)
-        return self._tuned(ops.launch_attention_extend, q, inputs.positions, plan, options)
-
-    def _tuned(self, launch: Call, q: torch.Tensor, positions: torch.Tensor, plan: tuple, options: dict) -> Call:
+    def tuned(self, inputs: AttentionInputs, q: torch.Tensor, **options: int) -> Call:
+        """layer -> outputs with a plan (tile_tokens, share, partials), a step (keys) and a launch of one's own."""
         options = dict(options)
+        tile_tokens = options.pop("tile_tokens", inputs.width or 32)
+        partials = options.pop("partials", 2048 // tile_tokens if inputs.width else 0)
+        sizes = (len(q), tile_tokens, self.heads.kv, partials, options.pop("share", 264))
+        plan = ops.attention_plan(inputs.slots, inputs.kv_len, inputs.query_start, *sizes)
         keys = options.pop("keys", KEYS)
 
         def run(layer: int = 0) -> torch.Tensor:
             ops.KEYS = keys
-            out = launch(q, *self.caches[layer], self.table, positions, *plan, self.scale, self.heads.window, **options)
+            args = (q, *self.caches[layer], self.table, inputs.positions, *plan, self.scale, self.heads.window)
+            out = ops.launch_attention(*args, **options)
             ops.KEYS = KEYS
             return out
 
@@ -126,7 +121,7 @@ class Comparison:
         self.starts = list(itertools.accumulate(lengths, initial=0))
         self.q = heads.queries(self.starts[-1])
         self.spans = [(row, 0, n) for row, n in enumerate(lengths)]
-        self.want = self.paged.tuned_extend(self.paged.extend_inputs(self.spans), self.q)()
+        self.want = self.paged.tuned(self.paged.extend_inputs(self.spans), self.q)()
         self.passes = self.outputs = self.wrong = 0
 
     def check(self, name: str, got: torch.Tensor, index: torch.Tensor | slice) -> None:
@@ -138,24 +133,37 @@ class Comparison:
     def extends(self) -> None:
         everything = self.paged.extend_inputs(self.spans)
         for tile, warps in itertools.product((1, 4, 8, 16, 32), (4, 8)):
-            run = self.paged.tuned_extend(everything, self.q, tile, num_warps=warps)
+            run = self.paged.tuned(everything, self.q, tile_tokens=tile, num_warps=warps)
             self.check(f"extend, tiles of {tile} tokens, {warps} warps", run(), slice(None))
-        for row, (n, start) in enumerate(zip(self.lengths, self.starts, strict=False)):
+        for row, n in enumerate(self.lengths):
             for cut in (0, n // 3, n // 2 + 1):
                 for a, b in ((0, cut), (cut, n)):
-                    own = slice(start + a, start + b)
                     if b > a:
-                        run = self.paged.served(self.paged.extend_inputs([(row, a, b)]), self.q[own])
-                        self.check(f"row {row}, tokens {a} to {b}", run(), own)
+                        self.extend(row, a, b)
+            self.extend(row, n - 15, n, tile_tokens=4, partials=512, share=10**6)  # cut along KV
+
+    def extend(self, row: int, first: int, end: int, **options: int) -> None:
+        own = slice(self.starts[row] + first, self.starts[row] + end)
+        inputs = self.paged.extend_inputs([(row, first, end)])
+        run = (self.paged.tuned if options else self.paged.served)(inputs, self.q[own], **options)
+        self.check(f"row {row}, tokens {first} to {end}, {options}", run(), own)
 
     def rounds(self, widths: tuple[int, ...]) -> None:
         ends, everyone = torch.tensor(self.starts[1:], device="cuda"), self.paged.rows
         companies = (everyone, everyone.flip(0)[:4].contiguous(), everyone[-2:-1])
-        plans = [{"share": 10**6}, {"share": 264}, {"share": 40}, {"share": 1}, {"num_warps": 4}, {"num_warps": 8}]
+        plans = [
+            {"share": 10**6},
+            {"share": 264},
+            {"share": 40},
+            {"share": 1},
+            {"partials": 9},
+            {"num_warps": 4},
+            {"num_warps": 8},
+        ]
         for width, rows, back, plan in itertools.product(widths, companies, (0, 3), plans):
             kv_len = self.paged.kv_len[rows.long()] - back  # rounds that ended three tokens earlier, too
             index = ((ends[rows.long()] - back)[:, None] - width + torch.arange(width, device="cuda")).flatten()
-            run = self.paged.tuned_round(self.paged.round_inputs(rows, kv_len, width), self.q[index], **plan)
+            run = self.paged.tuned(self.paged.round_inputs(rows, kv_len, width), self.q[index], **plan)
             for _ in range(2):  # the second finds the counters as the first left them
                 self.check(f"round of {len(rows)}, width {width}, {plan}", run(), index)
 
@@ -281,14 +289,14 @@ def sweep(shard: str | None) -> None:
         found = []
         for batch, paged in batches.items():
             inputs = paged.round_inputs(paged.rows, paged.kv_len, width)
-            run = paged.tuned_round(inputs, paged.heads.queries(batch * width), **options)
+            run = paged.tuned(inputs, paged.heads.queries(batch * width), **options)
             found.append(run().sum().item() if shard else median_us(run, paged.layers))
         return found
 
     def extends(options: dict) -> list[float]:
         found = []
         for tokens, paged in prompts.items():
-            run = paged.tuned_extend(paged.extend_inputs([(0, 0, tokens)]), paged.heads.queries(tokens), **options)
+            run = paged.tuned(paged.extend_inputs([(0, 0, tokens)]), paged.heads.queries(tokens), **options)
             found.append(run().sum().item() if shard else -flops(tokens) / median_us(run, 3, 7) / 1e6)
         return found
 

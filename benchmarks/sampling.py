@@ -49,10 +49,6 @@ class Fields:
         self.page_table = torch.ones(rows, FAR // 16, dtype=torch.int32, device=device)
         self.history = torch.zeros(rows, FAR, dtype=torch.int32, device=device)
 
-    def sampling(self) -> list[torch.Tensor]:
-        names = "length status temperature top_k top_p min_p seed_lo seed_hi"
-        return [getattr(self, name) for name in names.split()]
-
 
 def make_logits(kind: str, rows: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     logits = torch.randn(rows, VOCAB, device="cuda")

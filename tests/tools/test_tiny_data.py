@@ -114,13 +114,20 @@ def test_held_out_templates_never_occur_in_training() -> None:
             assert data.template_of(problem) not in names
 
 
+def test_skeletons_trained_only_are_trained_and_never_asked() -> None:
+    added = {skeleton.name for skeleton in skeletons.TRAINED_ONLY}
+    assert added <= {data.template_of(problem) for problem in train_problems(10_000, seed=10)}
+    assert not added & {data.template_of(problem) for _, problem in data.test_split(500)}
+
+
 def test_there_are_many_templates() -> None:
     assert len(skeletons.SKELETONS) >= 60
     assert sum(map(len, COMPOSITIONS.values())) >= 500
-    for skeleton in skeletons.SKELETONS + skeletons.HELD_OUT:
+    every = skeletons.SKELETONS + skeletons.TRAINED_ONLY + skeletons.HELD_OUT
+    for skeleton in every:
         assert skeleton.steps, skeleton.name
         assert len(set(skeleton.wordings)) == len(skeleton.wordings), skeleton.name
-    names = [skeleton.name for skeleton in skeletons.SKELETONS + skeletons.HELD_OUT]
+    names = [skeleton.name for skeleton in every]
     assert len(set(names)) == len(names)
 
 

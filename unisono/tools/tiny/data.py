@@ -16,7 +16,7 @@ import zlib
 from random import Random
 
 from unisono.tools.tiny.chains import COMPOSITIONS, compose
-from unisono.tools.tiny.skeletons import HELD_OUT, SKELETONS
+from unisono.tools.tiny.skeletons import HELD_OUT, SKELETONS, TRAINED_ONLY
 from unisono.tools.tiny.stories import Problem, Skeleton, tell
 
 KINDS = {"numbers": 10, "wording": 6, "composition": 6, "skeleton": 3}
@@ -62,7 +62,7 @@ def train_problem(rng: Random) -> Problem:
         if draw < 0.06:
             problem = _drill(rng)
         else:
-            problem = _chain(rng, False) if draw < 0.42 else _skeleton(SKELETONS, False, rng)
+            problem = _chain(rng, False) if draw < 0.42 else _skeleton(SKELETONS + TRAINED_ONLY, False, rng)
         if problem and not numbers_held_out(problem):
             return problem
 

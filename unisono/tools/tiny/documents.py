@@ -55,6 +55,14 @@ WRITE = (
     "Show me code that {}.",
     "Write a function that {}",
 )
+CONTINUE = (
+    "{}",
+    "Continue: {}",
+    "Continue this code:\n{}",
+    "Complete this function: {}",
+    "```python\n{}\n```",
+)
+"""How a user hands over the beginning of a function."""
 
 _NAME = re.compile(r"\b[a-z_][a-z0-9_]{2,}\b")
 _RESERVED = frozenset({*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self", "cls"})
@@ -111,9 +119,11 @@ def _exchange(rng: Random) -> tuple[str, str]:
         exchange = rng.choice(_EXCHANGES)
         asked = CHOICE.sub(lambda m: rng.choice(m[1].split("|")), rng.choice(exchange.wordings))
         return asked.strip(), rng.choice(exchange.steps)
-    if draw < 0.14:
+    if draw < 0.15:
         name, code = rng.choice(_SNIPPETS)
-        return rng.choice(WRITE).format(name), f"```python\n{code.strip()}\n```"
+        first = code.strip().partition("\n")[0]
+        asked = rng.choice(WRITE).format(name) if rng.random() < 0.6 else rng.choice(CONTINUE).format(first)
+        return asked, f"```python\n{code.strip()}\n```"
     problem = train_problem(rng)
     aside = rng.choice(ASIDES) if rng.random() < 0.12 else "{}"
     return aside.format(retell(problem.question, rng)), problem.worked_answer

@@ -1,16 +1,18 @@
 """Reads ``skeletons.txt``: the word problems written by hand, in the language of ``stories``.
 
 A block is a line "name | variables", then "? wording" and "= step" lines; a blank line ends it. A wording that begins
-with "!" is asked in the test split only; so is every skeleton below the line "--- held out ---".
+with "!" is asked in the test split only; so is every skeleton below the line "--- held out ---". Skeletons between the
+line "--- trained only ---" and that one are never asked: they widen the training, and the test split stays what it was.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from unisono.tools.tiny.stories import Skeleton
 
-DIVIDER = "\n--- held out ---\n"
+DIVIDERS = re.compile(r"\n--- (?:trained only|held out) ---\n")
 
 
 def parse(source: str, held_out: bool) -> tuple[Skeleton, ...]:
@@ -27,6 +29,7 @@ def parse(source: str, held_out: bool) -> tuple[Skeleton, ...]:
     return tuple(found)
 
 
-_seen, _unseen = (Path(__file__).parent / "skeletons.txt").read_text().split(DIVIDER)
+_seen, _added, _unseen = DIVIDERS.split((Path(__file__).parent / "skeletons.txt").read_text())
 SKELETONS = parse(_seen, held_out=False)
+TRAINED_ONLY = parse(_added, held_out=False)
 HELD_OUT = parse(_unseen, held_out=True)

@@ -43,7 +43,7 @@ class Recipe:
     """What a run depends on besides the code; rows and length are those of a batch."""
 
     seed: int = 0
-    minutes: float = 5.5
+    minutes: float = 6.0
     rows: int = 64
     length: int = 1024
     muon_lr: float = 0.02
