@@ -1,13 +1,15 @@
 """The catalog: every model, drafter, attention backend and bundled checkpoint, in one place.
 
 Entries are strings, so that reading the catalog imports nothing; :meth:`Registry.load` imports the one
-entry that is used. Nothing registers itself at import time: what is listed here is what there is.
+entry that is used. Nothing registers itself at import time: what is listed here is what there is, and, where a
+kind is open to other packages, the entry points that they declare.
 Imports types only; anyone may import it.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,27 +22,35 @@ from unisono.types import CheckpointError, ConfigError, UnisonoError
 class Registry:
     """Names of one kind of thing and where each lives: ``"module:attribute"``.
 
-    ``kind`` is how errors call it; ``error`` is what an unknown name raises.
+    ``kind`` is how errors call it; ``error`` is what an unknown name raises. ``group`` names the entry points by
+    which installed packages add to it; a name that is in ``entries`` stays what it is.
     """
 
     kind: str
     entries: Mapping[str, str]
     error: type[UnisonoError] = ConfigError
+    group: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """The supported names, sorted."""
-        return tuple(sorted(self.entries))
+        return tuple(sorted({*self.entries, *self._installed()}))
 
     def __contains__(self, name: object) -> bool:
-        return name in self.entries
+        return name in self.entries or name in self._installed()
 
     def load(self, name: str) -> Any:
         """Import entry ``name`` and return its attribute. Raises ``error`` listing what is supported."""
-        if name not in self.entries:
+        where = self.entries.get(name) or self._installed().get(name)
+        if where is None:
             raise self.error(f"Unknown {self.kind} {name!r}. Supported: {', '.join(self.names)}.")
-        module, _, attribute = self.entries[name].partition(":")
+        module, _, attribute = where.partition(":")
         return getattr(importlib.import_module(module), attribute)
+
+    def _installed(self) -> dict[str, str]:
+        if self.group is None:
+            return {}
+        return {entry.name: entry.value for entry in importlib.metadata.entry_points(group=self.group)}
 
 
 models = Registry(
@@ -55,7 +65,20 @@ models = Registry(
 )
 """By ``architectures[0]`` of config.json; each entry is a ``models.config.Family``."""
 
-drafters = Registry("drafter", {"none": "unisono.drafters.none:NoDrafter"})
+drafters = Registry(
+    "drafter",
+    {
+        "none": "unisono.drafters.none:NoDrafter",
+        "eagle": "unisono.drafters.eagle:EagleDrafter",
+        "eagle3": "unisono.drafters.eagle3:Eagle3Drafter",
+        "mtp": "unisono.drafters.mtp:MTPDrafter",
+        "mtp_frozen": "unisono.drafters.frozen:FrozenMTPDrafter",
+        "ngram": "unisono.drafters.ngram:NgramDrafter",
+        "standalone": "unisono.drafters.standalone:StandaloneDrafter",
+        "suffix": "unisono.drafters.suffix:SuffixDrafter",
+    },
+    group="unisono.drafters",
+)
 
 attention = Registry("attention backend", {"triton": "unisono.attention.triton:TritonAttention"})
 

@@ -79,6 +79,9 @@ def _engine_flags(
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights; needs config.json only.")] = "auto",
     attention_backend: Annotated[str, typer.Option(help=f"auto, {', '.join(catalog.attention.names)}.")] = "auto",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Capture no graph.")] = False,
+    logprobs_mode: Annotated[
+        str, typer.Option(help="raw_logprobs: the model's own; processed_logprobs: what tokens are drawn from.")
+    ] = "raw_logprobs",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     speculative_config: Annotated[
         str | None, typer.Option(help='JSON: {"method": …, "model": PATH, "num_speculative_tokens": k, …}.')

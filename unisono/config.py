@@ -33,6 +33,8 @@ class EngineConfig:
     enforce_eager: capture no graph; every pass runs eagerly and is counted.
     speculative: how drafts are made; None decodes without. synthetic_acceptance_length: benchmarks only: accept so
     many tokens a round on average, bonus included, whatever the drafts are; the text is then meaningless.
+    logprobs_mode: log-probabilities of the model's own logits (raw), or of what tokens are drawn from: edited, divided
+    by the temperature, filtered (processed).
     """
 
     model: str = "tiny"
@@ -49,11 +51,13 @@ class EngineConfig:
     num_pages: int | None = None
     speculative: SpeculativeConfig | None = None
     synthetic_acceptance_length: float | None = None
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
         _one_of("--dtype", self.dtype, ("auto", *DTYPES))
         _one_of("--load-format", self.load_format, ("auto", "dummy"))
+        _one_of("--logprobs-mode", self.logprobs_mode, ("raw_logprobs", "processed_logprobs"))
         _one_of("--device", self.device.split(":")[0], ("auto", "cpu", "cuda"))
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
@@ -145,6 +149,7 @@ class ResolvedConfig:
             "load_format": self.asked.load_format,
             "gpu_memory_utilization": self.asked.gpu_memory_utilization,
             "enforce_eager": self.asked.enforce_eager,
+            "logprobs_mode": self.asked.logprobs_mode,
             "seed": self.asked.seed,
             "speculative": dataclasses.asdict(self.asked.speculative) if self.asked.speculative else None,
             "synthetic_acceptance_length": self.asked.synthetic_acceptance_length,

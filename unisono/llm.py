@@ -17,9 +17,11 @@ from unisono.types import (
     CompletionOutput,
     EngineRequest,
     FinishReason,
+    Logprob,
     RequestOutput,
     SamplingParams,
     TokenDelta,
+    TokenLogprobs,
 )
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -55,8 +57,9 @@ class LLM:
         """
         batch = _as_list(prompts)
         params = self._params(sampling_params, len(batch))
-        states = [self._prepare(p, q) for p, q in zip(batch, params, strict=True)]
-        return self._run(states)
+        prepared = [self._prepare(p, q) for p, q in zip(batch, params, strict=True)]
+        self._run([sequence for sequences in prepared for sequence in sequences])
+        return [_output(sequences) for sequences in prepared]
 
     def chat(
         self,
@@ -111,16 +114,15 @@ class LLM:
             raise BadRequest(f"{len(given)} SamplingParams for {count} prompts; give one, or one each.")
         return list(given)
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> _Running:
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> list[_Running]:
+        """The prompt's sequences: ``params.n`` of them."""
         text, ids = self._tokens(prompt)
         request = self._request(ids, params)
-        self.engine.check(request)
+        sequences = request.sequences()
+        self.engine.check(sequences[0])
         if params.stop:
             self._need_tokenizer()
-        detokenizer = None
-        if self.tokenizer is not None:
-            detokenizer = Detokenizer(self.tokenizer, params.stop, params.skip_special_tokens, ids)
-        return _Running(request, text, detokenizer)
+        return [_Running(sequence, text, self.tokenizer) for sequence in sequences]
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
@@ -140,7 +142,8 @@ class LLM:
             params = replace(params, seed=secrets.randbits(53))
         eos = () if params.ignore_eos else self.eos_token_ids
         stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
-        return EngineRequest(str(next(self._ids)), ids, params, stop_ids)
+        bad_words = self._need_tokenizer().bad_words(params.bad_words) if params.bad_words else ()
+        return EngineRequest(str(next(self._ids)), ids, params, stop_ids, bad_words=bad_words)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -150,7 +153,7 @@ class LLM:
             )
         return self.tokenizer
 
-    def _run(self, states: list[_Running]) -> list[RequestOutput]:
+    def _run(self, states: list[_Running]) -> None:
         engine, running = self.engine, {s.request.request_id: s for s in states}
         with contextlib.ExitStack() as undo:
             for request_id, state in running.items():
@@ -162,38 +165,70 @@ class LLM:
                     if delta.request_id in open_ids and running[delta.request_id].take(delta):
                         open_ids.discard(delta.request_id)
                         engine.abort(delta.request_id)
-        return [state.output() for state in states]
 
 
 class _Running:
-    """One prompt of a ``generate`` call on its way."""
+    """One sequence of a ``generate`` call on its way."""
 
-    def __init__(self, request: EngineRequest, prompt: str | None, detokenizer: Detokenizer | None) -> None:
-        self.request, self.prompt, self._detokenizer = request, prompt, detokenizer
+    def __init__(self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer | None) -> None:
+        self.request, self.prompt, self._tokenizer = request, prompt, tokenizer
+        self._detokenizer = None if tokenizer is None else Detokenizer.of(tokenizer, request)
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._text = ""
         self._finish = ""
-        self._cached = 0
+        self.cached = 0
 
     def take(self, delta: TokenDelta) -> bool:
         """Take in new tokens; True when this request has ended, by the engine's word or a stop string."""
-        self._cached = delta.cached_tokens
+        self.cached = max(self.cached, delta.cached_tokens)
         self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs or []
+        self._prompt_logprobs += delta.prompt_logprobs or []
         if delta.finish is not FinishReason.RUNNING:
             self._finish = delta.finish.text
         if self._detokenizer is not None:
             self._text += self._detokenizer.feed(delta.token_ids, delta.finish)
             if self._detokenizer.stop_string is not None:
                 self._finish = FinishReason.STOP.text
-                del self._token_ids[self._detokenizer.num_tokens :]
+                del self._token_ids[self._detokenizer.num_tokens :], self._logprobs[self._detokenizer.num_tokens :]
         return bool(self._finish)
 
-    def output(self) -> RequestOutput:
-        completion = CompletionOutput(0, self._token_ids, self._text, self._finish)
-        seed = self.request.params.seed
-        assert seed is not None
-        prompt_ids = self.request.prompt_token_ids
-        return RequestOutput(self.request.request_id, self.prompt, prompt_ids, [completion], seed, self._cached)
+    def output(self, index: int) -> CompletionOutput:
+        completion = CompletionOutput(index, self._token_ids, self._text, self._finish)
+        if self.request.params.logprobs is not None:
+            pairs = zip(self._token_ids, self._logprobs, strict=True)
+            completion.logprobs = [self._alternatives(token, given) for token, given in pairs]
+            completion.cumulative_logprob = sum(given.logprob for given in self._logprobs)
+        return completion
+
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        if self.request.params.prompt_logprobs is None:
+            return None
+        pairs = zip(self.request.prompt_token_ids[1:], self._prompt_logprobs, strict=True)
+        return [None, *(self._alternatives(token, given) for token, given in pairs)]
+
+    def _alternatives(self, token_id: int, given: TokenLogprobs) -> dict[int, Logprob]:
+        """One position as vLLM words it: the token's own entry first, then the likeliest ones."""
+        entries = {token_id: Logprob(given.logprob, given.rank, self._text_of(token_id))}
+        for place, (alternative, logprob) in enumerate(given.top, 1):
+            entries[alternative] = Logprob(logprob, place, self._text_of(alternative))
+        return entries
+
+    def _text_of(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _output(sequences: list[_Running]) -> RequestOutput:
+    """What came of one prompt."""
+    first = sequences[0]
+    request, completions = first.request, [sequence.output(i) for i, sequence in enumerate(sequences)]
+    assert request.params.seed is not None
+    ids, cached, scores = request.prompt_token_ids, first.cached, first.prompt_logprobs()
+    return RequestOutput(
+        request.request_id, first.prompt, ids, completions, request.params.seed, cached, prompt_logprobs=scores
+    )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.types import BadRequest, CheckpointError, FinishReason
+from unisono.types import BadRequest, CheckpointError, EngineRequest, FinishReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,6 +77,20 @@ class Tokenizer:
         """Token ids of ``text``; special tokens (a leading BOS, say) as the checkpoint adds them."""
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that spell ``words``, at the beginning of a text and, where that differs, after a space.
+
+        As vLLM makes them: a word in other pieces is not found.
+        """
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            alone = tuple(self.encode(word.lstrip(), add_special_tokens=False))
+            spaced = tuple(self.encode(" " + word.lstrip(), add_special_tokens=False))
+            found |= {ids: None for ids in (alone,) if ids}
+            if spaced and len(spaced) == len(alone) and spaced[0] != alone[0]:
+                found[spaced] = None
+        return tuple(found)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``; ids that only pad the model's vocabulary have none."""
         known = [i for i in token_ids if i < self.size]
@@ -135,7 +149,8 @@ class Detokenizer:
 
     Holds back what later tokens may still change: an incomplete character, the beginning of a stop string.
 
-    stop: strings that end the text; they are not part of it.
+    stop: strings that end the text, if they end after the first ``min_tokens`` tokens. They are part of it only with
+    ``include_stop``, which also keeps the text of a stop token.
     prompt_token_ids: the prompt; its last tokens are context (a leading space, half a character).
 
     ``stop_string`` is the one that ended the text, or None. ``num_tokens`` counts the tokens up to the text's
@@ -148,12 +163,28 @@ class Detokenizer:
         stop: Sequence[str] = (),
         skip_special_tokens: bool = True,
         prompt_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
+        self._min_tokens, self._include_stop = min_tokens, include_stop
         self._silent = lambda token_id: tokenizer.is_silent(token_id, skip_special_tokens)
         context = [i for i in prompt_token_ids[-PROMPT_CONTEXT:] if not self._silent(i)]
         self._window = _Window(lambda ids: tokenizer.decode(ids, skip_special_tokens), context)
-        self._stops = _StopStrings(stop)
+        self._stops = _StopStrings(stop, include_stop)
         self.num_tokens = 0
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, request: EngineRequest) -> Detokenizer:
+        """The detokenizer that a request's parameters ask for."""
+        p = request.params
+        return cls(
+            tokenizer,
+            p.stop,
+            p.skip_special_tokens,
+            request.prompt_token_ids,
+            p.min_tokens,
+            p.include_stop_str_in_output,
+        )
 
     @property
     def stop_string(self) -> str | None:
@@ -162,18 +193,20 @@ class Detokenizer:
     def feed(self, token_ids: Sequence[int], finish: FinishReason = FinishReason.RUNNING) -> str:
         """The text that ``token_ids`` make certain. Any ``finish`` but RUNNING also releases what was held back.
 
-        The last id of a delta that finishes with STOP is the stop token: counted, not part of the text.
+        The last id of a delta that finishes with STOP is the stop token: counted, and part of the text only with
+        ``include_stop``.
         """
-        last = len(token_ids) - 1 if finish is FinishReason.STOP else len(token_ids)
+        stopped = finish is FinishReason.STOP and not self._include_stop
+        last = len(token_ids) - 1 if stopped else len(token_ids)
         text = ""
         for index, token_id in enumerate(token_ids):
             if self.stop_string is not None:
                 return text
             self.num_tokens += 1
             if index < last and not self._silent(token_id):
-                text += self._stops.push(self._window.push(token_id))
+                text += self._stops.push(self._window.push(token_id), self.num_tokens > self._min_tokens)
         if finish is not FinishReason.RUNNING:
-            text += self._stops.push(self._window.flush())
+            text += self._stops.push(self._window.flush(), self.num_tokens > self._min_tokens)
             text += self._stops.flush()
         return text
 
@@ -241,23 +274,28 @@ def _certain(text: str) -> int:
 class _StopStrings:
     """Finds the stop string that is complete first; gives out only what no stop string can begin in."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self._stops, self._include = tuple(stops), include
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
         self.found: str | None = None
 
-    def push(self, text: str) -> str:
+    def push(self, text: str, may_stop: bool = True) -> str:
+        """The text that is certain now. A stop string that ends in ``text`` ends it all, if it may."""
         if not self._stops:
             return text
         if self.found is not None:
             return ""
-        text = self._held + text
-        hits = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
+        old, text = len(self._held), self._held + text
+        hits = []
+        for stop in self._stops if may_stop else ():
+            start = text.find(stop, 0)  # one that ended before was not allowed to stop
+            if start >= 0:
+                hits.append((start + len(stop), start, stop))
         if hits:
-            _, start, self.found = min(hits)
+            end, start, self.found = min(hits)
             self._held = ""
-            return text[:start]
+            return text[: end if self._include else start]
         held = next((n for n in range(min(self._longest - 1, len(text)), 0, -1) if self._begins(text[-n:])), 0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

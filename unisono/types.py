@@ -8,11 +8,23 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MAX_STOP_IDS = 16
 """Stop token ids (EOS ids included) a slot holds on the device."""
+
+MAX_BIASES = 300
+"""Entries of ``logit_bias``: as many as OpenAI takes."""
+
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 64, 16
+"""Token sequences that a request may forbid, and their length. A word makes up to two: with a space before it too."""
+
+MAX_LOGPROBS = 20
+"""Alternatives that ``logprobs`` may ask for at each position."""
+
+MAX_SEQUENCES = 128
+"""``n`` at most: OpenAI's limit."""
 
 MAX_SEED = 2**63 - 1
 
@@ -110,14 +122,23 @@ class SamplingParams:
     """How one request picks its tokens. Names and defaults are vLLM's.
 
     temperature: 0 is greedy (ties to the lowest id); otherwise logits are divided by it.
+    repetition_penalty: logits of tokens in prompt or output are divided (positive) or multiplied by it; 1 is off.
+    presence_penalty, frequency_penalty: subtracted from the logits of output tokens, once and once per occurrence.
+    logit_bias: token id to what is added to its logit, -100 … 100, before the penalties.
+    allowed_token_ids: the only ids that may be picked; None allows all.
+    bad_words: texts that are not generated.
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
     top_p: keep the smallest set with at least this probability, computed after top-k; 1 keeps all.
     min_p: drop tokens less likely than min_p times the most likely one; 0 drops none.
     seed: 0 … 2**63 - 1; None lets the engine choose one and report it.
+    n: sequences to generate for the prompt; sequence i is what a request with seed + i gives.
     max_tokens: tokens to generate at most; None means up to the context's end.
-    stop: strings that end the text (not included in it).
+    min_tokens: tokens to generate before any stop id or stop string may end the request.
+    stop: strings that end the text; include_stop_str_in_output: whether they are part of it.
     stop_token_ids: ids that end the request beside the model's EOS ids.
     ignore_eos: go on after EOS (for benchmarks).
+    logprobs: report the log-probability of each token and of so many likeliest ones; None reports none.
+    prompt_logprobs: the same for each prompt token but the first; such a prompt is computed without the prefix cache.
     max_drafts: drafts per round at most for this request; 0 turns speculation off; None takes the engine's k.
 
     Raises BadRequest naming the value and the limit.
@@ -130,10 +151,21 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = 16
     stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     max_drafts: int | None = None
     skip_special_tokens: bool = True
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -160,6 +192,42 @@ class SamplingParams:
         _require(ok, "stop", self.stop, "every stop string must be a non-empty string")
         ok = all(_is_int(t) and t >= 0 for t in self.stop_token_ids)
         _require(ok, "stop_token_ids", self.stop_token_ids, "every id must be a whole number ≥ 0")
+        ok = _is_int(self.n) and 1 <= self.n <= MAX_SEQUENCES
+        _require(ok, "n", self.n, f"it must be a whole number from 1 to {MAX_SEQUENCES}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
+            _require(ok, name, value, f"it must be a whole number from 0 to {MAX_LOGPROBS}")
+        self._check_edits()
+
+    def _check_edits(self) -> None:
+        """What edits logits before the filters."""
+        ok = _is_real(self.repetition_penalty) and 0 < self.repetition_penalty <= 100
+        _require(ok, "repetition_penalty", self.repetition_penalty, "it must be above 0, at most 100; 1 is off")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(_is_real(value) and -2 <= value <= 2, name, value, "it must be between -2 and 2; 0 is off")
+        ok = _is_int(self.min_tokens) and 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens)
+        _require(ok, "min_tokens", self.min_tokens, f"it must be a whole number from 0 to max_tokens={self.max_tokens}")
+        bias = {} if self.logit_bias is None else self.logit_bias
+        ok = isinstance(bias, Mapping) and all(_is_int(t) and t >= 0 for t in bias)
+        _require(ok, "logit_bias", bias, "it must map token ids (whole numbers ≥ 0) to numbers")
+        for token, value in bias.items():
+            ok = _is_real(value) and -100 <= value <= 100
+            _require(ok, "logit_bias", {token: value}, "a bias must be between -100 and 100")
+        if len(bias) > MAX_BIASES:
+            raise BadRequest(f"logit_bias has {len(bias)} entries; at most {MAX_BIASES} are supported.", "logit_bias")
+        object.__setattr__(self, "logit_bias", dict(bias))
+        if self.allowed_token_ids is not None:
+            allowed = tuple(dict.fromkeys(self.allowed_token_ids))
+            ok = bool(allowed) and all(_is_int(t) and t >= 0 for t in allowed)
+            _require(ok, "allowed_token_ids", allowed, "it must name at least one id, each a whole number ≥ 0")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
+        _require(
+            all(isinstance(w, str) and w for w in words), "bad_words", words, "every word must be a non-empty string"
+        )
+        object.__setattr__(self, "bad_words", words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +235,9 @@ class EngineRequest:
     """What the engine needs of a request. Token ids in, token ids out; text never enters the engine.
 
     ``stop_ids`` are the device's stop ids (the model's EOS ids unless ignored, and the request's own).
-    ``params.seed`` is set (never None) by the time a request reaches the engine.
+    ``bad_words`` are the token sequences of ``params.bad_words``. ``params.seed`` is set (never None) by the time a
+    request reaches the engine. ``shares_with`` is an earlier request with the same prompt: this one starts behind its
+    first token, when the prefix cache has the prompt's pages.
     """
 
     request_id: str
@@ -175,6 +245,35 @@ class EngineRequest:
     params: SamplingParams
     stop_ids: tuple[int, ...] = ()
     arrival: float = 0.0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    shares_with: str | None = None
+
+    def sequences(self) -> list[EngineRequest]:
+        """A request for each of the ``n`` sequences: seeds count up from this one's, modulo 2**63."""
+        seed, first = self.params.seed, f"{self.request_id}-0"
+        assert seed is not None
+        if self.params.n == 1:
+            return [self]
+        prompt_logprobs = [self.params.prompt_logprobs] + [None] * (self.params.n - 1)  # the first one's are all's
+        return [
+            replace(
+                self,
+                request_id=f"{self.request_id}-{i}",
+                params=replace(self.params, seed=(seed + i) % (MAX_SEED + 1), n=1, prompt_logprobs=prompt_logprobs[i]),
+                shares_with=first if i else None,
+            )
+            for i in range(self.params.n)
+        ]
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: of the token there, its rank (1 is the likeliest; ties count), and of the
+    likeliest tokens, ``(token id, logprob)`` in order."""
+
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -182,6 +281,8 @@ class TokenDelta:
     """New tokens of one request, one per round or more; ``finish`` is RUNNING until the last delta.
 
     ``cached_tokens`` (prompt tokens served by the prefix cache) is set on a request's first delta.
+    ``logprobs`` has an entry for each token if the request asked for them; ``prompt_logprobs``, on its first delta, one
+    for each prompt token but the first.
     ``error`` is set when the request failed inside the engine; then ``finish`` is ABORT.
     """
 
@@ -190,21 +291,40 @@ class TokenDelta:
     finish: FinishReason = FinishReason.RUNNING
     cached_tokens: int = 0
     error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log-probability at a position, its rank there (1 is the likeliest) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One generated sequence: ``token_ids`` (EOS included), ``text`` (stop string excluded)."""
+    """One generated sequence: ``token_ids`` (EOS included), ``text`` (stop string excluded unless asked for).
+
+    ``logprobs`` maps, for each token, ids to their log-probability: the token's own and the likeliest ones'.
+    """
 
     index: int
     token_ids: list[int]
     text: str
     finish_reason: str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What ``LLM.generate`` returns for one prompt; ``seed`` reproduces it."""
+    """What ``LLM.generate`` returns for one prompt; ``seed`` reproduces it: seed + i its output i.
+
+    ``prompt_logprobs`` has an entry for each prompt token, None for the first.
+    """
 
     request_id: str
     prompt: str | None
@@ -213,3 +333,4 @@ class RequestOutput:
     seed: int
     num_cached_tokens: int = 0
     finished: bool = True
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -1,6 +1,6 @@
 """Attention: right against float64, and a token's bits are the same in every pass that computes it.
 
-Both implementations of both ops are tested: the Triton kernels (on the GPU, else in the interpreter, small
+Both implementations are tested: the Triton kernels (on the GPU, else in the interpreter, small
 sizes) and the CPU twins. Caches are NaN wherever no token of a request has been written.
 """
 
@@ -10,23 +10,15 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from unisono.attention.base import AttentionInputs
+from unisono.attention.triton import TritonAttention
 from unisono.kernels import attention as ops
 from unisono.kernels import attention_cpu as twin
 
-TRITON = (
-    ops.launch_attention_plan,
-    ops.launch_attention_round,
-    ops.launch_attention_extend_plan,
-    ops.launch_attention_extend,
-)
-TWIN = (
-    twin.attention_plan_cpu,
-    twin.attention_round_cpu,
-    twin.attention_extend_plan_cpu,
-    twin.attention_extend_cpu,
-)
+TRITON = (ops.launch_attention_plan, ops.launch_attention)
+TWIN = (twin.attention_plan_cpu, twin.attention_cpu)
 IMPLEMENTATIONS = pytest.mark.parametrize("triton", [True, False], ids=["triton", "twin"])
-ALWAYS_SPLIT, NEVER_SPLIT = 10**6, 1
+ALWAYS_CUT, NEVER_CUT = 10**6, 1  # programs at a time
 
 
 @dataclass
@@ -44,6 +36,7 @@ class Requests:
     dim: int = 16
     page: int = 16
     window: int = 0
+    first: int = 0
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,8 +51,8 @@ class Requests:
         for row, (n, own) in enumerate(zip(self.lengths, pages, strict=True)):
             table[row, : len(own)] = own
             kv = torch.randn(2, n, self.kv_heads, self.dim).to(self.dtype)
-            at = torch.arange(n)
-            caches.transpose(2, 3)[:, own[at // self.page], at % self.page] = kv.float()
+            at = torch.arange(self.first, n)
+            caches.transpose(2, 3)[:, own[at // self.page], at % self.page] = kv[:, self.first :].float()
             self.k.append(kv[0])
             self.v.append(kv[1])
         self.q = [torch.randn(n, self.heads, self.dim).to(self.dtype) for n in self.lengths]
@@ -74,31 +67,32 @@ class Requests:
         parts = [self.q[row][a:b] if row >= 0 else torch.randn(b, self.heads, self.dim) for row, a, b in spans]
         return torch.cat(parts).to(self.device, self.dtype)
 
-    def round(self, ends, width, programs=ALWAYS_SPLIT, partials=64) -> torch.Tensor:
-        """Outputs [R, W, Hq, D] of a round: row r's tokens end at ``ends[r] = (request, length)``; None is padding."""
-        plan, attend, _, _ = TRITON if self.triton else TWIN
-        slots = self._int32([-1 % len(self.table) if end is None else end[0] for end in ends])
-        kv_len = self._int32([0 if end is None else end[1] for end in ends])
-        positions = [range(n - width, n) if n else [-1] * width for n in kv_len.tolist()]
-        positions = self._int32([p for row in positions for p in row])
-        q = self._queries([(-1, 0, width) if end is None else (end[0], end[1] - width, end[1]) for end in ends])
-        planned = plan(slots, kv_len, width, self.kv_heads, partials, programs)
-        args = (q, self.k_cache, self.v_cache, self.table, positions, *planned, self.scale, self.window)
+    def _attend(self, q, positions, slots, kv_len, query_start, tile_tokens, programs, partials) -> torch.Tensor:
+        plan, attend = TRITON if self.triton else TWIN
+        planned = plan(slots, kv_len, query_start, len(q), tile_tokens, self.kv_heads, partials, programs)
+        caches = (self.k_cache, self.v_cache, self.table)
+        args = (q, *caches, self._int32(positions), *planned, partials, self.scale, self.window, self.first)
         out = attend(*args)
         assert torch.equal(out, attend(*args)), "the plan does not serve a second layer"
-        return out.view(len(ends), width, self.heads, self.dim).cpu()
+        return out.view(-1, self.heads, self.dim).cpu()
 
-    def extend(self, spans, tile_tokens=8, padding=0) -> torch.Tensor:
+    def round(self, ends, width, programs=ALWAYS_CUT, partials=64) -> torch.Tensor:
+        """Outputs [R, W, Hq, D] of a round: row r's tokens end at ``ends[r] = (request, length)``; None is padding."""
+        slots = self._int32([len(self.table) - 1 if end is None else end[0] for end in ends])
+        kv_len = self._int32([0 if end is None else end[1] for end in ends])
+        positions = [range(n - width, n) if n else [-1] * width for n in kv_len.tolist()]
+        q = self._queries([(-1, 0, width) if end is None else (end[0], end[1] - width, end[1]) for end in ends])
+        flat = [p for row in positions for p in row]
+        out = self._attend(q, flat, slots, kv_len, None, width, programs, partials)
+        return out.view(len(ends), width, self.heads, self.dim)
+
+    def extend(self, spans, tile_tokens=8, padding=0, programs=NEVER_CUT, partials=0) -> torch.Tensor:
         """Outputs [T, Hq, D] of an extend pass over ``spans`` (request, first, end); ``padding`` tokens behind."""
-        _, _, plan, attend = TRITON if self.triton else TWIN
         starts = list(itertools.accumulate((b - a for _, a, b in spans), initial=0))
-        tokens = starts[-1] + padding
-        positions = self._int32([p for _, a, b in spans for p in range(a, b)] + [-1] * padding)
-        planned = plan(self._int32([row for row, _, _ in spans]), self._int32(starts), tokens, tile_tokens)
+        positions = [p for _, a, b in spans for p in range(a, b)] + [-1] * padding
+        rows, _, ends = (self._int32(x) for x in zip(*spans, strict=True))
         q = self._queries([*spans, (-1, 0, padding)])
-        caches = (self.k_cache, self.v_cache, self.table)
-        out = attend(q, *caches, positions, *planned, tile_tokens, self.scale, self.window)
-        return out.view(tokens, self.heads, self.dim).cpu()
+        return self._attend(q, positions, rows, ends, self._int32(starts), tile_tokens, programs, partials)
 
     def oracle(self, row: int, first: int, end: int) -> torch.Tensor:
         """float64 attention of a request's tokens first … end, from its definition."""
@@ -106,20 +100,18 @@ class Requests:
         q = self.q[row][first:end].double().transpose(0, 1)
         k, v = (t[row][:end].double().transpose(0, 1).repeat_interleave(group, 0) for t in (self.k, self.v))
         position, key = torch.arange(first, end)[:, None], torch.arange(end)[None]
-        seen = (key <= position) & ((key > position - self.window) | (self.window == 0))
+        seen = (key <= position) & (key >= self.first) & ((key > position - self.window) | (self.window == 0))
         scores = (q @ k.mT * self.scale).masked_fill(~seen, float("-inf"))
-        return (scores.softmax(-1) @ v).transpose(0, 1)
-
-
-SHAPES = [(4, 2, 16), (4, 4, 64), (6, 2, 24), (8, 2, 40), (7, 1, 80), (8, 1, 128)]
+        return (scores.softmax(-1).nan_to_num(0) @ v).transpose(0, 1)
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("window", [0, 40, 300])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "window"),
+    [(4, 2, 16, 0), (4, 2, 16, 40), (2, 2, 64, 300), (3, 1, 24, 0), (8, 2, 40, 0), (7, 1, 80, 300), (8, 1, 128, 0)],
+)
 def test_matches_float64(triton, heads, kv_heads, dim, window, dtype, assert_close):
-    lengths = [300, 17, 600]
-    case = Requests(lengths, triton, dtype, heads, kv_heads, dim, window=window)
+    case = Requests([300, 17, 600], triton, dtype, heads, kv_heads, dim, window=window)
     spans = [(0, 250, 300), (2, 580, 600), (1, 0, 17)]
     want = torch.cat([case.oracle(*span) for span in spans])
     assert_close(case.extend(spans, 4), want)
@@ -156,22 +148,34 @@ def test_padding_yields_zeros(triton):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize("width", [1, 2, 4, 6, 17])
+@pytest.mark.parametrize(("width", "window"), [(1, 0), (2, 0), (4, 100), (6, 0), (17, 100)])
 def test_rounds_have_the_bits_of_extend(triton, width, window):
-    """Alone or together, split or whole, at any width: a round's bits are the prompt pass's."""
-    lengths = [300, 40, 257, 600]
+    """Alone or together, cut or whole, at any width: a round's bits are the prompt pass's."""
+    lengths = [300, 40, 600]
     case = Requests(lengths, triton, window=window)
     ends = [(row, n) for row, n in enumerate(lengths)]
-    tile = max(8, width)  # the interpreter multiplies by BLAS: give both kernels tiles of the same height
-    want = torch.stack([case.extend([(row, n - width, n)], tile) for row, n in ends])
-    assert torch.equal(case.round(ends, width), want)
-    assert torch.equal(case.round(ends, width, NEVER_SPLIT), want)
-    assert torch.equal(case.round(ends, width, 4), want)
-    assert torch.equal(case.round(ends, width, partials=3), want), "workspace for one row only"
-    assert torch.equal(case.round(ends[::-1], width), want.flip(0))
-    for row, end in enumerate(ends):
-        assert torch.equal(case.round([end, None], width)[0], want[row])
+    tile = max(8, width)  # the interpreter multiplies by BLAS: give both passes tiles of the same height
+    want = case.extend([(row, n - width, n) for row, n in ends], tile).view(len(ends), width, case.heads, case.dim)
+    assert torch.equal(case.round(ends, width), want), "each split by itself"
+    assert torch.equal(case.round(ends[::-1], width, NEVER_CUT), want.flip(0))
+    assert torch.equal(case.round(ends, width, 16), want), "the longest row in pieces"
+    assert torch.equal(case.round(ends, width, partials=3), want), "a workspace too small for all"
+    assert torch.equal(case.round([ends[2], None], width)[0], want[2])
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("first", [1, 13, 260])
+def test_keys_below_first_are_invisible(triton, first, window, assert_close):
+    """They hold NaN here; a token that stands there yields zeros, and rounds have the bits of prompt passes."""
+    case = Requests([600, 300], triton, window=window, first=first)
+    spans = [(0, 250, 290), (0, 590, 600), (1, 0, 20)]
+    got = case.extend(spans)
+    assert_close(got, torch.cat([case.oracle(*span) for span in spans]))
+    assert not got[50 : 50 + min(first, 20)].any()
+    for programs in (ALWAYS_CUT, NEVER_CUT):
+        assert torch.equal(case.round([(0, 600), (1, 20)], 4, programs), torch.stack([got[46:50], got[66:]]))
+    assert torch.equal(case.extend(spans, 8, 0, ALWAYS_CUT, 64), got)
 
 
 @IMPLEMENTATIONS
@@ -196,38 +200,58 @@ def test_twin_bits_do_not_depend_on_the_batch():
         assert torch.equal(case.round([(span[0], span[2])], 50)[0], want)
 
 
-@pytest.mark.parametrize("partials", [1, 2, 5, 64])
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("window", [0, 100])
+def test_short_chunks_are_cut_along_kv(triton, window):
+    """A few tokens behind a long prefix: whole, cut, or as the workspace allows, alone or with company."""
+    case = Requests([1100, 300], triton, window=window)
+    spans = [(0, 1083, 1100), (1, 290, 300)]
+    want = case.extend(spans)
+    for programs, partials in ((ALWAYS_CUT, 64), (20, 64), (ALWAYS_CUT, 16), (20, 3)):
+        assert torch.equal(case.extend(spans, 8, 0, programs, partials), want)
+    assert torch.equal(case.extend(spans[:1], 8, 3, ALWAYS_CUT, 64)[:-3], want[:17])
+
+
+def plan_case(device, ragged):
+    slots, kv_len = ([3, 0, 9, 4, 5], [700, 0, 256, 257, 1300])
+    query_start = torch.tensor([0, 70, 70, 75, 90, 91], dtype=torch.int32, device=device) if ragged else None
+    slots, kv_len = (torch.tensor(x, dtype=torch.int32, device=device) for x in (slots, kv_len))
+    return slots, kv_len, query_start, 100 if ragged else 15
+
+
+@pytest.mark.parametrize("partials", [0, 1, 2, 5, 20, 64])
 @pytest.mark.parametrize("programs", [1, 2, 7, 20, 1000])
-def test_plans_agree(programs, partials):
-    """Kernel and twin list the same work: every split of every row once, cut rows within the workspace."""
-    case = Requests([1], True)
-    slots, kv_len = case._int32([3, 0, 9, 4, 5]), case._int32([700, 0, 256, 257, 1300])
-    work, count, arrivals = (t.cpu() for t in ops.launch_attention_plan(slots, kv_len, 3, 2, partials, programs))
-    expected = twin.attention_plan_cpu(slots.cpu(), kv_len.cpu(), 3, 2, partials, programs)
-    listed = work[: count.item()]
-    assert torch.equal(listed, expected[0][: expected[1].item()])
-    assert arrivals.shape == (5, 3, 2)
-    assert not arrivals.any()
-    taken = []
-    for row, (slot, n) in enumerate(zip(slots.tolist(), kv_len.tolist(), strict=True)):
-        pieces = [entry for entry in listed.tolist() if entry[0] == row]
-        assert all(entry[1:3] == [slot, n] for entry in pieces)
-        assert [split for *_, first, end, _ in pieces for split in range(first, end)] == list(range(-(-n // ops.SPLIT)))
-        if pieces[0][5] >= 0:
-            assert {entry[5] for entry in pieces} == {len(taken)}
-            taken += range(-(-n // ops.SPLIT))
-    assert len(taken) <= partials
-
-
-@pytest.mark.parametrize("tile_tokens", [1, 8, 32])
-def test_extend_plans_agree(tile_tokens):
-    case = Requests([1], True)
-    slots, query_start = case._int32([3, 0, 9]), case._int32([0, 70, 70, 75])
-    tiles, count = (t.cpu() for t in ops.launch_attention_extend_plan(slots, query_start, 90, tile_tokens))
-    expected = twin.attention_extend_plan_cpu(slots.cpu(), query_start.cpu(), 90, tile_tokens)
-    assert tiles.shape == expected[0].shape
-    assert torch.equal(tiles[: count.item()], expected[0][: expected[1].item()])
-    assert torch.cat([torch.arange(a, b) for _, a, b in tiles[: count.item()].tolist()]).tolist() == list(range(90))
+@pytest.mark.parametrize("tile_tokens", [1, 3, 32])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_plans_agree(ragged, tile_tokens, programs, partials, device):
+    """Kernel and twin list the same work: each token's splits once, cut tiles in workspace of their own."""
+    sizes = (tile_tokens, 2, partials, programs)
+    work, count, arrivals = (t.cpu() for t in ops.launch_attention_plan(*plan_case(device, ragged), *sizes))
+    slots, kv_len, query_start, tokens = plan_case("cpu", ragged)
+    expected = twin.attention_plan_cpu(slots, kv_len, query_start, tokens, *sizes)
+    items = work[: count.item()]
+    assert torch.equal(items, expected[0][: expected[1].item()])
+    assert (work.shape, arrivals.shape) == (expected[0].shape, expected[2].shape)
+    assert not arrivals[: count.item()].any()
+    starts = range(0, 16, 3) if query_start is None else [*query_start.tolist(), tokens]
+    tiles: dict[int, list] = {}
+    for item in items.tolist():
+        tiles.setdefault(item[7], []).append(item)
+    covered, places = [], []
+    for counter, pieces in tiles.items():
+        assert items[counter].tolist() == pieces[0]
+        assert len({(*item[:4], item[6]) for item in pieces}) == 1
+        slot, length, first, last, _, _, partial, _ = pieces[0]
+        covered += range(first, last)
+        row = max(r for r, start in enumerate(starts) if start <= first)
+        assert (slot, length) == ((slots[row].item(), kv_len[row].item()) if row < len(slots) else (0, 0))
+        splits = list(range(-(-length // ops.SPLIT)))
+        assert [split for item in pieces for split in range(item[4], item[5])] == splits
+        places += [partial + split for split in splits] if partial >= 0 else []
+        assert partial >= 0 or len(pieces) == 1
+    assert sorted(covered) == list(range(tokens))
+    assert sorted(places) == list(range(len(places)))
+    assert len(places) <= partials
 
 
 def test_ops_trace_by_shape():
@@ -235,13 +259,29 @@ def test_ops_trace_by_shape():
     q, cache = torch.randn(6, 4, 16), torch.randn(9, 2, 16, 16)
     table, positions = torch.ones(3, 8, dtype=torch.int32), torch.tensor([4, 5, 90, 91, -1, -1], dtype=torch.int32)
     slots, kv_len = torch.arange(3, dtype=torch.int32), torch.tensor([6, 92, 0], dtype=torch.int32)
-    plan = ops.attention_plan(slots, kv_len, 2, 2, 16, 132)
-    torch.library.opcheck(torch.ops.unisono.attention_plan, (slots, kv_len, 2, 2, 16, 132))
-    args = (q, cache, cache, table, positions, *plan, 0.25, 0)
-    torch.library.opcheck(torch.ops.unisono.attention_round, args)
-    out = ops.attention_round(q, cache, cache, table, positions, plan, 0.25)
-    query_start = torch.tensor([0, 2, 4, 6], dtype=torch.int32)
-    tiles = ops.attention_extend_plan(slots, query_start, 6, 8)
-    torch.library.opcheck(torch.ops.unisono.attention_extend_plan, (slots, query_start, 6, 8))
-    torch.library.opcheck(torch.ops.unisono.attention_extend, (q, cache, cache, table, positions, *tiles, 0.25, 0))
-    assert torch.equal(ops.attention_extend(q, cache, cache, table, positions, tiles, 0.25), out)
+    outputs = []
+    for query_start, partials in ((None, 16), (torch.tensor([0, 2, 4, 6], dtype=torch.int32), 0)):
+        torch.library.opcheck(torch.ops.unisono.attention_plan, (slots, kv_len, query_start, 6, 2, 2, partials, 132))
+        plan = ops.attention_plan(slots, kv_len, query_start, 6, 2, 2, partials, 132)
+        torch.library.opcheck(torch.ops.unisono.attention, (q, cache, cache, table, positions, *plan, 0.25, 0))
+        outputs.append(ops.attention(q, cache, cache, table, positions, plan, 0.25))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("width", [1, 4, None])
+def test_backend_plans_and_attends(width, device):
+    """The backend as models call it: a round, and a ragged pass with padding."""
+    case = Requests([300, 40], device.type == "cuda", torch.float16 if device.type == "cuda" else torch.float32)
+    spans = [(0, 270, 300), (1, 0, 40)] if width is None else [(0, 300 - width, 300), (1, 40 - width, 40)]
+    positions = case._int32([p for _, a, b in spans for p in range(a, b)])
+    rows, _, ends = (case._int32(x) for x in zip(*spans, strict=True))
+    query_start = case._int32([0, 30, 70]) if width is None else None
+    inputs = AttentionInputs(rows, positions, positions, ends, case.table, width, query_start)
+    backend = TritonAttention(case.heads, case.kv_heads, device)
+    backend.plan(inputs)
+    out = backend.forward(case._queries(spans), case.k_cache, case.v_cache, inputs, case.scale, 0)
+    want = torch.cat([case.oracle(*span) for span in spans])
+    assert (out.cpu().view_as(want) - want).norm() / want.norm() < 1e-3
+    inputs.query_start = None if width is None else positions
+    with pytest.raises(ValueError, match="width or query_start"):
+        backend.plan(inputs)

@@ -196,7 +196,8 @@ def test_ops_declare_what_they_write():
     row = {"length": 10, "limit": 20, "status": FinishReason.RUNNING, "last_token": 4, "stops": (3,)}
     f = slots_of([row, row])
     slots, drafts, table = torch.tensor([1, 0]).int(), torch.zeros(2, 2).int(), torch.ones(3, 9).int()
-    committed = (torch.ones(2, 3).int(), drafts, slots, f.length, f.limit, f.status, f.last_token, f.stop_ids, f.history)
+    state = (f.length, f.limit, f.status, f.last_token, f.stop_ids, f.history)
+    committed = (torch.ones(2, 3).int(), drafts, slots, *state)
     torch.library.opcheck(torch.ops.unisono.commit.default, committed, test_utils="test_schema")
     given = (slots, drafts, f.length, f.limit, f.status, f.last_token, table, PAGE)
     torch.library.opcheck(torch.ops.unisono.round_inputs.default, given)

@@ -6,6 +6,7 @@ Odd prompts make it misbehave: their first token id says how (see ``Trick``).
 from __future__ import annotations
 
 import enum
+import math
 import os
 import signal
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.types import BadRequest, CheckpointError, EngineRequest, FinishReason, TokenDelta
+from unisono.types import BadRequest, CheckpointError, EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 
 VOCAB_SIZE = 1000
 
@@ -36,6 +37,12 @@ class FakeConfig:
     max_model_len: int = 512
     load_seconds: float = 0.0
     load_error: str | None = None
+
+
+def _logprobs(token: int, wanted: int) -> TokenLogprobs:
+    """The token is the likeliest; the ids after it follow, each half a nat behind; the sixth is impossible."""
+    top = [((token + i) % VOCAB_SIZE, -0.25 - 0.5 * i if i < 5 else -math.inf) for i in range(wanted)]
+    return TokenLogprobs(-0.25, 1, top)
 
 
 class FakeEngine:
@@ -91,7 +98,13 @@ class FakeEngine:
             elif done + len(tokens) == limit:
                 finish = FinishReason.LENGTH
         self.requests[request.request_id] = (request, done + len(tokens))
-        return TokenDelta(request.request_id, tokens, finish, cached_tokens=len(prompt) // 2 if done == 0 else 0)
+        cached = len(prompt) // 2 if done == 0 else 0
+        wanted = request.params.logprobs
+        logprobs = None if wanted is None else [_logprobs(token, wanted) for token in tokens]
+        scored = None
+        if request.params.prompt_logprobs is not None and done == 0:
+            scored = [_logprobs(token, request.params.prompt_logprobs) for token in prompt[1:]]
+        return TokenDelta(request.request_id, tokens, finish, cached, None, logprobs, scored)
 
     def info(self) -> dict[str, Any]:
         return {

@@ -49,17 +49,26 @@ SHARED = [
     ({"stream": "yes"}, 400, "stream", ['"yes"', "true or false"]),
     ({"stream_options": {"include_usage": True}}, 400, "stream_options", ["stream=true"]),
     ({"stream": True, "stream_options": {"usage": True}}, 400, "stream_options", ["include_usage"]),
-    ({"n": 2}, 400, "n", ["n=2", "not supported"]),
+    ({"n": 0}, 400, "n", ["0", "from 1 to 128"]),
+    ({"n": 129}, 400, "n", ["129", "from 1 to 128"]),
     ({"n": True}, 400, "n", ["n=true"]),
-    ({"logprobs": True}, 400, "logprobs", []),
-    ({"presence_penalty": 0.5}, 400, "presence_penalty", ["0.5"]),
-    ({"frequency_penalty": -1}, 400, "frequency_penalty", ["-1"]),
-    ({"logit_bias": {"5": 1}}, 400, "logit_bias", []),
+    ({"logprobs": "yes"}, 400, "logprobs", ['"yes"']),
+    ({"presence_penalty": 2.5}, 400, "presence_penalty", ["2.5", "between -2 and 2"]),
+    ({"frequency_penalty": -3}, 400, "frequency_penalty", ["-3", "between -2 and 2"]),
+    ({"repetition_penalty": 0}, 400, "repetition_penalty", ["0", "above 0"]),
+    ({"logit_bias": {"5": 101}}, 400, "logit_bias", ["101", "between -100 and 100"]),
+    ({"logit_bias": {"five": 1}}, 400, "logit_bias", ["five", "token ids"]),
+    ({"logit_bias": {"1000": 1}}, 400, "logit_bias", ["1000", "0 to 999"]),
+    ({"logit_bias": {str(i): 1 for i in range(301)}}, 400, "logit_bias", ["301", "300"]),
+    ({"logit_bias": [5]}, 400, "logit_bias", ["an object"]),
+    ({"allowed_token_ids": []}, 400, "allowed_token_ids", ["at least one"]),
+    ({"allowed_token_ids": [1000]}, 400, "allowed_token_ids", ["1000", "0 to 999"]),
+    ({"bad_words": [""]}, 400, "bad_words", ["non-empty"]),
+    ({"min_tokens": 9, "max_tokens": 5}, 400, "min_tokens", ["9", "max_tokens=5"]),
     ({"response_format": {"type": "json_object"}}, 400, "response_format", ["json_object"]),
     ({"tools": [{"type": "function"}]}, 400, "tools", []),
     ({"suffix": "x"}, 400, "suffix", []),
     ({"best_of": 4}, 400, "best_of", []),
-    ({"echo": True}, 400, "echo", []),
     ({"temprature": 1}, 400, "temprature", ["not a known field"]),
 ]
 
@@ -114,6 +123,13 @@ def test_messages(server: Server, messages: Any, param: str, says: list[str]) ->
         ({"prompt": [-1]}, "prompt", ["-1", "0 to 999"]),
         ({"prompt": [10**30]}, "prompt", [str(10**30)]),
         ({"prompt": ["a"] * 1025}, "prompt", ["1025", "1024"]),
+        ({"prompt": ["a"] * 10, "n": 128}, "n", ["1280 sequences", "1024"]),
+        ({"prompt": "a", "logprobs": 21}, "logprobs", ["21", "0 to 20"]),
+        ({"prompt": "a", "echo": True, "logprobs": 1, "n": 2}, "n", ["n=2", "one sequence"]),
+        ({"prompt": "a", "echo": 1}, "echo", ["true or false"]),
+        ({"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs", ["not supported"]),
+        ({"prompt": "a", "logprobs": True}, "logprobs", ["whole number"]),
+        ({"prompt": "a", "top_logprobs": 2}, "top_logprobs", ["not supported"]),
         ({"prompt": [1] * 512}, "prompt", ["512 tokens", "at most 511"]),
         ({"prompt": [1] * 500, "max_tokens": 13}, "max_tokens", ["500", "13", "513", "512", "at most 12"]),
         ({"prompt": [1] * 500}, "max_tokens", ["at most 12"]),
@@ -176,7 +192,10 @@ def test_chat_only(server: Server) -> None:
     check(post(chat_template_kwargs={"tokenize": True}), 400, "chat_template_kwargs", "tokenize")
     check(post(chat_template_kwargs=[1]), 400, "chat_template_kwargs", "object")
     check(post(prompt="a"), 400, "prompt", "not a known field")
-    check(post(top_logprobs=3), 400, "top_logprobs")
+    check(post(echo=True), 400, "echo", "not supported")
+    check(post(top_logprobs=3), 400, "top_logprobs", "needs logprobs=true")
+    check(post(top_logprobs=21, logprobs=True), 400, "top_logprobs", "21", "0 to 20")
+    check(post(logprobs=1), 400, "logprobs", "true or false")
 
 
 def test_a_request_that_fails_in_the_engine(server: Server) -> None:

@@ -43,7 +43,7 @@ class AttentionInputs:
 class AttentionBackend(Protocol):
     """One way to compute attention over the paged KV cache.
 
-    A token sees keys at positions p ≤ its own, and p > its own − window where window > 0. Its output bits
+    A token sees keys at positions p ≤ its own, p ≥ first, and p > its own − window where window > 0. Its output bits
     depend on its query and those keys alone: not on the other rows, on how many tokens the pass has, nor
     on whether it is a round or an extend pass.
     """
@@ -62,9 +62,11 @@ class AttentionBackend(Protocol):
         inputs: AttentionInputs,
         scale: float,
         window: int,
+        first: int = 0,
     ) -> torch.Tensor:
         """Attend. q [T, Hq, D]; k_cache, v_cache [NP, Hkv, P, D]; ``window`` 0 sees everything.
 
+        Keys at positions below ``first`` are invisible; a token that stands there yields zeros.
         The pass's own keys and values are already in the cache. Returns [T, Hq · D] in q's dtype.
         """
         ...

@@ -39,6 +39,7 @@ class Host:
     the last slot is the padding slot. attention: makes a backend for (query heads, KV heads).
     pick: ``pick(logits [R, V], slots [R], offset, ids)``: the sampling rule with the request's own parameters
     and noise, for position length + offset; ``ids`` maps columns to target token ids (None: the same).
+    kv: the target's (keys, values) of each layer, to read; called from the first round on.
     dtype, device: of weights and KV. max_model_len, page_size: of the cache that page tables index.
     """
 
@@ -46,6 +47,7 @@ class Host:
     slots: Any
     attention: Callable[[int, int], AttentionBackend]
     pick: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
+    kv: Callable[[], Layers]
     dtype: torch.dtype
     device: torch.device
     max_model_len: int

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from unisono.cache.pages import PagePool
@@ -21,6 +22,7 @@ from unisono.engine.runner import Launched, Runner
 from unisono.engine.scheduler import Extend, Round, Scheduler, Sequence
 from unisono.models.checkpoint import Checkpoint
 from unisono.sampling.edits import check_edits
+from unisono.sampling.logprobs import unpack_logprobs
 from unisono.types import MAX_STOP_IDS, BadRequest, EngineRequest, FinishReason, SamplingParams, TokenDelta
 
 
@@ -65,6 +67,10 @@ class Engine:
         if request.params.max_tokens is not None:
             limit = min(limit, len(request.prompt_token_ids) + request.params.max_tokens)
         sequence = Sequence(request, list(request.prompt_token_ids), limit, next(self._order))
+        if request.params.prompt_logprobs is not None:
+            sequence.prompt_logprobs = {}
+        if request.shares_with is not None:
+            sequence.leader = self._sequences.get(request.shares_with)
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
         self.counters.requests += 1
@@ -94,6 +100,10 @@ class Engine:
                 f"{len(request.stop_ids)} stop token ids, EOS ids included; at most {MAX_STOP_IDS} are supported.",
                 param="stop_token_ids",
             )
+        if request.params.n != 1:
+            raise BadRequest(
+                f"n={request.params.n}: one request is one sequence here; see EngineRequest.sequences.", "n"
+            )
         check_edits(request.params, request.bad_words, vocab)
 
     def abort(self, request_id: str) -> None:
@@ -120,12 +130,15 @@ class Engine:
         return self._read(previous) if previous is not None else []
 
     def _read(self, launched: Launched) -> list[TokenDelta]:
-        result = launched.wait()
+        outputs = launched.wait()
+        result, logprobs = outputs["result"], outputs["logprobs"]
         work = launched.work
         if isinstance(work, Extend):
             for chunk in work.chunks:
                 if chunk.sequence.finish is FinishReason.RUNNING:
                     self.scheduler.commit_prompt(chunk)
+            if work.scores:
+                _read_scores(work, outputs["prompt_logprobs"])
             rows = [(i, chunk.sequence) for i, chunk in enumerate(work.chunks) if chunk.last]
         else:
             rows = list(enumerate(work.sequences))
@@ -137,7 +150,10 @@ class Engine:
             if sequence.finish is FinishReason.RUNNING and count:
                 if isinstance(work, Round):
                     self._count_drafts(sequence, count)
-                deltas.append(self._commit(sequence, result[row, 2 : 2 + count].tolist(), status))
+                delta = self._commit(sequence, result[row, 2 : 2 + count].tolist(), status)
+                if (wanted := sequence.request.params.logprobs) is not None:
+                    delta.logprobs = unpack_logprobs(logprobs[row, :count], wanted)
+                deltas.append(delta)
         return deltas
 
     def _count_drafts(self, sequence: Sequence, committed: int) -> None:
@@ -150,15 +166,17 @@ class Engine:
             self.counters.accepted_tokens += committed - 1
 
     def _commit(self, sequence: Sequence, tokens: list[int], status: FinishReason) -> TokenDelta:
-        request_id = sequence.request.request_id
+        request_id, scores = sequence.request.request_id, None
         if len(sequence.tokens) == sequence.prompt_len:
             self.counters.prompt_tokens += sequence.prompt_len
+            if sequence.prompt_logprobs is not None:
+                scores = [sequence.prompt_logprobs[i] for i in range(1, sequence.prompt_len)]
         sequence.tokens.extend(tokens)
         self.counters.generation_tokens += len(tokens)
         if status is not FinishReason.RUNNING:
             self.scheduler.retire(sequence, status)
             del self._sequences[request_id]
-        return TokenDelta(request_id, tokens, status, sequence.cached_tokens or 0)
+        return TokenDelta(request_id, tokens, status, sequence.cached_tokens or 0, prompt_logprobs=scores)
 
     # ---- what it tells ------------------------------------------------------------------------
 
@@ -192,3 +210,15 @@ class Engine:
             self._in_flight.wait()
             self._in_flight = None
         self.runner.close()
+
+
+def _read_scores(work: Extend, words: np.ndarray) -> None:
+    """Hand each sequence the log-probabilities of the prompt tokens behind those of its chunk."""
+    at = 0
+    for chunk in work.chunks:
+        sequence, count = chunk.sequence, chunk.end - chunk.start
+        wanted = sequence.request.params.prompt_logprobs
+        if sequence.prompt_logprobs is not None and wanted is not None:
+            positions = range(chunk.start + 1, chunk.end + 1)
+            sequence.prompt_logprobs |= zip(positions, unpack_logprobs(words[at : at + count], wanted), strict=True)
+        at += count

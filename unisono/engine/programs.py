@@ -17,19 +17,25 @@ from unisono.cache.kv import PAGE_SIZE
 from unisono.cache.pages import pages_for
 from unisono.drafters.base import Drafter, PromptPass, Verified
 from unisono.engine.slots import Slots
+from unisono.kernels.logprobs import WORDS as LOGPROB_WORDS
 from unisono.kernels.pages import grow_pages
 from unisono.kernels.rounds import commit, extend_inputs, force_drafts, limit_drafts, round_inputs
 from unisono.models.decoder import Decoder
 from unisono.program import Buffers, Field, Hidden, Program, Schema
-from unisono.sampling.pipeline import DraftPicker, edit_and_pick
+from unisono.sampling.pipeline import DraftPicker, edit_and_pick, report_logprobs, report_prompt_logprobs
 
 Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+SCORED_TOKENS = 256
+"""Prompt tokens whose logits exist at once where all of them are asked for."""
 
 
 @dataclass(frozen=True)
 class Parts:
     """What a pass is made of. ``kv`` holds (keys, values) of each layer; ``picker`` is the drafter's ``host.pick``.
 
+    processed: report log-probabilities of what tokens were drawn from rather than of the model's own logits.
     forced: benchmarks only, the tokens that every round commits on average; None verifies in earnest.
     """
 
@@ -38,6 +44,7 @@ class Parts:
     slots: Slots
     picker: DraftPicker
     kv: Layers
+    processed: bool = False
     forced: float | None = None
 
     @property
@@ -49,6 +56,24 @@ class Parts:
         needs = self.drafter.needs
         hidden, aux = self.model(token_ids, inputs, self.kv, needs.aux_layers)
         return hidden, {Hidden.NULL: None, Hidden.AUX: aux}.get(needs.hidden, hidden)
+
+    def pick(
+        self, logits: torch.Tensor, rows: torch.Tensor, drafts: torch.Tensor, logprobs: torch.Tensor
+    ) -> torch.Tensor:
+        """The target's tokens [R, W] for logits [R * W, V]; fills ``logprobs [R, W, words]`` for rows that ask."""
+        width = logprobs.shape[1]
+        picked = edit_and_pick(logits, rows, width, drafts, self.slots)
+        report_logprobs(logits, rows, width, picked, self.slots, self.processed, logprobs)
+        return picked.tokens.view(-1, width)
+
+    def score(self, hidden: torch.Tensor, b: Buffers) -> None:
+        """Fill ``b.prompt_logprobs`` with those of ``b.next_ids``, a slice of the pass's logits at a time."""
+        token = torch.arange(b.shape.rows, dtype=torch.int32, device=b.device)
+        row = torch.searchsorted(b.query_start[1:], token, right=True).clamp_max(b.slots.shape[0] - 1)
+        slots = b.slots.index_select(0, row)
+        for part in (slice(i, i + SCORED_TOKENS) for i in range(0, b.shape.rows, SCORED_TOKENS)):
+            logits, out = self.model.logits(hidden[part]), b.prompt_logprobs[part]
+            report_prompt_logprobs(logits, slots[part], b.next_ids[part], self.slots, out)
 
     def commit(self, picks: torch.Tensor, drafts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Accept and commit; see :func:`unisono.kernels.rounds.commit`."""
@@ -70,6 +95,7 @@ def round_program(parts: Parts) -> Program:
             Field("columns", torch.int32, ("rows", growth), pad=-1),
             Field("pages", torch.int32, ("rows", growth)),
             Field("result", torch.int32, ("rows", parts.width + 2), output=True),
+            Field("logprobs", torch.int32, ("rows", "width", LOGPROB_WORDS), output=True),
         )
     )
 
@@ -86,8 +112,7 @@ def round_program(parts: Parts) -> Program:
         )
         inputs = AttentionInputs(b.slots, positions, kv_slots, kv_len, slots.page_table, width)
         hidden, seen = parts.forward(token_ids, inputs)
-        picked = edit_and_pick(parts.model.logits(hidden), b.slots, width, drafts, slots)
-        picks = picked.tokens.view(-1, width)
+        picks = parts.pick(parts.model.logits(hidden), b.slots, drafts, b.logprobs)
         if parts.forced is not None:
             force_drafts(drafts, picks, b.slots, slots.length, parts.forced)
         b.result.copy_(parts.commit(picks, drafts, b.slots))
@@ -97,13 +122,16 @@ def round_program(parts: Parts) -> Program:
     return Program("round", schema, run)
 
 
-def extend_program(parts: Parts, max_rows: int) -> Program:
+def extend_program(parts: Parts, max_rows: int, scores: bool = False) -> Program:
     """Compute ``rows`` prompt tokens of at most ``max_rows`` requests; sample where a prompt ends.
+
+    With ``scores`` it is the program "score", which also reports prompt tokens' log-probabilities.
 
     ``sample_slots`` names the slot of each row that ends its prompt here, else the padding slot;
     ``last`` is the index of that row's last token; ``next_ids`` the token after each, as far as it is known.
     """
     slots = parts.slots
+    scored = (Field("prompt_logprobs", torch.int32, ("rows", LOGPROB_WORDS), output=True),) if scores else ()
     schema = Schema(
         (
             Field("token_ids", torch.int32, ("rows",)),
@@ -114,6 +142,8 @@ def extend_program(parts: Parts, max_rows: int) -> Program:
             Field("sample_slots", torch.int32, (max_rows,), pad=slots.padding),
             Field("last", torch.int32, (max_rows,)),
             Field("result", torch.int32, (max_rows, 3), output=True),
+            Field("logprobs", torch.int32, (max_rows, 1, LOGPROB_WORDS), output=True),
+            *scored,
         )
     )
 
@@ -125,15 +155,17 @@ def extend_program(parts: Parts, max_rows: int) -> Program:
         hidden, seen = parts.forward(b.token_ids, inputs)
         drafts = torch.empty((max_rows, 0), dtype=torch.int32, device=b.device)
         logits = parts.model.logits(hidden.index_select(0, b.last))
-        picks = edit_and_pick(logits, b.sample_slots, 1, drafts, slots).tokens
-        b.result.copy_(parts.commit(picks.view(-1, 1), drafts, b.sample_slots))
+        picks = parts.pick(logits, b.sample_slots, drafts, b.logprobs)
+        if scores:
+            parts.score(hidden, b)
+        b.result.copy_(parts.commit(picks, drafts, b.sample_slots))
         if parts.width > 1:
-            next_ids = _with_sampled(b.next_ids, b.last, picks, b.sample_slots != slots.padding)
+            next_ids = _with_sampled(b.next_ids, b.last, picks[:, 0], b.sample_slots != slots.padding)
             parts.drafter.observe_prompt(
                 PromptPass(b.slots, b.query_start, b.start, b.token_ids, next_ids, positions, b.last, seen)
             )
 
-    return Program("extend", schema, run)
+    return Program("score" if scores else "extend", schema, run)
 
 
 def _with_sampled(

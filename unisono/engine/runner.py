@@ -23,13 +23,14 @@ from unisono.drafters.base import Drafter, Host
 from unisono.engine.programs import Parts, extend_program, round_program
 from unisono.engine.scheduler import Chunk, Extend, Round
 from unisono.engine.slots import Slots
+from unisono.engine.warmup import compile_passes, size_classes
 from unisono.graphs.planner import Buckets, Planner, row_buckets, token_buckets
 from unisono.kernels.linear import TRITON_ROWS, prove_exact
 from unisono.layers.linear import Linear
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
-from unisono.program import Buffers, Graph, Key, Pending, Shape
+from unisono.program import Buffers, Graph, Key, Pending, Program, Reason, Shape
 from unisono.sampling.pipeline import DraftPicker
 from unisono.types import ConfigError, SpeculativeConfig
 
@@ -54,9 +55,11 @@ class Launched:
     work: Extend | Round
     pending: Pending
 
-    def wait(self) -> np.ndarray:
-        """``[rows, width + 2]`` int32: count, status, tokens. Blocks until the pass is done."""
-        return self.pending.wait()["result"]
+    def wait(self) -> dict[str, np.ndarray]:
+        """int32 arrays: ``result [rows, width + 2]``: count, status, tokens; ``logprobs [rows, width, words]``: what
+        ``kernels/logprobs.py`` reports, of rows that asked; ``prompt_logprobs [tokens, words]`` the same of prompt
+        tokens, where the pass scores. Blocks until the pass is done."""
+        return self.pending.wait()
 
 
 class Runner:
@@ -86,21 +89,26 @@ class Runner:
                 seed=config.asked.seed,
                 progress=progress,
             )
-        if config.device.type == "cuda":
-            with _Stage(self, "prove exact"):
-                self._prove_exact()
         self.slots = slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, config.device)
         self.picker = picker = DraftPicker(slots)
         self.drafter = drafter = self._drafter(c)
         shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
+        self.width, self.needs = 1 + drafter.num_drafts, drafter.needs
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
         forced = config.asked.synthetic_acceptance_length
-        self._parts = lambda kv: Parts(self.model, drafter, slots, picker, kv.layers, forced)
+        processed = config.asked.logprobs_mode == "processed_logprobs"
+        self._parts = lambda kv: Parts(self.model, drafter, slots, picker, kv.layers, processed, forced)
+        if config.device.type == "cuda":
+            passes = self._passes(self._parts(self._two_pages(shape, drafter)))
+            few = [p for p in passes if p[1].rows * p[1].width <= TRITON_ROWS]
+            with _Stage(self, "compile"):
+                compile_passes(few, config.device)
+                self._prove_exact()  # it decides what the larger passes run
+                compile_passes([p for p in passes if p not in few], config.device)
         with _Stage(self, "size the KV cache"):
             self.kv = KVCache(shape, self._num_pages(shape, drafter), config.device)
             drafter.allocate(self.kv.num_pages)
         self.planner = Planner(config.device, enabled=not config.asked.enforce_eager)
-        self.width, self.needs = 1 + drafter.num_drafts, drafter.needs
         with _Stage(self, "capture"):
             self._capture(progress)
 
@@ -122,6 +130,7 @@ class Runner:
                 slots=slots,
                 attention=lambda heads, kv_heads: backend(heads, kv_heads, config.device),
                 pick=self.picker,
+                kv=lambda: self.kv.layers,
                 dtype=config.dtype,
                 device=config.device,
                 max_model_len=config.max_model_len,
@@ -138,21 +147,37 @@ class Runner:
         reason = f"bits compared with the Triton kernel's for {len(weights)} shapes, {len(failed)} differ"
         self.config = self.config.decide(f"products above {TRITON_ROWS} rows", value, reason)
 
-    def _capture(self, progress: Callable[[str, float], None]) -> None:
-        parts, config = self._parts(self.kv), self.config
+    def _buckets(self, parts: Parts) -> list[Buckets]:
+        """What to capture: rounds for every number of requests, prompt passes as far as graphs pay."""
+        config = self.config
         rounds = tuple(Shape(rows, self.width) for rows in row_buckets(config.max_num_seqs))
         longest = GPU_GRAPH_TOKENS if config.device.type == "cuda" else CPU_GRAPH_TOKENS
         extends = tuple(Shape(tokens) for tokens in token_buckets(min(longest, config.max_num_batched_tokens)))
-        plan = [
+        return [
             Buckets(round_program(parts), rounds, self.needs),
             Buckets(extend_program(parts, self.max_extend_rows), extends, self.needs),
         ]
-        done = 0
+
+    def _passes(self, parts: Parts) -> list[tuple[Program, Shape]]:
+        """A pass of each size class that will be captured, and the longest prompt pass, which will not."""
+        rounds, extends = self._buckets(parts)
+        passes = [(b.program, shape) for b in (rounds, extends) for shape in size_classes(b.shapes)]
+        return [*passes, (extends.program, Shape(self.config.max_num_batched_tokens))]
+
+    def _two_pages(self, shape: KVShape, drafter: Drafter) -> KVCache:
+        """A cache for padding only, before it is known how many pages fit."""
+        drafter.allocate(2)
+        return KVCache(shape, 2, self.config.device)
+
+    def _capture(self, progress: Callable[[str, float], None]) -> None:
+        parts, done = self._parts(self.kv), 0
+        score = extend_program(parts, self.max_extend_rows, scores=True)
+        plan = [*self._buckets(parts), Buckets(score, reason=Reason.NOT_CAPTURABLE)]
 
         def captured(graph: Graph) -> None:
             nonlocal done
             done += 1
-            progress("capture", done / (len(rounds) + len(extends)))
+            progress("capture", done / sum(len(b.shapes) for b in plan))
 
         self.planner.capture(plan, captured)
 
@@ -165,7 +190,9 @@ class Runner:
             pages, why = min(whole, CPU_KV_BYTES // page_bytes), f"{CPU_KV_BYTES >> 20} MiB at most on a CPU"
         else:
             used = self._peak_bytes(shape, drafter)
-            budget = int(config.asked.gpu_memory_utilization * torch.cuda.mem_get_info()[1]) - used - GRAPH_RESERVE
+            edited = 4 * config.max_num_seqs * self.width * self.model.config.vocab_size  # fp32 logits of a round
+            reserved = used + edited + GRAPH_RESERVE
+            budget = int(config.asked.gpu_memory_utilization * torch.cuda.mem_get_info()[1]) - reserved
             pages, why = (
                 min(whole, budget // page_bytes),
                 f"measured: weights and the largest pass take {used >> 20} MiB",
@@ -191,9 +218,9 @@ class Runner:
 
     def _peak_bytes(self, shape: KVShape, drafter: Drafter) -> int:
         """Bytes of the card in use at the peak of the largest prompt pass, other programs' included."""
-        drafter.allocate(2)
-        program = extend_program(self._parts(KVCache(shape, 2, self.config.device)), self.max_extend_rows)
+        program = extend_program(self._parts(self._two_pages(shape, drafter)), self.max_extend_rows)
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
         # Only padding tokens: they compute everything but attention, which keeps no activations.
@@ -234,7 +261,7 @@ class Runner:
             "sample_slots": [c.sequence.slot if c.last else self.slots.padding for c in chunks],
             "last": edges[1:] - 1,
         }
-        return self.planner.launch(Key("extend", Shape(total), self.needs), batch)
+        return self.planner.launch(Key("score" if work.scores else "extend", Shape(total), self.needs), batch)
 
     def close(self) -> None:
         """Free the graphs, then everything they were captured on."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from unisono.cache.pages import OutOfPages, PagePool, Reservation, pages_for
 from unisono.engine.slots import Slots
-from unisono.types import EngineRequest, FinishReason
+from unisono.types import EngineRequest, FinishReason, TokenLogprobs
 
 MAX_EXTEND_STREAK = 8
 """Prompt passes in a row while requests are running."""
@@ -35,6 +35,14 @@ class Sequence:
     finish: FinishReason = FinishReason.RUNNING
     cached_tokens: int | None = None  # prompt tokens that the prefix cache served at first admission
     preemptions: int = 0
+    leader: Sequence | None = None  # of the same prompt, ahead in the queue
+    prompt_logprobs: dict[int, TokenLogprobs] | None = None  # by position, as far as they are read; None: not wanted
+
+    @property
+    def waits_for_leader(self) -> bool:
+        """Whether the prefix cache will soon have the prompt: the leader is computing it."""
+        leader = self.leader
+        return leader is not None and leader.finish is FinishReason.RUNNING and len(leader.tokens) == leader.prompt_len
 
     @property
     def prompt_len(self) -> int:
@@ -56,6 +64,11 @@ class Extend:
     """A prompt pass."""
 
     chunks: list[Chunk]
+
+    @property
+    def scores(self) -> bool:
+        """Whether a request wants its prompt's log-probabilities."""
+        return any(chunk.sequence.prompt_logprobs is not None for chunk in self.chunks)
 
 
 @dataclass(frozen=True)
@@ -133,7 +146,10 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and self.slots.available:
             sequence = self.waiting[0]
-            pages = self.pool.open(sequence.tokens)
+            if sequence.waits_for_leader:
+                return
+            # A cached prefix has no logits: a prompt that is scored is computed whole.
+            pages = self.pool.open(sequence.tokens if sequence.prompt_logprobs is None else sequence.tokens[:1])
             # One page of headroom per running request, or admission would be undone by preemption.
             headroom = len(self.active)
             # The first sampled token's page too: drafters may look one token ahead.

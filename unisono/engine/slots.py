@@ -33,6 +33,8 @@ SLOT_SCHEMA = Schema(
         Field("seed_lo", torch.int32, ()),
         Field("seed_hi", torch.int32, ()),
         Field("max_drafts", torch.int32, ()),
+        Field("logprobs", torch.int32, (), pad=-1),  # alternatives to report; -1: no log-probabilities
+        Field("prompt_logprobs", torch.int32, (), pad=-1),  # the same for prompt tokens
         Field("edits", torch.int32, ()),  # 1: logits are edited, by the slot's row of the edit table
         Field("stop_ids", torch.int32, (MAX_STOP_IDS,), pad=-1),
     )
@@ -60,6 +62,8 @@ class Slots:
     seed_lo: torch.Tensor
     seed_hi: torch.Tensor
     max_drafts: torch.Tensor
+    logprobs: torch.Tensor
+    prompt_logprobs: torch.Tensor
     edits: torch.Tensor
     stop_ids: torch.Tensor
 
@@ -107,6 +111,8 @@ class Slots:
                 "seed_lo": _signed(seed & 0xFFFFFFFF),
                 "seed_hi": _signed(seed >> 32),
                 "max_drafts": MAX_DRAFTS if params.max_drafts is None else min(params.max_drafts, MAX_DRAFTS),
+                "logprobs": -1 if params.logprobs is None else params.logprobs,
+                "prompt_logprobs": -1 if params.prompt_logprobs is None else params.prompt_logprobs,
                 "edits": edits is not None,
                 "stop_ids": list(stop_ids) + [-1] * (MAX_STOP_IDS - len(stop_ids)),
             }

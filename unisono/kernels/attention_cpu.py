@@ -22,51 +22,47 @@ TILES_AT_ONCE = 64
 
 
 def attention_plan_cpu(
-    slots: torch.Tensor, kv_len: torch.Tensor, width: int, num_kv_heads: int, partials: int, programs: int
+    slots: torch.Tensor,
+    kv_len: torch.Tensor,
+    query_start: torch.Tensor | None,
+    num_tokens: int,
+    tile_tokens: int,
+    num_kv_heads: int,
+    partials: int,
+    programs: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Twin of ``attention_plan``: the same work list."""
-    lengths = kv_len.tolist()
-    counts = [-(-length // SPLIT) for length in lengths]
-    share = max(-(-sum(counts) * num_kv_heads // programs), 1)
-    whole: list[tuple[int, ...]] = []
-    cut: list[tuple[int, ...]] = []
+    rows = len(slots)
+    if query_start is None:
+        starts = list(range(0, num_tokens + 1, num_tokens // rows))
+    else:
+        starts = [*query_start.tolist(), num_tokens]
+    lengths = [*kv_len.tolist(), 0]  # the tokens behind the last row see nothing
+    spans = list(zip([*slots.tolist(), 0], lengths, starts, starts[1:], strict=False))
+    sizes = [(-(-(end - first) // tile_tokens), -(-length // SPLIT)) for _, length, first, end in spans]
+    share = max(-(-sum(tiles * splits for tiles, splits in sizes) * num_kv_heads // programs), 1)
+    work: list[tuple[int, ...]] = []
     room = 0
-    for row, (slot, length, count) in enumerate(zip(slots.tolist(), lengths, counts, strict=True)):
-        room += count if count > share else 0
-        if count <= share or room > partials:
-            whole.append((row, slot, length, 0, count, -1))
-        else:
-            pieces = -(-count // share)
-            size = -(-count // pieces)
-            ends = [(min(i * size, count), min((i + 1) * size, count)) for i in range(pieces)]
-            cut += [(row, slot, length, first, end, room - count) for first, end in ends]
-    work = _listed(whole + cut, partials + len(lengths), 6)
-    arrivals = torch.zeros(len(lengths), width, num_kv_heads, dtype=torch.int32)
-    return work, torch.tensor([len(whole + cut)], dtype=torch.int32), arrivals
+    for (slot, length, first, end), (tiles, splits) in zip(spans, sizes, strict=True):
+        long = splits > 2 * share
+        room += tiles * splits if long else 0
+        cut = long and room <= partials
+        pieces = -(-splits // share) if cut else 1
+        size = -(-splits // pieces)
+        for tile in reversed(range(tiles)):
+            begin, counter = first + tile * tile_tokens, len(work)
+            partial = room - (tiles - tile) * splits if cut else -1
+            item = (slot, length, begin, min(begin + tile_tokens, end))
+            ranges = [(i * size, min(i * size + size, splits)) for i in range(pieces)]
+            work += [(*item, *of, partial, counter) for of in ranges]
+    bound = -(-num_tokens // tile_tokens) + rows + 1 + partials
+    padded = torch.full((bound, 8), -1, dtype=torch.int32)
+    padded[: len(work)] = torch.tensor(work, dtype=torch.int32).view(-1, 8)
+    arrivals = torch.zeros(bound, tile_tokens, num_kv_heads, dtype=torch.int32)
+    return padded, torch.tensor([len(work)], dtype=torch.int32), arrivals
 
 
-def attention_extend_plan_cpu(
-    slots: torch.Tensor, query_start: torch.Tensor, num_tokens: int, tile_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin of ``attention_extend_plan``: the same tile list."""
-    starts = [*query_start.tolist(), num_tokens]
-    rows = zip([*slots.tolist(), 0], starts, starts[1:], strict=False)
-    tiles = [
-        (slot, begin, min(begin + tile_tokens, end))
-        for slot, first, end in rows
-        for begin in range(first, end, tile_tokens)
-    ]
-    bound = -(-num_tokens // tile_tokens) + len(starts) - 1
-    return _listed(tiles, bound, 3), torch.tensor([len(tiles)], dtype=torch.int32)
-
-
-def _listed(entries: list[tuple[int, ...]], capacity: int, columns: int) -> torch.Tensor:
-    listed = torch.full((capacity, columns), -1, dtype=torch.int32)
-    listed[: len(entries)] = torch.tensor(entries, dtype=torch.int32).view(-1, columns)
-    return listed
-
-
-def attention_round_cpu(
+def attention_cpu(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -75,34 +71,18 @@ def attention_round_cpu(
     work: torch.Tensor,
     count: torch.Tensor,
     arrivals: torch.Tensor,
+    partials: int,
     scale: float,
     window: int,
+    first: int = 0,
 ) -> torch.Tensor:
-    """Twin of ``attention_round``: each row once, whatever pieces the plan cut it into."""
-    width = arrivals.shape[1]
-    rows = [(row, slot) for row, slot, _, first, _, _ in work[: count.item()].tolist() if first == 0]
-    tiles = [(slot, row * width, (row + 1) * width) for row, slot in rows]
-    return _attend(q, k_cache, v_cache, page_table, positions, tiles, scale, window)
+    """Twin of ``attention``: each tile of the work list once, whatever pieces the plan cut it into."""
+    items = work[: count.item()].tolist()
+    spans = [(slot, begin, end) for slot, _, begin, end, first_split, *_ in items if first_split == 0]
+    return _attend(q, k_cache, v_cache, page_table, positions, spans, scale, window, first)
 
 
-def attention_extend_cpu(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    positions: torch.Tensor,
-    tiles: torch.Tensor,
-    count: torch.Tensor,
-    tile_tokens: int,
-    scale: float,
-    window: int,
-) -> torch.Tensor:
-    """Twin of ``attention_extend``."""
-    listed = tiles[: count.item()].tolist()
-    return _attend(q, k_cache, v_cache, page_table, positions, listed, scale, window)
-
-
-def _attend(q, k_cache, v_cache, page_table, positions, spans, scale, window) -> torch.Tensor:
+def _attend(q, k_cache, v_cache, page_table, positions, spans, scale, window, first_key) -> torch.Tensor:
     """Attend the spans (slot, first token, end token), cut into query tiles, TILES_AT_ONCE at a time.
 
     A tile row is one (token, query head of the group), so that GQA fills tiles; the padding row at the end
@@ -125,14 +105,14 @@ def _attend(q, k_cache, v_cache, page_table, positions, spans, scale, window) ->
         q_BHMD = q_XHD[rows].transpose(1, 2).contiguous()
         slot_U, owner_B = slots.unique(return_inverse=True)
         out_BHMD = _attend_tiles(
-            q_BHMD, k_cache, v_cache, page_table[slot_U], owner_B.tolist(), position_X[rows], scale, window
+            q_BHMD, k_cache, v_cache, page_table[slot_U], owner_B.tolist(), position_X[rows], scale, window, first_key
         )
         out_XHD[rows] = out_BHMD.transpose(1, 2)
     out_THGD = out_XHD.view(tokens + 1, group, -1, dim)[:tokens].transpose(1, 2)
     return out_THGD.reshape(tokens, heads * dim).to(q.dtype)
 
 
-def _attend_tiles(q_BHMD, k_cache, v_cache, pages_UP, owner_B, position_BM, scale, window) -> torch.Tensor:
+def _attend_tiles(q_BHMD, k_cache, v_cache, pages_UP, owner_B, position_BM, scale, window, first_key) -> torch.Tensor:
     """Walk the splits that any tile sees, in order, and merge each one's (max, sum, acc) into the total.
 
     ``owner_B`` says whose pages a tile reads; the products are one by one, of one shape.
@@ -144,7 +124,7 @@ def _attend_tiles(q_BHMD, k_cache, v_cache, pages_UP, owner_B, position_BM, scal
     total_sum, total_acc = torch.zeros_like(total_max), torch.zeros_like(q_BHMD)
     for split in range(first // SPLIT, last // SPLIT + 1):
         key_N = torch.arange(split * SPLIT, (split + 1) * SPLIT, dtype=torch.int32)
-        visible_BMN = key_N <= position_BM[:, :, None]
+        visible_BMN = (key_N <= position_BM[:, :, None]) & (key_N >= first_key)
         if window > 0:
             visible_BMN &= key_N > position_BM[:, :, None] - window
         seen_UN = torch.zeros(len(pages_UP), SPLIT, dtype=torch.int32)

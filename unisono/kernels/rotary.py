@@ -58,7 +58,7 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, kv_slot
         first = turned
 
     slot = tl.load(kv_slots + token).to(tl.int64)
-    cached = ((slot // PAGE * HKV + (head - HQ) % HKV + each) * PAGE + slot % PAGE) * D
+    cached = ((slot // PAGE * HKV + (head - HQ) % (HKV if HKV > 0 else 1) + each) * PAGE + slot % PAGE) * D
     out = q_out + (token * HQ + head + each) * D
     if head >= HQ + HKV:
         out = v_cache + cached
@@ -189,7 +189,8 @@ def rope_and_cache(
     in fp32 with one rounding at the end; the others pass unchanged.
     positions [T] i32: absolute; -1 marks a padding token, which rotates as position 0.
     kv_slots [T] i32: flat cache slot, ``page * P + offset``; padding tokens point into page 0.
-    k_cache, v_cache [NP, Hkv, P, D]: contiguous, written in place.
+    k_cache, v_cache [NP, Hkv, P, D]: contiguous, written in place. With num_kv_heads 0 (queries of other keys)
+    qkv holds query heads only and nothing is written.
 
     Returns q [T, Hq, D] in qkv's dtype.
     """
@@ -213,4 +214,5 @@ AOT: list[AotCase] = [
     _aot_rope("bf16", 8, 8, 256, 64, False),
     _aot_rope("fp16", 32, 8, 80, 80, True),
     _aot_rope("fp32", 3, 1, 24, 24, True),
+    _aot_rope("bf16", 16, 0, 128, 128, True),
 ]

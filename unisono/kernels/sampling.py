@@ -106,6 +106,12 @@ def _inner_key(value, low, high, UNUSED: tl.constexpr):
 
 
 @triton.jit
+def _narrow(low, high, key, enough):
+    """[low, high) after learning whether there is enough at and above ``key``."""
+    return tl.where(enough, tl.maximum(low, key), low), tl.where(enough, high, tl.minimum(high, key))
+
+
+@triton.jit
 def _nucleus_key(row, low, high, p, top, t, V, UNUSED: tl.constexpr, LANES: tl.constexpr):
     """The highest key in [low, high) at and above which stands ``p`` of the mass at and above ``low``."""
     scale = tl.div_rn(1.4426950408889634, t)  # exp(x / t) = exp2(x * scale)
@@ -146,15 +152,30 @@ def _nucleus_key(row, low, high, p, top, t, V, UNUSED: tl.constexpr, LANES: tl.c
 
 
 @triton.jit
-def _narrow(low, high, key, enough):
-    """[low, high) after learning whether there is enough at and above ``key``."""
-    return tl.where(enough, tl.maximum(low, key), low), tl.where(enough, high, tl.minimum(high, key))
+def _least(row, k, p, floor, t, V, UNUSED: tl.constexpr, LANES: tl.constexpr):
+    """The least value that the filters keep of a row."""
+    lane = tl.arange(0, LANES)
+    lanes = tl.full((LANES,), float("-inf"), tl.float32)
+    for start in range(0, V, LANES):
+        logit = _load(row, start + lane, V)
+        lanes = tl.where(logit > lanes, logit, lanes)  # NaN is never greater
+    top = tl.max(lanes)
+    low = _grid_key(tl.full((), float("-inf"), tl.float32), UNUSED)
+    high = _grid_key(top, UNUSED) + 1
+    if (k > 0) & (k < V):
+        low = _kth_key(row, lanes, low, high, k, V, UNUSED, LANES)
+    if p < 1.0:
+        low = _nucleus_key(row, low, high, p, top, t, V, UNUSED, LANES)
+    least = _grid_value(low, UNUSED)
+    if floor > 0.0:
+        least = tl.maximum(least, top + t * tl.log(floor))
+    return least
 
 
 @triton.jit
 def _filter_kernel(
-    logits, slots, status, temperature, top_k, top_p, min_p, threshold, best, arrived, tokens,
-    stride, row_stride, width, V, UNUSED: tl.constexpr, LANES: tl.constexpr,
+    logits, slots, status, temperature, top_k, top_p, min_p, edits, edited, threshold, best, arrived, tokens,
+    stride, row_stride, width, V, UNUSED: tl.constexpr, LANES: tl.constexpr, HAS_EDITS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     field = tl.load(slots + n // width) * stride
@@ -165,22 +186,13 @@ def _filter_kernel(
     drawn = (tl.load(status + field) == RUNNING) & (t >= GREEDY_BELOW)
     least = float("-inf")
     if drawn & (((k > 0) & (k < V)) | (p < 1.0) | (floor > 0.0)):
-        row = logits + n.to(tl.int64) * row_stride
-        lane = tl.arange(0, LANES)
-        lanes = tl.full((LANES,), float("-inf"), tl.float32)
-        for start in range(0, V, LANES):
-            logit = _load(row, start + lane, V)
-            lanes = tl.where(logit > lanes, logit, lanes)  # NaN is never greater
-        top = tl.max(lanes)
-        low = _grid_key(tl.full((), float("-inf"), tl.float32), UNUSED)
-        high = _grid_key(top, UNUSED) + 1
-        if (k > 0) & (k < V):
-            low = _kth_key(row, lanes, low, high, k, V, UNUSED, LANES)
-        if p < 1.0:
-            low = _nucleus_key(row, low, high, p, top, t, V, UNUSED, LANES)
-        least = _grid_value(low, UNUSED)
-        if floor > 0.0:
-            least = tl.maximum(least, top + t * tl.log(floor))
+        in_place = True
+        if HAS_EDITS:
+            in_place = tl.load(edits + field) == 0
+        if in_place:
+            least = _least(logits + n.to(tl.int64) * row_stride, k, p, floor, t, V, UNUSED, LANES)
+        else:
+            least = _least(edited + n.to(tl.int64) * V, k, p, floor, t, V, 0, LANES)
     tl.store(threshold + n, least)
     # What `pick` accumulates into starts here, which saves it a launch.
     tl.store(best + n, -(2**63))
@@ -190,16 +202,21 @@ def _filter_kernel(
 
 @triton.jit
 def _pick_kernel(
-    logits, slots, length, status, temperature, seed_lo, seed_hi, ids, threshold, best, arrived, tokens,
-    stride, row_stride, width, offset, V, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, slots, length, status, temperature, seed_lo, seed_hi, ids, edits, edited, threshold, best, arrived, tokens,
+    stride, row_stride, width, offset, V, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     field = tl.load(slots + n // width) * stride
     if tl.load(status + field) == RUNNING:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         token = tl.load(ids + column, mask=column < V, other=0x7FFFFFFF) if HAS_IDS else column
-        row = logits + n.to(tl.int64) * row_stride
-        score = _load(row, column, V)
+        in_place = True
+        if HAS_EDITS:
+            in_place = tl.load(edits + field) == 0
+        if in_place:
+            score = _load(logits + n.to(tl.int64) * row_stride, column, V)
+        else:
+            score = _load(edited + n.to(tl.int64) * V, column, V)
         score = tl.where(score == score, score, float("-inf"))
         t = tl.load(temperature + field)
         if t >= GREEDY_BELOW:
@@ -221,19 +238,21 @@ def _pick_kernel(
 
 def launch_filter(
     logits: Tensor, slots: Tensor, width: int, status: Tensor, temperature: Tensor, top_k: Tensor,
-    top_p: Tensor, min_p: Tensor,
+    top_p: Tensor, min_p: Tensor, edits: Tensor | None = None, edited: Tensor | None = None,
+    threshold: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The first launch: (threshold [N] fp32, and best i64, arrived i32, tokens i32 [N] as `pick` needs them)."""
     rows, vocab = logits.shape
-    threshold = logits.new_empty(rows, dtype=torch.float32)
+    if threshold is None:
+        threshold = logits.new_empty(rows, dtype=torch.float32)
     best = logits.new_empty(rows, dtype=torch.int64)
     arrived, tokens = slots.new_empty(rows), slots.new_empty(rows)
     # By the vocabulary only: the number of lanes is part of the summation order.
     lanes = min(FILTER_LANES, triton.next_power_of_2(vocab))
     _filter_kernel[(rows,)](
-        logits, slots, status, temperature, top_k, top_p, min_p, threshold, best, arrived, tokens,
+        logits, slots, status, temperature, top_k, top_p, min_p, edits, edited, threshold, best, arrived, tokens,
         status.stride(0), logits.stride(0), width, vocab,
-        UNUSED=UNUSED_BITS[logits.dtype], LANES=lanes, num_warps=FILTER_WARPS,
+        UNUSED=UNUSED_BITS[logits.dtype], LANES=lanes, HAS_EDITS=edits is not None, num_warps=FILTER_WARPS,
     )  # fmt: skip
     return threshold, best, arrived, tokens
 
@@ -241,16 +260,19 @@ def launch_filter(
 def launch_sample(
     logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
     top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,
+    edits: Tensor | None = None, edited: Tensor | None = None, threshold: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    fields = (length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi)
+    fields = (length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi, *(() if edits is None else (edits,)))
     if len({field.stride(0) for field in fields}) > 1:
         raise ValueError(f"slot fields have strides {[f.stride(0) for f in fields]}: make them views of one arena")
     rows, vocab = logits.shape
-    threshold, best, arrived, tokens = launch_filter(logits, slots, width, status, temperature, top_k, top_p, min_p)
+    threshold, best, arrived, tokens = launch_filter(
+        logits, slots, width, status, temperature, top_k, top_p, min_p, edits, edited, threshold
+    )
     _pick_kernel[(rows, triton.cdiv(vocab, PICK_BLOCK))](
-        logits, slots, length, status, temperature, seed_lo, seed_hi, ids, threshold, best, arrived, tokens,
-        status.stride(0), logits.stride(0), width, offset, vocab, HAS_IDS=ids is not None,
-        BLOCK=PICK_BLOCK,
+        logits, slots, length, status, temperature, seed_lo, seed_hi, ids, edits, edited, threshold, best, arrived,
+        tokens, status.stride(0), logits.stride(0), width, offset, vocab,
+        HAS_IDS=ids is not None, HAS_EDITS=edits is not None, BLOCK=PICK_BLOCK,
     )  # fmt: skip
     return tokens
 
@@ -276,9 +298,13 @@ def thresholds_cpu(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Te
 def sample_cpu(
     logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
     top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,
+    edits: Tensor | None = None, edited: Tensor | None = None, threshold: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    logits = logits.float().nan_to_num(-torch.inf, torch.inf, -torch.inf)
     slot = slots.long().repeat_interleave(width)
+    logits = logits.float()
+    if edits is not None and edited is not None and (asks := edits[slot] != 0).any():
+        logits = torch.where(asks[:, None], edited, logits)
+    logits = logits.nan_to_num(-torch.inf, torch.inf, -torch.inf)
     running = status[slot] == RUNNING.value
     best = logits.argmax(-1)
 
@@ -289,6 +315,8 @@ def sample_cpu(
     filtered = (((k > 0) & (k < logits.shape[1])) | (p < 1) | (floor > 0)).nonzero()[:, 0]
     least = torch.full_like(t, -torch.inf)
     least[filtered] = thresholds_cpu(score[filtered], t[filtered], k[filtered], p[filtered], floor[filtered])
+    if threshold is not None:
+        threshold.fill_(-torch.inf)[row] = least
 
     n, column = (score >= least[:, None]).nonzero(as_tuple=True)
     token = column if ids is None else ids[column]
@@ -307,7 +335,7 @@ def _sample_meta(logits: Tensor, slots: Tensor, *_: object) -> Tensor:
 define(
     "sample(Tensor logits, Tensor slots, int width, Tensor length, Tensor status, Tensor temperature,"
     " Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed_lo, Tensor seed_hi, int offset=0,"
-    " Tensor? ids=None) -> Tensor"
+    " Tensor? ids=None, Tensor? edits=None, Tensor? edited=None, Tensor(a!)? threshold=None) -> Tensor"
 )
 register("sample", cuda=launch_sample, cpu=sample_cpu, meta=_sample_meta)
 
@@ -315,20 +343,24 @@ register("sample", cuda=launch_sample, cpu=sample_cpu, meta=_sample_meta)
 def sample(
     logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
     top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,
+    edits: Tensor | None = None, edited: Tensor | None = None, threshold: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """One token per row of logits; row r * width + j samples position ``length[slots[r]] + offset + j``.
 
     logits [R * width, V] bf16, fp16 or fp32, last dimension contiguous; slots [R] int32. The rest are slot
     fields [S] of one stride: temperature (0: greedy), top_p (1: off), min_p (0: off) fp32; length, status,
     top_k (0: off), seed_lo, seed_hi int32. ids [V] int32, ascending: the token of each column, where a drafter's
-    vocabulary is a part of the target's (None: the column itself). Returns tokens [R * width] int32.
+    vocabulary is a part of the target's (None: the column itself). Slots whose ``edits [S]`` int32 is not 0 have
+    their logits in ``edited [R * width, V]`` fp32 (:func:`unisono.kernels.edits.edit_logits`) instead. Into
+    ``threshold [R * width]`` fp32 goes the least logit that each row's filters keep. Returns tokens [R * width] int32.
 
     Filters apply in the order of transformers' warpers: temperature, top-k, top-p, min-p. A row's token
     depends on its own logits, parameters, seed and position only.
     """
     return torch.ops.unisono.sample(
-        logits, slots, width, length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi, offset, ids
-    )
+        logits, slots, width, length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi, offset, ids, edits,
+        edited, threshold,
+    )  # fmt: skip
 
 
 def _signature(logits: str, *, floats: str, ints: str, longs: str, scalars: str) -> dict[str, str]:
@@ -342,26 +374,26 @@ AOT: list[AotCase] = [
         _filter_kernel,
         _signature(
             dtype,
-            floats="temperature top_p min_p threshold",
-            ints="slots status top_k arrived tokens",
+            floats="temperature top_p min_p edited threshold",
+            ints="slots status top_k edits arrived tokens",
             longs="best",
             scalars="stride row_stride width V",
         ),
-        {"UNUSED": unused, "LANES": FILTER_LANES},
+        {"UNUSED": unused, "LANES": FILTER_LANES, "HAS_EDITS": has_edits},
         num_warps=FILTER_WARPS,
     )
-    for dtype, unused in (("bf16", 16), ("fp16", 13), ("fp32", 0))
+    for dtype, unused, has_edits in (("bf16", 16, False), ("bf16", 16, True), ("fp16", 13, True), ("fp32", 0, True))
 ] + [
     AotCase(
         _pick_kernel,
         _signature(
             dtype,
-            floats="temperature threshold",
-            ints="slots length status seed_lo seed_hi ids arrived tokens",
+            floats="temperature edited threshold",
+            ints="slots length status seed_lo seed_hi ids edits arrived tokens",
             longs="best",
             scalars="stride row_stride width offset V",
         ),
-        {"BLOCK": PICK_BLOCK, "HAS_IDS": has_ids},
+        {"BLOCK": PICK_BLOCK, "HAS_IDS": has_ids, "HAS_EDITS": True},
     )
     for dtype in ("bf16", "fp16", "fp32")
     for has_ids in (False, True)

@@ -89,32 +89,37 @@ class Checkpoint:
         )
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """Every tensor of the checkpoint, from the headers of its shards.
+        """Every tensor of the checkpoint; see :func:`read_tensors`."""
+        return read_tensors(self.path)
 
-        Raises CheckpointError: no safetensors, a shard of the index missing, a file truncated or not
-        safetensors, a tensor that the index promises and its shard lacks.
-        """
-        single, index = self.path / WEIGHTS, self.path / INDEX
-        if single.exists():
-            return read_header(single)
-        if not index.exists():
-            raise CheckpointError(f"{self.path} has neither {WEIGHTS} nor {INDEX}{_other_weights(self.path)}.")
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index} has no weight_map: download it again.")
-        tensors: dict[str, TensorInfo] = {}
-        for name in sorted(set(weight_map.values())):
-            if not (self.path / name).is_file():
-                held = sum(file == name for file in weight_map.values())
-                raise CheckpointError(
-                    f"{self.path / name} is missing; {INDEX} says that it holds {held} of "
-                    f"{len(weight_map)} tensors. Download it again."
-                )
-            tensors.update(read_header(self.path / name))
-        for tensor, name in weight_map.items():
-            if tensor not in tensors:
-                raise CheckpointError(f"{self.path / name}: tensor {tensor} is missing, though {INDEX} promises it.")
-        return tensors
+
+def read_tensors(directory: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a checkpoint's directory, from the headers of its shards.
+
+    Raises CheckpointError: no safetensors, a shard of the index missing, a file truncated or not
+    safetensors, a tensor that the index promises and its shard lacks.
+    """
+    single, index = directory / WEIGHTS, directory / INDEX
+    if single.exists():
+        return read_header(single)
+    if not index.exists():
+        raise CheckpointError(f"{directory} has neither {WEIGHTS} nor {INDEX}{_other_weights(directory)}.")
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map: download it again.")
+    tensors: dict[str, TensorInfo] = {}
+    for name in sorted(set(weight_map.values())):
+        if not (directory / name).is_file():
+            held = sum(file == name for file in weight_map.values())
+            raise CheckpointError(
+                f"{directory / name} is missing; {INDEX} says that it holds {held} of "
+                f"{len(weight_map)} tensors. Download it again."
+            )
+        tensors.update(read_header(directory / name))
+    for tensor, name in weight_map.items():
+        if tensor not in tensors:
+            raise CheckpointError(f"{directory / name}: tensor {tensor} is missing, though {INDEX} promises it.")
+    return tensors
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from unisono.attention.base import AttentionBackend
 from unisono.layers.linear import MergedLinear
@@ -60,7 +61,7 @@ def load_model(
 def checkpoint_names(decoder: Decoder, family: Family) -> dict[str, torch.Tensor]:
     """What a checkpoint must hold: each tensor's name there -> the parameter, or rows of one, it fills."""
     targets = {}
-    for module, kind, parameter in _shards(decoder):
+    for module, kind, parameter in shards(decoder):
         if module == "lm_head" and decoder.config.tie_embeddings:
             continue
         layer = re.search(r"\.(\d+)\.", module)
@@ -69,9 +70,9 @@ def checkpoint_names(decoder: Decoder, family: Family) -> dict[str, torch.Tensor
     return targets
 
 
-def _shards(decoder: Decoder) -> Iterator[tuple[str, str, torch.Tensor]]:
+def shards(root: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     """``(module, kind, tensor)`` of every parameter; a merged linear yields each shard as if a module."""
-    for path, module in decoder.named_modules():
+    for path, module in root.named_modules():
         for kind, parameter in module.named_parameters(recurse=False):
             if isinstance(module, MergedLinear):
                 rows = parameter.split(list(module.shards.values()))
@@ -97,7 +98,7 @@ def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progres
         targets = {name.removeprefix("model."): target for name, target in targets.items()}
     _check(targets, tensors, checkpoint, optional={head} if decoder.config.tie_embeddings else set())
     total, done = sum(tensors[name].nbytes for name in targets), 0
-    for name, tensor in _stream(targets, tensors, decoder.embed.weight.device):
+    for name, tensor in stream(targets, tensors, decoder.embed.weight.device):
         targets[name].copy_(tensor)
         done += tensors[name].nbytes
         progress("load", done / total)
@@ -105,7 +106,7 @@ def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progres
         _check_tied_head(decoder, head, tensors)
 
 
-def _stream(
+def stream(
     names: Iterable[str], tensors: Mapping[str, TensorInfo], device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Each named tensor on ``device`` in its stored dtype, file by file, in the order of the file."""
@@ -136,17 +137,24 @@ def _check(
             f"{where}: tensor {missing[0]} {list(targets[missing[0]].shape)} is missing, and "
             f"{len(missing) - 1} more of the {len(targets)} that config.json asks for."
         )
+    drafting = draft_prefixes(tensors)
     for name, info in tensors.items():
         if name in targets:
-            _check_tensor(name, info, targets[name])
-        elif name not in optional and not IGNORED.search(name):
+            check_tensor(name, info, targets[name])
+        elif name not in optional and not name.startswith(drafting) and not IGNORED.search(name):
             raise CheckpointError(
                 f"{info.file}: tensor {name} {list(info.shape)} is unexpected: "
                 f"a {checkpoint.config.architecture} with this config.json has no place for it."
             )
 
 
-def _check_tensor(name: str, info: TensorInfo, target: torch.Tensor) -> None:
+def draft_prefixes(tensors: Iterable[str]) -> tuple[str, ...]:
+    """How the names begin of multi-token prediction modules that came with a model; a drafter may read them."""
+    layers = {name.removesuffix("eh_proj.weight") for name in tensors if name.endswith(".eh_proj.weight")}
+    return ("mtp.", "model.mtp.", "model.mtp_layers.", *sorted(layers))
+
+
+def check_tensor(name: str, info: TensorInfo, target: torch.Tensor) -> None:
     if info.shape != target.shape:
         raise CheckpointError(
             f"{info.file}: tensor {name} has shape {list(info.shape)}; config.json asks for {list(target.shape)}."
@@ -160,7 +168,7 @@ def _check_tensor(name: str, info: TensorInfo, target: torch.Tensor) -> None:
 def _check_tied_head(decoder: Decoder, head: str, tensors: Mapping[str, TensorInfo]) -> None:
     """A head stored beside the embedding it is tied to must equal it: dropping it must change nothing."""
     embedding = decoder.embed.weight
-    ((_, stored),) = _stream([head], tensors, embedding.device)
+    ((_, stored),) = stream([head], tensors, embedding.device)
     if stored.shape != embedding.shape or not torch.equal(stored.to(embedding.dtype), embedding):
         raise CheckpointError(
             f"{tensors[head].file}: {head} differs from the token embedding, though config.json ties them. "

@@ -1,14 +1,20 @@
 """The logits pipeline: what happens between the LM head and a token.
 
-Processors that edit logits (penalties, bias, masks) belong before ``sample``: filters see edited logits.
+Edits (penalties, bias, masks) come first, in ``kernels/edits.py``; filters and the draw, in ``kernels/sampling.py``,
+see edited logits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, float32
 
+from unisono.kernels.edits import edit_logits
+from unisono.kernels.logprobs import logprobs
 from unisono.kernels.sampling import sample
 
 
@@ -25,10 +31,34 @@ class SamplingFields(Protocol):
     seed_hi: Tensor
 
 
+class EditFields(SamplingFields, Protocol):
+    """And those that editing and reporting read, as ``kernels/edits.py`` and ``kernels/logprobs.py`` describe them."""
+
+    logprobs: Tensor
+    prompt_logprobs: Tensor
+    edits: Tensor
+    stop_ids: Tensor
+    history: Tensor
+    edit_table: Tensor
+
+
+@dataclass(frozen=True)
+class Picked:
+    """What came of N rows of logits.
+
+    tokens [N] int32. edited [N, V] fp32: the logits of rows whose slot edits. threshold [N] fp32: the least logit
+    that each row's filters kept.
+    """
+
+    tokens: Tensor
+    edited: Tensor
+    threshold: Tensor
+
+
 def pick(
     logits: Tensor, slots: Tensor, width: int, fields: SamplingFields, offset: int = 0, ids: Tensor | None = None
 ) -> Tensor:
-    """A token for every row of logits [R * width, V], slots [R] int32 -> tokens [R * width] int32.
+    """A token for every row of logits [R * width, V], slots [R] int32 -> tokens [R * width] int32; edits nothing.
 
     Row r * width + j stands at position ``fields.length[slots[r]] + offset + j``; ``ids`` names the token of each
     column where a drafter knows only some. Drafting, verification and plain decoding pick by this one rule, with
@@ -39,3 +69,70 @@ def pick(
         logits, slots, width, fields.length, fields.status, fields.temperature, fields.top_k, fields.top_p,
         fields.min_p, fields.seed_lo, fields.seed_hi, offset, ids,
     )  # fmt: skip
+
+
+def edit_and_pick(
+    logits: Tensor, slots: Tensor, width: int, drafts: Tensor, fields: EditFields, offset: int = 0,
+    ids: Tensor | None = None,
+) -> Picked:  # fmt: skip
+    """:func:`pick` by edited logits. Row r * width + j sees drafts[r, : offset + j] as if they were committed.
+
+    drafts [R, at least offset + width - 1] int32; -1 is no draft.
+    """
+    edited = edit_logits(
+        logits, slots, width, drafts, fields.edits, fields.length, fields.status, fields.stop_ids, fields.history,
+        fields.edit_table, offset, ids,
+    )  # fmt: skip
+    threshold = edited.new_empty(edited.shape[0])
+    tokens = sample(
+        logits, slots, width, fields.length, fields.status, fields.temperature, fields.top_k, fields.top_p,
+        fields.min_p, fields.seed_lo, fields.seed_hi, offset, ids, fields.edits, edited, threshold,
+    )  # fmt: skip
+    return Picked(tokens, edited, threshold)
+
+
+def report_logprobs(
+    logits: Tensor, slots: Tensor, width: int, picked: Picked, fields: EditFields, processed: bool, out: Tensor
+) -> None:
+    """Write into out [R, width, WORDS] int32 what slots asked to know of the picks; see ``kernels/logprobs.py``."""
+    logprobs(
+        logits, slots, width, picked.tokens, fields.logprobs, fields.status, fields.temperature, fields.edits,
+        picked.edited, picked.threshold, processed, out.view(-1, out.shape[-1]),
+    )  # fmt: skip
+
+
+def report_prompt_logprobs(logits: Tensor, slots: Tensor, tokens: Tensor, fields: EditFields, out: Tensor) -> None:
+    """Write into out [T, WORDS] int32 what slots [T] asked to know of their prompt tokens, from raw logits [T, V]."""
+    unused = logits.new_empty(logits.shape[0], dtype=float32)
+    logprobs(
+        logits, slots, 1, tokens, fields.prompt_logprobs, fields.status, fields.temperature, fields.edits, unused,
+        unused, False, out,
+    )  # fmt: skip
+
+
+class DraftPicker:
+    """``host.pick`` of drafters: the target's rule, edits and all, for logits of their own.
+
+    While a round drafts (:meth:`seeing`) position length + offset sees the drafts before it, so that penalties agree
+    with verification; a drafter need not know. Elsewhere it sees what is committed.
+    """
+
+    def __init__(self, fields: EditFields) -> None:
+        self._fields = fields
+        self._drafts: Tensor | None = None
+
+    @contextmanager
+    def seeing(self, drafts: Tensor) -> Iterator[None]:
+        """While this is entered, ``drafts [R, k]`` are what the drafter writes its picks into, column by column."""
+        self._drafts = drafts
+        try:
+            yield
+        finally:
+            self._drafts = None
+
+    def __call__(self, logits: Tensor, slots: Tensor, offset: int, ids: Tensor | None) -> Tensor:
+        """logits [R, V], slots [R] int32 -> tokens [R] int32 for position length + offset."""
+        drafts = self._drafts
+        if drafts is None or drafts.shape[0] != slots.shape[0] or drafts.shape[1] < offset:
+            drafts = slots.new_full((slots.shape[0], offset), -1)
+        return edit_and_pick(logits, slots, 1, drafts, self._fields, offset, ids).tokens

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from unisono.server.errors import as_api_error
 from unisono.server.generation import Generation, Piece, merge
 from unisono.server.protocol import GenerationRequest
-from unisono.server.responses import DONE, Response, Shape, Usage, event
+from unisono.server.responses import DONE, Response, Shape, TokenReport, Usage, event
 
 logger = logging.getLogger(__name__)
 
@@ -42,18 +42,20 @@ class Answer:
         """The finished answer. Raises what ended a generation early."""
         texts = [""] * len(self.generations)
         ids: list[list[int]] = [[] for _ in self.generations]
+        reports: list[list[TokenReport]] = [[] for _ in self.generations]
         ends: dict[int, Piece] = {}
         async with aclosing(merge(self.generations)) as pieces:
             async for piece in pieces:
                 texts[piece.index] += piece.text
                 ids[piece.index] += piece.token_ids
+                reports[piece.index] += piece.reports or []
                 ends[piece.index] = piece
         choices: Choices = []
         for index, generation in enumerate(self.generations):
             end = ends[index]
             assert end.finish is not None
             choice = self.shape.choice(index, texts[index], end.finish, end.stop, generation.seed)
-            choices.append(self._with_ids(choice, ids[index]))
+            choices.append(self._with_tokens(choice, ids[index], reports[index]))
         return self._response(self.shape.whole, choices, self._usage())
 
     async def events(self) -> AsyncGenerator[bytes]:
@@ -85,17 +87,20 @@ class Answer:
             generation.close()
 
     def _chunk_choices(self, piece: Piece) -> Choices:
-        """A choice with the piece's text, if it has any, and the closing one if it is the last."""
+        """A choice with the piece's text, or what was asked of its tokens, and the closing one if it is the last."""
         choices: Choices = []
-        if piece.text or (self.request.return_token_ids and piece.token_ids):
-            choices.append(self._with_ids(self.shape.text(piece.index, piece.text), piece.token_ids))
+        if piece.text or piece.reports or (self.request.return_token_ids and piece.token_ids):
+            choice = self.shape.text(piece.index, piece.text)
+            choices.append(self._with_tokens(choice, piece.token_ids, piece.reports or []))
         if piece.finish is not None:
             choices.append(self.shape.last(piece.index, piece.finish, piece.stop))
         return choices
 
-    def _with_ids(self, choice: Any, token_ids: list[int]) -> Any:
+    def _with_tokens(self, choice: Any, token_ids: list[int], reports: list[TokenReport]) -> Any:
         if self.request.return_token_ids:
             choice.token_ids = token_ids
+        if reports:
+            choice.logprobs = self.shape.logprobs(reports)
         return choice
 
     def _usage(self) -> Usage:

@@ -19,9 +19,17 @@ from unisono.server.client import EngineClient, TokenStream
 from unisono.server.errors import ApiError
 from unisono.server.metrics import RequestTimer, ServerMetrics
 from unisono.server.protocol import ChatRequest, CompletionRequest
-from unisono.server.responses import Usage
+from unisono.server.responses import TokenReport, Usage
 from unisono.tokenizer import Detokenizer, Tokenizer
-from unisono.types import MAX_STOP_IDS, BadRequest, EngineRequest, FinishReason, SamplingParams
+from unisono.types import (
+    MAX_STOP_IDS,
+    BadRequest,
+    EngineRequest,
+    FinishReason,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
 
 COMPLETION_TOKENS = 16
 """``max_tokens`` of ``/v1/completions`` where the request has none: OpenAI's default."""
@@ -59,6 +67,7 @@ class ModelFacts:
 class Piece:
     """New text of one choice, and the tokens that came with it (text may come later than its tokens).
 
+    ``reports`` has their log-probabilities, if the request asked for them.
     ``finish`` is OpenAI's reason on the last piece; ``stop`` the stop string that ended it.
     """
 
@@ -67,6 +76,15 @@ class Piece:
     token_ids: list[int]
     finish: str | None = None
     stop: str | None = None
+    reports: list[TokenReport] | None = None
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The prompt's text, which begins the answer; ``alone``: it is all of it."""
+
+    text: str
+    alone: bool
 
 
 class Frontend:
@@ -82,20 +100,34 @@ class Frontend:
         self._threads = ThreadPoolExecutor(1, "tokenizer")  # a long prompt must not hold up everyone's tokens
 
     async def completion(self, request: CompletionRequest, request_id: str) -> list[Generation]:
-        """A generation for each prompt. Raises BadRequest."""
+        """A generation for each prompt's each sequence. Raises BadRequest."""
         limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-        params = request.sampling_params(self.facts.generation_defaults, limit)
+        request.check_echo()
+        prompt_only = bool(request.echo) and limit == 0  # the engine makes a token all the same
+        params = request.sampling_params(self.facts.generation_defaults, 1 if prompt_only else limit)
+        if request.echo:
+            params = replace(params, prompt_logprobs=params.logprobs)
         prompts = [
             await self._encode(prompt, True) if isinstance(prompt, str) else prompt for prompt in request.prompts()
         ]
-        return [self._generation(f"{request_id}-{i}", i, ids, params, "prompt") for i, ids in enumerate(prompts)]
+        generations = []
+        for i, (prompt, ids) in enumerate(zip(request.prompts(), prompts, strict=True)):
+            echo = self._echo(prompt, params, prompt_only) if request.echo else None
+            generations += self._generations(f"{request_id}-{i}", i, ids, params, "prompt", echo)
+        return generations
 
     async def chat(self, request: ChatRequest, request_id: str) -> list[Generation]:
-        """The one generation of a conversation. Raises BadRequest."""
+        """A generation for each answer to a conversation. Raises BadRequest."""
         params = request.sampling_params(self.facts.generation_defaults, request.token_limit())
         conversation, options = request.conversation(), request.template_options()
         text = self._require_tokenizer("messages").apply_chat_template(conversation, **options)
-        return [self._generation(request_id, 0, await self._encode(text, False), params, "messages")]
+        return self._generations(request_id, 0, await self._encode(text, False), params, "messages")
+
+    def _echo(self, prompt: str | list[int], params: SamplingParams, alone: bool) -> Echo:
+        if isinstance(prompt, str):
+            return Echo(prompt, alone)
+        check_token_ids(prompt, self.facts.vocab_size, "prompt")
+        return Echo(self._require_tokenizer("echo").decode(prompt, params.skip_special_tokens), alone)
 
     async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         tokenizer = self._require_tokenizer("prompt")
@@ -118,19 +150,30 @@ class Frontend:
             )
         return self.tokenizer
 
-    def _generation(
-        self, request_id: str, index: int, prompt: list[int], params: SamplingParams, param: str
-    ) -> Generation:
+    def _generations(
+        self,
+        request_id: str,
+        number: int,
+        prompt: list[int],
+        params: SamplingParams,
+        param: str,
+        echo: Echo | None = None,
+    ) -> list[Generation]:
+        """The ``params.n`` generations of prompt ``number``."""
         facts = self.facts
         check_token_ids(prompt, facts.vocab_size, param)
         check_token_ids(params.stop_token_ids, facts.vocab_size, "stop_token_ids")
+        check_token_ids(tuple(params.logit_bias), facts.vocab_size, "logit_bias")
+        check_token_ids(params.allowed_token_ids or (), facts.vocab_size, "allowed_token_ids")
         if params.stop:
             self._require_tokenizer("stop")
+        bad_words = self._require_tokenizer("bad_words").bad_words(params.bad_words) if params.bad_words else ()
         room = check_length(len(prompt), params.max_tokens, facts.max_model_len, param)
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
         params = replace(params, seed=seed, max_tokens=room if params.max_tokens is None else params.max_tokens)
-        request = EngineRequest(request_id, prompt, params, stop_ids(params, facts.eos_token_ids), time.time())
-        return Generation(self, request, index)
+        stops = stop_ids(params, facts.eos_token_ids)
+        request = EngineRequest(request_id, prompt, params, stops, time.time(), bad_words)
+        return [Generation(self, one, number * params.n + i, echo) for i, one in enumerate(request.sequences())]
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -177,9 +220,12 @@ def stop_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int,
 
 
 class Generation:
-    """One prompt's way through the engine. ``usage`` and ``seed`` may be read at any time."""
+    """One sequence's way through the engine. ``usage`` and ``seed`` may be read at any time.
 
-    def __init__(self, frontend: Frontend, request: EngineRequest, index: int) -> None:
+    Of a prompt's several sequences the first one's usage counts the prompt.
+    """
+
+    def __init__(self, frontend: Frontend, request: EngineRequest, index: int, echo: Echo | None = None) -> None:
         assert request.params.seed is not None
         self.index = index
         self.seed: int = request.params.seed
@@ -189,9 +235,13 @@ class Generation:
         self._stream: TokenStream | None = None
         self._cached = 0
         self._num_tokens = 0
+        self._offset = 0
+        self._echo = echo
 
     @property
     def usage(self) -> Usage:
+        if self._request.shares_with is not None:
+            return Usage.of(0, self._num_tokens, 0)
         return Usage.of(len(self._request.prompt_token_ids), self._num_tokens, self._cached)
 
     async def start(self) -> None:
@@ -216,23 +266,55 @@ class Generation:
                 self._cached = max(self._cached, delta.cached_tokens)
                 if delta.error is not None:
                     raise ApiError(500, f"The engine failed on this request: {delta.error}", "server_error")
+                if self._echo is not None:
+                    piece = self._prompt_piece(self._echo, delta)
+                    self._echo = None
+                    reason = FinishReason.RUNNING if piece.finish is None else FinishReason.LENGTH
+                    yield piece
+                    if piece.finish is not None:
+                        return
                 text, stop, ids = "", None, delta.token_ids
                 if detokenizer is not None:
                     text, stop = detokenizer.feed(ids, delta.finish), detokenizer.stop_string
                     ids = ids[: detokenizer.num_tokens - self._num_tokens]  # none behind a stop string
                 self._num_tokens += len(ids)
+                reports = None if delta.logprobs is None else self._reports(ids, delta.logprobs)
                 reason = FinishReason.STOP if stop is not None else delta.finish
                 finish = None if reason is FinishReason.RUNNING else reason.text
-                yield Piece(self.index, text, ids, finish, stop)
+                yield Piece(self.index, text, ids, finish, stop, reports)
         finally:
             self._timer.finished((FinishReason.ABORT if reason is FinishReason.RUNNING else reason).text)
             self.close()
 
+    def _prompt_piece(self, echo: Echo, first: TokenDelta) -> Piece:
+        """The piece before the first token's."""
+        reports = None
+        if first.prompt_logprobs is not None:
+            ids = self._request.prompt_token_ids
+            reports = [TokenReport(self._text(ids[0]), None, 0, [])]
+            self._offset = len(reports[0].text)
+            reports += self._reports(ids[1:], first.prompt_logprobs)
+        return Piece(self.index, echo.text, [], FinishReason.LENGTH.text if echo.alone else None, None, reports)
+
+    def _reports(self, token_ids: list[int], given: list[TokenLogprobs]) -> list[TokenReport]:
+        reports = []
+        for token_id, one in zip(token_ids, given, strict=False):  # there may be more behind a stop string
+            text = self._text(token_id)
+            top = [(self._text(alternative), logprob) for alternative, logprob in one.top]
+            reports.append(TokenReport(text, one.logprob, self._offset, top))
+            self._offset += len(text)
+        return reports
+
+    def _text(self, token_id: int) -> str:
+        """A token by itself; its id where there is no tokenizer to name it, in vLLM's form."""
+        tokenizer = self._frontend.tokenizer
+        return f"token_id:{token_id}" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+
     def _detokenizer(self) -> Detokenizer | None:
-        tokenizer, params = self._frontend.tokenizer, self._request.params
+        tokenizer = self._frontend.tokenizer
         if tokenizer is None:
             return None
-        return Detokenizer(tokenizer, params.stop, params.skip_special_tokens, self._request.prompt_token_ids)
+        return Detokenizer.of(tokenizer, self._request)
 
 
 async def start_all(generations: Sequence[Generation]) -> None:

@@ -14,27 +14,18 @@ import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from unisono.server.errors import ApiError, show
-from unisono.types import BadRequest, SamplingParams
+from unisono.types import MAX_LOGPROBS, BadRequest, SamplingParams
 
 HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 """Labels for the provider's books; they ask nothing of the answer."""
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "min_tokens": (0,),
-    "include_stop_str_in_output": (False,),
     "use_beam_search": (False,),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
@@ -63,6 +54,14 @@ MAX_PROMPTS = 1024
 _WHOLE = "a whole number"
 _NUMBER = "a number"
 _BOOL = "true or false"
+
+
+SAMPLING_FIELDS = (
+    "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
+    "min_tokens", "skip_special_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "allowed_token_ids", "bad_words", "n",
+)  # fmt: skip
+"""Fields of a body that are SamplingParams' own."""
 
 
 class StreamOptions(BaseModel):
@@ -100,10 +99,19 @@ class GenerationRequest(BaseModel):
     top_p: float | None = Field(None, description=_NUMBER)
     top_k: int | None = Field(None, description=_WHOLE)
     min_p: float | None = Field(None, description=_NUMBER)
+    n: int | None = Field(None, description=_WHOLE)
     seed: int | None = Field(None, description=_WHOLE)
     stop: str | list[str] | None = Field(None, description="a string or a list of strings")
     stop_token_ids: list[int] | None = Field(None, description="a list of token ids")
+    include_stop_str_in_output: bool | None = Field(None, description=_BOOL)
     ignore_eos: bool | None = Field(None, description=_BOOL)
+    min_tokens: int | None = Field(None, description=_WHOLE)
+    presence_penalty: float | None = Field(None, description=_NUMBER)
+    frequency_penalty: float | None = Field(None, description=_NUMBER)
+    repetition_penalty: float | None = Field(None, description=_NUMBER)
+    logit_bias: dict[str, float] | None = Field(None, description="an object from token ids to numbers")
+    allowed_token_ids: list[int] | None = Field(None, description="a list of token ids")
+    bad_words: list[str] | None = Field(None, description="a list of strings")
     skip_special_tokens: bool | None = Field(None, description=_BOOL)
     return_token_ids: bool | None = Field(None, description=_BOOL)
     speculative: Speculative | None = Field(
@@ -112,17 +120,30 @@ class GenerationRequest(BaseModel):
 
     def sampling_params(self, defaults: Mapping[str, float], max_tokens: int | None) -> SamplingParams:
         """The request's parameters; ``defaults`` (the checkpoint's) stand in for absent ones. Raises BadRequest."""
-        fields = ("temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos", "skip_special_tokens")
-        given = {name: value for name in fields if (value := getattr(self, name)) is not None}
+        given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        given["logit_bias"] = {_token_id(key): value for key, value in (self.logit_bias or {}).items()}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
-        given |= {"seed": self.seed, "stop": stop, "max_tokens": max_tokens}
+        given |= {"seed": self.seed, "stop": stop, "max_tokens": max_tokens, "logprobs": self.alternatives()}
         given["max_drafts"] = self.speculative.max_drafts() if self.speculative else None
         return SamplingParams(**{**defaults, **given})
+
+    def alternatives(self) -> int | None:
+        """How many likely tokens to report at each position; None for no log-probabilities. Raises BadRequest."""
+        raise NotImplementedError
 
     def check_stream_options(self) -> None:
         """Raises BadRequest for stream_options without a stream."""
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options is set but stream is not; set stream=true or remove it.", "stream_options")
+
+
+def _token_id(key: str) -> int:
+    """A key of logit_bias, which JSON makes a string."""
+    if not (key.isascii() and key.isdecimal()):
+        raise BadRequest(
+            f"logit_bias has the key {show(key)}; keys must be token ids, whole numbers ≥ 0.", "logit_bias"
+        )
+    return int(key)
 
 
 class CompletionRequest(GenerationRequest):
@@ -131,6 +152,17 @@ class CompletionRequest(GenerationRequest):
     prompt: str | list[str] | list[int] | list[list[int]] = Field(
         description="a string, a list of strings, a list of token ids, or a list of such lists"
     )
+    logprobs: int | None = Field(None, description=_WHOLE)
+
+    echo: bool | None = Field(None, description=_BOOL)
+
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    def check_echo(self) -> None:
+        """Raises BadRequest for an echo that cannot be given."""
+        if self.echo and self.logprobs is not None and (self.n or 1) > 1:
+            raise BadRequest(f"echo with logprobs gives one sequence, not n={self.n}; leave out one of them.", "n")
 
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts, one or many. Raises BadRequest for none, too many, or an empty one."""
@@ -144,6 +176,12 @@ class CompletionRequest(GenerationRequest):
             raise BadRequest(f"prompt={show(self.prompt)} is empty; give at least one character or token.", "prompt")
         if len(prompts) > MAX_PROMPTS:
             raise BadRequest(f"prompt has {len(prompts)} entries, at most {MAX_PROMPTS} are taken; split it.", "prompt")
+        if len(prompts) * (self.n or 1) > MAX_PROMPTS:
+            raise BadRequest(
+                f"n={self.n} for {len(prompts)} prompts are {len(prompts) * (self.n or 1)} sequences; at most "
+                f"{MAX_PROMPTS} are taken. Lower n or split the prompts.",
+                "n",
+            )
         return prompts
 
 
@@ -155,6 +193,16 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = Field(None, description=_BOOL)
     continue_final_message: bool | None = Field(None, description=_BOOL)
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="an object of template variables")
+    logprobs: bool | None = Field(None, description=_BOOL)
+    top_logprobs: int | None = Field(None, description=_WHOLE)
+
+    def alternatives(self) -> int | None:
+        top = self.top_logprobs
+        if top and not self.logprobs:
+            raise BadRequest(f"top_logprobs={top} needs logprobs=true; set it, or remove top_logprobs.", "top_logprobs")
+        if top is not None and not 0 <= top <= MAX_LOGPROBS:
+            raise BadRequest(f"top_logprobs={top} is out of range: give 0 to {MAX_LOGPROBS}.", "top_logprobs")
+        return (top or 0) if self.logprobs else None
 
     def conversation(self) -> list[dict[str, str]]:
         """The messages as a chat template takes them. Raises BadRequest naming the first bad one."""

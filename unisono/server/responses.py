@@ -7,6 +7,7 @@ A choice carries more than OpenAI's: ``seed``, which reproduces it (in a stream,
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -45,6 +46,49 @@ class Usage(msgspec.Struct):
         return cls.of(*map(sum, zip(*parts, strict=True)))
 
 
+@dataclass(frozen=True)
+class TokenReport:
+    """What an answer says of one token: its text by itself, where that begins in the answer, its log-probability, and
+    the likeliest tokens there with theirs. A prompt's first token has no log-probability."""
+
+    text: str
+    logprob: float | None
+    offset: int
+    top: list[tuple[str, float]]
+
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON lacks; vLLM's number."""
+
+
+class Alternative(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+    @classmethod
+    def of(cls, text: str, logprob: float) -> Alternative:
+        return cls(text, max(logprob, LEAST_LOGPROB), list(text.encode()))
+
+
+class ChatLogprob(Alternative):
+    top_logprobs: list[Alternative]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class TextLogprobs(msgspec.Struct):
+    """``top_logprobs`` has each token's own beside the likeliest ones'."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
 class Message(msgspec.Struct, kw_only=True):
     role: str = "assistant"
     content: str
@@ -63,7 +107,7 @@ class ChatChoice(msgspec.Struct):
     stop_reason: str | None
     seed: int
     token_ids: list[int] | UnsetType = UNSET
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -73,7 +117,7 @@ class ChatChunkChoice(msgspec.Struct):
     stop_reason: str | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class TextChoice(msgspec.Struct):
@@ -85,7 +129,7 @@ class TextChoice(msgspec.Struct):
     stop_reason: str | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
 
 
 class Response(msgspec.Struct):
@@ -114,6 +158,7 @@ class Shape(Protocol):
     def first(self, index: int, seed: int) -> Any: ...
     def text(self, index: int, text: str) -> Any: ...
     def last(self, index: int, finish: str, stop: str | None) -> Any: ...
+    def logprobs(self, reports: list[TokenReport]) -> Any: ...
 
 
 class ChatShape:
@@ -133,6 +178,15 @@ class ChatShape:
     def last(self, index: int, finish: str, stop: str | None) -> ChatChunkChoice:
         return ChatChunkChoice(index, MessageDelta(), finish, stop)
 
+    def logprobs(self, reports: list[TokenReport]) -> ChatLogprobs:
+        content = []
+        for report in reports:
+            assert report.logprob is not None  # chat answers do not begin with the prompt
+            own = Alternative.of(report.text, report.logprob)
+            top = [Alternative.of(*pair) for pair in report.top]
+            content.append(ChatLogprob(own.token, own.logprob, own.bytes, top))
+        return ChatLogprobs(content)
+
 
 class TextShape:
     """``/v1/completions``."""
@@ -150,6 +204,15 @@ class TextShape:
 
     def last(self, index: int, finish: str, stop: str | None) -> TextChoice:
         return TextChoice(index, "", finish, stop)
+
+    def logprobs(self, reports: list[TokenReport]) -> TextLogprobs:
+        names, offsets = [r.text for r in reports], [r.offset for r in reports]
+        own = [None if r.logprob is None else max(r.logprob, LEAST_LOGPROB) for r in reports]
+        tops: list[dict[str, float] | None] = []
+        for r in reports:
+            pairs = [] if r.logprob is None else [(r.text, r.logprob), *r.top]
+            tops.append({text: max(logprob, LEAST_LOGPROB) for text, logprob in pairs} or None)
+        return TextLogprobs(names, own, tops, offsets)
 
 
 class ModelCard(msgspec.Struct):

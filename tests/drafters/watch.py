@@ -1,0 +1,73 @@
+"""Watches a drafter at work in an engine that runs eagerly: every round's drafts, and what led to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from unisono.drafters.base import PromptPass, Verified
+from unisono.llm import LLM
+from unisono.types import FinishReason
+
+
+@dataclass
+class Seen:
+    """One request in one round: the committed tokens, its drafts, and (hidden state, logits) of each draft step."""
+
+    ids: list[int]
+    greedy: bool
+    drafts: list[int]
+    steps: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Watch:
+    """Records what a drafter of ``drafters/hidden.py`` does, in ``rounds``.
+
+    Random heads are hardly ever right. So after they were recorded some of the drafts, by the number of tokens that are
+    committed, are made right: ``texts`` are the requests' tokens from first to last.
+    """
+
+    def __init__(self, llm: LLM, texts: Sequence[list[int]] = ()) -> None:
+        drafter, self._slots = llm.engine.runner.drafter, llm.engine.runner.slots
+        self.rounds: list[Seen] = []
+        self._texts, self._steps = texts, []
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by slot: what led to draft 0
+        self._finish, self._propose = drafter.module.finish, drafter.propose
+        self._observe, self._observe_prompt = drafter.observe, drafter.observe_prompt
+        drafter.module.finish, drafter.propose = self.finish, self.propose
+        drafter.observe, drafter.observe_prompt = self.observe, self.observe_prompt
+
+    def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._steps.append(self._finish(out))
+        return self._steps[-1]
+
+    def observe(self, verified: Verified) -> None:
+        self._observe(verified)
+        self._keep(verified.slots, verified.result[:, 0] > 0)
+
+    def observe_prompt(self, prompt: PromptPass) -> None:
+        self._observe_prompt(prompt)
+        self._keep(prompt.slots, prompt.query_start.diff() > 0)
+
+    def _keep(self, slots: torch.Tensor, moved: torch.Tensor) -> None:
+        hidden, logits = self._steps.pop()
+        for row in moved.nonzero()[:, 0].tolist():
+            self._kept[int(slots[row])] = hidden[row].clone(), logits[row].clone()
+
+    def propose(self, rows: torch.Tensor, drafts: torch.Tensor) -> None:
+        self._steps = []
+        self._propose(rows, drafts)
+        s = self._slots
+        for row, slot in enumerate(rows.tolist()):
+            if s.status[slot] != FinishReason.RUNNING:
+                continue
+            length, most = int(s.length[slot]), int(s.limit[slot] - s.length[slot])
+            ids = s.history[slot, :length].tolist()
+            steps = [self._kept[slot], *((hidden[row], logits[row]) for hidden, logits in self._steps)]
+            self.rounds.append(Seen(ids, bool(s.temperature[slot] == 0), drafts[row, :most].tolist(), steps[:most]))
+            text = next((t for t in self._texts if t[:length] == ids), [])
+            truth = text[length:][: length % (drafts.shape[1] + 1)]
+            drafts[row, : len(truth)] = torch.tensor(truth, dtype=drafts.dtype)
+        self._steps = []

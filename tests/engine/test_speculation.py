@@ -1,0 +1,340 @@
+"""The promise under speculation: drafter, k, batch, chunks, prefix hits, preemption and graphs never change a token.
+
+A drafter joins the matrix by one line in DRAFTERS. On a GPU this runs in bfloat16, on a CPU in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.drafters.ledger import Entry, acceptance, assert_every_draft_accepted, play
+from tests.drafters.make_heads import make_eagle, make_eagle3
+from tests.drafters.noisy import noisy
+from tests.drafters.test_frozen import random_weights
+from tests.engine.helpers import counted, engine, prompts, tokens
+from tests.models.make import make_checkpoint
+from tests.models.make_mtp import named, random_modules, write_alone, write_beside
+from unisono import catalog
+from unisono.engine import programs
+from unisono.graphs.full import FullGraph
+from unisono.graphs.tape import Tape
+from unisono.llm import LLM
+from unisono.models.checkpoint import Checkpoint
+from unisono.models.config import DecoderConfig
+from unisono.types import SamplingParams, SpeculativeConfig
+
+CUDA = torch.cuda.is_available()
+GRAPH = "full" if CUDA else "tape"
+
+Checkpoints = tuple[Path, Path | None]
+"""A target, and its drafter's checkpoint where it has one."""
+
+DRAFTERS: dict[str, Callable[[dict[str, Path], Path], Checkpoints]] = {
+    "eagle": lambda targets, folder: (targets["mistral"], make_eagle(folder, config_of(targets["mistral"])).path),
+    "eagle3": lambda targets, folder: (
+        targets["mistral"],
+        make_eagle3(folder, config_of(targets["mistral"]), (2, 1, 3), aux=[2, 1, 3], draft_vocab=150).path,
+    ),
+    "mtp": lambda targets, folder: (with_modules(targets["qwen3"], folder / "target"), None),
+    "mtp_frozen": lambda targets, folder: (targets["llama"], write_alone(folder, random_weights(targets["llama"]))),
+    "ngram": lambda targets, folder: (targets["qwen3"], None),
+    "standalone": lambda targets, folder: (targets["qwen3"], noisy(targets["qwen3"], folder / "draft", 0.05)),
+    "suffix": lambda targets, folder: (targets["qwen3"], None),
+}
+"""Per method: the random checkpoint of each family and an empty folder to what it is tested on."""
+
+
+def config_of(target: Path) -> DecoderConfig:
+    return Checkpoint.open(target).config
+
+
+def with_modules(target: Path, directory: Path) -> Path:
+    """A copy of ``target`` with two MTP modules beside its weights."""
+    config = config_of(target)
+    tensors = named(random_modules(config, 2, shared=True), "qwen", config.num_layers)
+    return write_beside(Path(shutil.copytree(target, directory)), tensors)
+
+
+# ---- the requests -----------------------------------------------------------------------------------
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "filtered": {"top_p": 0.9, "min_p": 0.02},
+    "edited": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2, "logit_bias": {9: 4.0}},
+    # Few choices: here any drafter is right now and then.
+    "narrow": {"allowed_token_ids": tuple(range(40, 44)), "logit_bias": {40: 1.5}},
+}
+TEMPERATURES = (0.0, 0.7, 1.0)
+MAX_DRAFTS = (None, 0, 1)
+
+
+def mix() -> tuple[list[list[int]], list[SamplingParams]]:
+    """One request for each combination; every other prompt repeats itself, every fourth request may stop early."""
+    combinations = list(itertools.product(TEMPERATURES, KINDS.values(), MAX_DRAFTS))
+    random.Random(1533).shuffle(combinations)  # the first 12 hold nearly all pairs of values
+    params = [
+        SamplingParams(
+            temperature=temperature, max_drafts=most, seed=i, max_tokens=12 + i % 9, ignore_eos=True,
+            stop_token_ids=(41, *range(100, 112)) if i % 4 == 3 else (), **kind,
+        )
+        for i, (temperature, kind, most) in enumerate(combinations)
+    ]  # fmt: skip
+    random_prompts = prompts(len(params), 250, low=3, high=50, seed=3)
+    return [p if i % 2 else p[: 2 + i % 5] * 6 for i, p in enumerate(random_prompts)], params
+
+
+PROMPTS, PARAMS = mix()
+
+
+# ---- the engines ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run them: drafts per round and the engine's flags. ``again``: a second time, over a warm cache."""
+
+    k: int
+    flags: dict[str, Any] = field(default_factory=dict)
+    again: bool = False
+
+    @property
+    def name(self) -> str:
+        return ", ".join([f"k={self.k}", *(f"{name}={value}" for name, value in self.flags.items())])
+
+
+SCARCE = {"max_model_len": 80, "num_pages": 1 + 5}
+"""Pages for one request of the longest: eight compete for them, and some give theirs back."""
+
+QUICK = (
+    Way(1, {"max_num_seqs": 3, "enforce_eager": True}),
+    Way(3, {"max_num_batched_tokens": 16}, again=True),
+    Way(5, SCARCE),
+)
+EVERY = tuple(
+    Way(k, {**batch, **chunks, **pages, "enforce_eager": eager}, again=True)
+    for k, batch, chunks, pages, eager in itertools.product(
+        (1, 3, 5), ({}, {"max_num_seqs": 3}), ({}, {"max_num_batched_tokens": 16}), ({}, SCARCE), (False, True)
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoints_of(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Checkpoints]:
+    """Each drafter's checkpoints, made once."""
+    return functools.cache(lambda method: DRAFTERS[method](checkpoints, tmp_path_factory.mktemp(method)))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Callable[[Path], list[list[int]]]:
+    """What a target says without speculation."""
+
+    @functools.cache
+    def run(target: Path) -> list[list[int]]:
+        with engine(target) as llm:
+            return tokens(llm, PROMPTS, PARAMS)
+
+    return run
+
+
+def drafting(method: str, checkpoints: Checkpoints, k: int, **flags: Any) -> LLM:
+    target, model = checkpoints
+    return engine(target, speculative=SpeculativeConfig(method, None if model is None else str(model), k), **flags)
+
+
+def test_the_matrix_is_complete() -> None:
+    assert set(DRAFTERS) == set(catalog.drafters.entries) - {"none"}
+
+
+def check_way(method: str, way: Way, checkpoints: Checkpoints, expected: list[list[int]]) -> None:
+    batch, params = PROMPTS[: len(expected)], PARAMS[: len(expected)]
+    with drafting(method, checkpoints, way.k, **way.flags) as llm:
+        assert tokens(llm, batch, params) == expected
+        if way.again:
+            before = llm.engine.scheduler.prefix_hits
+            assert tokens(llm, batch, params) == expected, "after a prefix hit"
+            assert llm.engine.scheduler.prefix_hits > before
+        if "num_pages" in way.flags and "max_num_seqs" not in way.flags:
+            assert llm.engine.scheduler.preemptions > 0
+        assert 0 < acceptance(llm) < 1, "a run that accepts nothing, or rejects nothing, proves nothing"
+        kinds = {kind for program, kind, _ in counted(llm) if program == "round"}
+        assert kinds == {"eager" if way.flags.get("enforce_eager") else GRAPH}
+        llm.engine.check_integrity()
+        assert llm.engine.pool.usage == 0
+
+
+@pytest.mark.parametrize("way", QUICK, ids=lambda way: way.name)
+@pytest.mark.parametrize("method", DRAFTERS)
+def test_same_bytes(method: str, way: Way, checkpoints_of: Any, plain: Any) -> None:
+    checkpoints = checkpoints_of(method)
+    check_way(method, way, checkpoints, plain(checkpoints[0])[:12])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", EVERY, ids=lambda way: way.name)
+@pytest.mark.parametrize("method", DRAFTERS)
+def test_same_bytes_in_every_way(method: str, way: Way, checkpoints_of: Any, plain: Any) -> None:
+    checkpoints = checkpoints_of(method)
+    check_way(method, way, checkpoints, plain(checkpoints[0]))
+
+
+def test_the_comparison_can_fail(checkpoints_of: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts accepted without asking the target change the text, of the requests that draft."""
+    monkeypatch.setattr(programs, "commit", accept_everything)
+    checkpoints = checkpoints_of("standalone")
+    with drafting("standalone", checkpoints, 3) as llm:
+        changed = tokens(llm, PROMPTS[:18], PARAMS[:18])
+    same: dict[int | None, list[bool]] = {most: [] for most in MAX_DRAFTS}
+    for params, ours, theirs in zip(PARAMS, changed, plain(checkpoints[0]), strict=False):
+        same[params.max_drafts].append(ours == theirs)
+    assert all(same[0])
+    assert not all(same[None])
+
+
+def accept_everything(picks: torch.Tensor, drafts: torch.Tensor, *rest: Any, commit: Any = programs.commit) -> Any:
+    """A broken accept rule: the target is asked only where nothing was drafted."""
+    width = drafts.shape[1]
+    believed = torch.cat((torch.where(drafts >= 0, drafts, picks[:, :width]), picks[:, width:]), 1)
+    return commit(believed, drafts, *rest)
+
+
+# ---- rounds -----------------------------------------------------------------------------------------
+
+# The target drafts for itself, so what a round commits is known beforehand.
+K = 3
+FREE = SamplingParams(temperature=1, seed=5, max_tokens=1 + 6 * (K + 1), ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def certain(qwen3: Path) -> Iterator[LLM]:
+    """An engine whose drafts are all accepted."""
+    with drafting("standalone", (qwen3, qwen3), K) as llm:
+        yield llm
+
+
+def test_a_round_is_one_replay(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafting, verification and catch-up together: k drafts cost no pass of their own."""
+    replays = []
+    for graph in (Tape, FullGraph):
+        monkeypatch.setattr(graph, "replay", lambda self, real=graph.replay: (replays.append(self.key), real(self)))
+    with drafting("standalone", (qwen3, qwen3), K) as llm:
+        (entry,) = play(llm, [[1, 2, 3]], [FREE])
+        rounds = counted(llm)["round", GRAPH, ""]
+    assert entry.rounds == [K + 1] * 6
+    assert 6 <= rounds <= 7, "the host reads one round late, so one may have been launched in vain"
+    assert [key.program for key in replays].count("round") == rounds
+
+
+def test_requests_that_do_not_draft_share_rounds_with_others(certain: LLM) -> None:
+    params = [replace(FREE, max_drafts=most, max_tokens=13) for most in (None, 0, 1, 2, 99)]
+    before = counted(certain).get(("round", GRAPH, ""), 0)
+    entries = play(certain, [[1, 2, 3]] * 5, params)
+    assert [e.rounds for e in entries] == [[4] * 3, [1] * 12, [2] * 6, [3] * 4, [4] * 3]
+    assert len({tuple(e.tokens) for e in entries}) == 1
+    assert counted(certain)["round", GRAPH, ""] - before <= 13, "as many as the slowest alone"
+
+
+@pytest.mark.parametrize("place", range(1, 10))
+def test_a_stop_id_among_accepted_drafts(certain: LLM, place: int) -> None:
+    """Wherever in a round the stop id falls: what was accepted behind it is not committed."""
+    (free,) = tokens(certain, [[1, 2, 3]], FREE)
+    stopping = replace(FREE, stop_token_ids=(free[place],))
+    place = free.index(free[place])
+    (entry,) = play(certain, [[1, 2, 3]], [stopping])
+    assert entry.tokens == free[: place + 1]
+    assert entry.rounds == in_rounds(place)
+    assert certain.generate([[1, 2, 3]], stopping)[0].outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("count", range(1, 11))
+def test_a_limit_among_accepted_drafts(certain: LLM, count: int) -> None:
+    (free,) = tokens(certain, [[1, 2, 3]], FREE)
+    limited = replace(FREE, max_tokens=count)
+    (entry,) = play(certain, [[1, 2, 3]], [limited])
+    assert entry.tokens == free[:count]
+    assert entry.rounds == in_rounds(count - 1)
+    assert certain.generate([[1, 2, 3]], limited)[0].outputs[0].finish_reason == "length"
+
+
+def in_rounds(count: int) -> list[int]:
+    """``count`` tokens behind the prompt pass's own, as rounds of 1 + K commit them."""
+    return [K + 1] * (count // (K + 1)) + [count % (K + 1)] * (count % (K + 1) > 0)
+
+
+def test_counters_count_drafts(certain: LLM) -> None:
+    before = replace(certain.engine.counters)
+    entries = play(certain, [[4, 5], [6, 7]], [FREE, replace(FREE, max_drafts=0)])
+    assert_every_draft_accepted(certain, entries)
+    after = certain.engine.counters
+    assert after.drafts - before.drafts == 6
+    assert after.drafted_tokens - before.drafted_tokens == 6 * K
+    assert after.accepted_tokens - before.accepted_tokens == 6 * K
+
+
+# ---- the distribution -------------------------------------------------------------------------------
+
+VOCAB, DRAWN, REQUESTS, REJECT = 6, 3, 1500, 1e-4
+PROMPT = [1, 5, 2]
+
+
+@pytest.fixture(scope="module")
+def few_words(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """A target of six token ids and a draft model that is often wrong."""
+    folder = tmp_path_factory.mktemp("few words")
+    special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    target = make_checkpoint(
+        folder / "target", "qwen2", tokenizer=False, vocab_size=VOCAB, num_hidden_layers=1, **special
+    )
+    return target, noisy(target, folder / "draft", 0.4)
+
+
+@torch.inference_mode()
+def softmax_of_texts(target: Path) -> torch.Tensor:
+    """Probability of each text of DRAWN tokens behind PROMPT, [VOCAB] * DRAWN, by transformers in float64."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
+    texts = torch.tensor(list(itertools.product(range(VOCAB), repeat=DRAWN)))
+    given = torch.cat((torch.tensor(PROMPT).expand(len(texts), -1), texts), 1)
+    logp = model(given[:, :-1]).logits[:, len(PROMPT) - 1 :].log_softmax(-1)
+    return logp.gather(2, texts[:, :, None]).sum((1, 2)).exp().view([VOCAB] * DRAWN)
+
+
+def p_value(entries: list[Entry], p: torch.Tensor) -> float:
+    """Pearson's chi-square of the texts; those expected fewer than five times are counted together."""
+    index = torch.tensor([e.tokens for e in entries]).T
+    counts = torch.zeros_like(p).index_put_(tuple(index), torch.ones(len(entries)).double(), accumulate=True)
+    expected = p * len(entries)
+    rare = expected < 5
+    counts = torch.cat((counts[~rare], counts[rare].sum()[None]))
+    expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2).double(), statistic / 2))
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["the rule", "a broken rule"])
+def test_texts_follow_the_targets_softmax(
+    few_words: Checkpoints, monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    """Control: a rule that believes the draft model gives the draft model's distribution, and fails."""
+    if broken:
+        monkeypatch.setattr(programs, "commit", accept_everything)
+    params = [SamplingParams(temperature=1, seed=i, max_tokens=DRAWN, ignore_eos=True) for i in range(REQUESTS)]
+    with drafting("standalone", few_words, 2, max_num_seqs=100, max_model_len=16, max_num_batched_tokens=300) as llm:
+        entries = play(llm, [PROMPT] * REQUESTS, params)
+        if not broken:
+            assert 0.1 < acceptance(llm) < 0.9
+    p = p_value(entries, softmax_of_texts(few_words[0]))
+    assert (p < REJECT) is broken
+    assert math.isfinite(p)

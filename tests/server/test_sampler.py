@@ -1,0 +1,140 @@
+"""Sampling parameters over HTTP: several sequences, log-probabilities in both wordings, stop strings that stay.
+
+The fake engine repeats the prompt; every token is the likeliest, at -0.25 (tests/server/fake_engine.py).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Server
+from tests.server.tokenizers_ import byte_level
+
+TEXT = "naïve 🙂 fox"
+TOKENIZER = byte_level()
+IDS = TOKENIZER.encode(TEXT)
+NAMES = [TOKENIZER.decode([i]) for i in IDS]
+MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+def test_completion_logprobs(server: Server) -> None:
+    create = server.openai.completions.create
+    answer = create(model="fake", prompt=TEXT, max_tokens=len(IDS), logprobs=2)
+    got = answer.choices[0].logprobs
+    assert got is not None
+    assert got.tokens == NAMES
+    assert got.token_logprobs == [-0.25] * len(IDS)
+    assert got.text_offset == [sum(map(len, NAMES[:i])) for i in range(len(IDS))]
+    second = [TOKENIZER.decode([i + 1]) for i in IDS]
+    assert got.top_logprobs == [{a: -0.25} | {b: -0.75} for a, b in zip(NAMES, second, strict=True)]
+    assert create(model="fake", prompt=TEXT, max_tokens=3, logprobs=0).choices[0].logprobs.tokens == NAMES[:3]
+    assert create(model="fake", prompt=TEXT, max_tokens=3).choices[0].logprobs is None
+
+
+def test_what_is_impossible_is_a_number(server: Server) -> None:
+    answer = server.openai.completions.create(model="fake", prompt=[5], max_tokens=1, logprobs=6)
+    assert min(answer.choices[0].logprobs.top_logprobs[0].values()) == -9999.0
+
+
+def test_chat_logprobs(server: Server) -> None:
+    create = server.openai.chat.completions.create
+    answer = create(model="fake", messages=MESSAGES, max_tokens=5, logprobs=True, top_logprobs=3)
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content
+    assert content is not None
+    assert len(content) == 5
+    for entry in content:
+        assert entry.bytes == list(entry.token.encode())
+        assert [top.logprob for top in entry.top_logprobs] == [-0.25, -0.75, -1.25]
+        assert (entry.top_logprobs[0].token, entry.logprob) == (entry.token, -0.25)
+    bare = create(model="fake", messages=MESSAGES, max_tokens=2, logprobs=True).choices[0].logprobs
+    assert [entry.top_logprobs for entry in bare.content] == [[], []]
+    assert create(model="fake", messages=MESSAGES, max_tokens=2).choices[0].logprobs is None
+
+
+def test_streamed_logprobs_are_the_whole_ones(server: Server) -> None:
+    """Tokens that complete no character yet come with theirs too."""
+    options: dict[str, Any] = {"model": "fake", "max_tokens": 2 * len(IDS)}
+    whole = server.openai.completions.create(prompt=TEXT, logprobs=1, **options).choices[0].logprobs
+    stream = server.openai.completions.create(prompt=TEXT, logprobs=1, stream=True, **options)
+    parts = [c.choices[0].logprobs for c in stream if c.choices[0].logprobs is not None]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [x for part in parts for x in getattr(part, name)] == getattr(whole, name)
+    chat: dict[str, Any] = {**options, "messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
+    expected = server.openai.chat.completions.create(**chat).choices[0].logprobs.content
+    stream = server.openai.chat.completions.create(stream=True, **chat)
+    assert [x for c in stream for p in [c.choices[0].logprobs] if p for x in p.content] == expected
+
+
+def test_echo(server: Server) -> None:
+    create = server.openai.completions.create
+    answer = create(model="fake", prompt=TEXT, max_tokens=len(IDS), echo=True, n=2)
+    assert [c.text for c in answer.choices] == [TEXT * 2] * 2
+    assert answer.usage.completion_tokens == 2 * len(IDS)
+    stream = create(model="fake", prompt=[IDS, IDS[:3]], max_tokens=1, echo=True, stream=True)
+    texts = ["", ""]
+    for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts[0].startswith(TEXT)
+    assert texts[1].startswith(TOKENIZER.decode(IDS[:3]))
+
+
+@pytest.mark.parametrize("extra", [0, 2])
+def test_echo_with_logprobs_scores_the_prompt(server: Server, extra: int) -> None:
+    """Without a new token (max_tokens=0) it does nothing else."""
+    answer = server.openai.completions.create(model="fake", prompt=TEXT, max_tokens=extra, echo=True, logprobs=1)
+    choice = answer.choices[0]
+    assert (choice.text.startswith(TEXT), choice.finish_reason) == (True, "length")
+    assert (choice.text == TEXT) == (extra == 0)
+    got, count = choice.logprobs, len(IDS) + extra
+    assert got.tokens == (NAMES * 2)[:count]
+    assert got.token_logprobs == [None] + [-0.25] * (count - 1)
+    assert got.top_logprobs[0] is None
+    assert got.text_offset == [sum(map(len, (NAMES * 2)[:i])) for i in range(count)]
+    assert answer.usage.completion_tokens == extra
+    stream = server.openai.completions.create(
+        model="fake", prompt=TEXT, max_tokens=extra, echo=True, logprobs=1, stream=True
+    )
+    parts = [c.choices[0].logprobs for c in stream if c.choices[0].logprobs is not None]
+    assert [x for part in parts for x in part.token_logprobs] == got.token_logprobs
+    assert [x for part in parts for x in part.text_offset] == got.text_offset
+
+
+def test_several_sequences(server: Server) -> None:
+    answer = server.openai.completions.create(model="fake", prompt=["ab", "xz"], max_tokens=4, n=3, seed=7)
+    assert [c.index for c in answer.choices] == list(range(6))
+    assert [c.text for c in answer.choices] == ["abab"] * 3 + ["xzxz"] * 3
+    assert [c.model_extra["seed"] for c in answer.choices] == [7, 8, 9] * 2
+    assert answer.usage.prompt_tokens == 4  # each prompt once
+    assert answer.usage.completion_tokens == 24
+    chat = server.openai.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=5, n=2)
+    assert [c.index for c in chat.choices] == [0, 1]
+    assert chat.choices[0].message.content == chat.choices[1].message.content
+    stream = server.openai.completions.create(model="fake", prompt="ab", max_tokens=4, n=3, stream=True)
+    texts = ["", "", ""]
+    for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == ["abab"] * 3
+    assert server.info()["requests"]["running"] == 0
+
+
+@pytest.mark.parametrize(("minimum", "text"), [(0, "x1"), (2, "x1y1"), (4, "x1y1x1")])
+def test_stop_strings_stay_and_wait(server: Server, minimum: int, text: str) -> None:
+    extra = {"include_stop_str_in_output": True, "min_tokens": minimum}
+    answer = server.openai.completions.create(model="fake", prompt="x1y1", max_tokens=40, stop="1", extra_body=extra)
+    assert answer.choices[0].text == text
+    assert answer.choices[0].model_extra["stop_reason"] == "1"
+
+
+def test_every_field_is_taken(server: Server) -> None:
+    extra = {"repetition_penalty": 1.2, "allowed_token_ids": [5, 6], "bad_words": ["no", "never"], "min_tokens": 1}
+    options: dict[str, Any] = {"presence_penalty": 1, "frequency_penalty": -0.5, "logit_bias": {"5": 1, "6": -2.5}}
+    for create, kind in (
+        (server.openai.completions.create, {"prompt": "ab"}),
+        (server.openai.chat.completions.create, {"messages": MESSAGES}),
+    ):
+        answer = create(model="fake", max_tokens=2, extra_body=extra, **options, **kind)
+        assert math.isclose(answer.usage.completion_tokens, 2)

@@ -1,0 +1,79 @@
+"""Frozen-KV multi-token prediction: drafts from the target's own keys and values. Chains; loaded by the catalog.
+
+Nothing is cached, so nothing is caught up with, prefix hits cost nothing, and of a round one hidden state is kept: the
+target's at the position before the last committed token. Every step reads the target's KV up to there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from unisono.attention.base import AttentionInputs
+from unisono.drafters.base import Host, PromptPass, Verified
+from unisono.kernels import prove_exact
+from unisono.kernels.catch_up import catch_up, keep_rows
+from unisono.kernels.draft_inputs import draft_inputs
+from unisono.layers.linear import Linear
+from unisono.models.config import DecoderConfig
+from unisono.models.mtp_frozen import FrozenCheckpoint
+from unisono.program import Hidden, Needs
+from unisono.types import ConfigError, SpeculativeConfig
+
+
+class FrozenMTPDrafter:
+    """A chain of k drafts from the model in ``spec.model``, coupled with the target's noise.
+
+    There are no options. Raises ConfigError for any and for no model, CheckpointError for one that does not fit.
+    """
+
+    name = "mtp_frozen"
+    needs = Needs(Hidden.FULL)
+    page_bytes = 0
+
+    def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
+        if spec.options:
+            raise ConfigError(f"the method {spec.method} has no options, but {sorted(spec.options)} are given.")
+        if spec.model is None:
+            raise ConfigError(f'the method {spec.method} needs "model": the directory of a drafter for this target.')
+        self.num_drafts = spec.num_speculative_tokens
+        self._checkpoint = FrozenCheckpoint.open(spec.model, target)
+
+    def bind(self, host: Host) -> None:
+        config = self._checkpoint.config
+        backend = host.attention(config.num_heads, config.num_kv_heads)
+        self._host, self._head = host, self._checkpoint.load(host.target, backend, host.dtype)
+        linears = [m for m in self._head.modules() if isinstance(m, Linear)]
+        for weight in {m.weight.shape: m.weight for m in linears}.values():
+            prove_exact(weight)  # a shape that fails runs through the exact kernel at every length
+        slots, width = host.slots.length.shape[0], host.target.config.hidden_size
+        self._hidden = torch.zeros((slots, width), dtype=host.dtype, device=host.device)
+
+    def allocate(self, num_pages: int) -> None:
+        """Nothing: the keys and values are the target's."""
+
+    def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
+        host, s, head = self._host, self._host.slots, self._head
+        token_ids, positions, kv_slots, kv_len = draft_inputs(
+            slots, drafts, s.history, s.length, s.limit, s.status, s.page_table, host.page_size,
+            host.target.config.vocab_size, -1, 1,
+        )  # fmt: skip
+        # Of the last committed token the target has no key yet: what is seen ends before it.
+        seen, known = (positions - 1).clamp_min(-1), (kv_len - 1).clamp_min(0)
+        inputs = AttentionInputs(slots, seen, kv_slots, known, s.page_table, width=1)
+        head.backend.plan(inputs)
+        hidden, kv = self._hidden.index_select(0, slots), host.kv()
+        for step in range(self.num_drafts):
+            hidden, logits = head(token_ids, hidden, positions, inputs, kv)
+            token_ids = host.pick(logits, slots, step, None)
+            drafts[:, step].copy_(token_ids)
+
+    def observe(self, verified: Verified) -> None:
+        assert verified.hidden is not None
+        s, page_size = self._host.slots, self._host.page_size
+        new = catch_up(verified.slots, verified.result, verified.picks, s.length, s.page_table, page_size)
+        keep_rows(self._hidden, new.owners, verified.hidden.index_select(0, new.last))
+
+    def observe_prompt(self, prompt: PromptPass) -> None:
+        assert prompt.hidden is not None
+        owners = prompt.slots.masked_fill(prompt.query_start.diff() == 0, -1)
+        keep_rows(self._hidden, owners, prompt.hidden.index_select(0, prompt.last))

@@ -1,0 +1,182 @@
+"""What drafters share that read the target's hidden states and reuse one module for k steps.
+
+Owns the module's KV cache, the state that it carries from one round to the next, and the order of its passes. A
+drafter of this kind says which hidden states it needs and builds its module; it does not touch slots or pages.
+
+With n committed tokens, entry p joining the token at p with the hidden state of p - 1 (``kernels/catch_up.py``)::
+
+    kept from before      draft 0, and the hidden state that led to it
+    propose, step j ≥ 1   entry n + j - 1: draft j - 1 beside the module's own last hidden state  →  draft j
+    observe               entries n …: the committed tokens beside the target's hidden states     →  what is kept
+
+So entries of drafts are provisional: ``observe`` writes every entry that outlives the round from what the target
+showed, and no entry depends on k, on the batch or on which drafts were tried.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from unisono.attention.base import AttentionBackend, AttentionInputs
+from unisono.drafters.base import Host, PromptPass, Verified
+from unisono.kernels import prove_exact
+from unisono.kernels.catch_up import catch_up, catch_up_extend, keep_rows
+from unisono.kernels.draft_inputs import draft_inputs
+from unisono.layers.linear import Linear
+from unisono.models.config import DecoderConfig
+from unisono.program import Needs
+from unisono.types import ConfigError, SpeculativeConfig
+
+logger = logging.getLogger(__name__)
+
+FIRST_ENTRY = 1
+"""Position 0 has no hidden state before it, hence no entry, and no key that may be seen."""
+
+
+class DraftModule(Protocol):
+    """One module with one KV layer; see ``models/draft.py`` for the three calls."""
+
+    config: DecoderConfig
+    ids: torch.Tensor | None
+
+    def encode(self, seen: torch.Tensor) -> torch.Tensor: ...
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        inputs: AttentionInputs,
+        kv: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor: ...
+
+    def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def modules(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class FromFirstEntry:
+    """An attention backend that never sees the keys below FIRST_ENTRY."""
+
+    backend: AttentionBackend
+    name = "from the first entry"
+
+    def plan(self, inputs: AttentionInputs) -> None:
+        self.backend.plan(inputs)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        window: int,
+        first: int = FIRST_ENTRY,
+    ) -> torch.Tensor:
+        return self.backend.forward(q, k_cache, v_cache, inputs, scale, window, first)
+
+
+class HiddenDrafter:
+    """Base of the drafters of this kind. They give ``name``, ``needs`` and :meth:`build`."""
+
+    name: str
+    needs: Needs
+    page_bytes = 0  # known once the engine's dtype is
+
+    def __init__(self, spec: SpeculativeConfig) -> None:
+        self.num_drafts = spec.num_speculative_tokens
+
+    def build(self, host: Host) -> DraftModule:
+        """The module, loaded, on the host's device; its attention is ``self.attention(host, …)``."""
+        raise NotImplementedError
+
+    @staticmethod
+    def attention(host: Host, config: DecoderConfig) -> AttentionBackend:
+        """The backend for a module of these sizes."""
+        return FromFirstEntry(host.attention(config.num_heads, config.num_kv_heads))
+
+    def bind(self, host: Host) -> None:
+        self._host, self.module = host, self.build(host)
+        for weight in {m.weight.shape: m.weight for m in self.module.modules() if isinstance(m, Linear)}.values():
+            prove_exact(weight)  # a shape that fails runs through the exact kernel at every length
+        c = self.module.config
+        slots = host.slots.length.shape[0]
+        self._hidden = torch.zeros((slots, c.hidden_size), dtype=host.dtype, device=host.device)
+        self._draft = torch.zeros((slots, 1), dtype=torch.int32, device=host.device)
+        keys = 2 * c.num_kv_heads * host.page_size * c.head_dim
+        self.page_bytes = (keys + c.hidden_size) * host.dtype.itemsize
+
+    def allocate(self, num_pages: int) -> None:
+        """KV, and of every page the hidden state of its last position: a prefix hit continues from there."""
+        c, host = self.module.config, self._host
+        shape = (2, num_pages, c.num_kv_heads, host.page_size, c.head_dim)
+        keys, values = torch.zeros(shape, dtype=host.dtype, device=host.device)
+        self._kv = keys, values
+        self._page_hidden = torch.zeros((num_pages, c.hidden_size), dtype=host.dtype, device=host.device)
+
+    def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
+        host, s, vocab = self._host, self._host.slots, self.module.config.vocab_size
+        hidden = self._hidden.index_select(0, slots)
+        drafts[:, :1].copy_(self._draft.index_select(0, slots))
+        for step in range(1, self.num_drafts):
+            token_ids, positions, kv_slots, kv_len = draft_inputs(
+                slots, drafts, s.history, s.length, s.limit, s.status, s.page_table, host.page_size, vocab, step - 1, 1
+            )
+            inputs = AttentionInputs(slots, positions, kv_slots, kv_len, s.page_table, width=1)
+            hidden, logits = self.module.finish(self.module(token_ids, hidden, inputs, self._kv))
+            drafts[:, step].copy_(host.pick(logits, slots, step, self.module.ids))
+
+    def observe(self, verified: Verified) -> None:
+        assert verified.hidden is not None
+        s, slots, width = self._host.slots, verified.slots, verified.picks.shape[1]
+        new = catch_up(slots, verified.result, verified.picks, s.length, s.page_table, self._host.page_size)
+        hidden = self.module.encode(verified.hidden)
+        keep_rows(self._page_hidden, new.pages, hidden)
+        inputs = AttentionInputs(slots, new.positions, new.kv_slots, new.kv_len, s.page_table, width)
+        out = self.module(new.token_ids, hidden, inputs, self._kv)
+        self._keep(out.index_select(0, new.last), slots, new.owners)
+
+    def observe_prompt(self, prompt: PromptPass) -> None:
+        assert prompt.hidden is not None
+        s = self._host.slots
+        new = catch_up_extend(
+            prompt.slots, prompt.query_start, prompt.start, prompt.token_ids, prompt.next_ids, prompt.positions,
+            s.page_table, self._host.page_size,
+        )  # fmt: skip
+        hidden = self.module.encode(prompt.hidden)
+        before = self._page_hidden.index_select(0, new.sources)
+        keep_rows(self._page_hidden, new.pages, hidden)
+        inputs = AttentionInputs(
+            new.slots, new.positions, new.kv_slots, new.kv_len, s.page_table, width=None, query_start=new.query_start
+        )
+        out = self.module(new.token_ids, torch.cat((before, hidden)), inputs, self._kv)
+        self._keep(out.index_select(0, new.last), prompt.slots, new.owners)
+
+    def _keep(self, out: torch.Tensor, slots: torch.Tensor, owners: torch.Tensor) -> None:
+        """From the module's last outputs [R, H] of the requests in slots [R], what the next round begins with."""
+        hidden, logits = self.module.finish(out)
+        keep_rows(self._hidden, owners, hidden)
+        keep_rows(self._draft, owners, self._host.pick(logits, slots, 0, self.module.ids)[:, None])
+
+
+def checked_options(spec: SpeculativeConfig, known: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """The method's options; ``known`` maps each to its values, the default first. Raises ConfigError for others."""
+    for name, value in spec.options.items():
+        if name not in known:
+            raise ConfigError(f"the method {spec.method} has no option {name!r}. Its options: {', '.join(known)}.")
+        if value not in known[name]:
+            raise ConfigError(f"{name}={value!r} of the method {spec.method}: choose one of {', '.join(known[name])}.")
+    return {name: spec.options.get(name, values[0]) for name, values in known.items()}
+
+
+def checked_model(spec: SpeculativeConfig) -> str:
+    """The head's directory. Raises ConfigError where none is given."""
+    if spec.model is None:
+        raise ConfigError(f'the method {spec.method} needs "model": the directory of a head made for this target.')
+    return spec.model

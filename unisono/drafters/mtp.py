@@ -1,0 +1,44 @@
+"""Multi-token prediction (MTP, NEXTN) with one module, which is reused for k steps. Chains; loaded by the catalog."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unisono.drafters.base import Host
+from unisono.drafters.hidden import HiddenDrafter
+from unisono.drafters.mtp_multi import MultiMTPDrafter
+from unisono.models.config import DecoderConfig
+from unisono.models.mtp import MTPModule
+from unisono.models.mtp_checkpoint import MTPCheckpoint
+from unisono.program import Hidden, Needs
+from unisono.types import ConfigError, SpeculativeConfig
+
+
+class MTPDrafter(HiddenDrafter):
+    """DeepSeek-V3's module (arXiv 2412.19437, section 2.2), going on from its own hidden states.
+
+    The modules are in ``spec.model``, by default in the target's own directory. Where there are several, module i
+    drafts token i, and what is made is a MultiMTPDrafter. There are no options. Raises ConfigError for any,
+    CheckpointError for modules that are missing or do not fit the target.
+    """
+
+    name = "mtp"
+    needs = Needs(Hidden.FULL)
+
+    def __new__(cls, spec: SpeculativeConfig, target: DecoderConfig) -> Any:
+        if spec.options:
+            raise ConfigError(f"the method {spec.method} has no options, but {sorted(spec.options)} are given.")
+        checkpoint = MTPCheckpoint.open(spec.model or target.hf_config.name_or_path, target)
+        if min(checkpoint.depth, spec.num_speculative_tokens) > 1:
+            return MultiMTPDrafter(spec, checkpoint)
+        drafter = super().__new__(cls)
+        drafter._checkpoint = checkpoint
+        return drafter
+
+    def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
+        super().__init__(spec)
+        self._checkpoint: MTPCheckpoint
+
+    def build(self, host: Host) -> MTPModule:
+        attention = self.attention(host, self._checkpoint.config)
+        return self._checkpoint.load(host.target, 0, attention, host.dtype)

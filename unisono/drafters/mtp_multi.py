@@ -1,0 +1,184 @@
+"""Multi-token prediction with a module for each step, as MiMo, GLM and Step are trained.
+
+Owns each module's KV cache and the hidden state that each of them carries from one round to the next. Module i
+goes on from module i - 1 (``models/mtp.py``), module 0 from the target. With n committed tokens, [a … b] being
+entries (``kernels/catch_up.py``)::
+
+                module 0            module 1            module 2            kept of each
+    observe     [… n-1] → draft 0   [… n-1]             [… n-1]             its state at n - 1
+    step 1                          [n] → draft 1
+    step 2                                              [n, n+1] → draft 2
+
+So step i runs the i entries of module i that hold drafts: their tokens are drafts, and so are all but the first of
+the hidden states they join, which is module i - 1's at n - 1. That is why every module's own state is kept: one
+state for all, and from draft 2 on a module would go on from where another stands. ``observe`` then writes these
+entries anew from what the target committed. Steps beyond the last module reuse it, one entry each.
+
+Module i has no entry at positions 0 … i. Shapes: R rows, W = 1 + k, E rows of a prompt pass, H hidden, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from unisono.attention.base import AttentionInputs
+from unisono.drafters.base import Host, PromptPass, Verified
+from unisono.drafters.hidden import FromFirstEntry
+from unisono.kernels import prove_exact
+from unisono.kernels.catch_up import CatchUpExtend, catch_up, catch_up_extend, keep_rows
+from unisono.kernels.draft_inputs import draft_inputs
+from unisono.layers.linear import Linear
+from unisono.models.draft import KV
+from unisono.models.mtp import MTPModule
+from unisono.models.mtp_checkpoint import MTPCheckpoint
+from unisono.program import Hidden, Needs
+from unisono.types import SpeculativeConfig
+
+
+@dataclass(frozen=True)
+class _FromEntry(FromFirstEntry):
+    """An attention backend that sees no key below ``since``."""
+
+    since: int
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        window: int,
+        first: int = 0,
+    ) -> torch.Tensor:
+        return self.backend.forward(q, k_cache, v_cache, inputs, scale, window, self.since)
+
+
+@dataclass
+class _Stage:
+    """A module and what it keeps: hidden [S, H], its state at the last committed position; kv; page_hidden [NP, H], of
+    every page the state *before* the module's that the position after the page joins."""
+
+    module: MTPModule
+    hidden: torch.Tensor
+    kv: KV
+    page_hidden: torch.Tensor
+
+    def run(self, token_ids: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+        """Entries [T] -> their states [T, H]."""
+        return self.module.norm(self.module(token_ids, hidden, inputs, self.kv))
+
+
+class MultiMTPDrafter:
+    """A chain of k drafts from the first k modules of a checkpoint, coupled with the target's noise."""
+
+    name = "mtp"
+    needs = Needs(Hidden.FULL)
+    page_bytes = 0  # known once the engine's dtype is
+
+    def __init__(self, spec: SpeculativeConfig, checkpoint: MTPCheckpoint) -> None:
+        self.num_drafts = spec.num_speculative_tokens
+        self._checkpoint = checkpoint
+        self._depth = min(checkpoint.depth, self.num_drafts)  # modules beyond k would never draft
+
+    def bind(self, host: Host) -> None:
+        self._host, c = host, self._checkpoint.config
+        slots = host.slots.length.shape[0]
+        backend = host.attention(c.num_heads, c.num_kv_heads)
+        nothing = torch.empty(0, dtype=host.dtype, device=host.device)
+        self._stages = []
+        for i in range(self._depth):
+            module = self._checkpoint.load(host.target, i, _FromEntry(backend, since=i + 1), host.dtype)
+            hidden = nothing.new_zeros(slots, c.hidden_size)
+            self._stages.append(_Stage(module, hidden, (nothing, nothing), nothing))
+        linears = [m for stage in self._stages for m in stage.module.modules() if isinstance(m, Linear)]
+        for weight in {m.weight.shape: m.weight for m in linears}.values():
+            prove_exact(weight)  # a shape that fails runs through the exact kernel at every length
+        self._draft = torch.zeros((slots, 1), dtype=torch.int32, device=host.device)
+        keys = 2 * c.num_kv_heads * host.page_size * c.head_dim
+        self.page_bytes = self._depth * (keys + c.hidden_size) * host.dtype.itemsize
+
+    def allocate(self, num_pages: int) -> None:
+        c, host = self._checkpoint.config, self._host
+        shape = (2, num_pages, c.num_kv_heads, host.page_size, c.head_dim)
+        for stage in self._stages:
+            keys, values = torch.zeros(shape, dtype=host.dtype, device=host.device)
+            stage.kv = keys, values
+            stage.page_hidden = keys.new_zeros(num_pages, c.hidden_size)
+
+    def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
+        host, s, vocab = self._host, self._host.slots, self._checkpoint.config.vocab_size
+        drafts[:, :1].copy_(self._draft.index_select(0, slots))
+        hidden = self._stages[0].hidden.index_select(0, slots)[:, None]  # of what the next step's entries join
+        for step in range(1, self.num_drafts):
+            stage, width = self._stages[min(step, self._depth - 1)], hidden.shape[1]
+            token_ids, positions, kv_slots, kv_len = draft_inputs(
+                slots, drafts, s.history, s.length, s.limit, s.status, s.page_table, host.page_size, vocab,
+                step - width, width,
+            )  # fmt: skip
+            inputs = AttentionInputs(slots, positions, kv_slots, kv_len, s.page_table, width)
+            states = stage.run(token_ids, hidden.flatten(0, 1), inputs).view_as(hidden)
+            last = states[:, -1].contiguous()
+            drafts[:, step].copy_(host.pick(stage.module.lm_head(last), slots, step, None))
+            hidden = last[:, None]
+            if step + 1 < self._depth:
+                hidden = torch.cat((stage.hidden.index_select(0, slots)[:, None], states), dim=1)
+
+    def observe(self, verified: Verified) -> None:
+        assert verified.hidden is not None
+        s, slots, (rows, width) = self._host.slots, verified.slots, verified.picks.shape
+        new = catch_up(slots, verified.result, verified.picks, s.length, s.page_table, self._host.page_size)
+        hidden = verified.hidden
+        for stage in self._stages:
+            keep_rows(stage.page_hidden, new.pages, hidden)
+            inputs = AttentionInputs(slots, new.positions, new.kv_slots, new.kv_len, s.page_table, width)
+            states = stage.run(new.token_ids, hidden, inputs)
+            before = stage.hidden.index_select(0, slots)[:, None]
+            hidden = torch.cat((before, states.view(rows, width, -1)[:, :-1]), dim=1).flatten(0, 1)
+            keep_rows(stage.hidden, new.owners, states.index_select(0, new.last))
+        self._keep_draft(slots, new.owners)
+
+    def observe_prompt(self, prompt: PromptPass) -> None:
+        assert prompt.hidden is not None
+        s = self._host.slots
+        new = catch_up_extend(
+            prompt.slots, prompt.query_start, prompt.start, prompt.token_ids, prompt.next_ids, prompt.positions,
+            s.page_table, self._host.page_size,
+        )  # fmt: skip
+        before = _states_before(new, prompt.query_start)
+        hidden = torch.cat((self._stages[0].page_hidden.index_select(0, new.sources), prompt.hidden))
+        for stage, following in zip(self._stages, [*self._stages[1:], None], strict=True):
+            keep_rows(stage.page_hidden, new.pages, hidden[len(new.sources) :])
+            inputs = AttentionInputs(
+                new.slots, new.positions, new.kv_slots, new.kv_len, s.page_table, None, new.query_start
+            )
+            states = stage.run(new.token_ids, hidden, inputs)
+            if following is not None:
+                carried = stage.hidden.index_select(0, prompt.slots)
+                cached = following.page_hidden.index_select(0, new.sources)
+                hidden = torch.cat((states, carried, cached)).index_select(0, before)
+            keep_rows(stage.hidden, new.owners, states.index_select(0, new.last))
+        self._keep_draft(prompt.slots, new.owners)
+
+    def _keep_draft(self, slots: torch.Tensor, owners: torch.Tensor) -> None:
+        """Draft 0 of the next round, from module 0's states that were just kept."""
+        stage = self._stages[0]
+        logits = stage.module.lm_head(stage.hidden.index_select(0, slots))
+        keep_rows(self._draft, owners, self._host.pick(logits, slots, 0, None)[:, None])
+
+
+def _states_before(new: CatchUpExtend, query_start: torch.Tensor) -> torch.Tensor:
+    """Where the state before each entry of a prompt pass stands in [states [N], carried [E], cached [E]]: [N] int32.
+
+    Behind another entry of the row it is that one's; a row's leading entry goes on from its cached page, and the
+    first of its tokens from the leading entry, or without one from what the row's last chunk left.
+    """
+    entries, rows = new.positions.shape[0], new.sources.shape[0]
+    each = torch.arange(entries, dtype=torch.int32, device=query_start.device)
+    behind = torch.cat((each - 1, each[:1]))  # the spare place at the end is for rows without tokens
+    behind[:rows] = each[:rows] + entries + rows
+    leads = new.positions[:rows] >= 0
+    begins = (query_start[:-1] + rows).long()
+    return behind.index_copy(0, begins, torch.where(leads, each[:rows], each[:rows] + entries))[:entries]

@@ -1,0 +1,163 @@
+"""Any small language model as the drafter: it reads the committed tokens and writes on, k tokens a round.
+
+It shares nothing with the target but the vocabulary: its own family, sizes and KV cache, no hidden states.
+The cache is indexed by the target's page tables, so prefix hits bring the draft model's keys along. Loaded through
+the catalog; the engine calls it through the Drafter protocol.
+
+With n committed tokens, a round computes these positions of the draft model::
+
+    step 0      n-2  n-1     two, for after a fully accepted round n-2 was never computed
+    step j      n+j-1        the draft of step j-1
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.attention.base import AttentionInputs
+from unisono.drafters.base import Host, PromptPass, Verified
+from unisono.kernels import prove_exact
+from unisono.kernels.draft_inputs import draft_extend_inputs, draft_inputs
+from unisono.layers.linear import Linear
+from unisono.models.checkpoint import Checkpoint
+from unisono.models.config import DecoderConfig
+from unisono.models.loader import load_model
+from unisono.program import Needs
+from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
+
+logger = logging.getLogger(__name__)
+
+LOAD_FORMATS = ("auto", "dummy")
+OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
+
+
+class StandaloneDrafter:
+    """Speculative decoding with a draft model (Leviathan, Kalman, Matias, arXiv 2211.17192), drafts coupled.
+
+    ``spec.model`` is a checkpoint's directory or bundled name; option ``load_format="dummy"`` gives it random weights
+    (needs config.json only). Raises ConfigError for other options and for a vocabulary that is not the target's.
+    """
+
+    name = "standalone"
+    needs = Needs()
+    page_bytes = 0  # known once the engine's dtype is
+
+    def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
+        if spec.model is None:
+            raise ConfigError('a standalone drafter needs "model": the directory of a small checkpoint.')
+        self._load_format = _load_format(spec.options)
+        self.num_drafts = spec.num_speculative_tokens
+        self._checkpoint = Checkpoint.open(spec.model)
+        check_vocabulary(target, self._checkpoint)
+        self._shared_ids = min(target.vocab_size, self._checkpoint.config.vocab_size)  # the rest is padding
+
+    def bind(self, host: Host) -> None:
+        c = self._checkpoint.config
+        if host.max_model_len > c.max_positions:
+            logger.warning(
+                "The draft model in %s was trained for %d positions, the engine serves %d: beyond, its drafts will "
+                "seldom be accepted. Lower --max-model-len if no request is that long.",
+                self._checkpoint.path, c.max_positions, host.max_model_len,
+            )  # fmt: skip
+        self._host = host
+        self._model = load_model(
+            self._checkpoint,
+            backend=host.attention(c.num_heads, c.num_kv_heads),
+            dtype=host.dtype,
+            device=host.device,
+            max_positions=host.max_model_len,
+            load_format=self._load_format,
+        )
+        for weight in {m.weight.shape: m.weight for m in self._model.modules() if isinstance(m, Linear)}.values():
+            prove_exact(weight)  # a shape that fails runs through the exact kernel at every length
+        page = c.num_kv_heads * host.page_size * c.head_dim
+        self.page_bytes = 2 * c.num_layers * page * host.dtype.itemsize
+
+    def allocate(self, num_pages: int) -> None:
+        c, host = self._checkpoint.config, self._host
+        shape = (c.num_layers, 2, num_pages, c.num_kv_heads, host.page_size, c.head_dim)
+        self._kv = [(k, v) for k, v in torch.zeros(shape, dtype=host.dtype, device=host.device)]
+
+    def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
+        host, s, vocab = self._host, self._host.slots, self._checkpoint.config.vocab_size
+        for step in range(self.num_drafts):
+            first, width = (step - 1, 1) if step else (-2, 2)
+            token_ids, positions, kv_slots, kv_len = draft_inputs(
+                slots, drafts, s.history, s.length, s.limit, s.status, s.page_table, host.page_size, vocab, first, width
+            )
+            inputs = AttentionInputs(slots, positions, kv_slots, kv_len, s.page_table, width)
+            hidden, _ = self._model(token_ids, inputs, self._kv)
+            newest = hidden.view(-1, width, hidden.shape[1])[:, -1].contiguous()
+            logits = self._model.logits(newest)[:, : self._shared_ids]
+            drafts[:, step].copy_(host.pick(logits, slots, step, None))
+
+    def observe(self, verified: Verified) -> None:
+        """Nothing: the next round begins with what this one left out."""
+
+    def observe_prompt(self, prompt: PromptPass) -> None:
+        """Keys and values of the pass, and of the token before each chunk: a cached page may lack its last one."""
+        host, s = self._host, self._host.slots
+        token_ids, positions, kv_slots, kv_len, query_start = draft_extend_inputs(
+            prompt.slots, prompt.query_start, prompt.start, s.history, s.page_table, host.page_size,
+            self._checkpoint.config.vocab_size, prompt.token_ids.shape[0],
+        )  # fmt: skip
+        inputs = AttentionInputs(prompt.slots, positions, kv_slots, kv_len, s.page_table, None, query_start)
+        self._model(token_ids, inputs, self._kv)
+
+
+def _load_format(options: Mapping[str, Any]) -> Any:
+    unknown = sorted(options.keys() - {"load_format"})
+    if unknown:
+        raise ConfigError(f"a standalone drafter has no option {unknown[0]!r}; its only one is load_format.")
+    load_format = options.get("load_format", "auto")
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"load_format={load_format!r} of the draft model: choose one of {', '.join(LOAD_FORMATS)}.")
+    return load_format
+
+
+def check_vocabulary(target: DecoderConfig, draft: Checkpoint) -> None:
+    """Raise ConfigError unless both models mean the same string by every token id.
+
+    The sizes may differ by ids that no tokenizer makes. Without a tokenizer on either side they must be equal.
+    """
+    known = _strings(Path(target.hf_config.name_or_path), target.vocab_size)
+    drafted = _strings(draft.path, draft.config.vocab_size)
+    advice = "Give a draft model with the target's own tokenizer."
+    if known is None or drafted is None:
+        if target.vocab_size != draft.config.vocab_size:
+            raise ConfigError(
+                f"the draft model in {draft.path} has {draft.config.vocab_size} token ids, the target "
+                f"{target.vocab_size}, and without a tokenizer in both they can't be mapped. {advice}"
+            )
+        return
+    wrong = sorted(i for i in known.keys() | drafted.keys() if known.get(i) != drafted.get(i))
+    if wrong:
+        theirs, ours = drafted.get(wrong[0]), known.get(wrong[0])
+        raise ConfigError(
+            f"the draft model in {draft.path} has another vocabulary than the target: token id {wrong[0]} is "
+            f"{theirs!r} there and {ours!r} here, and {len(wrong) - 1} more ids differ. {advice}"
+        )
+
+
+def _strings(directory: Path, vocab_size: int) -> dict[int, str] | None:
+    """The string of every token id that a model of this size knows; None without a tokenizer."""
+    file = directory / "tokenizer.json"
+    try:
+        if file.is_file():  # as it stands: transformers adds tokens of its own to some families'
+            from tokenizers import Tokenizer
+
+            vocabulary = Tokenizer.from_file(str(file)).get_vocab()
+        elif any((directory / name).is_file() for name in OTHER_TOKENIZERS):
+            from transformers import AutoTokenizer  # slow to import
+
+            vocabulary = AutoTokenizer.from_pretrained(str(directory), local_files_only=True).get_vocab()
+        else:
+            return None
+    except Exception as error:  # both raise anything from KeyError to a bare Exception here
+        raise CheckpointError(f"The tokenizer in {directory} cannot be loaded: {error}") from error
+    return {i: string for string, i in vocabulary.items() if i < vocab_size}

@@ -1,0 +1,425 @@
+"""Draft heads on disk: the layouts of EAGLE-1/2, EAGLE-3 and vLLM's speculators, read and checked against a target.
+
+Owns what a head's config.json says, what its tensors are called, and every way in which it can fail to fit: a head
+wired wrongly yields correct text and useless drafts, so what does not fit is an error and what was inferred is
+logged. Formats: https://github.com/SafeAILab/EAGLE (EAGLE, EAGLE-3 original), SGLang's ``LlamaForCausalLMEagle3``,
+https://github.com/vllm-project/speculators. Drafters call it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from unisono import catalog
+from unisono.attention.base import AttentionBackend
+from unisono.layers.embedding import Embedding
+from unisono.layers.linear import Linear
+from unisono.layers.norm import RMSNorm
+from unisono.models.checkpoint import _find_directory, _read_json, read_tensors
+from unisono.models.config import DecoderConfig
+from unisono.models.decoder import Decoder
+from unisono.models.draft import DraftConfig, Eagle3Head, EagleHead
+from unisono.models.loader import DUMMY_STD, IGNORED, shards, stream
+from unisono.models.qwen3 import QWEN3
+from unisono.types import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""The family that reads a head's layer, by ``model_type``."""
+
+PICKLED = "pytorch_model.bin"
+EMBED, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+CONVENTIONS = ("auto", "input", "output")
+"""What ``eagle_aux_hidden_state_layer_ids`` may number: inputs of layers, or outputs."""
+
+_NAMES = {
+    **{
+        ours.replace("layers.*.", "layer."): theirs.removeprefix("model.").replace("layers.*", "layers.0")
+        for ours, theirs in QWEN3.names.items()
+    },
+    **{name: name for name in ("fc", "input_norm")},
+    "layer.hidden_norm": "layers.0.hidden_norm",
+}
+"""Module of a head -> module of a checkpoint, by speculators' names; the original's ``midlayer`` is ``layers.0``."""
+
+Head = EagleHead | Eagle3Head
+
+
+@dataclass(frozen=True)
+class DraftCheckpoint:
+    """A head's directory, opened and found to fit its target. Made by :func:`open_eagle` and :func:`open_eagle3`.
+
+    tensors: by speculators' names, on the CPU, mapped from their files; None builds random weights. ids [V'] int32:
+    the target's token of each draft token; None where they are the same.
+    """
+
+    path: Path
+    kind: type[Head]
+    config: DraftConfig
+    tied: bool
+    tensors: Mapping[str, torch.Tensor] | None = field(repr=False)
+    ids: torch.Tensor | None = field(repr=False)
+
+    @property
+    def own_embed(self) -> bool:
+        if self.tensors is not None:
+            return EMBED in self.tensors
+        return self.config.layer.hidden_size != self.config.target_hidden
+
+    @property
+    def own_head(self) -> bool:
+        if self.tensors is not None:
+            return LM_HEAD in self.tensors
+        return self.own_embed or self.config.draft_vocab != self.config.layer.vocab_size
+
+    def build(
+        self,
+        target: Decoder,
+        backend: AttentionBackend,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> Head:
+        """The head on ``device`` in ``dtype``; it shares the target's embedding and LM head where it has none."""
+        head = self._blank(backend, max_positions, dtype, device)
+        if self.tensors is None:
+            self._fill_randomly(head)
+        else:
+            for name, parameter in self._targets(head).items():
+                parameter.copy_(self.tensors[name])
+        if not self.own_embed or torch.equal(head.embed.weight, target.embed.weight):
+            head.embed = target.embed
+        if not self.own_head and self.tied:
+            head.lm_head.weight = head.embed.weight
+        elif not self.own_head or torch.equal(head.lm_head.weight, target.lm_head.weight):
+            head.lm_head = target.lm_head
+        head.ids = None if self.ids is None else self.ids.to(device)
+        return head.eval()
+
+    def check(self) -> None:
+        """Compare the tensors with what the config asks for. Raises CheckpointError naming the first that differs."""
+        layer, file = self.config.layer, self.path
+        if layer.hidden_size != self.config.target_hidden and not (self.own_embed and self.own_head):
+            raise CheckpointError(
+                f"{file}: the head's hidden size is {layer.hidden_size}, the target's {self.config.target_hidden}: it "
+                f"needs {EMBED} and {LM_HEAD} of its own, for the target's do not fit."
+            )
+        if not self.own_head and self.config.draft_vocab != layer.vocab_size:
+            raise CheckpointError(
+                f"{file}: tensor {LM_HEAD} is missing: draft_vocab_size is {self.config.draft_vocab}, so the target's "
+                f"LM head of {layer.vocab_size} tokens cannot stand in for it."
+            )
+        if self.tensors is not None:
+            blank = self._blank(cast(AttentionBackend, None), 1, torch.float32, "meta")  # measured, never run
+            _compare(self.tensors, self._targets(blank), file)
+
+    def _blank(
+        self, backend: AttentionBackend, max_positions: int, dtype: torch.dtype, device: torch.device | str
+    ) -> Head:
+        """The head, uninitialised; an embedding and an LM head that it is to share take no memory."""
+        layer = self.config.layer
+        embed = Embedding(layer.vocab_size, layer.hidden_size, dtype, device if self.own_embed else "meta")
+        lm_head = Linear(layer.hidden_size, self.config.draft_vocab, False, dtype, device if self.own_head else "meta")
+        return self.kind(self.config, embed, lm_head, backend, max_positions, dtype, device)
+
+    def _targets(self, head: Head) -> dict[str, torch.Tensor]:
+        """A checkpoint's tensor names -> the parameters, or rows of one, that they fill."""
+        shared = {EMBED: not self.own_embed, LM_HEAD: not self.own_head}
+        targets = {f"{_NAMES.get(module, module)}.{kind}": parameter for module, kind, parameter in shards(head)}
+        return {name: parameter for name, parameter in targets.items() if not shared.get(name, False)}
+
+    def _fill_randomly(self, head: Head) -> None:
+        generator = torch.Generator(head.fc.weight.device).manual_seed(0)
+        for module in head.modules():
+            if not isinstance(module, RMSNorm):  # norms are born as ones
+                for parameter in module.parameters(recurse=False):
+                    if not parameter.is_meta:
+                        parameter.normal_(0, DUMMY_STD, generator=generator)
+
+
+# ---- opening ----------------------------------------------------------------------------------------
+
+
+def open_eagle(path: str | Path, target: DecoderConfig, *, dummy: bool = False) -> DraftCheckpoint:
+    """An EAGLE or EAGLE-2 head for ``target``. ``dummy`` needs config.json only and draws random weights.
+
+    Raises CheckpointError naming what is missing, broken or does not fit.
+    """
+    directory = _find_directory(path)
+    raw = _read_json(directory / "config.json")
+    if "speculators_model_type" in raw:
+        raise CheckpointError(
+            f"{directory}: a speculators head of type {raw['speculators_model_type']!r} is not read by the method "
+            "eagle. An EAGLE-3 head goes with the method eagle3."
+        )
+    layer = _layer_config(raw, raw, target, directory)
+    tensors = None if dummy else _tensors(directory)
+    if tensors is not None and "layers.0.hidden_norm.weight" in tensors:
+        raise CheckpointError(f"{directory} is an EAGLE-3 head (it has a hidden_norm): give the method eagle3.")
+    config = DraftConfig(
+        layer=layer,
+        target_hidden=_target_hidden(raw, layer, target, directory),
+        draft_vocab=target.vocab_size,
+        fc_bias=tensors is not None and "fc.bias" in tensors,
+        input_norm=tensors is not None and "layers.0.input_layernorm.weight" in tensors,
+    )
+    if layer.hidden_size != config.target_hidden:
+        raise CheckpointError(
+            f"{directory}: the head's hidden size is {layer.hidden_size}, the target's {config.target_hidden}; an "
+            "EAGLE-1 head reads and predicts the target's hidden states, so they must be equal."
+        )
+    opened = DraftCheckpoint(directory, EagleHead, config, _tied(raw), tensors, None)
+    opened.check()
+    return opened
+
+
+def open_eagle3(
+    path: str | Path, target: DecoderConfig, *, dummy: bool = False, convention: str = "auto"
+) -> DraftCheckpoint:
+    """An EAGLE-3 head for ``target``, in the original's, SGLang's or speculators' layout.
+
+    dummy: needs config.json only and draws random weights. convention: what the layer ids number, one of CONVENTIONS.
+    A speculators head that is silent on ``norm_before_residual`` has it, as in vLLM. Raises CheckpointError naming what
+    is missing, broken or does not fit. Logs which layers it reads and why.
+    """
+    directory = _find_directory(path)
+    raw = _read_json(directory / "config.json")
+    fields, settings = _eagle3_settings(raw, directory)
+    speculators = fields is not raw
+    layer = _layer_config(fields, raw, target, directory)
+    tensors = None if dummy else _tensors(directory)
+    if tensors is not None and "layers.0.hidden_norm.weight" not in tensors:
+        raise CheckpointError(
+            f"{directory} is no EAGLE-3 head: tensor layers.0.hidden_norm.weight (midlayer.hidden_norm.weight) is "
+            "missing. An EAGLE-1 head goes with the method eagle."
+        )
+    draft_vocab = settings.get("draft_vocab_size") or target.vocab_size
+    if not isinstance(draft_vocab, int) or not 1 <= draft_vocab <= target.vocab_size:
+        raise CheckpointError(
+            f"{directory}: draft_vocab_size={draft_vocab!r}: it must be from 1 to the target's {target.vocab_size}."
+        )
+    config = DraftConfig(
+        layer=layer,
+        target_hidden=_target_hidden(settings, layer, target, directory),
+        draft_vocab=draft_vocab,
+        fc_bias=tensors is not None and "fc.bias" in tensors,
+        aux_layers=_aux_layers(settings, speculators, target.num_layers, convention, directory),
+        norm_before_residual=bool(settings.get("norm_before_residual", speculators)),
+        **{name: bool(settings.get(name, False)) for name in ("norm_before_fc", "fc_norm", "norm_output")},
+    )
+    if config.norm_before_fc and config.fc_norm:
+        raise CheckpointError(f"{directory}: norm_before_fc and fc_norm exclude each other; config.json has both.")
+    ids = _target_ids(tensors, draft_vocab, target.vocab_size, directory)
+    opened = DraftCheckpoint(directory, Eagle3Head, config, _tied(fields), tensors, ids)
+    opened.check()
+    return opened
+
+
+def _eagle3_settings(raw: dict[str, Any], directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(fields of the transformer layer, the head's own settings) of either layout."""
+    kind = raw.get("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        raise CheckpointError(f"{directory}: speculators_model_type={kind!r} is not supported; 'eagle3' is.")
+    if "mask_token_id" in raw:
+        raise CheckpointError(f"{directory} is a P-EAGLE head (it has a mask_token_id), which is not supported.")
+    nested = raw.get("eagle_config") or {}
+    if nested.get("use_aux_hidden_state", True) is False:
+        raise CheckpointError(
+            f"{directory}: eagle_config.use_aux_hidden_state is false; only heads that read several layers are read."
+        )
+    fields = raw.get("transformer_layer_config") if "speculators_model_type" in raw else raw
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{directory / 'config.json'} has no transformer_layer_config.")
+    return fields, {**nested, **raw}
+
+
+def _layer_config(
+    fields: Mapping[str, Any], raw: Mapping[str, Any], target: DecoderConfig, directory: Path
+) -> DecoderConfig:
+    """The head's decoder layer, read as the family of its ``model_type`` reads its own."""
+    from transformers import AutoConfig  # 1.5 s to import
+
+    model_type = fields.get("model_type", "llama")
+    if model_type not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{directory}: a head with layers of model_type {model_type!r} is not supported. Supported: "
+            f"{', '.join(sorted(ARCHITECTURES))}."
+        )
+    try:
+        hf_config = AutoConfig.for_model(model_type, **{k: v for k, v in fields.items() if k != "model_type"})
+        hf_config.architectures = raw.get("architectures") or ["draft head"]
+        config = catalog.models.load(ARCHITECTURES[model_type]).read(hf_config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory}: {error}") from None
+    except Exception as error:  # transformers validates with many exception types
+        raise CheckpointError(f"{directory / 'config.json'} is not a valid config: {error}") from error
+    if config.num_layers != 1:
+        raise CheckpointError(f"{directory}: a head of {config.num_layers} layers is not supported; one layer is.")
+    if config.vocab_size != target.vocab_size:
+        raise CheckpointError(
+            f"{directory}: the head's vocab_size is {config.vocab_size}, the target's {target.vocab_size}: it was made "
+            "for another target."
+        )
+    return dataclasses.replace(config, qkv_bias=config.qkv_bias or bool(fields.get("qkv_bias")), tie_embeddings=False)
+
+
+def _tied(fields: Mapping[str, Any]) -> bool:
+    return bool(fields.get("tie_word_embeddings", False))
+
+
+def _target_hidden(settings: Mapping[str, Any], layer: DecoderConfig, target: DecoderConfig, directory: Path) -> int:
+    size = settings.get("target_hidden_size") or layer.hidden_size
+    if size != target.hidden_size:
+        raise CheckpointError(
+            f"{directory}: the head reads hidden states of size {size}, the target's have {target.hidden_size}: it was "
+            "made for another target."
+        )
+    return size
+
+
+# ---- layers -----------------------------------------------------------------------------------------
+
+
+def _aux_layers(
+    settings: Mapping[str, Any], speculators: bool, num_layers: int, convention: str, directory: Path
+) -> tuple[int, ...]:
+    """The layers whose inputs the head reads; logs the choice."""
+    given = settings.get("eagle_aux_hidden_state_layer_ids")
+    layers: tuple[int, ...] = (2, num_layers // 2, num_layers - 3)
+    why, sure = "the default, config.json names none", True
+    if not given:
+        if min(layers) < 0:
+            raise CheckpointError(
+                f"{directory}: config.json has no eagle_aux_hidden_state_layer_ids, and the default {list(layers)} "
+                f"does not fit a target of {num_layers} layers. Name the layers."
+            )
+    else:
+        if not isinstance(given, list) or not all(isinstance(i, int) and i >= 0 for i in given):
+            raise CheckpointError(f"{directory}: eagle_aux_hidden_state_layer_ids={given!r} must list layer numbers.")
+        layers, why, sure = infer_aux_layers(given, num_layers, convention, speculators)
+    if max(layers) > num_layers:
+        raise CheckpointError(
+            f"{directory}: eagle_aux_hidden_state_layer_ids={given} name the inputs of layers {list(layers)} ({why}); "
+            f"the target has {num_layers} layers."
+        )
+    message = "%s reads the inputs of the target's layers %s: %s."
+    if sure:
+        logger.info(message, directory, list(layers), why)
+    else:
+        message += ' If acceptance is low, set "aux_layers" to "input" or "output" in the speculative config.'
+        logger.warning(message, directory, list(layers), why)
+    return layers
+
+
+def infer_aux_layers(
+    given: Sequence[int], num_layers: int, convention: str = "auto", speculators: bool = False
+) -> tuple[tuple[int, ...], str, bool]:
+    """Two conventions share one field: ids of layers whose *inputs* are read, or whose *outputs* are.
+
+    The output of layer X is the input of layer X + 1. Trainers start at the same place, which one names 1 and the
+    other 2; a list that has the number of layers can only name inputs. Returns (the layers whose inputs are
+    read, how that was inferred, whether it is beyond doubt).
+    """
+    inputs, outputs = tuple(given), tuple(i + 1 for i in given)
+    if convention != "auto":
+        return (inputs if convention == "input" else outputs), f"set in the speculative config ({convention})", True
+    if max(given) >= num_layers:
+        return inputs, f"{list(given)} can only name inputs, for the last output is that of {num_layers - 1}", True
+    if given[0] == 1:
+        why = f"{list(given)} starts at 1, so it names outputs"
+        return outputs, f"{why}, though speculators' own convention is inputs" if speculators else why, not speculators
+    if given[0] == 2 or speculators:
+        return inputs, f"{list(given)} names inputs" + (" (it starts at 2)" if given[0] == 2 else ""), True
+    return inputs, f"{list(given)} starts at neither 1 nor 2; taken to name inputs, it may name outputs", False
+
+
+# ---- tensors ----------------------------------------------------------------------------------------
+
+
+def _tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor by its speculators name, mapped into memory from safetensors or the original's pickle."""
+    pickled = directory / PICKLED
+    if pickled.exists() and not any(directory.glob("*.safetensors*")):
+        try:
+            stored = torch.load(pickled, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+            raise CheckpointError(f"{pickled} cannot be read: {error}. Download it again.") from None
+    else:
+        infos = read_tensors(directory)
+        stored = dict(stream(infos, infos, torch.device("cpu")))
+    return {_speculators_name(name): tensor for name, tensor in stored.items() if not IGNORED.search(name)}
+
+
+def _speculators_name(name: str) -> str:
+    return re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
+
+
+def _compare(tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Raise CheckpointError unless every target has a tensor of its shape and every tensor a target."""
+    missing = [name for name in targets if name not in tensors]
+    if missing:
+        raise CheckpointError(
+            f"{directory}: tensor {missing[0]} {list(targets[missing[0]].shape)} is missing, and {len(missing) - 1} "
+            f"more of the {len(targets)} that config.json asks for."
+        )
+    for name, tensor in tensors.items():
+        if name in ("d2t", "t2d"):
+            continue
+        if name not in targets:
+            raise CheckpointError(
+                f"{directory}: tensor {name} {list(tensor.shape)} is unexpected: a head with this config.json has no "
+                "place for it."
+            )
+        if tensor.shape != targets[name].shape:
+            raise CheckpointError(
+                f"{directory}: tensor {name} has shape {list(tensor.shape)}; config.json and the target ask for "
+                f"{list(targets[name].shape)}."
+            )
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{directory}: tensor {name} has dtype {tensor.dtype}; weights are floating point.")
+
+
+def _target_ids(
+    tensors: Mapping[str, torch.Tensor] | None, draft_vocab: int, vocab: int, directory: Path
+) -> torch.Tensor | None:
+    """The target's token of each draft token, ``i + d2t[i]``: [V'] int32, strictly ascending. None: the same."""
+    each = torch.arange(draft_vocab)
+    if tensors is None:
+        return None if draft_vocab == vocab else (each * vocab // draft_vocab).int()
+    if "d2t" not in tensors:
+        if draft_vocab == vocab:
+            return None
+        raise CheckpointError(
+            f"{directory}: tensor d2t is missing: it must say which of the target's {vocab} tokens each of the "
+            f"{draft_vocab} draft tokens is."
+        )
+    offsets = tensors["d2t"]
+    if offsets.shape != each.shape or offsets.is_floating_point():
+        raise CheckpointError(
+            f"{directory}: tensor d2t is {list(offsets.shape)} of {offsets.dtype}; it must be [{draft_vocab}] integers."
+        )
+    ids = each + offsets.long()
+    if not bool((ids.diff() > 0).all()) or not 0 <= int(ids[0]) <= int(ids[-1]) < vocab:
+        raise CheckpointError(
+            f"{directory}: d2t does not map: i + d2t[i] must ascend from 0 or more to less than the target's {vocab} "
+            f"tokens, and goes from {int(ids[0])} to {int(ids[-1])}. d2t holds offsets, not token ids."
+        )
+    known = tensors.get("t2d")
+    if known is not None and (known.shape != (vocab,) or not torch.equal(known.nonzero()[:, 0], ids)):
+        raise CheckpointError(f"{directory}: t2d and d2t name different draft tokens; the head is damaged.")
+    return None if draft_vocab == vocab else ids.int()
