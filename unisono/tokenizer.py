@@ -289,7 +289,7 @@ class _StopStrings:
         old, text = len(self._held), self._held + text
         hits = []
         for stop in self._stops if may_stop else ():
-            start = text.find(stop, 0)  # one that ended before was not allowed to stop
+            start = text.find(stop, max(0, old - len(stop) + 1))  # one that ended before was not allowed to stop
             if start >= 0:
                 hits.append((start + len(stop), start, stop))
         if hits:

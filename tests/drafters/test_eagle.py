@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.drafters.ledger import Entry, acceptance, assert_every_draft_accepted, play
 from tests.drafters.make_heads import Weights, layer_fields, make_eagle, random_weights, write
-from tests.engine.helpers import engine, mixed_params, prompts, tokens
+from tests.engine import helpers
+from tests.engine.helpers import mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
 from tests.models.make_mtp import options
 from unisono.llm import LLM
@@ -26,6 +27,11 @@ from unisono.models.draft import Eagle3Head, EagleHead
 from unisono.types import CheckpointError, ConfigError, SamplingParams, SpeculativeConfig
 
 TAG, WRONG = 0, 1  # dimensions that no logit reads
+
+
+def engine(path: Path, **flags: Any) -> LLM:
+    """In float32 on a GPU too: these heads are right by exact arithmetic."""
+    return helpers.engine(path, dtype="float32", **flags)
 
 
 def spec(method: str, head: Path, k: int, **options: Any) -> SpeculativeConfig:

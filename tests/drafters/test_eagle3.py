@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.drafters.make_heads import Head, make_eagle, make_eagle3, make_speculators, reference
 from tests.drafters.watch import Seen, Watch
-from tests.engine.helpers import engine, mixed_params, prompts, tokens
+from tests.engine import helpers
+from tests.engine.helpers import mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
+from unisono.llm import LLM
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.draft import Eagle3Head
@@ -21,6 +24,11 @@ from unisono.types import SamplingParams, SpeculativeConfig
 
 LAYERS = 5
 GREEDY = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
+
+
+def engine(path: Path, **flags: Any) -> LLM:
+    """In float32 on a GPU too, to compare closely."""
+    return helpers.engine(path, dtype="float32", **flags)
 
 
 @dataclass

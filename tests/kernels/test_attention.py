@@ -73,7 +73,8 @@ class Requests:
         caches = (self.k_cache, self.v_cache, self.table)
         args = (q, *caches, self._int32(positions), *planned, partials, self.scale, self.window, self.first)
         out = attend(*args)
-        assert torch.equal(out, attend(*args)), "the plan does not serve a second layer"
+        if partials:
+            assert torch.equal(out, attend(*args)), "the plan does not serve a second layer"
         return out.view(-1, self.heads, self.dim).cpu()
 
     def round(self, ends, width, programs=ALWAYS_CUT, partials=64) -> torch.Tensor:
@@ -181,13 +182,13 @@ def test_keys_below_first_are_invisible(triton, first, window, assert_close):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("window", [0, 100])
 def test_chunks_have_the_bits_of_one_pass(triton, window):
-    case = Requests([310, 70], triton, window=window)
-    spans = [(0, 200, 310), (1, 0, 70)]
-    want = case.extend(spans)
-    assert torch.equal(case.extend(spans[::-1]), torch.cat([want[110:], want[:110]]))
-    cuts = [(0, 200, 201), (0, 201, 256), (0, 256, 300), (0, 300, 310), (1, 0, 33), (1, 33, 70)]
-    assert torch.equal(torch.cat([case.extend([cut]) for cut in cuts]), want)
-    assert torch.equal(case.extend([cuts[1], cuts[5]], padding=3)[:-3], torch.cat([want[1:56], want[143:]]))
+    case = Requests([310, 40], triton, window=window)
+    spans = [(0, 230, 310), (1, 0, 40)]
+    want = case.extend(spans, 32)
+    assert torch.equal(case.extend(spans[::-1], 32), torch.cat([want[80:], want[:80]]))
+    cuts = [(0, 230, 231), (0, 231, 256), (0, 256, 300), (0, 300, 310), (1, 0, 13), (1, 13, 40)]
+    assert torch.equal(torch.cat([case.extend([cut], 32) for cut in cuts]), want)
+    assert torch.equal(case.extend([cuts[1], cuts[5]], 32, padding=3)[:-3], torch.cat([want[1:26], want[93:]]))
 
 
 def test_twin_bits_do_not_depend_on_the_batch():
@@ -205,7 +206,7 @@ def test_twin_bits_do_not_depend_on_the_batch():
 def test_short_chunks_are_cut_along_kv(triton, window):
     """A few tokens behind a long prefix: whole, cut, or as the workspace allows, alone or with company."""
     case = Requests([1100, 300], triton, window=window)
-    spans = [(0, 1083, 1100), (1, 290, 300)]
+    spans = [(0, 1083, 1100), (1, 296, 300)]
     want = case.extend(spans)
     for programs, partials in ((ALWAYS_CUT, 64), (20, 64), (ALWAYS_CUT, 16), (20, 3)):
         assert torch.equal(case.extend(spans, 8, 0, programs, partials), want)

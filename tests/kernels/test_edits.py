@@ -50,7 +50,8 @@ def rows() -> list[Row]:
 
     asked = [{name: value} for name, value in EVERYTHING.items()] + [{}, EVERYTHING, EVERYTHING]
     words = [()] * len(EVERYTHING) + [WORDS, WORDS, ()]
-    whole = [Row(ids(4 + i), ids(7 * i % 10), params, w) for i, (params, w) in enumerate(zip(asked, words, strict=True))]
+    pairs = enumerate(zip(asked, words, strict=True))
+    whole = [Row(ids(4 + i), ids(7 * i % 10), params, w) for i, (params, w) in pairs]
     ends = [Row([1, 2], [3], {}, WORDS), Row([9], [1, 2, 3], {}, WORDS), Row([1, 2, 3], [], {}, WORDS)]
     silent = [Row([1], [2], {}), Row([1], [2], EVERYTHING, WORDS, status=4)]
     return [replace(row, drafts=(3, 9, int(i % 5), -1)) for i, row in enumerate(whole + ends + silent)]

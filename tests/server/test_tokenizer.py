@@ -149,3 +149,31 @@ def test_chat_template(model_dir: Path) -> None:
     tokenizer.backend.chat_template = None
     with pytest.raises(BadRequest, match="no chat template"):
         tokenizer.apply_chat_template(messages)
+
+
+@pytest.mark.parametrize(
+    ("minimum", "text", "tokens"), [(0, "x", 3), (2, "x", 3), (3, "xabx", 6), (5, "xabx", 6), (6, "xabxaby", 7)]
+)
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_must_end_behind_the_first_tokens(
+    bytes_: Tokenizer, minimum: int, text: str, tokens: int, include: bool
+) -> None:
+    """One that began before may end it. Another that goes on like it keeps it held back, and does not revive it."""
+    ids = [i for letter in "xabxaby" for i in bytes_.encode(letter)]
+    detokenizer = Detokenizer(bytes_, ("ab", "abQ"), min_tokens=minimum, include_stop=include)
+    got = "".join(detokenizer.feed([i]) for i in ids) + detokenizer.feed([], FinishReason.LENGTH)
+    stopped = detokenizer.stop_string is not None
+    assert got == text + ("ab" if include and stopped else "")
+    assert detokenizer.num_tokens == tokens
+    assert stopped == (minimum < 6)
+
+
+def test_bad_words_are_spelt_alone_and_after_a_space(bytes_: Tokenizer) -> None:
+    encode = bytes_.encode
+    alone, spaced = tuple(encode("the")), tuple(encode(" the"))
+    found = bytes_.bad_words(("the", " the", "#"))
+    assert found[0] == alone
+    assert (spaced in found) == (len(spaced) == len(alone) and spaced[0] != alone[0])
+    assert tuple(encode("#")) in found
+    assert len(set(found)) == len(found)
+    assert bytes_.bad_words(()) == ()

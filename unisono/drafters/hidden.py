@@ -106,6 +106,11 @@ class HiddenDrafter:
         for weight in {m.weight.shape: m.weight for m in self.module.modules() if isinstance(m, Linear)}.values():
             prove_exact(weight)  # a shape that fails runs through the exact kernel at every length
         c = self.module.config
+        if host.max_model_len > c.max_positions:
+            logger.warning(
+                "The %s head was made for %d positions, the engine serves %d: beyond, its drafts will seldom be accepted.",
+                self.name, c.max_positions, host.max_model_len,
+            )  # fmt: skip
         slots = host.slots.length.shape[0]
         self._hidden = torch.zeros((slots, c.hidden_size), dtype=host.dtype, device=host.device)
         self._draft = torch.zeros((slots, 1), dtype=torch.int32, device=host.device)

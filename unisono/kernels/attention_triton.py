@@ -225,8 +225,7 @@ def attention_kernel(
         if partial < 0:
             _store(out_ptr, index, position, in_use, z, acc, HEAD_DIM, DIM, FIRST)
         elif CUT:
-            if end > begin:
-                _keep(workspace, (end - 1) // SPLIT, m, z, acc, HEAD_DIM)
+            _keep(workspace, end_split - 1, m, z, acc, HEAD_DIM)
             tl.debug_barrier()  # all of the program's stores come before its arrival
             arrived = arrivals_ptr + (counter * TOKENS + part) * KV_HEADS + head
             mine, splits = end_split - first_split, (length + SPLIT - 1) // SPLIT

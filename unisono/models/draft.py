@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from unisono.attention.base import AttentionBackend, AttentionInputs
+from unisono.kernels.join import join_norms
 from unisono.layers.embedding import Embedding
 from unisono.layers.linear import Linear, QKVLinear
 from unisono.layers.mlp import GatedMLP
@@ -146,11 +147,17 @@ class _WideLayer(nn.Module):
         self.mlp = GatedMLP(hidden, layer.intermediate_size, layer.mlp_bias, dtype, device)
 
     def forward(
-        self, embedding: torch.Tensor, hidden: torch.Tensor, cos_sin: torch.Tensor, inputs: AttentionInputs, kv: KV
+        self,
+        token_ids: torch.Tensor,
+        embed: Embedding,
+        hidden: torch.Tensor,
+        cos_sin: torch.Tensor,
+        inputs: AttentionInputs,
+        kv: KV,
     ) -> torch.Tensor:
-        normed = self.hidden_norm(hidden)
-        x = torch.cat((self.attention_norm(embedding), normed), dim=1)
-        residual = normed if self.norm_before_residual else hidden
+        weights = self.attention_norm.weight, self.hidden_norm.weight
+        x = join_norms(token_ids, embed.weight, hidden, *weights, self.hidden_norm.eps)
+        residual = x[:, hidden.shape[1] :] if self.norm_before_residual else hidden
         x = self.attention(x, residual, cos_sin, inputs, *kv)
         return self.mlp(self.mlp_norm(x), x)
 
@@ -194,7 +201,7 @@ class Eagle3Head(DraftHead):
     def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, kv: KV) -> torch.Tensor:
         """token_ids [T] i32, hidden [T, H] of the positions before -> [T, H]."""
         self.backend.plan(inputs)
-        return self.layer(self.embed(token_ids), hidden, self.cos_sin, inputs, kv)
+        return self.layer(token_ids, self.embed, hidden, self.cos_sin, inputs, kv)
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """out [R, H] -> (hidden state for the next step [R, H], logits [R, V'])."""

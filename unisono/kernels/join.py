@@ -1,0 +1,91 @@
+"""What a draft module reads of a token: its normed embedding beside a normed hidden state. Owns the ``join_norms`` op.
+
+One launch for what would be a gather, two norms and a concatenation, with the bits of ``rms_norm``. Draft heads call it.
+
+Shapes: T tokens, V vocabulary, H features.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.norm import _warps, rms_norm_cpu
+
+
+@triton.jit
+def _join_norms_kernel(
+    token_ids, table, hidden, table_weight, hidden_weight, out, eps, H, BLOCK_H: tl.constexpr
+):  # fmt: skip
+    row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    x, weight = hidden + row * H, hidden_weight
+    if half == 0:
+        x, weight = table + tl.load(token_ids + row).to(tl.int64) * H, table_weight
+    cols = tl.arange(0, BLOCK_H)
+    inside = cols < H
+    value = tl.load(x + cols, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / H + eps)
+    w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    normed = (value * scale).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + (2 * row + half) * H + cols, (normed * w).to(out.dtype.element_ty), mask=inside)
+
+
+def launch_join_norms(
+    token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
+) -> Tensor:
+    """Triton implementation of :func:`join_norms`."""
+    tokens, size = hidden.shape
+    out = hidden.new_empty(tokens, 2 * size)
+    block = triton.next_power_of_2(size)
+    _join_norms_kernel[(tokens, 2)](
+        token_ids, table, hidden.contiguous(), table_weight, hidden_weight, out, eps, size,
+        BLOCK_H=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return out
+
+
+def join_norms_cpu(
+    token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
+) -> Tensor:
+    """CPU twin of :func:`join_norms`."""
+    embedding = table[token_ids.long()]
+    return torch.cat((rms_norm_cpu(embedding, table_weight, eps), rms_norm_cpu(hidden, hidden_weight, eps)), 1)
+
+
+def _join_norms_meta(
+    token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
+) -> Tensor:
+    return hidden.new_empty(hidden.shape[0], 2 * hidden.shape[1])
+
+
+define(
+    "join_norms(Tensor token_ids, Tensor table, Tensor hidden, Tensor table_weight, Tensor hidden_weight, float eps)"
+    " -> Tensor"
+)
+register("join_norms", cuda=launch_join_norms, cpu=join_norms_cpu, meta=_join_norms_meta)
+
+
+def join_norms(
+    token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
+) -> Tensor:
+    """``[rms_norm(table[token_ids]), rms_norm(hidden)]``, side by side.
+
+    token_ids [T] int32, in range; table [V, H] and hidden [T, H]; their norms' weights [H]; all but the ids of one
+    dtype. Returns [T, 2 H]. H up to 16384.
+    """
+    return torch.ops.unisono.join_norms(token_ids, table, hidden, table_weight, hidden_weight, eps)
+
+
+AOT: list[AotCase] = [
+    AotCase(
+        _join_norms_kernel,
+        dict.fromkeys(("table", "hidden", "table_weight", "hidden_weight", "out"), f"*{dtype}")
+        | {"token_ids": "*i32", "eps": "fp32", "H": "i32"},
+        {"BLOCK_H": block},
+        num_warps=_warps(block),
+    )
+    for dtype, block in (("bf16", 4096), ("fp16", 4096), ("fp32", 256))
+]
