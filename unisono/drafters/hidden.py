@@ -108,7 +108,7 @@ class HiddenDrafter:
         c = self.module.config
         if host.max_model_len > c.max_positions:
             logger.warning(
-                "The %s head was made for %d positions, the engine serves %d: beyond, its drafts will seldom be accepted.",
+                "The %s head was made for %d positions, the engine serves %d: beyond, drafts will seldom be accepted.",
                 self.name, c.max_positions, host.max_model_len,
             )  # fmt: skip
         slots = host.slots.length.shape[0]

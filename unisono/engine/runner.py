@@ -98,16 +98,16 @@ class Runner:
         forced = config.asked.synthetic_acceptance_length
         processed = config.asked.logprobs_mode == "processed_logprobs"
         self._parts = lambda kv: Parts(self.model, drafter, slots, picker, kv.layers, processed, forced)
+        self._hold_pages(shape, 2)  # for padding, until it is known how many fit
         if config.device.type == "cuda":
-            passes = self._passes(self._parts(self._two_pages(shape, drafter)))
+            passes = self._passes(self._parts(self.kv))
             few = [p for p in passes if p[1].rows * p[1].width <= TRITON_ROWS]
             with _Stage(self, "compile"):
                 compile_passes(few, config.device)
                 self._prove_exact()  # it decides what the larger passes run
                 compile_passes([p for p in passes if p not in few], config.device)
         with _Stage(self, "size the KV cache"):
-            self.kv = KVCache(shape, self._num_pages(shape, drafter), config.device)
-            drafter.allocate(self.kv.num_pages)
+            self._hold_pages(shape, self._num_pages(shape, drafter))
         self.planner = Planner(config.device, enabled=not config.asked.enforce_eager)
         with _Stage(self, "capture"):
             self._capture(progress)
@@ -164,10 +164,10 @@ class Runner:
         passes = [(b.program, shape) for b in (rounds, extends) for shape in size_classes(b.shapes)]
         return [*passes, (extends.program, Shape(self.config.max_num_batched_tokens))]
 
-    def _two_pages(self, shape: KVShape, drafter: Drafter) -> KVCache:
-        """A cache for padding only, before it is known how many pages fit."""
-        drafter.allocate(2)
-        return KVCache(shape, 2, self.config.device)
+    def _hold_pages(self, shape: KVShape, num_pages: int) -> None:
+        """The cache of the target, ``kv``, and of its drafter; replaces a smaller one."""
+        self.kv = KVCache(shape, num_pages, self.config.device)
+        self.drafter.allocate(num_pages)
 
     def _capture(self, progress: Callable[[str, float], None]) -> None:
         parts, done = self._parts(self.kv), 0
@@ -189,7 +189,7 @@ class Runner:
         if config.device.type == "cpu":
             pages, why = min(whole, CPU_KV_BYTES // page_bytes), f"{CPU_KV_BYTES >> 20} MiB at most on a CPU"
         else:
-            used = self._peak_bytes(shape, drafter)
+            used = self._peak_bytes()
             edited = 4 * config.max_num_seqs * self.width * self.model.config.vocab_size  # fp32 logits of a round
             reserved = used + edited + GRAPH_RESERVE
             budget = int(config.asked.gpu_memory_utilization * torch.cuda.mem_get_info()[1]) - reserved
@@ -216,9 +216,9 @@ class Runner:
             self.config = self.config.decide("num_pages", pages, f"{PAGE_SIZE} tokens each; {why}")
         return pages
 
-    def _peak_bytes(self, shape: KVShape, drafter: Drafter) -> int:
+    def _peak_bytes(self) -> int:
         """Bytes of the card in use at the peak of the largest prompt pass, other programs' included."""
-        program = extend_program(self._parts(self._two_pages(shape, drafter)), self.max_extend_rows)
+        program = extend_program(self._parts(self.kv), self.max_extend_rows)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()

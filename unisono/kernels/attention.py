@@ -158,13 +158,13 @@ class AttentionPlan(NamedTuple):
     work [ceil(T / tile_tokens) + R + 1 + partials, 8]: per item (slot, kv_len, first token, end token, first split,
         end split, partial, counter). ``partial`` is the place of the tile's first split in the workspace, -1 for a
         tile that is walked whole; ``counter`` is the first item of the tile.
-    count [1]: items in use.
+    num_items [1]: items in use.
     arrivals [len(work), tile_tokens, Hkv]: splits of a tile that have arrived; 0 between layers.
     partials: splits of a tile that the workspace holds.
     """
 
     work: torch.Tensor
-    count: torch.Tensor
+    num_items: torch.Tensor
     arrivals: torch.Tensor
     partials: int
 
@@ -188,10 +188,10 @@ def attention_plan(
         of one, unless the workspace has no room left; it has ``partials`` places.
     What is cut moves time, never bits.
     """
-    planned = torch.ops.unisono.attention_plan(
+    work, num_items, arrivals = torch.ops.unisono.attention_plan(
         slots, kv_len, query_start, num_tokens, tile_tokens, num_kv_heads, partials, programs
     )
-    return AttentionPlan(*planned, partials)
+    return AttentionPlan(work, num_items, arrivals, partials)
 
 
 def attention(

@@ -26,14 +26,21 @@ def _nothing(ROWS: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
+def _values(index, in_use, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Offsets and mask of the [rows, D] values of rows ``index``."""
+    dims = tl.arange(0, DIM)
+    return index[:, None] * HEAD_DIM + dims[None, :], in_use[:, None] & (dims < HEAD_DIM)[None, :]
+
+
+@triton.jit
 def _keep(workspace, split, m, z, acc, HEAD_DIM: tl.constexpr):
     """Write a split's state to the workspace, where a row of a tile has ``index + split · stride``."""
     state_ptr, acc_ptr, index, in_use, stride = workspace
     at = index + split * stride
-    dims = tl.arange(0, acc.shape[1])
+    offset, mask = _values(at, in_use, HEAD_DIM, acc.shape[1])
     tl.store(state_ptr + at * 2, m, mask=in_use)
     tl.store(state_ptr + at * 2 + 1, z, mask=in_use)
-    tl.store(acc_ptr + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=in_use[:, None] & (dims < HEAD_DIM)[None, :])
+    tl.store(acc_ptr + offset, acc, mask=mask)
 
 
 @triton.jit
@@ -105,11 +112,12 @@ def _walk(
 
 
 @triton.jit
-def _rows(first, last, head, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """A tile's rows, one per (token, query head of the group): token, in use?, index into [tokens, Hq]."""
+def _rows(positions_ptr, first, last, head, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """A tile's rows, one per (token, query head of the group): in use?, index into [tokens, Hq], position."""
     row = tl.arange(0, ROWS)
     token = first + row // GROUP
-    return token, token < last, token.to(tl.int64) * HEADS + head * GROUP + row % GROUP
+    index = token.to(tl.int64) * HEADS + head * GROUP + row % GROUP
+    return token < last, index, tl.load(positions_ptr + token, mask=token < last, other=-1)
 
 
 @triton.jit
@@ -122,11 +130,10 @@ def _first_seen(position, window):
 def _store(
     out_ptr, index, position, in_use, z, acc, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, FIRST: tl.constexpr
 ):  # fmt: skip
-    dims = tl.arange(0, DIM)
     sees = position >= FIRST
     out = tl.where(sees[:, None], acc * (1.0 / tl.where(sees, z, 1.0))[:, None], 0.0)
-    mask = in_use[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(out_ptr + index[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    offset, mask = _values(index, in_use, HEAD_DIM, DIM)
+    tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -140,21 +147,28 @@ def _merge_kept(
     They are read ahead, in stages of 8 KiB or more; past L1, which may hold an older layer's.
     """
     AT_ONCE: tl.constexpr = max(2048 // (ROWS * DIM), 1)
-    token, in_use, index = _rows(first, last, head, HEADS, GROUP, ROWS)
-    position = tl.load(positions_ptr + token, mask=in_use, other=-1)
-    dims = tl.arange(0, DIM)
+    in_use, index, position = _rows(positions_ptr, first, last, head, HEADS, GROUP, ROWS)
     m, z, acc = _nothing(ROWS, DIM)
     for start in tl.range(first_split, end_split, AT_ONCE, num_stages=4):
         for i in tl.static_range(AT_ONCE):
             wanted = in_use & (start + i < end_split)
             at = index + place + (start + i) * stride
-            mask = wanted[:, None] & (dims < HEAD_DIM)[None, :]
+            offset, mask = _values(at, wanted, HEAD_DIM, DIM)
             m1 = tl.load(state_ptr + at * 2, mask=wanted, other=float("-inf"), cache_modifier=".cg")
             z1 = tl.load(state_ptr + at * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")
-            values = acc_ptr + at[:, None] * HEAD_DIM + dims[None, :]
-            acc1 = tl.load(values, mask=mask, other=0.0, cache_modifier=".cg")
+            acc1 = tl.load(acc_ptr + offset, mask=mask, other=0.0, cache_modifier=".cg")
             m, z, acc = _merge(m, z, acc, m1, z1, acc1)
     _store(out_ptr, index, position, in_use, z, acc, HEAD_DIM, DIM, FIRST)
+
+
+@triton.jit
+def _complete(arrivals_ptr, mine, splits):
+    """Count in the splits that this program has kept. True for the last to arrive, which sets the count back."""
+    tl.debug_barrier()  # all of the program's stores come before its arrival
+    last = tl.atomic_add(arrivals_ptr, mine, sem="acq_rel") + mine == splits
+    if last:
+        tl.store(arrivals_ptr, 0)
+    return last
 
 
 @triton.jit
@@ -176,12 +190,11 @@ def attention_kernel(
     TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, KEYS: tl.constexpr,
     SPLIT: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """A fixed number of programs share the work list × parts of a tile × KV heads.
+    """A fixed number of programs share the work list × parts of a tile × KV heads. Keys below FIRST are unseen.
 
     A whole tile's splits are merged in registers. A cut tile's go to the workspace; the program that completes the
     tile's count merges all of them, in order, and sets the count back for the next layer. Without CUT no tile is
     cut: tiles are many, so each bounds its own keys, and attends those that all its rows see without masks.
-    Keys below FIRST are seen by none.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     SHARES: tl.constexpr = PARTS * KV_HEADS
@@ -193,11 +206,9 @@ def attention_kernel(
         head, part = item % KV_HEADS, item // KV_HEADS % PARTS
         first = tile + part * (ROWS // GROUP)
         last = tl.minimum(first + ROWS // GROUP, tile_end)
-        token, in_use, index = _rows(first, last, head, HEADS, GROUP, ROWS)
-        dims = tl.arange(0, DIM)
-        mask = in_use[:, None] & (dims < HEAD_DIM)[None, :]
-        q = tl.load(q_ptr + index[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-        position = tl.load(positions_ptr + token, mask=in_use, other=-1)
+        in_use, index, position = _rows(positions_ptr, first, last, head, HEADS, GROUP, ROWS)
+        offset, mask = _values(index, in_use, HEAD_DIM, DIM)
+        q = tl.load(q_ptr + offset, mask=mask, other=0.0)
         pages_ptr = table_ptr + slot.to(tl.int64) * max_pages
         own_k_ptr, own_v_ptr = k_ptr + head * PAGE * HEAD_DIM, v_ptr + head * PAGE * HEAD_DIM
         place = (partial.to(tl.int64) * TOKENS - tile) * HEADS  # of the tile's split 0 in the workspace
@@ -226,14 +237,11 @@ def attention_kernel(
             _store(out_ptr, index, position, in_use, z, acc, HEAD_DIM, DIM, FIRST)
         elif CUT:
             _keep(workspace, end_split - 1, m, z, acc, HEAD_DIM)
-            tl.debug_barrier()  # all of the program's stores come before its arrival
-            arrived = arrivals_ptr + (counter * TOKENS + part) * KV_HEADS + head
-            mine, splits = end_split - first_split, (length + SPLIT - 1) // SPLIT
-            if tl.atomic_add(arrived, mine, sem="acq_rel") + mine == splits:
-                tl.store(arrived, 0)
+            arrivals = arrivals_ptr + (counter * TOKENS + part) * KV_HEADS + head
+            if _complete(arrivals, end_split - first_split, tl.cdiv(length, SPLIT)):
                 _merge_kept(
                     positions_ptr, state_ptr, acc_ptr, out_ptr, first, last, head, place, TOKENS * HEADS,
-                    low // SPLIT, splits, HEADS, GROUP, USED, HEAD_DIM, DIM, FIRST,
+                    low // SPLIT, tl.cdiv(length, SPLIT), HEADS, GROUP, USED, HEAD_DIM, DIM, FIRST,
                 )  # fmt: skip
 
 

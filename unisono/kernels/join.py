@@ -1,6 +1,6 @@
 """What a draft module reads of a token: its normed embedding beside a normed hidden state. Owns the ``join_norms`` op.
 
-One launch for what would be a gather, two norms and a concatenation, with the bits of ``rms_norm``. Draft heads call it.
+One launch instead of a gather, two norms and a concatenation, with the bits of ``rms_norm``. Draft heads call it.
 
 Shapes: T tokens, V vocabulary, H features.
 """

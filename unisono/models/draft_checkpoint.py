@@ -104,7 +104,7 @@ class DraftCheckpoint:
                 parameter.copy_(self.tensors[name])
         if not self.own_embed or torch.equal(head.embed.weight, target.embed.weight):
             head.embed = target.embed
-        if not self.own_head and self.tied:
+        if not self.own_head and self.own_embed and self.tied:
             head.lm_head.weight = head.embed.weight
         elif not self.own_head or torch.equal(head.lm_head.weight, target.lm_head.weight):
             head.lm_head = target.lm_head
