@@ -75,7 +75,7 @@ def _geometry(
     """The kernel's compile-time sizes and launch options; only speed depends on them.
 
     A query tile is a power of two of rows, one token's heads at least. Two accumulators per row must fit the
-    registers; the buffers of keys and values, shared memory, if possible twice.
+    registers, and the buffers of keys and values shared memory.
     """
     group, dim = heads // kv_heads, max(triton.next_power_of_2(head_dim), 16)
     fits = 16 if dtype == torch.float32 else min(64 if cut else 128, 2**14 // dim)
@@ -92,15 +92,15 @@ def _geometry(
     sizes |= {"PARTS": triton.cdiv(tile_tokens, tokens), "USED": triton.next_power_of_2(tokens * group)}
     sizes |= {"KEYS": KEYS, "SPLIT": SPLIT, "CUT": cut}
     wide = dtype == torch.float32 or dim >= 256 or rows * max(dim, 128) >= (2**13 if cut else 2**14)
-    stages = {1: 4, 2: 3}.get(triton.cdiv(dim * dtype.itemsize, 256), 2)
-    return sizes, {"num_warps": 8 if wide else 4, "num_stages": stages if cut else max(stages - 1, 2)}
+    stages = 5 if dim * dtype.itemsize <= 256 else 3  # page ids take two of them, then keys and values follow
+    return sizes, {"num_warps": 8 if wide else 4, "num_stages": stages}
 
 
 def _programs(device: torch.device) -> int:
-    """Programs that share a round's work: several waves, so that the hardware balances uneven rows."""
+    """Programs that share a pass's work: a few per multiprocessor, so that the hardware balances uneven rows."""
     if device.type != "cuda":
         return 4
-    return 8 * torch.cuda.get_device_properties(device).multi_processor_count
+    return 3 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _attended(q: torch.Tensor, *_: object) -> torch.Tensor:
@@ -184,8 +184,8 @@ def attention_plan(
     query_start [R + 1]: where rows begin among ``num_tokens`` tokens, those from its last entry on being padding;
         None for rows of equal width.
     tile_tokens: tokens per query tile, at most.
-    programs: programs the device runs at a time. A tile longer than two fair shares of all splits is cut into pieces
-        of one, unless the workspace has no room left; it has ``partials`` places.
+    programs: programs the device runs at a time. A tile longer than a program's fair share of all splits is cut into
+        pieces of that share, unless the workspace has no room left; it has ``partials`` places.
     What is cut moves time, never bits.
     """
     work, num_items, arrivals = torch.ops.unisono.attention_plan(

@@ -44,9 +44,8 @@ def attention_plan_cpu(
     work: list[tuple[int, ...]] = []
     room = 0
     for (slot, length, first, end), (tiles, splits) in zip(spans, sizes, strict=True):
-        long = splits > 2 * share
-        room += tiles * splits if long else 0
-        cut = long and room <= partials
+        room += tiles * splits if splits > share else 0
+        cut = splits > share and room <= partials
         pieces = -(-splits // share) if cut else 1
         size = -(-splits // pieces)
         for tile in reversed(range(tiles)):

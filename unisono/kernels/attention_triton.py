@@ -44,13 +44,6 @@ def _keep(workspace, split, m, z, acc, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def _pages(pages_ptr, start, low, end, PAGE: tl.constexpr, KEYS: tl.constexpr):
-    """The page of each of KEYS positions; the padding page for those that are not read."""
-    keys = start + tl.arange(0, KEYS)
-    return tl.load(pages_ptr + keys // PAGE, mask=(keys >= low) & (keys < end), other=0)
-
-
-@triton.jit
 def _walk(
     q, position, pages_ptr, k_ptr, v_ptr, page_stride, begin, end, low, window, scale, m, z, acc,
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
@@ -68,12 +61,11 @@ def _walk(
     ones = tl.full([KEYS, 8], 1.0, q.dtype)
     part_m, _, part_acc = _nothing(ROWS, DIM)
     part_z = tl.zeros([ROWS, 8], tl.float32)  # eight equal columns
-    page = _pages(pages_ptr, begin, low, end, PAGE, KEYS)
     for start in tl.range(begin, end, KEYS):
         keys = start + tl.arange(0, KEYS)
         known = (keys >= low) & (keys < end)
+        page = tl.load(pages_ptr + keys // PAGE, mask=known, other=0) if MASKED else tl.load(pages_ptr + keys // PAGE)
         offset = (page.to(tl.int64) * page_stride + keys % PAGE * HEAD_DIM)[:, None] + dims[None, :]
-        page = _pages(pages_ptr, start + KEYS, low, end, PAGE, KEYS)  # a step ahead: reads of keys do not wait for it
         if MASKED:
             valid = known[:, None] & (dims < HEAD_DIM)[None, :]
             k = tl.load(k_ptr + offset, mask=valid, other=0.0)
@@ -265,9 +257,8 @@ def plan_kernel(
     splits = (length + SPLIT - 1) // SPLIT
     tiles = tl.where(each < tl.num_programs(0), (stop - start + TOKENS - 1) // TOKENS, 0)
     share = tl.maximum((tl.sum(tiles * splits) * KV_HEADS + programs - 1) // programs, 1)
-    long = splits > 2 * share
-    room = tl.cumsum(tl.where(long, tiles * splits, 0))
-    cut = long & (room <= partials)
+    room = tl.cumsum(tl.where(splits > share, tiles * splits, 0))
+    cut = (splits > share) & (room <= partials)
     pieces = tl.where(cut, (splits + share - 1) // share, 1)
     items = tiles * pieces
     if row == 0:
