@@ -294,6 +294,13 @@ class TokenDelta:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
 
+    def absorb(self, later: TokenDelta) -> None:
+        """Make this delta what it and the one after it bring together."""
+        self.token_ids.extend(later.token_ids)
+        self.finish, self.error = later.finish, later.error
+        if later.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *later.logprobs]
+
 
 @dataclass(slots=True)
 class Logprob:

@@ -5,6 +5,7 @@ The fake engine repeats the prompt; every token is the likeliest, at -0.25 (test
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from tests.server.conftest import Server
 from tests.server.tokenizers_ import byte_level
+from unisono.types import FinishReason, TokenDelta, TokenLogprobs
 
 TEXT = "naïve 🙂 fox"
 TOKENIZER = byte_level()
@@ -53,6 +55,18 @@ def test_chat_logprobs(server: Server) -> None:
     bare = create(model="fake", messages=MESSAGES, max_tokens=2, logprobs=True).choices[0].logprobs
     assert [entry.top_logprobs for entry in bare.content] == [[], []]
     assert create(model="fake", messages=MESSAGES, max_tokens=2).choices[0].logprobs is None
+
+
+def test_deltas_that_pile_up_keep_everything() -> None:
+    """A client that lags gets several deltas as one."""
+    first, second = (TokenLogprobs(-float(i), 1, []) for i in (1, 2))
+    delta = TokenDelta("r", [7], cached_tokens=4, logprobs=[first], prompt_logprobs=[second])
+    delta.absorb(TokenDelta("r", [8], logprobs=[second]))
+    delta.absorb(TokenDelta("r", [9], FinishReason.STOP, error="e", logprobs=[first]))
+    expected = TokenDelta("r", [7, 8, 9], FinishReason.STOP, 4, "e", [first, second, first], [second])
+    assert delta == expected
+    fields = [f.name for f in dataclasses.fields(TokenDelta)]
+    assert len(fields) == 7, "a new field: does absorb() merge it?"
 
 
 def test_streamed_logprobs_are_the_whole_ones(server: Server) -> None:

@@ -67,9 +67,7 @@ class TokenStream:
         if self._pending is None:
             self._pending = delta
         else:
-            self._pending.token_ids.extend(delta.token_ids)
-            self._pending.finish = delta.finish
-            self._pending.error = delta.error
+            self._pending.absorb(delta)
         self._news.set()
 
     def _fail(self, error: UnisonoError) -> None:
