@@ -61,9 +61,10 @@ class DraftModule(Protocol):
 
 @dataclass(frozen=True)
 class FromFirstEntry:
-    """An attention backend that never sees the keys below FIRST_ENTRY."""
+    """An attention backend that sees no key below ``since``, where its drafter has no entries."""
 
     backend: AttentionBackend
+    since: int = FIRST_ENTRY
     name = "from the first entry"
 
     def plan(self, inputs: AttentionInputs) -> None:
@@ -77,9 +78,9 @@ class FromFirstEntry:
         inputs: AttentionInputs,
         scale: float,
         window: int,
-        first: int = FIRST_ENTRY,
+        first: int = 0,
     ) -> torch.Tensor:
-        return self.backend.forward(q, k_cache, v_cache, inputs, scale, window, first)
+        return self.backend.forward(q, k_cache, v_cache, inputs, scale, window, max(first, self.since))
 
 
 class HiddenDrafter:

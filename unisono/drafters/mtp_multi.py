@@ -37,25 +37,6 @@ from unisono.program import Hidden, Needs
 from unisono.types import SpeculativeConfig
 
 
-@dataclass(frozen=True)
-class _FromEntry(FromFirstEntry):
-    """An attention backend that sees no key below ``since``."""
-
-    since: int
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        inputs: AttentionInputs,
-        scale: float,
-        window: int,
-        first: int = 0,
-    ) -> torch.Tensor:
-        return self.backend.forward(q, k_cache, v_cache, inputs, scale, window, self.since)
-
-
 @dataclass
 class _Stage:
     """A module and what it keeps: hidden [S, H], its state at the last committed position; kv; page_hidden [NP, H], of
@@ -90,7 +71,7 @@ class MultiMTPDrafter:
         nothing = torch.empty(0, dtype=host.dtype, device=host.device)
         self._stages = []
         for i in range(self._depth):
-            module = self._checkpoint.load(host.target, i, _FromEntry(backend, since=i + 1), host.dtype)
+            module = self._checkpoint.load(host.target, i, FromFirstEntry(backend, since=i + 1), host.dtype)
             hidden = nothing.new_zeros(slots, c.hidden_size)
             self._stages.append(_Stage(module, hidden, (nothing, nothing), nothing))
         linears = [m for stage in self._stages for m in stage.module.modules() if isinstance(m, Linear)]

@@ -45,6 +45,7 @@ def info(engine: Engine) -> dict[str, object]:
             "page_size": PAGE_SIZE,
             "pages": runner.kv.num_pages,
             "bytes": runner.kv.nbytes,
+            "drafter_bytes": runner.kv.num_pages * runner.drafter.page_bytes,
             "usage": round(engine.pool.usage, 4),
             "cached_pages": engine.pool.radix.pages,
         },

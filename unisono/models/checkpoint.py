@@ -70,8 +70,8 @@ class Checkpoint:
         Raises CheckpointError: no such directory, a hub id, config.json missing or unparsable, an
         unsupported architecture, quantised weights, values that the blocks do not compute.
         """
-        directory = _find_directory(path)
-        raw = _read_json(directory / "config.json")
+        directory = find_directory(path)
+        raw = read_json(directory / "config.json")
         family = catalog.models.load(_architecture(raw, directory))
         _refuse_quantised(raw, directory)
         hf_config, config = _parse_config(directory, family)
@@ -104,7 +104,7 @@ def read_tensors(directory: Path) -> dict[str, TensorInfo]:
         return read_header(single)
     if not index.exists():
         raise CheckpointError(f"{directory} has neither {WEIGHTS} nor {INDEX}{_other_weights(directory)}.")
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map: download it again.")
     tensors: dict[str, TensorInfo] = {}
@@ -159,7 +159,7 @@ def _tensor_info(file: Path, entry: Mapping[str, Any], data_start: int) -> Tenso
     return TensorInfo(file, entry["dtype"], tuple(entry["shape"]), nbytes=stop - start, end=data_start + stop)
 
 
-def _find_directory(path: str | Path) -> Path:
+def find_directory(path: str | Path) -> Path:
     directory = catalog.resolve_name(path)
     bundled = f"Bundled names: {', '.join(catalog.bundled)}."
     if not directory.exists():
@@ -176,7 +176,7 @@ def _find_directory(path: str | Path) -> Path:
     return directory
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -219,7 +219,7 @@ def _parse_config(directory: Path, family: Family) -> tuple[Any, DecoderConfig]:
 
 
 def _generation_defaults(file: Path) -> GenerationDefaults:
-    raw = _read_json(file)
+    raw = read_json(file)
     for name in ("temperature", "top_p", "top_k", "min_p"):
         value = raw.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):

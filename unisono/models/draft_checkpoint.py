@@ -24,7 +24,7 @@ from unisono.attention.base import AttentionBackend
 from unisono.layers.embedding import Embedding
 from unisono.layers.linear import Linear
 from unisono.layers.norm import RMSNorm
-from unisono.models.checkpoint import _find_directory, _read_json, read_tensors
+from unisono.models.checkpoint import find_directory, read_json, read_tensors
 from unisono.models.config import DecoderConfig
 from unisono.models.decoder import Decoder
 from unisono.models.draft import DraftConfig, Eagle3Head, EagleHead
@@ -160,8 +160,8 @@ def open_eagle(path: str | Path, target: DecoderConfig, *, dummy: bool = False) 
 
     Raises CheckpointError naming what is missing, broken or does not fit.
     """
-    directory = _find_directory(path)
-    raw = _read_json(directory / "config.json")
+    directory = find_directory(path)
+    raw = read_json(directory / "config.json")
     if "speculators_model_type" in raw:
         raise CheckpointError(
             f"{directory}: a speculators head of type {raw['speculators_model_type']!r} is not read by the method "
@@ -197,8 +197,8 @@ def open_eagle3(
     A speculators head that is silent on ``norm_before_residual`` has it, as in vLLM. Raises CheckpointError naming what
     is missing, broken or does not fit. Logs which layers it reads and why.
     """
-    directory = _find_directory(path)
-    raw = _read_json(directory / "config.json")
+    directory = find_directory(path)
+    raw = read_json(directory / "config.json")
     fields, settings = _eagle3_settings(raw, directory)
     speculators = fields is not raw
     layer = _layer_config(fields, raw, target, directory)
