@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from unisono.kernels.library import AotCase, define, register
-from unisono.kernels.norm import _warps, rms_norm_cpu
+from unisono.kernels.norm import rms_norm_cpu, row_warps
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def launch_join_norms(
     block = triton.next_power_of_2(size)
     _join_norms_kernel[(tokens, 2)](
         token_ids, table, hidden.contiguous(), table_weight, hidden_weight, out, eps, size,
-        BLOCK_H=block, num_warps=_warps(block),
+        BLOCK_H=block, num_warps=row_warps(block),
     )  # fmt: skip
     return out
 
@@ -85,7 +85,7 @@ AOT: list[AotCase] = [
         dict.fromkeys(("table", "hidden", "table_weight", "hidden_weight", "out"), f"*{dtype}")
         | {"token_ids": "*i32", "eps": "fp32", "H": "i32"},
         {"BLOCK_H": block},
-        num_warps=_warps(block),
+        num_warps=row_warps(block),
     )
     for dtype, block in (("bf16", 4096), ("fp16", 4096), ("fp32", 256))
 ]

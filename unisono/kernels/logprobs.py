@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from unisono.kernels.library import AotCase, define, register
-from unisono.kernels.sampling import GREEDY_BELOW, _key
+from unisono.kernels.sampling import GREEDY_BELOW, order_key
 from unisono.types import MAX_LOGPROBS, FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
@@ -36,7 +36,7 @@ PROGRAMS = 1024
 
 @triton.jit
 def _value(key):
-    """The fp32 value of a ranked key; the inverse of ``_key`` in its upper half."""
+    """The fp32 value of a ranked key; the inverse of ``order_key`` in its upper half."""
     image = (key >> 32).to(tl.int32)
     return (image ^ ((image >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -66,7 +66,7 @@ def _block(row, block, token, wanted, t, least, partial, keys, V, SCALED: tl.con
     tl.store(partial + 3 * block, top)
     tl.store(partial + 3 * block + 1, mass)
     tl.store(partial + 3 * block + 2, reach.to(tl.float32, bitcast=True))
-    ranked = (_key(value).to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
+    ranked = (order_key(value).to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
     ranked = tl.where(inside, ranked, LEAST)
     for i in range(wanted):
         best = tl.max(ranked)

@@ -28,7 +28,7 @@ def _rms_norm_kernel(x, weight, out, eps, H, BLOCK_H: tl.constexpr):
     tl.store(out + row + cols, (normed * w).to(out.dtype.element_ty), mask=inside)
 
 
-def _warps(block: int) -> int:
+def row_warps(block: int) -> int:
     """By the row's length only: the number of warps is part of the summation order."""
     return min(max(block // 512, 1), 16)
 
@@ -37,7 +37,7 @@ def launch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
     x = x.contiguous()
     out = torch.empty_like(x)
     block = triton.next_power_of_2(x.shape[1])
-    _rms_norm_kernel[(x.shape[0],)](x, weight, out, eps, x.shape[1], BLOCK_H=block, num_warps=_warps(block))
+    _rms_norm_kernel[(x.shape[0],)](x, weight, out, eps, x.shape[1], BLOCK_H=block, num_warps=row_warps(block))
     return out
 
 
@@ -69,7 +69,7 @@ AOT: list[AotCase] = [
         _rms_norm_kernel,
         {"x": f"*{dtype}", "weight": f"*{dtype}", "out": f"*{dtype}", "eps": "fp32", "H": "i32"},
         {"BLOCK_H": block},
-        num_warps=_warps(block),
+        num_warps=row_warps(block),
     )
     for dtype, block in (("bf16", 256), ("bf16", 4096), ("bf16", 16384), ("fp16", 4096), ("fp32", 4096))
 ]

@@ -45,7 +45,7 @@ UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
 @triton.jit
-def _key(value):
+def order_key(value):
     """The int32 image of fp32 values, in the same order."""
     bits = value.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -53,8 +53,8 @@ def _key(value):
 
 @triton.jit
 def _grid_key(value, UNUSED: tl.constexpr):
-    """:func:`_key` counted in steps of the storage type. int64, so that differences cannot overflow."""
-    return _key(value).to(tl.int64) >> UNUSED
+    """:func:`order_key` counted in steps of the storage type. int64, so that differences cannot overflow."""
+    return order_key(value).to(tl.int64) >> UNUSED
 
 
 @triton.jit
@@ -229,7 +229,7 @@ def _pick_kernel(
 
         # Score above id in one integer: its maximum is the argmax with ties to the lowest id, in any order.
         score = tl.where(score == 0.0, 0.0, score)  # -0.0 ties with 0.0
-        ranked = (_key(score).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+        ranked = (order_key(score).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
         tl.atomic_max(best + n, tl.max(ranked))
         if tl.atomic_add(arrived + n, 1) == tl.num_programs(1) - 1:  # the last block of this row
             winner = tl.atomic_max(best + n, -(2**63))
