@@ -215,13 +215,15 @@ def attention(
     return torch.ops.unisono.attention(q, k_cache, v_cache, page_table, positions, *plan, scale, window, first)
 
 
-def _case(heads: int, kv_heads: int, head_dim: int, tile_tokens: int, cut: bool, window: bool = False) -> AotCase:
+def _case(
+    heads: int, kv_heads: int, head_dim: int, tile_tokens: int, cut: bool, window: bool = False, first: int = 0
+) -> AotCase:
     sizes, options = _geometry(heads, kv_heads, head_dim, torch.bfloat16, tile_tokens, cut)
     signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
     signature |= dict.fromkeys(("table_ptr", "positions_ptr", "work_ptr", "count_ptr", "arrivals_ptr"), "*i32")
     signature |= {"state_ptr": "*fp32", "acc_ptr": "*fp32", "scale": "fp32"}
     signature |= dict.fromkeys(("max_pages", "page_stride", "window"), "i32")
-    return AotCase(attention_kernel, signature, sizes | {"PAGE": 16, "WINDOW": window, "FIRST": 0}, **options)
+    return AotCase(attention_kernel, signature, sizes | {"PAGE": 16, "WINDOW": window, "FIRST": first}, **options)
 
 
 _PLAN = dict.fromkeys(("slots_ptr", "kv_len_ptr", "work_ptr", "count_ptr", "arrivals_ptr", "query_start_ptr"), "*i32")
@@ -231,6 +233,7 @@ AOT = [
     *(_case(32, 8, 128, width, cut=True) for width in (1, 4, 6, 17)),  # Qwen3-8B: rounds
     *(_case(32, 8, 128, tokens, cut=False) for tokens in (16, 32)),  # and extend passes
     _case(32, 8, 128, 4, cut=True, window=True),
+    *(_case(32, 8, 128, tokens, cut, first=1) for tokens, cut in ((4, True), (32, False))),  # drafters without a key 0
     _case(14, 2, 64, 1, cut=True),  # Qwen2.5-0.5B
     _case(14, 2, 64, 18, cut=False),
     _case(8, 4, 256, 6, cut=True),
