@@ -1,0 +1,53 @@
+"""Passes on padding rows, as captures and warm-ups run them, change nothing that a request can see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.test_speculation import DRAFTERS, Checkpoints, drafting
+from unisono.cache.kv import PADDING_PAGE
+from unisono.program import Buffers
+
+
+def kept(owner: Any) -> dict[str, torch.Tensor]:
+    """Every tensor that ``owner`` and the objects it owns hold."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in vars(owner).items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        for i, part in enumerate(values):
+            parts = part if isinstance(part, (list, tuple)) else [part]
+            for j, tensor in enumerate(parts):
+                if isinstance(tensor, torch.Tensor):
+                    found[f"{name}.{i}.{j}"] = tensor
+    return found
+
+
+@pytest.mark.parametrize("method", list(DRAFTERS))
+@torch.inference_mode()
+def test_padding_changes_nothing(
+    method: str, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    made: Callable[..., Checkpoints] = DRAFTERS[method]
+    with drafting(method, made(checkpoints, tmp_path_factory.mktemp(method)), 3, enforce_eager=True) as llm:
+        runner = llm.engine.runner
+        llm.generate([[1, 2, 3] * 8, [4, 5] * 9])  # so that state is not all zeros
+        state = kept(runner.drafter) | {f"slots.{n}": t for n, t in kept(runner.slots).items()}
+        pages = [t for layer in runner.kv.layers for t in layer]
+        before = {name: tensor.clone() for name, tensor in state.items()}
+        kv = [tensor.clone() for tensor in pages]
+        for program, shape in runner._passes(runner._parts(runner.kv)):
+            program.run(Buffers(program.schema, shape, runner.config.device))
+        for tensor, old in zip(pages, kv, strict=True):
+            assert PADDING_PAGE == 0
+            assert torch.equal(tensor[1:], old[1:]), "a page that requests own was written"
+        slots = runner.slots.padding + 1
+        for name, tensor in state.items():
+            rows = (
+                slice(0, -1) if tensor.shape[:1] == (slots,) else slice(1, None)
+            )  # the padding slot; the padding page
+            assert torch.equal(tensor[rows], before[name][rows]), name
