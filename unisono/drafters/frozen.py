@@ -10,10 +10,9 @@ import torch
 
 from unisono.attention.base import AttentionInputs
 from unisono.drafters.base import Host, PromptPass, Verified
-from unisono.kernels import prove_exact
 from unisono.kernels.catch_up import catch_up, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
-from unisono.layers.linear import Linear
+from unisono.layers.linear import prove_linears
 from unisono.models.config import DecoderConfig
 from unisono.models.mtp_frozen import FrozenCheckpoint
 from unisono.program import Hidden, Needs
@@ -42,9 +41,7 @@ class FrozenMTPDrafter:
         config = self._checkpoint.config
         backend = host.attention(config.num_heads, config.num_kv_heads)
         self._host, self._head = host, self._checkpoint.load(host.target, backend, host.dtype)
-        linears = [m for m in self._head.modules() if isinstance(m, Linear)]
-        for weight in {m.weight.shape: m.weight for m in linears}.values():
-            prove_exact(weight)  # a shape that fails runs through the exact kernel at every length
+        prove_linears(self._head.modules())
         slots, width = host.slots.length.shape[0], host.target.config.hidden_size
         self._hidden = torch.zeros((slots, width), dtype=host.dtype, device=host.device)
 

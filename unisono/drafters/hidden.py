@@ -24,10 +24,9 @@ import torch
 
 from unisono.attention.base import AttentionBackend, AttentionInputs
 from unisono.drafters.base import Host, PromptPass, Verified
-from unisono.kernels import prove_exact
 from unisono.kernels.catch_up import catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
-from unisono.layers.linear import Linear
+from unisono.layers.linear import prove_linears
 from unisono.models.config import DecoderConfig
 from unisono.program import Needs
 from unisono.types import ConfigError, SpeculativeConfig
@@ -104,8 +103,7 @@ class HiddenDrafter:
 
     def bind(self, host: Host) -> None:
         self._host, self.module = host, self.build(host)
-        for weight in {m.weight.shape: m.weight for m in self.module.modules() if isinstance(m, Linear)}.values():
-            prove_exact(weight)  # a shape that fails runs through the exact kernel at every length
+        prove_linears(self.module.modules())
         c = self.module.config
         if host.max_model_len > c.max_positions:
             logger.warning(

@@ -26,10 +26,9 @@ import torch
 from unisono.attention.base import AttentionInputs
 from unisono.drafters.base import Host, PromptPass, Verified
 from unisono.drafters.hidden import FromFirstEntry
-from unisono.kernels import prove_exact
 from unisono.kernels.catch_up import CatchUpExtend, catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
-from unisono.layers.linear import Linear
+from unisono.layers.linear import prove_linears
 from unisono.models.draft import KV
 from unisono.models.mtp import MTPModule
 from unisono.models.mtp_checkpoint import MTPCheckpoint
@@ -74,9 +73,7 @@ class MultiMTPDrafter:
             module = self._checkpoint.load(host.target, i, FromFirstEntry(backend, since=i + 1), host.dtype)
             hidden = nothing.new_zeros(slots, c.hidden_size)
             self._stages.append(_Stage(module, hidden, (nothing, nothing), nothing))
-        linears = [m for stage in self._stages for m in stage.module.modules() if isinstance(m, Linear)]
-        for weight in {m.weight.shape: m.weight for m in linears}.values():
-            prove_exact(weight)  # a shape that fails runs through the exact kernel at every length
+        prove_linears(m for stage in self._stages for m in stage.module.modules())
         self._draft = torch.zeros((slots, 1), dtype=torch.int32, device=host.device)
         keys = 2 * c.num_kv_heads * host.page_size * c.head_dim
         self.page_bytes = self._depth * (keys + c.hidden_size) * host.dtype.itemsize

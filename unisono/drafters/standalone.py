@@ -21,9 +21,8 @@ import torch
 
 from unisono.attention.base import AttentionInputs
 from unisono.drafters.base import Host, PromptPass, Verified
-from unisono.kernels import prove_exact
 from unisono.kernels.draft_inputs import draft_extend_inputs, draft_inputs
-from unisono.layers.linear import Linear
+from unisono.layers.linear import prove_linears
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
@@ -73,8 +72,7 @@ class StandaloneDrafter:
             max_positions=host.max_model_len,
             load_format=self._load_format,
         )
-        for weight in {m.weight.shape: m.weight for m in self._model.modules() if isinstance(m, Linear)}.values():
-            prove_exact(weight)  # a shape that fails runs through the exact kernel at every length
+        prove_linears(self._model.modules())
         page = c.num_kv_heads * host.page_size * c.head_dim
         self.page_bytes = 2 * c.num_layers * page * host.dtype.itemsize
 

@@ -25,8 +25,8 @@ from unisono.engine.scheduler import Chunk, Extend, Round
 from unisono.engine.slots import Slots
 from unisono.engine.warmup import compile_passes, size_classes
 from unisono.graphs.planner import Buckets, Planner, row_buckets, token_buckets
-from unisono.kernels.linear import TRITON_ROWS, prove_exact
-from unisono.layers.linear import Linear
+from unisono.kernels.linear import TRITON_ROWS
+from unisono.layers.linear import prove_linears
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
@@ -141,10 +141,10 @@ class Runner:
 
     def _prove_exact(self) -> None:
         """Check, for each shape of product, that the BLAS that serves long passes gives the kernel's bits."""
-        weights = {m.weight.shape: m.weight for m in self.model.modules() if isinstance(m, Linear)}
-        failed = [f"{n}×{k}" for (n, k), weight in weights.items() if not prove_exact(weight)]
+        proven = prove_linears(self.model.modules())
+        failed = [f"{n}×{k}" for (n, k), exact in proven.items() if not exact]
         value = "cuBLASLt" if not failed else f"Triton for {', '.join(failed)}"
-        reason = f"bits compared with the Triton kernel's for {len(weights)} shapes, {len(failed)} differ"
+        reason = f"bits compared with the Triton kernel's for {len(proven)} shapes, {len(failed)} differ"
         self.config = self.config.decide(f"products above {TRITON_ROWS} rows", value, reason)
 
     def _buckets(self, parts: Parts) -> list[Buckets]:

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, define, one_stride, register
 from unisono.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_IDS, FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
@@ -170,9 +170,7 @@ def launch_edit_logits(
     logits: Tensor, slots: Tensor, width: int, drafts: Tensor, edits: Tensor, length: Tensor, status: Tensor,
     stop_ids: Tensor, history: Tensor, table: Tensor, offset: int = 0, ids: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    fields = (edits, length, status, stop_ids)
-    if len({field.stride(0) for field in fields}) > 1:
-        raise ValueError(f"slot fields have strides {[f.stride(0) for f in fields]}: make them views of one arena")
+    one_stride(edits, length, status, stop_ids)
     rows, vocab = logits.shape
     edited = _edit_meta(logits)
     block = min(EDIT_BLOCK, max(128, triton.next_power_of_2(vocab)))

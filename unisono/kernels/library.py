@@ -45,6 +45,14 @@ class AotCase:
     num_stages: int = 3
 
 
+def one_stride(*fields: torch.Tensor) -> int:
+    """The stride that all slot fields share: kernels take it once. Raises ValueError for fields of several arenas."""
+    stride = fields[0].stride(0)
+    if any(field.stride(0) != stride for field in fields):
+        raise ValueError(f"slot fields have strides {[f.stride(0) for f in fields]}: make them views of one arena")
+    return stride
+
+
 def fixed_rows_matmul(x: torch.Tensor, weight_t: torch.Tensor) -> torch.Tensor:
     """``x [M, K] @ weight_t [K, N]`` in tiles of exactly ROW_TILE rows, zero-padded.
 

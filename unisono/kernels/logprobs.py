@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, define, one_stride, register
 from unisono.kernels.sampling import GREEDY_BELOW, order_key
 from unisono.types import MAX_LOGPROBS, FinishReason
 
@@ -147,9 +147,7 @@ def launch_logprobs(
     logits: Tensor, slots: Tensor, width: int, tokens: Tensor, wanted: Tensor, status: Tensor, temperature: Tensor,
     edits: Tensor, edited: Tensor, threshold: Tensor, processed: bool, out: Tensor,
 ) -> None:  # fmt: skip
-    fields = (wanted, status, temperature, edits)
-    if len({field.stride(0) for field in fields}) > 1:
-        raise ValueError(f"slot fields have strides {[f.stride(0) for f in fields]}: make them views of one arena")
+    one_stride(wanted, status, temperature, edits)
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
     partial = edited.new_empty(rows, blocks, 3)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, define, one_stride, register
 from unisono.types import MAX_STOP_IDS, FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
@@ -128,14 +128,6 @@ RoundInputs = tuple[Tensor, Tensor, Tensor, Tensor]
 ExtendInputs = tuple[Tensor, Tensor, Tensor]
 
 
-def _one_stride(*fields: Tensor) -> int:
-    """The stride that all slot fields share: kernels take it once."""
-    stride = fields[0].stride(0)
-    if any(field.stride(0) != stride for field in fields):
-        raise ValueError(f"slot fields have strides {[f.stride(0) for f in fields]}: make them views of one arena")
-    return stride
-
-
 def _round_inputs_meta(
     slots: Tensor, drafts: Tensor, length: Tensor, limit: Tensor, status: Tensor,
     last_token: Tensor, page_table: Tensor, page_size: int,
@@ -153,7 +145,7 @@ def launch_round_inputs(
     width = drafts.shape[1] + 1
     _round_inputs_kernel[(slots.shape[0],)](
         slots, drafts.contiguous(), length, limit, status, last_token, page_table, *out,
-        _one_stride(length, limit, status, last_token), page_table.stride(0), width,
+        one_stride(length, limit, status, last_token), page_table.stride(0), width,
         PAGE=page_size, BLOCK_W=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
     return out
@@ -229,7 +221,7 @@ def launch_commit(
     rows, width = tokens.shape
     _commit_kernel[(rows,)](
         tokens.contiguous(), drafts.contiguous(), slots, length, limit, status, last_token, stop_ids, history, result,
-        _one_stride(length, limit, status, last_token, stop_ids), history.stride(0), width,
+        one_stride(length, limit, status, last_token, stop_ids), history.stride(0), width,
         BLOCK_W=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
     return result

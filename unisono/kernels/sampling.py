@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, define, one_stride, register
 from unisono.kernels.noise import gumbel, gumbel_cpu
 from unisono.types import FinishReason
 
@@ -262,9 +262,7 @@ def launch_sample(
     top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,
     edits: Tensor | None = None, edited: Tensor | None = None, threshold: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    fields = (length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi, *(() if edits is None else (edits,)))
-    if len({field.stride(0) for field in fields}) > 1:
-        raise ValueError(f"slot fields have strides {[f.stride(0) for f in fields]}: make them views of one arena")
+    one_stride(length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi, *(() if edits is None else (edits,)))
     rows, vocab = logits.shape
     threshold, best, arrived, tokens = launch_filter(
         logits, slots, width, status, temperature, top_k, top_p, min_p, edits, edited, threshold

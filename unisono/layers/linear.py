@@ -5,12 +5,12 @@ Built by ``models``, filled by its loader.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
-from unisono.kernels import linear
+from unisono.kernels import linear, prove_exact
 
 
 class Linear(nn.Module):
@@ -81,3 +81,12 @@ class GateUpLinear(MergedLinear):
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def prove_linears(modules: Iterable[nn.Module]) -> dict[tuple[int, int], bool]:
+    """:func:`unisono.kernels.prove_exact` for each distinct weight shape [N, K] of the linear layers among ``modules``.
+
+    What fails runs through the exact kernel at every length. For the start, before any capture.
+    """
+    weights = {(m.weight.shape[0], m.weight.shape[1]): m.weight for m in modules if isinstance(m, Linear)}
+    return {shape: prove_exact(weight) for shape, weight in weights.items()}
