@@ -7,6 +7,7 @@ are streamed (memory-mapped, straight to the device) into the parameters. The en
 from __future__ import annotations
 
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
@@ -83,10 +84,12 @@ def shards(root: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 @torch.no_grad()
 def _fill_randomly(decoder: Decoder, seed: int) -> None:
-    generator = torch.Generator(decoder.embed.weight.device).manual_seed(seed)
-    for module in decoder.modules():
+    """A tensor's values depend on the seed and its name alone, so a model's first layers are a smaller model's."""
+    generator = torch.Generator(decoder.embed.weight.device)
+    for path, module in decoder.named_modules():
         if not isinstance(module, RMSNorm):  # norms are born as ones
-            for parameter in module.parameters(recurse=False):
+            for kind, parameter in module.named_parameters(recurse=False):
+                generator.manual_seed(seed ^ zlib.crc32(f"{path}.{kind}".encode()))
                 parameter.normal_(0, DUMMY_STD, generator=generator)
 
 

@@ -191,6 +191,27 @@ def _ttft_ms(llm: Any, length: int, repeats: int) -> float:
     return statistics.median(times[2:])  # the first two compile kernels and warm the allocator
 
 
+def _idle_share(trace: Any) -> float:
+    """Share of the time between the first kernel and the last in which the device waited for the next round.
+
+    A round's kernels share the correlation id of its launch; pauses between them, inside a graph, are not the host's.
+    """
+    spans: dict[int, list[int]] = {}
+    for e in trace.profiler.kineto_results.events():
+        if e.device_type().name == "CUDA" and e.duration_ns():
+            start, end = e.start_ns(), e.start_ns() + e.duration_ns()
+            span = spans.setdefault(e.correlation_id(), [start, end])
+            span[:] = min(span[0], start), max(span[1], end)
+    ordered = sorted(spans.values())
+    if not ordered:
+        return 0.0
+    idle, busy_until = 0, ordered[0][0]
+    for start, end in ordered:
+        idle += max(0, start - busy_until)
+        busy_until = max(busy_until, end)
+    return idle / max(1, busy_until - ordered[0][0])
+
+
 def _profile(llm: Any, size: int, context: int, report: Report, rounds: int = 20) -> None:
     """Device time by kernel and launches by the host, per round, from torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
@@ -208,6 +229,7 @@ def _profile(llm: Any, size: int, context: int, report: Report, rounds: int = 20
         row = {"name": e.key[:60], "count": e.count / rounds, "us": us, "share": e.self_device_time_total / total}
         report.kernels.append(row)
     report.launches = {"device busy µs": round(total / rounds, 1)}
+    report.launches["device idle between rounds %"] = round(100 * _idle_share(trace), 2)
     for e in events:
         if e.key in ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync"):
             report.launches[e.key] = e.count / rounds

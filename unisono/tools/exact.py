@@ -3,11 +3,15 @@
 One engine runs the same requests alone, in batches, in small chunks, after a prefix hit, preempted and
 without graphs, and counts the requests whose token ids differ from those of the run alone. The last line
 changes the seeds: there the sampled ones must differ, or the comparison proves nothing.
+
+With ``--speculative-config`` the requests run alone on an engine without speculation, and in all these ways on
+a second one with it. Beside each count stand the tokens that a round committed: 1 would prove little.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,29 +28,44 @@ def exact(
     output_len: Annotated[int, typer.Option(help="Tokens per request.")] = 32,
     max_prompt: Annotated[int, typer.Option(help="Longest prompt in tokens.")] = 900,
     chunk: Annotated[int, typer.Option(help="Prompt tokens per pass in the chunked run.")] = 256,
+    speculative_config: Annotated[str | None, typer.Option(help="As of `unisono serve`, JSON.")] = None,
 ) -> None:
     """Run the same requests in every way and compare their tokens; exit code 1 if one differs."""
     from unisono.llm import LLM
+    from unisono.types import SpeculativeConfig
 
     flags: dict[str, Any] = {"dtype": dtype, "load_format": load_format, "max_model_len": max_prompt + output_len}
-    with LLM(model, **flags) as llm:
-        prompts, params = _requests(llm, requests, output_len, max_prompt)
-        alone = [_tokens(llm, [p], [q])[0] for p, q in zip(prompts, params, strict=True)]
-        failed = 0
-        for name, way in _ways(llm, chunk).items():
-            with way():
-                got = _tokens(llm, prompts, params)
-            differ = sum(a != b for a, b in zip(got, alone, strict=True))
-            failed += differ
-            print(f"{name:<24} {differ} of {requests} differ")
-        other = [replace(p, seed=(p.seed or 0) + 1) for p in params]
-        got = _tokens(llm, prompts, other)
-        sampled = sum(p.temperature > 0 for p in params)
+    llm = LLM(model, **flags)
+    prompts, params = _requests(llm, requests, output_len, max_prompt)
+    alone = _one_by_one(llm, prompts, params)
+    if speculative_config:
+        llm.shutdown()
+        llm = LLM(model, speculative=SpeculativeConfig.parse(json.loads(speculative_config)), **flags)
+    failed = 0
+    for name, way in _ways(llm, chunk).items():
+        one_by_one = name == "alone"
+        if one_by_one and not speculative_config:
+            continue  # that is what the others are compared with
+        before = replace(llm.engine.counters)
+        with way():
+            got = (_one_by_one if one_by_one else _tokens)(llm, prompts, params)
         differ = sum(a != b for a, b in zip(got, alone, strict=True))
-        print(f"{'control: other seeds':<24} {differ} of {requests} differ, {sampled} are sampled")
-        print(f"preemptions {llm.engine.scheduler.preemptions}, prefix hits {llm.engine.scheduler.prefix_hits} tokens")
+        failed += differ
+        print(f"{name:<24} {differ} of {requests} differ{_tokens_a_round(before, llm.engine.counters)}", flush=True)
+    got = _tokens(llm, prompts, [replace(p, seed=(p.seed or 0) + 1) for p in params])
+    sampled = sum(p.temperature > 0 for p in params)
+    differ = sum(a != b for a, b in zip(got, alone, strict=True))
+    print(f"{'control: other seeds':<24} {differ} of {requests} differ, {sampled} are sampled")
+    print(f"preemptions {llm.engine.scheduler.preemptions}, prefix hits {llm.engine.scheduler.prefix_hits} tokens")
+    llm.shutdown()
     if failed or differ < sampled // 2:
         raise typer.Exit(1)
+
+
+def _tokens_a_round(before: Any, now: Any) -> str:
+    """Mean tokens that a drafting request committed in a round since ``before``; empty without drafts."""
+    rounds, accepted = now.drafts - before.drafts, now.accepted_tokens - before.accepted_tokens
+    return f", {1 + accepted / rounds:.2f} tokens a round" if rounds else ""
 
 
 def _requests(llm: Any, count: int, output_len: int, max_prompt: int) -> tuple[list[list[int]], list[Any]]:
@@ -54,6 +73,9 @@ def _requests(llm: Any, count: int, output_len: int, max_prompt: int) -> tuple[l
 
     rng, vocab = random.Random(0), llm.engine.checkpoint.config.vocab_size
     prompts = [[rng.randrange(vocab) for _ in range(rng.randrange(2, max_prompt))] for _ in range(count)]
+    for prompt in prompts[1::2]:  # the same phrase again and again, as drafters like it
+        phrase = prompt[: rng.randrange(2, 40)]
+        prompt[:] = (phrase * (len(prompt) // len(phrase) + 1))[: len(prompt)]
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0},
@@ -62,6 +84,10 @@ def _requests(llm: Any, count: int, output_len: int, max_prompt: int) -> tuple[l
     ]
     common: dict[str, Any] = {"max_tokens": output_len, "ignore_eos": True}
     return prompts, [SamplingParams(**kinds[i % 4], **common, seed=i) for i in range(count)]
+
+
+def _one_by_one(llm: Any, prompts: list[list[int]], params: list[Any]) -> list[list[int]]:
+    return [_tokens(llm, [prompt], [q])[0] for prompt, q in zip(prompts, params, strict=True)]
 
 
 def _tokens(llm: Any, prompts: list[list[int]], params: list[Any]) -> list[list[int]]:
@@ -99,6 +125,7 @@ def _ways(llm: Any, chunk: int) -> dict[str, Callable[[], Any]]:
 
     longest = pages_for(engine.config.max_model_len)
     return {
+        "alone": cold,
         "batched": cold,
         f"in chunks of {chunk}": lambda: changed(scheduler, "max_batched_tokens", chunk),
         "after a prefix hit": contextlib.nullcontext,
