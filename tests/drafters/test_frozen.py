@@ -71,7 +71,7 @@ class Case:
         self.model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
 
     def greedy(self, batch: Sequence[list[int]]) -> list[list[int]]:
-        with engine(self.path) as llm:
+        with engine(self.path, dtype="float32") as llm:
             return tokens(llm, batch, GREEDY)
 
     @torch.no_grad()

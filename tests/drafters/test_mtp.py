@@ -38,7 +38,7 @@ class Case:
     def greedy(self, batch: Sequence[list[int]]) -> list[list[int]]:
         """What the target writes, without a drafter."""
         if not hasattr(self, "_greedy"):
-            with engine(self.path) as llm:
+            with engine(self.path, dtype="float32") as llm:
                 self._greedy = tokens(llm, batch, GREEDY)
         return self._greedy
 

@@ -23,7 +23,7 @@ from unisono.drafters.base import Drafter, Host
 from unisono.engine.programs import Parts, extend_program, round_program
 from unisono.engine.scheduler import Chunk, Extend, Round
 from unisono.engine.slots import Slots
-from unisono.engine.warmup import compile_passes, size_classes
+from unisono.engine.warmup import compiling_only, run_on_padding, size_classes
 from unisono.graphs.planner import Buckets, Planner, row_buckets, token_buckets
 from unisono.kernels.linear import TRITON_ROWS
 from unisono.layers.linear import prove_linears
@@ -100,12 +100,13 @@ class Runner:
         self._parts = lambda kv: Parts(self.model, drafter, slots, picker, kv.layers, processed, forced)
         self._hold_pages(shape, 2)  # for padding, until it is known how many fit
         if config.device.type == "cuda":
-            passes = self._passes(self._parts(self.kv))
-            few = [p for p in passes if p[1].rows * p[1].width <= TRITON_ROWS]
             with _Stage(self, "compile"):
-                compile_passes(few, config.device)
-                self._prove_exact()  # it decides what the larger passes run
-                compile_passes([p for p in passes if p not in few], config.device)
+                passes = self._passes(self._parts(self.kv))
+                with compiling_only():
+                    run_on_padding(passes, config.device)
+                    prove_linears(self.model.modules())
+            with _Stage(self, "prove"):
+                self._prove_exact()
         with _Stage(self, "size the KV cache"):
             self._hold_pages(shape, self._num_pages(shape, drafter))
         self.planner = Planner(config.device, enabled=not config.asked.enforce_eager)

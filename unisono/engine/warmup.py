@@ -1,21 +1,61 @@
-"""Compiling every kernel that a start will need, at once and in parallel.
+"""Compiling every kernel that a start will need, all at once.
 
-Triton compiles a kernel when it is first launched, and most of a compilation runs outside the interpreter's
-lock. So passes of every size class run once on padding: one alone, for the kernels that all share, then the
-others in threads, so that each compiles what is its own. What is in Triton's cache is only loaded.
+Triton compiles a kernel when it is first launched, one after the other, which took most of a start on a machine that
+has not seen the model. So passes of every size class first run dry: a launch only queues what it would have to
+compile, and most of a compilation runs outside the interpreter's lock. What is in Triton's cache is only loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime.jit import KernelInterface
 
 from unisono.program import Buffers, Program, Shape
 
-THREADS = 4
-"""More threads meet at the same kernel more often, and compile it twice."""
+_UNINITIALISED = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+
+
+class _Zeros(TorchDispatchMode):
+    """What kernels would have filled holds zeros, so that the indices among it are valid for the ops that do run."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _UNINITIALISED or func.namespace == "unisono":  # our ops return new tensors only
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                if tensor is not None:
+                    tensor.zero_()
+        return out
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Inside, launching a Triton kernel queues its compilation and nothing else. Leaving waits for all of them."""
+
+    def queue(kernel: Any, grid: Any) -> Any:
+        return lambda *args, **kwargs: kernel.run(*args, grid=grid, warmup=True, **kwargs)
+
+    with (
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+        AsyncCompileMode(pool),
+        patch.object(KernelInterface, "__getitem__", queue),
+        _Zeros(),
+    ):
+        yield
 
 
 def size_classes(shapes: Sequence[Shape]) -> list[Shape]:
@@ -23,18 +63,8 @@ def size_classes(shapes: Sequence[Shape]) -> list[Shape]:
     return list({shape.rows.bit_length(): shape for shape in reversed(shapes)}.values())[::-1]
 
 
-def compile_passes(passes: Sequence[tuple[Program, Shape]], device: torch.device) -> None:
+@torch.inference_mode()
+def run_on_padding(passes: Sequence[tuple[Program, Shape]], device: torch.device) -> None:
     """Run each pass once on padding rows only, which change nothing but the padding page and the padding slot."""
-
-    @torch.inference_mode()
-    def run(program: Program, shape: Shape) -> None:
-        torch.cuda.set_device(device)
+    for program, shape in passes:
         program.run(Buffers(program.schema, shape, device))
-
-    for program, shape in passes[:1]:
-        run(program, shape)
-    with ThreadPoolExecutor(THREADS) as pool:
-        done = [pool.submit(run, program, shape) for program, shape in passes[1:]]
-    for future in done:
-        future.result()
-    torch.cuda.synchronize(device)
