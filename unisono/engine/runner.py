@@ -23,7 +23,7 @@ from unisono.drafters.base import Drafter, Host
 from unisono.engine.programs import Parts, extend_program, round_program
 from unisono.engine.scheduler import Chunk, Extend, Round
 from unisono.engine.slots import Slots
-from unisono.engine.warmup import compiling_only, run_on_padding, size_classes
+from unisono.engine.warmup import compiling_only, run_on_padding
 from unisono.graphs.planner import Buckets, Planner, row_buckets, token_buckets
 from unisono.kernels.linear import TRITON_ROWS
 from unisono.layers.linear import prove_linears
@@ -101,12 +101,11 @@ class Runner:
         self._hold_pages(shape, 2)  # for padding, until it is known how many fit
         if config.device.type == "cuda":
             with _Stage(self, "compile"):
-                passes = self._passes(self._parts(self.kv))
-                with compiling_only():
-                    run_on_padding(passes, config.device)
+                with compiling_only(config.device):
                     prove_linears(self.model.modules())
-            with _Stage(self, "prove"):
-                self._prove_exact()
+                self._prove_exact()  # it decides what the larger passes run
+                with compiling_only(config.device):
+                    run_on_padding(self._passes(self._parts(self.kv)), config.device)
         with _Stage(self, "size the KV cache"):
             self._hold_pages(shape, self._num_pages(shape, drafter))
         self.planner = Planner(config.device, enabled=not config.asked.enforce_eager)
@@ -160,9 +159,9 @@ class Runner:
         ]
 
     def _passes(self, parts: Parts) -> list[tuple[Program, Shape]]:
-        """A pass of each size class that will be captured, and the longest prompt pass, which will not."""
+        """Every pass that will be captured, and the longest prompt pass, which will not."""
         rounds, extends = self._buckets(parts)
-        passes = [(b.program, shape) for b in (rounds, extends) for shape in size_classes(b.shapes)]
+        passes = [(b.program, shape) for b in (rounds, extends) for shape in b.shapes]
         return [*passes, (extends.program, Shape(self.config.max_num_batched_tokens))]
 
     def _hold_pages(self, shape: KVShape, num_pages: int) -> None:

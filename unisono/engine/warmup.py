@@ -10,57 +10,51 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 from triton.runtime.jit import KernelInterface
 
 from unisono.program import Buffers, Program, Shape
 
-_UNINITIALISED = {
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.empty_strided.default,
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.new_empty.default,
-    torch.ops.aten.new_empty_strided.default,
+_ZEROED = {
+    (torch, "empty"): torch.zeros,
+    (torch, "empty_like"): torch.zeros_like,
+    (torch.Tensor, "new_empty"): torch.Tensor.new_zeros,
 }
-
-
-class _Zeros(TorchDispatchMode):
-    """What kernels would have filled holds zeros, so that the indices among it are valid for the ops that do run."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in _UNINITIALISED or func.namespace == "unisono":  # our ops return new tensors only
-            for tensor in out if isinstance(out, (tuple, list)) else (out,):
-                if tensor is not None:
-                    tensor.zero_()
-        return out
+"""What kernels would have filled holds zeros instead, so that indices among it are valid for the ops that do run."""
 
 
 @contextmanager
-def compiling_only() -> Iterator[None]:
-    """Inside, launching a Triton kernel queues its compilation and nothing else. Leaving waits for all of them."""
+def compiling_only(device: torch.device) -> Iterator[None]:
+    """Inside, launching a Triton kernel queues its compilation and nothing else. Leaving waits until all are loaded."""
+    kernels: dict[int, Any] = {}
 
     def queue(kernel: Any, grid: Any) -> Any:
-        return lambda *args, **kwargs: kernel.run(*args, grid=grid, warmup=True, **kwargs)
+        def run(*args: Any, **kwargs: Any) -> None:
+            queued = kernel.run(*args, grid=grid, warmup=True, **kwargs)
+            if isinstance(queued, FutureKernel) and queued.future.done():
+                queued = queued.result()  # Triton knows it from now on, so the next launch is not hashed again
+            kernels[id(queued)] = queued
 
-    with (
-        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
-        AsyncCompileMode(pool),
-        patch.object(KernelInterface, "__getitem__", queue),
-        _Zeros(),
-    ):
-        yield
+        return run
 
+    def load(kernel: Any) -> None:
+        torch.cuda.set_device(device)
+        (kernel.result() if isinstance(kernel, FutureKernel) else kernel)._init_handles()  # builds the launcher too
 
-def size_classes(shapes: Sequence[Shape]) -> list[Shape]:
-    """One shape for each power of two of rows: kernels choose their tiles by no finer measure."""
-    return list({shape.rows.bit_length(): shape for shape in reversed(shapes)}.values())[::-1]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        with ExitStack() as undo:
+            undo.enter_context(AsyncCompileMode(pool))
+            undo.enter_context(patch.object(KernelInterface, "__getitem__", queue))
+            for (owner, name), zeros in _ZEROED.items():
+                undo.enter_context(patch.object(owner, name, zeros))
+            yield
+        for loaded in [pool.submit(load, kernel) for kernel in kernels.values()]:
+            loaded.result()
 
 
 @torch.inference_mode()
