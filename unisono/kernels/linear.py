@@ -195,10 +195,15 @@ def prove_exact(weight: torch.Tensor, rows: tuple[int, ...] = (65, 96, 128, 192,
     return all(same)
 
 
+def runs_on_blas(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether this product is cuBLASLt's rather than the Triton kernel's."""
+    return x.shape[0] > TRITON_ROWS and (*weight.shape, weight.dtype) in _proven
+
+
 def linear_cuda(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    if x.shape[0] > TRITON_ROWS and (*weight.shape, weight.dtype) in _proven:
+    if runs_on_blas(x, weight):
         return blas_linear(x, weight, bias, residual)
     return launch_linear(x, weight, bias, residual)
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from unisono.kernels import linear, prove_exact
+from unisono.kernels import linear, linear_norm, prove_exact
+from unisono.layers.norm import RMSNorm
 
 
 class Linear(nn.Module):
@@ -26,6 +27,15 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """``residual [M, out_features]`` is added to the rounded product."""
         return linear(x, self.weight, self.bias, residual)
+
+    def then_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sum, norm(sum)) for the sum of the product and ``residual``; without a norm the sum twice."""
+        if norm is None:
+            total = self(x, residual)
+            return total, total
+        return linear_norm(x, self.weight, self.bias, residual, norm.weight, norm.eps)
 
 
 class MergedLinear(Linear):
