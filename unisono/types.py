@@ -282,7 +282,8 @@ class TokenDelta:
 
     ``cached_tokens`` (prompt tokens served by the prefix cache) is set on a request's first delta.
     ``logprobs`` has an entry for each token if the request asked for them; ``prompt_logprobs``, on its first delta, one
-    for each prompt token but the first.
+    for each prompt token but the first. ``drafted_tokens`` were proposed for these tokens, ``accepted_tokens`` of them
+    accepted.
     ``error`` is set when the request failed inside the engine; then ``finish`` is ABORT.
     """
 
@@ -293,10 +294,14 @@ class TokenDelta:
     error: str | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def absorb(self, later: TokenDelta) -> None:
         """Make this delta what it and the one after it bring together."""
         self.token_ids.extend(later.token_ids)
+        self.drafted_tokens += later.drafted_tokens
+        self.accepted_tokens += later.accepted_tokens
         self.finish, self.error = later.finish, later.error
         if later.logprobs is not None:
             self.logprobs = [*(self.logprobs or []), *later.logprobs]

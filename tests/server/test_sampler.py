@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.conftest import Server
+from tests.server.conftest import Server, Start
 from tests.server.tokenizers_ import byte_level
 from unisono.types import FinishReason, TokenDelta, TokenLogprobs
 
@@ -61,12 +62,12 @@ def test_deltas_that_pile_up_keep_everything() -> None:
     """A client that lags gets several deltas as one."""
     first, second = (TokenLogprobs(-float(i), 1, []) for i in (1, 2))
     delta = TokenDelta("r", [7], cached_tokens=4, logprobs=[first], prompt_logprobs=[second])
-    delta.absorb(TokenDelta("r", [8], logprobs=[second]))
-    delta.absorb(TokenDelta("r", [9], FinishReason.STOP, error="e", logprobs=[first]))
-    expected = TokenDelta("r", [7, 8, 9], FinishReason.STOP, 4, "e", [first, second, first], [second])
+    delta.absorb(TokenDelta("r", [8], logprobs=[second], drafted_tokens=3))
+    delta.absorb(TokenDelta("r", [9], FinishReason.STOP, 0, "e", [first], drafted_tokens=2, accepted_tokens=1))
+    expected = TokenDelta("r", [7, 8, 9], FinishReason.STOP, 4, "e", [first, second, first], [second], 5, 1)
     assert delta == expected
     fields = [f.name for f in dataclasses.fields(TokenDelta)]
-    assert len(fields) == 7, "a new field: does absorb() merge it?"
+    assert len(fields) == 9, "a new field: does absorb() merge it?"
 
 
 def test_streamed_logprobs_are_the_whole_ones(server: Server) -> None:
@@ -133,6 +134,21 @@ def test_several_sequences(server: Server) -> None:
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == ["abab"] * 3
     assert server.info()["requests"]["running"] == 0
+
+
+def test_usage_tells_what_became_of_drafts(start: Start, model_dir: Path) -> None:
+    """Steps of four tokens, three of them drafts; the fake target takes all that there is room for."""
+    create = start(model_dir, tokens_per_step=4).openai.completions.create
+    usage = create(model="fake", prompt="abc", max_tokens=10).usage  # 4 + 4 + 2
+    details = usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (3 + 3 + 1, 2)
+    several = create(model="fake", prompt=["abc", "de"], max_tokens=10, n=2).usage.completion_tokens_details
+    assert (several.accepted_prediction_tokens, several.rejected_prediction_tokens) == (4 * 7, 4 * 2)
+    *_, last = create(model="fake", prompt="abc", max_tokens=10, stream=True, stream_options={"include_usage": True})
+    assert last.usage == usage
+    stopped = create(model="fake", prompt="abcdefgh", max_tokens=10, stop="b").usage
+    assert stopped.completion_tokens == 2
+    assert stopped.completion_tokens_details.accepted_prediction_tokens <= 2, "what is cut off was not accepted"
 
 
 @pytest.mark.parametrize(("minimum", "text"), [(0, "x1"), (2, "x1y1"), (4, "x1y1x1")])

@@ -54,7 +54,7 @@ class Engine:
         self._in_flight: Launched | None = None
         self._order = itertools.count()
         self.start_seconds = time.perf_counter() - started
-        self.counters = report.Counters()
+        self.counters = report.Counters.of(self.runner.width - 1)
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -148,22 +148,14 @@ class Engine:
             count, status = int(result[row, 0]), FinishReason(int(result[row, 1]))
             # A row that ended before this pass, as the host has learnt since, brings nothing.
             if sequence.finish is FinishReason.RUNNING and count:
-                if isinstance(work, Round):
-                    self._count_drafts(sequence, count)
                 delta = self._commit(sequence, result[row, 2 : 2 + count].tolist(), status)
+                if isinstance(work, Round) and sequence.request.params.max_drafts != 0:
+                    delta.drafted_tokens, delta.accepted_tokens = int(outputs["drafted"][row]), count - 1
+                    self.counters.count_round(delta.drafted_tokens, delta.accepted_tokens)
                 if (wanted := sequence.request.params.logprobs) is not None:
                     delta.logprobs = unpack_logprobs(logprobs[row, :count], wanted)
                 deltas.append(delta)
         return deltas
-
-    def _count_drafts(self, sequence: Sequence, committed: int) -> None:
-        """One request's share of a round: k drafts, of which all committed tokens but the last were accepted."""
-        most, drafts = sequence.request.params.max_drafts, self.runner.width - 1
-        drafts = drafts if most is None else min(most, drafts)
-        if drafts:
-            self.counters.drafts += 1
-            self.counters.drafted_tokens += drafts
-            self.counters.accepted_tokens += committed - 1
 
     def _commit(self, sequence: Sequence, tokens: list[int], status: FinishReason) -> TokenDelta:
         request_id, scores = sequence.request.request_id, None

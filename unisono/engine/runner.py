@@ -56,9 +56,10 @@ class Launched:
     pending: Pending
 
     def wait(self) -> dict[str, np.ndarray]:
-        """int32 arrays: ``result [rows, width + 2]``: count, status, tokens; ``logprobs [rows, width, words]``: what
-        ``kernels/logprobs.py`` reports, of rows that asked; ``prompt_logprobs [tokens, words]`` the same of prompt
-        tokens, where the pass scores. Blocks until the pass is done."""
+        """int32 arrays: ``result [rows, width + 2]``: count, status, tokens; ``drafted [rows]``, of a round: drafts that
+        were verified; ``logprobs [rows, width, words]``: what ``kernels/logprobs.py`` reports, of rows that asked;
+        ``prompt_logprobs [tokens, words]`` the same of prompt tokens, where the pass scores. Blocks until the pass is
+        done."""
         return self.pending.wait()
 
 

@@ -235,14 +235,15 @@ class Generation:
         self._stream: TokenStream | None = None
         self._cached = 0
         self._num_tokens = 0
+        self._drafted = self._accepted = 0
         self._offset = 0
         self._echo = echo
 
     @property
     def usage(self) -> Usage:
-        if self._request.shares_with is not None:
-            return Usage.of(0, self._num_tokens, 0)
-        return Usage.of(len(self._request.prompt_token_ids), self._num_tokens, self._cached)
+        counts = self._num_tokens, self._cached, self._accepted, self._drafted - self._accepted
+        first = self._request.shares_with is None
+        return Usage.of(len(self._request.prompt_token_ids) if first else 0, *counts)
 
     async def start(self) -> None:
         """Hand the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
@@ -263,7 +264,8 @@ class Generation:
             while finish is None:
                 delta = await self._stream.take()
                 self._timer.tokens(len(delta.token_ids))
-                self._cached = max(self._cached, delta.cached_tokens)
+                if self._request.shares_with is None:
+                    self._cached = max(self._cached, delta.cached_tokens)
                 if delta.error is not None:
                     raise ApiError(500, f"The engine failed on this request: {delta.error}", "server_error")
                 if self._echo is not None:
@@ -278,6 +280,8 @@ class Generation:
                     text, stop = detokenizer.feed(ids, delta.finish), detokenizer.stop_string
                     ids = ids[: detokenizer.num_tokens - self._num_tokens]  # none behind a stop string
                 self._num_tokens += len(ids)
+                self._drafted += delta.drafted_tokens
+                self._accepted += min(delta.accepted_tokens, len(ids))
                 reports = None if delta.logprobs is None else self._reports(ids, delta.logprobs)
                 reason = FinishReason.STOP if stop is not None else delta.finish
                 finish = None if reason is FinishReason.RUNNING else reason.text

@@ -27,6 +27,13 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct):
+    """Of the tokens that a drafter predicted: those in the text, and those that the target put others for."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct):
     """Token counts; ``completion_tokens`` ends with the text (a stop token counts, what follows does not)."""
 
@@ -34,15 +41,22 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
     @classmethod
-    def of(cls, prompt: int, completion: int, cached: int) -> Usage:
-        return cls(prompt, completion, prompt + completion, PromptDetails(cached))
+    def of(cls, prompt: int, completion: int, cached: int, accepted: int = 0, rejected: int = 0) -> Usage:
+        details = PromptDetails(cached), CompletionDetails(accepted, rejected)
+        return cls(prompt, completion, prompt + completion, *details)
 
     @classmethod
     def total(cls, usages: Iterable[Usage]) -> Usage:
         """The sum over an answer's choices."""
-        parts = [(u.prompt_tokens, u.completion_tokens, u.prompt_tokens_details.cached_tokens) for u in usages]
+        parts = [
+            (u.prompt_tokens, u.completion_tokens, u.prompt_tokens_details.cached_tokens,
+             u.completion_tokens_details.accepted_prediction_tokens,
+             u.completion_tokens_details.rejected_prediction_tokens)
+            for u in usages
+        ]  # fmt: skip
         return cls.of(*map(sum, zip(*parts, strict=True)))
 
 
