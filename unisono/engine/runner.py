@@ -56,8 +56,8 @@ class Launched:
     pending: Pending
 
     def wait(self) -> dict[str, np.ndarray]:
-        """int32 arrays: ``result [rows, width + 2]``: count, status, tokens; ``drafted [rows]``, of a round: drafts that
-        were verified; ``logprobs [rows, width, words]``: what ``kernels/logprobs.py`` reports, of rows that asked;
+        """int32 arrays: ``result [rows, width + 2]``: count, status, tokens; ``drafted [rows]``, of a round: drafts
+        verified; ``logprobs [rows, width, words]``: what ``kernels/logprobs.py`` reports, of rows that asked;
         ``prompt_logprobs [tokens, words]`` the same of prompt tokens, where the pass scores. Blocks until the pass is
         done."""
         return self.pending.wait()
@@ -92,7 +92,7 @@ class Runner:
             )
         self.slots = slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, config.device)
         self.picker = picker = DraftPicker(slots)
-        self.drafter = drafter = self._drafter(c)
+        self.drafter = drafter = self._drafter(c, progress)
         shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
         self.width, self.needs = 1 + drafter.num_drafts, drafter.needs
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
@@ -119,7 +119,7 @@ class Runner:
         torch.set_num_threads(threads)
         self.config = self.config.decide("threads", threads, "all cores but one; OMP_NUM_THREADS sets it")
 
-    def _drafter(self, target: DecoderConfig) -> Drafter:
+    def _drafter(self, target: DecoderConfig, progress: Callable[[str, float], None]) -> Drafter:
         """The drafter that was asked for, bound to the target; ``none`` by default."""
         config = self.config
         spec = config.asked.speculative or SpeculativeConfig()
@@ -136,9 +136,14 @@ class Runner:
                 device=config.device,
                 max_model_len=config.max_model_len,
                 page_size=PAGE_SIZE,
+                progress=lambda share: progress("load draft", share),
+                decide=self._decide,
             )
         )
         return drafter
+
+    def _decide(self, name: str, value: object, reason: str) -> None:
+        self.config = self.config.decide(name, value, reason)
 
     def _prove_exact(self) -> None:
         """Check, for each shape of product, that the BLAS that serves long passes gives the kernel's bits."""

@@ -6,6 +6,7 @@ see edited logits.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,25 +115,26 @@ class DraftPicker:
     """``host.pick`` of drafters: the target's rule, edits and all, for logits of their own.
 
     While a round drafts (:meth:`seeing`) position length + offset sees the drafts before it, so that penalties agree
-    with verification; a drafter need not know. Elsewhere it sees what is committed.
+    with verification; a drafter need not know. Elsewhere it sees what is committed. Threads may draft at once, as when
+    kernels are compiled at start: each sees its own round's drafts.
     """
 
     def __init__(self, fields: EditFields) -> None:
         self._fields = fields
-        self._drafts: Tensor | None = None
+        self._round = threading.local()  # .drafts, while a round drafts
 
     @contextmanager
     def seeing(self, drafts: Tensor) -> Iterator[None]:
         """While this is entered, ``drafts [R, k]`` are what the drafter writes its picks into, column by column."""
-        self._drafts = drafts
+        self._round.drafts = drafts
         try:
             yield
         finally:
-            self._drafts = None
+            del self._round.drafts
 
     def __call__(self, logits: Tensor, slots: Tensor, offset: int, ids: Tensor | None) -> Tensor:
         """logits [R, V], slots [R] int32 -> tokens [R] int32 for position length + offset."""
-        drafts = self._drafts
+        drafts = getattr(self._round, "drafts", None)
         if drafts is None or drafts.shape[0] != slots.shape[0] or drafts.shape[1] < offset:
             drafts = slots.new_full((slots.shape[0], offset), -1)
         return edit_and_pick(logits, slots, 1, drafts, self._fields, offset, ids).tokens
