@@ -22,15 +22,14 @@ from unisono.drafters.base import Host, PromptPass, SelfTest, Verified
 from unisono.drafters.options import LOAD_FORMAT, read_options, required_model
 from unisono.kernels.draft_inputs import draft_extend_inputs, draft_inputs
 from unisono.layers.linear import prove_linears
+from unisono.models import vocabulary
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
 from unisono.program import Needs
-from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
+from unisono.types import ConfigError, SpeculativeConfig
 
 logger = logging.getLogger(__name__)
-
-OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
 
 
 class StandaloneDrafter:
@@ -113,8 +112,8 @@ def check_vocabulary(target: DecoderConfig, draft: Checkpoint) -> str:
 
     The sizes may differ by ids that no tokenizer makes. Without a tokenizer on either side they must be equal.
     """
-    known = _strings(Path(target.hf_config.name_or_path), target.vocab_size)
-    drafted = _strings(draft.path, draft.config.vocab_size)
+    known = vocabulary.strings(Path(target.hf_config.name_or_path), target.vocab_size)
+    drafted = vocabulary.strings(draft.path, draft.config.vocab_size)
     advice = "Give a draft model with the target's own tokenizer."
     if known is None or drafted is None:
         if target.vocab_size != draft.config.vocab_size:
@@ -131,22 +130,3 @@ def check_vocabulary(target: DecoderConfig, draft: Checkpoint) -> str:
             f"{theirs!r} there and {ours!r} here, and {len(wrong) - 1} more ids differ. {advice}"
         )
     return "every token id has the same string in both tokenizers"
-
-
-def _strings(directory: Path, vocab_size: int) -> dict[int, str] | None:
-    """The string of every token id that a model of this size knows; None without a tokenizer."""
-    file = directory / "tokenizer.json"
-    try:
-        if file.is_file():  # as it stands: transformers adds tokens of its own to some families'
-            from tokenizers import Tokenizer
-
-            vocabulary = Tokenizer.from_file(str(file)).get_vocab()
-        elif any((directory / name).is_file() for name in OTHER_TOKENIZERS):
-            from transformers import AutoTokenizer  # slow to import
-
-            vocabulary = AutoTokenizer.from_pretrained(str(directory), local_files_only=True).get_vocab()
-        else:
-            return None
-    except Exception as error:  # both raise anything from KeyError to a bare Exception here
-        raise CheckpointError(f"The tokenizer in {directory} cannot be loaded: {error}") from error
-    return {i: string for string, i in vocabulary.items() if i < vocab_size}

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from unisono.cache.pages import PagePool
-from unisono.config import EngineConfig, Hardware, resolve
+from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.engine import report
 from unisono.engine.runner import Launched, Runner
 from unisono.engine.scheduler import Extend, Round, Scheduler, Sequence
+from unisono.engine.self_test import run_self_test
 from unisono.models.checkpoint import Checkpoint
 from unisono.sampling.edits import check_edits
 from unisono.sampling.logprobs import unpack_logprobs
@@ -41,7 +42,14 @@ class Engine:
         self.checkpoint = checkpoint
         with torch.inference_mode():
             self.runner = Runner(resolved, checkpoint, progress)
-        self.config = self.runner.config
+            self._begin()
+            if run_self_test(self):
+                self.runner.forget()
+                self._begin()
+        self.start_seconds = time.perf_counter() - started
+
+    def _begin(self) -> None:
+        """Have no requests, no cached prefixes, nothing counted."""
         self.pool = PagePool(self.runner.kv.num_pages)
         self.scheduler = Scheduler(
             self.pool,
@@ -53,8 +61,12 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: Launched | None = None
         self._order = itertools.count()
-        self.start_seconds = time.perf_counter() - started
         self.counters = report.Counters.of(self.runner.width - 1)
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """The settings with nothing left open, and the reason of each choice."""
+        return self.runner.config
 
     # ---- requests -----------------------------------------------------------------------------
 

@@ -137,13 +137,19 @@ class Runner:
                 max_model_len=config.max_model_len,
                 page_size=PAGE_SIZE,
                 progress=lambda share: progress("load draft", share),
-                decide=self._decide,
+                decide=self.decide,
             )
         )
         return drafter
 
-    def _decide(self, name: str, value: object, reason: str) -> None:
+    def decide(self, name: str, value: object, reason: str) -> None:
+        """Add a decision to the resolved configuration."""
         self.config = self.config.decide(name, value, reason)
+
+    def forget(self) -> None:
+        """Make slots and counts as if nothing had run. No request may hold a slot."""
+        self.slots.reset()
+        self.planner.forget()
 
     def _prove_exact(self) -> None:
         """Check, for each shape of product, that the BLAS that serves long passes gives the kernel's bits."""

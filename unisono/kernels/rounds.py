@@ -276,7 +276,7 @@ def force_drafts(drafts: Tensor, picks: Tensor, slots: Tensor, length: Tensor, m
     that it can be captured. picks [R, 1 + k], slots [R], length [S]; all int32.
     """
     whole, part = divmod(mean - 1, 1.0)
-    mixed = (length[slots.long()].long() * 40503 + slots.long() * 9973) % 65536
+    mixed = (length.index_select(0, slots).long() * 40503 + slots.long() * 9973) % 65536
     accepted = (whole + (mixed < part * 65536).long())[:, None]
     column = torch.arange(drafts.shape[1], device=drafts.device)
     drafts.copy_(torch.where(column < accepted, picks[:, :-1], -1))
