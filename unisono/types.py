@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -267,6 +267,15 @@ class EngineRequest:
 
 
 @dataclass(slots=True)
+class Logprob:
+    """One token's log-probability at a position, its rank there (1 is the likeliest) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
 class TokenLogprobs:
     """Log-probabilities at one position: of the token there, its rank (1 is the likeliest; ties count), and of the
     likeliest tokens, ``(token id, logprob)`` in order."""
@@ -274,6 +283,13 @@ class TokenLogprobs:
     logprob: float
     rank: int
     top: list[tuple[int, float]] = field(default_factory=list)
+
+    def named(self, token_id: int, text_of: Callable[[int], str | None], most: int) -> dict[int, Logprob]:
+        """The position as vLLM words it: the token's own entry first, then those of the ``most`` likeliest."""
+        entries = {token_id: Logprob(self.logprob, self.rank, text_of(token_id))}
+        for place, (alternative, logprob) in enumerate(self.top[:most], 1):
+            entries[alternative] = Logprob(logprob, place, text_of(alternative))
+        return entries
 
 
 @dataclass(slots=True)
@@ -305,15 +321,6 @@ class TokenDelta:
         self.finish, self.error = later.finish, later.error
         if later.logprobs is not None:
             self.logprobs = [*(self.logprobs or []), *later.logprobs]
-
-
-@dataclass(slots=True)
-class Logprob:
-    """One token's log-probability at a position, its rank there (1 is the likeliest) and its text."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Server, Start
+from tests.server.fake_engine import Trick
 from tests.server.tokenizers_ import byte_level
 from unisono.types import FinishReason, TokenDelta, TokenLogprobs
 
@@ -116,6 +117,82 @@ def test_echo_with_logprobs_scores_the_prompt(server: Server, extra: int) -> Non
     parts = [c.choices[0].logprobs for c in stream if c.choices[0].logprobs is not None]
     assert [x for part in parts for x in part.token_logprobs] == got.token_logprobs
     assert [x for part in parts for x in part.text_offset] == got.text_offset
+
+
+def named(wanted: int) -> list[Any]:
+    """The fake engine's scores of TEXT in vLLM's wording: each token at -0.25, then the ids after it."""
+    positions: list[Any] = [None]
+    for token in IDS[1:]:
+        ids = [token, *range(token + 1, token + wanted)]
+        positions.append(
+            {
+                str(i): {
+                    "logprob": -0.25 - 0.5 * place if place < 5 else -9999.0,
+                    "rank": place + 1,
+                    "decoded_token": TOKENIZER.decode([i]),
+                }
+                for place, i in enumerate(ids)
+            }
+        )
+    return positions
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 3, 7])
+def test_prompt_logprobs(server: Server, wanted: int) -> None:
+    """In each choice of a completion, beside the answer of a chat."""
+    create, extra = server.openai.completions.create, {"prompt_logprobs": wanted}
+    answer = create(model="fake", prompt=TEXT, max_tokens=2, n=3, extra_body=extra)
+    assert [c.model_extra["prompt_logprobs"] for c in answer.choices] == [named(wanted)] * 3
+    assert "prompt_logprobs" not in answer.model_extra
+    two = create(model="fake", prompt=[IDS, IDS[:2]], max_tokens=2, extra_body=extra).choices
+    assert [c.model_extra["prompt_logprobs"] for c in two] == [named(wanted), named(wanted)[:2]]
+    chat = server.openai.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=2, n=2, extra_body=extra)
+    assert chat.model_extra["prompt_logprobs"][0] is None
+    assert len(chat.model_extra["prompt_logprobs"]) == chat.usage.prompt_tokens
+    assert all(len(entry) == max(1, wanted) for entry in chat.model_extra["prompt_logprobs"][1:])
+    assert "prompt_logprobs" not in chat.choices[0].model_extra
+    plain = create(model="fake", prompt=TEXT, max_tokens=2)
+    assert "prompt_logprobs" not in plain.choices[0].model_extra
+
+
+@pytest.mark.parametrize(("echoed", "wanted"), [(1, 3), (3, 1), (0, 2)])
+def test_echo_and_prompt_logprobs_each_have_their_own_number(server: Server, echoed: int, wanted: int) -> None:
+    options: dict[str, Any] = {"model": "fake", "prompt": TEXT, "max_tokens": 1, "echo": True, "logprobs": echoed}
+    (choice,) = server.openai.completions.create(**options, extra_body={"prompt_logprobs": wanted}).choices
+    assert choice.model_extra["prompt_logprobs"] == named(wanted)
+    assert choice.logprobs == server.openai.completions.create(**options).choices[0].logprobs
+
+
+def test_without_a_tokenizer_prompt_logprobs_have_no_text(start: Start) -> None:
+    answer = start().openai.completions.create(
+        model="fake", prompt=[5, 6], max_tokens=1, extra_body={"prompt_logprobs": 0}
+    )
+    assert answer.choices[0].model_extra["prompt_logprobs"] == [
+        None, {"6": {"logprob": -0.25, "rank": 1, "decoded_token": None}},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", [0, 2])
+def test_each_of_several_sequences_echoes_the_prompts_logprobs(server: Server, extra: int) -> None:
+    """The engine scores a prompt once, with its first sequence."""
+    options: dict[str, Any] = {"model": "fake", "prompt": [IDS, IDS[:4]], "max_tokens": extra, "echo": True}
+    one = server.openai.completions.create(logprobs=1, **options).choices
+    three = server.openai.completions.create(logprobs=1, n=3, **options).choices
+    assert [(c.text, c.logprobs) for c in three] == [(c.text, c.logprobs) for c in one for _ in range(3)]
+    streamed: list[list[Any]] = [[] for _ in range(6)]
+    for chunk in server.openai.completions.create(logprobs=1, n=3, stream=True, **options):
+        choice = chunk.choices[0]
+        if choice.logprobs is not None:
+            streamed[choice.index] += choice.logprobs.token_logprobs
+    assert streamed == [c.logprobs.token_logprobs for c in three]
+
+
+def test_a_prompt_whose_first_sequence_fails_fails(server: Server) -> None:
+    """Nobody waits for log-probabilities that never come."""
+    body = {"prompt": [int(Trick.FAIL), 5], "max_tokens": 2, "n": 3, "echo": True, "logprobs": 1}
+    response = server.http.post("/v1/completions", json={"model": "fake", **body}, timeout=10)
+    assert response.status_code == 500
+    assert server.info()["requests"]["running"] == 0
 
 
 def test_several_sequences(server: Server) -> None:
