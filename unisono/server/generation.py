@@ -240,7 +240,7 @@ class PromptScores:
         self._known.set()
 
     async def get(self) -> list[TokenLogprobs]:
-        """Wait for them; a first sequence that fails ends its company too. Raises ApiError where the engine gave none."""
+        """Wait for them: a first sequence that fails ends the others too. Raises ApiError if the engine gave none."""
         await self._known.wait()
         if self._given is None:
             raise ApiError(500, "The engine gave no log-probabilities of the prompt.", "server_error")
