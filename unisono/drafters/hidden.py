@@ -16,22 +16,25 @@ showed, and no entry depends on k, on the batch or on which drafts were tried.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from unisono.attention.base import AttentionBackend, AttentionInputs
-from unisono.drafters.base import Host, PromptPass, Verified
+from unisono.drafters.base import Host, PromptPass, SelfTest, Verified
 from unisono.kernels.catch_up import catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
 from unisono.layers.linear import prove_linears
 from unisono.models.config import DecoderConfig
+from unisono.models.draft_checkpoint import DraftCheckpoint
 from unisono.program import Needs
-from unisono.types import ConfigError, SpeculativeConfig
+from unisono.types import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
+
+OTHER_TARGET = "the head was trained for another target, or for other weights of this one (a fine-tune)"
+RANDOM = "the drafter's weights are random (load_format dummy)"
 
 FIRST_ENTRY = 1
 """Position 0 has no hidden state before it, hence no entry, and no key that may be seen."""
@@ -88,6 +91,7 @@ class HiddenDrafter:
     name: str
     needs: Needs
     page_bytes = 0  # known once the engine's dtype is
+    self_test: SelfTest | None = SelfTest(OTHER_TARGET)
 
     def __init__(self, spec: SpeculativeConfig) -> None:
         self.num_drafts = spec.num_speculative_tokens
@@ -95,6 +99,14 @@ class HiddenDrafter:
     def build(self, host: Host) -> DraftModule:
         """The module, loaded, on the host's device; its attention is ``self.attention(host, …)``."""
         raise NotImplementedError
+
+    def build_head(self, host: Host, checkpoint: DraftCheckpoint) -> DraftModule:
+        """:meth:`build` for a head that is opened."""
+        attention = self.attention(host, checkpoint.config.layer)
+        head = checkpoint.build(host.target, attention, host.max_model_len, host.dtype, host.device, host.progress)
+        for choice in checkpoint.choices(head, host.target):
+            host.decide(*choice)
+        return head
 
     @staticmethod
     def attention(host: Host, config: DecoderConfig) -> AttentionBackend:
@@ -167,20 +179,3 @@ class HiddenDrafter:
         hidden, logits = self.module.finish(out)
         keep_rows(self._hidden, owners, hidden)
         keep_rows(self._draft, owners, self._host.pick(logits, slots, 0, self.module.ids)[:, None])
-
-
-def checked_options(spec: SpeculativeConfig, known: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """The method's options; ``known`` maps each to its values, the default first. Raises ConfigError for others."""
-    for name, value in spec.options.items():
-        if name not in known:
-            raise ConfigError(f"the method {spec.method} has no option {name!r}. Its options: {', '.join(known)}.")
-        if value not in known[name]:
-            raise ConfigError(f"{name}={value!r} of the method {spec.method}: choose one of {', '.join(known[name])}.")
-    return {name: spec.options.get(name, values[0]) for name, values in known.items()}
-
-
-def checked_model(spec: SpeculativeConfig) -> str:
-    """The head's directory. Raises ConfigError where none is given."""
-    if spec.model is None:
-        raise ConfigError(f'the method {spec.method} needs "model": the directory of a head made for this target.')
-    return spec.model

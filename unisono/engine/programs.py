@@ -95,6 +95,7 @@ def round_program(parts: Parts) -> Program:
             Field("columns", torch.int32, ("rows", growth), pad=-1),
             Field("pages", torch.int32, ("rows", growth)),
             Field("result", torch.int32, ("rows", parts.width + 2), output=True),
+            Field("drafted", torch.int32, ("rows",), output=True),
             Field("logprobs", torch.int32, ("rows", "width", LOGPROB_WORDS), output=True),
         )
     )
@@ -106,7 +107,7 @@ def round_program(parts: Parts) -> Program:
         if width > 1:
             with parts.picker.seeing(drafts):
                 parts.drafter.propose(b.slots, drafts)
-            limit_drafts(drafts, b.slots, slots.max_drafts)
+            limit_drafts(drafts, b.slots, slots.max_drafts, b.drafted)
         token_ids, positions, kv_slots, kv_len = round_inputs(
             b.slots, drafts, slots.length, slots.limit, slots.status, slots.last_token, slots.page_table, PAGE_SIZE
         )
@@ -115,6 +116,7 @@ def round_program(parts: Parts) -> Program:
         picks = parts.pick(parts.model.logits(hidden), b.slots, drafts, b.logprobs)
         if parts.forced is not None:
             force_drafts(drafts, picks, b.slots, slots.length, parts.forced)
+            b.drafted.fill_(width - 1)
         b.result.copy_(parts.commit(picks, drafts, b.slots))
         if width > 1:
             parts.drafter.observe(Verified(b.slots, b.result, picks, seen))

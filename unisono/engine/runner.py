@@ -26,7 +26,7 @@ from unisono.engine.slots import Slots
 from unisono.engine.warmup import compiling_only, run_on_padding
 from unisono.graphs.planner import Buckets, Planner, row_buckets, token_buckets
 from unisono.kernels.linear import TRITON_ROWS
-from unisono.layers.linear import prove_linears
+from unisono.layers.linear import prove_linears, rehearse_proofs
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
@@ -56,9 +56,10 @@ class Launched:
     pending: Pending
 
     def wait(self) -> dict[str, np.ndarray]:
-        """int32 arrays: ``result [rows, width + 2]``: count, status, tokens; ``logprobs [rows, width, words]``: what
-        ``kernels/logprobs.py`` reports, of rows that asked; ``prompt_logprobs [tokens, words]`` the same of prompt
-        tokens, where the pass scores. Blocks until the pass is done."""
+        """int32 arrays: ``result [rows, width + 2]``: count, status, tokens; ``drafted [rows]``, of a round: drafts
+        verified; ``logprobs [rows, width, words]``: what ``kernels/logprobs.py`` reports, of rows that asked;
+        ``prompt_logprobs [tokens, words]`` the same of prompt tokens, where the pass scores. Blocks until the pass is
+        done."""
         return self.pending.wait()
 
 
@@ -91,7 +92,7 @@ class Runner:
             )
         self.slots = slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, config.device)
         self.picker = picker = DraftPicker(slots)
-        self.drafter = drafter = self._drafter(c)
+        self.drafter = drafter = self._drafter(c, progress)
         shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
         self.width, self.needs = 1 + drafter.num_drafts, drafter.needs
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
@@ -102,7 +103,7 @@ class Runner:
         if config.device.type == "cuda":
             with _Stage(self, "compile"):
                 with compiling_only(config.device):
-                    prove_linears(self.model.modules())
+                    rehearse_proofs(self.model.modules())
                 self._prove_exact()  # it decides what the larger passes run
                 with compiling_only(config.device):
                     run_on_padding(self._passes(self._parts(self.kv)), config.device)
@@ -118,7 +119,7 @@ class Runner:
         torch.set_num_threads(threads)
         self.config = self.config.decide("threads", threads, "all cores but one; OMP_NUM_THREADS sets it")
 
-    def _drafter(self, target: DecoderConfig) -> Drafter:
+    def _drafter(self, target: DecoderConfig, progress: Callable[[str, float], None]) -> Drafter:
         """The drafter that was asked for, bound to the target; ``none`` by default."""
         config = self.config
         spec = config.asked.speculative or SpeculativeConfig()
@@ -135,9 +136,20 @@ class Runner:
                 device=config.device,
                 max_model_len=config.max_model_len,
                 page_size=PAGE_SIZE,
+                progress=lambda share: progress("load draft", share),
+                decide=self.decide,
             )
         )
         return drafter
+
+    def decide(self, name: str, value: object, reason: str) -> None:
+        """Add a decision to the resolved configuration."""
+        self.config = self.config.decide(name, value, reason)
+
+    def forget(self) -> None:
+        """Make slots and counts as if nothing had run. No request may hold a slot."""
+        self.slots.reset()
+        self.planner.forget()
 
     def _prove_exact(self) -> None:
         """Check, for each shape of product, that the BLAS that serves long passes gives the kernel's bits."""
