@@ -23,6 +23,7 @@ from unisono.engine.scheduler import Extend, Round, Scheduler, Sequence
 from unisono.models.checkpoint import Checkpoint
 from unisono.sampling.edits import check_edits
 from unisono.sampling.logprobs import unpack_logprobs
+from unisono.token_tree import nodes_within
 from unisono.types import MAX_STOP_IDS, BadRequest, EngineRequest, FinishReason, SamplingParams, TokenDelta
 
 
@@ -157,9 +158,9 @@ class Engine:
         return deltas
 
     def _count_drafts(self, sequence: Sequence, committed: int) -> None:
-        """One request's share of a round: k drafts, of which all committed tokens but the last were accepted."""
-        most, drafts = sequence.request.params.max_drafts, self.runner.width - 1
-        drafts = drafts if most is None else min(most, drafts)
+        """One request's share of a round: its drafts, of which all committed tokens but the last were accepted."""
+        most, depth = sequence.request.params.max_drafts, self.runner.width - 1
+        drafts = self.drafted(depth if most is None else min(most, depth))
         if drafts:
             self.counters.drafts += 1
             self.counters.drafted_tokens += drafts
@@ -177,6 +178,11 @@ class Engine:
             self.scheduler.retire(sequence, status)
             del self._sequences[request_id]
         return TokenDelta(request_id, tokens, status, sequence.cached_tokens or 0, prompt_logprobs=scores)
+
+    def drafted(self, depth: int) -> int:
+        """Tokens drafted for a request in a round, so many steps deep: a tree's nodes, or as many for a chain."""
+        spec = self.config.asked.speculative
+        return nodes_within(spec.paths, depth) if spec is not None and spec.paths else depth
 
     # ---- what it tells ------------------------------------------------------------------------
 
