@@ -132,10 +132,7 @@ class HiddenDrafter:
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor | None = None) -> None:
         host, s, vocab = self._host, self._host.slots, self.module.config.vocab_size
         hidden = self._hidden.index_select(0, slots)
-        first = self._draft.index_select(0, slots)
-        if tables is not None:
-            first = first.gather(1, self._first.expand(len(slots) // len(self._first), -1).reshape(-1, 1))
-        drafts[:, :1].copy_(first)
+        drafts[:, :1].copy_(self._first_drafts(slots, of_paths=tables is not None))
         rows = slots if tables is None else tables
         for step in range(1, self.num_drafts):
             token_ids, positions, kv_slots, kv_len = draft_inputs(
@@ -182,14 +179,20 @@ class HiddenDrafter:
         """From the module's last outputs [R, H] of the requests in slots [R], what the next round begins with."""
         hidden, logits = self.module.finish(out)
         keep_rows(self._hidden, owners, hidden)
-        keep_rows(self._draft, owners, self._first_drafts(logits, slots))
-
-    def _first_drafts(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Candidates for draft 0, as many as paths take: [R, ≥ 1] int32."""
-        count = self._draft.shape[1]
+        count, ids = self._draft.shape[1], self.module.ids
         if count > 1:
-            return self._host.best(logits, slots, count, self.module.ids)
-        return self._host.pick(logits, slots, 0, self.module.ids)[:, None]
+            best = self._host.best(logits, slots, count, ids)
+        else:
+            best = self._host.pick(logits, slots, 0, ids)[:, None]
+        keep_rows(self._draft, owners, best)
+
+    def _first_drafts(self, slots: torch.Tensor, of_paths: bool) -> torch.Tensor:
+        """Draft 0 of each row [R, 1]: the best candidate that was kept, or its path's own."""
+        kept = self._draft.index_select(0, slots)
+        if not of_paths:
+            return kept[:, :1]
+        paths = self._first.shape[0]
+        return kept.gather(1, self._first.expand(slots.shape[0] // paths, -1).reshape(-1, 1))
 
 
 def checked_options(spec: SpeculativeConfig, known: Mapping[str, Sequence[str]]) -> dict[str, str]:
