@@ -74,7 +74,7 @@ def said(llm: LLM, batch: Sequence[list[int]], params: Sequence[SamplingParams])
     """Each answer's tokens and log-probabilities, to the bit."""
     outputs = [o.outputs[0] for o in llm.generate(list(batch), list(params))]
     return [
-        (o.token_ids, o.logprobs and [{t: (l.logprob, l.rank) for t, l in row.items()} for row in o.logprobs])
+        (o.token_ids, o.logprobs and [{t: (p.logprob, p.rank) for t, p in row.items()} for row in o.logprobs])
         for o in outputs
     ]
 
@@ -230,7 +230,7 @@ def test_fewer_drafts_are_shallower_paths(always_second: Checkpoints) -> None:
 
 @pytest.mark.parametrize("tree", ["binary", pytest.param("wide", marks=FULL), "uneven"])
 def test_a_perfect_draft_is_accepted(qwen3: Path, tree: str) -> None:
-    """The target drafts for itself: its best path is right in every round, at any temperature, over a warm cache too."""
+    """The target drafts for itself: its best path is right in every round, whatever the parameters, twice over."""
     params = mixed_params(6)
     with engine(qwen3) as llm:
         expected = tokens(llm, BATCH[:6], params)
@@ -239,6 +239,14 @@ def test_a_perfect_draft_is_accepted(qwen3: Path, tree: str) -> None:
             entries = play(llm, BATCH[:6], params)
             assert [e.tokens for e in entries] == expected
             assert_every_draft_accepted(llm, entries)
+
+
+def test_a_path_ends_where_it_ends(qwen3: Path) -> None:
+    """The best path of a perfect draft is one step long here, so no round commits more than two tokens."""
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=1 + 2 * 6, ignore_eos=True)
+    with planted("standalone", (qwen3, qwen3), {"speculative_token_tree": "[(0,), (1,), (1, 0)]"}) as llm:
+        (entry,) = play(llm, [[1, 2, 3]], [params])
+        assert entry.rounds == [2] * 6
 
 
 def test_more_paths_accept_more(qwen3: Path, tmp_path: Path) -> None:
