@@ -6,15 +6,19 @@ slots keep on the device, so a round stays one launch. No weights, no KV, nothin
 Of the earlier places where the last ``prompt_lookup_min`` … ``prompt_lookup_max`` tokens stand, the longest match
 counts, of equals the latest (vLLM takes the earliest: recent text resembles what comes next more). A copy that
 reaches the end of the text goes on with what it has just copied, so that loops are drafted whole.
+
+Of a tree each path copies what followed another match: the best whose tokens differ from those of the paths before.
+The tree's digits say how many paths there are and how long each is, no more.
 """
 
 from __future__ import annotations
 
 import torch
 
-from unisono.drafters.base import Host, PromptPass, Verified
+from unisono.drafters.base import Host, PromptPass, Span, Verified
 from unisono.drafters.options import in_range, read_options
 from unisono.kernels.lookup import lookup, lookup_scratch
+from unisono.kernels.lookup_paths import lookup_path
 from unisono.models.config import DecoderConfig
 from unisono.program import Needs
 from unisono.types import ConfigError, SpeculativeConfig
@@ -42,6 +46,7 @@ class NgramDrafter:
         if self.shortest > self.longest:
             raise ConfigError(f"prompt_lookup_min={self.shortest} is above prompt_lookup_max={self.longest}; lower it.")
         self.num_drafts = spec.num_speculative_tokens
+        self._sizes = [len(path) for path in spec.paths]
 
     def bind(self, host: Host) -> None:
         self._slots = host.slots
@@ -50,9 +55,20 @@ class NgramDrafter:
     def allocate(self, num_pages: int) -> None:
         pass
 
-    def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
+    def fork(self, span: Span) -> None:
+        """Nothing: there is no KV."""
+
+    adopt = fork
+
+    def propose(self, slots: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor | None = None) -> None:
         s = self._slots
-        lookup(drafts, slots, s.history, s.length, self._scratch, self.longest, self.shortest)
+        if tables is None:
+            lookup(drafts, slots, s.history, s.length, self._scratch, self.longest, self.shortest)
+            return
+        paths = len(self._sizes)
+        rows, each = slots[::paths].contiguous(), drafts.view(-1, paths, drafts.shape[1])
+        for path, size in enumerate(self._sizes):
+            lookup_path(each, path, size, rows, s.history, s.length, self._scratch, self.longest, self.shortest)
 
     def observe(self, verified: Verified) -> None:
         pass

@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 
 from unisono.attention.base import AttentionInputs
-from unisono.drafters.base import Host, PromptPass, SelfTest, Verified
+from unisono.drafters.base import Host, PromptPass, SelfTest, Span, Verified
 from unisono.drafters.options import LOAD_FORMAT, read_options, required_model
 from unisono.kernels.draft_inputs import draft_extend_inputs, draft_inputs
+from unisono.kernels.paths import copy_span
 from unisono.layers.linear import prove_linears
 from unisono.models import vocabulary
 from unisono.models.checkpoint import Checkpoint
@@ -78,16 +79,25 @@ class StandaloneDrafter:
     def allocate(self, num_pages: int) -> None:
         c, host = self._checkpoint.config, self._host
         shape = (c.num_layers, 2, num_pages, c.num_kv_heads, host.page_size, c.head_dim)
-        self._kv = [(k, v) for k, v in torch.zeros(shape, dtype=host.dtype, device=host.device)]
+        storage = torch.zeros(shape, dtype=host.dtype, device=host.device)
+        self._storage = storage.flatten(0, 1)
+        self._kv = [(k, v) for k, v in storage]
 
-    def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
+    def fork(self, span: Span) -> None:
+        copy_span(self._storage, self._host.slots.page_table, span.sources, span.tables, span.first, span.last)
+
+    adopt = fork
+
+    def propose(self, slots: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor | None = None) -> None:
+        rows = slots if tables is None else tables
         host, s, vocab = self._host, self._host.slots, self._checkpoint.config.vocab_size
         for step in range(self.num_drafts):
             first, width = (step - 1, 1) if step else (-2, 2)
             token_ids, positions, kv_slots, kv_len = draft_inputs(
-                slots, drafts, s.history, s.length, s.limit, s.status, s.page_table, host.page_size, vocab, first, width
-            )
-            inputs = AttentionInputs(slots, positions, kv_slots, kv_len, s.page_table, width)
+                slots, drafts, s.history, s.length, s.limit, s.status, s.page_table, host.page_size, vocab, first,
+                width, tables,
+            )  # fmt: skip
+            inputs = AttentionInputs(rows, positions, kv_slots, kv_len, s.page_table, width)
             hidden, _ = self._model(token_ids, inputs, self._kv)
             newest = hidden.view(-1, width, hidden.shape[1])[:, -1].contiguous()
             logits = self._model.logits(newest)[:, : self._shared_ids]

@@ -60,7 +60,12 @@ class Counters:
 def info(engine: Engine) -> dict[str, object]:
     """See :meth:`unisono.engine.engine.Engine.info`."""
     runner, scheduler, config = engine.runner, engine.scheduler, engine.checkpoint.config
-    speculation = {"drafter": runner.drafter.name, "num_speculative_tokens": runner.width - 1}
+    speculation = {
+        "drafter": runner.drafter.name,
+        "num_speculative_tokens": runner.width - 1,
+        "paths": runner.paths,
+        "draft_tokens": engine.drafted(runner.width - 1),
+    }
     return {
         **engine.config.explain(),
         "architecture": config.architecture,
@@ -70,8 +75,9 @@ def info(engine: Engine) -> dict[str, object]:
         "kv_cache": {
             "page_size": PAGE_SIZE,
             "pages": runner.kv.num_pages,
+            "path_pages": runner.kv.path_pages,
             "bytes": runner.kv.nbytes,
-            "drafter_bytes": runner.kv.num_pages * runner.drafter.page_bytes,
+            "drafter_bytes": (runner.kv.num_pages + runner.kv.path_pages) * runner.drafter.page_bytes,
             "usage": round(engine.pool.usage, 4),
             "cached_pages": engine.pool.radix.pages,
         },

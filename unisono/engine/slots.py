@@ -48,7 +48,8 @@ class Slots:
 
     Each field is an attribute: a strided view of the arena, ``[S]`` or ``[S, n]``, float32 ones bitcast.
     Beside it, int32: ``page_table [S, pages]``; ``history [S, max_model_len]``, every committed token at its
-    position; ``edit_table [S, words]``, see ``kernels/edits.py``.
+    position; ``edit_table [S, words]``, see ``kernels/edits.py``. Where rounds try several paths for each request
+    (``kernels/paths.py``), the page table has a row for each path but the first of each slot, behind the slots' own.
     """
 
     length: torch.Tensor
@@ -67,7 +68,9 @@ class Slots:
     edits: torch.Tensor
     stop_ids: torch.Tensor
 
-    def __init__(self, num_slots: int, max_model_len: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, max_model_len: int, vocab_size: int, device: torch.device, paths: int = 1
+    ) -> None:
         self.padding = num_slots
         self._device, self._vocab_size = device, vocab_size
         self._words = SLOT_SCHEMA.words(_ROW, SLOT_SCHEMA.fields)
@@ -79,7 +82,7 @@ class Slots:
             setattr(self, field.name, view if field.shape else view.squeeze(1))
             at += size
         tables: Any = {"dtype": torch.int32, "device": device}
-        self.page_table = torch.empty((num_slots + 1, pages_for(max_model_len)), **tables)
+        self.page_table = torch.empty(((num_slots + 1) * paths, pages_for(max_model_len)), **tables)
         self.history = torch.empty((num_slots + 1, max_model_len), **tables)
         self.edit_table = torch.empty((num_slots + 1, row_words(vocab_size)), **tables)
         self.reset()
