@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from unisono.graphs.full import FullGraph
+from unisono.graphs.cuda import CudaGraph
 
 from tests.drafters.ledger import Entry, acceptance, assert_every_draft_accepted, play
 from tests.drafters.make_heads import make_eagle, make_eagle3
@@ -228,7 +228,7 @@ def certain(qwen3: Path) -> Iterator[LLM]:
 def test_a_round_is_one_replay(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting, verification and catch-up together: k drafts cost no pass of their own."""
     replays = []
-    for graph in (Tape, FullGraph):
+    for graph in (Tape, CudaGraph):
         monkeypatch.setattr(graph, "replay", lambda self, real=graph.replay: (replays.append(self.key), real(self)))
     with drafting("standalone", (qwen3, qwen3), K) as llm:
         (entry,) = play(llm, [[1, 2, 3]], [FREE])

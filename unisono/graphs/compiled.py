@@ -166,8 +166,7 @@ class _Compilation:
             if call.view and any(id(t) in wanted for t in call.results):
                 outside.insert(0, call)
                 wanted |= {id(t) for t in _inputs(call)}
-            else:
-                inside.insert(0, call)
+            inside.insert(0, call)
         after = [self._plain(call) for call in outside]
         outputs = [t for call in inside for t in call.results if id(t) in wanted and not call.view]
         function, inputs = _function(inside, outputs)
