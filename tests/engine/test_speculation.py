@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from unisono.graphs.cuda import CudaGraph
 
 from tests.drafters.ledger import Entry, acceptance, assert_every_draft_accepted, play
 from tests.drafters.make_heads import make_eagle, make_eagle3
@@ -29,6 +28,7 @@ from tests.models.make import make_checkpoint
 from tests.models.make_mtp import named, random_modules, write_alone, write_beside
 from unisono import catalog
 from unisono.engine import programs
+from unisono.graphs.cuda import CudaGraph
 from unisono.graphs.tape import Tape
 from unisono.llm import LLM
 from unisono.models.checkpoint import Checkpoint

@@ -1,12 +1,14 @@
 """Compiled ("piecewise") passes: what a segment dispatches is recorded, cut into pieces, and these are torch.compiled.
 
-A piece is a longest run of recorded PyTorch ops that change nothing: no op that writes into its arguments, no eager
-break, no buffer that somebody writes later. It becomes one function of tensors, so the compiler sees neither Python nor
-aliases nor mutation. What lies between pieces runs as it was recorded: the project's own kernels, which the compiler
-could only call. So a model written in plain PyTorch gains most, and one written in fused kernels next to nothing.
+A piece is a longest run of recorded PyTorch ops that change nothing (no op that writes into its arguments, no eager
+break, no buffer that somebody writes later) and whose results are exact (:data:`EXACT`). It becomes one function of
+tensors, so the compiler sees neither Python nor aliases nor mutation. What lies between pieces runs as it was recorded:
+most of all the project's own kernels, which the compiler could only call. So a model written in plain PyTorch gains
+most, and one written in fused kernels next to nothing.
 
-The bytes stay those of eager: intermediate roundings are kept (``emulate_precision_casts``), and a piece whose results
-differ in one bit from the uncompiled ones, on the values of the recording, is not used.
+The bytes stay those of eager: intermediate roundings are kept (``emulate_precision_casts``); sums of floats,
+exponentials and their like, which a compiler may order or approximate in its own way, are not compiled; and a piece
+whose results differ in one bit from the uncompiled ones, on the recorded values or on random ones, is not used.
 
 Called by the captures; works on any device.
 """
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.graphs.recorder import Call, Recorder
@@ -30,9 +33,22 @@ from unisono.program import Buffers, eager_break
 logger = logging.getLogger(__name__)
 
 OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
-"""The compiler may fuse across roundings to bfloat16, but not leave them out."""
+"""The compiler may fuse across roundings to bfloat16, but not leave them out, nor contract a product and a sum."""
+if hasattr(getattr(inductor, "eager_numerics", None), "disable_ftz"):
+    OPTIONS["eager_numerics.disable_ftz"] = True  # and keep denormals
 
-_UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+_EXACT = """
+    abs add bitwise_and bitwise_not bitwise_or bitwise_xor clamp clamp_max clamp_min eq ge gt le logical_and logical_not
+    logical_or lt maximum minimum mul ne neg rsub sign sub where masked_fill
+    _to_copy arange cat clone constant_pad_nd contiguous copy embedding fill flip full full_like gather index
+    index_copy index_fill index_select new_full new_ones new_zeros ones ones_like pad repeat reshape roll scatter stack
+    to tril triu type_as zeros zeros_like
+"""
+EXACT = frozenset(_EXACT.split())
+"""Ops that have one right result, to the bit: they move data, compare, or round one IEEE operation."""
+
+EXACT_INTEGERS = EXACT | {"all", "any", "cumsum", "floor_divide", "prod", "remainder", "searchsorted", "sum"}
+"""The same for ops whose arguments are whole numbers."""
 
 Caller = Callable[[Callable[..., Any], tuple], tuple[torch.Tensor, ...]]
 """How a capture calls a compiled piece; see ``Recorder.call``."""
@@ -194,11 +210,16 @@ def _written(call: Call) -> Iterable[Any]:
 
 
 def _is_pure(call: Call, written: set[int]) -> bool:
-    """Whether the call changes nothing, and nobody changes what it makes."""
-    name = call.op._schema.name.split("::")[1]
-    if call.op._schema.is_mutable or torch.Tag.nondeterministic_seeded in call.op.tags or name in _UNINITIALISED:
+    """Whether the call changes nothing, nobody changes what it makes, and its result is exact."""
+    if call.op._schema.is_mutable or call.op.namespace != "aten":
         return False
-    return call.op.namespace == "aten" and (call.view or not storages(call.results) & written)
+    if call.view:
+        return True
+    floats = any(t.is_floating_point() for t in (*_inputs(call), *call.results))
+    if floats and call.kwargs.get("alpha", 1) != 1:  # a product and a sum, in one operation or two
+        return False
+    name = call.op._schema.name.removeprefix("aten::")
+    return name in (EXACT if floats else EXACT_INTEGERS) and not storages(call.results) & written
 
 
 def _function(calls: list[Call], outputs: list[torch.Tensor]) -> tuple[fx.GraphModule, list[torch.Tensor]]:
@@ -229,11 +250,19 @@ def _compile(function: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[.
     name = f"{function.code}{layouts}"
     if name not in _compiled:
         compiled = torch.compile(function, fullgraph=True, dynamic=False, options=OPTIONS)
-        same = all(map(_same_bits, function(*inputs), compiled(*inputs)))
+        generator = torch.Generator(inputs[0].device).manual_seed(0) if inputs else None
+        random = [_random(t, generator) if t.is_floating_point() else t for t in inputs]
+        same = all(_same_bits(a, b) for x in (inputs, random) for a, b in zip(function(*x), compiled(*x), strict=True))
         if not same:
             logger.warning("A compiled piece differs from eager and is not used:%s", function.code)
         _compiled[name] = compiled if same else None
     return _compiled[name]
+
+
+def _random(like: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """Normal values in the layout of ``like``."""
+    values = torch.randn(like.shape, generator=generator, device=like.device).to(like.dtype)
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).copy_(values)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

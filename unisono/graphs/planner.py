@@ -278,6 +278,18 @@ class Planner:
                 rows.append({"program": name, "rows": sizes, "width": width, "kind": "eager", **why})
         return rows
 
+    def costs(self) -> dict[str, float]:
+        """What all graphs cost; ``budget`` in bytes, -1 for none. ``padding_share`` of the rows that were replayed."""
+        filled, padded = self.filled_rows.total(), self.padded_rows.total()
+        return {
+            "graphs": sum(1 for _ in self.graphs()),
+            "bytes": self.graph_bytes,
+            "budget": -1 if self.budget is None else self.budget,
+            "capture_seconds": round(self.capture_seconds, 3),
+            "idle_captures": self.idle_captures,
+            "padding_share": round(padded / max(1, filled + padded), 4),
+        }
+
     def _eager_sizes(self, buckets: Buckets) -> Iterator[tuple[str, int | str, Reason]]:
         """(rows, width, reason) of the sizes that would run eagerly now."""
         if not self.enabled or not self._captures(buckets):
