@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -42,3 +43,11 @@ def run_graph(graph: Tape, x: list[list[int]]) -> list[list[float]]:
     graph.buffers.load(batch(x))
     graph.replay()
     return graph.buffers.fetch().wait()["result"][: len(x)].tolist()
+
+
+def poison(graph: Tape) -> int:
+    """Fill what the graph's pass makes with garbage, as another replay in its pool would; returns how many tensors."""
+    made = graph.intermediates()
+    for tensor in made:
+        tensor.fill_(math.nan if tensor.is_floating_point() else 1 if tensor.dtype is torch.bool else -77)
+    return len(made)

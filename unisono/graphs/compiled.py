@@ -173,7 +173,7 @@ class _Compilation:
 
     def _piece(self, calls: list[Call], end: int) -> list[_Step]:
         """The steps of a run of pure calls that ends before recorded step ``end``."""
-        if all(call.view for call in calls):
+        if sum(not call.view for call in calls) < 2:  # nothing to fuse
             return [self._plain(call) for call in calls]
         wanted = {id(t) for step in self._recorded[end:] for t in tree_leaves(_inputs(step))}
         wanted |= {id(t) for t in self._pinned.values()}
