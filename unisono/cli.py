@@ -79,6 +79,11 @@ def _engine_flags(
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights; needs config.json only.")] = "auto",
     attention_backend: Annotated[str, typer.Option(help=f"auto, {', '.join(catalog.attention.names)}.")] = "auto",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Capture no graph.")] = False,
+    graphs: Annotated[
+        str, typer.Option(help="auto, full, segmented or off; or per program: extend=segmented,round=full.")
+    ] = "auto",
+    compile: Annotated[bool, typer.Option("--compile", help="torch.compile pieces of captured passes.")] = False,
+    graph_memory: Annotated[float | None, typer.Option(help="GiB that graphs may take.")] = None,
     logprobs_mode: Annotated[
         str, typer.Option(help="raw_logprobs: the model's own; processed_logprobs: what tokens are drawn from.")
     ] = "raw_logprobs",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import unisono.kernels  # noqa: F401  (registers the ops)
-from unisono.graphs.planner import Buckets, Planner, row_buckets
+from unisono.graphs.planner import Buckets, Planner
 from unisono.graphs.tape import Tape
 from unisono.program import (
     Buffers,
@@ -162,13 +162,6 @@ def test_needs_cover() -> None:
     assert not null.covers(last)
     assert not aux.covers(full)
     assert not full.covers(aux)
-
-
-def test_row_buckets_end_at_the_limit() -> None:
-    for limit in (1, 3, 16, 100, 256, 1000):
-        buckets = row_buckets(limit)
-        assert buckets[-1] == limit
-        assert list(buckets) == sorted(set(buckets))
 
 
 @torch.inference_mode()

@@ -131,5 +131,8 @@ class FakeEngine:
     def check_integrity(self) -> None:
         self.integrity_checks += 1
 
+    def capture_missing(self) -> int:
+        return 0
+
     def shutdown(self) -> None:
         self.requests.clear()

@@ -208,6 +208,14 @@ class Engine:
         """Counters and gauges for ``/metrics``."""
         return report.metrics(self)
 
+    @torch.inference_mode()
+    def capture_missing(self) -> int:
+        """Capture one graph that passes wanted and none served, if that pays; the idle engine calls this.
+
+        Returns how many were captured, 0 or 1. Nothing may be in flight.
+        """
+        return 0 if self.has_work() else self.runner.planner.capture_missing()
+
     def check_integrity(self) -> None:
         """Prove the page bookkeeping; the idle engine calls this. Raises RuntimeError naming the breach."""
         self.pool.check_integrity()

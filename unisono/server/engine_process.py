@@ -22,7 +22,7 @@ from unisono.server import ipc
 from unisono.types import BadRequest, EngineRequest, TokenDelta, UnisonoError
 
 IDLE_MS = 1000
-"""After so long without work the engine checks its bookkeeping, once."""
+"""After so long without work the engine checks its bookkeeping, once, and captures graphs that were missing."""
 PARENT_GONE_MS = 1000
 """A message that waits longer for the API process will never be read."""
 
@@ -37,6 +37,7 @@ class EngineLike(Protocol):
     def info(self) -> dict[str, Any]: ...
     def metrics(self) -> list[tuple[str, str, dict[str, str], float, str]]: ...
     def check_integrity(self) -> None: ...
+    def capture_missing(self) -> int: ...
     def shutdown(self) -> None: ...
 
 
@@ -101,7 +102,8 @@ class _Loop:
             events = dict(self.poller.poll(0 if working else IDLE_MS if unchecked else None))
             if unchecked and not working and not events:  # a quiet moment: prove that nothing has leaked
                 self.engine.check_integrity()
-                unchecked = False
+                # One at a time: a request that comes meanwhile waits for no more than one capture.
+                unchecked = self.engine.capture_missing() > 0
             if self.parent in events:
                 return
             if self.socket in events:
