@@ -323,6 +323,15 @@ class EngineRequest:
 
 
 @dataclass(slots=True)
+class Logprob:
+    """One token's log-probability at a position, its rank there (1 is the likeliest) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
 class TokenLogprobs:
     """Log-probabilities at one position: of the token there, its rank (1 is the likeliest; ties count), and of the
     likeliest tokens, ``(token id, logprob)`` in order."""
@@ -331,6 +340,13 @@ class TokenLogprobs:
     rank: int
     top: list[tuple[int, float]] = field(default_factory=list)
 
+    def named(self, token_id: int, text_of: Callable[[int], str | None], most: int) -> dict[int, Logprob]:
+        """The position as vLLM words it: the token's own entry first, then those of the ``most`` likeliest."""
+        entries = {token_id: Logprob(self.logprob, self.rank, text_of(token_id))}
+        for place, (alternative, logprob) in enumerate(self.top[:most], 1):
+            entries[alternative] = Logprob(logprob, place, text_of(alternative))
+        return entries
+
 
 @dataclass(slots=True)
 class TokenDelta:
@@ -338,7 +354,8 @@ class TokenDelta:
 
     ``cached_tokens`` (prompt tokens served by the prefix cache) is set on a request's first delta.
     ``logprobs`` has an entry for each token if the request asked for them; ``prompt_logprobs``, on its first delta, one
-    for each prompt token but the first.
+    for each prompt token but the first. ``drafted_tokens`` were proposed for these tokens, ``accepted_tokens`` of them
+    accepted.
     ``error`` is set when the request failed inside the engine; then ``finish`` is ABORT.
     """
 
@@ -349,22 +366,17 @@ class TokenDelta:
     error: str | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def absorb(self, later: TokenDelta) -> None:
         """Make this delta what it and the one after it bring together."""
         self.token_ids.extend(later.token_ids)
+        self.drafted_tokens += later.drafted_tokens
+        self.accepted_tokens += later.accepted_tokens
         self.finish, self.error = later.finish, later.error
         if later.logprobs is not None:
             self.logprobs = [*(self.logprobs or []), *later.logprobs]
-
-
-@dataclass(slots=True)
-class Logprob:
-    """One token's log-probability at a position, its rank there (1 is the likeliest) and its text."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
 
 
 @dataclass(slots=True)

@@ -43,6 +43,8 @@ class Host:
     [R, count], best first, -1 where there are no more.
     kv: the target's (keys, values) of each layer, to read; called from the first round on.
     dtype, device: of weights and KV. max_model_len, page_size: of the cache that page tables index.
+    progress: called with the share of the drafter's weights that is in place, 0 … 1, while it loads.
+    decide: called with (name, value, reason) of each choice that the drafter made by itself; ``explain`` shows them.
     """
 
     target: Decoder
@@ -55,6 +57,20 @@ class Host:
     device: torch.device
     max_model_len: int
     page_size: int
+    progress: Callable[[float], None]
+    decide: Callable[[str, object, str], None]
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """What the engine needs to know to test a drafter's acceptance at start: see ``engine/self_test.py``.
+
+    causes: what to suspect, and the way out, where hardly any draft is accepted. skip: why its drafts cannot be judged,
+    such as random weights; None where they can.
+    """
+
+    causes: str
+    skip: str | None = None
 
 
 @dataclass(frozen=True)
@@ -114,12 +130,14 @@ class Drafter(Protocol):
 
     name: as in the catalog. num_drafts: k. needs: what it wants captured from the target's passes.
     page_bytes: bytes of its own KV and per-page state for each page of the cache.
+    self_test: of a drafter with weights of its own, which may not fit the target; None where there are none to doubt.
     """
 
     name: str
     num_drafts: int
     needs: Needs
     page_bytes: int
+    self_test: SelfTest | None
 
     def bind(self, host: Host) -> None:
         """Load weights, share what the checkpoint says is shared, allocate per-slot state [S, …]."""

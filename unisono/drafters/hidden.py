@@ -17,23 +17,26 @@ for draft 0, all are kept, and of an accepted path there is nothing to copy back
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from unisono.attention.base import AttentionBackend, AttentionInputs
-from unisono.drafters.base import Host, PromptPass, Span, Verified
+from unisono.drafters.base import Host, PromptPass, SelfTest, Span, Verified
 from unisono.kernels.catch_up import catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
 from unisono.kernels.paths import copy_span
 from unisono.layers.linear import prove_linears
 from unisono.models.config import DecoderConfig
+from unisono.models.draft_checkpoint import DraftCheckpoint
 from unisono.program import Needs
-from unisono.types import ConfigError, SpeculativeConfig
+from unisono.types import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
+
+OTHER_TARGET = "the head was trained for another target, or for other weights of this one (a fine-tune)"
+RANDOM = "the drafter's weights are random (load_format dummy)"
 
 FIRST_ENTRY = 1
 """Position 0 has no hidden state before it, hence no entry, and no key that may be seen."""
@@ -90,6 +93,7 @@ class HiddenDrafter:
     name: str
     needs: Needs
     page_bytes = 0  # known once the engine's dtype is
+    self_test: SelfTest | None = SelfTest(OTHER_TARGET)
 
     def __init__(self, spec: SpeculativeConfig) -> None:
         self.num_drafts = spec.num_speculative_tokens
@@ -98,6 +102,14 @@ class HiddenDrafter:
     def build(self, host: Host) -> DraftModule:
         """The module, loaded, on the host's device; its attention is ``self.attention(host, …)``."""
         raise NotImplementedError
+
+    def build_head(self, host: Host, checkpoint: DraftCheckpoint) -> DraftModule:
+        """:meth:`build` for a head that is opened."""
+        attention = self.attention(host, checkpoint.config.layer)
+        head = checkpoint.build(host.target, attention, host.max_model_len, host.dtype, host.device, host.progress)
+        for choice in checkpoint.choices(head, host.target):
+            host.decide(*choice)
+        return head
 
     @staticmethod
     def attention(host: Host, config: DecoderConfig) -> AttentionBackend:
@@ -193,20 +205,3 @@ class HiddenDrafter:
             return kept[:, :1]
         paths = self._first.shape[0]
         return kept.gather(1, self._first.expand(slots.shape[0] // paths, -1).reshape(-1, 1))
-
-
-def checked_options(spec: SpeculativeConfig, known: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """The method's options; ``known`` maps each to its values, the default first. Raises ConfigError for others."""
-    for name, value in spec.options.items():
-        if name not in known:
-            raise ConfigError(f"the method {spec.method} has no option {name!r}. Its options: {', '.join(known)}.")
-        if value not in known[name]:
-            raise ConfigError(f"{name}={value!r} of the method {spec.method}: choose one of {', '.join(known[name])}.")
-    return {name: spec.options.get(name, values[0]) for name, values in known.items()}
-
-
-def checked_model(spec: SpeculativeConfig) -> str:
-    """The head's directory. Raises ConfigError where none is given."""
-    if spec.model is None:
-        raise ConfigError(f'the method {spec.method} needs "model": the directory of a head made for this target.')
-    return spec.model

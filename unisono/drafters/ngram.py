@@ -36,6 +36,7 @@ class NgramDrafter:
     name = "ngram"
     needs = Needs()
     page_bytes = 0
+    self_test = None
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
         options = read_options(spec, {"prompt_lookup_max": 4, "prompt_lookup_min": 1})

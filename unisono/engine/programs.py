@@ -98,6 +98,7 @@ def round_program(parts: Parts) -> Program:
             Field("columns", torch.int32, ("rows", growth), pad=-1),
             Field("pages", torch.int32, ("rows", growth)),
             Field("result", torch.int32, ("rows", parts.width + 2), output=True),
+            Field("drafted", torch.int32, ("rows",), output=True),
             Field("logprobs", torch.int32, ("rows", "width", LOGPROB_WORDS), output=True),
         )
     )
@@ -119,8 +120,10 @@ def _chain_round(parts: Parts, b: Buffers) -> None:
     if width > 1:
         with parts.picker.seeing(drafts):
             parts.drafter.propose(b.slots, drafts)
-        limit_drafts(drafts, b.slots, slots.max_drafts)
+        limit_drafts(drafts, b.slots, slots.max_drafts, b.drafted)
     picks, seen = _verify(parts, b.slots, b.slots, drafts, b.logprobs)
+    if parts.forced is not None:
+        b.drafted.fill_(width - 1)
     b.result.copy_(parts.commit(picks, drafts, b.slots))
     if width > 1:
         parts.drafter.observe(Verified(b.slots, b.result, picks, seen))
@@ -133,11 +136,12 @@ def _tree_round(parts: Parts, tree: Tree, b: Buffers) -> None:
     drafts = torch.full((len(fork.slots), width - 1), -1, dtype=torch.int32, device=b.device)
     with parts.picker.seeing(drafts):
         tree.propose(fork, drafts)
-    limit_drafts(drafts, fork.slots, slots.max_drafts)
+    limit_drafts(drafts, fork.slots, slots.max_drafts, torch.empty_like(fork.slots))
     logprobs = b.logprobs.new_empty(len(fork.slots), *b.logprobs.shape[1:])
     picks, seen = _verify(parts, fork.slots, fork.tables, drafts, logprobs)
     best = tree.best(fork, picks, drafts)
     b.logprobs.copy_(logprobs.index_select(0, best.rows))
+    b.drafted.copy_(best.drafted)
     b.result.copy_(parts.commit(best.picks, best.drafts, b.slots))
     tree.adopt(b.slots, best, b.result)
     if seen is not None:

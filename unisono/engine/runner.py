@@ -24,10 +24,10 @@ from unisono.engine.programs import Parts, extend_program, round_program
 from unisono.engine.scheduler import Chunk, Extend, Round
 from unisono.engine.slots import Slots
 from unisono.engine.tree import Tree, path_pages
-from unisono.engine.warmup import compile_passes, size_classes
+from unisono.engine.warmup import compiling_only, run_on_padding
 from unisono.graphs.planner import Buckets, Planner, row_buckets, token_buckets
 from unisono.kernels.linear import TRITON_ROWS
-from unisono.layers.linear import prove_linears
+from unisono.layers.linear import prove_linears, rehearse_proofs
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
@@ -57,9 +57,10 @@ class Launched:
     pending: Pending
 
     def wait(self) -> dict[str, np.ndarray]:
-        """int32 arrays: ``result [rows, width + 2]``: count, status, tokens; ``logprobs [rows, width, words]``: what
-        ``kernels/logprobs.py`` reports, of rows that asked; ``prompt_logprobs [tokens, words]`` the same of prompt
-        tokens, where the pass scores. Blocks until the pass is done."""
+        """int32 arrays: ``result [rows, width + 2]``: count, status, tokens; ``drafted [rows]``, of a round: drafts
+        verified; ``logprobs [rows, width, words]``: what ``kernels/logprobs.py`` reports, of rows that asked;
+        ``prompt_logprobs [tokens, words]`` the same of prompt tokens, where the pass scores. Blocks until the pass is
+        done."""
         return self.pending.wait()
 
 
@@ -94,7 +95,7 @@ class Runner:
         self.paths = paths = max(1, len(spec.paths))
         self.slots = slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, config.device, paths)
         self.picker = picker = DraftPicker(slots, spec.paths)
-        self.drafter = drafter = self._drafter(spec, c)
+        self.drafter = drafter = self._drafter(spec, c, progress)
         shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
         self.width, self.needs = 1 + drafter.num_drafts, drafter.needs
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
@@ -108,12 +109,12 @@ class Runner:
         self._parts = parts
         self._hold_pages(shape, 2)  # for padding, until it is known how many fit
         if config.device.type == "cuda":
-            passes = self._passes(self._parts(self.kv))
-            few = [p for p in passes if p[1].rows * p[1].width <= TRITON_ROWS]
             with _Stage(self, "compile"):
-                compile_passes(few, config.device)
+                with compiling_only(config.device):
+                    rehearse_proofs(self.model.modules())
                 self._prove_exact()  # it decides what the larger passes run
-                compile_passes([p for p in passes if p not in few], config.device)
+                with compiling_only(config.device):
+                    run_on_padding(self._passes(self._parts(self.kv)), config.device)
         with _Stage(self, "size the KV cache"):
             reserved = path_pages(paths, drafter.num_drafts, config.max_num_seqs)
             self._hold_pages(shape, self._num_pages(shape, drafter, reserved), reserved)
@@ -127,7 +128,9 @@ class Runner:
         torch.set_num_threads(threads)
         self.config = self.config.decide("threads", threads, "all cores but one; OMP_NUM_THREADS sets it")
 
-    def _drafter(self, spec: SpeculativeConfig, target: DecoderConfig) -> Drafter:
+    def _drafter(
+        self, spec: SpeculativeConfig, target: DecoderConfig, progress: Callable[[str, float], None]
+    ) -> Drafter:
         """The drafter that was asked for, bound to the target; ``none`` by default."""
         config = self.config
         drafter = catalog.drafters.load(spec.method)(spec, target)
@@ -149,9 +152,20 @@ class Runner:
                 device=config.device,
                 max_model_len=config.max_model_len,
                 page_size=PAGE_SIZE,
+                progress=lambda share: progress("load draft", share),
+                decide=self.decide,
             )
         )
         return drafter
+
+    def decide(self, name: str, value: object, reason: str) -> None:
+        """Add a decision to the resolved configuration."""
+        self.config = self.config.decide(name, value, reason)
+
+    def forget(self) -> None:
+        """Make slots and counts as if nothing had run. No request may hold a slot."""
+        self.slots.reset()
+        self.planner.forget()
 
     def _prove_exact(self) -> None:
         """Check, for each shape of product, that the BLAS that serves long passes gives the kernel's bits."""
@@ -173,9 +187,9 @@ class Runner:
         ]
 
     def _passes(self, parts: Parts) -> list[tuple[Program, Shape]]:
-        """A pass of each size class that will be captured, and the longest prompt pass, which will not."""
+        """Every pass that will be captured, and the longest prompt pass, which will not."""
         rounds, extends = self._buckets(parts)
-        passes = [(b.program, shape) for b in (rounds, extends) for shape in size_classes(b.shapes)]
+        passes = [(b.program, shape) for b in (rounds, extends) for shape in b.shapes]
         return [*passes, (extends.program, Shape(self.config.max_num_batched_tokens))]
 
     def _hold_pages(self, shape: KVShape, num_pages: int, path_pages: int = 0) -> None:

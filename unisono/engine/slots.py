@@ -72,11 +72,9 @@ class Slots:
         self, num_slots: int, max_model_len: int, vocab_size: int, device: torch.device, paths: int = 1
     ) -> None:
         self.padding = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
         self._device, self._vocab_size = device, vocab_size
         self._words = SLOT_SCHEMA.words(_ROW, SLOT_SCHEMA.fields)
-        blank = self._row({f.name: f.pad for f in SLOT_SCHEMA})
-        self._arena = torch.from_numpy(blank).repeat(num_slots + 1, 1).to(device)
+        self._arena = torch.empty((num_slots + 1, self._words), dtype=torch.int32, device=device)
         at = 0
         for field in SLOT_SCHEMA:
             size = math.prod(field.dims(_ROW))
@@ -84,9 +82,19 @@ class Slots:
             setattr(self, field.name, view if field.shape else view.squeeze(1))
             at += size
         tables: Any = {"dtype": torch.int32, "device": device}
-        self.page_table = torch.full(((num_slots + 1) * paths, pages_for(max_model_len)), PADDING_PAGE, **tables)
-        self.history = torch.zeros((num_slots + 1, max_model_len), **tables)
-        self.edit_table = torch.zeros((num_slots + 1, row_words(vocab_size)), **tables)
+        self.page_table = torch.empty(((num_slots + 1) * paths, pages_for(max_model_len)), **tables)
+        self.history = torch.empty((num_slots + 1, max_model_len), **tables)
+        self.edit_table = torch.empty((num_slots + 1, row_words(vocab_size)), **tables)
+        self.reset()
+
+    def reset(self) -> None:
+        """Make every slot free and every row blank."""
+        self._free = list(range(self.padding - 1, -1, -1))
+        blank = torch.from_numpy(self._row({f.name: f.pad for f in SLOT_SCHEMA}))
+        self._arena.copy_(blank.expand_as(self._arena))
+        self.page_table.fill_(PADDING_PAGE)
+        self.history.zero_()
+        self.edit_table.zero_()
 
     @property
     def available(self) -> int:

@@ -118,11 +118,13 @@ def _commit_kernel(
 
 
 @triton.jit
-def _limit_drafts_kernel(drafts, slots, max_drafts, stride, count, K, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < count
-    most = tl.load(max_drafts + tl.load(slots + i // K, mask=inside, other=0) * stride, mask=inside, other=0)
-    tl.store(drafts + i, -1, mask=inside & (i % K >= most))
+def _limit_drafts_kernel(drafts, slots, max_drafts, drafted, stride, K, BLOCK_K: tl.constexpr):
+    row = tl.program_id(0)
+    most = tl.load(max_drafts + tl.load(slots + row) * stride)
+    j = tl.arange(0, BLOCK_K)
+    draft = tl.load(drafts + row * K + j, mask=j < K, other=-1)
+    tl.store(drafts + row * K + j, -1, mask=(j < K) & (j >= most))
+    tl.store(drafted + row, tl.sum(((draft >= 0) & (j < most)).to(tl.int32)))
 
 
 RoundInputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -257,16 +259,17 @@ def commit_cpu(
     return torch.cat((count[:, None], state[:, None], tokens.where(j < count[:, None], -1)), 1)
 
 
-def launch_limit_drafts(drafts: Tensor, slots: Tensor, max_drafts: Tensor) -> None:
-    count, block = drafts.numel(), 128
-    _limit_drafts_kernel[(triton.cdiv(count, block),)](
-        drafts, slots, max_drafts, max_drafts.stride(0), count, drafts.shape[1], BLOCK=block
+def launch_limit_drafts(drafts: Tensor, slots: Tensor, max_drafts: Tensor, drafted: Tensor) -> None:
+    rows, k = drafts.shape
+    _limit_drafts_kernel[(rows,)](
+        drafts, slots, max_drafts, drafted, max_drafts.stride(0), k, BLOCK_K=triton.next_power_of_2(k), num_warps=1
     )
 
 
-def limit_drafts_cpu(drafts: Tensor, slots: Tensor, max_drafts: Tensor) -> None:
+def limit_drafts_cpu(drafts: Tensor, slots: Tensor, max_drafts: Tensor, drafted: Tensor) -> None:
     column = torch.arange(drafts.shape[1], dtype=torch.int32)
     drafts.masked_fill_(column >= max_drafts[slots.long()][:, None], -1)
+    drafted.copy_((drafts >= 0).sum(1))
 
 
 def force_drafts(drafts: Tensor, picks: Tensor, slots: Tensor, length: Tensor, mean: float) -> None:
@@ -276,19 +279,22 @@ def force_drafts(drafts: Tensor, picks: Tensor, slots: Tensor, length: Tensor, m
     that it can be captured. picks [R, 1 + k], slots [R], length [S]; all int32.
     """
     whole, part = divmod(mean - 1, 1.0)
-    mixed = (length[slots.long()].long() * 40503 + slots.long() * 9973) % 65536
+    mixed = (length.index_select(0, slots).long() * 40503 + slots.long() * 9973) % 65536
     accepted = (whole + (mixed < part * 65536).long())[:, None]
     column = torch.arange(drafts.shape[1], device=drafts.device)
     drafts.copy_(torch.where(column < accepted, picks[:, :-1], -1))
 
 
-define("limit_drafts(Tensor(a!) drafts, Tensor slots, Tensor max_drafts) -> ()")
+define("limit_drafts(Tensor(a!) drafts, Tensor slots, Tensor max_drafts, Tensor(b!) drafted) -> ()")
 register("limit_drafts", cuda=launch_limit_drafts, cpu=limit_drafts_cpu, meta=lambda *args: None)
 
 
-def limit_drafts(drafts: Tensor, slots: Tensor, max_drafts: Tensor) -> None:
-    """Make drafts [R, k] beyond each request's own ``max_drafts [S]`` -1, which never matches. slots [R]; all int32."""
-    torch.ops.unisono.limit_drafts(drafts, slots, max_drafts)
+def limit_drafts(drafts: Tensor, slots: Tensor, max_drafts: Tensor, drafted: Tensor) -> None:
+    """Make drafts [R, k] beyond each request's own ``max_drafts [S]`` -1, which never matches.
+
+    Writes into drafted [R] how many drafts of each row are left. drafts (contiguous), drafted and slots [R]: int32.
+    """
+    torch.ops.unisono.limit_drafts(drafts, slots, max_drafts, drafted)
 
 
 define(
@@ -385,5 +391,5 @@ AOT: list[AotCase] = [
         {"BLOCK_W": 8},
         num_warps=1,
     ),
-    AotCase(_limit_drafts_kernel, _ints("drafts slots max_drafts", "stride count K"), {"BLOCK": 128}),
+    AotCase(_limit_drafts_kernel, _ints("drafts slots max_drafts drafted", "stride K"), {"BLOCK_K": 4}, num_warps=1),
 ]

@@ -35,7 +35,8 @@ GREEDY_BELOW = tl.constexpr(1e-5)
 """Temperatures under this are greedy: dividing by them would overflow."""
 
 FILTER_LANES, FILTER_WARPS = 8192, 32
-PICK_BLOCK = 1024
+PICK_BLOCKS = {16: (1024, 4), 1 << 30: (4096, 8)}
+"""Up to so many rows: elements and warps of a program of the pick. Many rows fill the device with few programs each."""
 
 CACHED = 16384
 """Elements whose noise the twin computes at a time: what a core's cache holds."""
@@ -286,10 +287,11 @@ def launch_sample(
     threshold, best, arrived, tokens = launch_filter(
         logits, slots, width, status, temperature, top_k, top_p, min_p, edits, edited, threshold
     )
-    _pick_kernel[(rows, triton.cdiv(vocab, PICK_BLOCK))](
+    block, warps = next(launch for most, launch in PICK_BLOCKS.items() if rows <= most)
+    _pick_kernel[(rows, triton.cdiv(vocab, block))](
         logits, slots, length, status, temperature, seed_lo, seed_hi, ids, edits, edited, threshold, best, arrived,
         tokens, status.stride(0), logits.stride(0), width, offset, vocab,
-        HAS_IDS=ids is not None, HAS_EDITS=edits is not None, BLOCK=PICK_BLOCK,
+        HAS_IDS=ids is not None, HAS_EDITS=edits is not None, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return tokens
 
@@ -423,8 +425,10 @@ AOT: list[AotCase] = [
             longs="best",
             scalars="stride row_stride width offset V",
         ),
-        {"BLOCK": PICK_BLOCK, "HAS_IDS": has_ids, "HAS_EDITS": True},
+        {"BLOCK": block, "HAS_IDS": has_ids, "HAS_EDITS": True},
+        num_warps=warps,
     )
     for dtype in ("bf16", "fp16", "fp32")
     for has_ids in (False, True)
+    for block, warps in PICK_BLOCKS.values()
 ]
