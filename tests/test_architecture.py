@@ -29,7 +29,7 @@ ALLOWED = {
     "sampling": {"types", "kernels"},
     "cache": {"types"},
     "engine": {
-        "types", "token_tree", "program", "catalog", "config", "kernels", "layers", "attention", "models", "drafters",
+        "types", "program", "catalog", "config", "kernels", "layers", "attention", "models", "drafters",
         "sampling", "graphs", "cache", "distributed",
     },
     "llm": {"types", "config", "engine", "tokenizer"},

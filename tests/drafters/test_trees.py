@@ -22,6 +22,9 @@ from unisono.kernels.edits import edit_logits
 from unisono.llm import LLM
 from unisono.types import FinishReason
 
+DEEP = {"speculative_token_tree": "[(0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0), (1, 1, 0)]"}
+"""All paths but the first are so long that they read what they have drafted themselves."""
+
 NEURAL = sorted(MAKE.keys() - {"ngram"})
 
 
@@ -85,7 +88,7 @@ class Retrace:
 @pytest.mark.parametrize("method", NEURAL)
 def test_a_path_is_drafted_as_a_chain_of_its_tokens(method: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     params = [*mixed_params(5), SamplingParams(temperature=0, repetition_penalty=1.4, max_tokens=24, ignore_eos=True)]
-    with planted(method, MAKE[method](checkpoints, tmp_path), TREES["uneven"], enforce_eager=True) as llm:
+    with planted(method, MAKE[method](checkpoints, tmp_path), DEEP, enforce_eager=True) as llm:
         retrace = Retrace(llm)
         llm.generate(prompts(6, 250, low=3, high=30), params)
     assert retrace.compared > 300

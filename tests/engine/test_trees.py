@@ -151,7 +151,6 @@ def test_a_round_is_one_replay(checkpoints_of: Any) -> None:
         assert {key for key in counted(llm) if key[0] == "round"} == {("round", GRAPH, "")}
         info = llm.engine.info()
         assert info["speculation"]["paths"] == 3
-        assert info["speculation"]["draft_tokens"] == 6
         assert info["kv_cache"]["path_pages"] == 2 * 2 * 8
         (pages,) = [d for d in info["decisions"] if d["name"] == "path_pages"]
         assert pages["value"] == "32"
@@ -266,7 +265,8 @@ def test_the_best_path_is_chosen(always_second: Checkpoints, monkeypatch: pytest
 
     def first(picks: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor, paths: int) -> Best:
         rows = torch.arange(0, len(picks), paths, dtype=torch.int32, device=picks.device)
-        return Best(rows, *(t.index_select(0, rows) for t in (tables, picks, drafts)))
+        best = (t.index_select(0, rows) for t in (tables, picks, drafts))
+        return Best(rows, *best, torch.ones_like(rows))
 
     params = SamplingParams(temperature=0, max_tokens=13, ignore_eos=True)
     with engine(always_second[0]) as llm:

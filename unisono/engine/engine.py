@@ -24,7 +24,6 @@ from unisono.engine.self_test import run_self_test
 from unisono.models.checkpoint import Checkpoint
 from unisono.sampling.edits import check_edits
 from unisono.sampling.logprobs import unpack_logprobs
-from unisono.token_tree import nodes_within
 from unisono.types import MAX_STOP_IDS, BadRequest, EngineRequest, FinishReason, SamplingParams, TokenDelta
 
 
@@ -182,11 +181,6 @@ class Engine:
             self.scheduler.retire(sequence, status)
             del self._sequences[request_id]
         return TokenDelta(request_id, tokens, status, sequence.cached_tokens or 0, prompt_logprobs=scores)
-
-    def drafted(self, depth: int) -> int:
-        """Tokens drafted for a request in a round, so many steps deep: a tree's nodes, or as many for a chain."""
-        spec = self.config.asked.speculative
-        return nodes_within(spec.paths, depth) if spec is not None and spec.paths else depth
 
     # ---- what it tells ------------------------------------------------------------------------
 

@@ -64,7 +64,6 @@ def info(engine: Engine) -> dict[str, object]:
         "drafter": runner.drafter.name,
         "num_speculative_tokens": runner.width - 1,
         "paths": runner.paths,
-        "draft_tokens": engine.drafted(runner.width - 1),
     }
     return {
         **engine.config.explain(),
