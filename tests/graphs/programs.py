@@ -9,10 +9,15 @@ from typing import Any
 import torch
 
 import unisono.kernels  # noqa: F401  (registers the ops)
+from unisono.graphs.cuda import CudaGraph
 from unisono.graphs.tape import Tape
 from unisono.program import Buffers, Field, Key, Program, Schema, Shape
 
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FULL, SEGMENTED, COMPILED = (
+    ("full", "segmented", "compiled") if DEVICE.type == "cuda" else ("tape", "tape-segmented", "tape-compiled")
+)
 SCHEMA = Schema(
     (
         Field("x", torch.int32, ("rows", 2), pad=-1),
@@ -30,15 +35,18 @@ def program(run: Callable[[Buffers], Any], name: str = "p") -> Program:
     return Program(name, SCHEMA, run)
 
 
-def graph_of(run: Callable[[Buffers], Any], rows: int = 4, first: dict[str, Any] | None = None, **how: bool) -> Tape:
-    """A tape of ``run``, captured on the batch ``first``."""
-    buffers = Buffers(SCHEMA, Shape(rows), CPU)
+def graph_of(run: Callable[[Buffers], Any], rows: int = 4, first: dict[str, Any] | None = None, **how: bool) -> Any:
+    """A graph of ``run``, captured on the batch ``first``: a CUDA graph where there is a GPU, else a tape."""
+    buffers = Buffers(SCHEMA, Shape(rows), DEVICE)
     if first is not None:
         buffers.load(first)
-    return Tape(program(run), Key("p", Shape(rows)), buffers, **how)
+    key = Key("p", Shape(rows))
+    if DEVICE.type == "cpu":
+        return Tape(program(run), key, buffers, **how)
+    return CudaGraph(program(run), key, buffers, torch.cuda.graph_pool_handle(), **how)
 
 
-def run_graph(graph: Tape, x: list[list[int]]) -> list[list[float]]:
+def run_graph(graph: Any, x: list[list[int]]) -> list[list[float]]:
     """Replay on a batch; its rows of the result."""
     graph.buffers.load(batch(x))
     graph.replay()

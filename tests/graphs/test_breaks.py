@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.graphs.programs import batch, graph_of, run_graph
+from tests.graphs.programs import FULL, SEGMENTED, batch, graph_of, run_graph
 from unisono.program import Buffers, CaptureError, eager_break
 
 
@@ -31,7 +31,7 @@ def test_a_break_runs_anew_at_every_replay_on_the_replays_values() -> None:
 
     graph = graph_of(with_break(work))
     assert graph.breaks == 1
-    assert graph.kind == "tape-segmented"
+    assert graph.kind == SEGMENTED
     del seen[:]
     assert run_graph(graph, [[1, 1]])[0] == [4, 4]
     assert run_graph(graph, [[9, 9]])[0] == [200, 200]
@@ -54,8 +54,8 @@ def test_an_optional_break_is_taken_in_segmented_captures_only() -> None:
         b.result.copy_(work(b.x.float()))
 
     whole, split = graph_of(run), graph_of(run, splits=True)
-    assert (whole.kind, whole.breaks) == ("tape", 0)
-    assert (split.kind, split.breaks) == ("tape-segmented", 1)
+    assert (whole.kind, whole.breaks) == (FULL, 0)
+    assert (split.kind, split.breaks) == (SEGMENTED, 1)
     del calls[:]
     assert run_graph(whole, [[1, 1]])[0] == [2, 2]
     assert not calls
@@ -123,12 +123,32 @@ def test_the_results_address_stays() -> None:
 
     def run(b: Buffers) -> None:
         out = eager_break(lambda x: x * 3)(b.x.float())
-        homes.append(out)
+        homes.append(out)  # which keeps its memory
         b.result.copy_(out)
 
     graph = graph_of(run)
     run_graph(graph, [[5, 5]])
     assert homes[-1][0].tolist() == [15, 15]
+
+
+def test_many_breaks_in_a_row_and_at_the_ends() -> None:
+    """Empty segments, and memory that one segment frees and the next takes."""
+
+    @eager_break
+    def host(x: torch.Tensor) -> torch.Tensor:
+        return x + x[0, 0].item()
+
+    def run(b: Buffers) -> None:
+        x = host(b.x)
+        for _ in range(3):
+            x = host(host(x)).float() * 2
+        b.result.copy_(x)
+        b.result.copy_(host(b.result))
+
+    graph = graph_of(run)
+    assert graph.breaks == 8
+    for value in (1, 3):
+        assert run_graph(graph, [[value, value]])[0] == [value * 2 * 8**3 * 2] * 2
 
 
 def test_a_break_that_raises() -> None:

@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.graphs.programs import CPU, SCHEMA, batch, graph_of, run_graph
+from tests.graphs.programs import COMPILED, DEVICE, SCHEMA, batch, graph_of, run_graph
 from unisono.graphs import compiled
 from unisono.graphs.compiled import Pieces, compile_program
 from unisono.program import Buffers, Shape, eager_break
 
 
 def pieces_of(run: Callable[[Buffers], Any], rows: int = 4) -> tuple[Pieces, Buffers]:
-    buffers = Buffers(SCHEMA, Shape(rows), CPU)
+    buffers = Buffers(SCHEMA, Shape(rows), DEVICE)
     return compile_program(run, buffers, splits=False), buffers
 
 
 def outcome(run: Callable[[Buffers], Any], x: list[list[int]]) -> list[list[float]]:
     """Eagerly."""
-    buffers = Buffers(SCHEMA, Shape(len(x)), CPU)
+    buffers = Buffers(SCHEMA, Shape(len(x)), DEVICE)
     buffers.load(batch(x))
     run(buffers)
     return buffers.result.tolist()
@@ -67,7 +67,7 @@ def several(b: Buffers) -> None:
 @pytest.mark.parametrize("run", [rounding, through_a_break, aliases, views, several], ids=lambda f: f.__name__)
 def test_same_bits_as_eager(run: Callable[[Buffers], Any]) -> None:
     graph = graph_of(run, compile=True)
-    assert graph.kind == "tape-compiled"
+    assert graph.kind == COMPILED
     for x in ([[1, 2], [3, 4], [5, 6], [7, 8]], [[-9, 1], [0, 0], [100, 3], [2, 2]]):
         assert run_graph(graph, x) == outcome(run, x)
     pieces, _ = pieces_of(run)
@@ -85,7 +85,7 @@ def test_same_bits_in_inference_mode(run: Callable[[Buffers], Any]) -> None:
 def test_without_emulated_roundings_the_bits_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a piece whose bits differ is not used."""
     x = [[n, 7 * n + 1] for n in range(64)]
-    buffers = Buffers(SCHEMA, Shape(64), CPU)
+    buffers = Buffers(SCHEMA, Shape(64), DEVICE)
     buffers.load(batch(x))
     monkeypatch.setattr(compiled, "_compiled", {})
     assert compile_program(rounding, buffers, splits=False).compiled == 1

@@ -21,7 +21,7 @@ import torch
 
 from tests.engine.helpers import counted, engine, prompts
 from tests.engine.test_speculation import DRAFTERS, Checkpoints
-from tests.graphs.programs import poison
+from tests.graphs.programs import COMPILED, FULL, SEGMENTED, poison
 from unisono.graphs.planner import Planner
 from unisono.graphs.tape import Tape
 from unisono.llm import LLM
@@ -30,7 +30,6 @@ from unisono.types import SamplingParams, SpeculativeConfig
 
 CUDA = torch.cuda.is_available()
 METHODS = ("none", *DRAFTERS)
-FULL, SEGMENTED, COMPILED = ("full", "segmented", "compiled") if CUDA else ("tape", "tape-segmented", "tape-compiled")
 
 
 @dataclass(frozen=True)
@@ -206,8 +205,8 @@ ALL = tuple(FEATURES)
 SOME = ("mixed lengths", "a prefix hit", "prompt logprobs")
 FAST = [(method, "full", ALL) for method in ("none", "eagle3")]
 FAST += [(method, "segmented", SOME) for method in METHODS]
-FAST += [("mtp", kind, SOME) for kind in ("compiled", "compiled segments", "mixed", "planned on the host")]
-FAST += [("standalone", kind, SOME) for kind in ("compiled", "only rounds")]
+FAST += [("mtp", kind, SOME) for kind in ("mixed", "planned on the host")]
+FAST += [("standalone", kind, SOME) for kind in ("compiled segments", "only rounds")]
 
 
 @pytest.mark.parametrize(("method", "kind", "features"), FAST, ids=lambda v: v if isinstance(v, str) else str(len(v)))
@@ -277,23 +276,21 @@ def test_a_drafters_needs_cost_prompt_passes_no_graph(
     assert {(k, r): n for (p, k, r), n in ran.passes.items() if p == "extend"} == {(FULL, ""): len(extends)}
 
 
-def test_a_cell_can_fail(checkpoints_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Controls: another text, a lost draft, and a pass that is counted wrong are all seen."""
-    good = KINDS["full"]
-    for broken in ("outputs", "accepted", "keys", "passes"):
-        eager.cache_clear()
-        expected = eager("mtp", checkpoints_of("mtp"), "auto", False, ("penalties",))
-        wrong: Any = {
-            "outputs": {"penalties": expected.outputs["penalties"][::-1]},
-            "accepted": expected.accepted + 1,
-            "keys": expected.keys[:-1],
-            "passes": {},
-        }[broken]
-        if broken == "passes":
-            monkeypatch.setattr("tests.graphs.test_matrix.counted", lambda llm, answer=wrong: answer)
-        else:
-            doctored = replace(expected, **{broken: wrong})
-            monkeypatch.setattr("tests.graphs.test_matrix.eager", lambda *args, answer=doctored: answer)
-        with pytest.raises(AssertionError):
-            check("mtp", good, checkpoints_of("mtp"), ("penalties",), monkeypatch)
-        monkeypatch.undo()
+@pytest.mark.parametrize("broken", ["outputs", "accepted", "keys", "passes"])
+def test_a_cell_can_fail(broken: str, checkpoints_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Controls: another text, a lost draft, a pass too few and one that is counted wrong are all seen."""
+    checkpoints = checkpoints_of("ngram")
+    expected = eager("ngram", checkpoints, "auto", False, ("penalties",))
+    other = {
+        "outputs": {"penalties": expected.outputs["penalties"][::-1]},
+        "accepted": expected.accepted + 1,
+        "keys": expected.keys[:-1],
+        "passes": {},
+    }
+    if broken == "passes":
+        monkeypatch.setattr("tests.graphs.test_matrix.counted", lambda llm: other["passes"])
+    else:
+        doctored = replace(expected, **{broken: other[broken]})
+        monkeypatch.setattr("tests.graphs.test_matrix.eager", lambda *args: doctored)
+    with pytest.raises(AssertionError):
+        check("ngram", KINDS["full"], checkpoints, ("penalties",), monkeypatch)

@@ -79,7 +79,7 @@ class _Session:
 
 def _alias(value: Any) -> Any:
     """A tensor at the same address that does not keep its memory; anything else as it is."""
-    if not isinstance(value, torch.Tensor) or value.device.type != "cuda" or not value.numel():
+    if not isinstance(value, torch.Tensor) or not value.numel():
         return value
     whole = value.untyped_storage()
     storage = torch._C._construct_storage_from_data_pointer(whole.data_ptr(), value.device, whole.nbytes())
@@ -114,9 +114,10 @@ class CudaGraph(Segmented):
         free = torch.cuda.mem_get_info()[0]
         self._record(session, run)
         self.parts = session.parts
-        self.cost_bytes = max(0, free - torch.cuda.mem_get_info()[0])
         self.kind = self.kind_of("full", "segmented", "compiled", compile)
         self.replay_ms = self._timed()
+        torch.cuda.empty_cache()  # of what breaks made
+        self.cost_bytes = max(0, free - torch.cuda.mem_get_info()[0])
         self.capture_seconds = time.perf_counter() - started
 
     def _record(self, session: _Session, run: Callable[[], None]) -> None:

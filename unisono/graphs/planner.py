@@ -139,6 +139,7 @@ class Planner:
         if graph is None:
             return dataclasses.replace(buckets, shapes=())
         _, device = self._timed(buckets, large)
+        torch.cuda.empty_cache()
         cost = PassCost.fit(
             (small.rows, graph.replay_ms),
             (large.rows, max(device, graph.replay_ms)),
@@ -152,7 +153,7 @@ class Planner:
         """Milliseconds of an eager pass on padding: until the host has launched it, and until it is done."""
         buffers = Buffers(buckets.program.schema, shape, self.device)
         times = []
-        for _ in range(3):
+        for _ in range(2):
             torch.cuda.synchronize()
             started = time.perf_counter()
             buckets.program.run(buffers)
