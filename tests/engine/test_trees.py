@@ -151,6 +151,7 @@ def test_a_round_is_one_replay(checkpoints_of: Any) -> None:
         assert {key for key in counted(llm) if key[0] == "round"} == {("round", GRAPH, "")}
         info = llm.engine.info()
         assert info["speculation"]["paths"] == 3
+        assert info["speculation"]["tree_nodes"] == 6
         assert info["kv_cache"]["path_pages"] == 2 * 2 * 8
         (pages,) = [d for d in info["decisions"] if d["name"] == "path_pages"]
         assert pages["value"] == "32"

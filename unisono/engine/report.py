@@ -60,10 +60,12 @@ class Counters:
 def info(engine: Engine) -> dict[str, object]:
     """See :meth:`unisono.engine.engine.Engine.info`."""
     runner, scheduler, config = engine.runner, engine.scheduler, engine.checkpoint.config
+    spec = engine.config.asked.speculative
     speculation = {
         "drafter": runner.drafter.name,
         "num_speculative_tokens": runner.width - 1,
         "paths": runner.paths,
+        "tree_nodes": len(spec.token_tree) if spec is not None else 0,
     }
     return {
         **engine.config.explain(),
