@@ -261,6 +261,7 @@ def explain(
         print(json.dumps(info, indent=2))
         return
     stdout.print(_table("Settings", ("setting", "value"), list(info["settings"].items())))  # type: ignore[attr-defined]
+    stdout.print(_table("Graph memory", ("figure", "value"), list(info["graph_memory"].items())))  # type: ignore[attr-defined]
     for title, rows in (("Decisions", info["decisions"]), ("Passes", info["graphs"])):
         columns = list(dict.fromkeys(key for row in rows for key in row))  # type: ignore[attr-defined]
         stdout.print(_table(title, columns, [[row.get(c, "") for c in columns] for row in rows]))  # type: ignore[attr-defined]

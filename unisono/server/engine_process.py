@@ -96,14 +96,16 @@ class _Loop:
 
     def run(self) -> None:
         self.send(ipc.Ready(self.engine.info()))
-        unchecked = False
+        checked, quiet = True, None  # milliseconds without work after which there is something to do
         while True:
             working = self.engine.has_work()
-            events = dict(self.poller.poll(0 if working else IDLE_MS if unchecked else None))
-            if unchecked and not working and not events:  # a quiet moment: prove that nothing has leaked
-                self.engine.check_integrity()
-                # One at a time: a request that comes meanwhile waits for no more than one capture.
-                unchecked = self.engine.capture_missing() > 0
+            events = dict(self.poller.poll(0 if working else quiet))
+            if quiet is not None and not working and not events:
+                if not checked:  # prove that nothing has leaked
+                    self.engine.check_integrity()
+                    checked = True
+                # One at a time, so that a request that comes meanwhile waits for one capture at most.
+                quiet = 0 if self.engine.capture_missing() else None
             if self.parent in events:
                 return
             if self.socket in events:
@@ -112,7 +114,7 @@ class _Loop:
                 return
             if self.engine.has_work():
                 deltas = self.engine.step()
-                unchecked = True
+                checked, quiet = False, IDLE_MS
                 if deltas:
                     self.send(ipc.Deltas(deltas))
 
