@@ -63,7 +63,8 @@ def play(
 class Asking:
     """How the target is asked. Every other prompt is answered greedily, the rest at ``temperature``.
 
-    max_tokens: of an answer. longest: tokens of prompt and answer together. seconds: stop asking after so many.
+    max_tokens: of an answer. longest: tokens of prompt and answer together. seconds: stop asking after so many, from
+    when the engine is ready.
     """
 
     temperature: float = 1.0
@@ -88,7 +89,6 @@ def collect(make_llm: Callable[[], LLM], prompts: list[Prompt], asking: Asking, 
     """
     held = {number for number, _ in _lines(file)}
     left = [i for i in range(len(prompts)) if i not in held]
-    started = time.monotonic()
     with file.open("a", encoding="utf-8") as out:
 
         def keep(number: int, learnt: int, ids: list[int]) -> None:
@@ -101,7 +101,7 @@ def collect(make_llm: Callable[[], LLM], prompts: list[Prompt], asking: Asking, 
         if not asked or asking.seconds <= 0:
             return
         with make_llm() as llm:
-            ids = [prompts[i].token_ids for i in asked]
+            ids, started = [prompts[i].token_ids for i in asked], time.monotonic()
             answered = play(llm, ids, lambda i: asking.params(asked[i], len(ids[i])))
             for done, (i, answer) in enumerate(answered, 1):
                 keep(asked[i], len(ids[i]), ids[i] + answer.token_ids)

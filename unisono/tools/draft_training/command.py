@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from unisono import catalog
 from unisono.llm import LLM
 from unisono.models.checkpoint import Checkpoint
 from unisono.tokenizer import Tokenizer
@@ -33,7 +32,8 @@ GPU_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Run:
-    """One draft to train: everything but where the texts come from."""
+    """One draft to train: everything but where the texts come from. work: where the run keeps what a resumed one
+    needs; by default inside ``out``."""
 
     method: str
     target: str
@@ -42,6 +42,7 @@ class Run:
     shape: Shape
     asking: Asking
     device: str = "auto"
+    work: Path | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -49,8 +50,8 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where the run keeps what a resumed one needs; other programs need not read it."""
-        return self.out / "training"
+        """Where the run keeps its state."""
+        return self.work or self.out / "training"
 
     def check(self, resume: bool) -> None:
         """Begin or resume; see :func:`check_recipe`."""
@@ -77,7 +78,7 @@ def learn(run: Run, texts: list[Text], resume: bool, report: Progress, log: Call
     """Train on texts and export; leaves nothing on the device."""
     texts = [t for t in texts if len(t.token_ids) - t.learnt > 1]
     if not texts:
-        raise ConfigError("no answer has two tokens or more: there is nothing to learn. Raise --max-tokens or --minutes.")
+        raise ConfigError("no answer has two tokens or more: nothing is to be learnt. Raise --max-tokens or --minutes.")
     torch.manual_seed(run.recipe.seed)
     checkpoint = Checkpoint.open(run.target)
     longest = max(run.asking.longest, max(len(t.token_ids) for t in texts))

@@ -1,8 +1,8 @@
 """Prompts from a JSONL file. Owns its three forms and every way in which a line can be wrong.
 
-    {"messages": [{"role": "user", "content": "…"}]}    a conversation; the target answers its last user turn
-    {"prompt": "…"}                                     a text that the target continues
-    {"text": "…"}                                       a text that is learnt as it stands
+{"messages": [{"role": "user", "content": "…"}]}    a conversation; the target answers its last user turn
+{"prompt": "…"}                                     a text that the target continues
+{"text": "…"}                                       a text that is learnt as it stands
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def _read_line(line: str, tokenizer: Tokenizer, longest: int, where: str) -> Pro
     except ValueError as error:
         raise BadRequest(f"{where} is not JSON: {error}.", "data") from None
     if not isinstance(entry, dict):
-        raise BadRequest(f"{where} holds {type(entry).__name__}, not an object with one of {', '.join(FIELDS)}.", "data")
+        raise BadRequest(
+            f"{where} holds {type(entry).__name__}, not an object with one of {', '.join(FIELDS)}.", "data"
+        )
     field = next((name for name in FIELDS if name in entry), None)
     if field is None:
         raise BadRequest(f"{where} has {sorted(entry)}, but none of {', '.join(FIELDS)}.", "data")

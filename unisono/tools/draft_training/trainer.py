@@ -107,7 +107,7 @@ class Trainer:
             figures.seconds = before + time.monotonic() - started
             report("train", self.progress)
             now = time.monotonic()
-            if now - said > 10 and recent == []:
+            if now - said > 10 and not recent and self.progress < 1:
                 log(f"{self.progress:4.0%}  {figures.line()}")
                 said = now
             if now - saved > self.recipe.save_every:
