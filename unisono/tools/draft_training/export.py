@@ -38,8 +38,13 @@ def write_tensors(file: Path, tensors: Tensors, dtype: torch.dtype) -> None:
         name: (t.detach().to(dtype) if t.is_floating_point() else t.detach()).cpu().contiguous().clone()
         for name, t in tensors.items()
     }
+    _replace(file, stored)
+
+
+def _replace(file: Path, stored: Tensors) -> None:
     beside = file.with_suffix(".part")
-    save_file(stored, beside, {"format": "pt"})
+    save_file(dict(stored), beside, {"format": "pt"})
+    beside.chmod(0o644)  # safetensors makes files that only their owner reads
     beside.replace(file)
 
 
@@ -96,9 +101,7 @@ def write_beside_target(target: Path, out: Path, tensors: Tensors, dtype: torch.
     if (target / WEIGHTS).is_file():
         # The target's own keep their dtype: it may be another.
         extra = {name: t.detach().to(dtype).cpu() for name, t in tensors.items()}
-        beside = out / "model.part"
-        save_file({**load_file(target / WEIGHTS), **extra}, beside, {"format": "pt"})
-        beside.replace(out / WEIGHTS)
+        _replace(out / WEIGHTS, {**load_file(target / WEIGHTS), **extra})
         return
     index = read_json(target / INDEX)
     for name in set(index["weight_map"].values()):

@@ -41,8 +41,8 @@ class Recipe:
     steps: int | None = None
     minutes: float | None = None
     batch_tokens: int = 8192
-    lr: float = 1e-3
-    muon_lr: float = 0.01
+    lr: float = 2e-3
+    muon_lr: float = 0.02
     save_every: float = 60.0
     seed: int = 0
 
