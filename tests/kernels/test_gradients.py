@@ -87,9 +87,7 @@ def test_rope_and_cache(norms: bool) -> None:
 
     def op(qkv, q_norm, k_norm):
         keys, values = (torch.zeros(3, kv_heads, page, dim) for _ in range(2))
-        q = rope_and_cache(
-            qkv, q_norm, k_norm, EPS, cos_sin, positions, slots, keys, values, heads, kv_heads
-        )
+        q = rope_and_cache(qkv, q_norm, k_norm, EPS, cos_sin, positions, slots, keys, values, heads, kv_heads)
         written = [c[(slots // page).long(), :, (slots % page).long()] for c in (keys, values)]
         return torch.cat([t.flatten(1) for t in (q, *written)], 1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from unisono.llm import LLM
 from unisono.models.checkpoint import Checkpoint
 from unisono.tokenizer import Tokenizer
 from unisono.tools.draft_training.answers import Asking, Progress, Text, collect, read_answers
+from unisono.tools.draft_training.bars import bars
 from unisono.tools.draft_training.batches import Batches
 from unisono.tools.draft_training.data import Prompt, held_out_share, read_prompts
 from unisono.tools.draft_training.measure import DRAFTS, Acceptance, measure
@@ -147,7 +149,9 @@ def train_draft(
     seed: Annotated[int, typer.Option(help="Of weights, order and answers.")] = 0,
     temperature: Annotated[float, typer.Option(help="Of every other answer; the rest are greedy.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 512,
-    max_model_len: Annotated[int, typer.Option(help="Tokens of prompt and answer together at most.")] = 1024,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of prompt and answer together at most; default: 1024, or the context.")
+    ] = None,
     held_out: Annotated[int, typer.Option(min=1, help="Prompts kept from training, to measure acceptance.")] = 100,
     unroll: Annotated[int, typer.Option(help="Drafts a head is trained to make in a row.")] = 3,
     modules: Annotated[int, typer.Option(help="mtp: modules, one for each draft.")] = 3,
@@ -161,18 +165,19 @@ def train_draft(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
 ) -> None:
     """Train a draft head for a target from the target's own outputs."""
+    if not minutes > 0:
+        raise ConfigError(f"--minutes {minutes}: give a number above 0.")
     recipe = Recipe(steps, minutes * (1 - ANSWERS_SHARE), batch_tokens, lr, muon_lr, save_every, seed)
     shape = Shape(
         unroll, modules, layout, beside_target, draft_vocab, _layers(aux_layers), intermediate_size, hidden_size, layers
     )
-    asking = Asking(temperature, max_tokens, max_model_len, seed, 60 * minutes * ANSWERS_SHARE)
+    longest = max_model_len or min(1024, Checkpoint.open(target).config.max_positions)
+    asking = Asking(temperature, max_tokens, longest, seed, 60 * minutes * ANSWERS_SHARE)
     run = Run(method, target, out, recipe, shape, asking, device)
-    from unisono.tools.draft_training.bars import bars
-
     with bars() as (report, log):
         train(run, data, held_out=held_out, resume=resume, report=report, log=log)
     served = {"method": method, "model": str(out), "num_speculative_tokens": DRAFTS}
-    print(f"unisono serve {target} --speculative-config '{_json(served)}'")
+    print(f"unisono serve {target} --speculative-config '{json.dumps(served)}'")
 
 
 def _layers(text: str | None) -> tuple[int, ...] | None:
@@ -182,9 +187,3 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
     if not all(part.strip().isdigit() for part in parts) or len(parts) != 3:
         raise ConfigError(f"--aux-layers {text!r}: give three layer numbers with commas, such as 2,4,5.")
     return tuple(int(part) for part in parts)
-
-
-def _json(content: dict[str, Any]) -> str:
-    import json
-
-    return json.dumps(content)
