@@ -26,7 +26,7 @@ from unisono.cli import app
 from unisono.llm import LLM
 from unisono.models.checkpoint import Checkpoint
 from unisono.tokenizer import Tokenizer
-from unisono.tools.draft_training.answers import Asking, Text
+from unisono.tools.draft_training.answers import Asking, Text, collect, read_answers
 from unisono.tools.draft_training.batches import Batches
 from unisono.tools.draft_training.command import Run, accepted, learn, train
 from unisono.tools.draft_training.data import Prompt, held_out_share, read_prompts
@@ -247,7 +247,7 @@ def test_training_raises_acceptance_and_prints_what_serving_sees(method: str, ta
     path = certain(target, tmp_path / "target")
     run, said = a_run(method, path, tmp_path / "out"), list[str]()
     data = prompts_file(tmp_path / "data.jsonl")
-    trained = train(run, data, held_out=8, report=quiet, log=said.append)
+    trained = train(run, data, held_out=8, report=quiet, log=said.append, **FAST)
     assert f"mean accept length {trained.length:.2f} at k = 3" in said[-1]
     assert trained.length == pytest.approx(1 + sum(trained.positions), abs=1e-6)
 
@@ -292,6 +292,37 @@ def test_a_resumed_run_ends_with_the_same_bytes(method: str, target: Path, tmp_p
     whole, parts_ = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     assert whole.keys() == parts_.keys()
     assert all(torch.equal(whole[name], parts_[name]) for name in whole)
+
+
+def test_a_lost_run_goes_on_where_it_was(target: Path, tmp_path: Path) -> None:
+    """The answers are not made again, the steps not repeated, and a longer run is the same run."""
+    data, said = prompts_file(tmp_path / "data.jsonl", 10), list[str]()
+    options = {"held_out": 2, "report": quiet, "log": said.append, **FAST}
+    train(a_run("eagle", target, tmp_path / "out", steps=2), data, **options)
+    answers = (tmp_path / "out" / "training" / "answers.jsonl").read_text()
+    (tmp_path / "out" / "model.safetensors").unlink()
+    train(a_run("eagle", target, tmp_path / "out", steps=5), data, resume=True, **options)
+    assert any(line.startswith("resumed at step 2 ") for line in said)
+    assert any(line.startswith("100%  step 5 ") for line in said)
+    assert (tmp_path / "out" / "training" / "answers.jsonl").read_text() == answers
+    assert len(answers.splitlines()) == 8
+
+
+def test_answers_that_were_cut_off_are_asked_for_again(target: Path, tmp_path: Path) -> None:
+    file, asking = tmp_path / "answers.jsonl", Asking(max_tokens=5, longest=64)
+    prompts = [Prompt([i, i + 1, i + 2]) for i in range(5)] + [Prompt([7, 8, 9], complete=True)]
+
+    def llm() -> LLM:
+        return LLM(str(target), max_model_len=64, **FAST)
+
+    collect(llm, prompts, asking, file, quiet)
+    whole = read_answers(file)
+    assert [text.token_ids[:3] for text in whole] == [p.token_ids for p in prompts]
+    assert [text.learnt for text in whole] == [3] * 5 + [1]
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:3]) + lines[3][:-4])
+    collect(llm, prompts, asking, file, quiet)
+    assert read_answers(file) == whole
 
 
 def test_shared_weights_are_left_alone(target: Path, tmp_path: Path) -> None:
@@ -421,6 +452,8 @@ def test_bad_flags_are_one_line_and_a_status(target: Path, tmp_path: Path) -> No
 
 
 def test_a_directory_in_use_is_not_overwritten(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds a checkpoint that no such run made"):
+        a_run("eagle", target, target).check(resume=False)
     a_run("eagle", target, tmp_path).check(resume=False)
     with pytest.raises(ConfigError, match="holds a run already: give --resume"):
         a_run("eagle", target, tmp_path).check(resume=False)

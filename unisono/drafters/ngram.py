@@ -5,9 +5,9 @@ what other requests were answered, and so does this (``shared_tokens``). The who
 device holds anyway, so a round stays one launch. No weights, no KV.
 
 Of the earlier places where the last ``prompt_lookup_min`` … ``prompt_lookup_max`` tokens stand, the longest match
-counts, of equals the request's own, and the latest (vLLM takes the earliest: recent text resembles what comes next more;
-a vote of all of them was accepted less often). A copy that
-reaches the end of the text goes on with what it has just copied, so that loops are drafted whole.
+counts, of equals the request's own, and the latest (vLLM takes the earliest: recent text resembles what comes next
+more; a vote of all of them was accepted less often). A copy that reaches the end of the text goes on with what it has
+just copied, so that loops are drafted whole.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LONGEST_MATCH = 64
 
 
 class NgramDrafter:
-    """See the module. Options, in tokens: ``prompt_lookup_max`` and ``prompt_lookup_min``, of a match; ``shared_tokens``
-    of ended outputs that all requests share, 4 bytes each; 0 looks in the request's own text alone.
+    """See the module. Options, in tokens: ``prompt_lookup_max`` and ``prompt_lookup_min``, of a match;
+    ``shared_tokens``, of ended outputs that all requests share, 4 bytes each; 0 looks in the request's own text alone.
 
     Raises ConfigError for other options and for values out of range.
     """

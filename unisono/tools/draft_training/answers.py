@@ -87,6 +87,9 @@ def collect(make_llm: Callable[[], LLM], prompts: list[Prompt], asking: Asking, 
 
     Raises nothing when the time is up: what was answered until then is there.
     """
+    if file.exists():  # a line that was cut off goes, before others follow it
+        with file.open("r+b") as stored:
+            stored.truncate(stored.read().rfind(b"\n") + 1)
     held = {number for number, _ in _lines(file)}
     left = [i for i in range(len(prompts)) if i not in held]
     with file.open("a", encoding="utf-8") as out:

@@ -22,7 +22,7 @@ from unisono.tools.draft_training.data import Prompt, held_out_share, read_promp
 from unisono.tools.draft_training.measure import DRAFTS, Acceptance, measure
 from unisono.tools.draft_training.methods import METHODS, Shape
 from unisono.tools.draft_training.teacher import Teacher
-from unisono.tools.draft_training.trainer import STATE, Recipe, Trainer, check_recipe
+from unisono.tools.draft_training.trainer import RECIPE, STATE, Recipe, Trainer, check_recipe
 from unisono.types import ConfigError, SpeculativeConfig
 
 ANSWERS_SHARE = 0.35
@@ -56,7 +56,9 @@ class Run:
         return self.work or self.out / "training"
 
     def check(self, resume: bool) -> None:
-        """Begin or resume; see :func:`check_recipe`."""
+        """Begin or resume; see :func:`check_recipe`. Raises ConfigError for a directory that holds something else."""
+        if (self.out / "config.json").exists() and not (self.folder / RECIPE).exists() and self.work is None:
+            raise ConfigError(f"{self.out} holds a checkpoint that no such run made: give another --out.")
         check_recipe(
             self.folder,
             {
@@ -98,7 +100,7 @@ def learn(run: Run, texts: list[Text], resume: bool, report: Progress, log: Call
 
 
 def accepted(run: Run, held: list[Prompt], **flags: Any) -> Acceptance:
-    """What the engine accepts of the exported draft."""
+    """What the engine, started with ``flags``, accepts of the exported draft."""
     spec = SpeculativeConfig(run.method, str(run.out), DRAFTS)
     return measure(
         run.target, held, spec, max_tokens=run.asking.max_tokens, longest=run.asking.longest, device=run.device,
@@ -107,9 +109,13 @@ def accepted(run: Run, held: list[Prompt], **flags: Any) -> Acceptance:
 
 
 def train(
-    run: Run, data: Path, *, held_out: int = 100, resume: bool = False, report: Progress, log: Callable[[str], None]
-) -> Acceptance:
-    """The whole of ``unisono train-draft``. Raises BadRequest, ConfigError and CheckpointError for bad input."""
+    run: Run, data: Path, *, held_out: int = 100, resume: bool = False, report: Progress, log: Callable[[str], None],
+    **flags: Any,
+) -> Acceptance:  # fmt: skip
+    """The whole of ``unisono train-draft``; ``flags`` are the engine's.
+
+    Raises BadRequest, ConfigError and CheckpointError for bad input.
+    """
     checkpoint = Checkpoint.open(run.target)
     tokenizer = Tokenizer.load(checkpoint.path)
     if tokenizer is None:
@@ -123,9 +129,9 @@ def train(
     answers = run.folder / "answers.jsonl"
     if not (run.folder / STATE).exists():
         log(f"{len(prompts)} prompts to learn from, {len(held)} held out")
-        collect(functools.partial(make_llm, run), prompts, run.asking, answers, report)
+        collect(functools.partial(make_llm, run, **flags), prompts, run.asking, answers, report)
     learn(run, read_answers(answers), resume, report, log)
-    acceptance = accepted(run, held)
+    acceptance = accepted(run, held, **flags)
     log(f"{run.out}: {acceptance.line()}, greedy, on {len(held)} held-out prompts")
     return acceptance
 
