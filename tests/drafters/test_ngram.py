@@ -45,7 +45,7 @@ def predicted(batch: list[list[int]], outputs: list[list[int]], longest: int = 4
 
 def observed(llm: LLM) -> tuple[int, int]:
     c = llm.engine.counters
-    return c.drafts, c.accepted_tokens
+    return c.draft_rounds, c.accepted_tokens
 
 
 @pytest.fixture(scope="module")

@@ -245,7 +245,7 @@ def refused(qwen3: Path) -> Iterator[Any]:
 def test_what_cannot_be_drafted_is_refused(refused: Any, tmp_path: Path) -> None:
     refused(ConfigError, 'needs "model"', model=None)
     refused(ConfigError, "no option 'topk'", topk=4)
-    refused(ConfigError, "load_format='gguf' of the draft model: choose one of auto, dummy", load_format="gguf")
+    refused(ConfigError, "load_format='gguf' of the method 'standalone': choose one of auto, dummy", load_format="gguf")
     refused(CheckpointError, "does not exist", model=str(tmp_path / "nowhere"))
 
 

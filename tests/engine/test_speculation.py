@@ -60,10 +60,10 @@ def config_of(target: Path) -> DecoderConfig:
     return Checkpoint.open(target).config
 
 
-def with_modules(target: Path, directory: Path) -> Path:
-    """A copy of ``target`` with two MTP modules beside its weights."""
+def with_modules(target: Path, directory: Path, depth: int = 2) -> Path:
+    """A copy of ``target`` with so many MTP modules beside its weights."""
     config = config_of(target)
-    tensors = named(random_modules(config, 2, shared=True), "qwen", config.num_layers)
+    tensors = named(random_modules(config, depth, shared=True), "qwen", config.num_layers)
     return write_beside(Path(shutil.copytree(target, directory)), tensors)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.make_mtp import norm, rotate
-from unisono.kernels import linear, rms_norm, rope_and_cache, silu_mul
+from unisono.kernels import linear, linear_norm, rms_norm, rope_and_cache, silu_mul
 from unisono.kernels.join import join_norms
 
 EPS = 1e-3
@@ -52,6 +52,17 @@ def test_linear(bias: bool, residual: bool) -> None:
         return y if residual is None else y + residual
 
     compare(linear, oracle, inputs)
+
+
+def test_linear_norm() -> None:
+    def oracle(x, weight, residual, norm_weight):
+        total = x @ weight.T + residual
+        return torch.cat((total, norm(total, norm_weight, EPS)), 1)
+
+    def op(x, weight, residual, norm_weight):
+        return torch.cat(linear_norm(x, weight, None, residual, norm_weight, EPS), 1)
+
+    compare(op, oracle, (draw(21, 30), draw(17, 30), draw(21, 17), draw(17)))
 
 
 def test_rms_norm() -> None:

@@ -62,13 +62,17 @@ def commit_oracle(row: dict, tokens: list[int], drafts: list[int]) -> tuple[list
 
 @pytest.fixture(params=["kernel", "twin"])
 def ops(request, device) -> SimpleNamespace:
-    """The three ops, and ``tensor`` and ``device`` for their arguments."""
+    """The ops, and ``tensor`` and ``device`` for their arguments."""
     if request.param == "twin":
-        device, found = torch.device("cpu"), (rounds.round_inputs, rounds.extend_inputs, rounds.commit)
+        device, found = torch.device("cpu"), (
+            rounds.round_inputs, rounds.extend_inputs, rounds.commit, rounds.limit_drafts,
+        )  # fmt: skip
     else:
-        found = (rounds.launch_round_inputs, rounds.launch_extend_inputs, rounds.launch_commit)
+        found = (
+            rounds.launch_round_inputs, rounds.launch_extend_inputs, rounds.launch_commit, rounds.launch_limit_drafts,
+        )  # fmt: skip
     return SimpleNamespace(
-        **dict(zip(("round_inputs", "extend_inputs", "commit"), found, strict=True)),
+        **dict(zip(("round_inputs", "extend_inputs", "commit", "limit_drafts"), found, strict=True)),
         device=device,
         tensor=lambda values: torch.as_tensor(values, dtype=torch.int32).to(device),
     )
@@ -203,3 +207,22 @@ def test_ops_declare_what_they_write():
     torch.library.opcheck(torch.ops.unisono.round_inputs.default, given)
     given = (slots, torch.tensor([0, 3, 5]).int(), slots, table, PAGE, 8)
     torch.library.opcheck(torch.ops.unisono.extend_inputs.default, given)
+    limited = (drafts, slots, torch.ones(2).int(), torch.zeros(2).int())
+    torch.library.opcheck(torch.ops.unisono.limit_drafts.default, limited)
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_limited_drafts_are_counted(ops, k):
+    """Each row keeps its first ``max_drafts``; what is left and is a draft counts."""
+    generator = torch.Generator().manual_seed(k)
+    drafts = torch.randint(-1, 4, (7, k), generator=generator, dtype=torch.int32)
+    most = [0, 1, 2, 99, 3]
+    order = [4, 0, 3, 1, 2, 3, 0]
+    expected = [[draft if j < most[slot] else -1 for j, draft in enumerate(row)]
+                for slot, row in zip(order, drafts.tolist(), strict=True)]  # fmt: skip
+    arena = torch.full((len(most), 3), 50, dtype=torch.int32)  # one field of an arena: strided
+    arena[:, 1] = torch.tensor(most)
+    got, drafted = ops.tensor(drafts).clone(), ops.tensor([77] * 7)
+    ops.limit_drafts(got, ops.tensor(order), ops.tensor(arena)[:, 1], drafted)
+    assert got.tolist() == expected
+    assert drafted.tolist() == [sum(draft >= 0 for draft in row) for row in expected]

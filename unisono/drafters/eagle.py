@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from unisono.drafters.base import Host
-from unisono.drafters.hidden import DraftModule, HiddenDrafter, checked_model, checked_options
+from unisono.drafters.base import Host, SelfTest
+from unisono.drafters.hidden import OTHER_TARGET, RANDOM, DraftModule, HiddenDrafter
+from unisono.drafters.options import LOAD_FORMAT, read_options, required_model
 from unisono.models.config import DecoderConfig
 from unisono.models.draft_checkpoint import open_eagle
 from unisono.program import Hidden, Needs
@@ -22,11 +23,11 @@ class EagleDrafter(HiddenDrafter):
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
         super().__init__(spec)
-        options = checked_options(spec, {"load_format": ("auto", "dummy")})
-        self._checkpoint = open_eagle(checked_model(spec), target, dummy=options["load_format"] == "dummy")
+        dummy = read_options(spec, LOAD_FORMAT, takes_model=True)["load_format"] == "dummy"
+        self._checkpoint = open_eagle(required_model(spec, "a head made for this target"), target, dummy=dummy)
+        self.self_test = SelfTest(OTHER_TARGET, RANDOM if dummy else None)
 
     def build(self, host: Host) -> DraftModule:
-        attention = self.attention(host, self._checkpoint.config.layer)
-        head = self._checkpoint.build(host.target, attention, host.max_model_len, host.dtype, host.device)
+        head = self.build_head(host, self._checkpoint)
         del self._checkpoint
         return head

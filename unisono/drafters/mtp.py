@@ -7,11 +7,12 @@ from typing import Any
 from unisono.drafters.base import Host
 from unisono.drafters.hidden import HiddenDrafter
 from unisono.drafters.mtp_multi import MultiMTPDrafter
+from unisono.drafters.options import read_options
 from unisono.models.config import DecoderConfig
 from unisono.models.mtp import MTPModule
 from unisono.models.mtp_checkpoint import MTPCheckpoint
 from unisono.program import Hidden, Needs
-from unisono.types import ConfigError, SpeculativeConfig
+from unisono.types import SpeculativeConfig
 
 
 class MTPDrafter(HiddenDrafter):
@@ -26,8 +27,7 @@ class MTPDrafter(HiddenDrafter):
     needs = Needs(Hidden.FULL)
 
     def __new__(cls, spec: SpeculativeConfig, target: DecoderConfig) -> Any:
-        if spec.options:
-            raise ConfigError(f"the method {spec.method} has no options, but {sorted(spec.options)} are given.")
+        read_options(spec, {}, takes_model=True)
         checkpoint = MTPCheckpoint.open(spec.model or target.hf_config.name_or_path, target)
         if min(checkpoint.depth, spec.num_speculative_tokens) > 1:
             return MultiMTPDrafter(spec, checkpoint)
@@ -41,4 +41,7 @@ class MTPDrafter(HiddenDrafter):
 
     def build(self, host: Host) -> MTPModule:
         attention = self.attention(host, self._checkpoint.config)
-        return self._checkpoint.load(host.target, 0, attention, host.dtype)
+        module = self._checkpoint.load(host.target, 0, attention, host.dtype, host.progress)
+        for choice in self._checkpoint.choices([module], host.target):
+            host.decide(*choice)
+        return module

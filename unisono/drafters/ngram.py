@@ -8,16 +8,20 @@ Of the earlier places where the last ``prompt_lookup_min`` … ``prompt_lookup_m
 counts, of equals the request's own, and the latest (vLLM takes the earliest: recent text resembles what comes next
 more; a vote of all of them was accepted less often). A copy that reaches the end of the text goes on with what it has
 just copied, so that loops are drafted whole.
+
+Of a tree each path copies what followed another match in the request's own text: the best whose tokens differ from
+those of the paths before. The tree's digits say how many paths there are and how long each is, no more.
 """
 
 from __future__ import annotations
 
 import torch
 
-from unisono.drafters.base import Host, PromptPass, Verified
+from unisono.drafters.base import Host, PromptPass, Span, Verified
 from unisono.drafters.options import in_range, read_options
 from unisono.drafters.shared import MOST_SHARED, SHARED_TOKENS, SharedTexts
 from unisono.kernels.lookup import lookup, lookup_scratch
+from unisono.kernels.lookup_paths import lookup_path
 from unisono.models.config import DecoderConfig
 from unisono.program import Needs
 from unisono.types import ConfigError, SpeculativeConfig
@@ -36,6 +40,7 @@ class NgramDrafter:
     name = "ngram"
     needs = Needs()
     page_bytes = 0
+    self_test = None
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
         defaults = {"prompt_lookup_max": 4, "prompt_lookup_min": 1, "shared_tokens": SHARED_TOKENS}
@@ -48,6 +53,7 @@ class NgramDrafter:
             raise ConfigError(f"prompt_lookup_min={self.shortest} is above prompt_lookup_max={self.longest}; lower it.")
         self.shared_tokens = int(options["shared_tokens"])
         self.num_drafts = spec.num_speculative_tokens
+        self._sizes = [len(path) for path in spec.paths]
 
     def bind(self, host: Host) -> None:
         self._slots = host.slots
@@ -57,12 +63,23 @@ class NgramDrafter:
     def allocate(self, num_pages: int) -> None:
         pass
 
-    def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
+    def fork(self, span: Span) -> None:
+        """Nothing: there is no KV."""
+
+    adopt = fork
+
+    def propose(self, slots: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor | None = None) -> None:
         s = self._slots
-        lookup(
-            drafts, slots, s.history, s.length, self._scratch, self.longest, self.shortest,
-            ring=self.shared.ring, head=self.shared.head,
-        )  # fmt: skip
+        if tables is None:
+            lookup(
+                drafts, slots, s.history, s.length, self._scratch, self.longest, self.shortest,
+                ring=self.shared.ring, head=self.shared.head,
+            )  # fmt: skip
+            return
+        paths = len(self._sizes)
+        rows, each = slots[::paths].contiguous(), drafts.view(-1, paths, drafts.shape[1])
+        for path, size in enumerate(self._sizes):
+            lookup_path(each, path, size, rows, s.history, s.length, self._scratch, self.longest, self.shortest)
 
     def observe(self, verified: Verified) -> None:
         self.shared.observe(verified)

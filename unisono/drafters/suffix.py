@@ -52,6 +52,7 @@ class SuffixDrafter:
     name = "suffix"
     needs = Needs()
     page_bytes = 0
+    self_test = None
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
         options = read_options(spec, OPTIONS)

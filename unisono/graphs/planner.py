@@ -131,6 +131,11 @@ class Planner:
             buffers = self._eager_buffers[key] = Buffers(program.schema, key.shape, self.device)
         return buffers
 
+    def forget(self) -> None:
+        """Count from zero again."""
+        for counts in (self.passes, self.filled_rows, self.padded_rows):
+            counts.clear()
+
     def report(self) -> list[dict[str, object]]:
         """One row per captured key, and one per program that runs eagerly, with its reason."""
         rows: list[dict[str, object]] = []
