@@ -34,7 +34,7 @@ ALLOWED = {
     },
     "llm": {"types", "config", "engine", "tokenizer"},
     "server": {"types", "catalog", "config", "engine", "tokenizer"},
-    "tools": {"types", "catalog", "config", "llm", "tokenizer", "cache"},
+    "tools": {"types", "catalog", "config", "llm", "tokenizer", "cache", "models", "attention"},
     "cli": {"types", "catalog", "config", "tokenizer", "llm", "server", "tools"},
 }  # fmt: skip
 

@@ -30,9 +30,9 @@ def suffix(k: int = K, **options: Any) -> SpeculativeConfig:
 
 def shared(llm: LLM) -> list[int]:
     """The shared tokens, from the oldest on."""
-    ring, head = llm.engine.runner.drafter._shared  # type: ignore[attr-defined]
-    at = int(head)
-    return ring.tolist()[at:] + ring.tolist()[:at]
+    texts = llm.engine.runner.drafter.shared  # type: ignore[attr-defined]
+    ring, at = texts.ring.tolist(), int(texts.head)
+    return ring[at:] + ring[:at]
 
 
 @pytest.fixture(scope="module")

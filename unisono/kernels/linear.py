@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, fixed_rows_matmul, register
+from unisono.kernels.library import AotCase, define, differentiable, fixed_rows_matmul, register
 
 TRITON_ROWS = 64
 """Up to this many rows the Triton kernel runs; above it cuBLASLt does, where it is proven exact."""
@@ -237,8 +237,17 @@ def _linear_meta(
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
+def linear_formula(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """:func:`linear` with a gradient; under autocast dtypes may differ."""
+    y = torch.nn.functional.linear(x, weight, bias)
+    return y if residual is None else y + residual
+
+
 define("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual) -> Tensor")
 register("linear", cuda=linear_cuda, cpu=linear_cpu, meta=_linear_meta)
+differentiable("linear", linear_formula)
 
 
 def linear(

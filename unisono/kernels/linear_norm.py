@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from unisono.kernels.library import define, register
-from unisono.kernels.linear import blas_linear, launch_linear, linear_cpu, runs_on_blas
-from unisono.kernels.norm import launch_add_rms_norm, launch_rms_norm, rms_norm_cpu
+from unisono.kernels.library import define, differentiable, register
+from unisono.kernels.linear import blas_linear, launch_linear, linear_cpu, linear_formula, runs_on_blas
+from unisono.kernels.norm import launch_add_rms_norm, launch_rms_norm, rms_norm_cpu, rms_norm_formula
 
 
 def linear_norm_cuda(
@@ -41,6 +41,18 @@ def linear_norm_cpu(
     return total, rms_norm_cpu(total, norm_weight, eps)
 
 
+def _linear_norm_formula(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = linear_formula(x, weight, bias, residual)
+    return total, rms_norm_formula(total, norm_weight, eps)
+
+
 def _linear_norm_meta(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,6 +64,7 @@ define(
     " -> (Tensor, Tensor)"
 )
 register("linear_norm", cuda=linear_norm_cuda, cpu=linear_norm_cpu, meta=_linear_norm_meta)
+differentiable("linear_norm", _linear_norm_formula)
 
 
 def linear_norm(

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, define, differentiable, register
 
 
 @triton.jit
@@ -74,8 +74,16 @@ def _rms_norm_meta(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     return torch.empty_like(x)
 
 
+def rms_norm_formula(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """:func:`rms_norm` with a gradient, in x's dtype; the weight's may be another."""
+    value = x.float()
+    normed = (value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return (weight * normed).to(x.dtype)
+
+
 define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
 register("rms_norm", cuda=launch_rms_norm, cpu=rms_norm_cpu, meta=_rms_norm_meta)
+differentiable("rms_norm", rms_norm_formula)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -106,7 +106,7 @@ class DraftCheckpoint:
         if self.tensors is None:
             self._fill_randomly(head)
         else:
-            targets = self._targets(head)
+            targets = self.targets(head)
             for done, (name, parameter) in enumerate(targets.items(), 1):
                 parameter.copy_(self.tensors[name])
                 progress(done / len(targets))
@@ -158,7 +158,7 @@ class DraftCheckpoint:
             )
         if self.tensors is not None:
             blank = self._blank(cast(AttentionBackend, None), 1, torch.float32, "meta")  # measured, never run
-            _compare(self.tensors, self._targets(blank), file)
+            _compare(self.tensors, self.targets(blank), file)
 
     def _blank(
         self, backend: AttentionBackend, max_positions: int, dtype: torch.dtype, device: torch.device | str
@@ -169,8 +169,8 @@ class DraftCheckpoint:
         lm_head = Linear(layer.hidden_size, self.config.draft_vocab, False, dtype, device if self.own_head else "meta")
         return self.kind(self.config, embed, lm_head, backend, max_positions, dtype, device)
 
-    def _targets(self, head: Head) -> dict[str, torch.Tensor]:
-        """A checkpoint's tensor names -> the parameters, or rows of one, that they fill."""
+    def targets(self, head: Head) -> dict[str, torch.Tensor]:
+        """A checkpoint's tensor names, by speculators -> the parameters, or rows of one, that they fill."""
         shared = {EMBED: not self.own_embed, LM_HEAD: not self.own_head}
         targets = {f"{_NAMES.get(module, module)}.{kind}": parameter for module, kind, parameter in shards(head)}
         return {name: parameter for name, parameter in targets.items() if not shared.get(name, False)}

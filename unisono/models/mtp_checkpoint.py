@@ -52,6 +52,14 @@ class Layout:
             return self.names[module].replace("*", str(number))
         return self.block.replace("*", str(number)) + BLOCK[module.removeprefix("layer.")]
 
+    def targets(self, module: MTPModule, number: int) -> dict[str, torch.Tensor]:
+        """The checkpoint's names of a module's own tensors -> the parameters, or rows of one, that they fill."""
+        return {
+            f"{self.name(path, number)}.{kind}": parameter
+            for path, kind, parameter in shards(module)
+            if path not in SHARED
+        }
+
     def numbers(self, tensors: Mapping[str, TensorInfo]) -> list[int]:
         """The numbers of the modules that the checkpoint holds, in order."""
         pattern = re.compile(re.escape(self.block).replace(r"\*", r"(\d+)"))
@@ -163,7 +171,7 @@ class MTPCheckpoint:
         module = MTPModule(
             self.config, self.layout.hidden_first, embed, lm_head, target.cos_sin, backend, dtype, device
         )
-        targets = self._targets(module, number)
+        targets = self.layout.targets(module, number)
         with torch.no_grad():
             for done, (name, tensor) in enumerate(stream(targets, self.tensors, device), 1):
                 targets[name].copy_(tensor)
@@ -198,7 +206,7 @@ class MTPCheckpoint:
         backend = cast(AttentionBackend, None)  # measured, never run
         blank = MTPModule(self.config, False, embed, lm_head, nothing, backend, dtype, "meta")
         for number in self.numbers:
-            targets = self._targets(blank, number)
+            targets = self.layout.targets(blank, number)
             for name, parameter in targets.items():
                 if name not in self.tensors:
                     raise CheckpointError(f"{self.path}: tensor {name} {list(parameter.shape)} is missing.")
@@ -208,14 +216,6 @@ class MTPCheckpoint:
             for name in self.tensors.keys() - targets.keys() - shared:
                 if name.startswith(prefix) and not IGNORED.search(name):
                     raise CheckpointError(f"{self.path}: tensor {name} is unexpected: an MTP module has none like it.")
-
-    def _targets(self, module: MTPModule, number: int) -> dict[str, torch.Tensor]:
-        """The checkpoint's names of a module's own tensors -> the parameters, or rows of one, that they fill."""
-        return {
-            f"{self.layout.name(path, number)}.{kind}": parameter
-            for path, kind, parameter in shards(module)
-            if path not in SHARED
-        }
 
 
 def _block_config(
