@@ -107,12 +107,16 @@ class SpeculativeConfig:
         k = self.num_speculative_tokens
         if not (_is_int(k) and 1 <= k <= MAX_DRAFTS):
             raise ConfigError(f"num_speculative_tokens={k!r}: give a whole number from 1 to {MAX_DRAFTS}.")
+        if self.model is not None and not (isinstance(self.model, str) and self.model):
+            raise ConfigError(f'"model": {self.model!r} of the speculative config: give a directory or a bundled name.')
 
     @staticmethod
     def parse(given: Mapping[str, Any]) -> SpeculativeConfig:
         """From vLLM's flat form: every key that is no field of this class is an option of the method."""
         if not isinstance(given.get("method"), str):
-            raise ConfigError(f'the speculative config needs a "method"; it has {sorted(given)}.')
+            raise ConfigError(
+                f'the speculative config needs a "method", a drafter\'s name (--help lists them); it is {dict(given)}.'
+            )
         known = {k: given[k] for k in ("method", "model", "num_speculative_tokens") if k in given}
         return SpeculativeConfig(**known, options={k: v for k, v in given.items() if k not in known})
 

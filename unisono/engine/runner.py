@@ -28,7 +28,6 @@ from unisono.graphs.planner import Buckets, Planner, row_buckets, token_buckets
 from unisono.kernels.linear import TRITON_ROWS
 from unisono.layers.linear import prove_linears
 from unisono.models.checkpoint import Checkpoint
-from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
 from unisono.program import Buffers, Graph, Key, Pending, Program, Reason, Shape
 from unisono.sampling.pipeline import DraftPicker
@@ -79,6 +78,8 @@ class Runner:
             self._leave_a_core()
         c = checkpoint.config
         attention = catalog.attention.load(config.attention_backend)(c.num_heads, c.num_kv_heads, config.device)
+        spec = config.asked.speculative or SpeculativeConfig()
+        self.drafter = drafter = catalog.drafters.load(spec.method)(spec, c)  # what cannot be is refused before loading
         with _Stage(self, "load"):
             self.model = load_model(
                 checkpoint,
@@ -92,7 +93,7 @@ class Runner:
             )
         self.slots = slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, config.device)
         self.picker = picker = DraftPicker(slots)
-        self.drafter = drafter = self._drafter(c, progress)
+        drafter.bind(self._host(progress))
         shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
         self.width, self.needs = 1 + drafter.num_drafts, drafter.needs
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
@@ -119,28 +120,23 @@ class Runner:
         torch.set_num_threads(threads)
         self.config = self.config.decide("threads", threads, "all cores but one; OMP_NUM_THREADS sets it")
 
-    def _drafter(self, target: DecoderConfig, progress: Callable[[str, float], None]) -> Drafter:
-        """The drafter that was asked for, bound to the target; ``none`` by default."""
+    def _host(self, progress: Callable[[str, float], None]) -> Host:
+        """What the drafter is lent."""
         config = self.config
-        spec = config.asked.speculative or SpeculativeConfig()
-        drafter = catalog.drafters.load(spec.method)(spec, target)
         slots, backend = self.slots, catalog.attention.load(config.attention_backend)
-        drafter.bind(
-            Host(
-                target=self.model,
-                slots=slots,
-                attention=lambda heads, kv_heads: backend(heads, kv_heads, config.device),
-                pick=self.picker,
-                kv=lambda: self.kv.layers,
-                dtype=config.dtype,
-                device=config.device,
-                max_model_len=config.max_model_len,
-                page_size=PAGE_SIZE,
-                progress=lambda share: progress("load draft", share),
-                decide=self.decide,
-            )
+        return Host(
+            target=self.model,
+            slots=slots,
+            attention=lambda heads, kv_heads: backend(heads, kv_heads, config.device),
+            pick=self.picker,
+            kv=lambda: self.kv.layers,
+            dtype=config.dtype,
+            device=config.device,
+            max_model_len=config.max_model_len,
+            page_size=PAGE_SIZE,
+            progress=lambda share: progress("load draft", share),
+            decide=self.decide,
         )
-        return drafter
 
     def decide(self, name: str, value: object, reason: str) -> None:
         """Add a decision to the resolved configuration."""
