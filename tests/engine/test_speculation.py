@@ -231,6 +231,7 @@ def test_a_round_is_one_replay(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for graph in (Tape, FullGraph):
         monkeypatch.setattr(graph, "replay", lambda self, real=graph.replay: (replays.append(self.key), real(self)))
     with drafting("standalone", (qwen3, qwen3), K) as llm:
+        replays.clear()  # those of the self-test
         (entry,) = play(llm, [[1, 2, 3]], [FREE])
         rounds = counted(llm)["round", GRAPH, ""]
     assert entry.rounds == [K + 1] * 6
