@@ -79,6 +79,8 @@ class Runner:
         c = checkpoint.config
         attention = self._attention(c.num_heads, c.num_kv_heads)
         self.config = config = graph_modes(config, attention)
+        spec = config.asked.speculative or SpeculativeConfig()
+        self.drafter = drafter = self._drafter(spec, c)  # what cannot be is refused before loading
         with _Stage(self, "load"):
             self.model = load_model(
                 checkpoint,
@@ -90,11 +92,10 @@ class Runner:
                 seed=config.asked.seed,
                 progress=progress,
             )
-        spec = config.asked.speculative or SpeculativeConfig()
         self.paths = paths = max(1, len(spec.paths))
         self.slots = slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, config.device, paths)
         self.picker = picker = DraftPicker(slots, spec.paths)
-        self.drafter = drafter = self._drafter(spec, c, progress)
+        drafter.bind(self._host(progress))
         shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
         self.width, self.needs = 1 + drafter.num_drafts, drafter.needs
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
@@ -133,34 +134,33 @@ class Runner:
         config = self.config
         return BreakingAttention(catalog.attention.load(config.attention_backend)(heads, kv_heads, config.device))
 
-    def _drafter(
-        self, spec: SpeculativeConfig, target: DecoderConfig, progress: Callable[[str, float], None]
-    ) -> Drafter:
-        """The drafter that was asked for, bound to the target; ``none`` by default."""
-        config = self.config
+    def _drafter(self, spec: SpeculativeConfig, target: DecoderConfig) -> Drafter:
+        """The drafter that was asked for, without its weights; ``none`` by default."""
         drafter = catalog.drafters.load(spec.method)(spec, target)
         if spec.paths and not isinstance(drafter, TreeDrafter):
             raise ConfigError(
                 f"the method {spec.method!r}, as it is set up here, drafts chains only; a tree of {len(spec.paths)} "
                 "paths is asked for: leave out speculative_token_tree, or topk and num_draft_tokens."
             )
-        drafter.bind(
-            Host(
-                target=self.model,
-                slots=self.slots,
-                attention=self._attention,
-                pick=self.picker,
-                best=self.picker.best,
-                kv=lambda: self.kv.layers,
-                dtype=config.dtype,
-                device=config.device,
-                max_model_len=config.max_model_len,
-                page_size=PAGE_SIZE,
-                progress=lambda share: progress("load draft", share),
-                decide=self.decide,
-            )
-        )
         return drafter
+
+    def _host(self, progress: Callable[[str, float], None]) -> Host:
+        """What the drafter is lent."""
+        config = self.config
+        return Host(
+            target=self.model,
+            slots=self.slots,
+            attention=self._attention,
+            pick=self.picker,
+            best=self.picker.best,
+            kv=lambda: self.kv.layers,
+            dtype=config.dtype,
+            device=config.device,
+            max_model_len=config.max_model_len,
+            page_size=PAGE_SIZE,
+            progress=lambda share: progress("load draft", share),
+            decide=self.decide,
+        )
 
     def decide(self, name: str, value: object, reason: str) -> None:
         """Add a decision to the resolved configuration."""

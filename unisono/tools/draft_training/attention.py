@@ -25,6 +25,7 @@ class TrainingAttention:
     for what the target had committed, and key q of each later step, its own included: the drafts since.
     """
 
+    capturable = True
     name = "training"
 
     def plan(self, inputs: AttentionInputs) -> None:
