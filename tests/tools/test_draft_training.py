@@ -266,7 +266,7 @@ def test_training_raises_acceptance_and_prints_what_serving_sees(method: str, ta
         outputs = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
         served = llm.engine.info()["speculation"]["avg_spec_accept_length"]  # type: ignore[index]
     assert served == pytest.approx(trained.length, rel=0.05)
-    assert [answer.token_ids for answer in trained.answers] == outputs
+    assert trained.answers == outputs
     if method == "eagle3":
         with LLM(str(path), max_model_len=96, **FAST) as llm:
             assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == outputs
