@@ -152,7 +152,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=Recipe.lr)
     parser.add_argument("--muon-lr", type=float, default=Recipe.muon_lr)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="making prompts")
+    parser.add_argument("--workers", type=int, default=min(16, len(os.sched_getaffinity(0))), help="making prompts")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--answers", type=Path, help="keep the answers in this file, and use those it holds")
     return parser.parse_args()
