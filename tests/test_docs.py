@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -19,8 +20,11 @@ BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
 UNISONO = f"{sys.executable} -m unisono"
 
 
-def shell(command: str, **options) -> str:
-    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, **options)
+def shell(command: str, at: Path = ROOT, **options) -> str:
+    paths = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, shell=True, cwd=at, env=paths, capture_output=True, text=True, timeout=120, **options
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -28,9 +32,26 @@ def shell(command: str, **options) -> str:
 COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines() if "bin/unisono" in line]
 
 
-@pytest.mark.parametrize("line", [c for c in COMMANDS if " serve " not in c])
+@pytest.mark.parametrize("line", [c for c in COMMANDS if not re.search(" (serve|train-draft) ", c)])
 def test_commands(line: str) -> None:
     assert shell(line.replace(".venv/bin/unisono", UNISONO), input="Hello\n").strip()
+
+
+def test_train_and_serve_a_draft(tmp_path: Path) -> None:
+    """The three commands in order, with less data and time; ``serve``'s flags are given to ``explain``, which ends."""
+    (block,) = [text for kind, text in BLOCKS if kind == "sh" and "train-draft" in text]
+    prompts, training, serving = block.replace("--count 2000", "--count 12").splitlines()
+    assert "--minutes 30" in training
+    lines = [
+        prompts.replace(".venv/bin/python", sys.executable),
+        training.replace(
+            "--minutes 30", "--minutes 5 --steps 1 --batch-tokens 256 --max-tokens 20 --max-model-len 256"
+        ),
+        serving.replace(" serve ", " explain ") + " --max-model-len 256 --max-num-seqs 2 --json",
+    ]
+    for line in lines:
+        shown = shell(line.replace(".venv/bin/unisono", UNISONO), at=tmp_path)
+    assert json.loads(shown)["speculation"]["drafter"] == "eagle3"
 
 
 def test_python() -> None:

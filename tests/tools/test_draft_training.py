@@ -266,7 +266,7 @@ def test_training_raises_acceptance_and_prints_what_serving_sees(method: str, ta
         outputs = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
         served = llm.engine.info()["speculation"]["avg_spec_accept_length"]  # type: ignore[index]
     assert served == pytest.approx(trained.length, rel=0.05)
-    assert [answer.token_ids for answer in trained.answers] == outputs
+    assert trained.answers == outputs
     if method == "eagle3":
         with LLM(str(path), max_model_len=96, **FAST) as llm:
             assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == outputs
@@ -352,6 +352,29 @@ def test_only_learnt_positions_count(target: Path, tmp_path: Path) -> None:
     assert counts == [9, 15]
     mean = sum(n * loss.value for n, loss in zip(counts, losses[1:], strict=True)) / sum(counts)
     torch.testing.assert_close(losses[0].value, mean, rtol=1e-5, atol=1e-5)
+
+
+def test_loss_and_agreement_by_hand(target: Path, tmp_path: Path) -> None:
+    """A reduced vocabulary: column i is token ids[i], and what it lacks of the target's distribution is lost."""
+    teacher, found = made("eagle3", target, tmp_path)
+    tokens = texts(1, seed=6)[0].token_ids
+    seen, steps = unrolled(teacher, found, tokens)
+    loss, ids = loss_of(found.draft, seen, torch.float32), found.draft.ids.tolist()
+    total, agreed = 0.0, []
+    for step in range(3):
+        entropies, same = [], []
+        for at in range(1 + step, len(tokens) - 1):
+            wanted, said = seen.logits[at - 1].softmax(0), steps[step][at - 1 - step].log_softmax(0)
+            entropies.append(-sum(float(wanted[token] * said[i]) for i, token in enumerate(ids)))
+            same.append(ids[int(said.argmax())] == int(wanted.argmax()))
+        total += 0.8**step * sum(entropies) / len(entropies)
+        agreed.append(sum(same) / len(same))
+    assert float(loss.value) == pytest.approx(total / (1 + 0.8 + 0.64), rel=1e-4)
+    assert loss.agreed.tolist() == pytest.approx(agreed)
+    with torch.no_grad():  # a head whose first column always wins, of a token that the target picks somewhere
+        found.draft.module.ids[0] = int(seen.logits[0].argmax())
+        found.draft.module.lm_head.weight.zero_()
+    assert float(loss_of(found.draft, seen, torch.float32).agreed[0]) > 0
 
 
 # ---- batches -------------------------------------------------------------------------------------------

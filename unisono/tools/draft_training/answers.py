@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.llm import LLM
@@ -13,15 +13,6 @@ from unisono.tools.draft_training.data import Prompt
 from unisono.types import EngineRequest, FinishReason, SamplingParams, UnisonoError
 
 Progress = Callable[[str, float], None]
-
-
-@dataclass
-class Answer:
-    """Tokens that one request generated, and how many of them each of its rounds committed (the first token is the
-    prompt pass's)."""
-
-    token_ids: list[int] = field(default_factory=list)
-    rounds: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -34,24 +25,22 @@ class Text:
 
 def play(
     llm: LLM, prompts: Sequence[Sequence[int]], params: Callable[[int], SamplingParams]
-) -> Iterator[tuple[int, Answer]]:
-    """Answer the prompts, as many at once as the engine takes; yields (index, answer) as they end."""
+) -> Iterator[tuple[int, list[int]]]:
+    """Answer the prompts, as many at once as the engine takes; yields (index, its new tokens) as they end."""
     engine, waiting = llm.engine, iter(enumerate(prompts))
-    under_way: dict[str, tuple[int, Answer]] = {}
+    under_way: dict[str, tuple[int, list[int]]] = {}
     room = 2 * engine.config.max_num_seqs
     while True:
         while len(under_way) < room and (following := next(waiting, None)) is not None:
             index, prompt = following
             request = EngineRequest(f"answer-{index}", list(prompt), params(index), llm.eos_token_ids)
             engine.add(request)
-            under_way[request.request_id] = index, Answer()
+            under_way[request.request_id] = index, list[int]()
         if not under_way:
             return
         for delta in engine.step():
             index, answer = under_way[delta.request_id]
-            if answer.token_ids:
-                answer.rounds.append(len(delta.token_ids))
-            answer.token_ids += delta.token_ids
+            answer += delta.token_ids
             if delta.finish is not FinishReason.RUNNING:
                 del under_way[delta.request_id]
                 if delta.finish is FinishReason.ABORT:
@@ -107,7 +96,7 @@ def collect(make_llm: Callable[[], LLM], prompts: list[Prompt], asking: Asking, 
             ids, started = [prompts[i].token_ids for i in asked], time.monotonic()
             answered = play(llm, ids, lambda i: asking.params(asked[i], len(ids[i])))
             for done, (i, answer) in enumerate(answered, 1):
-                keep(asked[i], len(ids[i]), ids[i] + answer.token_ids)
+                keep(asked[i], len(ids[i]), ids[i] + answer)
                 spent = time.monotonic() - started
                 if done % 64 == 0:
                     progress("answers", max(done / len(asked), min(1.0, spent / asking.seconds)))

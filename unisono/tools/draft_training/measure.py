@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.llm import LLM
-from unisono.tools.draft_training.answers import Answer, play
+from unisono.tools.draft_training.answers import play
 from unisono.tools.draft_training.data import Prompt
 from unisono.types import SamplingParams, SpeculativeConfig
 
@@ -24,7 +24,7 @@ class Acceptance:
     positions: tuple[float, ...]
     drafted: int
     accepted: int
-    answers: list[Answer] = field(repr=False, default_factory=list)
+    answers: list[list[int]] = field(repr=False, default_factory=list)
 
     def line(self) -> str:
         """For people."""
@@ -41,15 +41,13 @@ def measure(
     Texts that were learnt whole are asked to be continued from their middle.
     """
     with LLM(target, max_model_len=longest, speculative=spec, **flags) as llm:
-        k = llm.engine.runner.width - 1
         halves = [p.token_ids[: max(2, len(p.token_ids) // 2)] if p.complete else p.token_ids for p in prompts]
         params = SamplingParams(temperature=0, max_tokens=max_tokens, seed=0)
         answers = dict(play(llm, halves, lambda i: params))
-        rounds = [count for answer in answers.values() for count in answer.rounds]
         counters = llm.engine.counters
         return Acceptance(
             counters.accept_length,
-            tuple(sum(count > j for count in rounds) / max(1, len(rounds)) for j in range(1, k + 1)),
+            tuple(accepted / max(1, counters.draft_rounds) for accepted in counters.accepted_per_position),
             counters.drafted_tokens,
             counters.accepted_tokens,
             [answers[i] for i in range(len(halves))],

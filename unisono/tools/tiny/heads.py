@@ -1,13 +1,15 @@
 """Makes the bundled model's draft heads: ``python -m unisono.tools.tiny.heads --out DIR --minutes M``.
 
-The model answers new problems of its training split for a while, every head is trained on the answers for an equal
-share of the time that is left, and the engine measures them all on held-out problems. DIR/tiny-eagle3, tiny-eagle,
+The model answers new problems of its training split, and goes on with beginnings of its other training text, for a
+while; every head is trained on that for an equal share of the time that is left, and the engine measures them all on
+held-out problems. DIR/tiny-eagle3, tiny-eagle,
 tiny-mtp and tiny-draft hold a config.json and a model.safetensors each; nothing else is kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import os
 import tempfile
@@ -16,17 +18,19 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from unisono import catalog
 from unisono.tokenizer import Tokenizer
-from unisono.tools.draft_training.answers import Answer, Asking, Text, collect, read_answers
+from unisono.tools.draft_training.answers import Asking, Text, collect, read_answers
 from unisono.tools.draft_training.command import GPU_SHARE, Run, learn, make_llm
 from unisono.tools.draft_training.data import Prompt
 from unisono.tools.draft_training.measure import DRAFTS, Acceptance, measure
 from unisono.tools.draft_training.methods import Shape
 from unisono.tools.draft_training.trainer import Recipe
 from unisono.tools.tiny.data import final_answer, test_problems
+from unisono.tools.tiny.documents import document, standard_library
 from unisono.tools.tiny.prompts import questions
 from unisono.types import SpeculativeConfig
 
@@ -54,12 +58,28 @@ def make_prompts(count: int, workers: int) -> list[Prompt]:
 
 
 def _chunk(number: int, size: int) -> list[list[int]]:
-    return _prompt_ids(questions("train", size, seed=number))
+    """Problems in chat form, and a tenth as many beginnings of documents: talk, code, the standard library."""
+    tokenizer, rng = _tokenizer(), Random(f"beginnings {number}")
+    found = _prompt_ids(questions("train", size - size // 11, seed=number))
+    for _ in range(size // 11):
+        text = "".join(piece for piece, _ in document(rng, _library()))
+        found.append(tokenizer.encode(text, add_special_tokens=False)[: rng.randint(8, LONGEST // 4)])
+    rng.shuffle(found)
+    return found
+
+
+_library = functools.cache(standard_library)
+
+
+@functools.cache
+def _tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer.load(catalog.bundled_path(TARGET))
+    assert tokenizer is not None
+    return tokenizer
 
 
 def _prompt_ids(asked: Sequence[str]) -> list[list[int]]:
-    tokenizer = Tokenizer.load(catalog.bundled_path(TARGET))
-    assert tokenizer is not None
+    tokenizer = _tokenizer()
     texts = [tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in asked]
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
@@ -96,10 +116,10 @@ def measure_all(options: argparse.Namespace) -> bool:
     same = True
     for method, spec in specs.items():
         found = measure(TARGET, prompts, spec, max_tokens=MAX_TOKENS, longest=LONGEST, **flags)
-        got = [answer.token_ids for answer in found.answers]
+        got = found.answers
         plain = plain or got
         same &= got == plain
-        _say(_row(method, found, _right(found.answers, problems), got == plain))
+        _say(_row(method, found, _right(got, problems), got == plain))
     return same
 
 
@@ -108,10 +128,8 @@ def _row(method: str, found: Acceptance, right: int, same: bool) -> str:
     return f"| {method} | {found.length:.3f} | {positions} | {right} | {'yes' if same else 'NO'} |"
 
 
-def _right(answers: Sequence[Answer], problems: Sequence[tuple[str, str, str]]) -> int:
-    tokenizer = Tokenizer.load(catalog.bundled_path(TARGET))
-    assert tokenizer is not None
-    texts = [tokenizer.decode(answer.token_ids) for answer in answers]
+def _right(answers: Sequence[list[int]], problems: Sequence[tuple[str, str, str]]) -> int:
+    texts = [_tokenizer().decode(answer) for answer in answers]
     return sum(final_answer(text) == wanted for text, (_, _, wanted) in zip(texts, problems, strict=True))
 
 
@@ -134,7 +152,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=Recipe.lr)
     parser.add_argument("--muon-lr", type=float, default=Recipe.muon_lr)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="making prompts")
+    parser.add_argument("--workers", type=int, default=min(16, len(os.sched_getaffinity(0))), help="making prompts")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--answers", type=Path, help="keep the answers in this file, and use those it holds")
     return parser.parse_args()
