@@ -63,7 +63,7 @@ class Retrace:
 
     def _check(self, slot: int, path: tuple[int, ...], forced: torch.Tensor, drafted: dict[int, torch.Tensor]) -> None:
         room = int(self.slots.limit[slot] - self.slots.length[slot])  # beyond, positions are not what they seem
-        rows, kept = torch.tensor([slot], dtype=torch.int32), getattr(self.drafter, "_draft", None)
+        rows, kept = forced.new_tensor([slot]), getattr(self.drafter, "_draft", None)
         before = None if kept is None else kept[slot].clone()
         if kept is not None:
             assert forced[0, 0] == kept[slot, path[0]]
@@ -78,7 +78,7 @@ class Retrace:
         for step in sorted(chain.keys() & set(range(min(len(path), room)))):
             assert torch.equal(chain[step][0], drafted[step]), (path, step)
             if greedy:
-                best = int(drafted[step].topk(path[step] + 1).indices[-1])
+                best = int(drafted[step].float().sort(descending=True, stable=True).indices[path[step]])
                 ids = None if module is None else module.ids
                 assert int(forced[0, step]) == (best if ids is None else int(ids[best]))
             self.compared += 1

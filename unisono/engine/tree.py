@@ -53,6 +53,13 @@ class Tree:
         self.drafter.propose(fork.slots, drafts, fork.tables)
         drafts.view(-1, *self.unused.shape).masked_fill_(self.unused, -1)
 
+    def leave_one(self, fork: Fork, drafts: torch.Tensor) -> None:
+        """Benchmarks only: of forced ``drafts [R · P, k]`` leave one path's, now this one's, now that one's."""
+        paths = len(self.paths)
+        turn = self.slots.length.index_select(0, fork.slots) % paths
+        path = torch.arange(len(fork.slots), dtype=torch.int32, device=drafts.device) % paths
+        drafts.masked_fill_((path != turn)[:, None], -1)
+
     def best(self, fork: Fork, picks: torch.Tensor, drafts: torch.Tensor) -> Best:
         """The path of each request that the target's picks [R · P, W] agree with longest."""
         return best_path(picks, drafts, fork.tables, len(self.paths))
