@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -96,8 +97,12 @@ def test_state_written_in_place_is_seen_by_the_next_replay() -> None:
         lambda b: b.x[b.x > 0],
         lambda b: torch.equal(b.x, b.x),
         lambda b: b.result.add_(torch.tensor([1.0, 2.0])),
+        lambda b: b.result.fill_(b.x.tolist()[0][0]),
+        lambda b: b.result.fill_(b.x.numpy()[0, 0]),
+        lambda b: b.result.fill_(np.asarray(b.x)[0, 0]),
+        lambda b: b.result.add_(torch.from_numpy(np.ones(2, dtype=np.float32))),
     ],
-    ids=["item", "float", "bool", "nonzero", "mask", "equal", "constant"],
+    ids=["item", "float", "bool", "nonzero", "mask", "equal", "constant", "tolist", "numpy", "asarray", "from_numpy"],
 )
 def test_host_reads_are_refused_at_capture(sync) -> None:
     with pytest.raises(CaptureError, match="cannot be captured"):
