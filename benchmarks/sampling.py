@@ -170,11 +170,13 @@ def sweep() -> None:
         cells = [(kind, name, timed_round(kind, SETTINGS[name], 1, 1, whole=False))
                  for kind in ("text", "flat") for name in ("top-p 0.9", "top-k 50, top-p 0.9")]  # fmt: skip
         print(f"filter lanes {lanes} warps {warps}: " + ", ".join(f"{k} {n} {t:.1f}" for k, n, t in cells), flush=True)
-    for block in (512, 1024, 2048, 4096):
-        sampling.PICK_BLOCK = block
+    for block, warps in ((512, 4), (1024, 4), (2048, 4), (4096, 8), (8192, 8), (8192, 16)):
+        sampling.PICK_BLOCKS = {1 << 30: (block, warps)}
         cells = [(name, rows, timed_round("text", SETTINGS[name], rows, 1, whole=False))
-                 for name in ("greedy", "T = 1") for rows in (1, 64)]  # fmt: skip
-        print(f"pick block {block}: " + ", ".join(f"{n} {r} rows {t:.1f}" for n, r, t in cells), flush=True)
+                 for name in ("greedy", "T = 1") for rows in (1, 16, 64, 256)]  # fmt: skip
+        print(
+            f"pick block {block}, warps {warps}: " + ", ".join(f"{n} {r} rows {t:.1f}" for n, r, t in cells), flush=True
+        )
 
 
 def main() -> None:

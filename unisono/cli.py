@@ -275,6 +275,14 @@ def bench(context: typer.Context) -> None:
     bench_app(args=context.args, prog_name="unisono bench")
 
 
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+def train_draft(context: typer.Context) -> None:
+    """Train a draft head for a model from its own outputs: see `unisono train-draft --help`."""
+    from unisono.tools.draft_training.command import app as train_app
+
+    train_app(args=context.args, prog_name="unisono train-draft")
+
+
 def _asked(**values: Any) -> dict[str, Any]:
     """The sampling flags that were given. Raises typer.BadParameter, before any model is loaded, for a bad one."""
     given = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}

@@ -13,6 +13,7 @@ from unisono.config import EngineConfig
 from unisono.engine.engine import Engine
 from unisono.tokenizer import Detokenizer, Tokenizer
 from unisono.types import (
+    MAX_LOGPROBS,
     BadRequest,
     CompletionOutput,
     EngineRequest,
@@ -198,23 +199,17 @@ class _Running:
     def output(self, index: int) -> CompletionOutput:
         completion = CompletionOutput(index, self._token_ids, self._text, self._finish)
         if self.request.params.logprobs is not None:
-            pairs = zip(self._token_ids, self._logprobs, strict=True)
-            completion.logprobs = [self._alternatives(token, given) for token, given in pairs]
+            completion.logprobs = self._named(self._token_ids, self._logprobs)
             completion.cumulative_logprob = sum(given.logprob for given in self._logprobs)
         return completion
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self.request.params.prompt_logprobs is None:
             return None
-        pairs = zip(self.request.prompt_token_ids[1:], self._prompt_logprobs, strict=True)
-        return [None, *(self._alternatives(token, given) for token, given in pairs)]
+        return [None, *self._named(self.request.prompt_token_ids[1:], self._prompt_logprobs)]
 
-    def _alternatives(self, token_id: int, given: TokenLogprobs) -> dict[int, Logprob]:
-        """One position as vLLM words it: the token's own entry first, then the likeliest ones."""
-        entries = {token_id: Logprob(given.logprob, given.rank, self._text_of(token_id))}
-        for place, (alternative, logprob) in enumerate(given.top, 1):
-            entries[alternative] = Logprob(logprob, place, self._text_of(alternative))
-        return entries
+    def _named(self, token_ids: list[int], given: list[TokenLogprobs]) -> list[dict[int, Logprob]]:
+        return [one.named(token, self._text_of, MAX_LOGPROBS) for token, one in zip(token_ids, given, strict=True)]
 
     def _text_of(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)

@@ -1,15 +1,17 @@
 """The words every room shares: requests, sampling parameters, results and errors.
 
-Everything may import this module; it imports nothing of the project. It holds no tensors.
+Everything may import this module; of the project it imports ``token_tree`` only. It holds no tensors.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from unisono.token_tree import Node, leaves, parse_nodes, promising
 
 MAX_STOP_IDS = 16
 """Stop token ids (EOS ids included) a slot holds on the device."""
@@ -95,26 +97,80 @@ class SpeculativeConfig:
     """How drafts are made; the JSON of ``--speculative-config`` has vLLM's names.
 
     method: a drafter of the catalog. model: its checkpoint, if it has one. num_speculative_tokens: k, drafts per
-    round. options: what this method alone understands; the drafter refuses the rest.
+    round. options: what this method alone understands; the drafter refuses the rest. token_tree: the nodes of a tree of
+    drafts (``token_tree.py``), whose depth k then is; empty: a chain.
     """
 
     method: str = "none"
     model: str | None = None
     num_speculative_tokens: int = 3
     options: Mapping[str, Any] = field(default_factory=dict)
+    token_tree: tuple[Node, ...] = ()
 
     def __post_init__(self) -> None:
         k = self.num_speculative_tokens
         if not (_is_int(k) and 1 <= k <= MAX_DRAFTS):
             raise ConfigError(f"num_speculative_tokens={k!r}: give a whole number from 1 to {MAX_DRAFTS}.")
+        if self.token_tree:
+            nodes = _tree("speculative_token_tree", parse_nodes, self.token_tree)
+            depth = len(nodes[-1])
+            if depth > k:
+                raise ConfigError(
+                    f"speculative_token_tree is {depth} deep, num_speculative_tokens={k}: raise the one (at most "
+                    f"{MAX_DRAFTS}, or leave it out) or cut the other."
+                )
+            object.__setattr__(self, "token_tree", nodes)
+            object.__setattr__(self, "num_speculative_tokens", depth)
+
+    @property
+    def paths(self) -> tuple[Node, ...]:
+        """The tree's paths from root to leaf, two at least; empty for a chain."""
+        paths = leaves(self.token_tree)
+        return paths if len(paths) > 1 else ()
 
     @staticmethod
     def parse(given: Mapping[str, Any]) -> SpeculativeConfig:
-        """From vLLM's flat form: every key that is no field of this class is an option of the method."""
+        """From vLLM's flat form: every key that is no field of this class is an option of the method.
+
+        A tree is ``speculative_token_tree`` (its nodes, as vLLM writes them), or ``topk`` and ``num_draft_tokens``: the
+        so many likeliest nodes with at most ``topk`` children each, by the prior of ``token_tree.promising``.
+        """
         if not isinstance(given.get("method"), str):
             raise ConfigError(f'the speculative config needs a "method"; it has {sorted(given)}.')
         known = {k: given[k] for k in ("method", "model", "num_speculative_tokens") if k in given}
-        return SpeculativeConfig(**known, options={k: v for k, v in given.items() if k not in known})
+        nodes = _asked_tree(given)
+        if nodes:
+            known["token_tree"] = nodes
+            known.setdefault("num_speculative_tokens", min(len(nodes[-1]), MAX_DRAFTS))
+        options = {k: v for k, v in given.items() if k not in known and k not in _TREE_KEYS}
+        return SpeculativeConfig(**known, options=options)
+
+
+_TREE_KEYS = ("speculative_token_tree", "topk", "num_draft_tokens")
+
+
+def _asked_tree(given: Mapping[str, Any]) -> tuple[Node, ...]:
+    """The nodes that a flat speculative config asks for; none for a chain."""
+    explicit, topk, budget = (given.get(name) for name in _TREE_KEYS)
+    if explicit is not None:
+        if topk is not None or budget is not None:
+            raise ConfigError("speculative_token_tree names every node: leave out topk and num_draft_tokens.")
+        return _tree("speculative_token_tree", parse_nodes, explicit)
+    if topk is None and budget is None:
+        return ()
+    for name, value in (("topk", topk), ("num_draft_tokens", budget)):
+        if not (isinstance(value, int) and _is_int(value) and value >= 1):
+            raise ConfigError(f"{name}={value!r}: topk and num_draft_tokens go together, whole numbers from 1 on.")
+    k = given.get("num_speculative_tokens", SpeculativeConfig.num_speculative_tokens)
+    SpeculativeConfig(num_speculative_tokens=k)  # k is in range
+    return _tree(f"topk={topk} with num_draft_tokens={budget}", promising, topk, budget, k)
+
+
+def _tree(what: str, make: Callable[..., tuple[Node, ...]], *given: Any) -> tuple[Node, ...]:
+    try:
+        return make(*given)
+    except ValueError as error:
+        raise ConfigError(f"{what}: {error}.") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +323,15 @@ class EngineRequest:
 
 
 @dataclass(slots=True)
+class Logprob:
+    """One token's log-probability at a position, its rank there (1 is the likeliest) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
 class TokenLogprobs:
     """Log-probabilities at one position: of the token there, its rank (1 is the likeliest; ties count), and of the
     likeliest tokens, ``(token id, logprob)`` in order."""
@@ -275,6 +340,13 @@ class TokenLogprobs:
     rank: int
     top: list[tuple[int, float]] = field(default_factory=list)
 
+    def named(self, token_id: int, text_of: Callable[[int], str | None], most: int) -> dict[int, Logprob]:
+        """The position as vLLM words it: the token's own entry first, then those of the ``most`` likeliest."""
+        entries = {token_id: Logprob(self.logprob, self.rank, text_of(token_id))}
+        for place, (alternative, logprob) in enumerate(self.top[:most], 1):
+            entries[alternative] = Logprob(logprob, place, text_of(alternative))
+        return entries
+
 
 @dataclass(slots=True)
 class TokenDelta:
@@ -282,7 +354,8 @@ class TokenDelta:
 
     ``cached_tokens`` (prompt tokens served by the prefix cache) is set on a request's first delta.
     ``logprobs`` has an entry for each token if the request asked for them; ``prompt_logprobs``, on its first delta, one
-    for each prompt token but the first.
+    for each prompt token but the first. ``drafted_tokens`` were proposed for these tokens, ``accepted_tokens`` of them
+    accepted.
     ``error`` is set when the request failed inside the engine; then ``finish`` is ABORT.
     """
 
@@ -293,22 +366,17 @@ class TokenDelta:
     error: str | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def absorb(self, later: TokenDelta) -> None:
         """Make this delta what it and the one after it bring together."""
         self.token_ids.extend(later.token_ids)
+        self.drafted_tokens += later.drafted_tokens
+        self.accepted_tokens += later.accepted_tokens
         self.finish, self.error = later.finish, later.error
         if later.logprobs is not None:
             self.logprobs = [*(self.logprobs or []), *later.logprobs]
-
-
-@dataclass(slots=True)
-class Logprob:
-    """One token's log-probability at a position, its rank there (1 is the likeliest) and its text."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
 
 
 @dataclass(slots=True)

@@ -247,9 +247,12 @@ def test_hidden_states_of_another_position_do_not(stepping: tuple[Path, Path], m
 def test_what_cannot_draft_is_refused_at_start(certain: Path, tmp_path: Path) -> None:
     head = make_eagle(tmp_path / "head", Checkpoint.open(certain).config).path
     for given, words in (
-        (SpeculativeConfig("eagle", None, 3), 'eagle needs "model"'),
-        (spec("eagle3", head, 3, temperature=1), "eagle3 has no option 'temperature'. Its options: load_format, aux"),
-        (spec("eagle", head, 3, load_format="fast"), "load_format='fast' of the method eagle: choose one of auto, dum"),
+        (SpeculativeConfig("eagle", None, 3), "'eagle' needs \"model\": the directory of a head made for this target"),
+        (spec("eagle3", head, 3, temperature=1), "'eagle3' has no option 'temperature'. Its options: load_format, aux"),
+        (
+            spec("eagle", head, 3, load_format="fast"),
+            "load_format='fast' of the method 'eagle': choose one of auto, dum",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             engine(certain, speculative=given)

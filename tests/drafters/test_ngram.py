@@ -33,7 +33,8 @@ PARAMS = mixed_params(8, max_tokens=30)
 
 
 def ngram(**options: Any) -> SpeculativeConfig:
-    return SpeculativeConfig("ngram", num_speculative_tokens=K, options=options)
+    """Looks in the request's own text, unless told otherwise: what others do is then of no account."""
+    return SpeculativeConfig("ngram", num_speculative_tokens=K, options={"shared_tokens": 0, **options})
 
 
 def predicted(batch: list[list[int]], outputs: list[list[int]], longest: int = 4, shortest: int = 1) -> tuple[int, int]:
@@ -44,7 +45,7 @@ def predicted(batch: list[list[int]], outputs: list[list[int]], longest: int = 4
 
 def observed(llm: LLM) -> tuple[int, int]:
     c = llm.engine.counters
-    return c.drafts, c.accepted_tokens
+    return c.draft_rounds, c.accepted_tokens
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,21 @@ def test_options_bound_the_match(qwen3: Path, plain: list[list[int]]) -> None:
     assert len(seen) == 2
 
 
+@pytest.mark.parametrize("size", [50, 4096], ids=["small ring", "all of it"])
+def test_what_others_were_answered_counts(qwen3: Path, plain: list[list[int]], size: int) -> None:
+    """One request at a time, twice, so that plain Python knows what the ring holds when it drafts."""
+    ring, rounds, accepted = [-1] * size, 0, 0
+    with engine(qwen3, speculative=ngram(shared_tokens=size), max_num_seqs=1) as llm:
+        for prompt, params, output in [*zip(REPETITIVE, PARAMS, plain, strict=True)] * 2:
+            assert tokens(llm, [prompt], [params]) == [output]
+            more = replay(prompt, output, K, longest=4, shortest=1, ring=ring)
+            rounds, accepted = rounds + more[0], accepted + more[1]
+            assert observed(llm) == (rounds, accepted)
+            ring = [*ring, *output, -1][-size:]
+    alone = predicted(REPETITIVE, plain)
+    assert accepted > (6 * alone[1] if size == 4096 else alone[1])
+
+
 def test_chunks_prefix_hits_and_preemption_change_neither(qwen3: Path, plain: list[list[int]]) -> None:
     with engine(qwen3, speculative=ngram(), max_num_batched_tokens=16, max_num_seqs=3) as llm:
         for times in (1, 2):
@@ -103,15 +119,19 @@ def test_the_bundled_model_repeats_itself() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"options": {"prompt_lookup_maximum": 3}}, r"'prompt_lookup_maximum'.*prompt_lookup_max, prompt_lookup_min"),
+        (
+            {"options": {"prompt_lookup_maximum": 3}},
+            r"'prompt_lookup_maximum'.*prompt_lookup_max, prompt_lookup_min, shared_tokens",
+        ),
         ({"options": {"prompt_lookup_max": 0}}, r"prompt_lookup_max=0: give 1 to 64"),
         ({"options": {"prompt_lookup_max": 65}}, r"prompt_lookup_max=65: give 1 to 64"),
         ({"options": {"prompt_lookup_min": 5}}, r"prompt_lookup_min=5 is above prompt_lookup_max=4"),
         ({"options": {"prompt_lookup_min": 1.5}}, r"prompt_lookup_min=1.5: give a whole number"),
         ({"options": {"prompt_lookup_min": True}}, r"prompt_lookup_min=True: give a whole number"),
+        ({"options": {"shared_tokens": -1}}, r"shared_tokens=-1: give 0 to 16777216"),
         ({"model": "somewhere"}, r"'somewhere': the method 'ngram' has no checkpoint"),
     ],
-    ids=["unknown", "low", "high", "order", "fraction", "bool", "model"],
+    ids=["unknown", "low", "high", "order", "fraction", "bool", "ring", "model"],
 )
 def test_what_does_not_fit_is_refused(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

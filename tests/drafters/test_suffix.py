@@ -30,9 +30,9 @@ def suffix(k: int = K, **options: Any) -> SpeculativeConfig:
 
 def shared(llm: LLM) -> list[int]:
     """The shared tokens, from the oldest on."""
-    ring, head = llm.engine.runner.drafter._shared  # type: ignore[attr-defined]
-    at = int(head)
-    return ring.tolist()[at:] + ring.tolist()[:at]
+    texts = llm.engine.runner.drafter.shared  # type: ignore[attr-defined]
+    ring, at = texts.ring.tolist(), int(texts.head)
+    return ring[at:] + ring[:at]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_the_predicted_acceptance(qwen3: Path, plain: list[list[int]], size: int
             assert tokens(llm, [prompt], [params]) == [output]
             more = replay(prompt, output, K, ring=ring, **options)
             rounds, accepted = rounds + more[0], accepted + more[1]
-            assert (llm.engine.counters.drafts, llm.engine.counters.accepted_tokens) == (rounds, accepted)
+            assert (llm.engine.counters.draft_rounds, llm.engine.counters.accepted_tokens) == (rounds, accepted)
             if size:
                 ring = [*ring, *output, -1][-size:]
                 assert shared(llm) == ring
@@ -104,9 +104,9 @@ def test_the_bundled_model_learns_from_other_answers() -> None:
         with LLM("tiny", max_num_seqs=1, max_model_len=256, speculative=suffix(shared_tokens=size)) as llm:
             for question in QUESTIONS:
                 c = llm.engine.counters
-                rounds, accepted = c.drafts, c.accepted_tokens
+                rounds, accepted = c.draft_rounds, c.accepted_tokens
                 llm.chat([{"role": "user", "content": question}], params)
-            lengths.append(1 + (c.accepted_tokens - accepted) / (c.drafts - rounds))
+            lengths.append(1 + (c.accepted_tokens - accepted) / (c.draft_rounds - rounds))
     own, with_others = lengths
     assert own > 1.1
     assert with_others > own + 0.3

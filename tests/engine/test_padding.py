@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from tests.engine.test_speculation import DRAFTERS, Checkpoints, drafting
+from tests.engine.test_trees import MAKE, TREES, planted
 from unisono.cache.kv import PADDING_PAGE
+from unisono.llm import LLM
 from unisono.program import Buffers
 
 
@@ -28,12 +30,19 @@ def kept(owner: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("method", list(DRAFTERS))
-@torch.inference_mode()
-def test_padding_changes_nothing(
-    method: str, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_padding_changes_nothing(method: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     made: Callable[..., Checkpoints] = DRAFTERS[method]
-    with drafting(method, made(checkpoints, tmp_path_factory.mktemp(method)), 3, enforce_eager=True) as llm:
+    check(drafting(method, made(checkpoints, tmp_path), 3, enforce_eager=True))
+
+
+@pytest.mark.parametrize("method", ["ngram", "standalone", "eagle3"])
+def test_padding_changes_nothing_in_trees(method: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    check(planted(method, MAKE[method](checkpoints, tmp_path), TREES["uneven"], enforce_eager=True))
+
+
+@torch.inference_mode()
+def check(made: LLM) -> None:
+    with made as llm:
         runner = llm.engine.runner
         llm.generate([[1, 2, 3] * 8, [4, 5] * 9])  # so that state is not all zeros
         state = kept(runner.drafter) | {f"slots.{n}": t for n, t in kept(runner.slots).items()}
@@ -47,7 +56,7 @@ def test_padding_changes_nothing(
             assert torch.equal(tensor[1:], old[1:]), "a page that requests own was written"
         slots = runner.slots.padding + 1
         for name, tensor in state.items():
-            rows = (
-                slice(0, -1) if tensor.shape[:1] == (slots,) else slice(1, None)
-            )  # the padding slot; the padding page
+            # All but the padding slot, or the padding page, which is the second dimension of KV over all layers.
+            rows = (slice(0, -1),) if tensor.shape[:1] == (slots,) else (slice(1, None),)
+            rows = (slice(None), slice(1, None)) if tensor.dim() >= 5 else rows
             assert torch.equal(tensor[rows], before[name][rows]), name

@@ -60,10 +60,10 @@ def config_of(target: Path) -> DecoderConfig:
     return Checkpoint.open(target).config
 
 
-def with_modules(target: Path, directory: Path) -> Path:
-    """A copy of ``target`` with two MTP modules beside its weights."""
+def with_modules(target: Path, directory: Path, depth: int = 2) -> Path:
+    """A copy of ``target`` with so many MTP modules beside its weights."""
     config = config_of(target)
-    tensors = named(random_modules(config, 2, shared=True), "qwen", config.num_layers)
+    tensors = named(random_modules(config, depth, shared=True), "qwen", config.num_layers)
     return write_beside(Path(shutil.copytree(target, directory)), tensors)
 
 
@@ -231,6 +231,7 @@ def test_a_round_is_one_replay(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for graph in (Tape, CudaGraph):
         monkeypatch.setattr(graph, "replay", lambda self, real=graph.replay: (replays.append(self.key), real(self)))
     with drafting("standalone", (qwen3, qwen3), K) as llm:
+        replays.clear()  # of the start
         (entry,) = play(llm, [[1, 2, 3]], [FREE])
         rounds = counted(llm)["round", GRAPH, ""]
     assert entry.rounds == [K + 1] * 6

@@ -137,7 +137,7 @@ def test_planner_replays_the_smallest_covering_graph_and_counts_reasons() -> Non
     planner.capture(
         [
             Buckets(Program("p", SCHEMA, double), (Shape(2), Shape(8))),
-            Buckets(other, reason=Reason.NOT_CAPTURABLE),
+            Buckets(other),
         ]
     )
     answer = planner.plan(Key("p", Shape(3)))
@@ -145,7 +145,7 @@ def test_planner_replays_the_smallest_covering_graph_and_counts_reasons() -> Non
     assert answer.graph.key.shape == Shape(8)
     assert planner.plan(Key("p", Shape(9))) == Eager(Reason.ABOVE_BUCKETS)
     assert planner.plan(Key("p", Shape(2), Needs(Hidden.FULL))) == Eager(Reason.NOT_CAPTURED)
-    assert planner.plan(Key("q", Shape(1))) == Eager(Reason.NOT_CAPTURABLE)
+    assert planner.plan(Key("q", Shape(1))) == Eager(Reason.NOT_CAPTURED)
     batch = {"x": [[1, 2]] * 9, "scale": [1.0] * 9}
     assert planner.launch(Key("p", Shape(9)), batch).wait()["result"].shape == (9, 2)
     planner.launch(Key("p", Shape(1)), {"x": [[1, 2]], "scale": [1]})

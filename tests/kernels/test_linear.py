@@ -1,10 +1,15 @@
 """The linear op: right against float64, alike in kernel and twin, the same bits in any batch and tile."""
 
+import importlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from unisono.kernels import linear, prove_exact
 from unisono.kernels.linear import Tile, launch_add, launch_linear, linear_cpu
+
+kernel = importlib.import_module("unisono.kernels.linear")  # the package's attribute of that name is the function
 
 SHAPES = [(1, 48, 64), (5, 33, 100), (16, 64, 256), (37, 70, 257), (65, 130, 300)]  # M, N, K
 
@@ -90,3 +95,20 @@ def test_op_dispatches_and_knows_its_shape():
     assert linear(x[:0], weight).shape == (0, 10)
     assert linear(x.to("meta"), weight.to("meta")).shape == (3, 10)
     assert prove_exact(weight)
+
+
+def test_a_shape_is_proven_once(monkeypatch):
+    """A drafter that shares the target's LM head costs no second proof; what failed stays failed."""
+    compared = []
+    monkeypatch.setattr(kernel, "_proven", {})
+    monkeypatch.setattr(kernel, "_same_bits", lambda weight, rows: compared.append(rows) or weight.shape[0] != 7)
+
+    def weight(n: int, dtype: torch.dtype = torch.bfloat16) -> SimpleNamespace:
+        return SimpleNamespace(shape=(n, 8), dtype=dtype, device=torch.device("cuda"))
+
+    assert [prove_exact(weight(5), rows=(65, 128)) for _ in range(3)] == [True] * 3
+    assert compared == [65, 128]
+    assert [prove_exact(weight(7), rows=(65, 128)) for _ in range(3)] == [False] * 3
+    assert compared == [65, 128, 65]
+    assert prove_exact(weight(5, torch.float16), rows=(96,))
+    assert compared[3:] == [96], "another dtype is another proof"

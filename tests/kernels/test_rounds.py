@@ -62,13 +62,17 @@ def commit_oracle(row: dict, tokens: list[int], drafts: list[int]) -> tuple[list
 
 @pytest.fixture(params=["kernel", "twin"])
 def ops(request, device) -> SimpleNamespace:
-    """The three ops, and ``tensor`` and ``device`` for their arguments."""
+    """The ops, and ``tensor`` and ``device`` for their arguments."""
     if request.param == "twin":
-        device, found = torch.device("cpu"), (rounds.round_inputs, rounds.extend_inputs, rounds.commit)
+        device, found = torch.device("cpu"), (
+            rounds.round_inputs, rounds.extend_inputs, rounds.commit, rounds.limit_drafts,
+        )  # fmt: skip
     else:
-        found = (rounds.launch_round_inputs, rounds.launch_extend_inputs, rounds.launch_commit)
+        found = (
+            rounds.launch_round_inputs, rounds.launch_extend_inputs, rounds.launch_commit, rounds.launch_limit_drafts,
+        )  # fmt: skip
     return SimpleNamespace(
-        **dict(zip(("round_inputs", "extend_inputs", "commit"), found, strict=True)),
+        **dict(zip(("round_inputs", "extend_inputs", "commit", "limit_drafts"), found, strict=True)),
         device=device,
         tensor=lambda values: torch.as_tensor(values, dtype=torch.int32).to(device),
     )
@@ -137,16 +141,19 @@ def kv_slot(table: torch.Tensor, slot: int, position: int) -> int:
     return int(table[slot, position // PAGE]) * PAGE + position % PAGE
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["own rows", "given rows"])
 @pytest.mark.parametrize("width", [1, 3, 6])
-def test_round_inputs_equal_the_oracle(ops, width):
+def test_round_inputs_equal_the_oracle(ops, width, apart):
+    """Each row writes to its slot's pages, or to those of the page-table row that it is given."""
     rows = random_rows(random.Random(width), 10)
     fields = slots_of(rows, ops.device)
     table = torch.randint(1, 50, (11, MAX_PAGES), dtype=torch.int32)
     order = [3, 0, 9, 10, 7, 1, 2, 10]
+    tables = [5, 4, 3, 2, 1, 0, 9, 8] if apart else order
     drafts = torch.randint(-1, 9, (len(order), width - 1), dtype=torch.int32)
     token_ids, positions, kv_slots, kv_len = ops.round_inputs(
         ops.tensor(order), ops.tensor(drafts), fields.length, fields.limit, fields.status, fields.last_token,
-        ops.tensor(table), PAGE,
+        ops.tensor(table), PAGE, ops.tensor(tables) if apart else None,
     )  # fmt: skip
     for r, slot in enumerate(order):
         row = rows[slot] if slot < 10 else {"status": FinishReason.FREE}
@@ -161,7 +168,7 @@ def test_round_inputs_equal_the_oracle(ops, width):
             position = row["length"] - 1 + j
             token = row["last_token"] if j == 0 else max(int(drafts[r, j - 1]), 0)
             inside = position < row["limit"]
-            place = kv_slot(table, slot, position) if inside else j % PAGE
+            place = kv_slot(table, tables[r], position) if inside else j % PAGE
             assert got == (token, position if inside else row["limit"] - 1, place)
 
 
@@ -203,3 +210,22 @@ def test_ops_declare_what_they_write():
     torch.library.opcheck(torch.ops.unisono.round_inputs.default, given)
     given = (slots, torch.tensor([0, 3, 5]).int(), slots, table, PAGE, 8)
     torch.library.opcheck(torch.ops.unisono.extend_inputs.default, given)
+    limited = (drafts, slots, torch.ones(2).int(), torch.zeros(2).int())
+    torch.library.opcheck(torch.ops.unisono.limit_drafts.default, limited)
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_limited_drafts_are_counted(ops, k):
+    """Each row keeps its first ``max_drafts``; what is left and is a draft counts."""
+    generator = torch.Generator().manual_seed(k)
+    drafts = torch.randint(-1, 4, (7, k), generator=generator, dtype=torch.int32)
+    most = [0, 1, 2, 99, 3]
+    order = [4, 0, 3, 1, 2, 3, 0]
+    expected = [[draft if j < most[slot] else -1 for j, draft in enumerate(row)]
+                for slot, row in zip(order, drafts.tolist(), strict=True)]  # fmt: skip
+    arena = torch.full((len(most), 3), 50, dtype=torch.int32)  # one field of an arena: strided
+    arena[:, 1] = torch.tensor(most)
+    got, drafted = ops.tensor(drafts).clone(), ops.tensor([77] * 7)
+    ops.limit_drafts(got, ops.tensor(order), ops.tensor(arena)[:, 1], drafted)
+    assert got.tolist() == expected
+    assert drafted.tolist() == [sum(draft >= 0 for draft in row) for row in expected]

@@ -104,7 +104,8 @@ class FakeEngine:
         scored = None
         if request.params.prompt_logprobs is not None and done == 0:
             scored = [_logprobs(token, request.params.prompt_logprobs) for token in prompt[1:]]
-        return TokenDelta(request.request_id, tokens, finish, cached, None, logprobs, scored)
+        drafted, accepted = self.config.tokens_per_step - 1, len(tokens) - 1  # all but a step's last token
+        return TokenDelta(request.request_id, tokens, finish, cached, None, logprobs, scored, drafted, accepted)
 
     def info(self) -> dict[str, Any]:
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Server
+from unisono.llm import LLM
+from unisono.types import SamplingParams
 
 QUESTION = "Lena has 5 boxes with 12 pens each. She gives away 9 pens. How many pens are left?"
 
@@ -77,6 +80,30 @@ def test_a_client_that_leaves_frees_its_pages(tiny: Server) -> None:
     while tiny.info()["kv_cache"]["usage"] > 0:
         assert time.monotonic() < end
     assert tiny.info()["requests"] == {"running": 0, "waiting": 0}
+
+
+def test_prompt_logprobs_are_the_offline_ones(tiny: Server) -> None:
+    """To the bit: in vLLM's wording, and echoed by each of several sequences."""
+    llm = LLM("tiny", device="cpu", max_num_seqs=8)
+    with llm:
+        params = SamplingParams(temperature=1, seed=3, max_tokens=5, n=3, logprobs=2, prompt_logprobs=2)
+        (expected,) = llm.generate(QUESTION, params)
+    options: dict[str, Any] = {"model": "tiny", "prompt": QUESTION, "temperature": 1, "seed": 3, "max_tokens": 5}
+    choices = tiny.openai.completions.create(
+        n=3, echo=True, logprobs=2, extra_body={"prompt_logprobs": 2}, **options
+    ).choices
+    assert expected.prompt_logprobs is not None
+    named = [None if e is None else {str(i): dataclasses.asdict(lp) for i, lp in e.items()}
+             for e in expected.prompt_logprobs]  # fmt: skip
+    prompt_values = [None if e is None else e[i].logprob
+                     for i, e in zip(expected.prompt_token_ids, expected.prompt_logprobs, strict=True)]  # fmt: skip
+    for choice, output in zip(choices, expected.outputs, strict=True):
+        assert choice.text == QUESTION + output.text
+        assert choice.model_extra["prompt_logprobs"] == named
+        assert output.logprobs is not None
+        values = [e[i].logprob for i, e in zip(output.token_ids, output.logprobs, strict=True)]
+        assert choice.logprobs.token_logprobs == prompt_values + values
+    assert len({c.text for c in choices}) > 1
 
 
 def test_it_leaves_quietly(tiny: Server) -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.conftest import Server
+from tests.server.conftest import Server, Start
+from tests.server.fake_engine import Trick
 from tests.server.tokenizers_ import byte_level
 from unisono.types import FinishReason, TokenDelta, TokenLogprobs
 
@@ -61,12 +63,12 @@ def test_deltas_that_pile_up_keep_everything() -> None:
     """A client that lags gets several deltas as one."""
     first, second = (TokenLogprobs(-float(i), 1, []) for i in (1, 2))
     delta = TokenDelta("r", [7], cached_tokens=4, logprobs=[first], prompt_logprobs=[second])
-    delta.absorb(TokenDelta("r", [8], logprobs=[second]))
-    delta.absorb(TokenDelta("r", [9], FinishReason.STOP, error="e", logprobs=[first]))
-    expected = TokenDelta("r", [7, 8, 9], FinishReason.STOP, 4, "e", [first, second, first], [second])
+    delta.absorb(TokenDelta("r", [8], logprobs=[second], drafted_tokens=3))
+    delta.absorb(TokenDelta("r", [9], FinishReason.STOP, 0, "e", [first], drafted_tokens=2, accepted_tokens=1))
+    expected = TokenDelta("r", [7, 8, 9], FinishReason.STOP, 4, "e", [first, second, first], [second], 5, 1)
     assert delta == expected
     fields = [f.name for f in dataclasses.fields(TokenDelta)]
-    assert len(fields) == 7, "a new field: does absorb() merge it?"
+    assert len(fields) == 9, "a new field: does absorb() merge it?"
 
 
 def test_streamed_logprobs_are_the_whole_ones(server: Server) -> None:
@@ -117,6 +119,82 @@ def test_echo_with_logprobs_scores_the_prompt(server: Server, extra: int) -> Non
     assert [x for part in parts for x in part.text_offset] == got.text_offset
 
 
+def named(wanted: int) -> list[Any]:
+    """The fake engine's scores of TEXT in vLLM's wording: each token at -0.25, then the ids after it."""
+    positions: list[Any] = [None]
+    for token in IDS[1:]:
+        ids = [token, *range(token + 1, token + wanted)]
+        positions.append(
+            {
+                str(i): {
+                    "logprob": -0.25 - 0.5 * place if place < 5 else -9999.0,
+                    "rank": place + 1,
+                    "decoded_token": TOKENIZER.decode([i]),
+                }
+                for place, i in enumerate(ids)
+            }
+        )
+    return positions
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 3, 7])
+def test_prompt_logprobs(server: Server, wanted: int) -> None:
+    """In each choice of a completion, beside the answer of a chat."""
+    create, extra = server.openai.completions.create, {"prompt_logprobs": wanted}
+    answer = create(model="fake", prompt=TEXT, max_tokens=2, n=3, extra_body=extra)
+    assert [c.model_extra["prompt_logprobs"] for c in answer.choices] == [named(wanted)] * 3
+    assert "prompt_logprobs" not in answer.model_extra
+    two = create(model="fake", prompt=[IDS, IDS[:2]], max_tokens=2, extra_body=extra).choices
+    assert [c.model_extra["prompt_logprobs"] for c in two] == [named(wanted), named(wanted)[:2]]
+    chat = server.openai.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=2, n=2, extra_body=extra)
+    assert chat.model_extra["prompt_logprobs"][0] is None
+    assert len(chat.model_extra["prompt_logprobs"]) == chat.usage.prompt_tokens
+    assert all(len(entry) == max(1, wanted) for entry in chat.model_extra["prompt_logprobs"][1:])
+    assert "prompt_logprobs" not in chat.choices[0].model_extra
+    plain = create(model="fake", prompt=TEXT, max_tokens=2)
+    assert "prompt_logprobs" not in plain.choices[0].model_extra
+
+
+@pytest.mark.parametrize(("echoed", "wanted"), [(1, 3), (3, 1), (0, 2)])
+def test_echo_and_prompt_logprobs_each_have_their_own_number(server: Server, echoed: int, wanted: int) -> None:
+    options: dict[str, Any] = {"model": "fake", "prompt": TEXT, "max_tokens": 1, "echo": True, "logprobs": echoed}
+    (choice,) = server.openai.completions.create(**options, extra_body={"prompt_logprobs": wanted}).choices
+    assert choice.model_extra["prompt_logprobs"] == named(wanted)
+    assert choice.logprobs == server.openai.completions.create(**options).choices[0].logprobs
+
+
+def test_without_a_tokenizer_prompt_logprobs_have_no_text(start: Start) -> None:
+    answer = start().openai.completions.create(
+        model="fake", prompt=[5, 6], max_tokens=1, extra_body={"prompt_logprobs": 0}
+    )
+    assert answer.choices[0].model_extra["prompt_logprobs"] == [
+        None, {"6": {"logprob": -0.25, "rank": 1, "decoded_token": None}},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", [0, 2])
+def test_each_of_several_sequences_echoes_the_prompts_logprobs(server: Server, extra: int) -> None:
+    """The engine scores a prompt once, with its first sequence."""
+    options: dict[str, Any] = {"model": "fake", "prompt": [IDS, IDS[:4]], "max_tokens": extra, "echo": True}
+    one = server.openai.completions.create(logprobs=1, **options).choices
+    three = server.openai.completions.create(logprobs=1, n=3, **options).choices
+    assert [(c.text, c.logprobs) for c in three] == [(c.text, c.logprobs) for c in one for _ in range(3)]
+    streamed: list[list[Any]] = [[] for _ in range(6)]
+    for chunk in server.openai.completions.create(logprobs=1, n=3, stream=True, **options):
+        choice = chunk.choices[0]
+        if choice.logprobs is not None:
+            streamed[choice.index] += choice.logprobs.token_logprobs
+    assert streamed == [c.logprobs.token_logprobs for c in three]
+
+
+def test_a_prompt_whose_first_sequence_fails_fails(server: Server) -> None:
+    """Nobody waits for log-probabilities that never come."""
+    body = {"prompt": [int(Trick.FAIL), 5], "max_tokens": 2, "n": 3, "echo": True, "logprobs": 1}
+    response = server.http.post("/v1/completions", json={"model": "fake", **body}, timeout=10)
+    assert response.status_code == 500
+    assert server.info()["requests"]["running"] == 0
+
+
 def test_several_sequences(server: Server) -> None:
     answer = server.openai.completions.create(model="fake", prompt=["ab", "xz"], max_tokens=4, n=3, seed=7)
     assert [c.index for c in answer.choices] == list(range(6))
@@ -133,6 +211,21 @@ def test_several_sequences(server: Server) -> None:
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == ["abab"] * 3
     assert server.info()["requests"]["running"] == 0
+
+
+def test_usage_tells_what_became_of_drafts(start: Start, model_dir: Path) -> None:
+    """Steps of four tokens, three of them drafts; the fake target takes all that there is room for."""
+    create = start(model_dir, tokens_per_step=4).openai.completions.create
+    usage = create(model="fake", prompt="abc", max_tokens=10).usage  # 4 + 4 + 2
+    details = usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (3 + 3 + 1, 2)
+    several = create(model="fake", prompt=["abc", "de"], max_tokens=10, n=2).usage.completion_tokens_details
+    assert (several.accepted_prediction_tokens, several.rejected_prediction_tokens) == (4 * 7, 4 * 2)
+    *_, last = create(model="fake", prompt="abc", max_tokens=10, stream=True, stream_options={"include_usage": True})
+    assert last.usage == usage
+    stopped = create(model="fake", prompt="abcdefgh", max_tokens=10, stop="b").usage
+    assert stopped.completion_tokens == 2
+    assert stopped.completion_tokens_details.accepted_prediction_tokens <= 2, "what is cut off was not accepted"
 
 
 @pytest.mark.parametrize(("minimum", "text"), [(0, "x1"), (2, "x1y1"), (4, "x1y1x1")])

@@ -31,15 +31,21 @@ class KVShape:
 class KVCache:
     """Per layer a pair (keys, values), each ``[pages, kv_heads, PAGE_SIZE, head_dim]``.
 
-    A page of one head is contiguous: attention streams it, and a page is the unit of ownership.
+    A page of one head is contiguous: attention streams it, and a page is the unit of ownership. Of the pages the first
+    ``num_pages`` are the pool's; ``path_pages`` behind them belong to the paths of a tree (``kernels/paths.py``).
     """
 
-    def __init__(self, shape: KVShape, num_pages: int, device: torch.device) -> None:
-        self.shape, self.num_pages = shape, num_pages
-        dims = (shape.num_layers, 2, num_pages, shape.num_kv_heads, PAGE_SIZE, shape.head_dim)
+    def __init__(self, shape: KVShape, num_pages: int, device: torch.device, path_pages: int = 0) -> None:
+        self.shape, self.num_pages, self.path_pages = shape, num_pages, path_pages
+        dims = (shape.num_layers, 2, num_pages + path_pages, shape.num_kv_heads, PAGE_SIZE, shape.head_dim)
         # Zeros, so that the padding page is finite before anything was written to it.
         self._storage = torch.zeros(dims, dtype=shape.dtype, device=device)
         self.layers = [(layer[0], layer[1]) for layer in self._storage]
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """Keys and values of all layers, [2 · layers, pages, kv_heads, PAGE_SIZE, head_dim]."""
+        return self._storage.flatten(0, 1)
 
     @property
     def nbytes(self) -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -39,19 +39,38 @@ class Host:
     the last slot is the padding slot. attention: makes a backend for (query heads, KV heads).
     pick: ``pick(logits [R, V], slots [R], offset, ids)``: the sampling rule with the request's own parameters
     and noise, for position length + offset; ``ids`` maps columns to target token ids (None: the same).
+    best: ``best(logits [R, V], slots [R], count, ids)``: that rule's ``count`` best tokens for position length,
+    [R, count], best first, -1 where there are no more.
     kv: the target's (keys, values) of each layer, to read; called from the first round on.
     dtype, device: of weights and KV. max_model_len, page_size: of the cache that page tables index.
+    progress: called with the share of the drafter's weights that is in place, 0 … 1, while it loads.
+    decide: called with (name, value, reason) of each choice that the drafter made by itself; ``explain`` shows them.
     """
 
     target: Decoder
     slots: Any
     attention: Callable[[int, int], AttentionBackend]
     pick: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
+    best: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
     kv: Callable[[], Layers]
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
     page_size: int
+    progress: Callable[[float], None]
+    decide: Callable[[str, object, str], None]
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """What the engine needs to know to test a drafter's acceptance at start: see ``engine/self_test.py``.
+
+    causes: what to suspect, and the way out, where hardly any draft is accepted. skip: why its drafts cannot be judged,
+    such as random weights; None where they can.
+    """
+
+    causes: str
+    skip: str | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +108,20 @@ class PromptPass:
     hidden: torch.Tensor | None
 
 
+@dataclass(frozen=True)
+class Span:
+    """KV to be copied between rows of the page table, for :meth:`TreeDrafter.fork` and :meth:`TreeDrafter.adopt`.
+
+    Of entry m positions first[m] … last[m] - 1 go from page-table row sources[m] to row tables[m]; all [M] int32, as
+    :func:`unisono.kernels.paths.copy_span` takes them.
+    """
+
+    sources: torch.Tensor
+    tables: torch.Tensor
+    first: torch.Tensor
+    last: torch.Tensor
+
+
 class Drafter(Protocol):
     """Proposes tokens and catches up with what the target committed.
 
@@ -97,12 +130,14 @@ class Drafter(Protocol):
 
     name: as in the catalog. num_drafts: k. needs: what it wants captured from the target's passes.
     page_bytes: bytes of its own KV and per-page state for each page of the cache.
+    self_test: of a drafter with weights of its own, which may not fit the target; None where there are none to doubt.
     """
 
     name: str
     num_drafts: int
     needs: Needs
     page_bytes: int
+    self_test: SelfTest | None
 
     def bind(self, host: Host) -> None:
         """Load weights, share what the checkpoint says is shared, allocate per-slot state [S, …]."""
@@ -118,3 +153,25 @@ class Drafter(Protocol):
 
     def observe_prompt(self, prompt: PromptPass) -> None:
         """Catch up with one pass of prompt tokens, inside the extend pass."""
+
+
+@runtime_checkable
+class TreeDrafter(Drafter, Protocol):
+    """A drafter that can also draft trees: several paths for each request, row r · P + l being path l of row r.
+
+    It is one by having ``fork`` and ``adopt``. ``spec.paths`` has the paths, empty for a chain. In a round with
+    paths the KV of each is found by a page-table row of its own, ``tables``, while ``slots`` names the request.
+    """
+
+    def propose(self, slots: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor | None = None) -> None:
+        """Write ``drafts [R, k]`` int32 of paths: slots [R] names each one's request, tables [R] its page-table row.
+
+        With ``host.pick`` a path gets the candidate of its own digit. What is drafted behind a path's end is ignored.
+        Without ``tables`` it is a chain's: each slot's own row, and the best candidate.
+        """
+
+    def fork(self, span: Span) -> None:
+        """Before ``propose``: copy the drafter's own KV of the last committed positions to the paths' pages."""
+
+    def adopt(self, span: Span) -> None:
+        """After verification, before ``observe``: copy that of the accepted drafts back, where it outlives a round."""

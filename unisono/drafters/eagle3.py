@@ -1,9 +1,10 @@
-"""EAGLE-3: one decoder layer over the hidden states of three of the target's. Chains; loaded by the catalog."""
+"""EAGLE-3: one decoder layer over the hidden states of three of the target's. Loaded by the catalog."""
 
 from __future__ import annotations
 
-from unisono.drafters.base import Host
-from unisono.drafters.hidden import DraftModule, HiddenDrafter, checked_model, checked_options
+from unisono.drafters.base import Host, SelfTest
+from unisono.drafters.hidden import OTHER_TARGET, RANDOM, DraftModule, HiddenDrafter
+from unisono.drafters.options import LOAD_FORMAT, read_options, required_model
 from unisono.models.config import DecoderConfig
 from unisono.models.draft_checkpoint import CONVENTIONS, open_eagle3
 from unisono.program import Hidden, Needs
@@ -11,7 +12,7 @@ from unisono.types import SpeculativeConfig
 
 
 class Eagle3Drafter(HiddenDrafter):
-    """EAGLE-3 (Li et al., arXiv 2503.01840) as a chain, its drafts coupled with the target's noise.
+    """EAGLE-3 (Li et al., arXiv 2503.01840) as a chain or a fixed tree, coupled with the target's noise.
 
     ``spec.model`` is the head's directory. Options: ``load_format="dummy"`` gives it random weights (needs config.json
     only); ``aux_layers`` says what the head's layer ids number where that is in doubt: ``input`` or ``output``.
@@ -22,13 +23,18 @@ class Eagle3Drafter(HiddenDrafter):
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
         super().__init__(spec)
-        options = checked_options(spec, {"load_format": ("auto", "dummy"), "aux_layers": CONVENTIONS})
-        dummy, convention = options["load_format"] == "dummy", options["aux_layers"]
-        self._checkpoint = open_eagle3(checked_model(spec), target, dummy=dummy, convention=convention)
-        self.needs = Needs(Hidden.AUX, self._checkpoint.config.aux_layers)
+        options = read_options(spec, {**LOAD_FORMAT, "aux_layers": CONVENTIONS}, takes_model=True)
+        dummy, model = options["load_format"] == "dummy", required_model(spec, "a head made for this target")
+        self._checkpoint = opened = open_eagle3(model, target, dummy=dummy, convention=options["aux_layers"])
+        self.needs = Needs(Hidden.AUX, opened.config.aux_layers)
+        causes = (
+            f"{OTHER_TARGET}; or its layer ids number something else: it is given the inputs of layers "
+            f'{list(opened.config.aux_layers)} ({opened.why}); set "aux_layers" to "input" or "output" in the '
+            "speculative config"
+        )
+        self.self_test = SelfTest(causes, RANDOM if dummy else None)
 
     def build(self, host: Host) -> DraftModule:
-        attention = self.attention(host, self._checkpoint.config.layer)
-        head = self._checkpoint.build(host.target, attention, host.max_model_len, host.dtype, host.device)
+        head = self.build_head(host, self._checkpoint)
         del self._checkpoint
         return head

@@ -9,14 +9,16 @@ from __future__ import annotations
 import torch
 
 from unisono.attention.base import AttentionInputs
-from unisono.drafters.base import Host, PromptPass, Verified
+from unisono.drafters.base import Host, PromptPass, SelfTest, Verified
+from unisono.drafters.hidden import OTHER_TARGET
+from unisono.drafters.options import read_options, required_model
 from unisono.kernels.catch_up import catch_up, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
 from unisono.layers.linear import prove_linears
 from unisono.models.config import DecoderConfig
 from unisono.models.mtp_frozen import FrozenCheckpoint
 from unisono.program import Hidden, Needs
-from unisono.types import ConfigError, SpeculativeConfig
+from unisono.types import SpeculativeConfig
 
 
 class FrozenMTPDrafter:
@@ -28,19 +30,18 @@ class FrozenMTPDrafter:
     name = "mtp_frozen"
     needs = Needs(Hidden.FULL)
     page_bytes = 0
+    self_test = SelfTest(OTHER_TARGET)
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
-        if spec.options:
-            raise ConfigError(f"the method {spec.method} has no options, but {sorted(spec.options)} are given.")
-        if spec.model is None:
-            raise ConfigError(f'the method {spec.method} needs "model": the directory of a drafter for this target.')
+        read_options(spec, {}, takes_model=True)
         self.num_drafts = spec.num_speculative_tokens
-        self._checkpoint = FrozenCheckpoint.open(spec.model, target)
+        self._checkpoint = FrozenCheckpoint.open(required_model(spec, "a drafter made for this target"), target)
 
     def bind(self, host: Host) -> None:
         config = self._checkpoint.config
         backend = host.attention(config.num_heads, config.num_kv_heads)
-        self._host, self._head = host, self._checkpoint.load(host.target, backend, host.dtype)
+        self._host, self._head = host, self._checkpoint.load(host.target, backend, host.dtype, host.progress)
+        host.decide("layers whose KV the drafter reads", list(self._checkpoint.reads), self._checkpoint.why)
         prove_linears(self._head.modules())
         slots, width = host.slots.length.shape[0], host.target.config.hidden_size
         self._hidden = torch.zeros((slots, width), dtype=host.dtype, device=host.device)

@@ -10,28 +10,33 @@ With n committed tokens, entry p joining the token at p with the hidden state of
     observe               entries n …: the committed tokens beside the target's hidden states     →  what is kept
 
 So entries of drafts are provisional: ``observe`` writes every entry that outlives the round from what the target
-showed, and no entry depends on k, on the batch or on which drafts were tried.
+showed, and no entry depends on k, on the batch or on which drafts were tried. Of a tree that takes several candidates
+for draft 0, all are kept, and of an accepted path there is nothing to copy back.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from unisono.attention.base import AttentionBackend, AttentionInputs
-from unisono.drafters.base import Host, PromptPass, Verified
+from unisono.drafters.base import Host, PromptPass, SelfTest, Span, Verified
 from unisono.kernels.catch_up import catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
+from unisono.kernels.paths import copy_span
 from unisono.layers.linear import prove_linears
 from unisono.models.config import DecoderConfig
+from unisono.models.draft_checkpoint import DraftCheckpoint
 from unisono.program import Needs
-from unisono.types import ConfigError, SpeculativeConfig
+from unisono.types import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
+
+OTHER_TARGET = "the head was trained for another target, or for other weights of this one (a fine-tune)"
+RANDOM = "the drafter's weights are random (load_format dummy)"
 
 FIRST_ENTRY = 1
 """Position 0 has no hidden state before it, hence no entry, and no key that may be seen."""
@@ -92,13 +97,23 @@ class HiddenDrafter:
     name: str
     needs: Needs
     page_bytes = 0  # known once the engine's dtype is
+    self_test: SelfTest | None = SelfTest(OTHER_TARGET)
 
     def __init__(self, spec: SpeculativeConfig) -> None:
         self.num_drafts = spec.num_speculative_tokens
+        self._firsts = [path[0] for path in spec.paths]
 
     def build(self, host: Host) -> DraftModule:
         """The module, loaded, on the host's device; its attention is ``self.attention(host, …)``."""
         raise NotImplementedError
+
+    def build_head(self, host: Host, checkpoint: DraftCheckpoint) -> DraftModule:
+        """:meth:`build` for a head that is opened."""
+        attention = self.attention(host, checkpoint.config.layer)
+        head = checkpoint.build(host.target, attention, host.max_model_len, host.dtype, host.device, host.progress)
+        for choice in checkpoint.choices(head, host.target):
+            host.decide(*choice)
+        return head
 
     @staticmethod
     def attention(host: Host, config: DecoderConfig) -> AttentionBackend:
@@ -116,7 +131,9 @@ class HiddenDrafter:
             )  # fmt: skip
         slots = host.slots.length.shape[0]
         self._hidden = torch.zeros((slots, c.hidden_size), dtype=host.dtype, device=host.device)
-        self._draft = torch.zeros((slots, 1), dtype=torch.int32, device=host.device)
+        kept = 1 + max(self._firsts, default=0)
+        self._draft = torch.zeros((slots, kept), dtype=torch.int32, device=host.device)
+        self._first = torch.tensor(self._firsts or [0], device=host.device)  # of each path, its place in there
         keys = 2 * c.num_kv_heads * host.page_size * c.head_dim
         self.page_bytes = (keys + c.hidden_size) * host.dtype.itemsize
 
@@ -124,21 +141,29 @@ class HiddenDrafter:
         """KV, and of every page the hidden state of its last position: a prefix hit continues from there."""
         c, host = self.module.config, self._host
         shape = (2, num_pages, c.num_kv_heads, host.page_size, c.head_dim)
-        keys, values = torch.zeros(shape, dtype=host.dtype, device=host.device)
-        self._kv = keys, values
+        self._storage = torch.zeros(shape, dtype=host.dtype, device=host.device)
+        self._kv = self._storage[0], self._storage[1]
         self._page_hidden = torch.zeros((num_pages, c.hidden_size), dtype=host.dtype, device=host.device)
 
-    def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
+    def propose(self, slots: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor | None = None) -> None:
         host, s, vocab = self._host, self._host.slots, self.module.config.vocab_size
         hidden = self._hidden.index_select(0, slots)
-        drafts[:, :1].copy_(self._draft.index_select(0, slots))
+        drafts[:, :1].copy_(self._first_drafts(slots, of_paths=tables is not None))
+        rows = slots if tables is None else tables
         for step in range(1, self.num_drafts):
             token_ids, positions, kv_slots, kv_len = draft_inputs(
-                slots, drafts, s.history, s.length, s.limit, s.status, s.page_table, host.page_size, vocab, step - 1, 1
-            )
-            inputs = AttentionInputs(slots, positions, kv_slots, kv_len, s.page_table, width=1)
+                slots, drafts, s.history, s.length, s.limit, s.status, s.page_table, host.page_size, vocab, step - 1, 1,
+                tables,
+            )  # fmt: skip
+            inputs = AttentionInputs(rows, positions, kv_slots, kv_len, s.page_table, width=1)
             hidden, logits = self.module.finish(self.module(token_ids, hidden, inputs, self._kv))
             drafts[:, step].copy_(host.pick(logits, slots, step, self.module.ids))
+
+    def fork(self, span: Span) -> None:
+        copy_span(self._storage, self._host.slots.page_table, span.sources, span.tables, span.first, span.last)
+
+    def adopt(self, span: Span) -> None:
+        """Nothing: ``observe`` writes these entries."""
 
     def observe(self, verified: Verified) -> None:
         assert verified.hidden is not None
@@ -170,21 +195,17 @@ class HiddenDrafter:
         """From the module's last outputs [R, H] of the requests in slots [R], what the next round begins with."""
         hidden, logits = self.module.finish(out)
         keep_rows(self._hidden, owners, hidden)
-        keep_rows(self._draft, owners, self._host.pick(logits, slots, 0, self.module.ids)[:, None])
+        count, ids = self._draft.shape[1], self.module.ids
+        if count > 1:
+            best = self._host.best(logits, slots, count, ids)
+        else:
+            best = self._host.pick(logits, slots, 0, ids)[:, None]
+        keep_rows(self._draft, owners, best)
 
-
-def checked_options(spec: SpeculativeConfig, known: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """The method's options; ``known`` maps each to its values, the default first. Raises ConfigError for others."""
-    for name, value in spec.options.items():
-        if name not in known:
-            raise ConfigError(f"the method {spec.method} has no option {name!r}. Its options: {', '.join(known)}.")
-        if value not in known[name]:
-            raise ConfigError(f"{name}={value!r} of the method {spec.method}: choose one of {', '.join(known[name])}.")
-    return {name: spec.options.get(name, values[0]) for name, values in known.items()}
-
-
-def checked_model(spec: SpeculativeConfig) -> str:
-    """The head's directory. Raises ConfigError where none is given."""
-    if spec.model is None:
-        raise ConfigError(f'the method {spec.method} needs "model": the directory of a head made for this target.')
-    return spec.model
+    def _first_drafts(self, slots: torch.Tensor, of_paths: bool) -> torch.Tensor:
+        """Draft 0 of each row [R, 1]: the best candidate that was kept, or its path's own."""
+        kept = self._draft.index_select(0, slots)
+        if not of_paths:
+            return kept[:, :1]
+        paths = self._first.shape[0]
+        return kept.gather(1, self._first.expand(slots.shape[0] // paths, -1).reshape(-1, 1))

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP, NEXTN) with one module, which is reused for k steps. Chains; loaded by the catalog."""
+"""Multi-token prediction (MTP, NEXTN) with one module, which is reused for k steps. Loaded by the catalog."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Any
 from unisono.drafters.base import Host
 from unisono.drafters.hidden import HiddenDrafter
 from unisono.drafters.mtp_multi import MultiMTPDrafter
+from unisono.drafters.options import read_options
 from unisono.models.config import DecoderConfig
 from unisono.models.mtp import MTPModule
 from unisono.models.mtp_checkpoint import MTPCheckpoint
 from unisono.program import Hidden, Needs
-from unisono.types import ConfigError, SpeculativeConfig
+from unisono.types import SpeculativeConfig
 
 
 class MTPDrafter(HiddenDrafter):
     """DeepSeek-V3's module (arXiv 2412.19437, section 2.2), going on from its own hidden states.
 
     The modules are in ``spec.model``, by default in the target's own directory. Where there are several, module i
-    drafts token i, and what is made is a MultiMTPDrafter. There are no options. Raises ConfigError for any,
-    CheckpointError for modules that are missing or do not fit the target.
+    drafts token i, and what is made is a MultiMTPDrafter, for chains only. There are no options. Raises ConfigError for
+    any, CheckpointError for modules that are missing or do not fit the target.
     """
 
     name = "mtp"
     needs = Needs(Hidden.FULL)
 
     def __new__(cls, spec: SpeculativeConfig, target: DecoderConfig) -> Any:
-        if spec.options:
-            raise ConfigError(f"the method {spec.method} has no options, but {sorted(spec.options)} are given.")
+        read_options(spec, {}, takes_model=True)
         checkpoint = MTPCheckpoint.open(spec.model or target.hf_config.name_or_path, target)
         if min(checkpoint.depth, spec.num_speculative_tokens) > 1:
             return MultiMTPDrafter(spec, checkpoint)
@@ -41,4 +41,7 @@ class MTPDrafter(HiddenDrafter):
 
     def build(self, host: Host) -> MTPModule:
         attention = self.attention(host, self._checkpoint.config)
-        return self._checkpoint.load(host.target, 0, attention, host.dtype)
+        module = self._checkpoint.load(host.target, 0, attention, host.dtype, host.progress)
+        for choice in self._checkpoint.choices([module], host.target):
+            host.decide(*choice)
+        return module

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import torch
 
 from unisono.attention.base import AttentionInputs
-from unisono.drafters.base import Host, PromptPass, Verified
-from unisono.drafters.hidden import FromFirstEntry
+from unisono.drafters.base import Host, PromptPass, SelfTest, Verified
+from unisono.drafters.hidden import OTHER_TARGET, FromFirstEntry
 from unisono.kernels.catch_up import CatchUpExtend, catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
 from unisono.layers.linear import prove_linears
@@ -57,6 +57,7 @@ class MultiMTPDrafter:
     name = "mtp"
     needs = Needs(Hidden.FULL)
     page_bytes = 0  # known once the engine's dtype is
+    self_test = SelfTest(OTHER_TARGET)
 
     def __init__(self, spec: SpeculativeConfig, checkpoint: MTPCheckpoint) -> None:
         self.num_drafts = spec.num_speculative_tokens
@@ -70,9 +71,13 @@ class MultiMTPDrafter:
         nothing = torch.empty(0, dtype=host.dtype, device=host.device)
         self._stages = []
         for i in range(self._depth):
-            module = self._checkpoint.load(host.target, i, FromFirstEntry(backend, since=i + 1), host.dtype)
+            attention = FromFirstEntry(backend, since=i + 1)
+            module = self._checkpoint.load(host.target, i, attention, host.dtype)
+            host.progress((i + 1) / self._depth)
             hidden = nothing.new_zeros(slots, c.hidden_size)
             self._stages.append(_Stage(module, hidden, (nothing, nothing), nothing))
+        for choice in self._checkpoint.choices([stage.module for stage in self._stages], host.target):
+            host.decide(*choice)
         prove_linears(m for stage in self._stages for m in stage.module.modules())
         self._draft = torch.zeros((slots, 1), dtype=torch.int32, device=host.device)
         keys = 2 * c.num_kv_heads * host.page_size * c.head_dim

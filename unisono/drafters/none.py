@@ -17,6 +17,7 @@ class NoDrafter:
     num_drafts = 0
     needs = Needs()
     page_bytes = 0
+    self_test = None
 
     def __init__(self, spec: Any = None, target: Any = None) -> None:
         pass

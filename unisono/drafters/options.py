@@ -1,33 +1,54 @@
-"""Options of a speculative config, for the drafter that reads them: what it does not know it refuses."""
+"""Options and model of a speculative config, for the drafter that reads them: what it does not know it refuses."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from unisono.types import ConfigError, SpeculativeConfig
 
+LOAD_FORMAT: Mapping[str, float | tuple[str, ...]] = {"load_format": ("auto", "dummy")}
+"""The option of a drafter with a checkpoint: ``dummy`` gives it random weights and needs config.json only."""
 
-def read_options(spec: SpeculativeConfig, defaults: Mapping[str, float]) -> dict[str, float]:
-    """The options of a method without a checkpoint, over their ``defaults``; whole where the default is.
 
-    Raises ConfigError for a model, for an option that is not in ``defaults`` and for one that is no number.
+def read_options(
+    spec: SpeculativeConfig, known: Mapping[str, float | tuple[str, ...]], *, takes_model: bool = False
+) -> dict[str, Any]:
+    """The options of a method, as given or by default.
+
+    ``known`` maps each option to its default, a number (whole where the default is), or to the words that it may be,
+    the default first. Raises ConfigError for an option that is not in ``known``, for a value of another kind, and for a
+    model unless the method ``takes_model``.
     """
-    if spec.model is not None:
+    if spec.model is not None and not takes_model:
         raise ConfigError(f'"model": {spec.model!r}: the method {spec.method!r} has no checkpoint; leave it out.')
-    unknown = sorted(spec.options.keys() - defaults.keys())
+    unknown = sorted(spec.options.keys() - known.keys())
     if unknown:
-        raise ConfigError(
-            f"the method {spec.method!r} has no option {', '.join(map(repr, unknown))}. "
-            f"Known: {', '.join(defaults) or 'none'}."
-        )
-    for name, value in spec.options.items():
-        kinds = (int,) if isinstance(defaults[name], int) else (int, float)
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r}: give a {'whole ' if kinds == (int,) else ''}number.")
-    return {**defaults, **spec.options}
+        options = f"Its options: {', '.join(known)}." if known else "It has none; leave it out."
+        raise ConfigError(f"the method {spec.method!r} has no option {', '.join(map(repr, unknown))}. {options}")
+    return {name: _checked(spec, name, default) for name, default in known.items()}
 
 
-def in_range(options: Mapping[str, float], name: str, low: float, high: float) -> None:
+def _checked(spec: SpeculativeConfig, name: str, default: float | tuple[str, ...]) -> Any:
+    value = spec.options.get(name, default[0] if isinstance(default, tuple) else default)
+    if isinstance(default, tuple):
+        if value not in default:
+            raise ConfigError(f"{name}={value!r} of the method {spec.method!r}: choose one of {', '.join(default)}.")
+        return value
+    kinds = (int,) if isinstance(default, int) else (int, float)
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r}: give a {'whole ' if kinds == (int,) else ''}number.")
+    return value
+
+
+def in_range(options: Mapping[str, Any], name: str, low: float, high: float) -> None:
     """Raises ConfigError unless ``low <= options[name] <= high``."""
     if not low <= options[name] <= high:
         raise ConfigError(f"{name}={options[name]}: give {low} to {high}.")
+
+
+def required_model(spec: SpeculativeConfig, what: str) -> str:
+    """The checkpoint's directory or bundled name; ``what`` it must be. Raises ConfigError where none is given."""
+    if spec.model is None:
+        raise ConfigError(f'the method {spec.method!r} needs "model": the directory of {what}.')
+    return spec.model

@@ -13,26 +13,24 @@ With n committed tokens, a round computes these positions of the draft model::
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from unisono.attention.base import AttentionInputs
-from unisono.drafters.base import Host, PromptPass, Verified
+from unisono.drafters.base import Host, PromptPass, SelfTest, Span, Verified
+from unisono.drafters.options import LOAD_FORMAT, read_options, required_model
 from unisono.kernels.draft_inputs import draft_extend_inputs, draft_inputs
+from unisono.kernels.paths import copy_span
 from unisono.layers.linear import prove_linears
+from unisono.models import vocabulary
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
 from unisono.program import Needs
-from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
+from unisono.types import ConfigError, SpeculativeConfig
 
 logger = logging.getLogger(__name__)
-
-LOAD_FORMATS = ("auto", "dummy")
-OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
 
 
 class StandaloneDrafter:
@@ -47,13 +45,13 @@ class StandaloneDrafter:
     page_bytes = 0  # known once the engine's dtype is
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
-        if spec.model is None:
-            raise ConfigError('a standalone drafter needs "model": the directory of a small checkpoint.')
-        self._load_format = _load_format(spec.options)
+        self._load_format = read_options(spec, LOAD_FORMAT, takes_model=True)["load_format"]
         self.num_drafts = spec.num_speculative_tokens
-        self._checkpoint = Checkpoint.open(spec.model)
-        check_vocabulary(target, self._checkpoint)
+        self._checkpoint = Checkpoint.open(required_model(spec, "a small language model with the target's tokenizer"))
+        self._vocabulary = check_vocabulary(target, self._checkpoint)
         self._shared_ids = min(target.vocab_size, self._checkpoint.config.vocab_size)  # the rest is padding
+        random = "the draft model's weights are random (load_format dummy)" if self._load_format == "dummy" else None
+        self.self_test = SelfTest("the draft model was trained on other text, or its files are damaged", random)
 
     def bind(self, host: Host) -> None:
         c = self._checkpoint.config
@@ -71,7 +69,9 @@ class StandaloneDrafter:
             device=host.device,
             max_positions=host.max_model_len,
             load_format=self._load_format,
+            progress=lambda stage, share: host.progress(share),
         )
+        host.decide("draft vocabulary", f"{self._shared_ids} token ids, as the target's", self._vocabulary)
         prove_linears(self._model.modules())
         page = c.num_kv_heads * host.page_size * c.head_dim
         self.page_bytes = 2 * c.num_layers * page * host.dtype.itemsize
@@ -79,16 +79,25 @@ class StandaloneDrafter:
     def allocate(self, num_pages: int) -> None:
         c, host = self._checkpoint.config, self._host
         shape = (c.num_layers, 2, num_pages, c.num_kv_heads, host.page_size, c.head_dim)
-        self._kv = [(k, v) for k, v in torch.zeros(shape, dtype=host.dtype, device=host.device)]
+        storage = torch.zeros(shape, dtype=host.dtype, device=host.device)
+        self._storage = storage.flatten(0, 1)
+        self._kv = [(k, v) for k, v in storage]
 
-    def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
+    def fork(self, span: Span) -> None:
+        copy_span(self._storage, self._host.slots.page_table, span.sources, span.tables, span.first, span.last)
+
+    adopt = fork
+
+    def propose(self, slots: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor | None = None) -> None:
+        rows = slots if tables is None else tables
         host, s, vocab = self._host, self._host.slots, self._checkpoint.config.vocab_size
         for step in range(self.num_drafts):
             first, width = (step - 1, 1) if step else (-2, 2)
             token_ids, positions, kv_slots, kv_len = draft_inputs(
-                slots, drafts, s.history, s.length, s.limit, s.status, s.page_table, host.page_size, vocab, first, width
-            )
-            inputs = AttentionInputs(slots, positions, kv_slots, kv_len, s.page_table, width)
+                slots, drafts, s.history, s.length, s.limit, s.status, s.page_table, host.page_size, vocab, first,
+                width, tables,
+            )  # fmt: skip
+            inputs = AttentionInputs(rows, positions, kv_slots, kv_len, s.page_table, width)
             hidden, _ = self._model(token_ids, inputs, self._kv)
             newest = hidden.view(-1, width, hidden.shape[1])[:, -1].contiguous()
             logits = self._model.logits(newest)[:, : self._shared_ids]
@@ -108,23 +117,13 @@ class StandaloneDrafter:
         self._model(token_ids, inputs, self._kv)
 
 
-def _load_format(options: Mapping[str, Any]) -> Any:
-    unknown = sorted(options.keys() - {"load_format"})
-    if unknown:
-        raise ConfigError(f"a standalone drafter has no option {unknown[0]!r}; its only one is load_format.")
-    load_format = options.get("load_format", "auto")
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError(f"load_format={load_format!r} of the draft model: choose one of {', '.join(LOAD_FORMATS)}.")
-    return load_format
-
-
-def check_vocabulary(target: DecoderConfig, draft: Checkpoint) -> None:
-    """Raise ConfigError unless both models mean the same string by every token id.
+def check_vocabulary(target: DecoderConfig, draft: Checkpoint) -> str:
+    """Raise ConfigError unless both models mean the same string by every token id; returns how that is known.
 
     The sizes may differ by ids that no tokenizer makes. Without a tokenizer on either side they must be equal.
     """
-    known = _strings(Path(target.hf_config.name_or_path), target.vocab_size)
-    drafted = _strings(draft.path, draft.config.vocab_size)
+    known = vocabulary.strings(Path(target.hf_config.name_or_path), target.vocab_size)
+    drafted = vocabulary.strings(draft.path, draft.config.vocab_size)
     advice = "Give a draft model with the target's own tokenizer."
     if known is None or drafted is None:
         if target.vocab_size != draft.config.vocab_size:
@@ -132,7 +131,7 @@ def check_vocabulary(target: DecoderConfig, draft: Checkpoint) -> None:
                 f"the draft model in {draft.path} has {draft.config.vocab_size} token ids, the target "
                 f"{target.vocab_size}, and without a tokenizer in both they can't be mapped. {advice}"
             )
-        return
+        return "as many ids in both; without a tokenizer in both their strings could not be compared"
     wrong = sorted(i for i in known.keys() | drafted.keys() if known.get(i) != drafted.get(i))
     if wrong:
         theirs, ours = drafted.get(wrong[0]), known.get(wrong[0])
@@ -140,22 +139,4 @@ def check_vocabulary(target: DecoderConfig, draft: Checkpoint) -> None:
             f"the draft model in {draft.path} has another vocabulary than the target: token id {wrong[0]} is "
             f"{theirs!r} there and {ours!r} here, and {len(wrong) - 1} more ids differ. {advice}"
         )
-
-
-def _strings(directory: Path, vocab_size: int) -> dict[int, str] | None:
-    """The string of every token id that a model of this size knows; None without a tokenizer."""
-    file = directory / "tokenizer.json"
-    try:
-        if file.is_file():  # as it stands: transformers adds tokens of its own to some families'
-            from tokenizers import Tokenizer
-
-            vocabulary = Tokenizer.from_file(str(file)).get_vocab()
-        elif any((directory / name).is_file() for name in OTHER_TOKENIZERS):
-            from transformers import AutoTokenizer  # slow to import
-
-            vocabulary = AutoTokenizer.from_pretrained(str(directory), local_files_only=True).get_vocab()
-        else:
-            return None
-    except Exception as error:  # both raise anything from KeyError to a bare Exception here
-        raise CheckpointError(f"The tokenizer in {directory} cannot be loaded: {error}") from error
-    return {i: string for string, i in vocabulary.items() if i < vocab_size}
+    return "every token id has the same string in both tokenizers"

@@ -12,10 +12,7 @@ the frequencies bound how far it drafts. What differs:
 * Frequencies are of a sample: the best match of each of 16 residue classes of positions, not of all nodes.
 * One vote over both texts, where the paper takes the better of two trees; a continuation is judged once, among
   the matches at least as long as its longest, where the paper tries every length.
-* Chains only. Outputs enter the shared texts when the device ends their request, by a stop id or its limit; those
-  of aborted requests (stop strings among them) do not, nor what preceded a preemption.
-
-Which outputs are shared decides what is drafted, never what is sampled: texts do not depend on it.
+* Chains only. Which outputs are shared: ``drafters/shared.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +21,8 @@ import torch
 
 from unisono.drafters.base import Host, PromptPass, Verified
 from unisono.drafters.options import in_range, read_options
-from unisono.kernels.lookup import lookup, lookup_scratch, remember
+from unisono.drafters.shared import MOST_SHARED, SHARED_TOKENS, SharedTexts
+from unisono.kernels.lookup import lookup, lookup_scratch
 from unisono.models.config import DecoderConfig
 from unisono.program import Needs
 from unisono.types import SpeculativeConfig
@@ -36,7 +34,7 @@ OPTIONS = {
     "suffix_decoding_max_tree_depth": 24,
     "suffix_decoding_max_spec_factor": 4.0,  # vLLM's is 1; but a round is 1 + k wide, however few are drafted
     "suffix_decoding_min_token_prob": 0.1,
-    "shared_tokens": 1 << 16,
+    "shared_tokens": SHARED_TOKENS,
 }
 
 
@@ -54,6 +52,7 @@ class SuffixDrafter:
     name = "suffix"
     needs = Needs()
     page_bytes = 0
+    self_test = None
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
         options = read_options(spec, OPTIONS)
@@ -61,20 +60,16 @@ class SuffixDrafter:
         in_range(options, "suffix_decoding_max_tree_depth", k + 1, k + 64)
         in_range(options, "suffix_decoding_max_spec_factor", 0.0, 64.0)
         in_range(options, "suffix_decoding_min_token_prob", 0.0, 1.0)
-        in_range(options, "shared_tokens", 0, 1 << 24)
+        in_range(options, "shared_tokens", 0, MOST_SHARED)
         self.longest = int(options["suffix_decoding_max_tree_depth"]) - k
         self.factor = options["suffix_decoding_max_spec_factor"]
         self.share = options["suffix_decoding_min_token_prob"]
         self.shared_tokens = int(options["shared_tokens"])
 
     def bind(self, host: Host) -> None:
-        self._slots, history = host.slots, host.slots.history
-        rows = history.shape[0]
-        self._scratch = lookup_scratch(rows, VOTERS, host.device)
-        self._prompt = history.new_zeros(rows)  # where each slot's output begins
-        self._shared = None
-        if self.shared_tokens:  # the ring of tokens, and where its next one goes
-            self._shared = history.new_full((self.shared_tokens,), -1), history.new_zeros(1)
+        self._slots = host.slots
+        self._scratch = lookup_scratch(host.slots.history.shape[0], VOTERS, host.device)
+        self.shared = SharedTexts(self.shared_tokens, host)
 
     def allocate(self, num_pages: int) -> None:
         pass
@@ -83,15 +78,11 @@ class SuffixDrafter:
         s = self._slots
         lookup(
             drafts, slots, s.history, s.length, self._scratch, self.longest, 1, self.factor, self.share,
-            *(self._shared or (None, None)),
+            self.shared.ring, self.shared.head,
         )  # fmt: skip
 
     def observe(self, verified: Verified) -> None:
-        """Share the outputs that this round ended."""
-        if self._shared is not None:
-            s = self._slots
-            remember(*self._shared, verified.slots, verified.result, s.history, s.length, self._prompt)
+        self.shared.observe(verified)
 
     def observe_prompt(self, prompt: PromptPass) -> None:
-        """Note where the output begins: behind the last prompt token seen."""
-        self._prompt.index_copy_(0, prompt.slots.long(), prompt.start + prompt.query_start.diff())
+        self.shared.observe_prompt(prompt)

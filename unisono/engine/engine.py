@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from unisono.cache.pages import PagePool
-from unisono.config import EngineConfig, Hardware, resolve
+from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.engine import report
 from unisono.engine.runner import Launched, Runner
 from unisono.engine.scheduler import Extend, Round, Scheduler, Sequence
+from unisono.engine.self_test import run_self_test
 from unisono.models.checkpoint import Checkpoint
 from unisono.sampling.edits import check_edits
 from unisono.sampling.logprobs import unpack_logprobs
@@ -41,7 +42,14 @@ class Engine:
         self.checkpoint = checkpoint
         with torch.inference_mode():
             self.runner = Runner(resolved, checkpoint, progress)
-        self.config = self.runner.config
+            self._begin()
+            if run_self_test(self):
+                self.runner.forget()
+                self._begin()
+        self.start_seconds = time.perf_counter() - started
+
+    def _begin(self) -> None:
+        """Have no requests, no cached prefixes, nothing counted."""
         self.pool = PagePool(self.runner.kv.num_pages)
         self.scheduler = Scheduler(
             self.pool,
@@ -53,8 +61,12 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: Launched | None = None
         self._order = itertools.count()
-        self.start_seconds = time.perf_counter() - started
-        self.counters = report.Counters()
+        self.counters = report.Counters.of(self.runner.width - 1)
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """The settings with nothing left open, and the reason of each choice."""
+        return self.runner.config
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -148,22 +160,14 @@ class Engine:
             count, status = int(result[row, 0]), FinishReason(int(result[row, 1]))
             # A row that ended before this pass, as the host has learnt since, brings nothing.
             if sequence.finish is FinishReason.RUNNING and count:
-                if isinstance(work, Round):
-                    self._count_drafts(sequence, count)
                 delta = self._commit(sequence, result[row, 2 : 2 + count].tolist(), status)
+                if isinstance(work, Round) and sequence.request.params.max_drafts != 0:
+                    delta.drafted_tokens, delta.accepted_tokens = int(outputs["drafted"][row]), count - 1
+                    self.counters.count_round(delta.drafted_tokens, delta.accepted_tokens)
                 if (wanted := sequence.request.params.logprobs) is not None:
                     delta.logprobs = unpack_logprobs(logprobs[row, :count], wanted)
                 deltas.append(delta)
         return deltas
-
-    def _count_drafts(self, sequence: Sequence, committed: int) -> None:
-        """One request's share of a round: k drafts, of which all committed tokens but the last were accepted."""
-        most, drafts = sequence.request.params.max_drafts, self.runner.width - 1
-        drafts = drafts if most is None else min(most, drafts)
-        if drafts:
-            self.counters.drafts += 1
-            self.counters.drafted_tokens += drafts
-            self.counters.accepted_tokens += committed - 1
 
     def _commit(self, sequence: Sequence, tokens: list[int], status: FinishReason) -> TokenDelta:
         request_id, scores = sequence.request.request_id, None

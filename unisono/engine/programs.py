@@ -17,6 +17,7 @@ from unisono.cache.kv import PAGE_SIZE
 from unisono.cache.pages import pages_for
 from unisono.drafters.base import Drafter, PromptPass, Verified
 from unisono.engine.slots import Slots
+from unisono.engine.tree import Tree
 from unisono.kernels.logprobs import WORDS as LOGPROB_WORDS
 from unisono.kernels.pages import grow_pages
 from unisono.kernels.rounds import commit, extend_inputs, force_drafts, limit_drafts, round_inputs
@@ -37,6 +38,7 @@ class Parts:
 
     processed: report log-probabilities of what tokens were drawn from rather than of the model's own logits.
     forced: benchmarks only, the tokens that every round commits on average; None verifies in earnest.
+    tree: where rounds try several paths for each request; None for a chain.
     """
 
     model: Decoder
@@ -46,6 +48,7 @@ class Parts:
     kv: Layers
     processed: bool = False
     forced: float | None = None
+    tree: Tree | None = None
 
     @property
     def width(self) -> int:
@@ -95,31 +98,74 @@ def round_program(parts: Parts) -> Program:
             Field("columns", torch.int32, ("rows", growth), pad=-1),
             Field("pages", torch.int32, ("rows", growth)),
             Field("result", torch.int32, ("rows", parts.width + 2), output=True),
+            Field("drafted", torch.int32, ("rows",), output=True),
             Field("logprobs", torch.int32, ("rows", "width", LOGPROB_WORDS), output=True),
         )
     )
 
     def run(b: Buffers) -> None:
-        width = b.shape.width
         grow_pages(slots.page_table, b.slots, b.columns, b.pages)
-        drafts = torch.full((b.shape.rows, width - 1), -1, dtype=torch.int32, device=b.device)
-        if width > 1:
-            with parts.picker.seeing(drafts):
-                parts.drafter.propose(b.slots, drafts)
-            limit_drafts(drafts, b.slots, slots.max_drafts)
-        token_ids, positions, kv_slots, kv_len = round_inputs(
-            b.slots, drafts, slots.length, slots.limit, slots.status, slots.last_token, slots.page_table, PAGE_SIZE
-        )
-        inputs = AttentionInputs(b.slots, positions, kv_slots, kv_len, slots.page_table, width)
-        hidden, seen = parts.forward(token_ids, inputs)
-        picks = parts.pick(parts.model.logits(hidden), b.slots, drafts, b.logprobs)
-        if parts.forced is not None:
-            force_drafts(drafts, picks, b.slots, slots.length, parts.forced)
-        b.result.copy_(parts.commit(picks, drafts, b.slots))
-        if width > 1:
-            parts.drafter.observe(Verified(b.slots, b.result, picks, seen))
+        if parts.tree is None:
+            _chain_round(parts, b)
+        else:
+            _tree_round(parts, parts.tree, b)
 
     return Program("round", schema, run)
+
+
+def _chain_round(parts: Parts, b: Buffers) -> None:
+    """One row of drafts for each request."""
+    slots, width = parts.slots, b.shape.width
+    drafts = torch.full((b.shape.rows, width - 1), -1, dtype=torch.int32, device=b.device)
+    if width > 1:
+        with parts.picker.seeing(drafts):
+            parts.drafter.propose(b.slots, drafts)
+        limit_drafts(drafts, b.slots, slots.max_drafts, b.drafted)
+    picks, seen = _verify(parts, b.slots, b.slots, drafts, b.logprobs)
+    if parts.forced is not None:
+        b.drafted.fill_(width - 1)
+    b.result.copy_(parts.commit(picks, drafts, b.slots))
+    if width > 1:
+        parts.drafter.observe(Verified(b.slots, b.result, picks, seen))
+
+
+def _tree_round(parts: Parts, tree: Tree, b: Buffers) -> None:
+    """P rows of drafts for each request, of which the best is committed."""
+    slots, rows, width = parts.slots, b.shape.rows, b.shape.width
+    fork = tree.fork(b.slots)
+    drafts = torch.full((len(fork.slots), width - 1), -1, dtype=torch.int32, device=b.device)
+    with parts.picker.seeing(drafts):
+        tree.propose(fork, drafts)
+    limit_drafts(drafts, fork.slots, slots.max_drafts, torch.empty_like(fork.slots))
+    logprobs = b.logprobs.new_empty(len(fork.slots), *b.logprobs.shape[1:])
+    picks, seen = _verify(parts, fork.slots, fork.tables, drafts, logprobs)
+    best = tree.best(fork, picks, drafts)
+    b.logprobs.copy_(logprobs.index_select(0, best.rows))
+    b.drafted.copy_(best.drafted)
+    b.result.copy_(parts.commit(best.picks, best.drafts, b.slots))
+    tree.adopt(b.slots, best, b.result)
+    if seen is not None:
+        seen = seen.view(len(fork.slots), -1).index_select(0, best.rows).view(rows * width, -1)
+    parts.drafter.observe(Verified(b.slots, b.result, best.picks, seen))
+
+
+def _verify(
+    parts: Parts, rows: torch.Tensor, tables: torch.Tensor, drafts: torch.Tensor, logprobs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The target's picks [R, W] behind drafts [R, k], and what the drafter asked to see of its pass.
+
+    rows [R]: each row's slot; tables [R]: its row of the page table.
+    """
+    slots, width = parts.slots, 1 + drafts.shape[1]
+    token_ids, positions, kv_slots, kv_len = round_inputs(
+        rows, drafts, slots.length, slots.limit, slots.status, slots.last_token, slots.page_table, PAGE_SIZE, tables
+    )
+    inputs = AttentionInputs(tables, positions, kv_slots, kv_len, slots.page_table, width)
+    hidden, seen = parts.forward(token_ids, inputs)
+    picks = parts.pick(parts.model.logits(hidden), rows, drafts, logprobs)
+    if parts.forced is not None:
+        force_drafts(drafts, picks, rows, slots.length, parts.forced)
+    return picks, seen
 
 
 def extend_program(parts: Parts, max_rows: int, scores: bool = False) -> Program:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from unisono.cache.kv import PAGE_SIZE
@@ -16,25 +16,57 @@ Metric = tuple[str, str, dict[str, str], float, str]
 
 @dataclass
 class Counters:
-    """What the engine counts as it reads results. ``drafts`` counts one per request and round."""
+    """What the engine counts as it reads results.
+
+    ``draft_rounds`` counts one per request and round in which it might have drafts, ``drafts`` those in which it had
+    some: a drafter may find nothing to propose. ``accepted_per_position[i]``: drafts of place i that were accepted.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    draft_rounds: int = 0
     drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, num_drafts: int) -> Counters:
+        """Zeros, for a drafter that proposes up to ``num_drafts`` tokens a round."""
+        return cls(accepted_per_position=[0] * num_drafts)
+
+    def count_round(self, drafted: int, accepted: int) -> None:
+        """One request's share of a round."""
+        if self.accepted_per_position:  # there is a drafter
+            self.draft_rounds += 1
+            self.drafts += drafted > 0
+            self.drafted_tokens += drafted
+            self.accepted_tokens += accepted
+            for place in range(accepted):
+                self.accepted_per_position[place] += 1
 
     @property
     def accept_length(self) -> float:
         """Mean tokens that a drafting request commits in a round, the bonus token included."""
-        return 1 + self.accepted_tokens / max(1, self.drafts)
+        return 1 + self.accepted_tokens / max(1, self.draft_rounds)
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """Of the rounds with drafts, the share in which the draft of each place was accepted."""
+        return [accepted / max(1, self.drafts) for accepted in self.accepted_per_position]
 
 
 def info(engine: Engine) -> dict[str, object]:
     """See :meth:`unisono.engine.engine.Engine.info`."""
     runner, scheduler, config = engine.runner, engine.scheduler, engine.checkpoint.config
-    speculation = {"drafter": runner.drafter.name, "num_speculative_tokens": runner.width - 1}
+    spec = engine.config.asked.speculative
+    speculation = {
+        "drafter": runner.drafter.name,
+        "num_speculative_tokens": runner.width - 1,
+        "paths": runner.paths,
+        "tree_nodes": len(spec.token_tree) if spec is not None else 0,
+    }
     return {
         **engine.config.explain(),
         "architecture": config.architecture,
@@ -44,8 +76,9 @@ def info(engine: Engine) -> dict[str, object]:
         "kv_cache": {
             "page_size": PAGE_SIZE,
             "pages": runner.kv.num_pages,
+            "path_pages": runner.kv.path_pages,
             "bytes": runner.kv.nbytes,
-            "drafter_bytes": runner.kv.num_pages * runner.drafter.page_bytes,
+            "drafter_bytes": (runner.kv.num_pages + runner.kv.path_pages) * runner.drafter.page_bytes,
             "usage": round(engine.pool.usage, 4),
             "cached_pages": engine.pool.radix.pages,
         },
@@ -55,7 +88,11 @@ def info(engine: Engine) -> dict[str, object]:
             {"program": program, "kind": kind, "reason": reason, "count": count}
             for (program, kind, reason), count in sorted(runner.planner.passes.items())
         ],
-        "speculation": {**speculation, "avg_spec_accept_length": round(engine.counters.accept_length, 4)},
+        "speculation": {
+            **speculation,
+            "avg_spec_accept_length": round(engine.counters.accept_length, 4),
+            "acceptance_per_position": [round(share, 4) for share in engine.counters.acceptance_per_position],
+        },
         "counters": asdict(engine.counters),
         "start_seconds": {**runner.seconds, "total": round(engine.start_seconds, 3)},
         "requests": {"running": len(scheduler.active), "waiting": len(scheduler.waiting)},
@@ -76,12 +113,15 @@ def metrics(engine: Engine) -> list[Metric]:
         ("num_preemptions", s.preemptions, "Requests that gave their pages back and resumed."),
         ("prompt_tokens", c.prompt_tokens, "Prompt tokens processed."),
         ("generation_tokens", c.generation_tokens, "Tokens generated."),
-        ("spec_decode_num_drafts", c.drafts, "Drafts: one per request and round."),
+        ("spec_decode_num_drafts", c.drafts, "Drafts: one per request and round that had any."),
         ("spec_decode_num_draft_tokens", c.drafted_tokens, "Tokens drafted."),
         ("spec_decode_num_accepted_tokens", c.accepted_tokens, "Drafted tokens that were accepted."),
     ]
     samples: list[Metric] = [(name, "gauge", {}, value, text) for name, value, text in gauges]
     samples += [(name, "counter", {}, value, text) for name, value, text in counters]
+    for place, accepted in enumerate(c.accepted_per_position):
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were accepted, by their place."
+        samples.append((name, "counter", {"position": str(place)}, accepted, text))
     costs = planner.costs()
     graphs = [
         ("graphs", costs["graphs"], "Captured graphs."),

@@ -20,7 +20,7 @@ from unisono.attention.base import AttentionBackend, BreakingAttention
 from unisono.cache.kv import PAGE_SIZE, KVCache, KVShape
 from unisono.cache.pages import pages_for
 from unisono.config import ResolvedConfig
-from unisono.drafters.base import Drafter, Host
+from unisono.drafters.base import Drafter, Host, TreeDrafter
 from unisono.engine.buckets import (
     CPU_GRAPH_BYTES,
     buckets_of,
@@ -32,10 +32,11 @@ from unisono.engine.buckets import (
 from unisono.engine.programs import Parts, extend_program, round_program
 from unisono.engine.scheduler import Chunk, Extend, Round
 from unisono.engine.slots import Slots
-from unisono.engine.warmup import compile_passes, size_classes
+from unisono.engine.tree import Tree, path_pages
+from unisono.engine.warmup import compiling_only, run_on_padding, size_classes
 from unisono.graphs.planner import Buckets, Planner
 from unisono.kernels.linear import TRITON_ROWS
-from unisono.layers.linear import prove_linears
+from unisono.layers.linear import prove_linears, rehearse_proofs
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
@@ -61,9 +62,10 @@ class Launched:
     pending: Pending
 
     def wait(self) -> dict[str, np.ndarray]:
-        """int32 arrays: ``result [rows, width + 2]``: count, status, tokens; ``logprobs [rows, width, words]``: what
-        ``kernels/logprobs.py`` reports, of rows that asked; ``prompt_logprobs [tokens, words]`` the same of prompt
-        tokens, where the pass scores. Blocks until the pass is done."""
+        """int32 arrays: ``result [rows, width + 2]``: count, status, tokens; ``drafted [rows]``, of a round: drafts
+        verified; ``logprobs [rows, width, words]``: what ``kernels/logprobs.py`` reports, of rows that asked;
+        ``prompt_logprobs [tokens, words]`` the same of prompt tokens, where the pass scores. Blocks until the pass is
+        done."""
         return self.pending.wait()
 
 
@@ -95,25 +97,33 @@ class Runner:
                 seed=config.asked.seed,
                 progress=progress,
             )
-        self.slots = slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, config.device)
-        self.picker = picker = DraftPicker(slots)
-        self.drafter = drafter = self._drafter(c)
+        spec = config.asked.speculative or SpeculativeConfig()
+        self.paths = paths = max(1, len(spec.paths))
+        self.slots = slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, config.device, paths)
+        self.picker = picker = DraftPicker(slots, spec.paths)
+        self.drafter = drafter = self._drafter(spec, c, progress)
         shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
         self.width, self.needs = 1 + drafter.num_drafts, drafter.needs
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
         forced = config.asked.synthetic_acceptance_length
         processed = config.asked.logprobs_mode == "processed_logprobs"
-        self._parts = lambda kv: Parts(self.model, drafter, slots, picker, kv.layers, processed, forced)
+
+        def parts(kv: KVCache) -> Parts:
+            tree = Tree.of(spec.paths, drafter, slots, kv) if isinstance(drafter, TreeDrafter) and spec.paths else None
+            return Parts(self.model, drafter, slots, picker, kv.layers, processed, forced, tree)
+
+        self._parts = parts
         self._hold_pages(shape, 2)  # for padding, until it is known how many fit
         if config.device.type == "cuda":
-            passes = self._passes(self._parts(self.kv))
-            few = [p for p in passes if p[1].rows * p[1].width <= TRITON_ROWS]
             with _Stage(self, "compile"):
-                compile_passes(few, config.device)
+                with compiling_only(config.device):
+                    rehearse_proofs(self.model.modules())
                 self._prove_exact()  # it decides what the larger passes run
-                compile_passes([p for p in passes if p not in few], config.device)
+                with compiling_only(config.device):
+                    run_on_padding(self._passes(self._parts(self.kv)), config.device)
         with _Stage(self, "size the KV cache"):
-            self._hold_pages(shape, self._num_pages(shape, drafter))
+            reserved = path_pages(paths, drafter.num_drafts, config.max_num_seqs)
+            self._hold_pages(shape, self._num_pages(shape, drafter, reserved), reserved)
         compile, asked = config.asked.compile, self.config.graph_bytes
         self.planner = Planner(config.device, compile=compile, budget=asked)
         with _Stage(self, "capture"):
@@ -131,25 +141,43 @@ class Runner:
         config = self.config
         return BreakingAttention(catalog.attention.load(config.attention_backend)(heads, kv_heads, config.device))
 
-    def _drafter(self, target: DecoderConfig) -> Drafter:
+    def _drafter(
+        self, spec: SpeculativeConfig, target: DecoderConfig, progress: Callable[[str, float], None]
+    ) -> Drafter:
         """The drafter that was asked for, bound to the target; ``none`` by default."""
         config = self.config
-        spec = config.asked.speculative or SpeculativeConfig()
         drafter = catalog.drafters.load(spec.method)(spec, target)
+        if spec.paths and not isinstance(drafter, TreeDrafter):
+            raise ConfigError(
+                f"the method {spec.method!r}, as it is set up here, drafts chains only; a tree of {len(spec.paths)} "
+                "paths is asked for: leave out speculative_token_tree, or topk and num_draft_tokens."
+            )
         drafter.bind(
             Host(
                 target=self.model,
                 slots=self.slots,
                 attention=self._attention,
                 pick=self.picker,
+                best=self.picker.best,
                 kv=lambda: self.kv.layers,
                 dtype=config.dtype,
                 device=config.device,
                 max_model_len=config.max_model_len,
                 page_size=PAGE_SIZE,
+                progress=lambda share: progress("load draft", share),
+                decide=self.decide,
             )
         )
         return drafter
+
+    def decide(self, name: str, value: object, reason: str) -> None:
+        """Add a decision to the resolved configuration."""
+        self.config = self.config.decide(name, value, reason)
+
+    def forget(self) -> None:
+        """Make slots and counts as if nothing had run. No request may hold a slot."""
+        self.slots.reset()
+        self.planner.forget()
 
     def _prove_exact(self) -> None:
         """Check, for each shape of product, that the BLAS that serves long passes gives the kernel's bits."""
@@ -169,39 +197,41 @@ class Runner:
         return [buckets_of(program, self.config, self.width, self.needs) for program in programs]
 
     def _passes(self, parts: Parts) -> list[tuple[Program, Shape]]:
-        """A pass of each size class of rounds and prompt passes, the longest included."""
+        """Every small pass, and one of each size class of larger ones, the longest included."""
         rounds, extends, _ = self._buckets(parts)
         return [(b.program, shape) for b in (rounds, extends) for shape in size_classes(b.shapes)]
 
-    def _hold_pages(self, shape: KVShape, num_pages: int) -> None:
+    def _hold_pages(self, shape: KVShape, num_pages: int, path_pages: int = 0) -> None:
         """The cache of the target, ``kv``, and of its drafter; replaces a smaller one."""
-        self.kv = KVCache(shape, num_pages, self.config.device)
-        self.drafter.allocate(num_pages)
+        self.kv = KVCache(shape, num_pages, self.config.device, path_pages)
+        self.drafter.allocate(num_pages + path_pages)
 
-    def _num_pages(self, shape: KVShape, drafter: Drafter) -> int:
-        """Pages that fit; on a GPU measured, by running the largest prompt pass first."""
+    def _num_pages(self, shape: KVShape, drafter: Drafter, path_pages: int) -> int:
+        """Pages that fit beside those of paths; on a GPU measured, by running the largest passes first."""
         asked, config = self.config.asked.num_pages, self.config
         page_bytes = shape.page_bytes + drafter.page_bytes
         whole = config.max_num_seqs * pages_for(config.max_model_len) + 1  # more can never be used
         if config.device.type == "cpu":
-            pages, why = min(whole, CPU_KV_BYTES // page_bytes), f"{CPU_KV_BYTES >> 20} MiB at most on a CPU"
+            fit, why = CPU_KV_BYTES // page_bytes, f"{CPU_KV_BYTES >> 20} MiB at most on a CPU"
             self.config = with_graph_bytes(self.config, CPU_GRAPH_BYTES, "the default on a CPU")
         else:
             used = self._peak_bytes()
             edited = 4 * config.max_num_seqs * self.width * self.model.config.vocab_size  # fp32 logits of a round
-            free = int(config.asked.gpu_memory_utilization * torch.cuda.mem_get_info()[1]) - used - edited - GPU_SLACK
+            held = used + GPU_SLACK + (edited if self.paths == 1 else 0)  # a tree's round is measured
+            free = int(config.asked.gpu_memory_utilization * torch.cuda.mem_get_info()[1]) - held
             self.config = gpu_graph_bytes(config, free)
-            budget = free - self.config.graph_bytes
-            pages, why = (
-                min(whole, budget // page_bytes),
-                f"measured: weights and the largest pass take {used >> 20} MiB",
-            )
-        pages = asked or pages
+            fit = (free - self.config.graph_bytes) // page_bytes
+            why = f"measured: weights and the largest pass take {used >> 20} MiB"
+        if path_pages:
+            why += f"; {path_pages} more are for {self.paths} paths of {config.max_num_seqs} requests"
+            self.config = self.config.decide("path_pages", path_pages, f"{path_pages * page_bytes} bytes; {why}")
+        pages = asked or min(whole, fit - path_pages)
         capacity = (pages - 1) * PAGE_SIZE
         if capacity < PAGE_SIZE:
             raise ConfigError(
                 f"the model leaves room for {max(0, pages)} KV pages of {page_bytes} bytes ({why}): "
-                "raise --gpu-memory-utilization or lower --max-num-batched-tokens."
+                "raise --gpu-memory-utilization or lower --max-num-batched-tokens"
+                f"{', or ask for fewer paths or a lower --max-num-seqs' if path_pages else ''}."
             )
         if capacity < config.max_model_len:
             if config.asked.max_model_len is not None:
@@ -216,14 +246,21 @@ class Runner:
         return pages
 
     def _peak_bytes(self) -> int:
-        """Bytes of the card in use at the peak of the largest prompt pass, other programs' included."""
-        program = extend_program(self._parts(self.kv), self.max_extend_rows)
+        """Bytes of the card in use at the peak of the largest prompt pass, other programs' included.
+
+        A tree's rounds may be larger than any prompt pass: of these the largest counts too.
+        """
+        parts = self._parts(self.kv)
+        passes = [(extend_program(parts, self.max_extend_rows), Shape(self.config.max_num_batched_tokens))]
+        if self.paths > 1:
+            passes.append((round_program(parts), Shape(self.config.max_num_seqs, self.width)))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
         # Only padding tokens: they compute everything but attention, which keeps no activations.
-        program.run(Buffers(program.schema, Shape(self.config.max_num_batched_tokens), self.config.device))
+        for program, shape in passes:
+            program.run(Buffers(program.schema, shape, self.config.device))
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         grown = max(0, torch.cuda.max_memory_reserved() - before)

@@ -48,7 +48,8 @@ class Slots:
 
     Each field is an attribute: a strided view of the arena, ``[S]`` or ``[S, n]``, float32 ones bitcast.
     Beside it, int32: ``page_table [S, pages]``; ``history [S, max_model_len]``, every committed token at its
-    position; ``edit_table [S, words]``, see ``kernels/edits.py``.
+    position; ``edit_table [S, words]``, see ``kernels/edits.py``. Where rounds try several paths for each request
+    (``kernels/paths.py``), the page table has a row for each path but the first of each slot, behind the slots' own.
     """
 
     length: torch.Tensor
@@ -67,13 +68,13 @@ class Slots:
     edits: torch.Tensor
     stop_ids: torch.Tensor
 
-    def __init__(self, num_slots: int, max_model_len: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, max_model_len: int, vocab_size: int, device: torch.device, paths: int = 1
+    ) -> None:
         self.padding = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
         self._device, self._vocab_size = device, vocab_size
         self._words = SLOT_SCHEMA.words(_ROW, SLOT_SCHEMA.fields)
-        blank = self._row({f.name: f.pad for f in SLOT_SCHEMA})
-        self._arena = torch.from_numpy(blank).repeat(num_slots + 1, 1).to(device)
+        self._arena = torch.empty((num_slots + 1, self._words), dtype=torch.int32, device=device)
         at = 0
         for field in SLOT_SCHEMA:
             size = math.prod(field.dims(_ROW))
@@ -81,9 +82,19 @@ class Slots:
             setattr(self, field.name, view if field.shape else view.squeeze(1))
             at += size
         tables: Any = {"dtype": torch.int32, "device": device}
-        self.page_table = torch.full((num_slots + 1, pages_for(max_model_len)), PADDING_PAGE, **tables)
-        self.history = torch.zeros((num_slots + 1, max_model_len), **tables)
-        self.edit_table = torch.zeros((num_slots + 1, row_words(vocab_size)), **tables)
+        self.page_table = torch.empty(((num_slots + 1) * paths, pages_for(max_model_len)), **tables)
+        self.history = torch.empty((num_slots + 1, max_model_len), **tables)
+        self.edit_table = torch.empty((num_slots + 1, row_words(vocab_size)), **tables)
+        self.reset()
+
+    def reset(self) -> None:
+        """Make every slot free and every row blank."""
+        self._free = list(range(self.padding - 1, -1, -1))
+        blank = torch.from_numpy(self._row({f.name: f.pad for f in SLOT_SCHEMA}))
+        self._arena.copy_(blank.expand_as(self._arena))
+        self.page_table.fill_(PADDING_PAGE)
+        self.history.zero_()
+        self.edit_table.zero_()
 
     @property
     def available(self) -> int:

@@ -1,40 +1,73 @@
-"""Compiling every kernel that a start will need, at once and in parallel.
+"""Compiling every kernel that a start will need, all at once.
 
-Triton compiles a kernel when it is first launched, and most of a compilation runs outside the interpreter's
-lock. So passes of every size class run once on padding: one alone, for the kernels that all share, then the
-others in threads, so that each compiles what is its own. What is in Triton's cache is only loaded.
+Triton compiles a kernel when it is first launched, one after the other, which took most of a start on a machine that
+has not seen the model. So passes of every size class first run dry: a launch only queues what it would have to
+compile, and most of a compilation runs outside the interpreter's lock. What is in Triton's cache is only loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import torch
+from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
+from triton.runtime.jit import KernelInterface
 
 from unisono.program import Buffers, Program, Shape
 
-THREADS = 4
-"""More threads meet at the same kernel more often, and compile it twice."""
+SMALL = 128
+
+_ZEROED = {
+    (torch, "empty"): torch.zeros,
+    (torch, "empty_like"): torch.zeros_like,
+    (torch.Tensor, "new_empty"): torch.Tensor.new_zeros,
+}
+"""What kernels would have filled holds zeros instead, so that indices among it are valid for the ops that do run."""
+
+
+@contextmanager
+def compiling_only(device: torch.device) -> Iterator[None]:
+    """Inside, launching a Triton kernel queues its compilation and nothing else. Leaving waits until all are loaded."""
+    kernels: dict[int, Any] = {}
+
+    def queue(kernel: Any, grid: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> None:
+            queued = kernel.run(*args, grid=grid, warmup=True, **kwargs)
+            if isinstance(queued, FutureKernel) and queued.future.done():
+                queued = queued.result()  # Triton knows it from now on, so the next launch is not hashed again
+            kernels[id(queued)] = queued
+
+        return run
+
+    def load(kernel: Any) -> None:
+        torch.cuda.set_device(device)
+        (kernel.result() if isinstance(kernel, FutureKernel) else kernel)._init_handles()  # builds the launcher too
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        with ExitStack() as undo:
+            undo.enter_context(AsyncCompileMode(pool))
+            undo.enter_context(patch.object(KernelInterface, "__getitem__", queue))
+            for (owner, name), zeros in _ZEROED.items():
+                undo.enter_context(patch.object(owner, name, zeros))
+            yield
+        for loaded in [pool.submit(load, kernel) for kernel in kernels.values()]:
+            loaded.result()
 
 
 def size_classes(shapes: Sequence[Shape]) -> list[Shape]:
-    """One shape for each power of two of rows: kernels choose their tiles by no finer measure."""
-    return list({shape.rows.bit_length(): shape for shape in reversed(shapes)}.values())[::-1]
+    """Every shape of up to SMALL tokens, whose kernels have tiles of their own, and of others one for each octave."""
+    small = [shape for shape in shapes if shape.rows * shape.width <= SMALL]
+    large = {(shape.rows * shape.width).bit_length(): shape for shape in shapes if shape not in small}
+    return [*small, *large.values()]
 
 
-def compile_passes(passes: Sequence[tuple[Program, Shape]], device: torch.device) -> None:
+@torch.inference_mode()
+def run_on_padding(passes: Sequence[tuple[Program, Shape]], device: torch.device) -> None:
     """Run each pass once on padding rows only, which change nothing but the padding page and the padding slot."""
-
-    @torch.inference_mode()
-    def run(program: Program, shape: Shape) -> None:
-        torch.cuda.set_device(device)
+    for program, shape in passes:
         program.run(Buffers(program.schema, shape, device))
-
-    for program, shape in passes[:1]:
-        run(program, shape)
-    with ThreadPoolExecutor(THREADS) as pool:
-        done = [pool.submit(run, program, shape) for program, shape in passes[1:]]
-    for future in done:
-        future.result()
-    torch.cuda.synchronize(device)

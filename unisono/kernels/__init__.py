@@ -5,8 +5,18 @@ from their own modules. See :mod:`unisono.kernels.library` for what every op owe
 """
 
 from unisono.kernels.activation import silu_mul
-from unisono.kernels.linear import configure_exact_blas, linear, prove_exact
+from unisono.kernels.linear import configure_exact_blas, linear, prove_exact, rehearse_proof
+from unisono.kernels.linear_norm import linear_norm
 from unisono.kernels.norm import rms_norm
 from unisono.kernels.rotary import rope_and_cache
 
-__all__ = ["configure_exact_blas", "linear", "prove_exact", "rms_norm", "rope_and_cache", "silu_mul"]
+__all__ = [
+    "configure_exact_blas",
+    "linear",
+    "linear_norm",
+    "prove_exact",
+    "rehearse_proof",
+    "rms_norm",
+    "rope_and_cache",
+    "silu_mul",
+]

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, define, differentiable, register
 
 _BLOCK = 1024
 
@@ -45,8 +45,14 @@ def _silu_mul_meta(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0], x.shape[1] // 2)
 
 
+def _silu_mul_formula(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
 define("silu_mul(Tensor x) -> Tensor")
 register("silu_mul", cuda=launch_silu_mul, cpu=silu_mul_cpu, meta=_silu_mul_meta)
+differentiable("silu_mul", _silu_mul_formula)
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:

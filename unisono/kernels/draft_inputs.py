@@ -39,7 +39,7 @@ def _kv_slot(page_table, slot, max_pages, at, written, spare, PAGE: tl.constexpr
 
 @triton.jit(do_not_specialize=["first"])
 def _draft_inputs_kernel(
-    slots, drafts, history, length, limit, status, page_table, token_ids, positions, kv_slots, kv_len,
+    slots, tables, drafts, history, length, limit, status, page_table, token_ids, positions, kv_slots, kv_len,
     stride, max_tokens, max_pages, K, first, W, vocab_size, PAGE: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -56,7 +56,7 @@ def _draft_inputs_kernel(
     drafted = tl.load(drafts + row * K + at - tokens, mask=real & (at >= tokens), other=0)
     token = tl.where(at < tokens, committed, drafted)
     known = (token >= 0) & (token < vocab_size)
-    place = _kv_slot(page_table, slot, max_pages, at, real & (at < end), j, PAGE)
+    place = _kv_slot(page_table, tl.load(tables + row), max_pages, at, real & (at < end), j, PAGE)
 
     out = row * W + j
     tl.store(token_ids + out, tl.where(known, token, 0), mask=j < W)
@@ -93,7 +93,7 @@ def _draft_extend_inputs_kernel(
 
 def _draft_inputs_meta(
     slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, limit: Tensor, status: Tensor,
-    page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int,
+    page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int, tables: Tensor | None = None,
 ) -> DraftInputs:  # fmt: skip
     token_ids, positions, kv_slots = (slots.new_empty(slots.shape[0] * width) for _ in range(3))
     return token_ids, positions, kv_slots, slots.new_empty(slots.shape[0])
@@ -101,7 +101,7 @@ def _draft_inputs_meta(
 
 def launch_draft_inputs(
     slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, limit: Tensor, status: Tensor,
-    page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int,
+    page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int, tables: Tensor | None = None,
 ) -> DraftInputs:  # fmt: skip
     if not length.stride(0) == limit.stride(0) == status.stride(0):
         raise ValueError("slot fields have different strides: make them views of one arena")
@@ -109,7 +109,7 @@ def launch_draft_inputs(
         slots, drafts, history, length, limit, status, page_table, page_size, vocab_size, first, width
     )
     _draft_inputs_kernel[(slots.shape[0],)](
-        slots, drafts, history, length, limit, status, page_table, *out,
+        slots, slots if tables is None else tables, drafts, history, length, limit, status, page_table, *out,
         length.stride(0), history.stride(0), page_table.stride(0), drafts.stride(0), first, width, vocab_size,
         PAGE=page_size, BLOCK_W=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
@@ -118,7 +118,7 @@ def launch_draft_inputs(
 
 def draft_inputs_cpu(
     slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, limit: Tensor, status: Tensor,
-    page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int,
+    page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int, tables: Tensor | None = None,
 ) -> DraftInputs:  # fmt: skip
     slot = slots.long()[:, None]
     tokens, end, active = length[slot], limit[slot], status[slot] == RUNNING.value
@@ -130,7 +130,8 @@ def draft_inputs_cpu(
     token = drafts.gather(1, (at - tokens).where(drafted, 0).long()).where(drafted, token)
     token = token.where((token >= 0) & (token < vocab_size), 0)
     written = real & (at < end)
-    kv_slots = _kv_slots_cpu(page_table, slot, at, written, j, page_size)
+    table = slot if tables is None else tables.long()[:, None]
+    kv_slots = _kv_slots_cpu(page_table, table, at, written, j, page_size)
     kv_len = torch.minimum(tokens + first + width, end).clamp_min(0).where(active, 0)
     positions = torch.minimum(at, end - 1).where(real, -1)
     return token.flatten(), positions.flatten(), kv_slots.flatten(), kv_len.flatten()
@@ -186,7 +187,8 @@ def draft_extend_inputs_cpu(
 
 define(
     "draft_inputs(Tensor slots, Tensor drafts, Tensor history, Tensor length, Tensor limit, Tensor status,"
-    " Tensor page_table, int page_size, int vocab_size, int first, int width) -> (Tensor, Tensor, Tensor, Tensor)"
+    " Tensor page_table, int page_size, int vocab_size, int first, int width, Tensor? tables=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 register("draft_inputs", cuda=launch_draft_inputs, cpu=draft_inputs_cpu, meta=_draft_inputs_meta)
 define(
@@ -203,20 +205,20 @@ register(
 
 def draft_inputs(
     slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, limit: Tensor, status: Tensor,
-    page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int,
+    page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int, tables: Tensor | None = None,
 ) -> DraftInputs:  # fmt: skip
     """What a draft model reads at positions ``length + first … length + first + width - 1`` of each row.
 
-    slots [R], drafts [R, k], history [S, N]; length, limit, status [S]; page_table [S, MP]; all int32. The token
-    at position p is history[p] below ``length`` and drafts[p - length] from there on, so first + width ≤ k. One
-    that is no id below ``vocab_size`` reads as 0. Returns int32 (token_ids [R * width], positions [R * width],
-    kv_slots [R * width], kv_len [R]).
+    slots [R], drafts [R, k], history [S, N]; length, limit, status [S]; page_table [S, MP]; tables [R]: each row's row
+    of it (None: its slot's); all int32. The token at position p is history[p] below ``length`` and drafts[p - length]
+    from there on, so first + width ≤ k. One that is no id below ``vocab_size`` reads as 0. Returns int32
+    (token_ids [R * width], positions [R * width], kv_slots [R * width], kv_len [R]).
 
     At and beyond ``limit``, where no page is reserved, a token keeps the last position and writes to padding
     page 0. Negative positions and inactive rows have position -1 and token 0; an inactive row has kv_len 0.
     """
     return torch.ops.unisono.draft_inputs(
-        slots, drafts, history, length, limit, status, page_table, page_size, vocab_size, first, width
+        slots, drafts, history, length, limit, status, page_table, page_size, vocab_size, first, width, tables
     )
 
 
@@ -248,7 +250,7 @@ AOT: list[AotCase] = [
         AotCase(
             _draft_inputs_kernel,
             _ints(
-                "slots drafts history length limit status page_table token_ids positions kv_slots kv_len",
+                "slots tables drafts history length limit status page_table token_ids positions kv_slots kv_len",
                 "stride max_tokens max_pages K first W vocab_size",
             ),
             {"PAGE": 16, "BLOCK_W": width},

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, register
-from unisono.kernels.norm import rms_norm_cpu, row_warps
+from unisono.kernels.library import AotCase, define, differentiable, register
+from unisono.kernels.norm import rms_norm_cpu, rms_norm_formula, row_warps
 
 
 @triton.jit
@@ -61,11 +61,19 @@ def _join_norms_meta(
     return hidden.new_empty(hidden.shape[0], 2 * hidden.shape[1])
 
 
+def _join_norms_formula(
+    token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
+) -> Tensor:
+    embedding = torch.nn.functional.embedding(token_ids, table).to(hidden.dtype)
+    return torch.cat((rms_norm_formula(embedding, table_weight, eps), rms_norm_formula(hidden, hidden_weight, eps)), 1)
+
+
 define(
     "join_norms(Tensor token_ids, Tensor table, Tensor hidden, Tensor table_weight, Tensor hidden_weight, float eps)"
     " -> Tensor"
 )
 register("join_norms", cuda=launch_join_norms, cpu=join_norms_cpu, meta=_join_norms_meta)
+differentiable("join_norms", _join_norms_formula)
 
 
 def join_norms(

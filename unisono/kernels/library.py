@@ -30,6 +30,24 @@ def register(name: str, *, cuda: Callable, cpu: Callable, meta: Callable) -> Non
     torch.library.register_fake(f"unisono::{name}", meta, lib=_library)
 
 
+def differentiable(name: str, formula: Callable) -> None:
+    """Give op ``name`` a gradient: ``formula``, the op in plain torch, runs in its place where one is wanted.
+
+    That is where an input requires one and gradients are on. Everywhere else, in all of serving, the op stays what it
+    is; a formula owes the op's values up to rounding, not its bits.
+    """
+    op = getattr(torch.ops.unisono, name).default
+
+    def dispatch(*args: Any) -> Any:
+        wanted = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        if wanted:
+            return formula(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    _library.impl(name, dispatch, "Autograd")
+
+
 @dataclass(frozen=True)
 class AotCase:
     """One configuration of a Triton kernel for the ahead-of-time sm_90a gate.

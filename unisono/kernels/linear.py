@@ -20,13 +20,16 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, fixed_rows_matmul, register
+from unisono.kernels.library import AotCase, define, differentiable, fixed_rows_matmul, register
 
 TRITON_ROWS = 64
 """Up to this many rows the Triton kernel runs; above it cuBLASLt does, where it is proven exact."""
 
-_proven: set[tuple[int, int, torch.dtype]] = set()
-"""(N, K, dtype) for which :func:`prove_exact` saw the same bits from cuBLASLt. All others stay on Triton."""
+PROOF_ROWS = (65, 96, 128, 192, 256, 512, 1024, 2048)
+"""Numbers of rows at which cuBLASLt is compared with the Triton kernel."""
+
+_proven: dict[tuple[int, int, torch.dtype], bool] = {}
+"""(N, K, dtype) -> whether :func:`prove_exact` saw the same bits from cuBLASLt. All others stay on Triton."""
 
 
 @dataclass(frozen=True)
@@ -174,31 +177,47 @@ def blas_linear(
 
 
 @torch.no_grad()
-def prove_exact(weight: torch.Tensor, rows: tuple[int, ...] = (65, 96, 128, 192, 256, 512, 1024, 2048)) -> bool:
+def prove_exact(weight: torch.Tensor, rows: tuple[int, ...] = PROOF_ROWS) -> bool:
     """Whether cuBLASLt gives the small-M Triton kernel's bits for ``weight [N, K]`` on this GPU.
 
-    Compares both on random inputs of each number of ``rows``. Where all agree, :func:`linear` runs this
-    shape through cuBLASLt above TRITON_ROWS rows; any other shape runs through Triton at every M: slower,
-    still exact. True, and without effect, where cuBLASLt is never used (fp32, CPU). Synchronises; for the
-    engine's start, once for each distinct shape.
+    Compares both on random inputs of each number of ``rows``, once in a process for each shape and dtype: what drafter
+    and target share is not compared again. Where all agree, :func:`linear` runs this shape through cuBLASLt above
+    TRITON_ROWS rows; any other shape runs through Triton at every M: slower, still exact. True, and without effect,
+    where cuBLASLt is never used (fp32, CPU). Synchronises; for the engine's start.
     """
     if weight.device.type != "cuda" or weight.dtype is torch.float32:
         return True
     n, k = weight.shape
-    tile = _config(1, n, weight.dtype)
-    generator = torch.Generator(weight.device).manual_seed(0)
-    for count in rows:
-        x = torch.randn(count, k, device=weight.device, generator=generator).to(weight.dtype)
-        if not torch.equal(blas_linear(x, weight, None, None), launch_linear(x, weight, None, None, tile)):
-            return False
-    _proven.add((n, k, weight.dtype))
-    return True
+    key = n, k, weight.dtype
+    if key not in _proven:
+        _proven[key] = all(_same_bits(weight, count) for count in rows)
+    return _proven[key]
+
+
+def _same_bits(weight: torch.Tensor, rows: int) -> bool:
+    """Whether both products of ``weight [N, K]`` and random inputs [rows, K] are equal."""
+    generator = torch.Generator(weight.device).manual_seed(rows)
+    x = torch.randn(rows, weight.shape[1], device=weight.device, generator=generator).to(weight.dtype)
+    tile = _config(1, weight.shape[0], weight.dtype)
+    return torch.equal(blas_linear(x, weight, None, None), launch_linear(x, weight, None, None, tile))
+
+
+def rehearse_proof(weight: torch.Tensor) -> None:
+    """Launch what :func:`prove_exact` will launch and learn nothing from it: for compiling kernels ahead."""
+    if weight.device.type == "cuda" and weight.dtype is not torch.float32:
+        for count in PROOF_ROWS:
+            _same_bits(weight, count)
+
+
+def runs_on_blas(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether this product is cuBLASLt's rather than the Triton kernel's."""
+    return x.shape[0] > TRITON_ROWS and _proven.get((*weight.shape, weight.dtype), False)
 
 
 def linear_cuda(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    if x.shape[0] > TRITON_ROWS and (*weight.shape, weight.dtype) in _proven:
+    if runs_on_blas(x, weight):
         return blas_linear(x, weight, bias, residual)
     return launch_linear(x, weight, bias, residual)
 
@@ -218,8 +237,17 @@ def _linear_meta(
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
+def linear_formula(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """:func:`linear` with a gradient; under autocast dtypes may differ."""
+    y = torch.nn.functional.linear(x, weight, bias)
+    return y if residual is None else y + residual
+
+
 define("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual) -> Tensor")
 register("linear", cuda=linear_cuda, cpu=linear_cpu, meta=_linear_meta)
+differentiable("linear", linear_formula)
 
 
 def linear(

@@ -320,11 +320,14 @@ AOT: list[AotCase] = [
         {"ring": None, "head": None, "HAS_RING": False, "V": 1, "BLOCK": BLOCK, "BLOCK_K": 4},
         num_warps=WARPS,
     ),
-    AotCase(
-        _lookup_kernel,
-        _LOOKUP | {"ring": "*i32", "head": "*i32"},
-        {"HAS_RING": True, "V": 16, "BLOCK": BLOCK, "BLOCK_K": 4},
-        num_warps=WARPS,
+    *(
+        AotCase(
+            _lookup_kernel,
+            _LOOKUP | {"ring": "*i32", "head": "*i32"},
+            {"HAS_RING": True, "V": voters, "BLOCK": BLOCK, "BLOCK_K": 4},
+            num_warps=WARPS,
+        )
+        for voters in (1, 16)
     ),
 ] + [
     AotCase(

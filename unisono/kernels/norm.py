@@ -12,15 +12,20 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, define, differentiable, register
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, eps, H, BLOCK_H: tl.constexpr):
+def _rms_norm_kernel(x, residual, weight, total, out, eps, H, BLOCK_H: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
     cols = tl.arange(0, BLOCK_H)
     row = tl.program_id(0).to(tl.int64) * H
     inside = cols < H
     value = tl.load(x + row + cols, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        r = tl.load(residual + row + cols, mask=inside, other=0.0).to(tl.float32)
+        rounded = (value + r).to(total.dtype.element_ty)
+        tl.store(total + row + cols, rounded, mask=inside)
+        value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / H + eps)
     w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
     # Rounded to the dtype before the weight, as the Llama family is trained and published.
@@ -35,9 +40,27 @@ def row_warps(block: int) -> int:
 
 def launch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x = x.contiguous()
+    return _launch(x, None, weight, x, eps)
+
+
+def launch_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x + residual [M, H] rounded, its norm): the bits of an addition and :func:`launch_rms_norm`."""
+    x = x.contiguous()
+    total = torch.empty_like(x)
+    return total, _launch(x, residual.contiguous(), weight, total, eps)
+
+
+def _launch(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, total: torch.Tensor, eps: float
+) -> torch.Tensor:
     out = torch.empty_like(x)
     block = triton.next_power_of_2(x.shape[1])
-    _rms_norm_kernel[(x.shape[0],)](x, weight, out, eps, x.shape[1], BLOCK_H=block, num_warps=row_warps(block))
+    _rms_norm_kernel[(x.shape[0],)](
+        x, residual, weight, total, out, eps, x.shape[1],
+        BLOCK_H=block, HAS_RESIDUAL=residual is not None, num_warps=row_warps(block),
+    )  # fmt: skip
     return out
 
 
@@ -51,8 +74,16 @@ def _rms_norm_meta(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     return torch.empty_like(x)
 
 
+def rms_norm_formula(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """:func:`rms_norm` with a gradient, in x's dtype; the weight's may be another."""
+    value = x.float()
+    normed = (value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return (weight * normed).to(x.dtype)
+
+
 define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
 register("rms_norm", cuda=launch_rms_norm, cpu=rms_norm_cpu, meta=_rms_norm_meta)
+differentiable("rms_norm", rms_norm_formula)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -67,9 +98,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 AOT: list[AotCase] = [
     AotCase(
         _rms_norm_kernel,
-        {"x": f"*{dtype}", "weight": f"*{dtype}", "out": f"*{dtype}", "eps": "fp32", "H": "i32"},
-        {"BLOCK_H": block},
+        {**dict.fromkeys(("x", "residual", "weight", "total", "out"), f"*{dtype}"), "eps": "fp32", "H": "i32"},
+        {"BLOCK_H": block, "HAS_RESIDUAL": residual},
         num_warps=row_warps(block),
     )
+    for residual in (False, True)
     for dtype, block in (("bf16", 256), ("bf16", 4096), ("bf16", 16384), ("fp16", 4096), ("fp32", 4096))
 ]

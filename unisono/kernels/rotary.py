@@ -8,14 +8,16 @@ Shapes: T tokens, Hq query heads, Hkv key/value heads, D head dimension, NP page
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, register
-from unisono.kernels.norm import rms_norm_cpu
+from unisono.kernels.library import AotCase, define, differentiable, register
+from unisono.kernels.norm import rms_norm_cpu, rms_norm_formula
 
 
 @triton.jit
@@ -139,6 +141,7 @@ def rope_and_cache_cpu(
     v_cache: torch.Tensor,
     num_heads: int,
     num_kv_heads: int,
+    norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = rms_norm_cpu,
 ) -> torch.Tensor:
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -146,7 +149,7 @@ def rope_and_cache_cpu(
     page = k_cache.shape[2]
     pages, offsets = kv_slots // page, kv_slots % page
     if q_norm is not None and k_norm is not None:
-        q, k = rms_norm_cpu(q, q_norm, eps), rms_norm_cpu(k, k_norm, eps)
+        q, k = norm(q, q_norm, eps), norm(k, k_norm, eps)
     k_cache[pages, :, offsets] = _rotated(k, angles)
     v_cache[pages, :, offsets] = v
     return _rotated(q, angles)
@@ -165,6 +168,7 @@ define(
     "int num_heads, int num_kv_heads) -> Tensor"
 )
 register("rope_and_cache", cuda=launch_rope_and_cache, cpu=rope_and_cache_cpu, meta=_rope_and_cache_meta)
+differentiable("rope_and_cache", functools.partial(rope_and_cache_cpu, norm=rms_norm_formula))
 
 
 def rope_and_cache(

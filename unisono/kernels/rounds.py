@@ -31,7 +31,7 @@ TOKENS_PER_PROGRAM = 128
 
 @triton.jit
 def _round_inputs_kernel(
-    slots, drafts, length, limit, status, last_token, page_table, token_ids, positions, kv_slots, kv_len,
+    slots, tables, drafts, length, limit, status, last_token, page_table, token_ids, positions, kv_slots, kv_len,
     stride, max_pages, W, PAGE: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -47,7 +47,8 @@ def _round_inputs_kernel(
     draft = tl.load(drafts + row * (W - 1) + j - 1, mask=inside & (j > 0), other=0)
     token = tl.where(j == 0, tl.load(last_token + field), tl.maximum(draft, 0))
     written = inside & active & (at < end)
-    page = tl.load(page_table + slot * max_pages + at // PAGE, mask=written, other=0)
+    table = tl.load(tables + row).to(tl.int64)
+    page = tl.load(page_table + table * max_pages + at // PAGE, mask=written, other=0)
 
     out = row * W + j
     tl.store(token_ids + out, tl.where(active, token, 0), mask=inside)
@@ -117,11 +118,13 @@ def _commit_kernel(
 
 
 @triton.jit
-def _limit_drafts_kernel(drafts, slots, max_drafts, stride, count, K, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < count
-    most = tl.load(max_drafts + tl.load(slots + i // K, mask=inside, other=0) * stride, mask=inside, other=0)
-    tl.store(drafts + i, -1, mask=inside & (i % K >= most))
+def _limit_drafts_kernel(drafts, slots, max_drafts, drafted, stride, K, BLOCK_K: tl.constexpr):
+    row = tl.program_id(0)
+    most = tl.load(max_drafts + tl.load(slots + row) * stride)
+    j = tl.arange(0, BLOCK_K)
+    draft = tl.load(drafts + row * K + j, mask=j < K, other=-1)
+    tl.store(drafts + row * K + j, -1, mask=(j < K) & (j >= most))
+    tl.store(drafted + row, tl.sum(((draft >= 0) & (j < most)).to(tl.int32)))
 
 
 RoundInputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -130,7 +133,7 @@ ExtendInputs = tuple[Tensor, Tensor, Tensor]
 
 def _round_inputs_meta(
     slots: Tensor, drafts: Tensor, length: Tensor, limit: Tensor, status: Tensor,
-    last_token: Tensor, page_table: Tensor, page_size: int,
+    last_token: Tensor, page_table: Tensor, page_size: int, tables: Tensor | None = None,
 ) -> RoundInputs:  # fmt: skip
     tokens = slots.shape[0] * (drafts.shape[1] + 1)
     token_ids, positions, kv_slots = (slots.new_empty(tokens) for _ in range(3))
@@ -139,12 +142,13 @@ def _round_inputs_meta(
 
 def launch_round_inputs(
     slots: Tensor, drafts: Tensor, length: Tensor, limit: Tensor, status: Tensor,
-    last_token: Tensor, page_table: Tensor, page_size: int,
+    last_token: Tensor, page_table: Tensor, page_size: int, tables: Tensor | None = None,
 ) -> RoundInputs:  # fmt: skip
     out = _round_inputs_meta(slots, drafts, length, limit, status, last_token, page_table, page_size)
     width = drafts.shape[1] + 1
     _round_inputs_kernel[(slots.shape[0],)](
-        slots, drafts.contiguous(), length, limit, status, last_token, page_table, *out,
+        slots, slots if tables is None else tables, drafts.contiguous(),
+        length, limit, status, last_token, page_table, *out,
         one_stride(length, limit, status, last_token), page_table.stride(0), width,
         PAGE=page_size, BLOCK_W=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
@@ -153,7 +157,7 @@ def launch_round_inputs(
 
 def round_inputs_cpu(
     slots: Tensor, drafts: Tensor, length: Tensor, limit: Tensor, status: Tensor,
-    last_token: Tensor, page_table: Tensor, page_size: int,
+    last_token: Tensor, page_table: Tensor, page_size: int, tables: Tensor | None = None,
 ) -> RoundInputs:  # fmt: skip
     slot = slots.long()
     width = drafts.shape[1] + 1
@@ -165,7 +169,8 @@ def round_inputs_cpu(
     positions = torch.minimum(at, end - 1).where(active, -1)
     written = active & (at < end)
     index = at.where(written, 0).long()
-    page = page_table[slot[:, None], index // page_size]
+    table = slot if tables is None else tables.long()
+    page = page_table[table[:, None], index // page_size]
     kv_slots = (page * page_size + at % page_size).where(written, j % page_size)
     kv_len = torch.minimum(tokens - 1 + width, end).where(active, 0)
     return token_ids.flatten(), positions.flatten(), kv_slots.flatten(), kv_len.flatten()
@@ -254,16 +259,17 @@ def commit_cpu(
     return torch.cat((count[:, None], state[:, None], tokens.where(j < count[:, None], -1)), 1)
 
 
-def launch_limit_drafts(drafts: Tensor, slots: Tensor, max_drafts: Tensor) -> None:
-    count, block = drafts.numel(), 128
-    _limit_drafts_kernel[(triton.cdiv(count, block),)](
-        drafts, slots, max_drafts, max_drafts.stride(0), count, drafts.shape[1], BLOCK=block
+def launch_limit_drafts(drafts: Tensor, slots: Tensor, max_drafts: Tensor, drafted: Tensor) -> None:
+    rows, k = drafts.shape
+    _limit_drafts_kernel[(rows,)](
+        drafts, slots, max_drafts, drafted, max_drafts.stride(0), k, BLOCK_K=triton.next_power_of_2(k), num_warps=1
     )
 
 
-def limit_drafts_cpu(drafts: Tensor, slots: Tensor, max_drafts: Tensor) -> None:
+def limit_drafts_cpu(drafts: Tensor, slots: Tensor, max_drafts: Tensor, drafted: Tensor) -> None:
     column = torch.arange(drafts.shape[1], dtype=torch.int32)
     drafts.masked_fill_(column >= max_drafts[slots.long()][:, None], -1)
+    drafted.copy_((drafts >= 0).sum(1))
 
 
 def force_drafts(drafts: Tensor, picks: Tensor, slots: Tensor, length: Tensor, mean: float) -> None:
@@ -273,24 +279,27 @@ def force_drafts(drafts: Tensor, picks: Tensor, slots: Tensor, length: Tensor, m
     that it can be captured. picks [R, 1 + k], slots [R], length [S]; all int32.
     """
     whole, part = divmod(mean - 1, 1.0)
-    mixed = (length[slots.long()].long() * 40503 + slots.long() * 9973) % 65536
+    mixed = (length.index_select(0, slots).long() * 40503 + slots.long() * 9973) % 65536
     accepted = (whole + (mixed < part * 65536).long())[:, None]
     column = torch.arange(drafts.shape[1], device=drafts.device)
     drafts.copy_(torch.where(column < accepted, picks[:, :-1], -1))
 
 
-define("limit_drafts(Tensor(a!) drafts, Tensor slots, Tensor max_drafts) -> ()")
+define("limit_drafts(Tensor(a!) drafts, Tensor slots, Tensor max_drafts, Tensor(b!) drafted) -> ()")
 register("limit_drafts", cuda=launch_limit_drafts, cpu=limit_drafts_cpu, meta=lambda *args: None)
 
 
-def limit_drafts(drafts: Tensor, slots: Tensor, max_drafts: Tensor) -> None:
-    """Make drafts [R, k] beyond each request's own ``max_drafts [S]`` -1, which never matches. slots [R]; all int32."""
-    torch.ops.unisono.limit_drafts(drafts, slots, max_drafts)
+def limit_drafts(drafts: Tensor, slots: Tensor, max_drafts: Tensor, drafted: Tensor) -> None:
+    """Make drafts [R, k] beyond each request's own ``max_drafts [S]`` -1, which never matches.
+
+    Writes into drafted [R] how many drafts of each row are left. drafts (contiguous), drafted and slots [R]: int32.
+    """
+    torch.ops.unisono.limit_drafts(drafts, slots, max_drafts, drafted)
 
 
 define(
     "round_inputs(Tensor slots, Tensor drafts, Tensor length, Tensor limit, Tensor status, Tensor last_token,"
-    " Tensor page_table, int page_size) -> (Tensor, Tensor, Tensor, Tensor)"
+    " Tensor page_table, int page_size, Tensor? tables=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 register("round_inputs", cuda=launch_round_inputs, cpu=round_inputs_cpu, meta=_round_inputs_meta)
 define(
@@ -307,19 +316,22 @@ register("commit", cuda=launch_commit, cpu=commit_cpu, meta=_commit_meta)
 
 def round_inputs(
     slots: Tensor, drafts: Tensor, length: Tensor, limit: Tensor, status: Tensor,
-    last_token: Tensor, page_table: Tensor, page_size: int,
+    last_token: Tensor, page_table: Tensor, page_size: int, tables: Tensor | None = None,
 ) -> RoundInputs:  # fmt: skip
     """What a round of W = 1 + drafts tokens per row feeds the target.
 
-    slots [R], drafts [R, W - 1] (-1: none); length, limit, status, last_token [S]; page_table [S, MP]; all
-    int32. Returns int32 (token_ids [R * W], positions [R * W], kv_slots [R * W], kv_len [R]).
+    slots [R], drafts [R, W - 1] (-1: none); length, limit, status, last_token [S]; page_table [S, MP]; tables [R]:
+    each row's row of it (None: its slot's); all int32. Returns int32 (token_ids [R * W], positions [R * W],
+    kv_slots [R * W], kv_len [R]).
 
     Row r, column j is the token at position length - 1 + j: the last committed one, then the drafts. At and
     beyond ``limit``, where no page is reserved, a token keeps the last position and writes to padding page
     0; ``commit`` never takes what it leads to. An inactive row has position -1, kv_len 0 and token 0, which
     also stands in for a missing draft.
     """
-    return torch.ops.unisono.round_inputs(slots, drafts, length, limit, status, last_token, page_table, page_size)
+    return torch.ops.unisono.round_inputs(
+        slots, drafts, length, limit, status, last_token, page_table, page_size, tables
+    )
 
 
 def extend_inputs(
@@ -362,7 +374,7 @@ AOT: list[AotCase] = [
     AotCase(
         _round_inputs_kernel,
         _ints(
-            "slots drafts length limit status last_token page_table token_ids positions kv_slots kv_len",
+            "slots tables drafts length limit status last_token page_table token_ids positions kv_slots kv_len",
             "stride max_pages W",
         ),
         {"PAGE": 16, "BLOCK_W": 8},
@@ -379,5 +391,5 @@ AOT: list[AotCase] = [
         {"BLOCK_W": 8},
         num_warps=1,
     ),
-    AotCase(_limit_drafts_kernel, _ints("drafts slots max_drafts", "stride count K"), {"BLOCK": 128}),
+    AotCase(_limit_drafts_kernel, _ints("drafts slots max_drafts drafted", "stride K"), {"BLOCK_K": 4}, num_warps=1),
 ]

@@ -35,7 +35,8 @@ GREEDY_BELOW = tl.constexpr(1e-5)
 """Temperatures under this are greedy: dividing by them would overflow."""
 
 FILTER_LANES, FILTER_WARPS = 8192, 32
-PICK_BLOCK = 1024
+PICK_BLOCKS = {16: (1024, 4), 1 << 30: (4096, 8)}
+"""Up to so many rows: elements and warps of a program of the pick. Many rows fill the device with few programs each."""
 
 CACHED = 16384
 """Elements whose noise the twin computes at a time: what a core's cache holds."""
@@ -201,6 +202,43 @@ def _filter_kernel(
 
 
 @triton.jit
+def ranked_keys(
+    logits, field, length, temperature, seed_lo, seed_hi, ids, edits, edited, threshold,
+    n, column, row_stride, position, V, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr,
+):  # fmt: skip
+    """What a block of columns of row ``n`` scores, above its token in one int64.
+
+    The maximum of such keys is the argmax with ties to the lowest id, in any order. ``position`` counts from
+    ``length``. Columns from V on score -inf.
+    """
+    token = tl.load(ids + column, mask=column < V, other=0x7FFFFFFF) if HAS_IDS else column
+    in_place = True
+    if HAS_EDITS:
+        in_place = tl.load(edits + field) == 0
+    if in_place:
+        score = _load(logits + n.to(tl.int64) * row_stride, column, V)
+    else:
+        score = _load(edited + n.to(tl.int64) * V, column, V)
+    score = tl.where(score == score, score, float("-inf"))
+    t = tl.load(temperature + field)
+    if t >= GREEDY_BELOW:
+        kept = score >= tl.load(threshold + n)
+        if tl.max(kept.to(tl.int32)) > 0:  # most blocks of a filtered row keep nothing: no noise for them
+            at = tl.load(length + field) + position
+            noise = gumbel(token, at, tl.load(seed_lo + field), tl.load(seed_hi + field))
+            score = tl.fma(score, tl.div_rn(1.0, t), noise)
+        score = tl.where(kept, score, float("-inf"))
+    score = tl.where(score == 0.0, 0.0, score)  # -0.0 ties with 0.0
+    return (order_key(score).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@triton.jit
+def token_of(key):
+    """The token of a :func:`ranked_keys` key."""
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
 def _pick_kernel(
     logits, slots, length, status, temperature, seed_lo, seed_hi, ids, edits, edited, threshold, best, arrived, tokens,
     stride, row_stride, width, offset, V, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr, BLOCK: tl.constexpr,
@@ -209,31 +247,13 @@ def _pick_kernel(
     field = tl.load(slots + n // width) * stride
     if tl.load(status + field) == RUNNING:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        token = tl.load(ids + column, mask=column < V, other=0x7FFFFFFF) if HAS_IDS else column
-        in_place = True
-        if HAS_EDITS:
-            in_place = tl.load(edits + field) == 0
-        if in_place:
-            score = _load(logits + n.to(tl.int64) * row_stride, column, V)
-        else:
-            score = _load(edited + n.to(tl.int64) * V, column, V)
-        score = tl.where(score == score, score, float("-inf"))
-        t = tl.load(temperature + field)
-        if t >= GREEDY_BELOW:
-            kept = score >= tl.load(threshold + n)
-            if tl.max(kept.to(tl.int32)) > 0:  # most blocks of a filtered row keep nothing: no noise for them
-                position = tl.load(length + field) + offset + n % width
-                noise = gumbel(token, position, tl.load(seed_lo + field), tl.load(seed_hi + field))
-                score = tl.fma(score, tl.div_rn(1.0, t), noise)
-            score = tl.where(kept, score, float("-inf"))
-
-        # Score above id in one integer: its maximum is the argmax with ties to the lowest id, in any order.
-        score = tl.where(score == 0.0, 0.0, score)  # -0.0 ties with 0.0
-        ranked = (order_key(score).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+        ranked = ranked_keys(
+            logits, field, length, temperature, seed_lo, seed_hi, ids, edits, edited, threshold,
+            n, column, row_stride, offset + n % width, V, HAS_IDS, HAS_EDITS,
+        )  # fmt: skip
         tl.atomic_max(best + n, tl.max(ranked))
         if tl.atomic_add(arrived + n, 1) == tl.num_programs(1) - 1:  # the last block of this row
-            winner = tl.atomic_max(best + n, -(2**63))
-            tl.store(tokens + n, 0x7FFFFFFF - (winner & 0x7FFFFFFF).to(tl.int32))
+            tl.store(tokens + n, token_of(tl.atomic_max(best + n, -(2**63))))
 
 
 def launch_filter(
@@ -267,10 +287,11 @@ def launch_sample(
     threshold, best, arrived, tokens = launch_filter(
         logits, slots, width, status, temperature, top_k, top_p, min_p, edits, edited, threshold
     )
-    _pick_kernel[(rows, triton.cdiv(vocab, PICK_BLOCK))](
+    block, warps = next(launch for most, launch in PICK_BLOCKS.items() if rows <= most)
+    _pick_kernel[(rows, triton.cdiv(vocab, block))](
         logits, slots, length, status, temperature, seed_lo, seed_hi, ids, edits, edited, threshold, best, arrived,
         tokens, status.stride(0), logits.stride(0), width, offset, vocab,
-        HAS_IDS=ids is not None, HAS_EDITS=edits is not None, BLOCK=PICK_BLOCK,
+        HAS_IDS=ids is not None, HAS_EDITS=edits is not None, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return tokens
 
@@ -298,17 +319,30 @@ def sample_cpu(
     top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,
     edits: Tensor | None = None, edited: Tensor | None = None, threshold: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    scores, running = scores_cpu(
+        logits, slots, width, length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi, offset, ids, edits,
+        edited, threshold,
+    )  # fmt: skip
+    best = scores.argmax(-1)
+    return (best if ids is None else ids[best]).where(running, 0).int()
+
+
+def scores_cpu(
+    logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
+    top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,
+    edits: Tensor | None = None, edited: Tensor | None = None, threshold: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What each row picks the maximum of, [N, V] fp32, -inf for what its filters drop; and which rows run, [N]."""
     slot = slots.long().repeat_interleave(width)
     logits = logits.float()
     if edits is not None and edited is not None and (asks := edits[slot] != 0).any():
         logits = torch.where(asks[:, None], edited, logits)
-    logits = logits.nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    scores = logits.nan_to_num(-torch.inf, torch.inf, -torch.inf)
     running = status[slot] == RUNNING.value
-    best = logits.argmax(-1)
 
     row = (running & (temperature[slot] >= GREEDY_BELOW.value)).nonzero()[:, 0]
     slot = slot[row]
-    score = logits[row]
+    score = scores[row]
     t, k, p, floor = temperature[slot], top_k[slot], top_p[slot], min_p[slot]
     filtered = (((k > 0) & (k < logits.shape[1])) | (p < 1) | (floor > 0)).nonzero()[:, 0]
     least = torch.full_like(t, -torch.inf)
@@ -322,8 +356,8 @@ def sample_cpu(
     noise = torch.cat([gumbel_cpu(*part) for part in zip(*(key.split(CACHED) for key in keys), strict=True)])
     drawn = torch.full_like(score, -torch.inf)
     drawn[n, column] = score[n, column] * (1.0 / t)[n] + noise
-    best[row] = drawn.argmax(-1)
-    return (best if ids is None else ids[best]).where(running, 0).int()
+    scores[row] = drawn
+    return scores, running
 
 
 def _sample_meta(logits: Tensor, slots: Tensor, *_: object) -> Tensor:
@@ -391,8 +425,10 @@ AOT: list[AotCase] = [
             longs="best",
             scalars="stride row_stride width offset V",
         ),
-        {"BLOCK": PICK_BLOCK, "HAS_IDS": has_ids, "HAS_EDITS": True},
+        {"BLOCK": block, "HAS_IDS": has_ids, "HAS_EDITS": True},
+        num_warps=warps,
     )
     for dtype in ("bf16", "fp16", "fp32")
     for has_ids in (False, True)
+    for block, warps in PICK_BLOCKS.values()
 ]

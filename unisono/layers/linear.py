@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from unisono.kernels import linear, prove_exact
+from unisono.kernels import linear, linear_norm, prove_exact, rehearse_proof
+from unisono.layers.norm import RMSNorm
 
 
 class Linear(nn.Module):
@@ -26,6 +27,15 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """``residual [M, out_features]`` is added to the rounded product."""
         return linear(x, self.weight, self.bias, residual)
+
+    def then_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sum, norm(sum)) for the sum of the product and ``residual``; without a norm the sum twice."""
+        if norm is None:
+            total = self(x, residual)
+            return total, total
+        return linear_norm(x, self.weight, self.bias, residual, norm.weight, norm.eps)
 
 
 class MergedLinear(Linear):
@@ -88,5 +98,14 @@ def prove_linears(modules: Iterable[nn.Module]) -> dict[tuple[int, int], bool]:
 
     What fails runs through the exact kernel at every length. For the start, before any capture.
     """
-    weights = {(m.weight.shape[0], m.weight.shape[1]): m.weight for m in modules if isinstance(m, Linear)}
-    return {shape: prove_exact(weight) for shape, weight in weights.items()}
+    return {shape: prove_exact(weight) for shape, weight in _weights(modules).items()}
+
+
+def rehearse_proofs(modules: Iterable[nn.Module]) -> None:
+    """Launch the kernels of :func:`prove_linears` and learn nothing: for compiling them ahead."""
+    for weight in _weights(modules).values():
+        rehearse_proof(weight)
+
+
+def _weights(modules: Iterable[nn.Module]) -> dict[tuple[int, int], torch.Tensor]:
+    return {(m.weight.shape[0], m.weight.shape[1]): m.weight for m in modules if isinstance(m, Linear)}

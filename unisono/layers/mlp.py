@@ -26,4 +26,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x, residual [M, hidden] -> [M, hidden]."""
-        return self.down(silu_mul(self.gate_up(x)), residual)
+        return self.down(self.inner(x), residual)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """What ``down`` reads: [M, hidden] -> [M, intermediate]."""
+        return silu_mul(self.gate_up(x))

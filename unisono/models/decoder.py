@@ -8,6 +8,7 @@ Hq/Hkv query/kv heads, D head dim, NP pages, P page size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from unisono.models.config import DecoderConfig
 
 
 class Attention(nn.Module):
-    """Merged qkv; optional head norms, rotary and cache write in one op; paged attention; o + residual."""
+    """Merged qkv; optional head norms, rotary and cache write in one op; paged attention. The layer applies ``o``."""
 
     def __init__(
         self,
@@ -49,12 +50,12 @@ class Attention(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor,
         cos_sin: torch.Tensor,
         inputs: AttentionInputs,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
     ) -> torch.Tensor:
+        """x [T, H] -> [T, Hq · D], which ``o`` reads; writes the T tokens' keys and values."""
         config = self.config
         q = rope_and_cache(
             self.qkv(x),
@@ -69,12 +70,12 @@ class Attention(nn.Module):
             config.num_heads,
             config.num_kv_heads,
         )
-        attended = self.backend.forward(q, k_cache, v_cache, inputs, config.scale, self.window)
-        return self.o(attended, residual)
+        return self.backend.forward(q, k_cache, v_cache, inputs, config.scale, self.window)
 
 
 class DecoderLayer(nn.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; both sums are fused into the last product."""
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; each sum, and the norm that reads it, is fused with the
+    product before it."""
 
     def __init__(
         self,
@@ -94,14 +95,20 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
+        normed: torch.Tensor,
+        after: RMSNorm | None,
         cos_sin: torch.Tensor,
         inputs: AttentionInputs,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
-    ) -> torch.Tensor:
-        """x [T, H] -> [T, H]; writes the T tokens' keys and values."""
-        x = self.attention(self.attention_norm(x), x, cos_sin, inputs, k_cache, v_cache)
-        return self.mlp(self.mlp_norm(x), x)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, H] and ``attention_norm`` of it -> (the layer's output [T, H], ``after`` of it).
+
+        after: the next layer's norm or the model's last, None for none. Writes the T tokens' keys and values.
+        """
+        attended = self.attention(normed, cos_sin, inputs, k_cache, v_cache)
+        x, normed = self.attention.o.then_norm(attended, x, self.mlp_norm)
+        return self.mlp.down.then_norm(self.mlp.inner(normed), x, after)
 
 
 class Decoder(nn.Module):
@@ -146,14 +153,16 @@ class Decoder(nn.Module):
         self.backend.plan(inputs)
         x = self.embed(token_ids)
         seen = dict.fromkeys(aux_layers, x)  # only these are kept alive
+        norms: list[RMSNorm] = [*(cast(DecoderLayer, layer).attention_norm for layer in self.layers), self.norm]
+        normed = norms[0](x)
         for number, (layer, (k_cache, v_cache)) in enumerate(zip(self.layers, kv, strict=True)):
             if number in seen:
                 seen[number] = x
-            x = layer(x, self.cos_sin, inputs, k_cache, v_cache)
+            x, normed = layer(x, normed, norms[number + 1], self.cos_sin, inputs, k_cache, v_cache)
         if len(self.layers) in seen:
             seen[len(self.layers)] = x
         aux = torch.cat([seen[number] for number in aux_layers], dim=1) if aux_layers else None
-        return self.norm(x), aux
+        return normed, aux
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [M, H] -> logits [M, V], in the model's dtype."""

@@ -112,7 +112,7 @@ class EagleHead(DraftHead):
         """token_ids [T] i32, hidden [T, H] of the positions before -> [T, H]."""
         self.backend.plan(inputs)
         x = self.fc(torch.cat((self.embed(token_ids), hidden), dim=1))
-        return self.layer(x, self.cos_sin, inputs, *kv)
+        return self.layer(x, self.layer.attention_norm(x), None, self.cos_sin, inputs, *kv)[0]
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """out [R, H] -> (hidden state for the next step [R, H], logits [R, V'])."""
@@ -158,8 +158,9 @@ class _WideLayer(nn.Module):
         weights = self.attention_norm.weight, self.hidden_norm.weight
         x = join_norms(token_ids, embed.weight, hidden, *weights, self.hidden_norm.eps)
         residual = x[:, hidden.shape[1] :] if self.norm_before_residual else hidden
-        x = self.attention(x, residual, cos_sin, inputs, *kv)
-        return self.mlp(self.mlp_norm(x), x)
+        attended = self.attention(x, cos_sin, inputs, *kv)
+        x, normed = self.attention.o.then_norm(attended, residual, self.mlp_norm)
+        return self.mlp(normed, x)
 
 
 class Eagle3Head(DraftHead):

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -65,7 +65,8 @@ class DraftCheckpoint:
     """A head's directory, opened and found to fit its target. Made by :func:`open_eagle` and :func:`open_eagle3`.
 
     tensors: by speculators' names, on the CPU, mapped from their files; None builds random weights. ids [V'] int32:
-    the target's token of each draft token; None where they are the same.
+    the target's token of each draft token; None where they are the same. why: how it is known which of the target's
+    layers it reads, if several.
     """
 
     path: Path
@@ -74,6 +75,7 @@ class DraftCheckpoint:
     tied: bool
     tensors: Mapping[str, torch.Tensor] | None = field(repr=False)
     ids: torch.Tensor | None = field(repr=False)
+    why: str = ""
 
     @property
     def own_embed(self) -> bool:
@@ -94,14 +96,20 @@ class DraftCheckpoint:
         max_positions: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        progress: Callable[[float], None] = lambda share: None,
     ) -> Head:
-        """The head on ``device`` in ``dtype``; it shares the target's embedding and LM head where it has none."""
+        """The head on ``device`` in ``dtype``; it shares the target's embedding and LM head where it has none.
+
+        ``progress`` is called with the share of its tensors that is in place, 0 … 1.
+        """
         head = self._blank(backend, max_positions, dtype, device)
         if self.tensors is None:
             self._fill_randomly(head)
         else:
-            for name, parameter in self._targets(head).items():
+            targets = self.targets(head)
+            for done, (name, parameter) in enumerate(targets.items(), 1):
                 parameter.copy_(self.tensors[name])
+                progress(done / len(targets))
         if not self.own_embed or torch.equal(head.embed.weight, target.embed.weight):
             head.embed = target.embed
         if not self.own_head and self.own_embed and self.tied:
@@ -110,6 +118,30 @@ class DraftCheckpoint:
             head.lm_head = target.lm_head
         head.ids = None if self.ids is None else self.ids.to(device)
         return head.eval()
+
+    def choices(self, head: Head, target: Decoder) -> list[tuple[str, str, str]]:
+        """(name, value, reason) of what was inferred for a head that :meth:`build` made."""
+        found = []
+        if self.config.aux_layers:
+            found.append(
+                ("target layers read by the draft head", f"inputs of {list(self.config.aux_layers)}", self.why)
+            )
+        mapped = "one of its own tokens for each of the target's"
+        if head.ids is not None:
+            mapped = "tensor d2t names the target's token of each" if self.tensors is not None else "made up (dummy)"
+        vocabulary = f"{self.config.draft_vocab} of the target's {self.config.layer.vocab_size}"
+        found.append(("draft vocabulary", vocabulary, mapped))
+        for name, part, theirs, own in (
+            ("embedding", head.embed, target.embed, self.own_embed),
+            ("LM head", head.lm_head, target.lm_head, self.own_head),
+        ):
+            shared = part is theirs
+            value = "the target's" if shared else "its own" if own else "its own embedding"
+            reason = "the checkpoint stores none" + ("" if own or shared else ", tie_word_embeddings is set")
+            if own:
+                reason = "the checkpoint stores " + ("a copy of it" if shared else "another")
+            found.append((f"draft {name}", value, reason))
+        return found
 
     def check(self) -> None:
         """Compare the tensors with what the config asks for. Raises CheckpointError naming the first that differs."""
@@ -126,7 +158,7 @@ class DraftCheckpoint:
             )
         if self.tensors is not None:
             blank = self._blank(cast(AttentionBackend, None), 1, torch.float32, "meta")  # measured, never run
-            _compare(self.tensors, self._targets(blank), file)
+            _compare(self.tensors, self.targets(blank), file)
 
     def _blank(
         self, backend: AttentionBackend, max_positions: int, dtype: torch.dtype, device: torch.device | str
@@ -137,8 +169,8 @@ class DraftCheckpoint:
         lm_head = Linear(layer.hidden_size, self.config.draft_vocab, False, dtype, device if self.own_head else "meta")
         return self.kind(self.config, embed, lm_head, backend, max_positions, dtype, device)
 
-    def _targets(self, head: Head) -> dict[str, torch.Tensor]:
-        """A checkpoint's tensor names -> the parameters, or rows of one, that they fill."""
+    def targets(self, head: Head) -> dict[str, torch.Tensor]:
+        """A checkpoint's tensor names, by speculators -> the parameters, or rows of one, that they fill."""
         shared = {EMBED: not self.own_embed, LM_HEAD: not self.own_head}
         targets = {f"{_NAMES.get(module, module)}.{kind}": parameter for module, kind, parameter in shards(head)}
         return {name: parameter for name, parameter in targets.items() if not shared.get(name, False)}
@@ -213,19 +245,20 @@ def open_eagle3(
         raise CheckpointError(
             f"{directory}: draft_vocab_size={draft_vocab!r}: it must be from 1 to the target's {target.vocab_size}."
         )
+    layers, why = _aux_layers(settings, speculators, target.num_layers, convention, directory)
     config = DraftConfig(
         layer=layer,
         target_hidden=_target_hidden(settings, layer, target, directory),
         draft_vocab=draft_vocab,
         fc_bias=tensors is not None and "fc.bias" in tensors,
-        aux_layers=_aux_layers(settings, speculators, target.num_layers, convention, directory),
+        aux_layers=layers,
         norm_before_residual=bool(settings.get("norm_before_residual", speculators)),
         **{name: bool(settings.get(name, False)) for name in ("norm_before_fc", "fc_norm", "norm_output")},
     )
     if config.norm_before_fc and config.fc_norm:
         raise CheckpointError(f"{directory}: norm_before_fc and fc_norm exclude each other; config.json has both.")
     ids = _target_ids(tensors, draft_vocab, target.vocab_size, directory)
-    opened = DraftCheckpoint(directory, Eagle3Head, config, _tied(fields), tensors, ids)
+    opened = DraftCheckpoint(directory, Eagle3Head, config, _tied(fields), tensors, ids, why)
     opened.check()
     return opened
 
@@ -297,8 +330,8 @@ def _target_hidden(settings: Mapping[str, Any], layer: DecoderConfig, target: De
 
 def _aux_layers(
     settings: Mapping[str, Any], speculators: bool, num_layers: int, convention: str, directory: Path
-) -> tuple[int, ...]:
-    """The layers whose inputs the head reads; logs the choice."""
+) -> tuple[tuple[int, ...], str]:
+    """(the layers whose inputs the head reads, how that is known); logs the choice."""
     given = settings.get("eagle_aux_hidden_state_layer_ids")
     layers: tuple[int, ...] = (2, num_layers // 2, num_layers - 3)
     why, sure = "the default, config.json names none", True
@@ -323,7 +356,7 @@ def _aux_layers(
     else:
         message += ' If acceptance is low, set "aux_layers" to "input" or "output" in the speculative config.'
         logger.warning(message, directory, list(layers), why)
-    return layers
+    return layers, why
 
 
 def infer_aux_layers(

@@ -72,7 +72,7 @@ class MTPModule(nn.Module):
         self.backend.plan(inputs)
         pair = (self.embed_norm(self.embed(token_ids)), self.hidden_norm(hidden))
         x = self.project(torch.cat(pair[::-1] if self.hidden_first else pair, dim=1))
-        return self.layer(x, self.cos_sin, inputs, *kv)
+        return self.layer(x, self.layer.attention_norm(x), None, self.cos_sin, inputs, *kv)[0]
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """out [R, H] -> (hidden state for the next step [R, H], logits [R, V])."""

@@ -7,7 +7,7 @@ call it. The blocks read are those of the supported families; MLA and mixture-of
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -51,6 +51,14 @@ class Layout:
         if module in self.names:
             return self.names[module].replace("*", str(number))
         return self.block.replace("*", str(number)) + BLOCK[module.removeprefix("layer.")]
+
+    def targets(self, module: MTPModule, number: int) -> dict[str, torch.Tensor]:
+        """The checkpoint's names of a module's own tensors -> the parameters, or rows of one, that they fill."""
+        return {
+            f"{self.name(path, number)}.{kind}": parameter
+            for path, kind, parameter in shards(module)
+            if path not in SHARED
+        }
 
     def numbers(self, tensors: Mapping[str, TensorInfo]) -> list[int]:
         """The numbers of the modules that the checkpoint holds, in order."""
@@ -138,10 +146,18 @@ class MTPCheckpoint:
         keys = "; ".join(f"{models}: {layout.name('project', 0)}" for models, layout in LAYOUTS.items())
         raise CheckpointError(f"{directory} has no MTP modules. Looked for, with any number: {keys}.")
 
-    def load(self, target: Decoder, step: int, backend: AttentionBackend, dtype: torch.dtype) -> MTPModule:
+    def load(
+        self,
+        target: Decoder,
+        step: int,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        progress: Callable[[float], None] = lambda share: None,
+    ) -> MTPModule:
         """The module of a step, from 0, with its weights in ``dtype`` on the target's device.
 
-        Its embedding and LM head are the target's, unless the checkpoint stores others.
+        Its embedding and LM head are the target's, unless the checkpoint stores others. ``progress`` is called with the
+        share of its tensors that is in place, 0 … 1.
         """
         number, device = self.numbers[step], target.embed.weight.device
         embed, lm_head = target.embed, target.lm_head
@@ -155,11 +171,23 @@ class MTPCheckpoint:
         module = MTPModule(
             self.config, self.layout.hidden_first, embed, lm_head, target.cos_sin, backend, dtype, device
         )
-        targets = self._targets(module, number)
+        targets = self.layout.targets(module, number)
         with torch.no_grad():
-            for name, tensor in stream(targets, self.tensors, device):
+            for done, (name, tensor) in enumerate(stream(targets, self.tensors, device), 1):
                 targets[name].copy_(tensor)
+                progress(done / len(targets))
         return module.eval()
+
+    def choices(self, modules: Sequence[MTPModule], target: Decoder) -> list[tuple[str, str, str]]:
+        """(name, value, reason) of what was inferred for the modules that :meth:`load` made."""
+        layout = next(models for models, layout in LAYOUTS.items() if layout is self.layout)
+        used = f"{len(modules)} of {self.depth}, named as by {layout}"
+        found = [("draft modules", used, "one for each step" if len(modules) > 1 else "reused for every step")]
+        for name, part in (("embedding", "embed"), ("LM head", "lm_head")):
+            own = [getattr(module, part) is not getattr(target, part) for module in modules]
+            reason = "the checkpoint stores another" if any(own) else "the checkpoint stores none, or a copy of it"
+            found.append((f"draft {name}", "its own" if any(own) else "the target's", reason))
+        return found
 
     def _own(self, part: str, number: int, shared: torch.Tensor) -> nn.Parameter | None:
         """The checkpoint's weight of an embedding or LM head; None where it has none, or a copy of the target's."""
@@ -178,7 +206,7 @@ class MTPCheckpoint:
         backend = cast(AttentionBackend, None)  # measured, never run
         blank = MTPModule(self.config, False, embed, lm_head, nothing, backend, dtype, "meta")
         for number in self.numbers:
-            targets = self._targets(blank, number)
+            targets = self.layout.targets(blank, number)
             for name, parameter in targets.items():
                 if name not in self.tensors:
                     raise CheckpointError(f"{self.path}: tensor {name} {list(parameter.shape)} is missing.")
@@ -188,14 +216,6 @@ class MTPCheckpoint:
             for name in self.tensors.keys() - targets.keys() - shared:
                 if name.startswith(prefix) and not IGNORED.search(name):
                     raise CheckpointError(f"{self.path}: tensor {name} is unexpected: an MTP module has none like it.")
-
-    def _targets(self, module: MTPModule, number: int) -> dict[str, torch.Tensor]:
-        """The checkpoint's names of a module's own tensors -> the parameters, or rows of one, that they fill."""
-        return {
-            f"{self.layout.name(path, number)}.{kind}": parameter
-            for path, kind, parameter in shards(module)
-            if path not in SHARED
-        }
 
 
 def _block_config(

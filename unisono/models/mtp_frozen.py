@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -178,6 +178,7 @@ class FrozenCheckpoint:
     path: Path
     config: DecoderConfig
     reads: tuple[int, ...]
+    why: str
     tensors: Mapping[str, TensorInfo] = field(repr=False)
 
     @classmethod
@@ -196,17 +197,28 @@ class FrozenCheckpoint:
             if name is not None:
                 raise CheckpointError(f"{directory} has {what} ({name}).")
         config, depth = _config(directory, tensors, target)
-        opened = cls(directory, config, _reads(directory, depth, target), tensors)
+        reads, why = _reads(directory, depth, target)
+        opened = cls(directory, config, reads, why, tensors)
         opened._check(target)
         return opened
 
-    def load(self, target: Decoder, backend: AttentionBackend, dtype: torch.dtype) -> FrozenHead:
-        """The model with its weights in ``dtype`` on the target's device."""
+    def load(
+        self,
+        target: Decoder,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        progress: Callable[[float], None] = lambda share: None,
+    ) -> FrozenHead:
+        """The model with its weights in ``dtype`` on the target's device.
+
+        ``progress`` is called with the share of its tensors that is in place, 0 … 1.
+        """
         head = FrozenHead(self.config, self.reads, target, backend, dtype, target.embed.weight.device)
         targets = self._targets(head)
         with torch.no_grad():
-            for name, tensor in stream(targets, self.tensors, head.norm.weight.device):
+            for done, (name, tensor) in enumerate(stream(targets, self.tensors, head.norm.weight.device), 1):
                 targets[name].copy_(tensor)
+                progress(done / len(targets))
         return head.eval()
 
     def _check(self, target: DecoderConfig) -> None:
@@ -272,12 +284,12 @@ def _config(directory: Path, tensors: Mapping[str, TensorInfo], target: DecoderC
     return config, len(numbers)
 
 
-def _reads(directory: Path, depth: int, target: DecoderConfig) -> tuple[int, ...]:
-    """The target's last layer, or where config.json lists ``layer_types``, its last one of each layer's type."""
+def _reads(directory: Path, depth: int, target: DecoderConfig) -> tuple[tuple[int, ...], str]:
+    """The target's last layer, or where config.json lists ``layer_types``, its last of each layer's type; and why."""
     file = directory / "config.json"
     types = json.loads(file.read_text()).get("layer_types") if file.is_file() else None
     if types is None:
-        return (target.num_layers - 1,) * depth
+        return (target.num_layers - 1,) * depth, "the target's last; config.json lists no layer_types"
     if len(types) != depth:
         raise CheckpointError(f"{file}: layer_types names {len(types)} layers, the weights hold {depth}.")
     reads = []
@@ -286,4 +298,4 @@ def _reads(directory: Path, depth: int, target: DecoderConfig) -> tuple[int, ...
         if not same:
             raise CheckpointError(f"{file}: layer_types has {kind!r}, and no layer of the target is of that type.")
         reads.append(same[-1])
-    return tuple(reads)
+    return tuple(reads), "the target's last layer of each type that layer_types in config.json lists"

@@ -6,13 +6,14 @@ see edited logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor, float32
+from torch import Tensor, float32, tensor
 
+from unisono.kernels.candidates import candidates
 from unisono.kernels.edits import edit_logits
 from unisono.kernels.logprobs import logprobs
 from unisono.kernels.sampling import sample
@@ -110,16 +111,41 @@ def report_prompt_logprobs(logits: Tensor, slots: Tensor, tokens: Tensor, fields
     )  # fmt: skip
 
 
+def edit_and_rank(
+    logits: Tensor, slots: Tensor, count: int, drafts: Tensor, fields: EditFields, offset: int = 0,
+    ids: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The ``count`` best tokens [R, count] int32 of logits [R, V] by the rule of :func:`edit_and_pick`, best first.
+
+    The first is what that picks; -1 stands where the filters keep no more.
+    """
+    edited = edit_logits(
+        logits, slots, 1, drafts, fields.edits, fields.length, fields.status, fields.stop_ids, fields.history,
+        fields.edit_table, offset, ids,
+    )  # fmt: skip
+    return candidates(
+        logits, slots, count, fields.length, fields.status, fields.temperature, fields.top_k, fields.top_p,
+        fields.min_p, fields.seed_lo, fields.seed_hi, offset, ids, fields.edits, edited,
+    )  # fmt: skip
+
+
 class DraftPicker:
     """``host.pick`` of drafters: the target's rule, edits and all, for logits of their own.
 
     While a round drafts (:meth:`seeing`) position length + offset sees the drafts before it, so that penalties agree
     with verification; a drafter need not know. Elsewhere it sees what is committed.
+
+    ``paths`` are those of a tree, row r · P + l of a round being path l: there each row gets the candidate that its
+    path's digit names (0 behind its end), so that a drafter need not know of digits either.
     """
 
-    def __init__(self, fields: EditFields) -> None:
+    def __init__(self, fields: EditFields, paths: Sequence[Sequence[int]] = ()) -> None:
         self._fields = fields
         self._drafts: Tensor | None = None
+        depth = max(map(len, paths), default=0)
+        digits = [[path[step] if step < len(path) else 0 for path in paths] for step in range(depth)]
+        self._counts = [max(step) + 1 for step in digits]
+        self._digits = tensor(digits, device=fields.length.device)  # int64 [depth, P]
 
     @contextmanager
     def seeing(self, drafts: Tensor) -> Iterator[None]:
@@ -132,7 +158,22 @@ class DraftPicker:
 
     def __call__(self, logits: Tensor, slots: Tensor, offset: int, ids: Tensor | None) -> Tensor:
         """logits [R, V], slots [R] int32 -> tokens [R] int32 for position length + offset."""
-        drafts = self._drafts
+        drafts, count = self._drafts, 1
         if drafts is None or drafts.shape[0] != slots.shape[0] or drafts.shape[1] < offset:
             drafts = slots.new_full((slots.shape[0], offset), -1)
-        return edit_and_pick(logits, slots, 1, drafts, self._fields, offset, ids).tokens
+        elif offset < len(self._counts):
+            count = self._counts[offset]
+        if count == 1:
+            return edit_and_pick(logits, slots, 1, drafts, self._fields, offset, ids).tokens
+        best = edit_and_rank(logits, slots, count, drafts, self._fields, offset, ids)
+        digits = self._digits[offset]
+        chosen = digits.expand(slots.shape[0] // digits.shape[0], -1).reshape(-1, 1)
+        return best.gather(1, chosen)[:, 0]
+
+    def best(self, logits: Tensor, slots: Tensor, count: int, ids: Tensor | None) -> Tensor:
+        """logits [R, V], slots [R] int32 -> the ``count`` best tokens for position length, [R, count] int32.
+
+        Column 0 is what a call picks at offset 0 where nothing is drafted yet; -1: the filters keep no more.
+        """
+        nothing = slots.new_empty((slots.shape[0], 0))
+        return edit_and_rank(logits, slots, count, nothing, self._fields, 0, ids)

@@ -56,7 +56,11 @@ class Answer:
             assert end.finish is not None
             choice = self.shape.choice(index, texts[index], end.finish, end.stop, generation.seed)
             choices.append(self._with_tokens(choice, ids[index], reports[index]))
-        return self._response(self.shape.whole, choices, self._usage())
+        answer = self._response(self.shape.whole, choices, self._usage())
+        scores = [generation.prompt_logprobs for generation in self.generations]
+        if self.request.prompt_logprobs is not None:
+            self.shape.add_prompt_logprobs(answer, [one for one in scores if one is not None])
+        return answer
 
     async def events(self) -> AsyncGenerator[bytes]:
         """The stream, ending with ``[DONE]``. An error becomes an event: the status line has long been sent."""

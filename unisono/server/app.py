@@ -139,7 +139,7 @@ async def _generate(
 ) -> Response:
     """Check, start every generation, answer. Requests that the engine refuses get their status before any stream."""
     model = service.model(body.model)
-    body.check_stream_options()
+    body.check_stream()
     request_id = shape.id_prefix + uuid.uuid4().hex
     generations = await prepare(request_id)
     created = int(time.time())

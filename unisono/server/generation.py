@@ -19,7 +19,7 @@ from unisono.server.client import EngineClient, TokenStream
 from unisono.server.errors import ApiError
 from unisono.server.metrics import RequestTimer, ServerMetrics
 from unisono.server.protocol import ChatRequest, CompletionRequest
-from unisono.server.responses import TokenReport, Usage
+from unisono.server.responses import PromptLogprobs, TokenReport, Usage, finite
 from unisono.tokenizer import Detokenizer, Tokenizer
 from unisono.types import (
     MAX_STOP_IDS,
@@ -102,18 +102,18 @@ class Frontend:
     async def completion(self, request: CompletionRequest, request_id: str) -> list[Generation]:
         """A generation for each prompt's each sequence. Raises BadRequest."""
         limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-        request.check_echo()
         prompt_only = bool(request.echo) and limit == 0  # the engine makes a token all the same
         params = request.sampling_params(self.facts.generation_defaults, 1 if prompt_only else limit)
-        if request.echo:
-            params = replace(params, prompt_logprobs=params.logprobs)
+        if request.echo and params.logprobs is not None:
+            params = replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
         prompts = [
             await self._encode(prompt, True) if isinstance(prompt, str) else prompt for prompt in request.prompts()
         ]
         generations = []
         for i, (prompt, ids) in enumerate(zip(request.prompts(), prompts, strict=True)):
             echo = self._echo(prompt, params, prompt_only) if request.echo else None
-            generations += self._generations(f"{request_id}-{i}", i, ids, params, "prompt", echo)
+            asked = request.prompt_logprobs
+            generations += self._generations(f"{request_id}-{i}", i, ids, params, "prompt", asked, echo)
         return generations
 
     async def chat(self, request: ChatRequest, request_id: str) -> list[Generation]:
@@ -121,7 +121,8 @@ class Frontend:
         params = request.sampling_params(self.facts.generation_defaults, request.token_limit())
         conversation, options = request.conversation(), request.template_options()
         text = self._require_tokenizer("messages").apply_chat_template(conversation, **options)
-        return self._generations(request_id, 0, await self._encode(text, False), params, "messages")
+        ids = await self._encode(text, False)
+        return self._generations(request_id, 0, ids, params, "messages", request.prompt_logprobs)
 
     def _echo(self, prompt: str | list[int], params: SamplingParams, alone: bool) -> Echo:
         if isinstance(prompt, str):
@@ -157,9 +158,10 @@ class Frontend:
         prompt: list[int],
         params: SamplingParams,
         param: str,
+        scored: int | None,
         echo: Echo | None = None,
     ) -> list[Generation]:
-        """The ``params.n`` generations of prompt ``number``."""
+        """The ``params.n`` generations of prompt ``number``; ``scored`` is the request's own prompt_logprobs."""
         facts = self.facts
         check_token_ids(prompt, facts.vocab_size, param)
         check_token_ids(params.stop_token_ids, facts.vocab_size, "stop_token_ids")
@@ -173,7 +175,9 @@ class Frontend:
         params = replace(params, seed=seed, max_tokens=room if params.max_tokens is None else params.max_tokens)
         stops = stop_ids(params, facts.eos_token_ids)
         request = EngineRequest(request_id, prompt, params, stops, time.time(), bad_words)
-        return [Generation(self, one, number * params.n + i, echo) for i, one in enumerate(request.sequences())]
+        scores = None if params.prompt_logprobs is None else PromptScores(scored)
+        sequences = enumerate(request.sequences())
+        return [Generation(self, one, number * params.n + i, echo, scores) for i, one in sequences]
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -219,13 +223,45 @@ def stop_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int,
     return ids
 
 
+class PromptScores:
+    """A prompt's log-probabilities: its first sequence brings them, all its sequences report them.
+
+    wanted: likely tokens that the answer's prompt_logprobs have at each position; None for no prompt_logprobs.
+    """
+
+    def __init__(self, wanted: int | None) -> None:
+        self.wanted = wanted
+        self._given: list[TokenLogprobs] | None = None
+        self._known = asyncio.Event()
+
+    def put(self, given: list[TokenLogprobs] | None) -> None:
+        """What the first sequence's first delta has."""
+        self._given = given
+        self._known.set()
+
+    async def get(self) -> list[TokenLogprobs]:
+        """Wait for them: a first sequence that fails ends the others too. Raises ApiError if the engine gave none."""
+        await self._known.wait()
+        if self._given is None:
+            raise ApiError(500, "The engine gave no log-probabilities of the prompt.", "server_error")
+        return self._given
+
+
 class Generation:
     """One sequence's way through the engine. ``usage`` and ``seed`` may be read at any time.
 
-    Of a prompt's several sequences the first one's usage counts the prompt.
+    ``prompt_logprobs`` are there when it has ended, None where the request asked for none. Of a prompt's several
+    sequences the first one's usage counts the prompt.
     """
 
-    def __init__(self, frontend: Frontend, request: EngineRequest, index: int, echo: Echo | None = None) -> None:
+    def __init__(
+        self,
+        frontend: Frontend,
+        request: EngineRequest,
+        index: int,
+        echo: Echo | None = None,
+        scores: PromptScores | None = None,
+    ) -> None:
         assert request.params.seed is not None
         self.index = index
         self.seed: int = request.params.seed
@@ -235,14 +271,17 @@ class Generation:
         self._stream: TokenStream | None = None
         self._cached = 0
         self._num_tokens = 0
+        self._drafted = self._accepted = 0
         self._offset = 0
         self._echo = echo
+        self._scores = scores
+        self.prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def usage(self) -> Usage:
-        if self._request.shares_with is not None:
-            return Usage.of(0, self._num_tokens, 0)
-        return Usage.of(len(self._request.prompt_token_ids), self._num_tokens, self._cached)
+        counts = self._num_tokens, self._cached, self._accepted, self._drafted - self._accepted
+        first = self._request.shares_with is None
+        return Usage.of(len(self._request.prompt_token_ids) if first else 0, *counts)
 
     async def start(self) -> None:
         """Hand the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
@@ -263,11 +302,13 @@ class Generation:
             while finish is None:
                 delta = await self._stream.take()
                 self._timer.tokens(len(delta.token_ids))
-                self._cached = max(self._cached, delta.cached_tokens)
+                if self._request.shares_with is None:
+                    self._cached = max(self._cached, delta.cached_tokens)
                 if delta.error is not None:
                     raise ApiError(500, f"The engine failed on this request: {delta.error}", "server_error")
+                scores = await self._prompt_scores(delta)
                 if self._echo is not None:
-                    piece = self._prompt_piece(self._echo, delta)
+                    piece = self._prompt_piece(self._echo, scores)
                     self._echo = None
                     reason = FinishReason.RUNNING if piece.finish is None else FinishReason.LENGTH
                     yield piece
@@ -278,6 +319,8 @@ class Generation:
                     text, stop = detokenizer.feed(ids, delta.finish), detokenizer.stop_string
                     ids = ids[: detokenizer.num_tokens - self._num_tokens]  # none behind a stop string
                 self._num_tokens += len(ids)
+                self._drafted += delta.drafted_tokens
+                self._accepted += min(delta.accepted_tokens, len(ids))
                 reports = None if delta.logprobs is None else self._reports(ids, delta.logprobs)
                 reason = FinishReason.STOP if stop is not None else delta.finish
                 finish = None if reason is FinishReason.RUNNING else reason.text
@@ -286,14 +329,29 @@ class Generation:
             self._timer.finished((FinishReason.ABORT if reason is FinishReason.RUNNING else reason).text)
             self.close()
 
-    def _prompt_piece(self, echo: Echo, first: TokenDelta) -> Piece:
+    async def _prompt_scores(self, delta: TokenDelta) -> list[TokenLogprobs] | None:
+        """The prompt's log-probabilities with the first delta that comes; None with others, and if none are wanted."""
+        shared = self._scores
+        if shared is None:
+            return None
+        self._scores = None
+        if self._request.shares_with is None:
+            shared.put(delta.prompt_logprobs)
+        scores = await shared.get()
+        if shared.wanted is not None:
+            pairs = zip(self._request.prompt_token_ids[1:], scores, strict=True)
+            named = [score.named(token, self._decoded, shared.wanted) for token, score in pairs]
+            self.prompt_logprobs = finite([None, *named])
+        return scores
+
+    def _prompt_piece(self, echo: Echo, scores: list[TokenLogprobs] | None) -> Piece:
         """The piece before the first token's."""
-        reports = None
-        if first.prompt_logprobs is not None:
+        reports, most = None, self._request.params.logprobs
+        if scores is not None and most is not None:
             ids = self._request.prompt_token_ids
             reports = [TokenReport(self._text(ids[0]), None, 0, [])]
             self._offset = len(reports[0].text)
-            reports += self._reports(ids[1:], first.prompt_logprobs)
+            reports += self._reports(ids[1:], [replace(score, top=score.top[:most]) for score in scores])
         return Piece(self.index, echo.text, [], FinishReason.LENGTH.text if echo.alone else None, None, reports)
 
     def _reports(self, token_ids: list[int], given: list[TokenLogprobs]) -> list[TokenReport]:
@@ -307,8 +365,12 @@ class Generation:
 
     def _text(self, token_id: int) -> str:
         """A token by itself; its id where there is no tokenizer to name it, in vLLM's form."""
+        text = self._decoded(token_id)
+        return f"token_id:{token_id}" if text is None else text
+
+    def _decoded(self, token_id: int) -> str | None:
         tokenizer = self._frontend.tokenizer
-        return f"token_id:{token_id}" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+        return None if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
 
     def _detokenizer(self) -> Detokenizer | None:
         tokenizer = self._frontend.tokenizer

@@ -25,7 +25,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "prompt_logprobs": (),
     "use_beam_search": (False,),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
@@ -113,6 +112,7 @@ class GenerationRequest(BaseModel):
     allowed_token_ids: list[int] | None = Field(None, description="a list of token ids")
     bad_words: list[str] | None = Field(None, description="a list of strings")
     skip_special_tokens: bool | None = Field(None, description=_BOOL)
+    prompt_logprobs: int | None = Field(None, description=_WHOLE)
     return_token_ids: bool | None = Field(None, description=_BOOL)
     speculative: Speculative | None = Field(
         None, description="an object with enabled (true or false) and num_speculative_tokens (a whole number)"
@@ -124,6 +124,7 @@ class GenerationRequest(BaseModel):
         given["logit_bias"] = {_token_id(key): value for key, value in (self.logit_bias or {}).items()}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         given |= {"seed": self.seed, "stop": stop, "max_tokens": max_tokens, "logprobs": self.alternatives()}
+        given["prompt_logprobs"] = self.prompt_logprobs
         given["max_drafts"] = self.speculative.max_drafts() if self.speculative else None
         return SamplingParams(**{**defaults, **given})
 
@@ -131,8 +132,12 @@ class GenerationRequest(BaseModel):
         """How many likely tokens to report at each position; None for no log-probabilities. Raises BadRequest."""
         raise NotImplementedError
 
-    def check_stream_options(self) -> None:
-        """Raises BadRequest for stream_options without a stream."""
+    def check_stream(self) -> None:
+        """Raises BadRequest for stream_options without a stream, and for what no stream brings."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise BadRequest(
+                "prompt_logprobs come with whole answers only; leave out stream or prompt_logprobs.", "prompt_logprobs"
+            )
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options is set but stream is not; set stream=true or remove it.", "stream_options")
 
@@ -158,11 +163,6 @@ class CompletionRequest(GenerationRequest):
 
     def alternatives(self) -> int | None:
         return self.logprobs
-
-    def check_echo(self) -> None:
-        """Raises BadRequest for an echo that cannot be given."""
-        if self.echo and self.logprobs is not None and (self.n or 1) > 1:
-            raise BadRequest(f"echo with logprobs gives one sequence, not n={self.n}; leave out one of them.", "n")
 
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts, one or many. Raises BadRequest for none, too many, or an empty one."""

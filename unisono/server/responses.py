@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from unisono.types import Logprob
+
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
@@ -27,6 +29,13 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct):
+    """Of the tokens that a drafter predicted: those in the text, and those that the target put others for."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct):
     """Token counts; ``completion_tokens`` ends with the text (a stop token counts, what follows does not)."""
 
@@ -34,15 +43,22 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
     @classmethod
-    def of(cls, prompt: int, completion: int, cached: int) -> Usage:
-        return cls(prompt, completion, prompt + completion, PromptDetails(cached))
+    def of(cls, prompt: int, completion: int, cached: int, accepted: int = 0, rejected: int = 0) -> Usage:
+        details = PromptDetails(cached), CompletionDetails(accepted, rejected)
+        return cls(prompt, completion, prompt + completion, *details)
 
     @classmethod
     def total(cls, usages: Iterable[Usage]) -> Usage:
         """The sum over an answer's choices."""
-        parts = [(u.prompt_tokens, u.completion_tokens, u.prompt_tokens_details.cached_tokens) for u in usages]
+        parts = [
+            (u.prompt_tokens, u.completion_tokens, u.prompt_tokens_details.cached_tokens,
+             u.completion_tokens_details.accepted_prediction_tokens,
+             u.completion_tokens_details.rejected_prediction_tokens)
+            for u in usages
+        ]  # fmt: skip
         return cls.of(*map(sum, zip(*parts, strict=True)))
 
 
@@ -73,6 +89,18 @@ class Alternative(msgspec.Struct):
 
 class ChatLogprob(Alternative):
     top_logprobs: list[Alternative]
+
+
+PromptLogprobs = list[dict[int, Logprob] | None]
+"""vLLM's wording: for each prompt token its own log-probability and the likeliest ones', by id; null for the first."""
+
+
+def finite(given: PromptLogprobs) -> PromptLogprobs:
+    """The same with no minus infinity, which JSON lacks."""
+    for entries in given:
+        for entry in (entries or {}).values():
+            entry.logprob = max(entry.logprob, LEAST_LOGPROB)
+    return given
 
 
 class ChatLogprobs(msgspec.Struct):
@@ -130,6 +158,7 @@ class TextChoice(msgspec.Struct):
     seed: int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     logprobs: TextLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Response(msgspec.Struct):
@@ -145,6 +174,7 @@ class Response(msgspec.Struct):
     system_fingerprint: str
     choices: list[ChatChoice] | list[ChatChunkChoice] | list[TextChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # a completion's stand in its choices
 
 
 class Shape(Protocol):
@@ -159,6 +189,7 @@ class Shape(Protocol):
     def text(self, index: int, text: str) -> Any: ...
     def last(self, index: int, finish: str, stop: str | None) -> Any: ...
     def logprobs(self, reports: list[TokenReport]) -> Any: ...
+    def add_prompt_logprobs(self, answer: Response, given: list[PromptLogprobs]) -> None: ...
 
 
 class ChatShape:
@@ -187,6 +218,10 @@ class ChatShape:
             content.append(ChatLogprob(own.token, own.logprob, own.bytes, top))
         return ChatLogprobs(content)
 
+    def add_prompt_logprobs(self, answer: Response, given: list[PromptLogprobs]) -> None:
+        """All choices have one prompt, so the answer has its log-probabilities."""
+        answer.prompt_logprobs = given[0]
+
 
 class TextShape:
     """``/v1/completions``."""
@@ -213,6 +248,12 @@ class TextShape:
             pairs = [] if r.logprob is None else [(r.text, r.logprob), *r.top]
             tops.append({text: max(logprob, LEAST_LOGPROB) for text, logprob in pairs} or None)
         return TextLogprobs(names, own, tops, offsets)
+
+    def add_prompt_logprobs(self, answer: Response, given: list[PromptLogprobs]) -> None:
+        """Each choice has those of its prompt."""
+        for choice, one in zip(answer.choices, given, strict=True):
+            assert isinstance(choice, TextChoice)
+            choice.prompt_logprobs = one
 
 
 class ModelCard(msgspec.Struct):

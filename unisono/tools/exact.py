@@ -64,7 +64,7 @@ def exact(
 
 def _tokens_a_round(before: Any, now: Any) -> str:
     """Mean tokens that a drafting request committed in a round since ``before``; empty without drafts."""
-    rounds, accepted = now.drafts - before.drafts, now.accepted_tokens - before.accepted_tokens
+    rounds, accepted = now.draft_rounds - before.draft_rounds, now.accepted_tokens - before.accepted_tokens
     return f", {1 + accepted / rounds:.2f} tokens a round" if rounds else ""
 
 

@@ -1,6 +1,6 @@
 """Muon: momentum whose update is made orthogonal by Newton-Schulz iterations (Jordan et al., 2024).
 
-Used by ``train`` only.
+Used by ``train``, and to train draft heads.
 """
 
 from __future__ import annotations

@@ -1,0 +1,80 @@
+"""Passes run dry at a start: kernels are queued for compilation, nothing is launched, nothing reads garbage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime._async_compile import active_mode
+from triton.runtime.jit import KernelInterface
+
+from unisono.engine.warmup import compiling_only
+
+CPU = torch.device("cpu")
+
+
+class Compiled:
+    """What a compilation makes; it is loaded before the start goes on."""
+
+    loaded = 0
+
+    def _init_handles(self) -> None:
+        self.loaded += 1
+
+
+class Kernel(KernelInterface):
+    """Compiles as a JITFunction does: through the mode that is active."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[tuple, bool]] = []
+        self.compiled: list[Compiled] = []
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        self.runs.append((grid, warmup))
+        mode = active_mode.get()
+        return None if mode is None else mode.submit(args, Compiled, self.compiled.append)
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+def test_a_launch_only_queues_its_compilation() -> None:
+    kernel = Kernel()
+    with compiling_only(CPU):
+        kernel[(3,)](1)
+        kernel[(4,)](1)
+        kernel[(3,)](2)
+    assert kernel.runs == [((3,), True), ((4,), True), ((3,), True)]
+    assert [c.loaded for c in kernel.compiled] == [1, 1]  # of each specialisation one
+    kernel[(5,)](1)
+    assert kernel.runs[-1] == ((5,), False)
+
+
+def test_what_kernels_would_have_filled_is_zero() -> None:
+    table = torch.arange(4)
+    empty, new = torch.empty, torch.Tensor.new_empty
+    with torch.inference_mode(), compiling_only(CPU):
+        dirty = [
+            torch.empty(64),
+            table.new_empty(64),
+            torch.empty_like(table),
+            table.new_empty((2, 3), dtype=torch.int32),
+        ]
+        assert not any(tensor.any() for tensor in dirty)
+        assert table.index_select(0, dirty[1]).tolist() == [0] * 64
+    assert (torch.empty, torch.Tensor.new_empty) == (empty, new)
+
+
+def test_a_kernel_that_does_not_compile_stops_the_start() -> None:
+    class Broken(Kernel):
+        def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            def fails() -> None:
+                raise ValueError("no such instruction")
+
+            return active_mode.get().submit(args, fails, self.compiled.append)  # type: ignore[union-attr]
+
+    with pytest.raises(ValueError, match="no such instruction"), compiling_only(CPU):
+        Broken()[(1,)](1)

@@ -1,0 +1,71 @@
+"""A round over several paths for each request: what it does before its target pass and after.
+
+Owns the order of a tree's steps inside the round; ``programs.py`` calls it where a tree was asked for. A path is a row
+of the round like any other, with the request's own slot and a page-table row of its own, so it computes the bits that
+it would compute alone, and the best one is committed as a chain would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from unisono.cache.kv import PAGE_SIZE, KVCache
+from unisono.drafters.base import Span, TreeDrafter
+from unisono.engine.slots import Slots
+from unisono.kernels.paths import Best, Fork, best_path, copy_span, fork_paths, span_pages
+
+
+def path_pages(paths: int, drafts: int, num_slots: int) -> int:
+    """Pages that the paths of so many requests have to themselves."""
+    return (paths - 1) * span_pages(drafts, PAGE_SIZE) * num_slots
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The paths of a tree, their page-table rows and their pages. Shapes: R requests, P paths, W = 1 + k."""
+
+    paths: Sequence[Sequence[int]]
+    drafter: TreeDrafter
+    slots: Slots
+    kv: KVCache
+    unused: torch.Tensor  # bool [P, k]: behind each path's end
+
+    @staticmethod
+    def of(paths: Sequence[Sequence[int]], drafter: TreeDrafter, slots: Slots, kv: KVCache) -> Tree:
+        unused = [[step >= len(path) for step in range(drafter.num_drafts)] for path in paths]
+        return Tree(paths, drafter, slots, kv, torch.tensor(unused, device=slots.length.device))
+
+    def fork(self, slots: torch.Tensor) -> Fork:
+        """The R · P rows of a round over ``slots [R]``, with the keys and values that they begin with."""
+        s, count = self.slots, len(self.paths)
+        pages = span_pages(self.drafter.num_drafts, PAGE_SIZE)
+        fork = fork_paths(s.page_table, slots, s.length, s.status, count, pages, self.kv.num_pages, PAGE_SIZE)
+        span = Span(fork.sources, fork.tables, fork.first, fork.last)
+        self._copy(span)
+        self.drafter.fork(span)
+        return fork
+
+    def propose(self, fork: Fork, drafts: torch.Tensor) -> None:
+        """Write ``drafts [R · P, k]``, -1 behind each path's end."""
+        self.drafter.propose(fork.slots, drafts, fork.tables)
+        drafts.view(-1, *self.unused.shape).masked_fill_(self.unused, -1)
+
+    def best(self, fork: Fork, picks: torch.Tensor, drafts: torch.Tensor) -> Best:
+        """The path of each request that the target's picks [R · P, W] agree with longest."""
+        return best_path(picks, drafts, fork.tables, len(self.paths))
+
+    def adopt(self, slots: torch.Tensor, best: Best, result: torch.Tensor) -> None:
+        """Bring the best paths' accepted drafts home: their keys and values to the requests' own pages.
+
+        slots [R], result [R, W + 2] as committed: ``slots.length`` has moved on by the count.
+        """
+        length = self.slots.length.index_select(0, slots)
+        span = Span(best.tables, slots, length - result[:, 0], length - 1)
+        self._copy(span)
+        self.drafter.adopt(span)
+
+    def _copy(self, span: Span) -> None:
+        copy_span(self.kv.flat, self.slots.page_table, span.sources, span.tables, span.first, span.last)

@@ -1,0 +1,82 @@
+"""A product, the residual stream it is added to, and the norm that reads the sum. Owns the ``linear_norm`` op.
+
+Two launches at any number of rows: where the product is the Triton kernel's it adds the residual itself, where it is
+cuBLASLt's the norm does. Rounding is the same, so are the bits. Called by ``layers``.
+
+Shapes: M rows, K inputs, H features.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from unisono.kernels.library import define, differentiable, register
+from unisono.kernels.linear import blas_linear, launch_linear, linear_cpu, linear_formula, runs_on_blas
+from unisono.kernels.norm import launch_add_rms_norm, launch_rms_norm, rms_norm_cpu, rms_norm_formula
+
+
+def linear_norm_cuda(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if runs_on_blas(x, weight):
+        return launch_add_rms_norm(blas_linear(x, weight, bias, None), residual, norm_weight, eps)
+    total = launch_linear(x, weight, bias, residual)
+    return total, launch_rms_norm(total, norm_weight, eps)
+
+
+def linear_norm_cpu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = linear_cpu(x, weight, bias, residual)
+    return total, rms_norm_cpu(total, norm_weight, eps)
+
+
+def _linear_norm_formula(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = linear_formula(x, weight, bias, residual)
+    return total, rms_norm_formula(total, norm_weight, eps)
+
+
+def _linear_norm_meta(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+
+
+define(
+    "linear_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor norm_weight, float eps)"
+    " -> (Tensor, Tensor)"
+)
+register("linear_norm", cuda=linear_norm_cuda, cpu=linear_norm_cpu, meta=_linear_norm_meta)
+differentiable("linear_norm", _linear_norm_formula)
+
+
+def linear_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``total = linear(x [M, K], weight [H, K], bias, residual [M, H])`` and ``rms_norm(total, norm_weight, eps)``.
+
+    Returns (total, normed), each [M, H]; the bits are those of the two ops one after the other.
+    """
+    return torch.ops.unisono.linear_norm(x, weight, bias, residual, norm_weight, eps)

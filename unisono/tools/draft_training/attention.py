@@ -1,0 +1,101 @@
+"""Causal attention with gradients, behind the interface that serving's backends have.
+
+Rows are equally long and hold no padding in front. A pass writes its keys and values into caches of its own, a row's
+pages side by side. Shapes: B rows, L tokens a row, Hq / Hkv query / KV heads, D head dim, P page size.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from unisono.attention.base import AttentionInputs
+from unisono.models.config import DecoderConfig
+
+KV = tuple[torch.Tensor, torch.Tensor]
+
+
+class TrainingAttention:
+    """An ``AttentionBackend`` in plain torch.
+
+    ``inputs.plan`` may hold the caches of the earlier steps of an unrolled head, step 0's first (EAGLE-3's
+    "training-time test", arXiv 2503.01840, section 3.2). Token q of a row then sees keys 0 … q of step 0, which stand
+    for what the target had committed, and key q of each later step, its own included: the drafts since.
+    """
+
+    name = "training"
+    capturable = True
+
+    def plan(self, inputs: AttentionInputs) -> None:
+        """Nothing: the caller has put the earlier steps there."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        window: int,
+        first: int = 0,
+    ) -> torch.Tensor:
+        """q [B · L, Hq, D] -> [B · L, Hq · D]; see :class:`unisono.attention.base.AttentionBackend`."""
+        rows = inputs.slots.shape[0]
+        queries = q.view(rows, -1, *q.shape[1:]).transpose(1, 2)
+        length, heads = queries.shape[2], q.shape[1]
+        caches = [*(inputs.plan or ()), (k_cache, v_cache)]
+        keys, values = (
+            torch.cat([_by_row(cache[i], rows, length) for cache in caches], dim=2).repeat_interleave(
+                heads // k_cache.shape[1], dim=1
+            )
+            for i in (0, 1)
+        )
+        plain = len(caches) == 1 and not window
+        mask = None if plain else _visible(length, len(caches) - 1, window, q.device)
+        out = scaled_dot_product_attention(queries, keys, values, mask, is_causal=plain, scale=scale)
+        return out.transpose(1, 2).reshape(rows * length, -1)
+
+
+def _by_row(cache: torch.Tensor, rows: int, length: int) -> torch.Tensor:
+    """[B · n, Hkv, P, D] -> the first ``length`` of each row's n · P tokens, [B, Hkv, length, D]."""
+    _, heads, page, dim = cache.shape
+    return cache.view(rows, -1, heads, page, dim).transpose(1, 2).reshape(rows, heads, -1, dim)[:, :, :length]
+
+
+@functools.lru_cache(maxsize=64)
+def _visible(length: int, steps: int, window: int, device: torch.device) -> torch.Tensor:
+    """Which keys a query sees: [L, (1 + steps) · L] bool."""
+    q = torch.arange(length, device=device)[:, None]
+    k = q.T
+    committed = k <= q
+    if window:  # step 0's key k stands ``steps`` + q - k positions before query q
+        committed = committed & (steps + q - k < window)
+    return torch.cat((committed, *([k == q] * steps)), dim=1)
+
+
+def new_pass(
+    config: DecoderConfig, rows: int, length: int, first: int, page: int, layers: int, dtype: torch.dtype,
+    device: torch.device, earlier: tuple[KV, ...] = (),
+) -> tuple[AttentionInputs, list[KV]]:  # fmt: skip
+    """Inputs and empty caches for rows of ``length`` tokens that stand at positions first, first + 1, …
+
+    page: of the caches, a divisor of length. earlier: caches of the steps before, see :class:`TrainingAttention`.
+    """
+    each = torch.arange(rows * length, dtype=torch.int32, device=device)
+    slots = each[:rows]
+    inputs = AttentionInputs(
+        slots=slots,
+        positions=each % length + first,
+        kv_slots=each,
+        kv_len=slots.new_full((rows,), first + length),
+        page_table=slots[:, None],
+        width=length,
+        plan=earlier,
+    )
+    shape = (rows * length // page, config.num_kv_heads, page, config.head_dim)
+    return inputs, [
+        (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+        for _ in range(layers)
+    ]

@@ -1,0 +1,79 @@
+"""Rows of tokens from texts: which texts step n takes is a function of the seed and n alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+import torch
+
+from unisono.tools.draft_training.answers import Text
+
+ROUND = 16
+"""Rows are padded to a multiple of this: the page size of the caches that the target's pass fills."""
+
+POOL = 64
+"""Batches' worth of texts that are sorted by length together, so that little is padding."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """token_ids [B, L] int32, 0 behind a row's end. learnt [B, L] bool: where the *next* token is to be foreseen."""
+
+    token_ids: torch.Tensor
+    learnt: torch.Tensor
+
+
+class Batches:
+    """``batches[n]`` is step n's: texts of like length, ``tokens`` of them, padding included, at most.
+
+    A text longer than ``tokens`` is cut. Every text comes once in an epoch.
+    """
+
+    def __init__(self, texts: Sequence[Text], tokens: int, seed: int) -> None:
+        self.texts, self.tokens, self.seed = texts, tokens, seed
+        self._epoch, self._first, self._order = -1, 0, list[list[int]]()
+
+    def __getitem__(self, step: int) -> Batch:
+        while step < self._first or step >= self._first + len(self._order):
+            back = step < self._first
+            self._first = 0 if back else self._first + len(self._order)
+            self._epoch = 0 if back else self._epoch + 1
+            self._order = self._shuffled(self._epoch)
+        return self._rows([self.texts[i] for i in self._order[step - self._first]])
+
+    def _shuffled(self, epoch: int) -> list[list[int]]:
+        rng = Random(f"{self.seed} {epoch}")
+        order = list(range(len(self.texts)))
+        rng.shuffle(order)
+        mean = sum(len(t.token_ids) for t in self.texts) / len(self.texts)
+        pool = max(1, int(POOL * self.tokens / mean))
+        batches: list[list[int]] = []
+        for start in range(0, len(order), pool):
+            some = sorted(order[start : start + pool], key=lambda i: len(self.texts[i].token_ids))
+            batches += self._cut(some)
+        rng.shuffle(batches)
+        return batches
+
+    def _cut(self, ascending: list[int]) -> list[list[int]]:
+        batches: list[list[int]] = [[]]
+        for i in ascending:
+            if batches[-1] and (len(batches[-1]) + 1) * self._length(self.texts[i]) > self.tokens:
+                batches.append([])
+            batches[-1].append(i)
+        return batches
+
+    def _length(self, text: Text) -> int:
+        tokens = min(len(text.token_ids), self.tokens)
+        return tokens + -tokens % ROUND
+
+    def _rows(self, texts: list[Text]) -> Batch:
+        length = max(self._length(text) for text in texts)
+        ids = torch.zeros((len(texts), length), dtype=torch.int32)
+        learnt = torch.zeros((len(texts), length), dtype=torch.bool)
+        for row, text in enumerate(texts):
+            tokens = text.token_ids[:length]
+            ids[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+            learnt[row, text.learnt : len(tokens) - 1] = True  # an answer's first token is the prompt pass's
+        return Batch(ids, learnt)

@@ -1,0 +1,111 @@
+"""Trained drafts on disk, in the formats of the papers' and the models' own repositories.
+
+EAGLE-3: the original's layout, ``midlayer.*`` with ``d2t`` and ``t2d``, which SGLang and vLLM read too. EAGLE: the
+original's. MTP: DeepSeek-V3's or Qwen3-Next's keys, alone or in a copy of the target's directory. A whole model is a
+Hugging Face directory. ``models/draft_checkpoint.py`` and ``models/mtp_checkpoint.py`` own the names.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from unisono.models.checkpoint import INDEX, WEIGHTS, read_json
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "tokenizer.model",
+    "vocab.json", "merges.txt", "generation_config.json", "added_tokens.json",
+)  # fmt: skip
+
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_tensors(file: Path, tensors: Tensors, dtype: torch.dtype) -> None:
+    """Floating-point tensors in ``dtype``, the rest as they are; written beside and put in place when whole."""
+    stored = {
+        name: (t.detach().to(dtype) if t.is_floating_point() else t.detach()).cpu().contiguous().clone()
+        for name, t in tensors.items()
+    }
+    _replace(file, stored)
+
+
+def _replace(file: Path, stored: Tensors) -> None:
+    beside = file.with_suffix(".part")
+    save_file(dict(stored), beside, {"format": "pt"})
+    beside.chmod(0o644)  # safetensors makes files that only their owner reads
+    beside.replace(file)
+
+
+def layer_fields(target: Mapping[str, Any], config: Any, **changes: Any) -> dict[str, Any]:
+    """config.json of a head of one Llama layer with the sizes of the target's.
+
+    target: its config.json as it stands. config: its DecoderConfig.
+    """
+    return {
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_eps,
+        "max_position_embeddings": config.max_positions,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        **{name: target[name] for name in ROPE if target.get(name) is not None},
+        **changes,
+    }
+
+
+def original_names(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """EAGLE-3 tensors by the original's names, from speculators'."""
+    return {
+        f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name: tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def vocabulary_maps(ids: torch.Tensor | None, draft_vocab: int, vocab: int) -> dict[str, torch.Tensor]:
+    """``d2t [V'] int64``: offsets, target id = i + d2t[i]. ``t2d [V] bool``: which of the target's tokens it knows."""
+    each = torch.arange(draft_vocab)
+    known = each if ids is None else ids.long().cpu()
+    return {"d2t": known - each, "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill(0, known, True)}
+
+
+def copy_tokenizer(source: Path, out: Path) -> None:
+    """The tokenizer's files, and generation_config.json, where the source has them."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
+
+
+def write_beside_target(target: Path, out: Path, tensors: Tensors, dtype: torch.dtype) -> None:
+    """A copy of the target's directory in ``out`` that also holds ``tensors``: one file, or one shard more."""
+    copy_tokenizer(target, out)
+    if (target / WEIGHTS).is_file():
+        # The target's own keep their dtype: it may be another.
+        extra = {name: t.detach().to(dtype).cpu() for name, t in tensors.items()}
+        _replace(out / WEIGHTS, {**load_file(target / WEIGHTS), **extra})
+        return
+    index = read_json(target / INDEX)
+    for name in set(index["weight_map"].values()):
+        shutil.copyfile(target / name, out / name)
+    write_tensors(out / "mtp.safetensors", tensors, dtype)
+    index["weight_map"] |= dict.fromkeys(tensors, "mtp.safetensors")
+    write_json(out / INDEX, index)

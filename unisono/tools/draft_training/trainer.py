@@ -1,0 +1,222 @@
+"""The training loop: schedule, checkpoints, resume. What step n does depends on the recipe, the texts and n alone,
+unless the clock ends the run (``minutes``): then the learning rate follows the clock too."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.tools.draft_training.answers import Progress
+from unisono.tools.draft_training.batches import Batches
+from unisono.tools.draft_training.draft import loss_of
+from unisono.tools.draft_training.methods import Method, trainable
+from unisono.tools.draft_training.teacher import Teacher
+from unisono.tools.tiny.muon import Muon
+from unisono.types import ConfigError
+
+WARM_UP, COOL_DOWN = 0.03, 0.7
+"""Parts of the run in which the learning rate rises from, and falls to, zero; linear both."""
+
+SYNC_STEPS = 20
+"""The host waits for the device once in so many steps, so that the clock it reads is the device's."""
+
+STATE, RECIPE = "state.pt", "recipe.json"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How long and how fast to train. The run ends with ``steps`` or ``minutes``, whichever comes first.
+
+    batch_tokens: of a step, padding included. muon_lr: of the layers' matrices; lr: of the rest (AdamW).
+    save_every: seconds between checkpoints.
+    """
+
+    steps: int | None = None
+    minutes: float | None = None
+    batch_tokens: int = 8192
+    lr: float = 2e-3
+    muon_lr: float = 0.02
+    save_every: float = 60.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps is None and self.minutes is None:
+            raise ConfigError("nothing ends the run: give --steps or --minutes.")
+        for name in ("steps", "minutes", "lr", "muon_lr", "save_every"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: give a number above 0.")
+        if self.batch_tokens < 64:
+            raise ConfigError(f"--batch-tokens {self.batch_tokens}: give at least 64.")
+        if not 0 <= self.seed < 2**31:
+            raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to {2**31 - 1}.")
+
+
+@dataclass
+class Figures:
+    """Where a run stands. seconds: of training, earlier runs' included. agreed: share of positions, by step, where
+    draft and target had the same likeliest token, since the last line."""
+
+    step: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    loss: float = float("nan")
+    agreed: list[float] = field(default_factory=list)
+
+    def line(self) -> str:
+        """One line for the log."""
+        shares = " ".join(f"{share:.3f}" for share in self.agreed)
+        return f"step {self.step}  {self.seconds:.0f} s  loss {self.loss:.4f}  agreed {shares}"
+
+
+class Trainer:
+    """Trains ``method.draft`` on ``batches``; ``folder`` holds what a resumed run needs."""
+
+    def __init__(self, teacher: Teacher, method: Method, batches: Batches, recipe: Recipe, folder: Path) -> None:
+        self.teacher, self.method, self.batches, self.recipe, self.folder = teacher, method, batches, recipe, folder
+        self.weights = trainable(method.draft, teacher)
+        for parameter in self.weights.values():
+            parameter.requires_grad_(True)
+        self.optimizers = _optimizers(self.weights, recipe)
+        self.figures = Figures()
+
+    @property
+    def progress(self) -> float:
+        """Share of the run that is done, 0 … 1."""
+        by_steps = self.figures.step / self.recipe.steps if self.recipe.steps else 0.0
+        by_clock = self.figures.seconds / (60 * self.recipe.minutes) if self.recipe.minutes else 0.0
+        return min(1.0, max(by_steps, by_clock))
+
+    def run(self, report: Progress, log: Callable[[str], None]) -> Figures:
+        """Train until the recipe ends, saving now and then and at the end."""
+        figures, recent = self.figures, list[tuple[torch.Tensor, torch.Tensor]]()
+        before, started = figures.seconds, time.monotonic()
+        saved = said = started
+        while self.progress < 1:
+            recent.append(self._step())
+            figures.step += 1
+            if figures.step % SYNC_STEPS == 0 or self.progress >= 1:
+                self._read(recent)
+            figures.seconds = before + time.monotonic() - started
+            report("train", self.progress)
+            now = time.monotonic()
+            if now - said > 10 and not recent and self.progress < 1:
+                log(f"{self.progress:4.0%}  {figures.line()}")
+                said = now
+            if now - saved > self.recipe.save_every:
+                self.save()
+                saved = now
+        self._read(recent)
+        log(f"100%  {figures.line()}")
+        self.save()
+        return figures
+
+    def _step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = self.batches[self.figures.step]
+        self.figures.tokens += batch.token_ids.numel()
+        seen = self.teacher.look(batch, self.method.draft.aux_layers)
+        with self._precision():
+            loss = loss_of(self.method.draft, seen, self._kv_dtype)
+        loss.value.backward()
+        torch.nn.utils.clip_grad_norm_(list(self.weights.values()), 1.0)
+        factor = learning_rate(self.progress)
+        for optimizer, peak in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = peak * factor
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.value.detach(), loss.agreed
+
+    @property
+    def _kv_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.teacher.device.type == "cuda" else torch.float32
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """bf16 products with fp32 weights on a GPU; fp32 on a CPU, whose target is fp32 too."""
+        if self.teacher.device.type == "cuda":
+            return torch.autocast("cuda", torch.bfloat16)
+        return nullcontext()
+
+    def _read(self, recent: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Wait for the device and take in what the last steps brought."""
+        if recent:
+            most = max(len(agreed) for _, agreed in recent)
+            whole = [agreed for _, agreed in recent if len(agreed) == most]
+            self.figures.loss = float(torch.stack([loss for loss, _ in recent]).mean())
+            self.figures.agreed = torch.stack(whole).mean(0).tolist()
+            recent.clear()
+
+    # ---- checkpoints ----------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Export the draft, and write what :meth:`resume` reads."""
+        self.method.save()
+        state = {
+            "weights": {name: p.detach().cpu() for name, p in self.weights.items()},
+            "optimizers": [optimizer.state_dict() for optimizer, _ in self.optimizers],
+            "figures": asdict(self.figures),
+        }
+        beside = self.folder / f"{STATE}.part"
+        torch.save(state, beside)
+        beside.replace(self.folder / STATE)
+
+    def resume(self) -> bool:
+        """Go on from the folder's state; False where it has none."""
+        file = self.folder / STATE
+        if not file.exists():
+            return False
+        state = torch.load(file, map_location=self.teacher.device, weights_only=True)
+        with torch.no_grad():
+            for name, parameter in self.weights.items():
+                parameter.copy_(state["weights"][name])
+        for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.figures = Figures(**state["figures"])
+        return True
+
+
+def learning_rate(progress: float) -> float:
+    """The factor on the learning rates; ``progress`` runs from 0 to 1."""
+    return min(1.0, (progress + 1e-3) / WARM_UP, max(0.0, 1 - progress) / COOL_DOWN)
+
+
+def check_recipe(folder: Path, asked: dict[str, Any], resume: bool) -> None:
+    """Write ``asked`` into the folder, or compare it with what stands there. Raises ConfigError naming what differs.
+
+    What ends a run, and how often it is saved, may change from one to the next.
+    """
+    file = folder / RECIPE
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(asked, indent=2) + "\n")
+        return
+    if not resume:
+        raise ConfigError(f"{folder.parent} holds a run already: give --resume to go on with it, or another --out.")
+    held = json.loads(file.read_text())
+    free = {"steps", "minutes", "save_every"}
+    wrong = [n for n in sorted(held.keys() | asked.keys()) if n not in free and held.get(n) != asked.get(n)]
+    if wrong:
+        raise ConfigError(
+            f"{folder.parent} was begun with {wrong[0]}={held.get(wrong[0])!r}, not {asked.get(wrong[0])!r}: resume it "
+            "as it was, or give another --out."
+        )
+
+
+def _optimizers(weights: dict[str, torch.nn.Parameter], recipe: Recipe) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Muon for the matrices inside layers, AdamW for vocabularies and norms; each with its peak learning rate."""
+    inner = [p for n, p in weights.items() if p.ndim == 2 and not n.startswith(("embed.", "lm_head."))]
+    chosen = {id(p) for p in inner}
+    others = [p for p in weights.values() if id(p) not in chosen]
+    fused = others[0].is_cuda if others else False
+    pairs: list[tuple[torch.optim.Optimizer, float]] = [(Muon(inner, weight_decay=0.0), recipe.muon_lr)]
+    if others:
+        adam = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+        pairs.append((adam, recipe.lr))
+    return pairs
