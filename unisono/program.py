@@ -258,7 +258,6 @@ class Reason(enum.Enum):
         return member
 
     DISABLED = "graphs are off", "drop --enforce-eager or --graphs off"
-    NOT_CAPTURABLE = "this program has no graph kind", "none: tell the project"
     ABOVE_BUCKETS = (
         "the batch is larger than the largest captured bucket",
         "an idle server captures it; raise --graph-memory, or lower --max-num-batched-tokens to the largest bucket",

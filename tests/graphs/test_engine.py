@@ -11,8 +11,9 @@ import torch
 from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
 from tests.graphs.programs import FULL, SEGMENTED
 from unisono.config import EngineConfig, parse_graphs
+from unisono.engine import programs
 from unisono.llm import LLM
-from unisono.program import Reason
+from unisono.program import Reason, eager_break
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
 
 CUDA = torch.cuda.is_available()
@@ -45,6 +46,15 @@ def test_modes_by_program() -> None:
 def test_full_graphs_of_a_backend_that_none_can_hold_are_refused(qwen3: Path) -> None:
     with pytest.raises(ConfigError, match=r"attention backend 'torch' plans on the host: use --graphs auto or round="):
         engine(qwen3, attention_backend="torch", graphs="round=full")
+
+
+def test_full_graphs_of_passes_that_break_are_refused(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is that breaks: here the sampling of log-probabilities."""
+    monkeypatch.setattr(programs, "report_logprobs", eager_break(programs.report_logprobs))
+    with pytest.raises(ConfigError, match="round passes run 1 functions eagerly, so they cannot be captured whole"):
+        engine(qwen3, graphs="round=full", max_num_seqs=1)
+    with engine(qwen3, max_num_seqs=1) as llm:
+        assert {graph.kind for graph in llm.engine.runner.planner.graphs()} == {SEGMENTED}
 
 
 def test_automatic_modes_are_decisions(qwen3: Path) -> None:

@@ -5,11 +5,13 @@ Called by the runner at start; the planner measures, chooses and captures.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from unisono.attention.base import AttentionBackend
-from unisono.config import ResolvedConfig
+from unisono.config import ResolvedConfig, parse_graphs
 from unisono.graphs.cost import PassCost, candidates
 from unisono.graphs.planner import Buckets
-from unisono.program import Needs, Program, Shape
+from unisono.program import Graph, Needs, Program, Shape
 from unisono.types import ConfigError
 
 GPU_PASSES = {"round": 500_000, "extend": 100_000, "score": 1_000}
@@ -49,6 +51,17 @@ def graph_modes(config: ResolvedConfig, attention: AttentionBackend) -> Resolved
     return config.decide(
         "graphs", f"{kind} for {', '.join(automatic)}", f"attention backend {name!r} {why}", graphs=modes
     )
+
+
+def check_full(config: ResolvedConfig, graphs: Iterable[Graph]) -> None:
+    """Raises ConfigError where ``--graphs full`` was asked of passes that turned out to break."""
+    asked = parse_graphs(config.asked.graphs)
+    for graph in graphs:
+        if graph.breaks and asked[graph.key.program] == "full":
+            raise ConfigError(
+                f"--graphs {config.asked.graphs}: {graph.key.program} passes run {graph.breaks} functions eagerly, "
+                f"so they cannot be captured whole. Use --graphs auto or {graph.key.program}=segmented."
+            )
 
 
 def with_graph_bytes(config: ResolvedConfig, default: int, why: str) -> ResolvedConfig:

@@ -21,7 +21,14 @@ from unisono.cache.kv import PAGE_SIZE, KVCache, KVShape
 from unisono.cache.pages import pages_for
 from unisono.config import ResolvedConfig
 from unisono.drafters.base import Drafter, Host, TreeDrafter
-from unisono.engine.buckets import CPU_GRAPH_BYTES, buckets_of, gpu_graph_bytes, graph_modes, with_graph_bytes
+from unisono.engine.buckets import (
+    CPU_GRAPH_BYTES,
+    buckets_of,
+    check_full,
+    gpu_graph_bytes,
+    graph_modes,
+    with_graph_bytes,
+)
 from unisono.engine.programs import Parts, extend_program, round_program
 from unisono.engine.scheduler import Chunk, Extend, Round
 from unisono.engine.slots import Slots
@@ -122,6 +129,7 @@ class Runner:
         self.planner = Planner(config.device, compile=compile, budget=asked)
         with _Stage(self, "capture"):
             self.planner.capture(self._buckets(self._parts(self.kv)), lambda share: progress("capture", share))
+        check_full(self.config, self.planner.graphs())
 
     def _leave_a_core(self) -> None:
         """Use all cores but one: waiting threads spin, and would take the API process's turn."""

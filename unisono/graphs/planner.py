@@ -36,13 +36,11 @@ class Buckets:
     cost: what a pass takes; None: nothing is known, and every pass that fits a graph replays it. measured: find it out.
     always: replay even where a graph would save nothing.
     share: of the memory budget that may be taken once one of its graphs is captured.
-    reason: why nothing of it can be captured.
     """
 
     program: Program
     shapes: tuple[Shape, ...] = ()
     needs: Needs = NO_NEEDS
-    reason: Reason | None = None
     mode: str = "full"
     passes: float | None = None
     cost: PassCost | None = None
@@ -129,7 +127,7 @@ class Planner:
             yield from graphs
 
     def _captures(self, buckets: Buckets) -> bool:
-        return buckets.mode != "off" and buckets.reason is None and bool(buckets.shapes)
+        return buckets.mode != "off" and bool(buckets.shapes)
 
     def _measure(self, buckets: Buckets) -> Buckets:
         """Find out what a pass costs: the smallest shape as a graph, the largest eagerly, and the host's launches."""
@@ -202,8 +200,6 @@ class Planner:
         buckets = self._programs[key.program]
         if not self.enabled or buckets.mode == "off":
             return Eager(Reason.DISABLED)
-        if buckets.reason is not None:
-            return Eager(buckets.reason)
         rows, cost = key.shape.rows, buckets.cost
         graphs = self._graphs.get((key.program, key.shape.width), [])
         for graph in graphs:
@@ -266,7 +262,7 @@ class Planner:
 
     def forget(self) -> None:
         """Count from zero again."""
-        for counts in (self.passes, self.filled_rows, self.padded_rows):
+        for counts in (self.passes, self.filled_rows, self.padded_rows, self._missing):
             counts.clear()
 
     # ---- what it tells ------------------------------------------------------------------------

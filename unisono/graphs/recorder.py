@@ -6,11 +6,13 @@ replays what was recorded, ``compiled`` rewrites it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from unisono.graphs.segments import Break, storages
@@ -22,6 +24,13 @@ _FORBIDDEN = {
     _HOST.lift_fresh.default: "it makes a tensor of host values (torch.tensor(...)); put them in Buffers",
     _HOST.lift_fresh_copy.default: "it makes a tensor of host values (torch.tensor(...)); put them in Buffers",
     _HOST.equal.default: "it compares on the host (torch.equal)",
+}
+_UNSEEN = {  # these never reach a dispatch mode
+    torch.Tensor.tolist: "it reads a tensor's values on the host",
+    torch.Tensor.numpy: "it reads a tensor's values on the host",
+    torch.Tensor.__array__: "it reads a tensor's values on the host",
+    torch.from_numpy: "it makes a tensor of host values; put them in Buffers",
+    torch.as_tensor: "it makes a tensor of host values; put them in Buffers",
 }
 _DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
@@ -69,6 +78,28 @@ def _is_view(op: Any, args: tuple, results: tuple[torch.Tensor, ...]) -> bool:
     return all(t.untyped_storage().data_ptr() in given for t in results)
 
 
+def _refusal(what: object, why: str) -> CaptureError:
+    return CaptureError(
+        f"{what} cannot be captured: {why}. Work that must read values belongs in an @eager_break (docs/graphs.md)"
+    )
+
+
+class _HostReads(TorchFunctionMode):
+    """Refuses what reads or makes tensors on the host behind the dispatcher's back."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in _UNSEEN:
+            raise _refusal(getattr(func, "__name__", func), _UNSEEN[func])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    """Outside the modes of a recording."""
+    with _pop_mode_temporarily(), _disable_current_modes():
+        yield
+
+
 class Recorder(TorchDispatchMode):
     """Records what a pass dispatches, as it runs; a capture (:class:`unisono.program.Capture`) of its own.
 
@@ -82,19 +113,19 @@ class Recorder(TorchDispatchMode):
 
     def record(self, run: Callable[[Buffers], None], buffers: Buffers) -> list[Call | Break]:
         """Run the pass once and return its steps. Raises CaptureError for what cannot be captured."""
-        with self, capturing(self):
+        with self, _HostReads(), capturing(self):
             run(buffers)
         return self.steps
 
     def interrupt(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        with _disable_current_modes():
+        with _unrecorded():
             step = Break(function, args, kwargs)
         self.steps.append(step)
         return step.result
 
     def call(self, function: Callable[..., Any], args: tuple) -> tuple[torch.Tensor, ...]:
         """Call a function that the tape shall see as one op: it makes new tensors and changes none."""
-        with _disable_current_modes():
+        with _unrecorded():
             results = tuple(function(*args))
         self.steps.append(Call(function, args, {}, results))
         return results
@@ -104,10 +135,7 @@ class Recorder(TorchDispatchMode):
         if why is None and _DYNAMIC & set(func.tags):
             why = "its output's shape depends on the data"
         if why is not None:
-            raise CaptureError(
-                f"{func} cannot be captured: {why}. Work that must read values belongs in an @eager_break "
-                "(docs/graphs.md)"
-            )
+            raise _refusal(func, why)
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         results = _tensors(out)

@@ -27,6 +27,7 @@ class TrainingAttention:
 
     capturable = True
     name = "training"
+    capturable = True
 
     def plan(self, inputs: AttentionInputs) -> None:
         """Nothing: the caller has put the earlier steps there."""
