@@ -38,6 +38,8 @@ from unisono.types import (
 if TYPE_CHECKING:
     from unisono.llm import LLM
 
+SHORT_COLUMNS = ("program", "rows", "width", "needs", "kind", "breaks", "MiB", "ms", "capture")
+
 stdout = Console()
 stderr = Console(stderr=True)
 
@@ -262,8 +264,9 @@ def explain(
         return
     stdout.print(_table("Settings", ("setting", "value"), list(info["settings"].items())))  # type: ignore[attr-defined]
     stdout.print(_table("Graph memory", ("figure", "value"), list(info["graph_memory"].items())))  # type: ignore[attr-defined]
-    for title, rows in (("Decisions", info["decisions"]), ("Passes", info["graphs"])):
-        columns = list(dict.fromkeys(key for row in rows for key in row))  # type: ignore[attr-defined]
+    for title, rows in (("Decisions", info["decisions"]), ("Passes", [_readable(row) for row in info["graphs"]])):  # type: ignore[attr-defined]
+        # Only what some row has: most runs have no eager pass, so no reason and no advice.
+        columns = list(dict.fromkeys(key for row in rows for key in row if row[key] != ""))  # type: ignore[attr-defined]
         stdout.print(_table(title, columns, [[row.get(c, "") for c in columns] for row in rows]))  # type: ignore[attr-defined]
 
 
@@ -376,10 +379,20 @@ def _bars() -> Iterator[Callable[[str, float], None]]:
             bar.stop()
 
 
+def _readable(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of the passes' table with bytes as MiB and times to a tenth."""
+    names = {"bytes": ("MiB", 1 << 20), "ms": ("ms", 1), "capture_ms": ("capture", 1)}
+    shown = {}
+    for key, value in row.items():
+        name, unit = names.get(key, (key, None))
+        shown[name] = value if unit is None else f"{value / unit:.1f}"
+    return shown
+
+
 def _table(title: str, columns: Any, rows: Any) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, no_wrap=column in SHORT_COLUMNS)
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
     return table

@@ -22,7 +22,7 @@ CPU_COST = PassCost(fixed_ms=15.0, row_ms=0.4, capture_ms=20.0)
 """On a CPU nothing overlaps and a replay saves nothing: the tape is there for its semantics, so every pass replays one.
 These are the bundled model's figures on one core; sizes chosen by a clock would differ from run to run."""
 
-CPU_GRAPH_BYTES = 1 << 30
+CPU_GRAPH_BYTES = 2 << 30
 GPU_GRAPH_BYTES, GPU_GRAPH_SHARE = 2 << 30, 0.1
 """At most so many bytes for graphs on a GPU, and at most this share of what is free before the KV cache is sized."""
 
