@@ -271,4 +271,6 @@ def test_tokens_of_one_round_arrive_together(server: Server, start: Start, model
     """A round that brings several tokens changes when they come, never which: stop strings and counts included."""
     body = {"prompt": "Hello wörld 🙂", "max_tokens": 50, "stop": "🙂Hel", "return_token_ids": True, "seed": 1}
     one, five = (s.http.post(TEXT, json=body).json() for s in (server, start(model_dir, tokens_per_step=5)))
+    details = [answer["usage"].pop("completion_tokens_details") for answer in (one, five)]
     assert (one["choices"], one["usage"]) == (five["choices"], five["usage"])
+    assert [d["accepted_prediction_tokens"] > 0 for d in details] == [False, True], "only this may tell them apart"
