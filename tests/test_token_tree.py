@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from unisono.token_tree import MAX_PATHS, NEXT, RIGHT, leaves, nodes_within, parse_nodes, promising
+from unisono.token_tree import MAX_PATHS, NEXT, RIGHT, parse_nodes, promising
 from unisono.types import ConfigError, SpeculativeConfig
 
 VLLM = "[(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]"
@@ -54,11 +54,6 @@ def test_the_most_promising_nodes(topk: int, budget: int, k: int) -> None:
 
 def test_the_prior_is_a_distribution() -> None:
     assert sum(RIGHT * NEXT**digit for digit in range(200)) == pytest.approx(1)
-
-
-def test_nodes_within_a_depth() -> None:
-    paths = leaves(parse_nodes(VLLM))
-    assert [nodes_within(paths, depth) for depth in range(5)] == [0, 2, 4, 5, 5]
 
 
 def test_as_many_paths_as_fit() -> None:

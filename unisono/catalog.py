@@ -80,7 +80,13 @@ drafters = Registry(
     group="unisono.drafters",
 )
 
-attention = Registry("attention backend", {"triton": "unisono.attention.triton:TritonAttention"})
+attention = Registry(
+    "attention backend",
+    {
+        "torch": "unisono.attention.reference:ReferenceAttention",
+        "triton": "unisono.attention.triton:TritonAttention",
+    },
+)
 
 _BUNDLED = Path(__file__).parent / "bundled"
 

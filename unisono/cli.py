@@ -79,6 +79,11 @@ def _engine_flags(
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights; needs config.json only.")] = "auto",
     attention_backend: Annotated[str, typer.Option(help=f"auto, {', '.join(catalog.attention.names)}.")] = "auto",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Capture no graph.")] = False,
+    graphs: Annotated[
+        str, typer.Option(help="auto, full, segmented or off; or per program: extend=segmented,round=full.")
+    ] = "auto",
+    compile: Annotated[bool, typer.Option("--compile", help="torch.compile pieces of captured passes.")] = False,
+    graph_memory: Annotated[float | None, typer.Option(help="GiB that graphs may take.")] = None,
     logprobs_mode: Annotated[
         str, typer.Option(help="raw_logprobs: the model's own; processed_logprobs: what tokens are drawn from.")
     ] = "raw_logprobs",
@@ -256,6 +261,7 @@ def explain(
         print(json.dumps(info, indent=2))
         return
     stdout.print(_table("Settings", ("setting", "value"), list(info["settings"].items())))  # type: ignore[attr-defined]
+    stdout.print(_table("Graph memory", ("figure", "value"), list(info["graph_memory"].items())))  # type: ignore[attr-defined]
     for title, rows in (("Decisions", info["decisions"]), ("Passes", info["graphs"])):
         columns = list(dict.fromkeys(key for row in rows for key in row))  # type: ignore[attr-defined]
         stdout.print(_table(title, columns, [[row.get(c, "") for c in columns] for row in rows]))  # type: ignore[attr-defined]

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -18,6 +19,10 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 GPU_MAX_SEQS, CPU_MAX_SEQS = 256, 16
 GPU_BATCHED_TOKENS, CPU_BATCHED_TOKENS = 8192, 512
+
+GRAPH_MODES = ("auto", "full", "segmented", "off")
+GRAPH_PROGRAMS = ("extend", "round", "score")
+"""What ``--graphs`` may name: prompt passes, rounds, prompt passes that report prompt log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,12 @@ class EngineConfig:
     gpu_memory_utilization: share of the card's memory the engine may take, 0 … 1.
     max_num_seqs: requests that run at once. max_num_batched_tokens: prompt tokens per extend pass.
     load_format: auto, or dummy for random weights (needs config.json only).
-    enforce_eager: capture no graph; every pass runs eagerly and is counted.
+    enforce_eager: short for graphs="off".
+    graphs: auto, full, segmented or off, for all passes or for some: "extend=segmented,round=full". auto captures
+    whole where the attention backend allows it, and prompt passes only in sizes where a graph pays; full and segmented
+    replay every pass. off captures nothing; every pass runs eagerly and is counted.
+    compile: pieces of every captured pass go through torch.compile first.
+    graph_memory: GiB that graphs may take; None: a share of what is free before the KV cache is sized.
     speculative: how drafts are made; None decodes without. synthetic_acceptance_length: benchmarks only: accept so
     many tokens a round on average, bonus included, whatever the drafts are; the text is then meaningless.
     logprobs_mode: log-probabilities of the model's own logits (raw), or of what tokens are drawn from: edited, divided
@@ -47,6 +57,9 @@ class EngineConfig:
     seed: int = 0
     attention_backend: str = "auto"
     enforce_eager: bool = False
+    graphs: str = "auto"
+    compile: bool = False
+    graph_memory: float | None = None
     device: str = "auto"
     num_pages: int | None = None
     speculative: SpeculativeConfig | None = None
@@ -67,12 +80,36 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: give at least {low}.")
+        self._check_graphs()
         forced = self.synthetic_acceptance_length
         longest = 1 + (self.speculative.num_speculative_tokens if self.speculative else 0)
         if forced is not None and not 1 <= forced <= longest:
             raise ConfigError(f"--synthetic-acceptance-length {forced}: give 1 to {longest} (1 + k).")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to {2**63 - 1}.")
+
+    def _check_graphs(self) -> None:
+        modes = parse_graphs(self.graphs)
+        if self.enforce_eager and self.graphs not in ("auto", "off"):
+            raise ConfigError(f"--enforce-eager captures no graph, --graphs {self.graphs} does: drop one of them.")
+        if self.compile and (self.enforce_eager or set(modes.values()) == {"off"}):
+            raise ConfigError("--compile compiles what graphs capture, and graphs are off: drop it, or --graphs off.")
+        if self.graph_memory is not None and not self.graph_memory > 0:
+            raise ConfigError(f"--graph-memory {self.graph_memory}: give GiB above 0, or --graphs off for none.")
+
+
+def parse_graphs(text: str) -> dict[str, str]:
+    """The mode of each program of "MODE" or "PROGRAM=MODE,…"; those that are not named are auto. Raises ConfigError."""
+    if "=" not in text:
+        _one_of("--graphs", text, GRAPH_MODES)
+        return dict.fromkeys(GRAPH_PROGRAMS, text)
+    modes = dict.fromkeys(GRAPH_PROGRAMS, "auto")
+    for part in text.split(","):
+        program, _, mode = (word.strip() for word in part.partition("="))
+        _one_of(f"--graphs {text}: the program", program, GRAPH_PROGRAMS)
+        _one_of(f"--graphs {text}: the mode", mode, GRAPH_MODES)
+        modes[program] = mode
+    return modes
 
 
 @dataclass(frozen=True)
@@ -120,7 +157,10 @@ class Decision:
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """An :class:`EngineConfig` with nothing left open."""
+    """An :class:`EngineConfig` with nothing left open.
+
+    graphs: the mode of each program. graph_bytes: what graphs may take, once the memory is known.
+    """
 
     asked: EngineConfig
     device: torch.device
@@ -129,6 +169,8 @@ class ResolvedConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     attention_backend: str
+    graphs: Mapping[str, str] = field(default_factory=dict)
+    graph_bytes: int = 0
     decisions: tuple[Decision, ...] = ()
 
     def decide(self, name: str, value: object, reason: str, **changes: Any) -> ResolvedConfig:
@@ -149,6 +191,9 @@ class ResolvedConfig:
             "load_format": self.asked.load_format,
             "gpu_memory_utilization": self.asked.gpu_memory_utilization,
             "enforce_eager": self.asked.enforce_eager,
+            "graphs": dict(self.graphs),
+            "compile": self.asked.compile,
+            "graph_bytes": self.graph_bytes,
             "logprobs_mode": self.asked.logprobs_mode,
             "seed": self.asked.seed,
             "speculative": dataclasses.asdict(self.asked.speculative) if self.asked.speculative else None,
@@ -200,6 +245,7 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
         attention_backend=settle(
             "attention_backend", config.attention_backend, "triton", "exact at any width, batch and chunking"
         ),
+        graphs=dict.fromkeys(GRAPH_PROGRAMS, "off") if config.enforce_eager else parse_graphs(config.graphs),
         decisions=tuple(decisions),
     )
 

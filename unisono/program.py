@@ -8,11 +8,14 @@ never import ``graphs``; ``graphs`` imports nothing but this module.
 from __future__ import annotations
 
 import enum
+import functools
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -242,23 +245,52 @@ class Key:
 
 
 class Reason(enum.Enum):
-    """Why a pass ran without a graph. Every value is counted, exported and shown by ``explain``."""
+    """Why a pass ran without a graph. Every value is counted, exported and shown by ``explain``.
 
-    DISABLED = "graphs are off (--enforce-eager)"
-    NOT_CAPTURABLE = "this program has no graph kind yet"
-    ABOVE_BUCKETS = "the batch is larger than the largest captured bucket"
-    NO_MEMORY = "capturing this bucket ran out of memory"
-    NOT_CAPTURED = "no graph was captured for these needs"
+    ``value`` says why, ``advice`` what the user could change.
+    """
+
+    advice: str
+
+    def __new__(cls, why: str, advice: str) -> Reason:
+        member = object.__new__(cls)
+        member._value_, member.advice = why, advice
+        return member
+
+    DISABLED = "graphs are off", "drop --enforce-eager or --graphs off"
+    ABOVE_BUCKETS = (
+        "the batch is larger than the largest captured bucket",
+        "an idle server captures it; raise --graph-memory, or lower --max-num-batched-tokens to the largest bucket",
+    )
+    UNPROFITABLE = (
+        "the smallest graph that holds it would lose more to padding than it saves",
+        "none needed; an idle server captures a closer one where that pays",
+    )
+    NO_MEMORY = (
+        "capturing this bucket ran out of memory",
+        "lower --gpu-memory-utilization or --max-num-batched-tokens",
+    )
+    OVER_BUDGET = "capturing this bucket would have passed the memory budget for graphs", "raise --graph-memory"
+    NOT_CAPTURED = "no graph was captured for these needs", "an idle server captures it"
 
 
 class Graph(Protocol):
-    """One captured pass."""
+    """One captured pass: segments, and the breaks that run eagerly between them.
+
+    kind: full, segmented, compiled; on a CPU tape, tape-segmented, tape-compiled. cost_bytes: what holding it takes
+    beside its buffers. replay_ms: of one replay on padding rows. capture_seconds: all of making it.
+    """
 
     kind: str
     key: Key
     buffers: Buffers
     cost_bytes: int
-    cost_seconds: float
+    replay_ms: float
+    capture_seconds: float
+
+    @property
+    def breaks(self) -> int:
+        """Eager calls in a replay."""
 
     def replay(self) -> None:
         """Run the captured pass on what the buffers hold now."""
@@ -279,3 +311,66 @@ class Eager:
     """The planner's answer: run without a graph, for this reason."""
 
     reason: Reason
+
+
+# ---- breaks -----------------------------------------------------------------------------------------
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Capture(Protocol):
+    """A capture under way, as an eager break sees it. ``splits``: whether optional breaks are taken."""
+
+    splits: bool
+
+    def interrupt(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """End the segment, run ``function`` eagerly, record the call, begin the next segment; returns its result."""
+
+
+class _Local(threading.local):
+    capture: Capture | None = None
+
+
+_local = _Local()
+
+
+@contextmanager
+def capturing(capture: Capture | None) -> Iterator[None]:
+    """While this is entered, eager breaks that this thread reaches interrupt ``capture``."""
+    before, _local.capture = _local.capture, capture
+    try:
+        yield
+    finally:
+        _local.capture = before
+
+
+@overload
+def eager_break(function: Callable[P, R]) -> Callable[P, R]: ...
+@overload
+def eager_break(*, optional: bool = ...) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def eager_break(function: Callable[P, R] | None = None, *, optional: bool = False) -> Any:
+    """Mark a function that cannot be captured: it runs eagerly, between two captured segments.
+
+    Outside a capture it is the plain function. A capture ends its segment here, runs the function and remembers the
+    call; every replay calls it again with the very arguments of the capture, whose tensors then hold the replay's
+    values, and copies what it returns into the tensors that the capture's call returned. So it may read tensors on
+    the host, plan, synchronise. What it returns must be tensors, None, numbers or strings, or tuples, lists and dicts
+    of them; only tensors' values may change from call to call (CaptureError). It may keep state in arguments that are
+    no tensors. A break inside a break is part of it.
+
+    optional: break only in segmented captures (``--graphs segmented``); others capture the function.
+    """
+    if function is None:
+        return functools.partial(eager_break, optional=optional)
+    plain = function
+
+    @functools.wraps(plain)
+    def broken(*args: P.args, **kwargs: P.kwargs) -> R:
+        capture = _local.capture
+        if capture is None or (optional and not capture.splits):
+            return plain(*args, **kwargs)
+        with capturing(None):
+            return cast(R, capture.interrupt(plain, args, kwargs))
+
+    return broken

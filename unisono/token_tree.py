@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import heapq
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 Node = tuple[int, ...]
 
@@ -85,8 +85,3 @@ def leaves(nodes: Collection[Node]) -> tuple[Node, ...]:
     """The nodes without children, which are the paths of the tree, in the order of their digits."""
     parents = {node[:-1] for node in nodes}
     return tuple(sorted(node for node in nodes if node not in parents))
-
-
-def nodes_within(paths: Sequence[Node], depth: int) -> int:
-    """How many nodes these paths have down to this depth."""
-    return len({path[: i + 1] for path in paths for i in range(min(depth, len(path)))})

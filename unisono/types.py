@@ -111,6 +111,8 @@ class SpeculativeConfig:
         k = self.num_speculative_tokens
         if not (_is_int(k) and 1 <= k <= MAX_DRAFTS):
             raise ConfigError(f"num_speculative_tokens={k!r}: give a whole number from 1 to {MAX_DRAFTS}.")
+        if self.model is not None and not (isinstance(self.model, str) and self.model):
+            raise ConfigError(f'"model": {self.model!r} of the speculative config: give a directory or a bundled name.')
         if self.token_tree:
             nodes = _tree("speculative_token_tree", parse_nodes, self.token_tree)
             depth = len(nodes[-1])
@@ -136,7 +138,9 @@ class SpeculativeConfig:
         so many likeliest nodes with at most ``topk`` children each, by the prior of ``token_tree.promising``.
         """
         if not isinstance(given.get("method"), str):
-            raise ConfigError(f'the speculative config needs a "method"; it has {sorted(given)}.')
+            raise ConfigError(
+                f'the speculative config needs a "method", a drafter\'s name (--help lists them); it is {dict(given)}.'
+            )
         known = {k: given[k] for k in ("method", "model", "num_speculative_tokens") if k in given}
         nodes = _asked_tree(given)
         if nodes:

@@ -73,6 +73,27 @@ def test_two_requests_committing_the_same_tokens() -> None:
     assert pool.available == 11 - 6 + 1, "a's private third page is free, its two cached ones are locked by b"
 
 
+@pytest.mark.parametrize("meanwhile", ["nothing", "held", "gone on from", "settled"])
+def test_the_page_of_a_request_that_went_on_replaces_the_end_of_one(meanwhile: str) -> None:
+    """Unless another request holds it, or began behind it and so completed it."""
+    pool, ending, longer = PagePool(20), prompt(1, 2), prompt(1, 2, 3)
+    a, b = pool.open(longer), pool.open(longer)
+    for r in (a, b):
+        r.reserve(len(longer))
+    theirs, ours = a.pages[:2], b.pages[:2]
+    a.commit(ending, settled=meanwhile == "settled")
+    if meanwhile != "held":
+        a.release()
+    if meanwhile == "gone on from":
+        pool.open([*ending, 0]).release()
+    b.commit(longer)
+    pool.check_integrity()
+    replaced = [theirs[0], ours[1]] if meanwhile == "nothing" else theirs
+    assert pool.open([*longer, 0]).pages[:2] == replaced, "only the last page may lack a key"
+    if meanwhile == "nothing":
+        assert theirs[1] in pool.free
+
+
 def test_eviction_takes_the_least_recently_used_leaf() -> None:
     pool = PagePool(5)
     for word in (1, 2):
@@ -104,7 +125,7 @@ def test_random_traffic_keeps_every_page_owned_once() -> None:
     for _ in range(3000):
         if live and rng.random() < 0.5:
             reservation, tokens = live.pop(rng.randrange(len(live)))
-            reservation.commit(tokens[: rng.randrange(len(tokens) + 1)])
+            reservation.commit(tokens[: rng.randrange(len(tokens) + 1)], settled=rng.random() < 0.5)
             if rng.random() < 0.8:
                 reservation.release()
             else:

@@ -67,6 +67,24 @@ def test_the_one_command_fails_a_broken_drafter(package: Path) -> None:
     assert "1 failed, 1 deselected" in done.stdout, done.stdout + done.stderr
 
 
+def test_the_package_installs(package: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """As ``pip install .`` makes it, without the network: into a directory of its own."""
+    pytest.importorskip("setuptools")
+    source, site = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    for file in ("repeat_drafter.py", "test_repeat_drafter.py"):
+        (source / file).write_text((package / file).read_text())
+    (source / "pyproject.toml").write_text(blocks("toml")[0])
+    flags = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", str(site)]
+    command = [sys.executable, "-m", "pip", "install", *flags, str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (site / "repeat_drafter.py").is_file()
+    (found,) = importlib.metadata.distributions(path=[str(site)])
+    assert [(e.group, e.name, e.value) for e in found.entry_points] == [
+        ("unisono.drafters", "repeat", "repeat_drafter:RepeatDrafter"),
+    ]  # fmt: skip
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that declares two drafters, one under a name of the catalog."""

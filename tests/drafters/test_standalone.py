@@ -106,6 +106,23 @@ def test_a_page_that_ended_with_its_request_is_completed(qwen3: Path) -> None:
         assert llm.engine.scheduler.prefix_hits - hits == 8 * 32
 
 
+def test_a_page_that_ended_with_its_request_is_replaced_by_one_that_went_on(qwen3: Path) -> None:
+    """Of two that say the same at once the shorter ends as above, and is the first to give its page to the tree."""
+    longer = [replace(p, max_tokens=37) for p in SAMPLED[:4]]
+    shorter = [replace(p, max_tokens=13) for p in longer]  # 20 + 1 + 3 rounds of 4: its second page lacks a key
+    asked = prompts(4, 250, low=20, high=21)
+    with drafting(qwen3, qwen3) as llm:
+        answers = play(llm, asked + asked, shorter + longer)
+        assert [e.tokens for e in answers[4:]] != [e.tokens for e in answers[:4]]
+        assert [e.tokens[:13] for e in answers[4:]] == [e.tokens for e in answers[:4]]
+        assert_every_draft_accepted(llm, answers)
+        turns = [p + e.tokens for p, e in zip(asked, answers[4:], strict=True)]  # 57 tokens, of which 48 are cached
+        hits = llm.engine.scheduler.prefix_hits
+        assert_every_draft_accepted(llm, play(llm, turns, SAMPLED[:4]))
+        assert llm.engine.scheduler.prefix_hits - hits == 4 * 48
+        llm.engine.check_integrity()
+
+
 def test_preemption(qwen3: Path) -> None:
     params = mixed_params(8, max_tokens=60)
     with engine(qwen3) as llm:

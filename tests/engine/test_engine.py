@@ -166,7 +166,7 @@ def test_every_pass_is_counted_with_its_reason(qwen3: Path) -> None:
         graph = "full" if CUDA else "tape"
         assert passes["round", graph, ""] > 19
         assert passes["extend", graph, ""] > 0
-        assert passes.get(("extend", "eager", "ABOVE_BUCKETS"), 0) == (0 if CUDA else 1)
+        assert CUDA or all(kind == graph for _, kind, _ in passes), "on a CPU every pass replays"
         assert sum(n for (program, _, _), n in passes.items() if program == "extend") <= 3
         rows = llm.engine.info()["graphs"]
         assert {r["rows"] for r in rows if r["program"] == "round"} == {1, 2, 4}

@@ -265,7 +265,7 @@ def test_prompt_logprobs_equal_a_float64_reference(qwen3: Path) -> None:
         assert [len(o.outputs) for o in second] == [1, 1, 2]
         assert second[0].num_cached_tokens == second[2].num_cached_tokens == 0 < second[1].num_cached_tokens
         passes = counted(llm)
-        assert passes["score", "eager", "NOT_CAPTURABLE"] > 0
+        assert passes["score", "full" if torch.cuda.is_available() else "tape", ""] > 0
     model = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float64).eval()
     assert first[1].prompt_logprobs is None
     for output, wanted in ((first[0], 3), (first[2], 0)):

@@ -6,7 +6,6 @@ And that a tree is worth its rows: it accepts what its paths hold, by constructi
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -55,16 +54,18 @@ QUICK = [
     for j, way in enumerate(WAYS)
     if (i + j) % 2 == 0 or method == "standalone"
 ]
+MANY = (
+    {},
+    {"max_num_seqs": 3, "max_num_batched_tokens": 16, "enforce_eager": True},
+    {**SCARCE, "max_num_batched_tokens": 16},
+    {**SCARCE, "enforce_eager": True},
+)
+MODES = ("raw_logprobs", "processed_logprobs")
 EVERY = [
-    (method, tree, Way(0, {**batch, **chunks, **pages, **modes}, again=True))
-    for method, tree, batch, chunks, pages, modes in itertools.product(
-        MAKE,
-        TREES,
-        ({}, {"max_num_seqs": 3}),
-        ({}, {"max_num_batched_tokens": 16}),
-        ({}, SCARCE),
-        ({}, {"enforce_eager": True}),
-    )
+    (method, tree, Way(0, flags, again=True), MODES[(i + j) % 2])
+    for method in MAKE
+    for j, tree in enumerate(TREES)
+    for i, flags in enumerate(MANY)
 ]
 
 Said = list[tuple[list[int], Any]]
@@ -126,8 +127,7 @@ def test_same_bytes(method: str, tree: str, way: Way, checkpoints_of: Any, plain
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-@pytest.mark.parametrize(("method", "tree", "way"), EVERY, ids=lambda v: getattr(v, "name", v))
+@pytest.mark.parametrize(("method", "tree", "way", "mode"), EVERY, ids=lambda v: getattr(v, "name", v))
 def test_same_bytes_in_every_way(method: str, tree: str, way: Way, mode: str, checkpoints_of: Any, plain: Any) -> None:
     checkpoints = checkpoints_of(method)
     check(method, tree, way, checkpoints, plain(checkpoints[0], mode), logprobs_mode=mode)
@@ -151,7 +151,7 @@ def test_a_round_is_one_replay(checkpoints_of: Any) -> None:
         assert {key for key in counted(llm) if key[0] == "round"} == {("round", GRAPH, "")}
         info = llm.engine.info()
         assert info["speculation"]["paths"] == 3
-        assert info["speculation"]["draft_tokens"] == 6
+        assert info["speculation"]["tree_nodes"] == 6
         assert info["kv_cache"]["path_pages"] == 2 * 2 * 8
         (pages,) = [d for d in info["decisions"] if d["name"] == "path_pages"]
         assert pages["value"] == "32"
@@ -266,7 +266,8 @@ def test_the_best_path_is_chosen(always_second: Checkpoints, monkeypatch: pytest
 
     def first(picks: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor, paths: int) -> Best:
         rows = torch.arange(0, len(picks), paths, dtype=torch.int32, device=picks.device)
-        return Best(rows, *(t.index_select(0, rows) for t in (tables, picks, drafts)))
+        best = (t.index_select(0, rows) for t in (tables, picks, drafts))
+        return Best(rows, *best, torch.ones_like(rows))
 
     params = SamplingParams(temperature=0, max_tokens=13, ignore_eos=True)
     with engine(always_second[0]) as llm:
@@ -275,6 +276,23 @@ def test_the_best_path_is_chosen(always_second: Checkpoints, monkeypatch: pytest
     with planted("standalone", always_second, {"speculative_token_tree": SECOND}) as llm:
         assert tokens(llm, BATCH[:3], params) == expected
         assert acceptance(llm) == 0
+
+
+def test_forced_acceptance_takes_every_path_in_turn(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks only: as many tokens a round as asked, and copied back from paths as real ones are."""
+    chosen = set()
+
+    def watched(*given: Any, best: Any = tree_module.best_path) -> Best:
+        found = best(*given)
+        chosen.update((found.rows % given[-1]).tolist())
+        return found
+
+    monkeypatch.setattr(tree_module, "best_path", watched)
+    flags = {"synthetic_acceptance_length": 2.5, "enforce_eager": True}
+    with planted("ngram", (qwen3, None), TREES["binary"], **flags) as llm:
+        llm.generate(BATCH[:4], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        assert 2.2 < llm.engine.counters.accept_length < 2.8
+    assert chosen == {0, 1, 2}
 
 
 # ---- what is refused ----------------------------------------------------------------------------------

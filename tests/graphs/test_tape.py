@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 import unisono.kernels  # noqa: F401  (registers the ops)
-from unisono.graphs.planner import Buckets, Planner, row_buckets
+from unisono.graphs.planner import Buckets, Planner
 from unisono.graphs.tape import Tape
 from unisono.program import (
     Buffers,
@@ -96,8 +97,12 @@ def test_state_written_in_place_is_seen_by_the_next_replay() -> None:
         lambda b: b.x[b.x > 0],
         lambda b: torch.equal(b.x, b.x),
         lambda b: b.result.add_(torch.tensor([1.0, 2.0])),
+        lambda b: b.result.fill_(b.x.tolist()[0][0]),
+        lambda b: b.result.fill_(b.x.numpy()[0, 0]),
+        lambda b: b.result.fill_(np.asarray(b.x)[0, 0]),
+        lambda b: b.result.add_(torch.from_numpy(np.ones(2, dtype=np.float32))),
     ],
-    ids=["item", "float", "bool", "nonzero", "mask", "equal", "constant"],
+    ids=["item", "float", "bool", "nonzero", "mask", "equal", "constant", "tolist", "numpy", "asarray", "from_numpy"],
 )
 def test_host_reads_are_refused_at_capture(sync) -> None:
     with pytest.raises(CaptureError, match="cannot be captured"):
@@ -132,7 +137,7 @@ def test_planner_replays_the_smallest_covering_graph_and_counts_reasons() -> Non
     planner.capture(
         [
             Buckets(Program("p", SCHEMA, double), (Shape(2), Shape(8))),
-            Buckets(other, reason=Reason.NOT_CAPTURABLE),
+            Buckets(other),
         ]
     )
     answer = planner.plan(Key("p", Shape(3)))
@@ -140,7 +145,7 @@ def test_planner_replays_the_smallest_covering_graph_and_counts_reasons() -> Non
     assert answer.graph.key.shape == Shape(8)
     assert planner.plan(Key("p", Shape(9))) == Eager(Reason.ABOVE_BUCKETS)
     assert planner.plan(Key("p", Shape(2), Needs(Hidden.FULL))) == Eager(Reason.NOT_CAPTURED)
-    assert planner.plan(Key("q", Shape(1))) == Eager(Reason.NOT_CAPTURABLE)
+    assert planner.plan(Key("q", Shape(1))) == Eager(Reason.NOT_CAPTURED)
     batch = {"x": [[1, 2]] * 9, "scale": [1.0] * 9}
     assert planner.launch(Key("p", Shape(9)), batch).wait()["result"].shape == (9, 2)
     planner.launch(Key("p", Shape(1)), {"x": [[1, 2]], "scale": [1]})
@@ -162,13 +167,6 @@ def test_needs_cover() -> None:
     assert not null.covers(last)
     assert not aux.covers(full)
     assert not full.covers(aux)
-
-
-def test_row_buckets_end_at_the_limit() -> None:
-    for limit in (1, 3, 16, 100, 256, 1000):
-        buckets = row_buckets(limit)
-        assert buckets[-1] == limit
-        assert list(buckets) == sorted(set(buckets))
 
 
 @torch.inference_mode()

@@ -41,8 +41,10 @@ def kv_slot(table: list[list[int]], slot: int, position: int) -> int:
     return table[slot][position // PAGE] * PAGE + position % PAGE
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["own rows", "given rows"])
 @pytest.mark.parametrize(("first", "width"), [(-2, 2), (0, 1), (1, 1), (2, 1), (-2, 5), (-5, 3)])
-def test_draft_inputs_equal_the_oracle(ops, first, width):
+def test_draft_inputs_equal_the_oracle(ops, first, width, apart):
+    """Each row writes to its slot's pages, or to those of the page-table row that it is given."""
     rng = random.Random(first * 10 + width)
     history, table = tables(rng)
     lengths = [1, 2, 3, 4, 5, 8, 9, 12, 13, 7, 0]
@@ -50,10 +52,11 @@ def test_draft_inputs_equal_the_oracle(ops, first, width):
     status = [FinishReason.RUNNING] * 8 + [FinishReason.STOP, FinishReason.ABORT, FinishReason.FREE]
     fields = ops.tensor([[n, 7, e, s] for n, e, s in zip(lengths, limits, status, strict=True)])
     order = [3, 0, 9, 10, 7, 1, 2, 8, 4, 5, 6, 10]
+    rows = order[::-1] if apart else order
     drafts = [[rng.randrange(-1, VOCAB + 5) for _ in range(3)] for _ in order]
     token_ids, positions, kv_slots, kv_len = ops.draft_inputs(
         ops.tensor(order), ops.tensor(drafts), ops.tensor(history), fields[:, 0], fields[:, 2], fields[:, 3],
-        ops.tensor(table), PAGE, VOCAB, first, width,
+        ops.tensor(table), PAGE, VOCAB, first, width, ops.tensor(rows) if apart else None,
     )  # fmt: skip
     for row, slot in enumerate(order):
         active = status[slot] == FinishReason.RUNNING
@@ -69,7 +72,7 @@ def test_draft_inputs_equal_the_oracle(ops, first, width):
             before = position < lengths[slot]
             token = history[slot][position] if before else drafts[row][position - lengths[slot]]
             inside = position < limits[slot]
-            place = kv_slot(table, slot, position) if inside else j % PAGE
+            place = kv_slot(table, rows[row], position) if inside else j % PAGE
             assert got == (known(token), position if inside else limits[slot] - 1, place)
 
 

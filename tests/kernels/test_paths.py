@@ -102,7 +102,7 @@ def test_the_best_path_equals_the_oracle(ops, paths, drafts):
     picks = [[rng.randrange(3) for _ in range(drafts + 1)] for _ in range(9 * paths)]
     tried = [[t if rng.random() < 0.6 else rng.choice([-1, 3]) for t in row[:-1]] for row in picks]
     tables = [rng.randrange(500) for _ in picks]
-    rows, best_tables, best_picks, best_drafts = ops.best(
+    rows, best_tables, best_picks, best_drafts, drafted = ops.best(
         ops.tensor(picks), ops.tensor(tried), ops.tensor(tables), paths
     )
     seen = set()
@@ -118,6 +118,10 @@ def test_the_best_path_equals_the_oracle(ops, paths, drafts):
         assert (int(rows[r]), int(best_tables[r])) == (best, tables[best])
         assert best_picks[r].tolist() == picks[best]
         assert best_drafts[r].tolist() == tried[best]
+        nodes = {
+            tuple(row[: j + 1]) for row in tried[r * paths : r * paths + paths] for j in range(drafts) if row[j] >= 0
+        }
+        assert drafted[r] == len(nodes)
     assert len(seen) > 1
 
 

@@ -141,16 +141,19 @@ def kv_slot(table: torch.Tensor, slot: int, position: int) -> int:
     return int(table[slot, position // PAGE]) * PAGE + position % PAGE
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["own rows", "given rows"])
 @pytest.mark.parametrize("width", [1, 3, 6])
-def test_round_inputs_equal_the_oracle(ops, width):
+def test_round_inputs_equal_the_oracle(ops, width, apart):
+    """Each row writes to its slot's pages, or to those of the page-table row that it is given."""
     rows = random_rows(random.Random(width), 10)
     fields = slots_of(rows, ops.device)
     table = torch.randint(1, 50, (11, MAX_PAGES), dtype=torch.int32)
     order = [3, 0, 9, 10, 7, 1, 2, 10]
+    tables = [5, 4, 3, 2, 1, 0, 9, 8] if apart else order
     drafts = torch.randint(-1, 9, (len(order), width - 1), dtype=torch.int32)
     token_ids, positions, kv_slots, kv_len = ops.round_inputs(
         ops.tensor(order), ops.tensor(drafts), fields.length, fields.limit, fields.status, fields.last_token,
-        ops.tensor(table), PAGE,
+        ops.tensor(table), PAGE, ops.tensor(tables) if apart else None,
     )  # fmt: skip
     for r, slot in enumerate(order):
         row = rows[slot] if slot < 10 else {"status": FinishReason.FREE}
@@ -165,7 +168,7 @@ def test_round_inputs_equal_the_oracle(ops, width):
             position = row["length"] - 1 + j
             token = row["last_token"] if j == 0 else max(int(drafts[r, j - 1]), 0)
             inside = position < row["limit"]
-            place = kv_slot(table, slot, position) if inside else j % PAGE
+            place = kv_slot(table, tables[r], position) if inside else j % PAGE
             assert got == (token, position if inside else row["limit"] - 1, place)
 
 

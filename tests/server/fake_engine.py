@@ -54,7 +54,7 @@ class FakeEngine:
         progress("load", 1.0)
         self.config = config
         self.requests: dict[str, tuple[EngineRequest, int]] = {}
-        self.aborted = self.generated = self.steps = self.integrity_checks = 0
+        self.aborted = self.generated = self.steps = self.integrity_checks = self.captures = 0
 
     def add(self, request: EngineRequest) -> None:
         if request.prompt_token_ids[0] == Trick.REJECT:
@@ -116,6 +116,7 @@ class FakeEngine:
             "requests": {"running": len(self.requests), "waiting": 0},
             "aborted": self.aborted,
             "integrity_checks": self.integrity_checks,
+            "captures": self.captures,
             "pid": os.getpid(),
         }
 
@@ -130,6 +131,10 @@ class FakeEngine:
 
     def check_integrity(self) -> None:
         self.integrity_checks += 1
+
+    def capture_missing(self) -> int:
+        self.captures += 1
+        return self.captures <= 2
 
     def shutdown(self) -> None:
         self.requests.clear()

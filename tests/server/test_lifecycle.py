@@ -250,14 +250,16 @@ def test_without_a_tokenizer_token_ids_are_taken(slow_server: Server) -> None:
         assert "has no tokenizer" in response.json()["error"]["message"]
 
 
-def test_the_idle_engine_sleeps_and_checks_itself(start: Start) -> None:
+def test_the_idle_engine_sleeps_checks_itself_and_captures_what_was_missing(start: Start) -> None:
     server = start()
     server.openai.completions.create(model="fake", prompt=[5])
     pid = server.info()["pid"]
     before = cpu_seconds(pid)
     time.sleep(2.5)
     assert cpu_seconds(pid) - before < 0.1
-    assert server.info()["integrity_checks"] == 1
+    told = server.info()
+    assert told["integrity_checks"] == 1
+    assert told["captures"] == 3, "two graphs were missing, and it asked until none was"
 
 
 def cpu_seconds(pid: int) -> float:

@@ -37,11 +37,16 @@ def test_the_log_line_tells_what_happened_since_the_last(monkeypatch: pytest.Mon
     now = 10.0
     first = line.line(samples(3, 500, 4))
     assert first is not None
-    for part in ("3 running", "50 generated tok/s", "KV cache 25.0 %", "7 replayed, 5 eager"):
+    for part in (
+        "3 running",
+        "50 generated tok/s",
+        "KV cache 25.0 %",
+        "7 replayed, 5 eager (4 round DISABLED, 1 extend DISABLED)",
+    ):
         assert part in first
     now = 20.0
     second = line.line(samples(1, 600, 5))
     assert second is not None
-    for part in ("1 running", "10 generated tok/s", "0 replayed, 1 eager"):
+    for part in ("1 running", "10 generated tok/s", "0 replayed, 1 eager (1 round DISABLED)"):
         assert part in second
     assert line.line(samples(0, 600, 5)) is None

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from unisono.program import eager_break
+
 
 @dataclass(slots=True)
 class AttentionInputs:
@@ -48,10 +50,16 @@ class AttentionBackend(Protocol):
     on whether it is a round or an extend pass.
     """
 
-    name: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def capturable(self) -> bool:
+        """Whether ``plan`` and ``forward`` can be captured. If not, they run eagerly between captured segments."""
+        ...
 
     def plan(self, inputs: AttentionInputs) -> None:
-        """Fill ``inputs.plan``, once per pass, before the layers. Captured with the pass: no host sync."""
+        """Fill ``inputs.plan``, once per pass, before the layers. Where ``capturable``, no host sync."""
         ...
 
     def forward(
@@ -70,3 +78,55 @@ class AttentionBackend(Protocol):
         The pass's own keys and values are already in the cache. Returns [T, Hq · D] in q's dtype.
         """
         ...
+
+
+@dataclass(frozen=True)
+class BreakingAttention:
+    """A backend between the segments of a capture: always if it is not capturable, else where the capture splits.
+
+    The engine wraps every backend in it, so that models and drafters need not know.
+    """
+
+    backend: AttentionBackend
+
+    @property
+    def name(self) -> str:
+        return self.backend.name
+
+    @property
+    def capturable(self) -> bool:
+        return self.backend.capturable
+
+    def plan(self, inputs: AttentionInputs) -> None:
+        """See :class:`AttentionBackend`."""
+        if self.backend.capturable:
+            self.backend.plan(inputs)
+        else:
+            _plan(self.backend, inputs)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        window: int,
+        first: int = 0,
+    ) -> torch.Tensor:
+        """See :class:`AttentionBackend`."""
+        attend = _attend_where_split if self.backend.capturable else _attend
+        return attend(self.backend, q, k_cache, v_cache, inputs, scale, window, first)
+
+
+def _call(backend: AttentionBackend, *args: Any) -> torch.Tensor:
+    return backend.forward(*args)
+
+
+@eager_break
+def _plan(backend: AttentionBackend, inputs: AttentionInputs) -> None:
+    backend.plan(inputs)
+
+
+_attend = eager_break(_call)
+_attend_where_split = eager_break(optional=True)(_call)

@@ -21,6 +21,7 @@ class TritonAttention:
     """
 
     name = "triton"
+    capturable = True
 
     def __init__(self, num_heads: int, num_kv_heads: int, device: torch.device | str) -> None:
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads

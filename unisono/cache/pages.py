@@ -64,12 +64,21 @@ class Reservation:
         self.entries.extend(_Entry(page) for page in added)
         return added
 
-    def commit(self, tokens: Sequence[int]) -> None:
-        """Offer to the prefix tree the full pages of ``tokens``: those whose keys and values are written."""
+    def commit(self, tokens: Sequence[int], settled: bool = True) -> None:
+        """Offer to the prefix tree the full pages of ``tokens``: those whose keys and values are written.
+
+        Not ``settled``: the last of them were written by a round that no other follows, and a drafter may compute a
+        token's keys one round later than the target. Whoever goes on from such a page completes it; whoever has the
+        same tokens and did go on replaces it, lest it be passed over for good.
+        """
         for i in range(self._inserted, len(tokens) // PAGE_SIZE):
-            entry = self.entries[i]
-            key = tuple(tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE])
-            self._tail = entry.node = self.pool.radix.insert(self._tail, key, entry.page)
+            entry, end = self.entries[i], (i + 1) * PAGE_SIZE
+            known = settled or end < len(tokens)
+            key = tuple(tokens[end - PAGE_SIZE : end])
+            self._tail = entry.node = node = self.pool.radix.insert(self._tail, key, entry.page, known)
+            if known and not node.settled and not node.locks:
+                self.pool.free.append(node.page)
+                node.page, node.settled = entry.page, True
             self.pool.radix.lock(entry.node)
             self._inserted = i + 1
 
@@ -111,6 +120,8 @@ class PagePool:
         path = self.radix.match(tokens[: len(tokens) - 1])
         for node in path:
             self.radix.lock(node)
+        if path:
+            path[-1].settled = True  # the prompt pass begins with what is missing there
         entries = [_Entry(node.page, node) for node in path]
         tail = path[-1] if path else None
         reservation = Reservation(self, len(path) * PAGE_SIZE, entries, len(path), tail)

@@ -24,7 +24,10 @@ Tokens = tuple[int, ...]
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One page of tokens. ``locks`` counts the requests whose page table holds ``page``."""
+    """One page of tokens. ``locks`` counts the requests whose page table holds ``page``.
+
+    Not ``settled``: a drafter's keys of the page's last token may be missing, see :meth:`Reservation.commit`.
+    """
 
     page: int
     key: Tokens
@@ -32,6 +35,7 @@ class Node:
     children: dict[Tokens, Node] = field(default_factory=dict)
     locks: int = 0
     used: int = 0
+    settled: bool = True
 
 
 class RadixCache:
@@ -68,7 +72,7 @@ class RadixCache:
         node.used = next(self._clock)
         self._offer(node)
 
-    def insert(self, parent: Node | None, key: Tokens, page: int) -> Node:
+    def insert(self, parent: Node | None, key: Tokens, page: int, settled: bool = True) -> Node:
         """Put ``page`` under ``parent`` (None: the root) and return its node, not yet locked.
 
         When the same tokens are there already, their node is returned: it keeps its own page.
@@ -77,7 +81,7 @@ class RadixCache:
         node = parent.children.get(key)
         if node is not None:
             return node
-        node = parent.children[key] = Node(page, key, parent, used=next(self._clock))
+        node = parent.children[key] = Node(page, key, parent, used=next(self._clock), settled=settled)
         self.pages += 1
         self.unlocked += 1
         self._offer(node)

@@ -1,4 +1,4 @@
-"""EAGLE and EAGLE-2: one decoder layer goes on from the target's final hidden state. Chains; loaded by the catalog."""
+"""EAGLE and EAGLE-2: one decoder layer goes on from the target's final hidden state. Loaded by the catalog."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.types import SpeculativeConfig
 
 
 class EagleDrafter(HiddenDrafter):
-    """EAGLE (Li et al., arXiv 2401.15077, 2406.16858) as a chain, its drafts coupled with the target's noise.
+    """EAGLE (Li et al., arXiv 2401.15077, 2406.16858) as a chain or a fixed tree, coupled with the target's noise.
 
     ``spec.model`` is the head's directory; option ``load_format="dummy"`` gives it random weights (needs config.json
     only). Raises ConfigError for other options, CheckpointError for a head that does not fit the target.

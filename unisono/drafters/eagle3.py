@@ -1,4 +1,4 @@
-"""EAGLE-3: one decoder layer over the hidden states of three of the target's. Chains; loaded by the catalog."""
+"""EAGLE-3: one decoder layer over the hidden states of three of the target's. Loaded by the catalog."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.types import SpeculativeConfig
 
 
 class Eagle3Drafter(HiddenDrafter):
-    """EAGLE-3 (Li et al., arXiv 2503.01840) as a chain, its drafts coupled with the target's noise.
+    """EAGLE-3 (Li et al., arXiv 2503.01840) as a chain or a fixed tree, coupled with the target's noise.
 
     ``spec.model`` is the head's directory. Options: ``load_format="dummy"`` gives it random weights (needs config.json
     only); ``aux_layers`` says what the head's layer ids number where that is in doubt: ``input`` or ``output``.

@@ -71,6 +71,10 @@ class FromFirstEntry:
     since: int = FIRST_ENTRY
     name = "from the first entry"
 
+    @property
+    def capturable(self) -> bool:
+        return self.backend.capturable
+
     def plan(self, inputs: AttentionInputs) -> None:
         self.backend.plan(inputs)
 

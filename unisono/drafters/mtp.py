@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP, NEXTN) with one module, which is reused for k steps. Chains; loaded by the catalog."""
+"""Multi-token prediction (MTP, NEXTN) with one module, which is reused for k steps. Loaded by the catalog."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class MTPDrafter(HiddenDrafter):
     """DeepSeek-V3's module (arXiv 2412.19437, section 2.2), going on from its own hidden states.
 
     The modules are in ``spec.model``, by default in the target's own directory. Where there are several, module i
-    drafts token i, and what is made is a MultiMTPDrafter. There are no options. Raises ConfigError for any,
-    CheckpointError for modules that are missing or do not fit the target.
+    drafts token i, and what is made is a MultiMTPDrafter, for chains only. There are no options. Raises ConfigError for
+    any, CheckpointError for modules that are missing or do not fit the target.
     """
 
     name = "mtp"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from unisono.drafters.base import Host, PromptPass, Verified
+from unisono.drafters.options import read_options
+from unisono.models.config import DecoderConfig
 from unisono.program import Needs
+from unisono.types import SpeculativeConfig
 
 
 class NoDrafter:
-    """Proposes nothing and has nothing to catch up with."""
+    """Proposes nothing and has nothing to catch up with. Raises ConfigError for a model or an option."""
 
     name = "none"
     num_drafts = 0
@@ -19,8 +20,8 @@ class NoDrafter:
     page_bytes = 0
     self_test = None
 
-    def __init__(self, spec: Any = None, target: Any = None) -> None:
-        pass
+    def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
+        read_options(spec, {})
 
     def bind(self, host: Host) -> None:
         pass

@@ -24,7 +24,6 @@ from unisono.engine.self_test import run_self_test
 from unisono.models.checkpoint import Checkpoint
 from unisono.sampling.edits import check_edits
 from unisono.sampling.logprobs import unpack_logprobs
-from unisono.token_tree import nodes_within
 from unisono.types import MAX_STOP_IDS, BadRequest, EngineRequest, FinishReason, SamplingParams, TokenDelta
 
 
@@ -183,11 +182,6 @@ class Engine:
             del self._sequences[request_id]
         return TokenDelta(request_id, tokens, status, sequence.cached_tokens or 0, prompt_logprobs=scores)
 
-    def drafted(self, depth: int) -> int:
-        """Tokens drafted for a request in a round, so many steps deep: a tree's nodes, or as many for a chain."""
-        spec = self.config.asked.speculative
-        return nodes_within(spec.paths, depth) if spec is not None and spec.paths else depth
-
     # ---- what it tells ------------------------------------------------------------------------
 
     def generation_defaults(self) -> dict[str, float]:
@@ -207,6 +201,14 @@ class Engine:
     def metrics(self) -> list[report.Metric]:
         """Counters and gauges for ``/metrics``."""
         return report.metrics(self)
+
+    @torch.inference_mode()
+    def capture_missing(self) -> int:
+        """Capture one graph that passes wanted and none served, if that pays; the idle engine calls this.
+
+        Returns how many were captured, 0 or 1. Nothing may be in flight.
+        """
+        return 0 if self.has_work() else self.runner.planner.capture_missing()
 
     def check_integrity(self) -> None:
         """Prove the page bookkeeping; the idle engine calls this. Raises RuntimeError naming the breach."""

@@ -137,11 +137,15 @@ def _tree_round(parts: Parts, tree: Tree, b: Buffers) -> None:
     with parts.picker.seeing(drafts):
         tree.propose(fork, drafts)
     limit_drafts(drafts, fork.slots, slots.max_drafts, torch.empty_like(fork.slots))
-    b.drafted.copy_(tree.count(drafts))
     logprobs = b.logprobs.new_empty(len(fork.slots), *b.logprobs.shape[1:])
     picks, seen = _verify(parts, fork.slots, fork.tables, drafts, logprobs)
+    if parts.forced is not None:
+        tree.leave_one(fork, drafts)
     best = tree.best(fork, picks, drafts)
     b.logprobs.copy_(logprobs.index_select(0, best.rows))
+    b.drafted.copy_(best.drafted)
+    if parts.forced is not None:
+        b.drafted.fill_(width - 1)
     b.result.copy_(parts.commit(best.picks, best.drafts, b.slots))
     tree.adopt(b.slots, best, b.result)
     if seen is not None:

@@ -60,11 +60,12 @@ class Counters:
 def info(engine: Engine) -> dict[str, object]:
     """See :meth:`unisono.engine.engine.Engine.info`."""
     runner, scheduler, config = engine.runner, engine.scheduler, engine.checkpoint.config
+    spec = engine.config.asked.speculative
     speculation = {
         "drafter": runner.drafter.name,
         "num_speculative_tokens": runner.width - 1,
         "paths": runner.paths,
-        "draft_tokens": engine.drafted(runner.width - 1),
+        "tree_nodes": len(spec.token_tree) if spec is not None else 0,
     }
     return {
         **engine.config.explain(),
@@ -82,6 +83,7 @@ def info(engine: Engine) -> dict[str, object]:
             "cached_pages": engine.pool.radix.pages,
         },
         "graphs": runner.planner.report(),
+        "graph_memory": runner.planner.costs(),
         "passes": [
             {"program": program, "kind": kind, "reason": reason, "count": count}
             for (program, kind, reason), count in sorted(runner.planner.passes.items())
@@ -120,8 +122,18 @@ def metrics(engine: Engine) -> list[Metric]:
     for place, accepted in enumerate(c.accepted_per_position):
         name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were accepted, by their place."
         samples.append((name, "counter", {"position": str(place)}, accepted, text))
+    costs = planner.costs()
+    graphs = [
+        ("graphs", costs["graphs"], "Captured graphs."),
+        ("graph_bytes", costs["bytes"], "Bytes that captured graphs take."),
+        ("graph_capture_seconds", costs["capture_seconds"], "Seconds spent capturing, at start and when idle."),
+        ("graph_idle_captures", costs["idle_captures"], "Graphs captured after the start, while idle."),
+    ]
+    samples += [(name, "gauge", {}, value, text) for name, value, text in graphs]
     for program, rows in planner.filled_rows.items():
         labels, padded = {"program": program}, planner.padded_rows[program]
+        share = padded / max(1, rows + padded)
+        samples.append(("graph_padding_share", "gauge", labels, share, "Share of replayed rows that were padding."))
         samples.append(
             ("graph_rows_filled", "counter", labels, rows, "Rows (extend: tokens) of replayed graphs in use.")
         )

@@ -16,34 +16,39 @@ import numpy as np
 import torch
 
 from unisono import catalog
+from unisono.attention.base import AttentionBackend, BreakingAttention
 from unisono.cache.kv import PAGE_SIZE, KVCache, KVShape
 from unisono.cache.pages import pages_for
 from unisono.config import ResolvedConfig
 from unisono.drafters.base import Drafter, Host, TreeDrafter
+from unisono.engine.buckets import (
+    CPU_GRAPH_BYTES,
+    buckets_of,
+    check_full,
+    gpu_graph_bytes,
+    graph_modes,
+    with_graph_bytes,
+)
 from unisono.engine.programs import Parts, extend_program, round_program
 from unisono.engine.scheduler import Chunk, Extend, Round
 from unisono.engine.slots import Slots
 from unisono.engine.tree import Tree, path_pages
-from unisono.engine.warmup import compiling_only, run_on_padding
-from unisono.graphs.planner import Buckets, Planner, row_buckets, token_buckets
+from unisono.engine.warmup import compiling_only, run_on_padding, size_classes
+from unisono.graphs.planner import Buckets, Planner
 from unisono.kernels.linear import TRITON_ROWS
 from unisono.layers.linear import prove_linears, rehearse_proofs
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
-from unisono.program import Buffers, Graph, Key, Pending, Program, Reason, Shape
+from unisono.program import Buffers, Key, Pending, Program, Shape
 from unisono.sampling.pipeline import DraftPicker
 from unisono.types import ConfigError, SpeculativeConfig
 
 MAX_EXTEND_ROWS = 32
 """Requests in one prompt pass at most."""
 
-GPU_GRAPH_TOKENS, CPU_GRAPH_TOKENS = 1024, 64
-"""Prompt passes up to so many tokens replay graphs. Longer ones keep the device busy while the host launches (on a CPU
-there is nothing to overlap), so that padding would cost more than a graph saves."""
-
-GRAPH_RESERVE = 1 << 30
-"""Bytes left for graphs and the allocator's slack when the KV cache is sized on a GPU."""
+GPU_SLACK = 1 << 29
+"""Bytes left for the allocator's slack when the KV cache is sized on a GPU, beside the graphs' budget."""
 
 CPU_KV_BYTES = 1 << 30
 """The KV cache on a CPU: enough for the bundled models, at most."""
@@ -79,7 +84,10 @@ class Runner:
         elif "OMP_NUM_THREADS" not in os.environ:
             self._leave_a_core()
         c = checkpoint.config
-        attention = catalog.attention.load(config.attention_backend)(c.num_heads, c.num_kv_heads, config.device)
+        attention = self._attention(c.num_heads, c.num_kv_heads)
+        self.config = config = graph_modes(config, attention)
+        spec = config.asked.speculative or SpeculativeConfig()
+        self.drafter = drafter = self._drafter(spec, c)  # what cannot be is refused before loading
         with _Stage(self, "load"):
             self.model = load_model(
                 checkpoint,
@@ -91,11 +99,10 @@ class Runner:
                 seed=config.asked.seed,
                 progress=progress,
             )
-        spec = config.asked.speculative or SpeculativeConfig()
         self.paths = paths = max(1, len(spec.paths))
         self.slots = slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, config.device, paths)
         self.picker = picker = DraftPicker(slots, spec.paths)
-        self.drafter = drafter = self._drafter(spec, c, progress)
+        drafter.bind(self._host(progress))
         shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
         self.width, self.needs = 1 + drafter.num_drafts, drafter.needs
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
@@ -118,9 +125,11 @@ class Runner:
         with _Stage(self, "size the KV cache"):
             reserved = path_pages(paths, drafter.num_drafts, config.max_num_seqs)
             self._hold_pages(shape, self._num_pages(shape, drafter, reserved), reserved)
-        self.planner = Planner(config.device, enabled=not config.asked.enforce_eager)
+        compile, asked = config.asked.compile, self.config.graph_bytes
+        self.planner = Planner(config.device, compile=compile, budget=asked)
         with _Stage(self, "capture"):
-            self._capture(progress)
+            self.planner.capture(self._buckets(self._parts(self.kv)), lambda share: progress("capture", share))
+        check_full(self.config, self.planner.graphs())
 
     def _leave_a_core(self) -> None:
         """Use all cores but one: waiting threads spin, and would take the API process's turn."""
@@ -128,35 +137,38 @@ class Runner:
         torch.set_num_threads(threads)
         self.config = self.config.decide("threads", threads, "all cores but one; OMP_NUM_THREADS sets it")
 
-    def _drafter(
-        self, spec: SpeculativeConfig, target: DecoderConfig, progress: Callable[[str, float], None]
-    ) -> Drafter:
-        """The drafter that was asked for, bound to the target; ``none`` by default."""
+    def _attention(self, heads: int, kv_heads: int) -> AttentionBackend:
+        """A backend of the kind that was asked for, which breaks captures where it must or is told to."""
         config = self.config
+        return BreakingAttention(catalog.attention.load(config.attention_backend)(heads, kv_heads, config.device))
+
+    def _drafter(self, spec: SpeculativeConfig, target: DecoderConfig) -> Drafter:
+        """The drafter that was asked for, without its weights; ``none`` by default."""
         drafter = catalog.drafters.load(spec.method)(spec, target)
         if spec.paths and not isinstance(drafter, TreeDrafter):
             raise ConfigError(
                 f"the method {spec.method!r}, as it is set up here, drafts chains only; a tree of {len(spec.paths)} "
                 "paths is asked for: leave out speculative_token_tree, or topk and num_draft_tokens."
             )
-        slots, backend = self.slots, catalog.attention.load(config.attention_backend)
-        drafter.bind(
-            Host(
-                target=self.model,
-                slots=slots,
-                attention=lambda heads, kv_heads: backend(heads, kv_heads, config.device),
-                pick=self.picker,
-                best=self.picker.best,
-                kv=lambda: self.kv.layers,
-                dtype=config.dtype,
-                device=config.device,
-                max_model_len=config.max_model_len,
-                page_size=PAGE_SIZE,
-                progress=lambda share: progress("load draft", share),
-                decide=self.decide,
-            )
-        )
         return drafter
+
+    def _host(self, progress: Callable[[str, float], None]) -> Host:
+        """What the drafter is lent."""
+        config = self.config
+        return Host(
+            target=self.model,
+            slots=self.slots,
+            attention=self._attention,
+            pick=self.picker,
+            best=self.picker.best,
+            kv=lambda: self.kv.layers,
+            dtype=config.dtype,
+            device=config.device,
+            max_model_len=config.max_model_len,
+            page_size=PAGE_SIZE,
+            progress=lambda share: progress("load draft", share),
+            decide=self.decide,
+        )
 
     def decide(self, name: str, value: object, reason: str) -> None:
         """Add a decision to the resolved configuration."""
@@ -176,38 +188,23 @@ class Runner:
         self.config = self.config.decide(f"products above {TRITON_ROWS} rows", value, reason)
 
     def _buckets(self, parts: Parts) -> list[Buckets]:
-        """What to capture: rounds for every number of requests, prompt passes as far as graphs pay."""
-        config = self.config
-        rounds = tuple(Shape(rows, self.width) for rows in row_buckets(config.max_num_seqs))
-        longest = GPU_GRAPH_TOKENS if config.device.type == "cuda" else CPU_GRAPH_TOKENS
-        extends = tuple(Shape(tokens) for tokens in token_buckets(min(longest, config.max_num_batched_tokens)))
-        return [
-            Buckets(round_program(parts), rounds, self.needs),
-            Buckets(extend_program(parts, self.max_extend_rows), extends, self.needs),
-        ]
+        """What may be captured of each program; see ``engine/buckets.py``."""
+        programs = (
+            round_program(parts),
+            extend_program(parts, self.max_extend_rows),
+            extend_program(parts, self.max_extend_rows, scores=True),
+        )
+        return [buckets_of(program, self.config, self.width, self.needs) for program in programs]
 
     def _passes(self, parts: Parts) -> list[tuple[Program, Shape]]:
-        """Every pass that will be captured, and the longest prompt pass, which will not."""
-        rounds, extends = self._buckets(parts)
-        passes = [(b.program, shape) for b in (rounds, extends) for shape in b.shapes]
-        return [*passes, (extends.program, Shape(self.config.max_num_batched_tokens))]
+        """Every small pass, and one of each size class of larger ones, the longest included."""
+        rounds, extends, _ = self._buckets(parts)
+        return [(b.program, shape) for b in (rounds, extends) for shape in size_classes(b.shapes)]
 
     def _hold_pages(self, shape: KVShape, num_pages: int, path_pages: int = 0) -> None:
         """The cache of the target, ``kv``, and of its drafter; replaces a smaller one."""
         self.kv = KVCache(shape, num_pages, self.config.device, path_pages)
         self.drafter.allocate(num_pages + path_pages)
-
-    def _capture(self, progress: Callable[[str, float], None]) -> None:
-        parts, done = self._parts(self.kv), 0
-        score = extend_program(parts, self.max_extend_rows, scores=True)
-        plan = [*self._buckets(parts), Buckets(score, reason=Reason.NOT_CAPTURABLE)]
-
-        def captured(graph: Graph) -> None:
-            nonlocal done
-            done += 1
-            progress("capture", done / sum(len(b.shapes) for b in plan))
-
-        self.planner.capture(plan, captured)
 
     def _num_pages(self, shape: KVShape, drafter: Drafter, path_pages: int) -> int:
         """Pages that fit beside those of paths; on a GPU measured, by running the largest passes first."""
@@ -216,12 +213,15 @@ class Runner:
         whole = config.max_num_seqs * pages_for(config.max_model_len) + 1  # more can never be used
         if config.device.type == "cpu":
             fit, why = CPU_KV_BYTES // page_bytes, f"{CPU_KV_BYTES >> 20} MiB at most on a CPU"
+            self.config = with_graph_bytes(self.config, CPU_GRAPH_BYTES, "the default on a CPU")
         else:
             used = self._peak_bytes()
             edited = 4 * config.max_num_seqs * self.width * self.model.config.vocab_size  # fp32 logits of a round
-            reserved = used + GRAPH_RESERVE + (edited if self.paths == 1 else 0)  # a tree's round is measured
-            budget = int(config.asked.gpu_memory_utilization * torch.cuda.mem_get_info()[1]) - reserved
-            fit, why = budget // page_bytes, f"measured: weights and the largest pass take {used >> 20} MiB"
+            held = used + GPU_SLACK + (edited if self.paths == 1 else 0)  # a tree's round is measured
+            free = int(config.asked.gpu_memory_utilization * torch.cuda.mem_get_info()[1]) - held
+            self.config = gpu_graph_bytes(config, free)
+            fit = (free - self.config.graph_bytes) // page_bytes
+            why = f"measured: weights and the largest pass take {used >> 20} MiB"
         if path_pages:
             why += f"; {path_pages} more are for {self.paths} paths of {config.max_num_seqs} requests"
             self.config = self.config.decide("path_pages", path_pages, f"{path_pages * page_bytes} bytes; {why}")

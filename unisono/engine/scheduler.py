@@ -135,10 +135,9 @@ class Scheduler:
         if sequence.pages is None:
             return
         # The last token's KV is written by the round after it, which may never come.
-        written = (
-            min(sequence.extended, len(sequence.tokens) - 1) if sequence in self.extending else len(sequence.tokens) - 1
-        )
-        sequence.pages.commit(sequence.tokens[:written])
+        extending = sequence in self.extending
+        written = min(sequence.extended, len(sequence.tokens) - 1) if extending else len(sequence.tokens) - 1
+        sequence.pages.commit(sequence.tokens[:written], settled=extending)
         sequence.pages.release()
         self.slots.free(sequence.slot)
         sequence.pages, sequence.slot, sequence.extended, sequence.mapped = None, -1, 0, 0

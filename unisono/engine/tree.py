@@ -32,21 +32,11 @@ class Tree:
     slots: Slots
     kv: KVCache
     unused: torch.Tensor  # bool [P, k]: behind each path's end
-    counted: torch.Tensor  # bool [P, k]: of the paths through a node the first, so that it counts once
 
     @staticmethod
     def of(paths: Sequence[Sequence[int]], drafter: TreeDrafter, slots: Slots, kv: KVCache) -> Tree:
         unused = [[step >= len(path) for step in range(drafter.num_drafts)] for path in paths]
-        nodes: set[tuple[int, ...]] = set()
-        counted = [[False] * drafter.num_drafts for _ in paths]
-        for path, row in zip(paths, counted, strict=True):
-            for step in range(len(path)):
-                row[step] = tuple(path[: step + 1]) not in nodes
-                nodes.add(tuple(path[: step + 1]))
-        device = slots.length.device
-        return Tree(
-            paths, drafter, slots, kv, torch.tensor(unused, device=device), torch.tensor(counted, device=device)
-        )
+        return Tree(paths, drafter, slots, kv, torch.tensor(unused, device=slots.length.device))
 
     def fork(self, slots: torch.Tensor) -> Fork:
         """The R · P rows of a round over ``slots [R]``, with the keys and values that they begin with."""
@@ -63,9 +53,12 @@ class Tree:
         self.drafter.propose(fork.slots, drafts, fork.tables)
         drafts.view(-1, *self.unused.shape).masked_fill_(self.unused, -1)
 
-    def count(self, drafts: torch.Tensor) -> torch.Tensor:
-        """Tokens that each request's paths [R · P, k] draft, those that paths share once: [R]."""
-        return ((drafts.view(-1, *self.counted.shape) >= 0) & self.counted).sum((1, 2))
+    def leave_one(self, fork: Fork, drafts: torch.Tensor) -> None:
+        """Benchmarks only: of forced ``drafts [R · P, k]`` leave one path's, now this one's, now that one's."""
+        paths = len(self.paths)
+        turn = self.slots.length.index_select(0, fork.slots) % paths
+        path = torch.arange(len(fork.slots), dtype=torch.int32, device=drafts.device) % paths
+        drafts.masked_fill_((path != turn)[:, None], -1)
 
     def best(self, fork: Fork, picks: torch.Tensor, drafts: torch.Tensor) -> Best:
         """The path of each request that the target's picks [R · P, W] agree with longest."""

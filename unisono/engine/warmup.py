@@ -20,6 +20,8 @@ from triton.runtime.jit import KernelInterface
 
 from unisono.program import Buffers, Program, Shape
 
+SMALL = 128
+
 _ZEROED = {
     (torch, "empty"): torch.zeros,
     (torch, "empty_like"): torch.zeros_like,
@@ -55,6 +57,13 @@ def compiling_only(device: torch.device) -> Iterator[None]:
             yield
         for loaded in [pool.submit(load, kernel) for kernel in kernels.values()]:
             loaded.result()
+
+
+def size_classes(shapes: Sequence[Shape]) -> list[Shape]:
+    """Every shape of up to SMALL tokens, whose kernels have tiles of their own, and of others one for each octave."""
+    small = [shape for shape in shapes if shape.rows * shape.width <= SMALL]
+    large = {(shape.rows * shape.width).bit_length(): shape for shape in shapes if shape not in small}
+    return [*small, *large.values()]
 
 
 @torch.inference_mode()

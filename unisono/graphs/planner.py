@@ -7,98 +7,212 @@ decides whether a graph fits.
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from unisono.graphs.full import FullGraph
+from unisono.graphs.cost import PassCost, choose
+from unisono.graphs.cuda import CudaGraph
 from unisono.graphs.tape import Tape
 from unisono.program import NO_NEEDS, Buffers, Eager, Graph, Key, Needs, Pending, Program, Reason, Replay, Shape
+
+logger = logging.getLogger(__name__)
+
+MODES = ("full", "segmented", "off")
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The shapes to capture of one program. Empty ``shapes`` with a ``reason``: it runs eagerly."""
+    """The shapes that may be captured of one program, ascending in rows.
+
+    mode: full captures everything but hard breaks, segmented takes optional breaks too, off runs eagerly.
+    passes: how many passes to expect, by which the shapes worth capturing are chosen; None captures all.
+    cost: what a pass takes; None: nothing is known, and every pass that fits a graph replays it. measured: find it out.
+    always: replay even where a graph would save nothing.
+    share: of the memory budget that may be taken once one of its graphs is captured.
+    """
 
     program: Program
     shapes: tuple[Shape, ...] = ()
     needs: Needs = NO_NEEDS
-    reason: Reason | None = None
+    mode: str = "full"
+    passes: float | None = None
+    cost: PassCost | None = None
+    measured: bool = False
+    always: bool = False
+    share: float = 1.0
 
-
-def row_buckets(limit: int) -> tuple[int, ...]:
-    """Row counts to capture for: dense where padding hurts most, never above ``limit``."""
-    counts = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32)]
-    return tuple(sorted({*(c for c in counts if c < limit), limit}))
-
-
-def token_buckets(limit: int) -> tuple[int, ...]:
-    """Token counts to capture prompt passes for, up to ``limit``: a pass is padded by half at most, from 32 on."""
-    counts = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-    return tuple(c for c in counts if c <= limit)
+    def key(self, shape: Shape) -> Key:
+        return Key(self.program.name, shape, self.needs)
 
 
 class Planner:
-    """Captures graphs at start and chooses one for each pass.
+    """Captures graphs and chooses one for each pass.
 
     ``launch`` is the only door: it loads the batch, replays or runs eagerly, counts which, and returns
     the pending outputs.
+
+    enabled: False runs everything eagerly. compile: pieces of each pass go through torch.compile. budget: bytes that
+    graphs may take, None for no limit. ``idle_captures`` counts graphs captured after the start.
     """
 
-    def __init__(self, device: torch.device, enabled: bool = True) -> None:
-        self.device, self.enabled = device, enabled
+    def __init__(
+        self, device: torch.device, enabled: bool = True, compile: bool = False, budget: int | None = None
+    ) -> None:
+        self.device, self.enabled, self.compile, self.budget = device, enabled, compile, budget
         self.passes: Counter[tuple[str, str, str]] = Counter()  # (program, kind, reason) -> passes
         # Rows of replayed graphs by program (tokens of an extend pass): with a request in them, and without.
         self.filled_rows: Counter[str] = Counter()
         self.padded_rows: Counter[str] = Counter()
+        self.idle_captures = 0
+        self.capture_seconds = 0.0
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._programs: dict[str, Buckets] = {}
         self._graphs: dict[tuple[str, int], list[Graph]] = {}
-        self._dropped: set[Key] = set()
+        self._dropped: dict[Key, Reason] = {}
+        self._missing: Counter[Key] = Counter()  # keys that passes wanted -> milliseconds they would have saved
         self._eager_buffers: dict[Key, Buffers] = {}
 
-    def capture(self, plan: Sequence[Buckets], progress: Callable[[Graph], None] = lambda graph: None) -> None:
-        """Capture every bucket, largest first, into one pool; ``progress`` is called after each.
+    # ---- capture ------------------------------------------------------------------------------
 
-        A bucket that runs out of memory is dropped: passes of its size run eagerly and count NO_MEMORY.
+    def capture(self, plan: Sequence[Buckets], progress: Callable[[float], None] = lambda share: None) -> None:
+        """Capture what is worth it, largest first, into one pool; ``progress`` is told the share done.
+
+        A shape that does not fit is dropped: passes of its size run eagerly and count NO_MEMORY or OVER_BUDGET.
         """
-        for buckets in plan:
-            self._programs[buckets.program.name] = buckets
-        if not self.enabled:
-            return
-        keys = [(b, Key(b.program.name, s, b.needs)) for b in plan for s in b.shapes]
-        for buckets, key in sorted(keys, key=lambda k: k[1].shape.rows * k[1].shape.width, reverse=True):
-            try:
-                graph = self._capture(buckets.program, key)
-            except torch.OutOfMemoryError:
-                self._dropped.add(key)
-                torch.cuda.empty_cache()
-                continue
-            self._graphs.setdefault((key.program, key.shape.width), []).insert(0, graph)
-            progress(graph)
+        started = time.perf_counter()
+        self._programs = {buckets.program.name: buckets for buckets in plan}
+        if self.enabled:
+            for buckets in plan:
+                if buckets.measured and self._captures(buckets):
+                    self._programs[buckets.program.name] = self._measure(buckets)
+            wanted = [(b, s) for b in self._programs.values() if self._captures(b) for s in _worthwhile(b)]
+            wanted.sort(key=lambda w: w[1].rows * w[1].width, reverse=True)
+            for done, (buckets, shape) in enumerate(wanted, 1):
+                self._add(buckets, buckets.key(shape))
+                progress(done / len(wanted))
+        self.capture_seconds += time.perf_counter() - started
 
-    def _capture(self, program: Program, key: Key) -> Graph:
-        buffers = Buffers(program.schema, key.shape, self.device)
+    def capture_missing(self) -> int:
+        """Capture the key whose lack has cost most, if having it would pay. For an idle engine: it takes a moment.
+
+        Returns how many keys were captured: 0 or 1.
+        """
+        started = time.perf_counter()
+        for key, saved in self._missing.most_common():
+            buckets = self._programs[key.program]
+            if buckets.cost is not None and saved < buckets.cost.capture(key.shape.rows):
+                continue
+            del self._missing[key]
+            if self._add(buckets, key) is not None:
+                self.idle_captures += 1
+                self.capture_seconds += time.perf_counter() - started
+                return 1
+        return 0
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that all graphs take."""
+        return sum(graph.cost_bytes for graph in self.graphs())
+
+    def graphs(self) -> Iterator[Graph]:
+        """Every captured graph."""
+        for graphs in self._graphs.values():
+            yield from graphs
+
+    def _captures(self, buckets: Buckets) -> bool:
+        return buckets.mode != "off" and bool(buckets.shapes)
+
+    def _measure(self, buckets: Buckets) -> Buckets:
+        """Find out what a pass costs: the smallest shape as a graph, the largest eagerly, and the host's launches."""
+        small, large = buckets.shapes[0], buckets.shapes[-1]
+        host, _ = self._timed(buckets, small)
+        graph = self._add(buckets, buckets.key(small))
+        if graph is None:
+            return dataclasses.replace(buckets, shapes=())
+        _, device = self._timed(buckets, large)
+        torch.cuda.empty_cache()
+        cost = PassCost.fit(
+            (small.rows, graph.replay_ms),
+            (large.rows, max(device, graph.replay_ms)),
+            eager_ms=math.inf if buckets.always else host,
+            capture_ms=1e3 * graph.capture_seconds,
+            graph_bytes=graph.cost_bytes,
+        )
+        return dataclasses.replace(buckets, cost=cost)
+
+    def _timed(self, buckets: Buckets, shape: Shape) -> tuple[float, float]:
+        """Milliseconds of an eager pass on padding: until the host has launched it, and until it is done."""
+        buffers = Buffers(buckets.program.schema, shape, self.device)
+        times = []
+        for _ in range(2):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            buckets.program.run(buffers)
+            launched = time.perf_counter()
+            torch.cuda.synchronize()
+            times.append((1e3 * (launched - started), 1e3 * (time.perf_counter() - started)))
+        return min(t[0] for t in times), min(t[1] for t in times)
+
+    def _add(self, buckets: Buckets, key: Key) -> Graph | None:
+        """Capture a key unless it is there; None, and the reason noted, where memory does not allow it."""
+        graphs = self._graphs.setdefault((key.program, key.shape.width), [])
+        if (there := next((g for g in graphs if g.key == key), None)) is not None:
+            return there
+        try:
+            graph = self._capture(buckets, key)
+        except torch.OutOfMemoryError:
+            self._drop(key, Reason.NO_MEMORY)
+            return None
+        if self.budget is not None and self.graph_bytes + graph.cost_bytes > buckets.share * self.budget:
+            graph.close()
+            del graph
+            self._drop(key, Reason.OVER_BUDGET)
+            return None
+        graphs.append(graph)
+        graphs.sort(key=lambda g: g.key.shape.rows)
+        return graph
+
+    def _drop(self, key: Key, reason: Reason) -> None:
+        self._dropped[key] = reason
+        if self._pool is not None:
+            torch.cuda.empty_cache()
+        shape = f"{key.shape.rows} rows" + (f" × {key.shape.width}" if key.shape.width > 1 else "")
+        logger.warning("No graph of %s for %s: %s. Advice: %s.", shape, key.program, reason.value, reason.advice)
+
+    def _capture(self, buckets: Buckets, key: Key) -> Graph:
+        buffers = Buffers(buckets.program.schema, key.shape, self.device)
+        splits = buckets.mode == "segmented"
         if self._pool is None:
-            return Tape(program, key, buffers)
-        return FullGraph(program, key, buffers, self._pool)
+            return Tape(buckets.program, key, buffers, splits, self.compile)
+        return CudaGraph(buckets.program, key, buffers, self._pool, splits, self.compile)
+
+    # ---- passes -------------------------------------------------------------------------------
 
     def plan(self, key: Key) -> Replay | Eager:
         """Replay the smallest graph whose key covers this one, or say why none does."""
         buckets = self._programs[key.program]
-        if not self.enabled:
+        if not self.enabled or buckets.mode == "off":
             return Eager(Reason.DISABLED)
-        if buckets.reason is not None:
-            return Eager(buckets.reason)
+        rows, cost = key.shape.rows, buckets.cost
         graphs = self._graphs.get((key.program, key.shape.width), [])
         for graph in graphs:
             if graph.key.covers(key):
-                return Replay(graph)
-        if any(dropped.covers(key) for dropped in self._dropped):
-            return Eager(Reason.NO_MEMORY)
-        if all(graph.key.shape.rows < key.shape.rows for graph in graphs) and graphs:
+                if cost is None or cost.replay(graph.key.shape.rows) <= cost.eager(rows):
+                    return Replay(graph)
+                return Eager(Reason.UNPROFITABLE)
+        for dropped, reason in self._dropped.items():
+            if dropped.covers(key):
+                return Eager(reason)
+        if cost is not None and cost.eager(rows) <= cost.replay(rows):
+            return Eager(Reason.UNPROFITABLE)
+        if graphs and all(graph.key.shape.rows < rows for graph in graphs):
             return Eager(Reason.ABOVE_BUCKETS)
         return Eager(Reason.NOT_CAPTURED)
 
@@ -120,7 +234,22 @@ class Planner:
             program.prepare(buffers)
         program.run(buffers)
         self.passes[key.program, "eager", answer.reason.name] += 1
+        self._note_missing(key, answer.reason)
         return buffers.fetch()
+
+    def _note_missing(self, key: Key, reason: Reason) -> None:
+        """Remember which capture would have served this pass better."""
+        if reason not in (Reason.ABOVE_BUCKETS, Reason.NOT_CAPTURED, Reason.UNPROFITABLE):
+            return
+        buckets = self._programs[key.program]
+        fits = (s for s in buckets.shapes if s.width == key.shape.width and s.rows >= key.shape.rows)
+        if (shape := next(fits, None)) is None:
+            return
+        saved, closest = math.inf, Key(key.program, shape, key.needs)
+        if buckets.cost is not None:
+            saved = buckets.cost.eager(key.shape.rows) - buckets.cost.replay(shape.rows)
+        if saved > 0 and closest not in self._dropped:
+            self._missing[closest] += saved  # type: ignore[assignment]
 
     def _eager(self, program: Program, key: Key) -> Buffers:
         """Buffers of exactly this shape: an eager pass pays for no padding."""
@@ -133,35 +262,66 @@ class Planner:
 
     def forget(self) -> None:
         """Count from zero again."""
-        for counts in (self.passes, self.filled_rows, self.padded_rows):
+        for counts in (self.passes, self.filled_rows, self.padded_rows, self._missing):
             counts.clear()
 
-    def report(self) -> list[dict[str, object]]:
-        """One row per captured key, and one per program that runs eagerly, with its reason."""
-        rows: list[dict[str, object]] = []
-        for graphs in self._graphs.values():
-            for g in graphs:
-                cost = {"kind": g.kind, "bytes": g.cost_bytes, "ms": round(1e3 * g.cost_seconds, 1)}
-                rows.append({"program": g.key.program, **dataclasses.asdict(g.key.shape), **cost, "reason": ""})
-        for key in self._dropped:
-            rows.append(
-                {
-                    "program": key.program,
-                    **dataclasses.asdict(key.shape),
-                    "kind": "eager",
-                    "reason": Reason.NO_MEMORY.value,
-                }
-            )
+    # ---- what it tells ------------------------------------------------------------------------
+
+    def report(self) -> list[dict[str, Any]]:
+        """One row per captured key and per range of sizes that runs eagerly: why, and what the user could change."""
+        rows: list[dict[str, Any]] = []
+        for g in self.graphs():
+            shape = {"program": g.key.program, **dataclasses.asdict(g.key.shape), "needs": g.key.needs.hidden.name}
+            cost = {"bytes": g.cost_bytes, "ms": round(g.replay_ms, 3), "capture_ms": round(1e3 * g.capture_seconds, 1)}
+            rows.append({**shape, "kind": g.kind, "breaks": g.breaks, **cost, "reason": "", "advice": ""})
         for name, buckets in self._programs.items():
-            reason = buckets.reason if self.enabled else Reason.DISABLED
-            if reason is not None:
-                rows.append({"program": name, "rows": "any", "width": "any", "kind": "eager", "reason": reason.value})
+            for sizes, width, reason in self._eager_sizes(buckets):
+                why = {"reason": reason.value, "advice": reason.advice}
+                rows.append({"program": name, "rows": sizes, "width": width, "kind": "eager", **why})
         return rows
+
+    def costs(self) -> dict[str, float]:
+        """What all graphs cost; ``budget`` in bytes, -1 for none. ``padding_share`` of the rows that were replayed."""
+        filled, padded = self.filled_rows.total(), self.padded_rows.total()
+        return {
+            "graphs": sum(1 for _ in self.graphs()),
+            "bytes": self.graph_bytes,
+            "budget": -1 if self.budget is None else self.budget,
+            "capture_seconds": round(self.capture_seconds, 3),
+            "idle_captures": self.idle_captures,
+            "padding_share": round(padded / max(1, filled + padded), 4),
+        }
+
+    def _eager_sizes(self, buckets: Buckets) -> Iterator[tuple[str, int | str, Reason]]:
+        """(rows, width, reason) of the sizes that would run eagerly now."""
+        if not self.enabled or not self._captures(buckets):
+            answer = self.plan(buckets.key(buckets.shapes[0] if buckets.shapes else Shape(1)))
+            if isinstance(answer, Eager):
+                yield "any", "any", answer.reason
+            return
+        low, first, reason, last = 1, 1, None, 0
+        for shape in buckets.shapes:
+            answer = self.plan(buckets.key(shape))
+            now = answer.reason if isinstance(answer, Eager) else None
+            if now is not reason:
+                if reason is not None:
+                    yield f"{first}-{last}", shape.width, reason
+                first, reason = low, now
+            low, last = shape.rows + 1, shape.rows
+        if reason is not None:
+            yield f"{first}-{last}", buckets.shapes[-1].width, reason
 
     def close(self) -> None:
         """Free every graph, before the process group and the memory they were captured on."""
-        for graphs in self._graphs.values():
-            for graph in graphs:
-                graph.close()
+        for graph in self.graphs():
+            graph.close()
         self._graphs.clear()
         self._eager_buffers.clear()
+
+
+def _worthwhile(buckets: Buckets) -> list[Shape]:
+    """The shapes worth capturing."""
+    if buckets.passes is None or buckets.cost is None:
+        return list(buckets.shapes)
+    chosen = set(choose([shape.rows for shape in buckets.shapes], buckets.cost, buckets.passes))
+    return [shape for shape in buckets.shapes if shape.rows in chosen]

@@ -56,12 +56,13 @@ class Fork(NamedTuple):
 
 class Best(NamedTuple):
     """Of each row the path with most accepted drafts: rows [R] (indices into M), tables [R]; its picks [R, W] and
-    drafts [R, W - 1]. All int32."""
+    drafts [R, W - 1]; and drafted [R]: how many tokens all paths draft, a shared prefix counted once. All int32."""
 
     rows: Tensor
     tables: Tensor
     picks: Tensor
     drafts: Tensor
+    drafted: Tensor
 
 
 def span_pages(drafts: int, page_size: int) -> int:
@@ -122,16 +123,16 @@ def _copy_span_kernel(
 
 @triton.jit
 def _best_path_kernel(
-    picks, drafts, tables, rows, best_tables, best_picks, best_drafts, P, W,
+    picks, drafts, tables, rows, best_tables, best_picks, best_drafts, drafted, P, W,
     BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
     path, j = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_W)
     m = (r * P + path)[:, None]
-    drafted = (path < P)[:, None] & (j < W - 1)[None, :]
-    pick = tl.load(picks + m * W + j[None, :], mask=drafted, other=-1)
-    draft = tl.load(drafts + m * (W - 1) + j[None, :], mask=drafted, other=-1)
-    right = drafted & (pick == draft)
+    inside = (path < P)[:, None] & (j < W - 1)[None, :]
+    pick = tl.load(picks + m * W + j[None, :], mask=inside, other=-1)
+    draft = tl.load(drafts + m * (W - 1) + j[None, :], mask=inside, other=-1)
+    right = inside & (pick == draft)
     accepted = tl.min(tl.where(right, BLOCK_W, j[None, :]), axis=1)
     best = tl.max(tl.where(path < P, accepted * BLOCK_P + (BLOCK_P - 1 - path), -1))
     row = r * P + BLOCK_P - 1 - best % BLOCK_P
@@ -140,6 +141,15 @@ def _best_path_kernel(
     tl.store(best_picks + r * W + j, tl.load(picks + row * W + j, mask=j < W), mask=j < W)
     k = W - 1
     tl.store(best_drafts + r * k + j, tl.load(drafts + row * k + j, mask=j < k), mask=j < k)
+
+    alike = (path[None, :] < path[:, None]) & (path < P)[:, None]  # so far the same as a path before
+    count = tl.zeros((BLOCK_P,), tl.int32)
+    for step in range(k):
+        token = tl.load(drafts + (r * P + path) * k + step, mask=path < P, other=-1)
+        alike = alike & (token[None, :] == token[:, None])
+        new = tl.max(alike.to(tl.int32), axis=1) == 0
+        count += ((token >= 0) & new).to(tl.int32)
+    tl.store(drafted + r, tl.sum(count))
 
 
 def _fork_meta(
@@ -205,15 +215,16 @@ def copy_span_cpu(kv: Tensor, page_table: Tensor, sources: Tensor, tables: Tenso
     kv[:, target, :, at % page_size] = kv[:, source, :, at % page_size]
 
 
-def _best_meta(picks: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+BestTuple = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _best_meta(picks: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> BestTuple:
     rows, width = picks.shape[0] // paths, picks.shape[1]
-    one, other = picks.new_empty(rows), picks.new_empty(rows)
-    return one, other, picks.new_empty(rows, width), picks.new_empty(rows, width - 1)
+    best, at, drafted = (picks.new_empty(rows) for _ in range(3))
+    return best, at, picks.new_empty(rows, width), picks.new_empty(rows, width - 1), drafted
 
 
-def launch_best_path(
-    picks: Tensor, drafts: Tensor, tables: Tensor, paths: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def launch_best_path(picks: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> BestTuple:
     """Triton implementation of :func:`best_path`."""
     out, width = _best_meta(picks, drafts, tables, paths), picks.shape[1]
     _best_path_kernel[(picks.shape[0] // paths,)](
@@ -223,12 +234,15 @@ def launch_best_path(
     return out
 
 
-def best_path_cpu(picks: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def best_path_cpu(picks: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> BestTuple:
     """CPU twin of :func:`best_path`."""
     accepted = (picks[:, :-1] == drafts).int().cumprod(1).sum(1).view(-1, paths)
     rows = (accepted.argmax(1) + torch.arange(len(accepted)) * paths).int()
     best = rows.long()
-    return rows, tables[best], picks[best], drafts[best]
+    same = (drafts.view(-1, paths, 1, drafts.shape[1]) == drafts.view(-1, 1, paths, drafts.shape[1])).cumprod(-1)
+    before = torch.ones(paths, paths).tril(-1).bool()[:, :, None]  # of each path, those before it
+    new = ~(same.bool() & before).any(2) & (drafts.view(-1, paths, drafts.shape[1]) >= 0)
+    return rows, tables[best], picks[best], drafts[best], new.sum((1, 2)).int()
 
 
 define(
@@ -238,7 +252,7 @@ define(
 register("fork_paths", cuda=launch_fork_paths, cpu=fork_paths_cpu, meta=_fork_meta)
 define("copy_span(Tensor(a!) kv, Tensor page_table, Tensor sources, Tensor tables, Tensor first, Tensor last) -> ()")
 register("copy_span", cuda=launch_copy_span, cpu=copy_span_cpu, meta=lambda *args: None)
-define("best_path(Tensor picks, Tensor drafts, Tensor tables, int paths) -> (Tensor, Tensor, Tensor, Tensor)")
+define("best_path(Tensor picks, Tensor drafts, Tensor tables, int paths) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 register("best_path", cuda=launch_best_path, cpu=best_path_cpu, meta=_best_meta)
 
 
@@ -297,7 +311,7 @@ AOT: list[AotCase] = [
     ),
     AotCase(
         _best_path_kernel,
-        _ints("picks drafts tables rows best_tables best_picks best_drafts", "P W"),
+        _ints("picks drafts tables rows best_tables best_picks best_drafts drafted", "P W"),
         {"BLOCK_P": 8, "BLOCK_W": 4},
         num_warps=1,
     ),

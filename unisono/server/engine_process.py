@@ -22,7 +22,7 @@ from unisono.server import ipc
 from unisono.types import BadRequest, EngineRequest, TokenDelta, UnisonoError
 
 IDLE_MS = 1000
-"""After so long without work the engine checks its bookkeeping, once."""
+"""After so long without work the engine checks its bookkeeping, once, and captures graphs that were missing."""
 PARENT_GONE_MS = 1000
 """A message that waits longer for the API process will never be read."""
 
@@ -37,6 +37,7 @@ class EngineLike(Protocol):
     def info(self) -> dict[str, Any]: ...
     def metrics(self) -> list[tuple[str, str, dict[str, str], float, str]]: ...
     def check_integrity(self) -> None: ...
+    def capture_missing(self) -> int: ...
     def shutdown(self) -> None: ...
 
 
@@ -95,13 +96,16 @@ class _Loop:
 
     def run(self) -> None:
         self.send(ipc.Ready(self.engine.info()))
-        unchecked = False
+        checked, quiet = True, None  # milliseconds without work after which there is something to do
         while True:
             working = self.engine.has_work()
-            events = dict(self.poller.poll(0 if working else IDLE_MS if unchecked else None))
-            if unchecked and not working and not events:  # a quiet moment: prove that nothing has leaked
-                self.engine.check_integrity()
-                unchecked = False
+            events = dict(self.poller.poll(0 if working else quiet))
+            if quiet is not None and not working and not events:
+                if not checked:  # prove that nothing has leaked
+                    self.engine.check_integrity()
+                    checked = True
+                # One at a time, so that a request that comes meanwhile waits for one capture at most.
+                quiet = 0 if self.engine.capture_missing() else None
             if self.parent in events:
                 return
             if self.socket in events:
@@ -110,7 +114,7 @@ class _Loop:
                 return
             if self.engine.has_work():
                 deltas = self.engine.step()
-                unchecked = True
+                checked, quiet = False, IDLE_MS
                 if deltas:
                     self.send(ipc.Deltas(deltas))
 

@@ -113,6 +113,7 @@ class ProgressLine:
     def __init__(self) -> None:
         self._time = time.monotonic()
         self._counters: dict[str, float] = {}
+        self._eager: dict[tuple[str, str], float] = {}
 
     def line(self, samples: Sequence[MetricSample]) -> str | None:
         """One line, or None if nothing has happened since the last and nothing is running."""
@@ -128,6 +129,7 @@ class ProgressLine:
         seconds, self._time = now - self._time, now
         since = {name: value - self._counters.get(name, 0) for name, value in counters.items()}
         self._counters = counters
+        eager = self._newly_eager(samples)
         running, waiting = gauges.get("num_requests_running", 0), gauges.get("num_requests_waiting", 0)
         if not (running or waiting or since.get("generation_tokens") or since.get("prompt_tokens")):
             return None
@@ -136,5 +138,16 @@ class ProgressLine:
             f"{since.get('prompt_tokens', 0) / seconds:.0f} prompt tok/s, "
             f"{since.get('generation_tokens', 0) / seconds:.0f} generated tok/s, "
             f"KV cache {100 * gauges.get('kv_cache_usage_perc', 0):.1f} % used, "
-            f"passes: {since.get('replayed', 0):.0f} replayed, {since.get('eager', 0):.0f} eager"
+            f"passes: {since.get('replayed', 0):.0f} replayed, {since.get('eager', 0):.0f} eager{eager}"
         )
+
+    def _newly_eager(self, samples: Sequence[MetricSample]) -> str:
+        """Which passes ran eagerly since the last line and why, in brackets; empty if none did."""
+        counts: dict[tuple[str, str], float] = {}
+        for sample in samples:
+            if sample.name == "passes" and sample.labels["kind"] == "eager":
+                counts[sample.labels["program"], sample.labels["reason"]] = sample.value
+        new = {key: value - self._eager.get(key, 0) for key, value in counts.items()}
+        self._eager = counts
+        named = [f"{count:.0f} {program} {reason}" for (program, reason), count in new.items() if count]
+        return f" ({', '.join(named)})" if named else ""

@@ -38,6 +38,7 @@ class Report:
     kernels: list[dict[str, Any]] = field(default_factory=list)
     launches: dict[str, float] = field(default_factory=dict)
     passes: list[dict[str, Any]] = field(default_factory=list)
+    graph_memory: dict[str, float] = field(default_factory=dict)
 
     def markdown(self) -> str:
         """The report as Markdown tables."""
@@ -59,6 +60,9 @@ class Report:
             for k in self.kernels:
                 lines += [f"| `{k['name']}` | {k['count']:g} | {k['us']:.1f} | {100 * k['share']:.1f} % |"]
             lines += [""]
+        if self.graph_memory:
+            costs = ", ".join(f"{name} {value:g}" for name, value in self.graph_memory.items())
+            lines += [f"- graphs: {costs}"]
         for p in self.passes:
             lines += [f"- passes: {p['program']} {p['kind']} {p['reason']} {p['count']}"]
         return "\n".join(lines)
@@ -79,6 +83,9 @@ def latency(
     max_model_len: Annotated[int | None, typer.Option(help="Context of the engine.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests at once.")] = None,
     enforce_eager: Annotated[bool, typer.Option(help="Capture no graph.")] = False,
+    graphs: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
+    compile: Annotated[bool, typer.Option("--compile", help="As of `unisono serve`.")] = False,
+    attention_backend: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
     speculative_config: Annotated[str | None, typer.Option(help="As of `unisono serve`, JSON.")] = None,
     synthetic_acceptance_length: Annotated[
         float | None, typer.Option(help="Commit so many tokens a round, whatever the drafts are. The text is noise.")
@@ -101,6 +108,7 @@ def latency(
     if speculative_config:
         flags["speculative"] = SpeculativeConfig.parse(json.loads(speculative_config))
         flags["synthetic_acceptance_length"] = synthetic_acceptance_length
+    flags |= {"graphs": graphs, "compile": compile, "attention_backend": attention_backend}
     llm = LLM(model, enforce_eager=enforce_eager, **flags)
     report = Report(model, _versions(llm))
     report.speculative = speculative_config or ""
@@ -113,6 +121,7 @@ def latency(
     if profile:
         _profile(llm, _numbers(batch)[0], context, report)
     report.passes = llm.engine.info()["passes"]  # type: ignore[assignment]
+    report.graph_memory = llm.engine.info()["graph_memory"]  # type: ignore[assignment]
     print(report.markdown())
     if out is not None:
         out.write_text(json.dumps(report.__dict__, indent=1))

@@ -25,7 +25,9 @@ class TrainingAttention:
     for what the target had committed, and key q of each later step, its own included: the drafts since.
     """
 
+    capturable = True
     name = "training"
+    capturable = True
 
     def plan(self, inputs: AttentionInputs) -> None:
         """Nothing: the caller has put the earlier steps there."""

@@ -1,0 +1,61 @@
+"""Small programs and graphs of them, shared by the tests of this folder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import unisono.kernels  # noqa: F401  (registers the ops)
+from unisono.graphs.cuda import CudaGraph
+from unisono.graphs.tape import Tape
+from unisono.program import Buffers, Field, Key, Program, Schema, Shape
+
+CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FULL, SEGMENTED, COMPILED = (
+    ("full", "segmented", "compiled") if DEVICE.type == "cuda" else ("tape", "tape-segmented", "tape-compiled")
+)
+SCHEMA = Schema(
+    (
+        Field("x", torch.int32, ("rows", 2), pad=-1),
+        Field("scale", torch.float32, ("rows",)),
+        Field("result", torch.float32, ("rows", 2), output=True),
+    )
+)
+
+
+def batch(x: list[list[int]]) -> dict[str, Any]:
+    return {"x": x, "scale": [1.0] * len(x)}
+
+
+def program(run: Callable[[Buffers], Any], name: str = "p") -> Program:
+    return Program(name, SCHEMA, run)
+
+
+def graph_of(run: Callable[[Buffers], Any], rows: int = 4, first: dict[str, Any] | None = None, **how: bool) -> Any:
+    """A graph of ``run``, captured on the batch ``first``: a CUDA graph where there is a GPU, else a tape."""
+    buffers = Buffers(SCHEMA, Shape(rows), DEVICE)
+    if first is not None:
+        buffers.load(first)
+    key = Key("p", Shape(rows))
+    if DEVICE.type == "cpu":
+        return Tape(program(run), key, buffers, **how)
+    return CudaGraph(program(run), key, buffers, torch.cuda.graph_pool_handle(), **how)
+
+
+def run_graph(graph: Any, x: list[list[int]]) -> list[list[float]]:
+    """Replay on a batch; its rows of the result."""
+    graph.buffers.load(batch(x))
+    graph.replay()
+    return graph.buffers.fetch().wait()["result"][: len(x)].tolist()
+
+
+def poison(graph: Tape) -> int:
+    """Fill what the graph's pass makes with garbage, as another replay in its pool would; returns how many tensors."""
+    made = graph.intermediates()
+    for tensor in made:
+        tensor.fill_(math.nan if tensor.is_floating_point() else 1 if tensor.dtype is torch.bool else -77)
+    return len(made)

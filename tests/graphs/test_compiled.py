@@ -1,0 +1,122 @@
+"""Compiled passes: what is cut out for the compiler, and that the bytes stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.graphs.programs import COMPILED, DEVICE, SCHEMA, batch, graph_of, run_graph
+from unisono.graphs import compiled
+from unisono.graphs.compiled import Pieces, compile_program
+from unisono.program import Buffers, Shape, eager_break
+
+
+def pieces_of(run: Callable[[Buffers], Any], rows: int = 4) -> tuple[Pieces, Buffers]:
+    buffers = Buffers(SCHEMA, Shape(rows), DEVICE)
+    return compile_program(run, buffers, splits=False), buffers
+
+
+def outcome(run: Callable[[Buffers], Any], x: list[list[int]]) -> list[list[float]]:
+    """Eagerly."""
+    buffers = Buffers(SCHEMA, Shape(len(x)), DEVICE)
+    buffers.load(batch(x))
+    run(buffers)
+    return buffers.result.tolist()
+
+
+def rounding(b: Buffers) -> None:
+    """Roundings to bfloat16 that a compiler likes to leave out."""
+    x = (b.x.float() * 0.3).to(torch.bfloat16)
+    y = (x * x).to(torch.bfloat16) + x
+    b.result.copy_((y * 1.7 + x * 0.7).float())
+
+
+def through_a_break(b: Buffers) -> None:
+    """And through functions that no two libraries compute alike."""
+    x = b.x.float().sin() * 3 + 1
+    y = eager_break(lambda t: t + t.max().item())(x)
+    b.result.copy_((y * x - 7).exp() + x.sum(1, keepdim=True) * 2)
+
+
+def aliases(b: Buffers) -> None:
+    """A view that outlives its piece, of a tensor that somebody writes between the two."""
+    x = b.x.float() * 2 + 1
+    column = x[:, 0]
+    doubled = column + column
+    x.add_(10)
+    b.result.copy_(torch.stack((column * 2, doubled - 1), 1))
+
+
+def views(b: Buffers) -> None:
+    """Views of what nobody writes, inside and outside pieces."""
+    x = b.x.float() * 2 + 1
+    left, right = x.t().split(1)
+    b.scale.copy_(left[0])
+    b.result.copy_(torch.cat((left, right * 3)).t() + b.scale[:, None])
+
+
+def several(b: Buffers) -> None:
+    """Ops with several results."""
+    left, right = (b.x + 1).split(1, dim=1)
+    b.result.copy_(torch.cat((left.cumsum(0) * right, (left * 3).float() - right.float() * 0.3), 1))
+
+
+@pytest.mark.parametrize("run", [rounding, through_a_break, aliases, views, several], ids=lambda f: f.__name__)
+def test_same_bits_as_eager(run: Callable[[Buffers], Any]) -> None:
+    graph = graph_of(run, compile=True)
+    assert graph.kind == COMPILED
+    for x in ([[1, 2], [3, 4], [5, 6], [7, 8]], [[-9, 1], [0, 0], [100, 3], [2, 2]]):
+        assert run_graph(graph, x) == outcome(run, x)
+    pieces, _ = pieces_of(run)
+    assert pieces.compiled >= 1, "a test that compiles nothing proves nothing"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("run", [rounding, through_a_break, aliases, views, several], ids=lambda f: f.__name__)
+def test_same_bits_in_inference_mode(run: Callable[[Buffers], Any]) -> None:
+    graph = graph_of(run, compile=True)
+    x = [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert run_graph(graph, x) == outcome(run, x)
+
+
+def test_without_emulated_roundings_the_bits_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a piece whose bits differ is not used."""
+    x = [[n, 7 * n + 1] for n in range(64)]
+    buffers = Buffers(SCHEMA, Shape(64), DEVICE)
+    buffers.load(batch(x))
+    monkeypatch.setattr(compiled, "_compiled", {})
+    assert compile_program(rounding, buffers, splits=False).compiled == 1
+    monkeypatch.setattr(compiled, "_compiled", {})
+    monkeypatch.setattr(compiled, "OPTIONS", {})
+    assert compile_program(rounding, buffers, splits=False).compiled == 0
+
+
+def test_pieces_end_where_something_is_written() -> None:
+    """x + 1, the write, and what reads it: two pieces around it."""
+
+    def run(b: Buffers) -> None:
+        b.scale.copy_(b.x[:, 0].float() + 1)
+        b.result.copy_((b.scale * 2)[:, None].expand(4, 2) - 1)
+
+    pieces, _ = pieces_of(run)
+    assert [step.kind for step in pieces.steps] == ["piece", "call", "piece", "call"]
+
+
+def test_what_a_pass_made_is_dropped_after_its_last_use() -> None:
+    """Or a capture would hold every intermediate, and no memory would be reused."""
+
+    def run(b: Buffers) -> None:
+        x = b.x.float()
+        for _ in range(5):
+            x = x * 1.5
+            b.scale.copy_(x[:, 0])  # ends the piece
+        b.result.copy_(x)
+
+    pieces, _ = pieces_of(run)
+    made = [n for step in pieces.steps for n in step.results if n is not None]
+    dropped = [n for step in pieces.steps for n in step.drops]
+    assert len(made) > 8
+    assert sorted(dropped) == sorted(made)

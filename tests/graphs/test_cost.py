@@ -1,0 +1,74 @@
+"""Which sizes are captured: the cheapest set, and why it is that."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from unisono.graphs.cost import PassCost, candidates, choose
+
+
+def expected_ms(sizes: tuple[int, ...], limit: int, cost: PassCost, passes: float) -> float:
+    """What a set of sizes costs, written out: captures, and each pass by its smallest graph or eagerly."""
+    weight = passes / sum(1 / n for n in range(1, limit + 1))
+    total = sum(cost.capture(size) for size in sizes)
+    for n in range(1, limit + 1):
+        graph = next((size for size in sizes if size >= n), None)
+        ways = [cost.eager(n)] + ([cost.replay(graph)] if graph else [])
+        total += weight / n * min(ways)
+    return total
+
+
+@pytest.mark.parametrize("case", range(40))
+def test_no_other_set_is_cheaper(case: int) -> None:
+    rng = random.Random(case)
+    sizes = tuple(sorted(rng.sample(range(1, 60), rng.randrange(1, 8))))
+    eager = rng.choice([math.inf, rng.uniform(1, 40)])
+    cost = PassCost(rng.uniform(0, 10), rng.uniform(0, 1), eager, rng.uniform(0, 50), rng.randrange(1 << 22))
+    passes = 10 ** rng.uniform(-1, 4)
+    every = [s for n in range(len(sizes) + 1) for s in itertools.combinations(sizes, n)]
+    best = min(expected_ms(s, sizes[-1], cost, passes) for s in every)
+    chosen = choose(sizes, cost, passes)
+    assert expected_ms(chosen, sizes[-1], cost, passes) == pytest.approx(best) or (best == math.inf and chosen)
+
+
+def test_passes_that_may_not_run_eagerly_all_find_a_graph() -> None:
+    for limit in (1, 3, 16, 100, 256, 1000):
+        chosen = choose(candidates(limit), PassCost(5, 0.1), passes=1e-3)
+        assert chosen == (limit,), "one graph for all, where few passes are expected"
+
+
+def test_more_passes_pay_for_more_graphs_and_dearer_memory_for_fewer() -> None:
+    sizes, cost = candidates(8192, 16), PassCost(3.3, 0.0235, 25.0, 100.0, 8 << 20)
+    few, many = choose(sizes, cost, 1e3), choose(sizes, cost, 1e5)
+    assert len(few) < len(many)
+    dear = PassCost(3.3, 0.0235, 25.0, 100.0, 80 << 20)
+    assert len(choose(sizes, dear, 1e5)) < len(many)
+
+
+def test_no_size_is_captured_where_the_device_is_busy_anyway() -> None:
+    """An 8B model's passes on an H200: from about 1000 tokens on the host launches faster than the device works."""
+    cost = PassCost(fixed_ms=3.3, row_ms=0.0235, eager_ms=25.0)
+    chosen = choose(candidates(8192, 16), cost, passes=1e6)
+    assert max(chosen) * cost.row_ms + cost.fixed_ms <= cost.eager_ms
+    assert choose(candidates(8192, 16), PassCost(30.0, 0.02, eager_ms=25.0), passes=1e6) == ()
+
+
+def test_a_fit_goes_through_what_was_measured() -> None:
+    cost = PassCost.fit((16, 5.0), (1016, 25.0), eager_ms=30.0)
+    assert (cost.replay(16), cost.replay(1016)) == pytest.approx((5.0, 25.0))
+    assert cost.eager(16) == 30.0
+    assert PassCost.fit((16, 5.0), (32, 4.0)).row_ms == 0, "noise: more rows never cost less"
+
+
+def test_candidates_end_at_the_limit() -> None:
+    for limit in (1, 3, 16, 37, 100, 256, 8192):
+        for least in (1, 16):
+            sizes = candidates(limit, least)
+            assert sizes[-1] == limit
+            assert list(sizes) == sorted(set(sizes))
+            assert all(b <= 2 * a for a, b in itertools.pairwise(sizes))
+            assert all(b <= 1.126 * a for a, b in itertools.pairwise(sizes) if a >= 8 * least)

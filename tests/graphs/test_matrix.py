@@ -1,0 +1,296 @@
+"""Drafter × program × kind of graph × feature: the bytes of eager, and every pass accounted for.
+
+Each cell runs the same requests on two engines, one without graphs. Tokens, log-probabilities to the bit and accepted
+drafts have to agree, both engines have to launch the same passes in the same order, and each of them has to be a
+replay of the kind in question, or to name the reason that this page works out for itself. On a CPU whatever a pass
+made is filled with garbage before the next one runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.helpers import counted, engine, prompts
+from tests.engine.test_speculation import DRAFTERS, Checkpoints
+from tests.graphs.programs import COMPILED, FULL, SEGMENTED, poison
+from unisono.graphs.planner import Planner
+from unisono.graphs.tape import Tape
+from unisono.llm import LLM
+from unisono.program import Hidden, Key
+from unisono.types import SamplingParams, SpeculativeConfig
+
+CUDA = torch.cuda.is_available()
+METHODS = ("none", *DRAFTERS)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How passes are captured, and what that makes of each program. ``backend``: eager runs use it too."""
+
+    flags: dict[str, Any]
+    extend: str
+    round: str
+    backend: str = "auto"
+
+    def of(self, program: str) -> str:
+        return self.round if program == "round" else self.extend
+
+
+KINDS = {
+    "full": Kind({"graphs": "full"}, FULL, FULL),
+    "segmented": Kind({"graphs": "segmented"}, SEGMENTED, SEGMENTED),
+    "compiled": Kind({"graphs": "full", "compile": True}, COMPILED, COMPILED),
+    "compiled segments": Kind({"graphs": "segmented", "compile": True}, COMPILED, COMPILED),
+    "mixed": Kind({"graphs": "extend=segmented,score=segmented,round=full"}, SEGMENTED, FULL),
+    "only rounds": Kind({"graphs": "extend=off,score=off,round=full"}, "eager", FULL),
+    "planned on the host": Kind({"graphs": "segmented"}, SEGMENTED, SEGMENTED, "torch"),
+}
+
+FLAGS: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 256, "max_num_batched_tokens": 48}
+SCARCE: dict[str, Any] = {**FLAGS, "max_model_len": 80, "num_pages": 1 + 5}
+
+# ---- the requests -----------------------------------------------------------------------------------
+
+Run = Callable[[LLM], list[Any]]
+
+
+def say(llm: LLM, batch: list[list[int]], **params: Any) -> list[Any]:
+    """Everything that comes of a batch of greedy and sampled requests, by turns."""
+    each = [
+        SamplingParams(**{"temperature": i % 2, "seed": i, "max_tokens": 7 + i % 3, "ignore_eos": True, **params})
+        for i in range(len(batch))
+    ]
+    outputs = llm.generate(batch, each)
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    """A prompt that repeats itself: drafters find something in it."""
+    return (prompts(1, 250, 4, 5, seed=seed)[0] * length)[:length]
+
+
+FEATURES: dict[str, Run] = {
+    "mixed lengths": lambda llm: say(llm, [text(n, n) for n in (3, 40, 9, 25, 14)]),
+    "edges of prompt buckets": lambda llm: [say(llm, [text(n, n)], max_tokens=2) for n in (15, 16, 17, 31, 32, 33, 48)],
+    "edges of round buckets": lambda llm: [say(llm, [text(5, i) for i in range(n)]) for n in (1, 2, 3, 4, 5, 6)],
+    "chunks": lambda llm: say(llm, [text(100, 1), text(49, 2)]),
+    "more than run at once": lambda llm: say(llm, [text(4 + i, i) for i in range(9)]),
+    "long answers": lambda llm: say(llm, [text(12 + i, i) for i in range(6)], max_tokens=40),
+    "a prefix hit": lambda llm: say(llm, [text(60, 3)] * 2) + say(llm, [text(60, 3)] * 2),
+    "penalties": lambda llm: say(llm, [text(20, i) for i in range(3)], repetition_penalty=1.3, logit_bias={9: 4.0}),
+    "logprobs": lambda llm: say(llm, [text(20, i) for i in range(3)], logprobs=3),
+    "prompt logprobs": lambda llm: say(llm, [text(n, n) for n in (30, 70)], prompt_logprobs=2, logprobs=1),
+}
+
+# ---- the engines ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoints_of(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Checkpoints]:
+    makers = {**DRAFTERS, "none": lambda targets, folder: (targets["qwen3"], None)}
+    return functools.cache(lambda method: makers[method](checkpoints, tmp_path_factory.mktemp(method)))
+
+
+def opened(method: str, checkpoints: Checkpoints, **flags: Any) -> LLM:
+    target, model = checkpoints
+    spec = None if method == "none" else SpeculativeConfig(method, None if model is None else str(model), 3)
+    return engine(target, speculative=spec, **flags)
+
+
+@dataclass
+class Ran:
+    """What a run left: outputs by feature, the keys of its passes in order, how they were counted, accepted drafts."""
+
+    outputs: dict[str, Any]
+    keys: list[Key]
+    passes: dict[tuple[str, str, str], int]
+    accepted: int
+    preemptions: int
+
+
+def run(llm: LLM, features: dict[str, Run], monkeypatch: pytest.MonkeyPatch) -> Ran:
+    keys: list[Key] = []
+    real = Planner.launch
+    with monkeypatch.context() as patched:
+        patched.setattr(Planner, "launch", lambda self, key, batch: (keys.append(key), real(self, key, batch))[1])
+        outputs = {name: feature(llm) for name, feature in features.items()}
+    llm.engine.check_integrity()
+    counters, scheduler = llm.engine.counters, llm.engine.scheduler
+    return Ran(outputs, keys, counted(llm), counters.accepted_tokens, scheduler.preemptions)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Whatever a tape made is garbage when the next one begins; counts the tensors."""
+    last: list[Tape] = []
+    poisonings: list[int] = []
+
+    def replay(self: Tape, real: Callable[[Tape], None] = Tape.replay) -> None:
+        if last:
+            poisonings.append(poison(last.pop()))
+        real(self)
+        last.append(self)
+
+    monkeypatch.setattr(Tape, "replay", replay)
+    return poisonings
+
+
+@functools.cache
+def eager(method: str, checkpoints: Checkpoints, backend: str, scarce: bool, features: tuple[str, ...]) -> Ran:
+    flags = {**(SCARCE if scarce else FLAGS), "attention_backend": backend, "graphs": "off"}
+    with opened(method, checkpoints, **flags) as llm, pytest.MonkeyPatch.context() as monkeypatch:
+        ran = run(llm, {name: FEATURES[name] for name in features}, monkeypatch)
+    assert {(kind, reason) for _, kind, reason in ran.passes} == {("eager", "DISABLED")}
+    return ran
+
+
+def check(
+    method: str,
+    kind: Kind,
+    checkpoints: Checkpoints,
+    features: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    scarce: bool = False,
+    largest: int | None = None,
+) -> Ran:
+    """Run a cell. ``largest``: captures of more rows than this run out of memory."""
+    expected = eager(method, checkpoints, kind.backend, scarce, features)
+    if largest is not None:
+        out_of_memory_above(largest, monkeypatch)
+    flags = {**(SCARCE if scarce else FLAGS), "attention_backend": kind.backend, **kind.flags}
+    with opened(method, checkpoints, **flags) as llm:
+        ran = run(llm, {name: FEATURES[name] for name in features}, monkeypatch)
+    for name in features:
+        assert ran.outputs[name] == expected.outputs[name], name
+    assert ran.accepted == expected.accepted, "drafts were lost"
+    assert ran.keys == expected.keys, "other passes than without graphs"
+    assert ran.passes == Counter(account(key, kind, largest) for key in ran.keys)
+    return ran
+
+
+def account(key: Key, kind: Kind, largest: int | None) -> tuple[str, str, str]:
+    """(program, kind, reason) of a pass, as it has to be counted."""
+    if kind.of(key.program) == "eager":
+        return key.program, "eager", "DISABLED"
+    if largest is not None and key.shape.rows > largest:
+        return key.program, "eager", "NO_MEMORY"
+    return key.program, kind.of(key.program), ""
+
+
+def out_of_memory_above(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Planner._capture
+
+    def capture(self: Planner, buckets: Any, key: Key) -> Any:
+        if key.shape.rows > rows:
+            raise torch.OutOfMemoryError("no room")
+        return real(self, buckets, key)
+
+    monkeypatch.setattr(Planner, "_capture", capture)
+
+
+# ---- the cells --------------------------------------------------------------------------------------
+
+ALL = tuple(FEATURES)
+SOME = ("mixed lengths", "a prefix hit", "prompt logprobs")
+FAST = [(method, "full", ALL) for method in ("none", "eagle3")]
+FAST += [(method, "segmented", SOME) for method in METHODS]
+FAST += [("mtp", kind, SOME) for kind in ("mixed", "planned on the host")]
+FAST += [("standalone", kind, SOME) for kind in ("compiled segments", "only rounds")]
+
+
+@pytest.mark.parametrize(("method", "kind", "features"), FAST, ids=lambda v: v if isinstance(v, str) else str(len(v)))
+def test_cells(
+    method: str,
+    kind: str,
+    features: tuple[str, ...],
+    checkpoints_of: Any,
+    poisoned: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran = check(method, KINDS[kind], checkpoints_of(method), features, monkeypatch)
+    assert {key.program for key in ran.keys} == {"extend", "round", "score"}
+    assert CUDA or sum(poisoned) > 1000
+    assert method == "none" or ran.accepted > 0, "where no draft is accepted, none can be lost"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(("method", "kind"), itertools.product(METHODS, KINDS))
+def test_every_cell(
+    method: str, kind: str, feature: str, checkpoints_of: Any, poisoned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(method, KINDS[kind], checkpoints_of(method), (feature,), monkeypatch)
+
+
+def sliced(fast: tuple[str, ...]) -> list[Any]:
+    """Every drafter, those that are not in ``fast`` in the long matrix only."""
+    return [method if method in fast else pytest.param(method, marks=pytest.mark.full) for method in METHODS]
+
+
+@pytest.mark.parametrize("kind", ["full", "segmented"])
+@pytest.mark.parametrize("method", sliced(("eagle3",)))
+def test_preempted(
+    method: str, kind: str, checkpoints_of: Any, poisoned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = ("mixed lengths", "long answers")
+    ran = check(method, KINDS[kind], checkpoints_of(method), features, monkeypatch, scarce=True)
+    assert ran.preemptions > 0
+
+
+@pytest.mark.parametrize("kind", ["full", "segmented"])
+@pytest.mark.parametrize("method", sliced(("eagle3", "mtp")))
+def test_larger_than_the_largest_bucket(
+    method: str, kind: str, checkpoints_of: Any, poisoned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replays and eager passes by turns: a drafter reads the hidden states of the pass that ran."""
+    features = ("mixed lengths", "edges of round buckets", "chunks")
+    ran = check(method, KINDS[kind], checkpoints_of(method), features, monkeypatch, largest=4)
+    reasons = {(program, reason) for program, _, reason in ran.passes}
+    assert {("round", ""), ("round", "NO_MEMORY"), ("extend", "NO_MEMORY")} <= reasons
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "none"])
+def test_a_drafters_needs_cost_prompt_passes_no_graph(
+    method: str, checkpoints_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default flags. Other engines run prompt passes eagerly where a drafter wants the target's hidden states."""
+    with opened(method, checkpoints_of(method), **FLAGS) as llm:
+        needs, planner = llm.engine.runner.needs, llm.engine.runner.planner
+        ran = run(llm, {"chunks": FEATURES["chunks"]}, monkeypatch)
+    extends = [key for key in ran.keys if key.program == "extend"]
+    assert len(extends) >= 4
+    assert all(key.needs == needs for key in extends)
+    assert all(graph.key.needs.covers(needs) for graph in planner.graphs())
+    assert (needs.hidden is not Hidden.NULL) == (method in ("eagle", "eagle3", "mtp", "mtp_frozen"))
+    assert {(k, r): n for (p, k, r), n in ran.passes.items() if p == "extend"} == {(FULL, ""): len(extends)}
+
+
+@pytest.mark.parametrize("broken", ["outputs", "accepted", "keys", "passes"])
+def test_a_cell_can_fail(broken: str, checkpoints_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Controls: another text, a lost draft, a pass too few and one that is counted wrong are all seen."""
+    checkpoints = checkpoints_of("ngram")
+    expected = eager("ngram", checkpoints, "auto", False, ("penalties",))
+    other = {
+        "outputs": {"penalties": expected.outputs["penalties"][::-1]},
+        "accepted": expected.accepted + 1,
+        "keys": expected.keys[:-1],
+        "passes": {},
+    }
+    if broken == "passes":
+        monkeypatch.setattr("tests.graphs.test_matrix.counted", lambda llm: other["passes"])
+    else:
+        doctored = replace(expected, **{broken: other[broken]})
+        monkeypatch.setattr("tests.graphs.test_matrix.eager", lambda *args: doctored)
+    with pytest.raises(AssertionError):
+        check("ngram", KINDS["full"], checkpoints, ("penalties",), monkeypatch)

@@ -1,0 +1,66 @@
+"""Attention in plain PyTorch, planned on the host: a reference for kernels, and a back end that no graph can hold.
+
+It reads positions and page tables on the host, so it is not capturable: in a graph it runs between segments. Each token
+is attended alone over exactly the keys that it sees, in products whose shapes its position fixes, so it is exact: its
+bits depend on nothing else. They are not those of the ``triton`` back end. It is slow: a few operations per token.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from unisono.attention.base import AttentionInputs
+
+
+class ReferenceAttention:
+    """``softmax(q kᵀ · scale) v`` in float32 over gathered pages, one token at a time."""
+
+    name = "torch"
+    capturable = False
+
+    def __init__(self, num_heads: int, num_kv_heads: int, device: torch.device | str) -> None:
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+
+    def plan(self, inputs: AttentionInputs) -> None:
+        """Fill ``inputs.plan`` with (token, position, its row's page table [MP]) of each token that is no padding."""
+        positions, slots = inputs.positions.tolist(), inputs.slots.tolist()
+        if inputs.width is not None:
+            rows = [token // inputs.width for token in range(len(positions))]
+        elif inputs.query_start is not None:
+            edges = inputs.query_start.tolist()
+            rows = [row for row, (a, b) in enumerate(itertools.pairwise(edges)) for _ in range(a, b)]
+        else:
+            raise ValueError("Set width or query_start of the attention inputs.")
+        inputs.plan = [
+            (token, positions[token], inputs.page_table[slots[row]])
+            for token, row in enumerate(rows)
+            if positions[token] >= 0
+        ]
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        window: int,
+        first: int = 0,
+    ) -> torch.Tensor:
+        """See :class:`unisono.attention.base.AttentionBackend`. H: KV heads, G: query heads of each."""
+        tokens, heads, dim = q.shape
+        kv_heads, page_size = k_cache.shape[1:3]
+        out = q.new_zeros(tokens, heads * dim)
+        for token, position, table in inputs.plan:
+            since = max(first, position - window + 1 if window > 0 else 0)
+            if since > position:
+                continue
+            at = torch.arange(since, position + 1, device=q.device)
+            page, offset = table[at // page_size].long(), at % page_size
+            k_HND, v_HND = (c[page, :, offset].transpose(0, 1).float().contiguous() for c in (k_cache, v_cache))
+            q_HGD = q[token].view(kv_heads, heads // kv_heads, dim).float()
+            weights_HGN = (q_HGD @ k_HND.transpose(1, 2) * scale).softmax(-1)
+            out[token] = (weights_HGN @ v_HND).flatten().to(q.dtype)
+        return out

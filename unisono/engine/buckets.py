@@ -1,0 +1,106 @@
+"""What may be captured of the engine's passes: modes, sizes, expected counts, memory.
+
+Called by the runner at start; the planner measures, chooses and captures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from unisono.attention.base import AttentionBackend
+from unisono.config import ResolvedConfig, parse_graphs
+from unisono.graphs.cost import PassCost, candidates
+from unisono.graphs.planner import Buckets
+from unisono.program import Graph, Needs, Program, Shape
+from unisono.types import ConfigError
+
+GPU_PASSES = {"round": 500_000, "extend": 100_000, "score": 1_000}
+"""Passes to expect of an engine, against which start-up time and memory for graphs are weighed."""
+
+CPU_PASSES = {"round": 5_000, "extend": 200, "score": 1}
+CPU_COST = PassCost(fixed_ms=15.0, row_ms=0.4, capture_ms=20.0)
+"""On a CPU nothing overlaps and a replay saves nothing: the tape is there for its semantics, so every pass replays one.
+These are the bundled model's figures on one core; sizes chosen by a clock would differ from run to run."""
+
+CPU_GRAPH_BYTES = 1 << 30
+GPU_GRAPH_BYTES, GPU_GRAPH_SHARE = 2 << 30, 0.1
+"""At most so many bytes for graphs on a GPU, and at most this share of what is free before the KV cache is sized."""
+
+SHARES = {"round": 1.0, "extend": 0.8, "score": 0.5}
+"""Of the memory for graphs, how much may be taken once one of a program's is captured: some is left for rounds."""
+
+LEAST_TOKENS = 16
+"""Tokens of the smallest prompt pass that is captured for itself."""
+
+
+def graph_modes(config: ResolvedConfig, attention: AttentionBackend) -> ResolvedConfig:
+    """Settle ``--graphs auto``. Raises ConfigError where full graphs were asked of a backend that none can hold."""
+    modes = dict(config.graphs)
+    name = config.attention_backend
+    for program, mode in modes.items():
+        if mode == "full" and not attention.capturable:
+            raise ConfigError(
+                f"--graphs {config.asked.graphs} wants {program} passes captured whole, but attention backend {name!r} "
+                f"plans on the host: use --graphs auto or {program}=segmented, or --attention-backend triton."
+            )
+    kind, why = ("full", "can be captured") if attention.capturable else ("segmented", "runs between segments")
+    automatic = [program for program, mode in modes.items() if mode == "auto"]
+    if not automatic:
+        return config
+    modes |= dict.fromkeys(automatic, kind)
+    return config.decide(
+        "graphs", f"{kind} for {', '.join(automatic)}", f"attention backend {name!r} {why}", graphs=modes
+    )
+
+
+def check_full(config: ResolvedConfig, graphs: Iterable[Graph]) -> None:
+    """Raises ConfigError where ``--graphs full`` was asked of passes that turned out to break."""
+    asked = parse_graphs(config.asked.graphs)
+    for graph in graphs:
+        if graph.breaks and asked[graph.key.program] == "full":
+            raise ConfigError(
+                f"--graphs {config.asked.graphs}: {graph.key.program} passes run {graph.breaks} functions eagerly, "
+                f"so they cannot be captured whole. Use --graphs auto or {graph.key.program}=segmented."
+            )
+
+
+def with_graph_bytes(config: ResolvedConfig, default: int, why: str) -> ResolvedConfig:
+    """Settle ``--graph-memory``: what was asked for, else ``default`` bytes for this reason."""
+    asked = config.asked.graph_memory
+    if asked is None:
+        return config.decide("graph_memory", f"{default / (1 << 30):.2f} GiB", why, graph_bytes=default)
+    return config.decide("graph_memory", f"{asked} GiB", "as asked", graph_bytes=int(asked * (1 << 30)))
+
+
+def gpu_graph_bytes(config: ResolvedConfig, free: int) -> ResolvedConfig:
+    """:func:`with_graph_bytes` on a GPU with ``free`` bytes left for graphs and the KV cache."""
+    if set(config.graphs.values()) == {"off"}:
+        return config
+    default = max(0, min(GPU_GRAPH_BYTES, int(GPU_GRAPH_SHARE * free)))
+    config = with_graph_bytes(config, default, f"{GPU_GRAPH_SHARE:.0%} of {free >> 20} MiB free, 2 GiB at most")
+    if config.graph_bytes > free:
+        raise ConfigError(
+            f"--graph-memory {config.asked.graph_memory}: {max(0, free) / (1 << 30):.2f} GiB are free for graphs "
+            "and the KV cache together. Lower it, or raise --gpu-memory-utilization."
+        )
+    return config
+
+
+def buckets_of(program: Program, config: ResolvedConfig, width: int, needs: Needs) -> Buckets:
+    """What may be captured of one of the engine's programs."""
+    name, gpu = program.name, config.device.type == "cuda"
+    if name == "round":
+        shapes = tuple(Shape(rows, width) for rows in candidates(config.max_num_seqs))
+    else:
+        shapes = tuple(Shape(tokens) for tokens in candidates(config.max_num_batched_tokens, LEAST_TOKENS))
+    return Buckets(
+        program,
+        shapes,
+        needs,
+        mode=config.graphs[name],
+        passes=(GPU_PASSES if gpu else CPU_PASSES)[name],
+        cost=None if gpu else CPU_COST,
+        measured=gpu,
+        always=name == "round" or config.asked.graphs != "auto",
+        share=SHARES[name],
+    )

@@ -1,0 +1,151 @@
+"""CUDA graphs: a program captured in segments, each replayed by one cudaGraphLaunch. Without breaks there is one."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from unisono.graphs.compiled import compile_program
+from unisono.graphs.segments import Break, Part, Segmented
+from unisono.program import Buffers, Key, Program, capturing
+
+
+class _Segment:
+    """One CUDA graph. ``empty``: it holds no kernel, so there is nothing to launch."""
+
+    def __init__(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        self.empty = False
+
+    def replay(self) -> None:
+        if not self.empty:
+            self.graph.replay()
+
+
+class _Session:
+    """A capture under way; see :class:`unisono.program.Capture`.
+
+    A segment is replayed as soon as a break ends it, for a capture computes nothing and the break needs its values.
+    What a break returns is copied to an address in the graphs' pool, allocated while the next segment is captured,
+    so that its memory is reused as any intermediate's.
+    """
+
+    def __init__(self, pool: Any, splits: bool) -> None:
+        self.splits, self.parts = splits, list[Part]()
+        self._pool = pool
+        self._fresh: list[tuple[torch.Tensor, torch.Tensor]] = []  # (home, what the last break returned)
+
+    def begin(self) -> None:
+        self._segment = _Segment()
+        self._segment.graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            self._segment.graph.capture_end()
+        self._segment.empty = any("Graph is empty" in str(warning.message) for warning in told)
+        self.parts.append(self._segment)
+
+    def call(self, function: Callable[..., Any], args: tuple) -> tuple[torch.Tensor, ...]:
+        return tuple(function(*args))
+
+    def interrupt(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        self.end()
+        try:
+            for home, fresh in self._fresh:
+                home.copy_(fresh)
+            self._segment.replay()
+            # Not owning the tensors that it is given: their memory is reused, as that of any intermediate.
+            step = Break(function, tuple(_alias(a) for a in args), {k: _alias(v) for k, v in kwargs.items()})
+        finally:
+            self.begin()
+        self._fresh = []
+        for i in step.owned():
+            fresh = step.homes[i]
+            home = torch.empty_strided(fresh.shape, fresh.stride(), dtype=fresh.dtype, device=fresh.device)
+            self._fresh.append((_alias(home), fresh))
+            step.homes[i] = home
+        result = step.result
+        step.homes = [_alias(home) for home in step.homes]
+        self.parts.append(step)
+        return result
+
+
+def _alias(value: Any) -> Any:
+    """A tensor at the same address that does not keep its memory; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or not value.numel():
+        return value
+    whole = value.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(whole.data_ptr(), value.device, whole.nbytes())
+    alias = torch.empty(0, dtype=value.dtype, device=value.device)
+    return alias.set_(storage, value.storage_offset(), value.shape, value.stride())
+
+
+class CudaGraph(Segmented):
+    """A captured pass on the GPU; see :class:`unisono.program.Graph`.
+
+    pool: the memory pool that all graphs share: their intermediates overlap, so only buffers may be read after a
+    replay. splits: take optional breaks too. compile: :func:`unisono.graphs.compiled.compile_program` goes first.
+    Raises torch.cuda.OutOfMemoryError when the capture does not fit.
+    """
+
+    _stream: torch.cuda.Stream | None = None
+
+    def __init__(
+        self, program: Program, key: Key, buffers: Buffers, pool: Any, splits: bool = False, compile: bool = False
+    ) -> None:
+        started = time.perf_counter()
+        super().__init__(program, buffers)
+        self.key = key
+        session = _Session(pool, splits)
+        program.run(buffers)  # compiles kernels and creates handles, which a capture must not do
+        run = partial(program.run, buffers)
+        if compile:
+            run = partial(compile_program(program.run, buffers, splits).run, session.call)
+            run()  # as above
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        self._record(session, run)
+        self.parts = session.parts
+        self.kind = self.kind_of("full", "segmented", "compiled", compile)
+        self.replay_ms = self._timed()
+        torch.cuda.empty_cache()  # of what breaks made
+        self.cost_bytes = max(0, free - torch.cuda.mem_get_info()[0])
+        self.capture_seconds = time.perf_counter() - started
+
+    def _record(self, session: _Session, run: Callable[[], None]) -> None:
+        CudaGraph._stream = CudaGraph._stream or torch.cuda.Stream()
+        CudaGraph._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(CudaGraph._stream):
+            session.begin()
+            try:
+                with capturing(session):
+                    run()
+            except BaseException:
+                with suppress(RuntimeError):  # the first error is the one to report
+                    session.end()
+                raise
+            session.end()
+        torch.cuda.synchronize()
+
+    def _timed(self) -> float:
+        """Milliseconds of a second replay on the padding that the buffers hold; the first one uploads the graph."""
+        self.replay()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        self.replay()
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - started)
+
+    def close(self) -> None:
+        for part in self.parts:
+            if isinstance(part, _Segment):
+                part.graph.reset()
+        self.parts = []

@@ -1,0 +1,143 @@
+"""Recording a pass as the ops that it dispatches, on any device.
+
+What cannot be captured is refused here: host reads, constants of the host, shapes that depend on data. The tape
+replays what was recorded, ``compiled`` rewrites it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from unisono.graphs.segments import Break, storages
+from unisono.program import Buffers, CaptureError, capturing
+
+_HOST = torch.ops.aten
+_FORBIDDEN = {
+    _HOST._local_scalar_dense.default: "it reads a tensor's value on the host (.item(), int(), bool())",
+    _HOST.lift_fresh.default: "it makes a tensor of host values (torch.tensor(...)); put them in Buffers",
+    _HOST.lift_fresh_copy.default: "it makes a tensor of host values (torch.tensor(...)); put them in Buffers",
+    _HOST.equal.default: "it compares on the host (torch.equal)",
+}
+_UNSEEN = {  # these never reach a dispatch mode
+    torch.Tensor.tolist: "it reads a tensor's values on the host",
+    torch.Tensor.numpy: "it reads a tensor's values on the host",
+    torch.Tensor.__array__: "it reads a tensor's values on the host",
+    torch.from_numpy: "it makes a tensor of host values; put them in Buffers",
+    torch.as_tensor: "it makes a tensor of host values; put them in Buffers",
+}
+_DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One recorded op: its arguments as they were, and the tensors that its results live in.
+
+    view: the results lie in an argument's storage, so there is nothing to do at replay.
+    """
+
+    op: Any
+    args: tuple
+    kwargs: dict
+    results: tuple[torch.Tensor, ...]
+    view: bool = False
+
+    def replay(self) -> None:
+        if self.view:
+            return
+        out = self.op(*self.args, **self.kwargs)
+        for recorded, fresh in zip(self.results, _tensors(out), strict=True):
+            if fresh is not recorded:
+                recorded.copy_(fresh)
+
+
+def _tensors(out: object) -> tuple[torch.Tensor, ...]:
+    if isinstance(out, torch.Tensor):
+        return (out,)
+    if isinstance(out, (tuple, list)):
+        return tuple(t for item in out for t in _tensors(item))
+    return ()
+
+
+def _is_view(op: Any, args: tuple, results: tuple[torch.Tensor, ...]) -> bool:
+    """Results in an argument's storage: nothing to do at replay.
+
+    The schema alone can't tell: ``contiguous``, ``reshape``, ``to`` and their like copy where they must, and in
+    inference mode they arrive here whole.
+    """
+    returns = op._schema.returns
+    if not returns or any(r.alias_info is None or r.alias_info.is_write for r in returns):
+        return False
+    given = storages(args)
+    return all(t.untyped_storage().data_ptr() in given for t in results)
+
+
+def _refusal(what: object, why: str) -> CaptureError:
+    return CaptureError(
+        f"{what} cannot be captured: {why}. Work that must read values belongs in an @eager_break (docs/graphs.md)"
+    )
+
+
+class _HostReads(TorchFunctionMode):
+    """Refuses what reads or makes tensors on the host behind the dispatcher's back."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in _UNSEEN:
+            raise _refusal(getattr(func, "__name__", func), _UNSEEN[func])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    """Outside the modes of a recording."""
+    with _pop_mode_temporarily(), _disable_current_modes():
+        yield
+
+
+class Recorder(TorchDispatchMode):
+    """Records what a pass dispatches, as it runs; a capture (:class:`unisono.program.Capture`) of its own.
+
+    ``steps`` are the calls and breaks in order.
+    """
+
+    def __init__(self, splits: bool) -> None:
+        super().__init__()
+        self.splits = splits
+        self.steps: list[Call | Break] = []
+
+    def record(self, run: Callable[[Buffers], None], buffers: Buffers) -> list[Call | Break]:
+        """Run the pass once and return its steps. Raises CaptureError for what cannot be captured."""
+        with self, _HostReads(), capturing(self):
+            run(buffers)
+        return self.steps
+
+    def interrupt(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        with _unrecorded():
+            step = Break(function, args, kwargs)
+        self.steps.append(step)
+        return step.result
+
+    def call(self, function: Callable[..., Any], args: tuple) -> tuple[torch.Tensor, ...]:
+        """Call a function that the tape shall see as one op: it makes new tensors and changes none."""
+        with _unrecorded():
+            results = tuple(function(*args))
+        self.steps.append(Call(function, args, {}, results))
+        return results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        why = _FORBIDDEN.get(func)
+        if why is None and _DYNAMIC & set(func.tags):
+            why = "its output's shape depends on the data"
+        if why is not None:
+            raise _refusal(func, why)
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        results = _tensors(out)
+        self.steps.append(Call(func, args, kwargs, results, _is_view(func, args, results)))
+        return out
