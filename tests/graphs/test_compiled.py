@@ -64,7 +64,15 @@ def several(b: Buffers) -> None:
     b.result.copy_(torch.cat((left.cumsum(0) * right, (left * 3).float() - right.float() * 0.3), 1))
 
 
-@pytest.mark.parametrize("run", [rounding, through_a_break, aliases, views, several], ids=lambda f: f.__name__)
+def twins(b: Buffers) -> None:
+    """Two tensors of equal values, which a compiler makes one, and one of them is written."""
+    left, right = b.x.float() * 2 + 1, b.x.float() * 2 + 1
+    third = b.scale[:, None] * 3 + left
+    left.add_(10)
+    b.result.copy_(left * 3 + right - third)
+
+
+@pytest.mark.parametrize("run", [rounding, through_a_break, aliases, views, several, twins], ids=lambda f: f.__name__)
 def test_same_bits_as_eager(run: Callable[[Buffers], Any]) -> None:
     graph = graph_of(run, compile=True)
     assert graph.kind == COMPILED
@@ -75,7 +83,7 @@ def test_same_bits_as_eager(run: Callable[[Buffers], Any]) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("run", [rounding, through_a_break, aliases, views, several], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("run", [rounding, through_a_break, aliases, views, several, twins], ids=lambda f: f.__name__)
 def test_same_bits_in_inference_mode(run: Callable[[Buffers], Any]) -> None:
     graph = graph_of(run, compile=True)
     x = [[1, 2], [3, 4], [5, 6], [7, 8]]
