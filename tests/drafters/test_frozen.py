@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,15 +13,22 @@ from transformers import AutoModelForCausalLM
 
 from tests.drafters.ledger import acceptance, assert_every_draft_accepted, play
 from tests.drafters.test_mtp import GREEDY, mistakes, record
-from tests.engine.helpers import engine, mixed_params, prompts, tokens
+from tests.engine import helpers
+from tests.engine.helpers import mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
 from tests.models.make_mtp import Weights, norm, options, rotate, write_alone
 from unisono.kernels.rotary import launch_rope_and_cache, rope_and_cache
+from unisono.llm import LLM
 from unisono.models.checkpoint import WEIGHTS, Checkpoint
 from unisono.models.mtp_frozen import FrozenCheckpoint
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
 
 WIDTH, HEADS, DEPTH, MLP = 44, 6, 2, 30
+
+
+def engine(path: Path | str, **flags: Any) -> LLM:
+    """In float32 everywhere, as the references compute."""
+    return helpers.engine(path, dtype="float32", **flags)
 
 
 def spec(k: int, model: Path | None, **options: object) -> SpeculativeConfig:
@@ -71,7 +79,7 @@ class Case:
         self.model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
 
     def greedy(self, batch: Sequence[list[int]]) -> list[list[int]]:
-        with engine(self.path, dtype="float32") as llm:
+        with engine(self.path) as llm:
             return tokens(llm, batch, GREEDY)
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.drafters.ledger import acceptance, assert_every_draft_accepted, play
-from tests.engine.helpers import engine, mixed_params, prompts, tokens
+from tests.engine import helpers
+from tests.engine.helpers import mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
 from tests.models.make_mtp import Weights, greedy_drafts, named, options, random_modules, write_alone, write_beside
 from unisono.llm import LLM
@@ -38,7 +40,7 @@ class Case:
     def greedy(self, batch: Sequence[list[int]]) -> list[list[int]]:
         """What the target writes, without a drafter."""
         if not hasattr(self, "_greedy"):
-            with engine(self.path, dtype="float32") as llm:
+            with engine(self.path) as llm:
                 self._greedy = tokens(llm, batch, GREEDY)
         return self._greedy
 
@@ -51,6 +53,11 @@ class Case:
 
 
 CASES = {"deepseek-1": ("deepseek", "llama", 1), "qwen-2": ("qwen", "qwen3", 2), "mimo-3": ("mimo", "qwen2", 3)}
+
+
+def engine(path: Path | str, **flags: Any) -> LLM:
+    """In float32 everywhere, as the references compute."""
+    return helpers.engine(path, dtype="float32", **flags)
 
 
 def make(root: Path, name: str) -> Case:

@@ -118,6 +118,13 @@ def test_the_cost_model_chooses_among_the_shapes() -> None:
     assert len(list(few.graphs())) < 4
 
 
+def test_sizes_where_tiles_end_are_captured_while_graphs_pay() -> None:
+    """A cost that is linear in rows does not see the step behind them."""
+    edges = frozenset((2, 4, 16))
+    planner = planned(1, 2, 4, 8, 16, cost=COST, passes=1e-6, edges=edges)
+    assert {g.key.shape.rows for g in planner.graphs()} == {n for n in edges if COST.replay(n) < COST.eager(n)} != edges
+
+
 def test_what_is_missing_is_captured_when_idle_once_it_pays() -> None:
     planner = planned(1, 2, 4, 8, cost=COST, passes=1e-6)
     assert not list(planner.graphs())

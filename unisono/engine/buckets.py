@@ -33,6 +33,15 @@ LEAST_TOKENS = 16
 """Tokens of the smallest prompt pass that is captured for itself."""
 
 
+TILES = (16, 32, 64, 128, 256, 512, 1024)
+"""Tokens at which a product's tile is just full on a GPU."""
+
+
+def tile_edges(width: int, limit: int) -> frozenset[int]:
+    """Rows of ``width`` tokens, up to ``limit`` of them, behind which a larger tile or one tile more begins."""
+    return frozenset(tile // width for tile in TILES if 1 <= tile // width <= limit)
+
+
 def graph_modes(config: ResolvedConfig, attention: AttentionBackend) -> ResolvedConfig:
     """Settle ``--graphs auto``. Raises ConfigError where full graphs were asked of a backend that none can hold."""
     modes = dict(config.graphs)
@@ -89,16 +98,18 @@ def gpu_graph_bytes(config: ResolvedConfig, free: int) -> ResolvedConfig:
 def buckets_of(program: Program, config: ResolvedConfig, width: int, needs: Needs) -> Buckets:
     """What may be captured of one of the engine's programs."""
     name, gpu = program.name, config.device.type == "cuda"
-    if name == "round":
-        shapes = tuple(Shape(rows, width) for rows in candidates(config.max_num_seqs))
-    else:
-        shapes = tuple(Shape(tokens) for tokens in candidates(config.max_num_batched_tokens, LEAST_TOKENS))
+    each, limit, least = (
+        (width, config.max_num_seqs, 1) if name == "round" else (1, config.max_num_batched_tokens, LEAST_TOKENS)
+    )
+    edges = tile_edges(each, limit) if gpu and name != "score" else frozenset()
+    shapes = tuple(Shape(rows, each) for rows in sorted({*candidates(limit, least), *edges}))
     return Buckets(
         program,
         shapes,
         needs,
         mode=config.graphs[name],
         passes=(GPU_PASSES if gpu else CPU_PASSES)[name],
+        edges=edges,
         cost=None if gpu else CPU_COST,
         measured=gpu,
         always=name == "round" or config.asked.graphs != "auto",

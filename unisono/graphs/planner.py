@@ -33,6 +33,8 @@ class Buckets:
 
     mode: full captures everything but hard breaks, segmented takes optional breaks too, off runs eagerly.
     passes: how many passes to expect, by which the shapes worth capturing are chosen; None captures all.
+    edges: rows where a kernel's tile is just full, so that one row more costs a tile: captured whatever a cost that is
+        linear in rows says, unless a graph of so many saves nothing.
     cost: what a pass takes; None: nothing is known, and every pass that fits a graph replays it. measured: find it out.
     always: replay even where a graph would save nothing.
     share: of the memory budget that may be taken once one of its graphs is captured.
@@ -43,6 +45,7 @@ class Buckets:
     needs: Needs = NO_NEEDS
     mode: str = "full"
     passes: float | None = None
+    edges: frozenset[int] = frozenset()
     cost: PassCost | None = None
     measured: bool = False
     always: bool = False
@@ -184,7 +187,8 @@ class Planner:
         if self._pool is not None:
             torch.cuda.empty_cache()
         shape = f"{key.shape.rows} rows" + (f" × {key.shape.width}" if key.shape.width > 1 else "")
-        logger.warning("No graph of %s for %s: %s. Advice: %s.", shape, key.program, reason.value, reason.advice)
+        level = logging.WARNING if reason is Reason.NO_MEMORY else logging.INFO  # a budget is kept on purpose
+        logger.log(level, "No graph of %s for %s: %s. Advice: %s.", shape, key.program, reason.value, reason.advice)
 
     def _capture(self, buckets: Buckets, key: Key) -> Graph:
         buffers = Buffers(buckets.program.schema, key.shape, self.device)
@@ -323,5 +327,6 @@ def _worthwhile(buckets: Buckets) -> list[Shape]:
     """The shapes worth capturing."""
     if buckets.passes is None or buckets.cost is None:
         return list(buckets.shapes)
-    chosen = set(choose([shape.rows for shape in buckets.shapes], buckets.cost, buckets.passes))
+    cost, chosen = buckets.cost, set(choose([shape.rows for shape in buckets.shapes], buckets.cost, buckets.passes))
+    chosen |= {rows for rows in buckets.edges if cost.replay(rows) < cost.eager(rows)}
     return [shape for shape in buckets.shapes if shape.rows in chosen]

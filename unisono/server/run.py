@@ -71,6 +71,10 @@ def serve(config: Any, settings: ServerSettings, progress: Progress = lambda sta
             runner.run(_serve(EngineClient(settings.engine, config, progress), config, settings, listener))
 
 
+BACKLOG = 2048
+"""Connections that may wait for the server to accept them; uvicorn's own default."""
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A socket bound to the address, not yet listening. Raises ConfigError naming port and flag."""
     try:
@@ -95,6 +99,7 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
         server = _Uvicorn(_uvicorn_config(create_app(service)))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reporting = asyncio.create_task(_report_progress(service))
+        listener.listen(BACKLOG)  # uvicorn will in a moment; whoever reads the next line may connect at once
         host, port = listener.getsockname()[:2]
         logger.info("Serving %s on http://%s:%d/v1 (Ctrl-C stops)", ", ".join(service.names), host, port)
         await stop.wait()
