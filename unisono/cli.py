@@ -270,6 +270,22 @@ def explain(
         stdout.print(_table(title, columns, [[row.get(c, "") for c in columns] for row in rows]))  # type: ignore[attr-defined]
 
 
+@app.command(name="eval")
+@_with_engine_flags
+def evaluate(
+    flags: dict[str, Any],
+    path: ModelPath = "tiny",
+    problems: Annotated[int, typer.Option(min=1, max=500, help="Held-out word problems to ask.")] = 100,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 256,
+) -> None:
+    """Accuracy on the bundled model's held-out problems, tokens a second, and how drafts fare."""
+    from unisono.tools.evaluation import evaluate as run
+
+    with _load(path, flags) as llm:
+        for line in run(llm, problems, max_tokens).lines():
+            print(line)
+
+
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
 def bench(context: typer.Context) -> None:
     """Measure latency and throughput: see `unisono bench --help`."""

@@ -50,3 +50,16 @@ def test_the_log_line_tells_what_happened_since_the_last(monkeypatch: pytest.Mon
     for part in ("1 running", "10 generated tok/s", "0 replayed, 1 eager (1 round DISABLED)"):
         assert part in second
     assert line.line(samples(0, 600, 5)) is None
+
+
+def test_the_log_line_tells_how_drafts_fared_since_the_last() -> None:
+    def counted(rounds: float, drafted: float, accepted: float) -> list[MetricSample]:
+        names = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
+        counts = dict(zip(names, (rounds, drafted, accepted), strict=True)) | {"generation_tokens": rounds + accepted}
+        return [MetricSample(name, "counter", {}, value, "") for name, value in counts.items()]
+
+    line = ProgressLine()
+    assert "drafts: 2.50 tokens a round, 30 of 60 accepted, passes" in (line.line(counted(20, 60, 30)) or "")
+    assert "drafts: 1.20 tokens a round, 2 of 30 accepted, passes" in (line.line(counted(30, 90, 32)) or "")
+    without = [*counted(30, 90, 32)[:3], MetricSample("generation_tokens", "counter", {}, 99, "")]
+    assert "drafts" not in (line.line(without) or "drafts")

@@ -11,7 +11,7 @@ gauges ``num_requests_running``, ``num_requests_waiting``, ``kv_cache_usage_perc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -107,6 +107,15 @@ class _EngineCollector:
         return families.values()
 
 
+def _speculation(since: Mapping[str, float]) -> str:
+    """How drafts fared, with a comma behind it; empty without drafts."""
+    rounds, drafted = since.get("spec_decode_num_drafts", 0), since.get("spec_decode_num_draft_tokens", 0)
+    accepted = since.get("spec_decode_num_accepted_tokens", 0)
+    if not rounds:
+        return ""
+    return f"drafts: {1 + accepted / rounds:.2f} tokens a round, {accepted:.0f} of {drafted:.0f} accepted, "
+
+
 class ProgressLine:
     """What the periodic log line says: the engine's numbers against those of the line before."""
 
@@ -138,6 +147,7 @@ class ProgressLine:
             f"{since.get('prompt_tokens', 0) / seconds:.0f} prompt tok/s, "
             f"{since.get('generation_tokens', 0) / seconds:.0f} generated tok/s, "
             f"KV cache {100 * gauges.get('kv_cache_usage_perc', 0):.1f} % used, "
+            f"{_speculation(since)}"
             f"passes: {since.get('replayed', 0):.0f} replayed, {since.get('eager', 0):.0f} eager{eager}"
         )
 
