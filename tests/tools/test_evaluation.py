@@ -10,7 +10,7 @@ from unisono.types import SpeculativeConfig
 
 HEADS = {"eagle3": "tiny-eagle3", "eagle": "tiny-eagle", "mtp": "tiny-mtp", "standalone": "tiny-draft", "ngram": None}
 BARS = {"eagle3": 2.5, "eagle": 2.0, "mtp": 2.0, "standalone": 2.0, "ngram": 1.2}
-"""Tokens a round at k = 3. ngram learns from answers that have ended: on few problems it has less than on many (1.5)."""
+"""Tokens a round at k = 3. ngram learns from answers that have ended: on few problems it has less than on many."""
 
 COUNT = 12
 
