@@ -21,6 +21,7 @@ from triton.runtime.jit import KernelInterface
 from unisono.program import Buffers, Program, Shape
 
 SMALL = 128
+"""Tokens of a pass up to which kernels choose tiles by more than the octave."""
 
 _ZEROED = {
     (torch, "empty"): torch.zeros,
