@@ -141,6 +141,20 @@ def test_what_is_missing_is_captured_when_idle_once_it_pays() -> None:
     assert planner.idle_captures == 1
 
 
+def test_what_was_dropped_is_not_tried_again_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = PassCost(fixed_ms=0.0, row_ms=1.0, eager_ms=5.0, capture_ms=0.0)
+    planner = planned(16, cost=cost)
+    planner.budget = planner.graph_bytes
+    planner.capture([Buckets(program(double), shapes(4, 16), cost=cost)])  # 16 is there, 4 would pass the budget
+    for _ in range(20):  # 16 rows take longer than none; 4 rows would by now have saved what capturing them takes
+        launch(planner, 3)
+    assert planner.passes["p", "eager", "UNPROFITABLE"] == 20
+    captures: list[Key] = []
+    monkeypatch.setattr(planner, "_capture", lambda buckets, key: captures.append(key))
+    assert planner.capture_missing() == 0
+    assert captures == []
+
+
 def test_needs_that_no_graph_covers_are_captured_when_idle() -> None:
     planner = planned(2, 4)
     key = Key("p", Shape(2), Needs(Hidden.FULL))
