@@ -1,5 +1,11 @@
 """Sizes of passes that may be captured: a product's tiles are full at some of them."""
 
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.helpers import engine
 from unisono.engine.buckets import tile_edges
 
 
@@ -8,3 +14,15 @@ def test_rows_at_which_tiles_are_full() -> None:
     assert sorted(tile_edges(4, 256)) == [4, 8, 16, 32, 64, 128, 256]
     assert sorted(tile_edges(6, 64)) == [2, 5, 10, 21, 42]
     assert sorted(tile_edges(17, 4)) == [1, 3]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="threads are settled on a CPU only")
+def test_settling_graphs_keeps_the_decisions_before_it(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    try:
+        with engine(qwen3, max_num_seqs=1) as llm:
+            names = [decision.name for decision in llm.engine.config.decisions]
+    finally:
+        torch.set_num_threads(threads)
+    assert {"threads", "graphs"} <= set(names)

@@ -146,6 +146,19 @@ def test_dummy_needs_config_json_only(directory):
     assert load(directory, load_format="dummy").norm.weight.eq(1).all()
 
 
+def test_dummy_weights_depend_on_seed_and_name_alone(directory):
+    """So the first layers of a model are a smaller model's: a draft that is right some of the time."""
+    whole = load(directory, load_format="dummy").state_dict()
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] - 1}))
+    shallow = load(directory, load_format="dummy").state_dict()
+    assert 0 < len(shallow) < len(whole)
+    for name, tensor in shallow.items():
+        assert torch.equal(tensor, whole[name]), name
+    assert not torch.equal(*(whole[f"layers.{i}.mlp.gate_up.weight"] for i in (0, 1)))
+
+
 def test_progress_grows_to_all_of_the_bytes(made):
     calls = []
     load(made, progress=lambda stage, share: calls.append((stage, share)))

@@ -11,6 +11,7 @@ from unisono.attention.base import AttentionBackend
 from unisono.config import ResolvedConfig, parse_graphs
 from unisono.graphs.cost import PassCost, candidates
 from unisono.graphs.planner import Buckets
+from unisono.kernels.linear import ROW_TILES
 from unisono.program import Graph, Needs, Program, Shape
 from unisono.types import ConfigError
 
@@ -32,8 +33,7 @@ SHARES = {"round": 1.0, "extend": 0.8, "score": 0.5}
 LEAST_TOKENS = 16
 """Tokens of the smallest prompt pass that is captured for itself."""
 
-
-TILES = (16, 32, 64, 128, 256, 512, 1024)
+TILES = (*ROW_TILES, 128, 256, 512, 1024)
 """Tokens at which a product's tile is just full on a GPU."""
 
 

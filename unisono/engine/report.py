@@ -52,6 +52,11 @@ class Counters:
         return 1 + self.accepted_tokens / max(1, self.draft_rounds)
 
     @property
+    def accepted_share_per_position(self) -> tuple[float, ...]:
+        """Of the rounds that :attr:`accept_length` counts, the share in which the draft of each place was accepted."""
+        return tuple(accepted / max(1, self.draft_rounds) for accepted in self.accepted_per_position)
+
+    @property
     def acceptance_per_position(self) -> list[float]:
         """Of the rounds with drafts, the share in which the draft of each place was accepted."""
         return [accepted / max(1, self.drafts) for accepted in self.accepted_per_position]

@@ -85,7 +85,7 @@ class Runner:
             self._leave_a_core()
         c = checkpoint.config
         attention = self._attention(c.num_heads, c.num_kv_heads)
-        self.config = config = graph_modes(config, attention)
+        self.config = config = graph_modes(self.config, attention)
         spec = config.asked.speculative or SpeculativeConfig()
         self.drafter = drafter = self._drafter(spec, c)  # what cannot be is refused before loading
         with _Stage(self, "load"):

@@ -49,6 +49,9 @@ _TILES = {  # up to so many rows: tiles for N small (≤ 2 programs of 16 output
     64: (Tile(64, 32, 256, 4, 4), Tile(64, 64, 128, 4, 5), Tile(64, 64, 64, 4, 4)),
 }
 
+ROW_TILES = tuple(_TILES)
+"""Rows at which a tile of the Triton kernel is just full."""
+
 
 def _config(rows: int, n: int, dtype: torch.dtype) -> Tile:
     """The fastest known tile for ``rows`` and ``n`` outputs on an H200 (benchmarks/kernels.py, *tune*)."""

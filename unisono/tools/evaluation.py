@@ -61,5 +61,5 @@ def evaluate(llm: LLM, count: int, max_tokens: int) -> Evaluation:
         sum(len(output.outputs[0].token_ids) for output in outputs),
         seconds,
         counters.accept_length if drafts else None,
-        tuple(accepted / max(1, counters.draft_rounds) for accepted in counters.accepted_per_position),
+        counters.accepted_share_per_position,
     )

@@ -47,7 +47,7 @@ def measure(
         counters = llm.engine.counters
         return Acceptance(
             counters.accept_length,
-            tuple(accepted / max(1, counters.draft_rounds) for accepted in counters.accepted_per_position),
+            counters.accepted_share_per_position,
             counters.drafted_tokens,
             counters.accepted_tokens,
             [answers[i] for i in range(len(halves))],
