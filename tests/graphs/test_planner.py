@@ -99,6 +99,13 @@ def test_the_budget_holds_and_leaves_room_for_others() -> None:
     assert planner.costs()["bytes"] == planner.graph_bytes
 
 
+def test_what_others_took_counts_against_the_budget_not_against_a_share() -> None:
+    large, small = planned(16).graph_bytes, planned(1).graph_bytes
+    planner = Planner(CPU, budget=large + 2 * small)
+    planner.capture([Buckets(program(double, "rounds"), shapes(16)), Buckets(program(double), shapes(1), share=0.5)])
+    assert answer(planner, 1) == 1, "a small graph fits what is left, though more than half of the budget is taken"
+
+
 COST = PassCost(fixed_ms=1.0, row_ms=1.0, eager_ms=10.0, capture_ms=5.0)
 """Eager passes take 10 ms up to 9 rows, and then as long as a replay."""
 

@@ -28,7 +28,7 @@ GPU_GRAPH_BYTES, GPU_GRAPH_SHARE = 2 << 30, 0.1
 """At most so many bytes for graphs on a GPU, and at most this share of what is free before the KV cache is sized."""
 
 SHARES = {"round": 1.0, "extend": 0.8, "score": 0.5}
-"""Of the memory for graphs, how much may be taken once one of a program's is captured: some is left for rounds."""
+"""Of the memory for graphs, how much one program's may take: prompts leave some for rounds, which may take all."""
 
 LEAST_TOKENS = 16
 """Tokens of the smallest prompt pass that is captured for itself."""

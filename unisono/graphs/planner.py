@@ -37,7 +37,7 @@ class Buckets:
         linear in rows says, unless a graph of so many saves nothing.
     cost: what a pass takes; None: nothing is known, and every pass that fits a graph replays it. measured: find it out.
     always: replay even where a graph would save nothing.
-    share: of the memory budget that may be taken once one of its graphs is captured.
+    share: of the memory budget that the program's graphs may take.
     """
 
     program: Program
@@ -173,7 +173,7 @@ class Planner:
         except torch.OutOfMemoryError:
             self._drop(key, Reason.NO_MEMORY)
             return None
-        if self.budget is not None and self.graph_bytes + graph.cost_bytes > buckets.share * self.budget:
+        if not self._affordable(buckets, key, graph.cost_bytes):
             graph.close()
             del graph
             self._drop(key, Reason.OVER_BUDGET)
@@ -181,6 +181,13 @@ class Planner:
         graphs.append(graph)
         graphs.sort(key=lambda g: g.key.shape.rows)
         return graph
+
+    def _affordable(self, buckets: Buckets, key: Key, cost: int) -> bool:
+        """Whether another ``cost`` bytes stay within the budget, and within the program's own share of it."""
+        if self.budget is None:
+            return True
+        own = sum(graph.cost_bytes for graph in self.graphs() if graph.key.program == key.program)
+        return self.graph_bytes + cost <= self.budget and own + cost <= buckets.share * self.budget
 
     def _drop(self, key: Key, reason: Reason) -> None:
         self._dropped[key] = reason
