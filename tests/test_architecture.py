@@ -17,6 +17,7 @@ ALLOWED = {
     "types": {"token_tree"},
     "program": set(),
     "catalog": {"types"},
+    "vectors": {"types"},
     "config": {"types"},
     "tokenizer": {"types"},
     "kernels": {"types"},
@@ -29,11 +30,11 @@ ALLOWED = {
     "sampling": {"types", "kernels"},
     "cache": {"types"},
     "engine": {
-        "types", "program", "catalog", "config", "kernels", "layers", "attention", "models", "drafters",
+        "types", "program", "vectors", "catalog", "config", "kernels", "layers", "attention", "models", "drafters",
         "sampling", "graphs", "cache", "distributed",
     },
-    "llm": {"types", "config", "engine", "tokenizer"},
-    "server": {"types", "catalog", "config", "engine", "tokenizer"},
+    "llm": {"types", "vectors", "config", "engine", "tokenizer"},
+    "server": {"types", "vectors", "catalog", "config", "engine", "tokenizer"},
     "tools": {"types", "catalog", "config", "llm", "tokenizer", "cache", "models", "attention"},
     "cli": {"types", "catalog", "config", "tokenizer", "llm", "server", "tools"},
 }  # fmt: skip

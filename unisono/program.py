@@ -50,15 +50,46 @@ class Hidden(enum.IntEnum):
     AUX = 3  # of every token, from the layers in Needs.aux_layers
 
 
+class Logits(enum.IntEnum):
+    """Of which prompt tokens a pass computes logits; a later one covers every earlier one."""
+
+    LAST = 0  # of each row's last token, to sample from
+    SELECTED = 1  # also of up to selected_rows(rows) tokens that the batch names
+    ALL = 2  # also of every token, if the batch names it
+
+
+def selected_rows(rows: int) -> int:
+    """Of how many of a pass's ``rows`` tokens Logits.SELECTED has logits: a quarter, but at least a product's tile."""
+    return min(rows, max(16, -(-rows // 4)))
+
+
 @dataclass(frozen=True)
 class Needs:
-    """What the caller wants out of a pass beside its tokens; part of the graph's key."""
+    """What the caller wants of a pass beside its tokens; part of the graph's key.
+
+    hidden, aux_layers: what the drafter reads. logits: of which prompt tokens. embeddings: the batch brings embeddings
+    that stand in for those of token ids. returned: final hidden states go to the host.
+    """
 
     hidden: Hidden = Hidden.NULL
     aux_layers: tuple[int, ...] = ()
+    logits: Logits = Logits.LAST
+    embeddings: bool = False
+    returned: bool = False
+
+    @property
+    def label(self) -> str:
+        """For reports: ``NULL``, ``FULL+embeddings`` …"""
+        logits = (f"{self.logits.name} logits",) if self.logits else ()
+        flags = (name for name in ("embeddings", "returned") if getattr(self, name))
+        return "+".join((self.hidden.name, *logits, *flags))
 
     def covers(self, other: Needs) -> bool:
         """True when a graph captured with these needs also serves a pass that needs ``other``."""
+        flags = self.embeddings >= other.embeddings and self.returned >= other.returned
+        return flags and self.logits >= other.logits and self._covers_hidden(other)
+
+    def _covers_hidden(self, other: Needs) -> bool:
         if other.hidden is Hidden.NULL:
             return True
         if Hidden.AUX in (self.hidden, other.hidden):
@@ -74,7 +105,8 @@ class Field:
     """One tensor of a program's buffers.
 
     dtype: a four-byte type (int32 or float32): all inputs travel as one packed copy.
-    shape: dimensions; ``"rows"``, ``"width"`` and ``"drafts"`` (width - 1) come from the pass's Shape.
+    shape: dimensions; ``"rows"``, ``"width"``, ``"drafts"`` (width - 1) and ``"selected"`` (:func:`selected_rows`) come
+    from the pass's Shape.
     pad: the value of rows that no request fills.
     output: written by the program and read by the host, rather than the other way round.
     """
@@ -87,7 +119,8 @@ class Field:
 
     def dims(self, shape: Shape) -> tuple[int, ...]:
         """The dimensions at this shape."""
-        known = {"rows": shape.rows, "width": shape.width, "drafts": shape.width - 1}
+        rows, width = shape.rows, shape.width
+        known = {"rows": rows, "width": width, "drafts": width - 1, "selected": selected_rows(rows)}
         return tuple(known[d] if isinstance(d, str) else d for d in self.shape)
 
 
@@ -146,14 +179,11 @@ class Buffers:
 
     def __init__(self, schema: Schema, shape: Shape, device: torch.device) -> None:
         self.schema, self.shape, self.device = schema, shape, device
-        pin = device.type == "cuda"
-        words = schema.words(shape, schema.inputs)
-        self._input = torch.empty(words, dtype=torch.int32, device=device)
+        self._input = torch.empty(schema.words(shape, schema.inputs), dtype=torch.int32, device=device)
         self._output = torch.zeros(schema.words(shape, schema.outputs), dtype=torch.int32, device=device)
         self._views = _carve(self._input, schema.inputs, shape)
         self._views |= _carve(self._output, schema.outputs, shape)
-        staging = [torch.empty(words, dtype=torch.int32, pin_memory=pin) for _ in range(_STAGES)]
-        self._staging = [(s, {n: v.numpy() for n, v in _carve(s, schema.inputs, shape).items()}) for s in staging]
+        self._staging: list[tuple[torch.Tensor, dict[str, np.ndarray]]] = []
         self._turn = 0
         self.load({f.name: () for f in schema.inputs})
 
@@ -163,20 +193,26 @@ class Buffers:
         except KeyError:
             raise AttributeError(f"the schema declares no field {name!r}") from None
 
-    def load(self, batch: Mapping[str, object]) -> None:
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self._input.nbytes + self._output.nbytes
+
+    def load(self, batch: Mapping[str, object], declared: Schema | None = None) -> None:
         """Copy a batch into the input buffers, padding what it does not fill, in one device copy.
 
-        ``batch`` maps every input field to an array whose dimensions are at most the field's. Raises
+        ``batch`` maps every input field to an array whose dimensions are at most the field's. ``declared`` is the
+        schema of a pass with fewer Needs than these buffers are for: what it does not declare is padding. Raises
         ProgramError for a field that the schema lacks, one that is missing, or one that is too large.
         """
-        self._turn = (self._turn + 1) % _STAGES
-        host, views = self._staging[self._turn]
-        if batch.keys() != views.keys():
-            unknown, missing = sorted(batch.keys() - views.keys()), sorted(views.keys() - batch.keys())
+        host, views = self._stage()
+        wanted = views.keys() if declared is None else {field.name for field in declared.inputs}
+        if batch.keys() != wanted or not wanted <= views.keys():
+            unknown, missing = sorted(batch.keys() - (wanted & views.keys())), sorted(wanted - batch.keys())
             raise ProgramError(f"batch does not match the schema: unknown {unknown}, missing {missing}")
         for field in self.schema.inputs:
             view = views[field.name]
-            value = np.asarray(batch[field.name], dtype=view.dtype)
+            value = np.asarray(batch.get(field.name, ()), dtype=view.dtype)
             if value.size and (
                 value.ndim != view.ndim or any(a > b for a, b in zip(value.shape, view.shape, strict=True))
             ):
@@ -185,6 +221,16 @@ class Buffers:
             if value.size:
                 view[tuple(slice(0, n) for n in value.shape)] = value
         self._input.copy_(host, non_blocking=True)
+
+    def _stage(self) -> tuple[torch.Tensor, dict[str, np.ndarray]]:
+        """The next host copy of the inputs, and a view of each field; copies are made when first used."""
+        self._turn = (self._turn + 1) % _STAGES
+        if len(self._staging) < _STAGES:
+            host = torch.empty(self._input.shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+            views = {name: view.numpy() for name, view in _carve(host, self.schema.inputs, self.shape).items()}
+            self._staging.append((host, views))
+            self._turn = len(self._staging) - 1
+        return self._staging[self._turn]
 
     def fetch(self) -> Pending:
         """Start copying the outputs to the host; :meth:`Pending.wait` returns them."""
@@ -219,12 +265,14 @@ class Program:
 
     run: works in place on the buffers, at fixed addresses, without a host synchronisation.
     prepare: host work before each replay (host planners, grammar masks), or None.
+    vary: makes the same pass with other needs, fields of its own and the rest of the fields alike; None: it has none.
     """
 
     name: str
     schema: Schema
     run: Callable[[Buffers], None]
     prepare: Callable[[Buffers], None] | None = None
+    vary: Callable[[Needs], Program] | None = None
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ MAX_SEQUENCES = 128
 
 MAX_SEED = 2**63 - 1
 
+PLACEHOLDER = -1
+"""Stands among a prompt's token ids where an embedding does. It is no token: nothing matches, counts or repeats it."""
+
 
 class UnisonoError(Exception):
     """Base of every error that is raised on purpose."""
@@ -198,7 +201,10 @@ class SamplingParams:
     stop_token_ids: ids that end the request beside the model's EOS ids.
     ignore_eos: go on after EOS (for benchmarks).
     logprobs: report the log-probability of each token and of so many likeliest ones; None reports none.
-    prompt_logprobs: the same for each prompt token but the first; such a prompt is computed without the prefix cache.
+    prompt_logprobs: the same for each prompt token but the first. logprob_start_len (SGLang's name): only for prompt
+    tokens from this position on. The prompt is computed from the token before that, without the prefix cache.
+    return_hidden_states (SGLang's name): report the final hidden state, after the last norm, of each prompt token and
+    each generated one but the last. No cached prefix has them, so such a prompt is computed whole.
     max_drafts: drafts per round at most for this request; 0 turns speculation off; None takes the engine's k.
 
     Raises BadRequest naming the value and the limit.
@@ -219,6 +225,8 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_start_len: int = 0
+    return_hidden_states: bool = False
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -258,6 +266,10 @@ class SamplingParams:
             value = getattr(self, name)
             ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
             _require(ok, name, value, f"it must be a whole number from 0 to {MAX_LOGPROBS}")
+        ok = _is_int(self.logprob_start_len) and self.logprob_start_len >= 0
+        _require(ok, "logprob_start_len", self.logprob_start_len, "it must be a whole number ≥ 0")
+        ok = isinstance(self.return_hidden_states, bool)
+        _require(ok, "return_hidden_states", self.return_hidden_states, "it must be true or false")
         self._check_edits()
 
     def _check_edits(self) -> None:
@@ -291,13 +303,39 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Vectors:
+    """Rows of numbers on their way between rooms and processes; ``vectors.py`` makes tensors of them.
+
+    dtype: float32, float16 or bfloat16. size: numbers in a row. data: the rows, one behind the other, in the machine's
+    byte order.
+    """
+
+    dtype: str
+    size: int
+    data: bytes
+
+    def joined(self, later: Vectors) -> Vectors:
+        """These rows, and those of ``later`` behind them."""
+        return Vectors(self.dtype, self.size, self.data + later.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """Embeddings [n, hidden] that stand in for those of a prompt's token ids at these positions, ascending."""
+
+    positions: list[int]
+    vectors: Vectors
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """What the engine needs of a request. Token ids in, token ids out; text never enters the engine.
 
     ``stop_ids`` are the device's stop ids (the model's EOS ids unless ignored, and the request's own).
     ``bad_words`` are the token sequences of ``params.bad_words``. ``params.seed`` is set (never None) by the time a
     request reaches the engine. ``shares_with`` is an earlier request with the same prompt: this one starts behind its
-    first token, when the prefix cache has the prompt's pages.
+    first token, when the prefix cache has the prompt's pages. ``overrides``: embeddings at some of the prompt's
+    positions, where ``prompt_token_ids`` has PLACEHOLDER.
     """
 
     request_id: str
@@ -307,6 +345,12 @@ class EngineRequest:
     arrival: float = 0.0
     bad_words: tuple[tuple[int, ...], ...] = ()
     shares_with: str | None = None
+    overrides: Overrides | None = None
+
+    @property
+    def first_scored(self) -> int:
+        """The first prompt position whose log-probability is reported, if any is: the first token has none."""
+        return max(1, self.params.logprob_start_len)
 
     def sequences(self) -> list[EngineRequest]:
         """A request for each of the ``n`` sequences: seeds count up from this one's, modulo 2**63."""
@@ -360,6 +404,8 @@ class TokenDelta:
     ``logprobs`` has an entry for each token if the request asked for them; ``prompt_logprobs``, on its first delta, one
     for each prompt token but the first. ``drafted_tokens`` were proposed for these tokens, ``accepted_tokens`` of them
     accepted.
+    ``hidden_states`` are those of generated tokens, if the request asked for them: of the one before each of these, but
+    the first; ``prompt_hidden_states``, on its first delta, those of the prompt.
     ``error`` is set when the request failed inside the engine; then ``finish`` is ABORT.
     """
 
@@ -372,6 +418,8 @@ class TokenDelta:
     prompt_logprobs: list[TokenLogprobs] | None = None
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    hidden_states: Vectors | None = None
+    prompt_hidden_states: Vectors | None = None
 
     def absorb(self, later: TokenDelta) -> None:
         """Make this delta what it and the one after it bring together."""
@@ -381,6 +429,9 @@ class TokenDelta:
         self.finish, self.error = later.finish, later.error
         if later.logprobs is not None:
             self.logprobs = [*(self.logprobs or []), *later.logprobs]
+        if later.hidden_states is not None:
+            own = self.hidden_states
+            self.hidden_states = later.hidden_states if own is None else own.joined(later.hidden_states)
 
 
 @dataclass(slots=True)
@@ -388,6 +439,7 @@ class CompletionOutput:
     """One generated sequence: ``token_ids`` (EOS included), ``text`` (stop string excluded unless asked for).
 
     ``logprobs`` maps, for each token, ids to their log-probability: the token's own and the likeliest ones'.
+    ``hidden_states``: a tensor [tokens - 1, hidden] in the model's dtype, of each token but the last.
     """
 
     index: int
@@ -396,13 +448,16 @@ class CompletionOutput:
     finish_reason: str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    hidden_states: Any = None
 
 
 @dataclass(slots=True)
 class RequestOutput:
     """What ``LLM.generate`` returns for one prompt; ``seed`` reproduces it: seed + i its output i.
 
-    ``prompt_logprobs`` has an entry for each prompt token, None for the first.
+    ``prompt_logprobs`` has an entry for each prompt token, None for the first and those before ``logprob_start_len``.
+    ``prompt_hidden_states``: a tensor [prompt tokens, hidden] in the model's dtype. ``prompt_token_ids`` has -1 where
+    an embedding stood.
     """
 
     request_id: str
@@ -413,3 +468,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     finished: bool = True
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_hidden_states: Any = None

@@ -10,7 +10,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,7 +29,9 @@ from unisono.engine.buckets import (
     graph_modes,
     with_graph_bytes,
 )
-from unisono.engine.programs import Parts, extend_program, round_program
+from unisono.engine.needs import logits_need
+from unisono.engine.overrides import override_fields
+from unisono.engine.programs import Parts, extend_program, round_program, score_needs
 from unisono.engine.scheduler import Chunk, Extend, Round
 from unisono.engine.slots import Slots
 from unisono.engine.tree import Tree, path_pages
@@ -190,11 +192,11 @@ class Runner:
     def _buckets(self, parts: Parts) -> list[Buckets]:
         """What may be captured of each program; see ``engine/buckets.py``."""
         programs = (
-            round_program(parts),
-            extend_program(parts, self.max_extend_rows),
-            extend_program(parts, self.max_extend_rows, scores=True),
+            (round_program(parts), self.needs),
+            (extend_program(parts, self.max_extend_rows), self.needs),
+            (extend_program(parts, self.max_extend_rows, score_needs(parts)), score_needs(parts)),
         )
-        return [buckets_of(program, self.config, self.width, self.needs) for program in programs]
+        return [buckets_of(program, self.config, self.width, needs) for program, needs in programs]
 
     def _passes(self, parts: Parts) -> list[tuple[Program, Shape]]:
         """Every small pass, and one of each size class of larger ones, the longest included."""
@@ -278,7 +280,8 @@ class Runner:
         rows = len(work.sequences)
         columns, pages = _growth_arrays(work)
         batch = {"slots": [s.slot for s in work.sequences], "columns": columns, "pages": pages}
-        return self.planner.launch(Key("round", Shape(rows, self.width), self.needs), batch)
+        needs = replace(self.needs, returned=work.returns)
+        return self.planner.launch(Key("round", Shape(rows, self.width), needs), batch)
 
     def _launch_extend(self, work: Extend) -> Pending:
         chunks = work.chunks
@@ -288,16 +291,23 @@ class Runner:
         # The rows that no request uses are empty: they begin where the tokens end.
         query_start = np.full(self.max_extend_rows + 1, total)
         query_start[: len(edges)] = edges
-        batch = {
-            "token_ids": np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks]),
-            "next_ids": np.concatenate([_following(c) for c in chunks]),
+        batch = {  # where an embedding stands, an id in range is as good as any
+            "token_ids": np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks]).clip(0),
+            "next_ids": np.concatenate([_following(c) for c in chunks]).clip(0),
             "slots": [c.sequence.slot for c in chunks],
             "query_start": query_start,
             "start": [c.start for c in chunks],
             "sample_slots": [c.sequence.slot if c.last else self.slots.padding for c in chunks],
             "last": edges[1:] - 1,
         }
-        return self.planner.launch(Key("score" if work.scores else "extend", Shape(total), self.needs), batch)
+        embeddings = override_fields(chunks)
+        needs = replace(self.needs, embeddings=bool(embeddings), returned=work.returns)
+        name = "extend"
+        if work.scores:
+            name, rows = "score", _score_rows(chunks, edges)
+            needs = replace(needs, logits=logits_need(len(rows), total))
+            batch["score_rows"] = rows
+        return self.planner.launch(Key(name, Shape(total), needs), batch | embeddings)
 
     def close(self) -> None:
         """Free the graphs, then everything they were captured on."""
@@ -312,6 +322,16 @@ def _following(chunk: Chunk) -> list[int]:
     """The token after each of a chunk's; 0 where it is not sampled yet."""
     following = chunk.sequence.tokens[chunk.start + 1 : chunk.end + 1]
     return following + [0] * (chunk.end - chunk.start - len(following))
+
+
+def _score_rows(chunks: list[Chunk], edges: np.ndarray) -> np.ndarray:
+    """The tokens of a pass whose logits score the prompt token behind them; chunk i's begin at edges[i]."""
+    return np.concatenate(
+        [
+            np.arange(edge, edge + len(c.scored)) + (c.scored.start - c.start)
+            for c, edge in zip(chunks, edges, strict=False)
+        ]
+    )
 
 
 def _growth_arrays(work: Round) -> tuple[np.ndarray, np.ndarray]:

@@ -24,6 +24,9 @@ from unisono.program import NO_NEEDS, Buffers, Eager, Graph, Key, Needs, Pending
 
 logger = logging.getLogger(__name__)
 
+KEPT_EAGER_BUFFERS, KEPT_EAGER_BYTES = 64, 4 << 20
+"""Buffers of eager passes that are kept for the next pass of the same key, and what each may take."""
+
 MODES = ("full", "segmented", "off")
 
 
@@ -77,6 +80,7 @@ class Planner:
         self.capture_seconds = 0.0
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._programs: dict[str, Buckets] = {}
+        self._variants: dict[tuple[str, Needs], Buckets] = {}  # of programs, with needs that appeared at run time
         self._graphs: dict[tuple[str, int], list[Graph]] = {}
         self._dropped: dict[Key, Reason] = {}
         self._missing: Counter[Key] = Counter()  # keys that passes wanted -> milliseconds they would have saved
@@ -90,7 +94,7 @@ class Planner:
         A shape that does not fit is dropped: passes of its size run eagerly and count NO_MEMORY or OVER_BUDGET.
         """
         started = time.perf_counter()
-        self._programs = {buckets.program.name: buckets for buckets in plan}
+        self._programs, self._variants = {buckets.program.name: buckets for buckets in plan}, {}
         if self.enabled:
             for buckets in plan:
                 if buckets.measured and self._captures(buckets):
@@ -109,7 +113,7 @@ class Planner:
         """
         started = time.perf_counter()
         for key, saved in self._missing.most_common():
-            buckets = self._programs[key.program]
+            buckets = self._buckets(key)
             if buckets.cost is not None and saved < buckets.cost.capture(key.shape.rows):
                 continue
             del self._missing[key]
@@ -206,14 +210,25 @@ class Planner:
 
     # ---- passes -------------------------------------------------------------------------------
 
+    def _buckets(self, key: Key) -> Buckets:
+        """The buckets of a key's program: those made at start, or where it has other needs a variant of them."""
+        base = self._programs[key.program]
+        if key.needs == base.needs or base.program.vary is None:
+            return base
+        name = key.program, key.needs
+        if name not in self._variants:
+            program = base.program.vary(key.needs)
+            self._variants[name] = dataclasses.replace(base, program=program, needs=key.needs)
+        return self._variants[name]
+
     def plan(self, key: Key) -> Replay | Eager:
-        """Replay the smallest graph whose key covers this one, or say why none does."""
+        """Replay the smallest graph whose key covers this one, rather one of its own needs, or say why none does."""
         buckets = self._programs[key.program]
         if not self.enabled or buckets.mode == "off":
             return Eager(Reason.DISABLED)
         rows, cost = key.shape.rows, buckets.cost
         graphs = self._graphs.get((key.program, key.shape.width), [])
-        for graph in graphs:
+        for graph in sorted(graphs, key=lambda graph: graph.key.needs != key.needs):
             if graph.key.covers(key):
                 if cost is None or cost.replay(graph.key.shape.rows) <= cost.eager(rows):
                     return Replay(graph)
@@ -229,16 +244,15 @@ class Planner:
 
     def launch(self, key: Key, batch: Mapping[str, object]) -> Pending:
         """Load the batch, run the pass as planned, count it, and start fetching its outputs."""
-        answer = self.plan(key)
+        answer, program = self.plan(key), self._buckets(key).program
         if isinstance(answer, Replay):
             graph = answer.graph
-            graph.buffers.load(batch)
+            graph.buffers.load(batch, program.schema)
             graph.replay()
             self.passes[key.program, graph.kind, ""] += 1
             self.padded_rows[key.program] += graph.key.shape.rows - key.shape.rows
             self.filled_rows[key.program] += key.shape.rows
             return graph.buffers.fetch()
-        program = self._programs[key.program].program
         buffers = self._eager(program, key)
         buffers.load(batch)
         if program.prepare is not None:
@@ -252,7 +266,7 @@ class Planner:
         """Remember which capture would have served this pass better."""
         if reason not in (Reason.ABOVE_BUCKETS, Reason.NOT_CAPTURED, Reason.UNPROFITABLE):
             return
-        buckets = self._programs[key.program]
+        buckets = self._buckets(key)
         fits = (s for s in buckets.shapes if s.width == key.shape.width and s.rows >= key.shape.rows)
         if (shape := next(fits, None)) is None:
             return
@@ -266,9 +280,11 @@ class Planner:
         """Buffers of exactly this shape: an eager pass pays for no padding."""
         buffers = self._eager_buffers.get(key)
         if buffers is None:
-            if len(self._eager_buffers) >= 64:  # small tensors, but prompts come in every length
-                self._eager_buffers.pop(next(iter(self._eager_buffers)))
-            buffers = self._eager_buffers[key] = Buffers(program.schema, key.shape, self.device)
+            buffers = Buffers(program.schema, key.shape, self.device)
+            if buffers.nbytes <= KEPT_EAGER_BYTES:
+                if len(self._eager_buffers) >= KEPT_EAGER_BUFFERS:  # prompts come in every length
+                    self._eager_buffers.pop(next(iter(self._eager_buffers)))
+                self._eager_buffers[key] = buffers
         return buffers
 
     def forget(self) -> None:
@@ -282,7 +298,7 @@ class Planner:
         """One row per captured key and per range of sizes that runs eagerly: why, and what the user could change."""
         rows: list[dict[str, Any]] = []
         for g in self.graphs():
-            shape = {"program": g.key.program, **dataclasses.asdict(g.key.shape), "needs": g.key.needs.hidden.name}
+            shape = {"program": g.key.program, **dataclasses.asdict(g.key.shape), "needs": g.key.needs.label}
             cost = {"bytes": g.cost_bytes, "ms": round(g.replay_ms, 3), "capture_ms": round(1e3 * g.capture_seconds, 1)}
             rows.append({**shape, "kind": g.kind, "breaks": g.breaks, **cost, "reason": "", "advice": ""})
         for name, buckets in self._programs.items():
