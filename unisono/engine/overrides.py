@@ -38,10 +38,12 @@ class Embedded:
         given = request.overrides
         if given is None:
             return None
+        whole = len(given.positions) == len(request.prompt_token_ids)
+        param = "prompt_embeds" if whole else "embedding_overrides"
         if given.vectors.size != hidden_size:
             raise BadRequest(
                 f"the embeddings have {given.vectors.size} numbers each; the model's hidden size is {hidden_size}.",
-                "prompt_embeds",
+                param,
             )
         rows = vectors.unpack(given.vectors).to(dtype)
         wrong = (~rows.isfinite().all(dim=1)).nonzero()
@@ -50,7 +52,7 @@ class Embedded:
             raise BadRequest(
                 f"the embedding at position {given.positions[int(wrong[0])]} has numbers that are not finite in "
                 f"{name}, the model's dtype; give numbers up to {torch.finfo(dtype).max:.4g}.",
-                "prompt_embeds",
+                param,
             )
         return cls(np.asarray(given.positions), rows.view(torch.int32).numpy(), request.prompt_token_ids)
 
