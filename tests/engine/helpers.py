@@ -40,5 +40,13 @@ def tokens(llm: LLM, batch: Any, params: Any) -> list[list[int]]:
     return [o.outputs[0].token_ids for o in llm.generate(batch, params)]
 
 
+def idle(llm: LLM) -> None:
+    """Read what is in flight (rounds of requests that had ended), then capture what was missing, as a server does."""
+    while llm.engine.has_work():
+        llm.engine.step()
+    while llm.engine.capture_missing():
+        pass
+
+
 def counted(llm: LLM) -> dict[tuple[str, str, str], int]:
     return dict(llm.engine.runner.planner.passes)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
+from tests.engine.helpers import counted, engine, idle, mixed_params, prompts, tokens
 from tests.engine.test_speculation import DRAFTERS, drafting
 from unisono.llm import LLM
 from unisono.types import BadRequest, EngineRequest, SamplingParams, SpeculativeConfig
@@ -72,8 +72,7 @@ def expected(qwen3: Path) -> list[list[int]]:
 def test_the_text_is_that_of_the_ids(qwen3: Path, expected: list[list[int]], flags: dict[str, Any]) -> None:
     with engine(qwen3, **flags) as llm:
         assert tokens(llm, mixed(llm), PARAMS) == expected
-        while llm.engine.capture_missing():
-            pass
+        idle(llm)
         before = counted(llm)
         assert tokens(llm, mixed(llm), PARAMS) == expected, "after prefix hits, with the graphs that were missing"
         assert llm.engine.scheduler.prefix_hits > 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
+from tests.engine.helpers import counted, engine, idle, mixed_params, prompts, tokens
 from tests.engine.test_speculation import DRAFTERS, drafting
 from unisono.llm import LLM
 from unisono.types import BadRequest, RequestOutput, SamplingParams, SpeculativeConfig
@@ -58,8 +58,7 @@ def test_they_are_transformers(qwen3: Path, flags: dict[str, Any]) -> None:
         first = llm.generate(PROMPTS, asking(narrow))
         assert [o.outputs[0].token_ids for o in first] == plain
         assert_reference(qwen3, first)
-        while llm.engine.capture_missing():
-            pass
+        idle(llm)
         again = llm.generate(PROMPTS, asking(narrow))
         for one, other in zip(first, again, strict=True):
             assert torch.equal(states(one), states(other)), "a replay gives other bits"
@@ -82,8 +81,7 @@ def test_graphs_of_it_are_captured_when_idle(qwen3: Path) -> None:
         llm.generate([PROMPTS[0]], params)
         eager = {key: n for key, n in counted(llm).items() if key[1] == "eager"}
         assert eager == {("extend", "eager", "NOT_CAPTURED"): 1, ("round", "eager", "NOT_CAPTURED"): 8}
-        while llm.engine.capture_missing():
-            pass
+        idle(llm)
         llm.generate([PROMPTS[0]], params)
         passes = counted(llm)
         assert {key: passes.pop(key) for key in eager} == eager
