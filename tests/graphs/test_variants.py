@@ -1,0 +1,128 @@
+"""Programs that vary with their needs: fields of their own, graphs captured when idle, richer graphs for others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.graphs.programs import CPU, SCHEMA
+from unisono.graphs.planner import Buckets, Planner
+from unisono.program import (
+    Buffers,
+    Eager,
+    Field,
+    Key,
+    Logits,
+    Needs,
+    Program,
+    ProgramError,
+    Reason,
+    Schema,
+    Shape,
+    selected_rows,
+)
+
+EMBEDS, BOTH = Needs(embeddings=True), Needs(embeddings=True, returned=True)
+
+
+def varying(needs: Needs = Needs()) -> Program:  # noqa: B008
+    """``result = x · scale``, plus ``shift`` where embeddings are needed; ``twice`` of it where it is returned."""
+    fields = SCHEMA.fields
+    if needs.embeddings:
+        fields += (Field("shift", torch.float32, ("rows",)),)
+    if needs.returned:
+        fields += (Field("twice", torch.float32, ("rows", 2), output=True),)
+
+    def run(b: Buffers) -> None:
+        result = b.x.float() * b.scale[:, None]
+        if needs.embeddings:
+            result = result + b.shift[:, None]
+        b.result.copy_(result)
+        if needs.returned:
+            b.twice.copy_(2 * result)
+
+    return Program("p", Schema(fields), run, vary=varying)
+
+
+def planned(*rows: int, **how: Any) -> Planner:
+    planner = Planner(CPU)
+    planner.capture([Buckets(varying(), tuple(map(Shape, rows)), **how)])
+    return planner
+
+
+def batch(rows: int, needs: Needs = Needs()) -> dict[str, Any]:  # noqa: B008
+    shift = {"shift": [10.0] * rows} if needs.embeddings else {}
+    return {"x": [[1, 2]] * rows, "scale": [1.0] * rows, **shift}
+
+
+def outputs(planner: Planner, rows: int, needs: Needs = Needs()) -> dict[str, Any]:  # noqa: B008
+    given = planner.launch(Key("p", Shape(rows), needs), batch(rows, needs)).wait()
+    return {name: value[:rows].tolist() for name, value in given.items()}
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["eager", "replayed"])
+def test_a_pass_has_the_fields_of_its_needs(warm: bool) -> None:
+    planner = planned(2, 4)
+    for needs in (EMBEDS, BOTH):
+        outputs(planner, 3, needs)
+    while warm and planner.capture_missing():
+        pass
+    planner.forget()
+    assert outputs(planner, 3) == {"result": [[1, 2]] * 3}
+    assert outputs(planner, 3, EMBEDS) == {"result": [[11, 12]] * 3}
+    assert outputs(planner, 3, BOTH) == {"result": [[11, 12]] * 3, "twice": [[22, 24]] * 3}
+    lazy = {("p", "tape", ""): 3} if warm else {("p", "tape", ""): 1, ("p", "eager", "NOT_CAPTURED"): 2}
+    assert planner.passes == lazy
+
+
+def test_a_richer_graph_serves_where_there_is_none_of_the_passes_own() -> None:
+    """Inputs that the pass has not are padding, though the graph's last pass brought some; never the reverse."""
+    planner = planned()
+    key = Key("p", Shape(4), BOTH)
+    planner._add(planner._buckets(key), key)
+    assert outputs(planner, 4, BOTH)["result"] == [[11, 12]] * 4
+    assert outputs(planner, 3)["result"] == [[1, 2]] * 3
+    assert outputs(planner, 3, EMBEDS)["result"] == [[11, 12]] * 3
+    assert planner.passes == {("p", "tape", ""): 3}
+    assert planner.plan(Key("p", Shape(3), replace(BOTH, logits=Logits.ALL))) == Eager(Reason.NOT_CAPTURED)
+
+
+def test_a_graph_of_its_own_needs_goes_first() -> None:
+    planner = planned(4)
+    key = Key("p", Shape(2), BOTH)
+    planner._add(planner._buckets(key), key)
+    answer = planner.plan(Key("p", Shape(2)))
+    assert not isinstance(answer, Eager)
+    assert answer.graph.key == Key("p", Shape(4))
+
+
+@pytest.mark.parametrize("needs", [Needs(), EMBEDS])
+def test_a_batch_brings_what_its_needs_say(needs: Needs) -> None:
+    planner = planned(2)
+    other = EMBEDS if needs == Needs() else Needs()
+    for _ in range(2):  # eagerly, and replayed
+        with pytest.raises(ProgramError, match="shift"):
+            planner.launch(Key("p", Shape(2), needs), batch(2, other))
+        outputs(planner, 2, EMBEDS)
+        planner.capture_missing()
+
+
+def test_selected_rows_fit_a_larger_pass() -> None:
+    sizes = [selected_rows(n) for n in range(1, 500)]
+    assert sizes == sorted(sizes)
+    assert sizes[:16] == list(range(1, 17))
+    assert (selected_rows(64), selected_rows(65), selected_rows(400)) == (16, 17, 100)
+    schema = Schema((Field("rows", torch.int32, ("selected",)),))
+    assert Buffers(schema, Shape(100), CPU).rows.shape == (25,)
+
+
+def test_large_buffers_of_eager_passes_are_not_kept() -> None:
+    planner = Planner(CPU, enabled=False)
+    wide = Schema((Field("x", torch.int32, ("rows", 1 << 20)),))
+    planner.capture([Buckets(Program("wide", wide, lambda b: None))])
+    for rows in (1, 2):
+        planner.launch(Key("wide", Shape(rows)), {"x": ()})
+    assert [key.shape.rows for key in planner._eager_buffers] == [1]
