@@ -173,9 +173,9 @@ def test_a_placeholder_never_matches(qwen3: Path) -> None:
     """Drafts from the request's own text: behind embeddings there is none, however often they stand there."""
     spec = SpeculativeConfig("ngram", num_speculative_tokens=3, options={"shared_tokens": 0, "prompt_lookup_min": 2})
     row = torch.randn(HIDDEN)
-    overrides = {i: row for i in range(0, 40, 2)}
+    overrides = {i: row for i in range(0, 40, 3)}  # then 5, 6, and one stands last
     with engine(qwen3, speculative=spec) as llm:
-        prompt = {"prompt_token_ids": [5] * 40, "embedding_overrides": overrides}
+        prompt = {"prompt_token_ids": [7, 5, 6] * 13 + [7], "embedding_overrides": overrides}
         one = SamplingParams(temperature=0, max_tokens=2, allowed_token_ids=(5,), ignore_eos=True)
         assert tokens(llm, [prompt], one) == [[5, 5]]
         assert llm.engine.counters.drafted_tokens == 0

@@ -83,10 +83,12 @@ def test_a_richer_graph_serves_where_there_is_none_of_the_passes_own() -> None:
     planner = planned()
     key = Key("p", Shape(4), BOTH)
     planner._add(planner._buckets(key), key)
-    assert outputs(planner, 4, BOTH)["result"] == [[11, 12]] * 4
-    assert outputs(planner, 3)["result"] == [[1, 2]] * 3
+    for _ in range(3):  # host copies of the inputs take turns
+        assert outputs(planner, 4, BOTH)["result"] == [[11, 12]] * 4
+    for _ in range(3):
+        assert outputs(planner, 3)["result"] == [[1, 2]] * 3
     assert outputs(planner, 3, EMBEDS)["result"] == [[11, 12]] * 3
-    assert planner.passes == {("p", "tape", ""): 3}
+    assert planner.passes == {("p", "tape", ""): 7}
     assert planner.plan(Key("p", Shape(3), replace(BOTH, logits=Logits.ALL))) == Eager(Reason.NOT_CAPTURED)
 
 
