@@ -6,6 +6,7 @@ Oracles: the same prompts as token ids, and transformers' ``inputs_embeds``. On 
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,14 @@ def llm(qwen3: Path) -> Any:
 def test_no_overrides_are_a_plain_prompt(llm: LLM) -> None:
     assert tokens(llm, [bad(embedding_overrides={})], GREEDY) == tokens(llm, [[1, 2, 3]], GREEDY)
     assert all(key.needs.embeddings is False for key in llm.engine.runner.planner._eager_buffers)
+
+
+def test_the_docs_code_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "embeddings.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, {})
 
 
 def test_requests_say_so_themselves(llm: LLM) -> None:
