@@ -11,6 +11,7 @@ import platform
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +37,7 @@ class Report:
     step_ms: dict[int, float] = field(default_factory=dict)
     ttft_ms: dict[int, float] = field(default_factory=dict)
     kernels: list[dict[str, Any]] = field(default_factory=list)
+    prompt_kernels: list[dict[str, Any]] = field(default_factory=list)
     launches: dict[str, float] = field(default_factory=dict)
     passes: list[dict[str, Any]] = field(default_factory=list)
     graph_memory: dict[str, float] = field(default_factory=dict)
@@ -55,11 +57,12 @@ class Report:
         lines += ["Start: " + ", ".join(f"{k} {v:.1f} s" for k, v in self.start_seconds.items()), ""]
         if self.launches:
             lines += ["Per round: " + ", ".join(f"{k} {v:g}" for k, v in self.launches.items()), ""]
-        if self.kernels:
-            lines += ["| kernel | launches/round | µs/round | share |", "|---|---|---|---|"]
-            for k in self.kernels:
-                lines += [f"| `{k['name']}` | {k['count']:g} | {k['us']:.1f} | {100 * k['share']:.1f} % |"]
-            lines += [""]
+        for per, kernels in (("round", self.kernels), ("prompt", self.prompt_kernels)):
+            if kernels:
+                lines += [f"| kernel | launches/{per} | µs/{per} | share |", "|---|---|---|---|"]
+                for k in kernels:
+                    lines += [f"| `{k['name']}` | {k['count']:g} | {k['us']:.1f} | {100 * k['share']:.1f} % |"]
+                lines += [""]
         if self.graph_memory:
             costs = ", ".join(f"{name} {value:g}" for name, value in self.graph_memory.items())
             lines += [f"- graphs: {costs}"]
@@ -91,6 +94,7 @@ def latency(
         float | None, typer.Option(help="Commit so many tokens a round, whatever the drafts are. The text is noise.")
     ] = None,
     profile: Annotated[bool, typer.Option(help="Profile rounds at the first batch size (GPU).")] = False,
+    profile_prompt: Annotated[int | None, typer.Option(help="Profile a prompt of so many tokens (GPU).")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the report as JSON here.")] = None,
 ) -> None:
     """Milliseconds per step and time to first token, through the engine as a server drives it."""
@@ -120,6 +124,8 @@ def latency(
         report.ttft_ms[length] = _ttft_ms(llm, length, repeats)
     if profile:
         _profile(llm, _numbers(batch)[0], context, report)
+    if profile_prompt:
+        _profile_prompt(llm, profile_prompt, report)
     report.passes = llm.engine.info()["passes"]  # type: ignore[assignment]
     report.graph_memory = llm.engine.info()["graph_memory"]  # type: ignore[assignment]
     print(report.markdown())
@@ -223,20 +229,11 @@ def _idle_share(trace: Any) -> float:
 
 def _profile(llm: Any, size: int, context: int, report: Report, rounds: int = 20) -> None:
     """Device time by kernel and launches by the host, per round, from torch's profiler."""
-    from torch.profiler import ProfilerActivity, profile
-
     names = _fill(llm, size, context, rounds + 64)
     _running(llm, size)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        for _ in range(rounds):
-            llm.engine.step()
+    trace = _traced(lambda: [llm.engine.step() for _ in range(rounds)])
     events = trace.key_averages()
-    device = [e for e in events if e.self_device_time_total > 0 and "Memcpy" not in e.key and "Memset" not in e.key]
-    total = sum(e.self_device_time_total for e in device) or 1.0
-    for e in sorted(device, key=lambda e: -e.self_device_time_total)[:14]:
-        us = e.self_device_time_total / rounds
-        row = {"name": e.key[:60], "count": e.count / rounds, "us": us, "share": e.self_device_time_total / total}
-        report.kernels.append(row)
+    report.kernels, total = _kernels(events, rounds)
     report.launches = {"device busy µs": round(total / rounds, 1)}
     report.launches["device idle between rounds %"] = round(100 * _idle_share(trace), 2)
     for e in events:
@@ -246,3 +243,29 @@ def _profile(llm: Any, size: int, context: int, report: Report, rounds: int = 20
         llm.engine.abort(name)
     while llm.engine.has_work():
         llm.engine.step()
+
+
+def _profile_prompt(llm: Any, length: int, report: Report, repeats: int = 3) -> None:
+    """Device time by kernel, per prompt of ``length`` tokens."""
+    trace = _traced(lambda: _ttft_ms(llm, length, repeats))
+    report.prompt_kernels, _ = _kernels(trace.key_averages(), repeats + 2)
+
+
+def _traced(work: Callable[[], object]) -> Any:
+    """The profile of ``work``: host and device."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        work()
+    return trace
+
+
+def _kernels(events: Any, times: int) -> tuple[list[dict[str, Any]], float]:
+    """The kernels that took longest, each divided by ``times``; and the microseconds of all together."""
+    device = [e for e in events if e.self_device_time_total > 0 and "Memcpy" not in e.key and "Memset" not in e.key]
+    total = sum(e.self_device_time_total for e in device) or 1.0
+    rows = []
+    for e in sorted(device, key=lambda e: -e.self_device_time_total)[:14]:
+        us, share = e.self_device_time_total / times, e.self_device_time_total / total
+        rows.append({"name": e.key[:60], "count": e.count / times, "us": us, "share": share})
+    return rows, total
