@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from unisono import catalog
-from unisono.attention.base import AttentionBackend, BreakingAttention
+from unisono.attention.base import BreakingAttention
 from unisono.cache.kv import PAGE_SIZE, KVCache, KVShape
 from unisono.cache.pages import pages_for
 from unisono.config import ResolvedConfig
@@ -117,9 +117,12 @@ class Runner:
         self._hold_pages(shape, 2)  # for padding, until it is known how many fit
         if config.device.type == "cuda":
             with _Stage(self, "compile"):
+                heads = c.head_dim, config.dtype
                 with compiling_only(config.device):
                     rehearse_proofs(self.model.modules())
-                self._prove_exact()  # it decides what the larger passes run
+                    attention.rehearse(*heads)
+                self._prove_exact()  # it decides what the larger passes run, as the next line does
+                self.decide("attention of long prompts", *attention.prove(*heads))
                 with compiling_only(config.device):
                     run_on_padding(self._passes(self._parts(self.kv)), config.device)
         with _Stage(self, "size the KV cache"):
@@ -137,7 +140,7 @@ class Runner:
         torch.set_num_threads(threads)
         self.config = self.config.decide("threads", threads, "all cores but one; OMP_NUM_THREADS sets it")
 
-    def _attention(self, heads: int, kv_heads: int) -> AttentionBackend:
+    def _attention(self, heads: int, kv_heads: int) -> BreakingAttention:
         """A backend of the kind that was asked for, which breaks captures where it must or is told to."""
         config = self.config
         return BreakingAttention(catalog.attention.load(config.attention_backend)(heads, kv_heads, config.device))
