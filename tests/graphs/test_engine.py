@@ -119,7 +119,7 @@ def test_an_idle_engine_captures_what_was_missing(qwen3: Path, monkeypatch: pyte
         from dataclasses import replace
 
         buckets = buckets_of(*args)
-        cost = PassCost(1.0, 1.0, eager_ms=1000.0, capture_ms=10.0)
+        cost = PassCost.linear(1.0, 1.0, eager_ms=1000.0, capture_ms=10.0)
         return buckets if buckets.program.name == "round" else replace(buckets, cost=cost, passes=1e-6, measured=False)
 
     monkeypatch.setattr(runner, "buckets_of", few)

@@ -19,7 +19,7 @@ GPU_PASSES = {"round": 500_000, "extend": 100_000, "score": 1_000}
 """Passes to expect of an engine, against which start-up time and memory for graphs are weighed."""
 
 CPU_PASSES = {"round": 5_000, "extend": 200, "score": 1}
-CPU_COST = PassCost(fixed_ms=15.0, row_ms=0.4, capture_ms=20.0)
+CPU_COST = PassCost.linear(fixed_ms=15.0, row_ms=0.4, capture_ms=20.0)
 """On a CPU nothing overlaps and a replay saves nothing: the tape is there for its semantics, so every pass replays one.
 These are the bundled model's figures on one core; sizes chosen by a clock would differ from run to run."""
 
@@ -110,6 +110,7 @@ def buckets_of(program: Program, config: ResolvedConfig, width: int, needs: Need
         mode=config.graphs[name],
         passes=(GPU_PASSES if gpu else CPU_PASSES)[name],
         edges=edges,
+        flat=ROW_TILES[-1] // each if gpu else 0,
         cost=None if gpu else CPU_COST,
         measured=gpu,
         always=name == "round" or config.asked.graphs != "auto",

@@ -33,8 +33,8 @@ class Buckets:
 
     mode: full captures everything but hard breaks, segmented takes optional breaks too, off runs eagerly.
     passes: how many passes to expect, by which the shapes worth capturing are chosen; None captures all.
-    edges: rows where a kernel's tile is just full, so that one row more costs a tile: captured whatever a cost that is
-        linear in rows says, unless a graph of so many saves nothing.
+    edges: rows where a kernel's tile is just full, so that one row more costs a tile: passes are measured there.
+    flat: up to so many rows a pass costs what one up to the next edge costs.
     cost: what a pass takes; None: nothing is known, and every pass that fits a graph replays it. measured: find it out.
     always: replay even where a graph would save nothing.
     share: of the memory budget that the program's graphs may take.
@@ -46,6 +46,7 @@ class Buckets:
     mode: str = "full"
     passes: float | None = None
     edges: frozenset[int] = frozenset()
+    flat: int = 0
     cost: PassCost | None = None
     measured: bool = False
     always: bool = False
@@ -133,22 +134,31 @@ class Planner:
         return buckets.mode != "off" and bool(buckets.shapes)
 
     def _measure(self, buckets: Buckets) -> Buckets:
-        """Find out what a pass costs: the smallest shape as a graph, the largest eagerly, and the host's launches."""
+        """Find out what a pass costs: the smallest shape and those at edges as graphs, and the largest eagerly.
+
+        A graph that takes longer than the host to launch its pass is closed again: there eager passes lose nothing.
+        """
         small, large = buckets.shapes[0], buckets.shapes[-1]
-        host, _ = self._timed(buckets, small)
-        graph = self._add(buckets, buckets.key(small))
+        launches, device = self._timed(buckets, large)
+        host = math.inf if buckets.always else max(launches, self._timed(buckets, small)[0])
+        points = {}
+        for shape in reversed(buckets.shapes):  # large ones first: the small ones reuse their memory
+            if shape.rows in buckets.edges or shape is small:
+                graph = self._add(buckets, buckets.key(shape))
+                if graph is not None:
+                    points[shape.rows] = graph.replay_ms
+                    if graph.replay_ms > host:
+                        self._close(graph)
         if graph is None:
             return dataclasses.replace(buckets, shapes=())
-        _, device = self._timed(buckets, large)
-        torch.cuda.empty_cache()
-        cost = PassCost.fit(
-            (small.rows, graph.replay_ms),
-            (large.rows, max(device, graph.replay_ms)),
-            eager_ms=math.inf if buckets.always else host,
-            capture_ms=1e3 * graph.capture_seconds,
-            graph_bytes=graph.cost_bytes,
-        )
-        return dataclasses.replace(buckets, cost=cost)
+        if large.rows not in points:
+            points[large.rows + (large is small)] = device
+        known = {"capture_ms": 1e3 * graph.capture_seconds, "graph_bytes": graph.cost_bytes}
+        return dataclasses.replace(buckets, cost=PassCost.measured(points, buckets.flat, eager_ms=host, **known))
+
+    def _close(self, graph: Graph) -> None:
+        self._graphs[graph.key.program, graph.key.shape.width].remove(graph)
+        graph.close()
 
     def _timed(self, buckets: Buckets, shape: Shape) -> tuple[float, float]:
         """Milliseconds of an eager pass on padding: until the host has launched it, and until it is done."""
@@ -161,6 +171,8 @@ class Planner:
             launched = time.perf_counter()
             torch.cuda.synchronize()
             times.append((1e3 * (launched - started), 1e3 * (time.perf_counter() - started)))
+        del buffers
+        torch.cuda.empty_cache()
         return min(t[0] for t in times), min(t[1] for t in times)
 
     def _add(self, buckets: Buckets, key: Key) -> Graph | None:
@@ -294,7 +306,9 @@ class Planner:
     def costs(self) -> dict[str, float]:
         """What all graphs cost; ``budget`` in bytes, -1 for none. ``padding_share`` of the rows that were replayed."""
         filled, padded = self.filled_rows.total(), self.padded_rows.total()
+        costs = {name: buckets.cost.eager_ms for name, buckets in self._programs.items() if buckets.cost is not None}
         return {
+            **{f"{name}_launch_ms": round(ms, 3) for name, ms in costs.items() if not math.isinf(ms)},
             "graphs": sum(1 for _ in self.graphs()),
             "bytes": self.graph_bytes,
             "budget": -1 if self.budget is None else self.budget,
@@ -334,6 +348,5 @@ def _worthwhile(buckets: Buckets) -> list[Shape]:
     """The shapes worth capturing."""
     if buckets.passes is None or buckets.cost is None:
         return list(buckets.shapes)
-    cost, chosen = buckets.cost, set(choose([shape.rows for shape in buckets.shapes], buckets.cost, buckets.passes))
-    chosen |= {rows for rows in buckets.edges if cost.replay(rows) < cost.eager(rows)}
+    chosen = choose([shape.rows for shape in buckets.shapes], buckets.cost, buckets.passes)
     return [shape for shape in buckets.shapes if shape.rows in chosen]
