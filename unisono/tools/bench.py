@@ -18,10 +18,12 @@ from typing import Annotated, Any
 
 import typer
 
+from unisono.tools.drafters import drafters
 from unisono.tools.exact import exact
 
 app = typer.Typer(no_args_is_help=True, help="Benchmarks.")
 app.command()(exact)
+app.command()(drafters)
 
 
 @dataclass
