@@ -15,7 +15,7 @@ from unisono.kernels.linear import ROW_TILES
 from unisono.program import Graph, Needs, Program, Shape
 from unisono.types import ConfigError
 
-GPU_PASSES = {"round": 500_000, "extend": 100_000, "score": 1_000}
+GPU_PASSES = {"round": 100_000, "extend": 20_000, "score": 1_000}
 """Passes to expect of an engine, against which start-up time and memory for graphs are weighed."""
 
 CPU_PASSES = {"round": 5_000, "extend": 200, "score": 1}
@@ -113,6 +113,6 @@ def buckets_of(program: Program, config: ResolvedConfig, width: int, needs: Need
         flat=ROW_TILES[-1] // each if gpu else 0,
         cost=None if gpu else CPU_COST,
         measured=gpu,
-        always=name == "round" or config.asked.graphs != "auto",
+        always=name == "round",
         share=SHARES[name],
     )

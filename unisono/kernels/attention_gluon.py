@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import triton.experimental.gluon as gluon
 import triton.experimental.gluon.language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -79,21 +78,20 @@ def _weigh(s, m, scale, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _sum(z, p, shrink, KEYS: gl.constexpr, SUMS: gl.constexpr):
-    """Row sums z [ROWS, 8], equal columns, with those of ``p`` added, by the tensor core."""
-    ones = gl.full([KEYS, 8], 1.0, p.dtype, gl.DotOperandLayout(1, SUMS, 2))
-    old = z * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-    return mma_v2(gl.convert_layout(p, gl.DotOperandLayout(0, SUMS, 2)), ones, old, "ieee")
+def _value(step, p, shrink, v, ones, z, o0, o1, STAGES: gl.constexpr, MMA: gl.constexpr):
+    """Start to add ``p``'s row sums to z and ``p``-weighted values to both halves of the output: three in flight.
 
-
-@gluon.jit
-def _value(step, p, v, o0, o1, STAGES: gl.constexpr, MMA: gl.constexpr):
-    """Start to add ``p``-weighted values to both halves of the output: two products in flight."""
+    z [ROWS, 8] holds each sum eight times: the tensor core adds in the same order whatever computes the rest.
+    """
     stage = step % STAGES
+    old = z * gl.convert_layout(shrink, gl.SliceLayout(1, z.type.layout))[:, None]
+    z = warpgroup_mma(
+        gl.convert_layout(p, gl.DotOperandLayout(0, z.type.layout, 2)), ones.permute([1, 0]), old, is_async=True
+    )
     p = gl.convert_layout(p, gl.DotOperandLayout(0, MMA, 2))
-    o0 = warpgroup_mma(p, v.index(stage * 2), o0, is_async=True)
-    o1 = warpgroup_mma(p, v.index(stage * 2 + 1), o1, is_async=True)
-    return o0, o1
+    o0 = warpgroup_mma(p, v.index(stage * 2), o0 * shrink[:, None], is_async=True)
+    o1 = warpgroup_mma(p, v.index(stage * 2 + 1), o1 * shrink[:, None], is_async=True)
+    return z, o0, o1
 
 
 @gluon.jit
@@ -126,15 +124,17 @@ def _forget_values(step, end, v, KEYS: gl.constexpr, STAGES: gl.constexpr, HALF:
 
 
 @gluon.jit
-def _nothing(ROWS: gl.constexpr, HALF: gl.constexpr, MMA: gl.constexpr, SUMS: gl.constexpr):
+def _nothing(ROWS: gl.constexpr, HALF: gl.constexpr, MMA: gl.constexpr):
     """The state of rows that have seen no key of a split: maxima, sums, both halves of the output."""
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
-    return m, gl.zeros([ROWS, 8], gl.float32, SUMS), gl.zeros([ROWS, HALF], gl.float32, MMA)
+    o = gl.zeros([ROWS, HALF], gl.float32, MMA)
+    return m, gl.zeros([ROWS, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 8, 16])), o, o
 
 
 @gluon.jit
-def _load_queries(q_ptr, q, first, last, head,
-                  HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
+def _load_queries(q_ptr, q, ones, first, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+                  HALF: gl.constexpr, KEYS: gl.constexpr):  # fmt: skip
+    """Put a tile's queries, and the ones that row sums are products with, into shared memory."""
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
     token = first + row // GROUP
@@ -143,58 +143,52 @@ def _load_queries(q_ptr, q, first, last, head,
     for half in gl.static_range(2):
         at = q_ptr + index[:, None] + half * HALF + column[None, :]
         q.index(half).store(gl.load(at, mask=(token < last)[:, None], other=0.0))
+    ones.store(gl.full([8, KEYS], 1.0, q_ptr.dtype.element_ty, gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0])))
     fence_async_shared()
     _barrier()
 
 
 @gluon.jit
-def _attend(q_ptr, q, k, v, full, free, out_ptr, first, last, head, position, end, whole, steps, scale,
+def _attend(q_ptr, q, k, v, ones, full, free, out_ptr, first, last, head, position, end, whole, steps, scale,
             HEADS: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr,
             HALF: gl.constexpr, STAGES: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
     """Two warp groups' part: attend a tile's keys and write its outputs."""
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [8, 1], [16, 8])
     EACH: gl.constexpr = SPLIT // KEYS
-    _load_queries(q_ptr, q, first, last, head, HEADS, GROUP, ROWS, HALF)
+    _load_queries(q_ptr, q, ones, first, last, head, HEADS, GROUP, ROWS, HALF, KEYS)
 
-    m, _, a0 = _nothing(ROWS, HALF, MMA, SUMS)
-    a1 = gl.zeros_like(a0)
+    m, _, a0, a1 = _nothing(ROWS, HALF, MMA)
     z = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, MMA))
     s = warpgroup_mma_wait(0, [_score(0, q, k, full, KEYS, STAGES, ROWS, MMA)])
     for split in range(whole):
-        part_m, part_z, o0 = _nothing(ROWS, HALF, MMA, SUMS)
-        o1 = gl.zeros_like(o0)
+        part_m, part_z, o0, o1 = _nothing(ROWS, HALF, MMA)
         for i in gl.static_range(EACH):
             step = split * EACH + i
             following = _score(step + 1, q, k, full, KEYS, STAGES, ROWS, MMA)
             part_m, p, shrink = _weigh(s, part_m, scale, DTYPE)
             if i > 0:  # the last step's values are added; the following scores may still come
-                o0, o1 = warpgroup_mma_wait(2, [o0, o1])
+                part_z, o0, o1 = warpgroup_mma_wait(2, [part_z, o0, o1])
                 mbarrier.arrive(free.index((step - 1) % STAGES))
-            part_z = _sum(part_z, p, shrink, KEYS, SUMS)
-            o0, o1 = _value(step, p, v, o0 * shrink[:, None], o1 * shrink[:, None], STAGES, MMA)
+            part_z, o0, o1 = _value(step, p, shrink, v, ones, part_z, o0, o1, STAGES, MMA)
             if i < EACH - 1:
-                s = warpgroup_mma_wait(2, [following])
+                s = warpgroup_mma_wait(3, [following])
             else:
-                s, o0, o1 = warpgroup_mma_wait(0, [following, o0, o1])
+                s, part_z, o0, o1 = warpgroup_mma_wait(0, [following, part_z, o0, o1])
                 mbarrier.arrive(free.index(step % STAGES))
         m, z, a0, a1 = _merge(m, z, a0, a1, part_m, _row_sums(part_z, MMA), o0, o1)
 
-    part_m, part_z, o0 = _nothing(ROWS, HALF, MMA, SUMS)
-    o1 = gl.zeros_like(o0)
+    part_m, part_z, o0, o1 = _nothing(ROWS, HALF, MMA)
     for step in range(whole * EACH, steps):
         if step % EACH == 0 and step > whole * EACH:
             m, z, a0, a1 = _merge(m, z, a0, a1, part_m, _row_sums(part_z, MMA), o0, o1)
-            part_m, part_z, o0 = _nothing(ROWS, HALF, MMA, SUMS)
-            o1 = gl.zeros_like(o0)
+            part_m, part_z, o0, o1 = _nothing(ROWS, HALF, MMA)
         keys = step * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, MMA))
         s = gl.where(keys[None, :] <= position[:, None], s, float("-inf"))
         part_m, p, shrink = _weigh(s, part_m, scale, DTYPE)
-        part_z = _sum(part_z, p, shrink, KEYS, SUMS)
         if (step + 1) * KEYS > end:
             _forget_values(step, end, v, KEYS, STAGES, HALF)
-        o0, o1 = _value(step, p, v, o0 * shrink[:, None], o1 * shrink[:, None], STAGES, MMA)
-        o0, o1 = warpgroup_mma_wait(0, [o0, o1])
+        part_z, o0, o1 = _value(step, p, shrink, v, ones, part_z, o0, o1, STAGES, MMA)
+        part_z, o0, o1 = warpgroup_mma_wait(0, [part_z, o0, o1])
         mbarrier.arrive(free.index(step % STAGES))
         if step + 1 < steps:
             s = warpgroup_mma_wait(0, [_score(step + 1, q, k, full, KEYS, STAGES, ROWS, MMA)])
@@ -249,6 +243,7 @@ def prompt_attention_kernel(
         q = gl.allocate_shared_memory(DTYPE, [2, ROWS, HALF], SHARED)
         k = gl.allocate_shared_memory(DTYPE, [STAGES * 2, KEYS, HALF], SHARED)
         v = gl.allocate_shared_memory(DTYPE, [STAGES * 2, KEYS, HALF], SHARED)
+        ones = gl.allocate_shared_memory(DTYPE, [8, KEYS], SHARED)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STAGES):
@@ -261,7 +256,7 @@ def prompt_attention_kernel(
         gl.warp_specialize(
             [
                 (_attend, (
-                    q_ptr, q, k, v, full, free, out_ptr, first, last, head, position, end, whole, steps, scale,
+                    q_ptr, q, k, v, ones, full, free, out_ptr, first, last, head, position, end, whole, steps, scale,
                     HEADS, GROUP, KEYS, SPLIT, ROWS, HALF, STAGES, MMA)),
                 (_load_pages, (0, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, head, steps,
                                KV_HEADS, PAGE, KEYS, STAGES, HALF)),

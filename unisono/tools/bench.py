@@ -87,6 +87,7 @@ def latency(
     repeats: Annotated[int, typer.Option(help="Measurements of each TTFT.")] = 7,
     max_model_len: Annotated[int | None, typer.Option(help="Context of the engine.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests at once.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens in one pass.")] = None,
     enforce_eager: Annotated[bool, typer.Option(help="Capture no graph.")] = False,
     graphs: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
     compile: Annotated[bool, typer.Option("--compile", help="As of `unisono serve`.")] = False,
@@ -110,6 +111,7 @@ def latency(
         "load_format": load_format,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
     }
     if speculative_config:
         flags["speculative"] = SpeculativeConfig.parse(json.loads(speculative_config))
