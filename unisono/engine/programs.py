@@ -15,7 +15,7 @@ import torch
 from unisono.attention.base import AttentionInputs
 from unisono.cache.kv import PAGE_SIZE
 from unisono.cache.pages import pages_for
-from unisono.drafters.base import Drafter, PromptPass, Verified
+from unisono.drafters.base import Drafter, PausableDrafter, PromptPass, Verified
 from unisono.engine.slots import Slots
 from unisono.engine.tree import Tree
 from unisono.kernels.logprobs import WORDS as LOGPROB_WORDS
@@ -90,14 +90,14 @@ def growth_columns(width: int) -> int:
 
 
 def round_program(parts: Parts) -> Program:
-    """Draft, verify, sample, accept and commit for ``rows`` requests, ``width`` tokens each."""
+    """Draft, verify, sample, accept and commit for ``rows`` requests, ``width`` tokens each: 1 … 1 + k."""
     slots, growth = parts.slots, growth_columns(parts.width)
     schema = Schema(
         (
             Field("slots", torch.int32, ("rows",), pad=slots.padding),
             Field("columns", torch.int32, ("rows", growth), pad=-1),
             Field("pages", torch.int32, ("rows", growth)),
-            Field("result", torch.int32, ("rows", parts.width + 2), output=True),
+            Field("result", torch.int32, ("rows", "result"), output=True),
             Field("drafted", torch.int32, ("rows",), output=True),
             Field("logprobs", torch.int32, ("rows", "width", LOGPROB_WORDS), output=True),
         )
@@ -105,7 +105,7 @@ def round_program(parts: Parts) -> Program:
 
     def run(b: Buffers) -> None:
         grow_pages(slots.page_table, b.slots, b.columns, b.pages)
-        if parts.tree is None:
+        if parts.tree is None or b.shape.width == 1:
             _chain_round(parts, b)
         else:
             _tree_round(parts, parts.tree, b)
@@ -125,8 +125,17 @@ def _chain_round(parts: Parts, b: Buffers) -> None:
     if parts.forced is not None:
         b.drafted.fill_(width - 1)
     b.result.copy_(parts.commit(picks, drafts, b.slots))
-    if width > 1:
-        parts.drafter.observe(Verified(b.slots, b.result, picks, seen))
+    verified = Verified(b.slots, b.result, picks, seen)
+    if width == 1 and isinstance(parts.drafter, PausableDrafter):
+        parts.drafter.remember(verified)
+    elif parts.width > 1:
+        parts.drafter.observe(verified)
+
+
+def catch_up_program(drafter: PausableDrafter, slots: Slots) -> Program:
+    """Have the drafter catch up with up to ``width`` pending tokens of ``rows`` requests."""
+    schema = Schema((Field("slots", torch.int32, ("rows",), pad=slots.padding),))
+    return Program("catch_up", schema, lambda b: drafter.resume(b.slots))
 
 
 def _tree_round(parts: Parts, tree: Tree, b: Buffers) -> None:

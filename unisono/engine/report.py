@@ -20,6 +20,8 @@ class Counters:
 
     ``draft_rounds`` counts one per request and round in which it might have drafts, ``drafts`` those in which it had
     some: a drafter may find nothing to propose. ``accepted_per_position[i]``: drafts of place i that were accepted.
+    ``rounds_per_position[i]`` and ``drafts_per_position[i]``: of these the ones with room for more than i drafts, for
+    k may differ from round to round.
     """
 
     requests: int = 0
@@ -30,16 +32,22 @@ class Counters:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    rounds_per_position: list[int] = field(default_factory=list)
+    drafts_per_position: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, num_drafts: int) -> Counters:
         """Zeros, for a drafter that proposes up to ``num_drafts`` tokens a round."""
-        return cls(accepted_per_position=[0] * num_drafts)
+        zeros = {f"{what}_per_position": [0] * num_drafts for what in ("accepted", "rounds", "drafts")}
+        return cls(**zeros)
 
-    def count_round(self, drafted: int, accepted: int) -> None:
-        """One request's share of a round."""
-        if self.accepted_per_position:  # there is a drafter
+    def count_round(self, asked: int, drafted: int, accepted: int) -> None:
+        """One request's share of a round with ``asked`` drafts at most."""
+        if asked:
             self.draft_rounds += 1
+            for place in range(asked):
+                self.rounds_per_position[place] += 1
+                self.drafts_per_position[place] += drafted > 0
             self.drafts += drafted > 0
             self.drafted_tokens += drafted
             self.accepted_tokens += accepted
@@ -54,12 +62,14 @@ class Counters:
     @property
     def accepted_share_per_position(self) -> tuple[float, ...]:
         """Of the rounds that :attr:`accept_length` counts, the share in which the draft of each place was accepted."""
-        return tuple(accepted / max(1, self.draft_rounds) for accepted in self.accepted_per_position)
+        pairs = zip(self.accepted_per_position, self.rounds_per_position, strict=True)
+        return tuple(accepted / max(1, rounds) for accepted, rounds in pairs)
 
     @property
     def acceptance_per_position(self) -> list[float]:
         """Of the rounds with drafts, the share in which the draft of each place was accepted."""
-        return [accepted / max(1, self.drafts) for accepted in self.accepted_per_position]
+        pairs = zip(self.accepted_per_position, self.drafts_per_position, strict=True)
+        return [accepted / max(1, drafts) for accepted, drafts in pairs]
 
 
 def info(engine: Engine) -> dict[str, object]:
