@@ -45,7 +45,7 @@ class Host:
     dtype, device: of weights and KV. max_model_len, page_size: of the cache that page tables index.
     progress: called with the share of the drafter's weights that is in place, 0 … 1, while it loads.
     decide: called with (name, value, reason) of each choice that the drafter made by itself; ``explain`` shows them.
-    pending: tokens of a request that :meth:`PausableDrafter.resume` takes at once; 0: the engine never pauses a drafter.
+    pending: tokens of a request that :meth:`PausableDrafter.resume` takes at once; 0: no drafter is ever paused.
     """
 
     target: Decoder

@@ -146,7 +146,7 @@ class RoundCosts:
 class AdaptiveK:
     """The number of drafts of each round, one of ``choices``, ascending.
 
-    ``choose`` is called for every round, with what is known by then. ``drafts`` is the number it stays at, probes aside.
+    ``choose`` is called for every round, with what is known by then. ``drafts`` is what it stays at, probes aside.
     """
 
     def __init__(self, choices: Sequence[int], acceptance: Acceptance, costs: RoundCosts) -> None:

@@ -50,7 +50,7 @@ BETWEEN = 0.1
 
 def draft_choices(config: ResolvedConfig, most: int) -> tuple[tuple[int, ...], str]:
     """How many drafts a round may have, ascending, and why: one number where it is fixed. most: the drafter's k."""
-    spec, choices = config.asked.speculative, CHAIN_DRAFTS
+    spec = config.asked.speculative
     if not most or spec is None:
         return (most,), "nothing drafts"
     if not spec.adaptive:
@@ -59,11 +59,9 @@ def draft_choices(config: ResolvedConfig, most: int) -> tuple[tuple[int, ...], s
         return (most,), "a mean acceptance length is synthetic"
     if config.graphs["round"] == "off":
         return (most,), "without graphs nothing is known of what rounds cost"
-    if spec.paths:
-        choices = (0,)  # a tree's other depths would be other trees
-    return tuple(
-        sorted({*(k for k in choices if k < most), most})
-    ), "the most tokens a second, as costs and acceptance go"
+    # A tree's other depths would be other trees.
+    choices = (0, most) if spec.paths else (*(k for k in CHAIN_DRAFTS if k < most), most)
+    return choices, "each round what brings most tokens a second, as costs and acceptance go"
 
 
 def pending_tokens(config: ResolvedConfig) -> int:

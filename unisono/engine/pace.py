@@ -37,6 +37,7 @@ class Pace:
         self._owners: dict[int, Sequence] = {}
         self._launched: Round | None = None  # the round launched last, unless another pass came after it
         self._read_at = 0.0
+        self._put_off: int | None = None  # drafts that wait for a drafter that has more to catch up with
 
     def padding_ms(self, rows: int, drafts: int) -> float | None:
         """What a round's graph took on padding; None where no graph serves it."""
@@ -55,7 +56,8 @@ class Pace:
             self._launched = None
             return work
         self._know(work.sequences)
-        drafts = self.pinned if self.pinned is not None else self._choose(work.sequences)
+        wanted = self._put_off if self.pinned is None else self.pinned
+        drafts = self._choose(work.sequences) if wanted is None else wanted
         work = self._with_pending(replace(work, drafts=drafts))
         self.rounds[work.drafts] += 1
         self._launched = work
@@ -85,6 +87,7 @@ class Pace:
 
         One pass of catching up before each round: where more is pending than it takes, the round drafts nothing yet.
         """
+        self._put_off = None
         if not self._runner.pending:
             return work
         most, each = max(s.pending for s in work.sequences), self._runner.pending
@@ -94,7 +97,7 @@ class Pace:
             for sequence in work.behind:
                 sequence.pending = max(0, sequence.pending - each)
             if most > each:
-                work = replace(work, drafts=0)
+                self._put_off, work = work.drafts, replace(work, drafts=0)
         if not work.drafts:
             for sequence in work.sequences:
                 sequence.pending += 1

@@ -38,8 +38,8 @@ class Counters:
     @classmethod
     def of(cls, num_drafts: int) -> Counters:
         """Zeros, for a drafter that proposes up to ``num_drafts`` tokens a round."""
-        zeros = {f"{what}_per_position": [0] * num_drafts for what in ("accepted", "rounds", "drafts")}
-        return cls(**zeros)
+        accepted, rounds, drafts = ([0] * num_drafts for _ in range(3))
+        return cls(accepted_per_position=accepted, rounds_per_position=rounds, drafts_per_position=drafts)
 
     def count_round(self, asked: int, drafted: int, accepted: int) -> None:
         """One request's share of a round with ``asked`` drafts at most."""

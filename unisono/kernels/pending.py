@@ -142,8 +142,8 @@ def settle(observed: Tensor, slots: Tensor, length: Tensor) -> None:
 def stash(ring: Tensor, slots: Tensor, result: Tensor, length: Tensor, source: Tensor) -> None:
     """Keep ``source [R, d]``, of rounds that committed one token each, in ``ring [S, W, d]``, of the same dtype.
 
-    slots [R], result [R, 3] as ``kernels.rounds.commit`` returns it, length [S] already with the token; all int32. A row
-    that committed nothing keeps nothing.
+    slots [R], result [R, 3] as ``kernels.rounds.commit`` returns it, length [S] already with the token; all int32.
+    A row that committed nothing keeps nothing.
     """
     torch.ops.unisono.stash(ring, slots, result, length, source)
 
@@ -154,10 +154,10 @@ def take_pending(
     """The first ``width`` pending tokens of each row, W = width, which count as observed from now on.
 
     observed [S], slots [R], length [S], history [S, N]; all int32. lag: the tokens are those so many positions
-    before, for draft models that begin a round with the last tokens they know. Returns int32 (result [R, W + 2], picks [R, W],
-    rows [R · W]): result and picks as a round would have left them that committed these tokens, and the row of the
-    ring, seen as [S · W, d], that each of them was stashed in; behind a row's tokens any valid one. Of slots that occur
-    twice nothing may be pending.
+    before, for draft models that begin a round with the last tokens they know. Returns int32 (result [R, W + 2],
+    picks [R, W], rows [R · W]): result and picks as a round would have left them that committed these tokens, and the
+    row of the ring, seen as [S · W, d], that each of them was stashed in; behind a row's tokens any valid one. Of slots
+    that occur twice nothing may be pending.
     """
     return torch.ops.unisono.take_pending(observed, slots, length, history, width, lag)
 
