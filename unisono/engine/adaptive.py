@@ -41,7 +41,7 @@ PAYBACK_ROUNDS = 64
 STEADY, WINDOW = 5, 9
 """Rounds with one number of drafts before their times are believed, and how many of them count."""
 
-MOST_CORRECTION = 0.25
+MOST_CORRECTION = 0.4
 """Of a graph's time on padding, by how much a number of drafts may turn out to cost more or less than others."""
 
 

@@ -17,10 +17,11 @@ from unisono.cache.kv import PAGE_SIZE
 from unisono.cache.pages import pages_for
 from unisono.drafters.base import Drafter, PausableDrafter, PromptPass, Verified
 from unisono.engine.slots import Slots
+from unisono.engine.synthetic import Force
 from unisono.engine.tree import Tree
 from unisono.kernels.logprobs import WORDS as LOGPROB_WORDS
 from unisono.kernels.pages import grow_pages
-from unisono.kernels.rounds import commit, extend_inputs, force_drafts, limit_drafts, round_inputs
+from unisono.kernels.rounds import commit, extend_inputs, limit_drafts, round_inputs
 from unisono.models.decoder import Decoder
 from unisono.program import Buffers, Field, Hidden, Program, Schema
 from unisono.sampling.pipeline import DraftPicker, edit_and_pick, report_logprobs, report_prompt_logprobs
@@ -37,7 +38,7 @@ class Parts:
     """What a pass is made of. ``kv`` holds (keys, values) of each layer; ``picker`` is the drafter's ``host.pick``.
 
     processed: report log-probabilities of what tokens were drawn from rather than of the model's own logits.
-    forced: benchmarks only, the tokens that every round commits on average; None verifies in earnest.
+    forced: benchmarks only, overwrites drafts with what will be accepted; None verifies in earnest.
     tree: where rounds try several paths for each request; None for a chain.
     """
 
@@ -47,7 +48,7 @@ class Parts:
     picker: DraftPicker
     kv: Layers
     processed: bool = False
-    forced: float | None = None
+    forced: Force | None = None
     tree: Tree | None = None
 
     @property
@@ -177,7 +178,7 @@ def _verify(
     hidden, seen = parts.forward(token_ids, inputs)
     picks = parts.pick(parts.model.logits(hidden), rows, drafts, logprobs)
     if parts.forced is not None:
-        force_drafts(drafts, picks, rows, slots.length, parts.forced)
+        parts.forced(drafts, picks, rows)
     return picks, seen
 
 

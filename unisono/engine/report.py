@@ -81,6 +81,9 @@ def info(engine: Engine) -> dict[str, object]:
         "num_speculative_tokens": runner.width - 1,
         "paths": runner.paths,
         "tree_nodes": len(spec.token_tree) if spec is not None else 0,
+        "adaptive": len(runner.choices) > 1,
+        "rounds_by_drafts": {str(k): count for k, count in sorted(engine.pace.rounds.items())},
+        "round_ms": round_costs(engine),
     }
     return {
         **engine.config.explain(),
@@ -114,6 +117,19 @@ def info(engine: Engine) -> dict[str, object]:
     }
 
 
+def round_costs(engine: Engine) -> list[dict[str, object]]:
+    """What a round takes on padding, by requests and drafts: what k is chosen by. Nothing where k is fixed."""
+    choices, planner = engine.runner.choices, engine.runner.planner
+    if len(choices) == 1:
+        return []
+    rows = sorted({graph.key.shape.rows for graph in planner.graphs() if graph.key.program == "round"})
+    table = [{k: engine.pace.padding_ms(count, k) for k in choices} for count in rows]
+    return [
+        {"requests": count, **{f"k={k}": "" if ms is None else round(ms, 3) for k, ms in costs.items()}}
+        for count, costs in zip(rows, table, strict=True)
+    ]
+
+
 def metrics(engine: Engine) -> list[Metric]:
     """See :meth:`unisono.engine.engine.Engine.metrics`. Names are vLLM's where it has them."""
     s, planner, c = engine.scheduler, engine.runner.planner, engine.counters
@@ -137,6 +153,10 @@ def metrics(engine: Engine) -> list[Metric]:
     for place, accepted in enumerate(c.accepted_per_position):
         name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were accepted, by their place."
         samples.append((name, "counter", {"position": str(place)}, accepted, text))
+    for drafts, rounds in sorted(engine.pace.rounds.items()):
+        name, text = "spec_decode_num_rounds", "Rounds by the number of tokens drafted for each request, at most."
+        if c.accepted_per_position:
+            samples.append((name, "counter", {"num_speculative_tokens": str(drafts)}, rounds, text))
     costs = planner.costs()
     graphs = [
         ("graphs", costs["graphs"], "Captured graphs."),

@@ -36,6 +36,7 @@ from unisono.engine.buckets import (
 from unisono.engine.programs import Parts, catch_up_program, extend_program, round_program
 from unisono.engine.scheduler import Chunk, Extend, Round
 from unisono.engine.slots import Slots
+from unisono.engine.synthetic import forcing
 from unisono.engine.tree import Tree, path_pages
 from unisono.engine.warmup import compiling_only, run_on_padding, size_classes
 from unisono.graphs.planner import Buckets, Planner
@@ -115,7 +116,7 @@ class Runner:
         shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
         self.width, self.needs = 1 + drafter.num_drafts, drafter.needs
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
-        forced = config.asked.synthetic_acceptance_length
+        forced = forcing(config.asked, slots)
         processed = config.asked.logprobs_mode == "processed_logprobs"
 
         def parts(kv: KVCache) -> Parts:
