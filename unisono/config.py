@@ -43,6 +43,8 @@ class EngineConfig:
     graph_memory: GiB that graphs may take; None: a share of what is free before the KV cache is sized.
     speculative: how drafts are made; None decodes without. synthetic_acceptance_length: benchmarks only: accept so
     many tokens a round on average, bonus included, whatever the drafts are; the text is then meaningless.
+    synthetic_acceptance_rates: benchmarks only, the same by place: draft i is accepted with this probability where all
+    before it were; places beyond the last never are.
     logprobs_mode: log-probabilities of the model's own logits (raw), or of what tokens are drawn from: edited, divided
     by the temperature, filtered (processed).
     """
@@ -64,6 +66,7 @@ class EngineConfig:
     num_pages: int | None = None
     speculative: SpeculativeConfig | None = None
     synthetic_acceptance_length: float | None = None
+    synthetic_acceptance_rates: tuple[float, ...] = ()
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
 
     def __post_init__(self) -> None:
@@ -85,8 +88,18 @@ class EngineConfig:
         longest = 1 + (self.speculative.num_speculative_tokens if self.speculative else 0)
         if forced is not None and not 1 <= forced <= longest:
             raise ConfigError(f"--synthetic-acceptance-length {forced}: give 1 to {longest} (1 + k).")
+        rates = self.synthetic_acceptance_rates
+        if not all(0 <= rate <= 1 for rate in rates):
+            raise ConfigError(f"--synthetic-acceptance-rates {rates}: give probabilities, 0 to 1.")
+        if rates and (forced is not None or self.speculative is None):
+            raise ConfigError("--synthetic-acceptance-rates needs speculation, and no --synthetic-acceptance-length.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to {2**63 - 1}.")
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether acceptance is not the drafter's own."""
+        return self.synthetic_acceptance_length is not None or bool(self.synthetic_acceptance_rates)
 
     def _check_graphs(self) -> None:
         modes = parse_graphs(self.graphs)
@@ -198,6 +211,7 @@ class ResolvedConfig:
             "seed": self.asked.seed,
             "speculative": dataclasses.asdict(self.asked.speculative) if self.asked.speculative else None,
             "synthetic_acceptance_length": self.asked.synthetic_acceptance_length,
+            "synthetic_acceptance_rates": list(self.asked.synthetic_acceptance_rates),
         }
         return {"settings": settings, "decisions": [dataclasses.asdict(d) for d in self.decisions]}
 

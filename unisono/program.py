@@ -74,7 +74,8 @@ class Field:
     """One tensor of a program's buffers.
 
     dtype: a four-byte type (int32 or float32): all inputs travel as one packed copy.
-    shape: dimensions; ``"rows"``, ``"width"`` and ``"drafts"`` (width - 1) come from the pass's Shape.
+    shape: dimensions; ``"rows"``, ``"width"``, ``"drafts"`` (width - 1) and ``"result"`` (width + 2) come from the
+        pass's Shape.
     pad: the value of rows that no request fills.
     output: written by the program and read by the host, rather than the other way round.
     """
@@ -87,7 +88,7 @@ class Field:
 
     def dims(self, shape: Shape) -> tuple[int, ...]:
         """The dimensions at this shape."""
-        known = {"rows": shape.rows, "width": shape.width, "drafts": shape.width - 1}
+        known = {"rows": shape.rows, "width": shape.width, "drafts": shape.width - 1, "result": shape.width + 2}
         return tuple(known[d] if isinstance(d, str) else d for d in self.shape)
 
 

@@ -98,7 +98,8 @@ class SpeculativeConfig:
 
     method: a drafter of the catalog. model: its checkpoint, if it has one. num_speculative_tokens: k, drafts per
     round. options: what this method alone understands; the drafter refuses the rest. token_tree: the nodes of a tree of
-    drafts (``token_tree.py``), whose depth k then is; empty: a chain.
+    drafts (``token_tree.py``), whose depth k then is; empty: a chain. adaptive: draft fewer than k, or nothing, in
+    rounds where that brings more tokens a second.
     """
 
     method: str = "none"
@@ -106,8 +107,11 @@ class SpeculativeConfig:
     num_speculative_tokens: int = 3
     options: Mapping[str, Any] = field(default_factory=dict)
     token_tree: tuple[Node, ...] = ()
+    adaptive: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.adaptive, bool):
+            raise ConfigError(f'"adaptive": {self.adaptive!r} of the speculative config: give true or false.')
         k = self.num_speculative_tokens
         if not (_is_int(k) and 1 <= k <= MAX_DRAFTS):
             raise ConfigError(f"num_speculative_tokens={k!r}: give a whole number from 1 to {MAX_DRAFTS}.")
@@ -141,7 +145,7 @@ class SpeculativeConfig:
             raise ConfigError(
                 f'the speculative config needs a "method", a drafter\'s name (--help lists them); it is {dict(given)}.'
             )
-        known = {k: given[k] for k in ("method", "model", "num_speculative_tokens") if k in given}
+        known = {k: given[k] for k in ("method", "model", "num_speculative_tokens", "adaptive") if k in given}
         nodes = _asked_tree(given)
         if nodes:
             known["token_tree"] = nodes

@@ -24,6 +24,7 @@ import torch
 
 from unisono.attention.base import AttentionBackend, AttentionInputs
 from unisono.drafters.base import Host, PromptPass, SelfTest, Span, Verified
+from unisono.drafters.pending import Pending
 from unisono.kernels.catch_up import catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
 from unisono.kernels.paths import copy_span
@@ -40,6 +41,11 @@ RANDOM = "the drafter's weights are random (load_format dummy)"
 
 FIRST_ENTRY = 1
 """Position 0 has no hidden state before it, hence no entry, and no key that may be seen."""
+
+
+def seen_size(needs: Needs, host: Host) -> int:
+    """Elements of what the target shows of a token to a drafter with these needs."""
+    return host.target.config.hidden_size * max(1, len(needs.aux_layers))
 
 
 class DraftModule(Protocol):
@@ -98,6 +104,7 @@ class HiddenDrafter:
     needs: Needs
     page_bytes = 0  # known once the engine's dtype is
     self_test: SelfTest | None = SelfTest(OTHER_TARGET)
+    unlimited = False
 
     def __init__(self, spec: SpeculativeConfig) -> None:
         self.num_drafts = spec.num_speculative_tokens
@@ -130,6 +137,7 @@ class HiddenDrafter:
                 self.name, c.max_positions, host.max_model_len,
             )  # fmt: skip
         slots = host.slots.length.shape[0]
+        self._pending = Pending(host, seen_size(self.needs, host))
         self._hidden = torch.zeros((slots, c.hidden_size), dtype=host.dtype, device=host.device)
         kept = 1 + max(self._firsts, default=0)
         self._draft = torch.zeros((slots, kept), dtype=torch.int32, device=host.device)
@@ -150,7 +158,7 @@ class HiddenDrafter:
         hidden = self._hidden.index_select(0, slots)
         drafts[:, :1].copy_(self._first_drafts(slots, of_paths=tables is not None))
         rows = slots if tables is None else tables
-        for step in range(1, self.num_drafts):
+        for step in range(1, drafts.shape[1]):
             token_ids, positions, kv_slots, kv_len = draft_inputs(
                 slots, drafts, s.history, s.length, s.limit, s.status, s.page_table, host.page_size, vocab, step - 1, 1,
                 tables,
@@ -166,6 +174,16 @@ class HiddenDrafter:
         """Nothing: ``observe`` writes these entries."""
 
     def observe(self, verified: Verified) -> None:
+        self._catch_up(verified)
+        self._pending.settle(verified.slots)
+
+    def remember(self, verified: Verified) -> None:
+        self._pending.keep(verified)
+
+    def resume(self, slots: torch.Tensor) -> None:
+        self._catch_up(self._pending.take(slots))
+
+    def _catch_up(self, verified: Verified) -> None:
         assert verified.hidden is not None
         s, slots, width = self._host.slots, verified.slots, verified.picks.shape[1]
         new = catch_up(slots, verified.result, verified.picks, s.length, s.page_table, self._host.page_size)
@@ -190,6 +208,7 @@ class HiddenDrafter:
         )
         out = self.module(new.token_ids, torch.cat((before, hidden)), inputs, self._kv)
         self._keep(out.index_select(0, new.last), prompt.slots, new.owners)
+        self._pending.settle(prompt.slots)
 
     def _keep(self, out: torch.Tensor, slots: torch.Tensor, owners: torch.Tensor) -> None:
         """From the module's last outputs [R, H] of the requests in slots [R], what the next round begins with."""

@@ -18,13 +18,14 @@ import torch
 from unisono.cache.pages import PagePool
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.engine import report
+from unisono.engine.pace import Pace
 from unisono.engine.runner import Launched, Runner
 from unisono.engine.scheduler import Extend, Round, Scheduler, Sequence
 from unisono.engine.self_test import run_self_test
 from unisono.models.checkpoint import Checkpoint
 from unisono.sampling.edits import check_edits
 from unisono.sampling.logprobs import unpack_logprobs
-from unisono.types import MAX_STOP_IDS, BadRequest, EngineRequest, FinishReason, SamplingParams, TokenDelta
+from unisono.types import MAX_STOP_IDS, BadRequest, ConfigError, EngineRequest, FinishReason, SamplingParams, TokenDelta
 
 
 class Engine:
@@ -43,9 +44,11 @@ class Engine:
         with torch.inference_mode():
             self.runner = Runner(resolved, checkpoint, progress)
             self._begin()
+            self.pin_drafts(self.runner.choices[-1])
             if run_self_test(self):
                 self.runner.forget()
                 self._begin()
+            self.pin_drafts(None)
         self.start_seconds = time.perf_counter() - started
 
     def _begin(self) -> None:
@@ -58,6 +61,7 @@ class Engine:
             self.config.max_num_batched_tokens,
             self.runner.max_extend_rows,
         )
+        self.pace = Pace(self.runner)
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: Launched | None = None
         self._order = itertools.count()
@@ -136,7 +140,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[TokenDelta]:
         """Launch the next pass, then read the one before it; returns the tokens that it brought."""
-        work = self.scheduler.schedule()
+        work = self.pace.launching(self.scheduler.schedule())
         launched = self.runner.launch(work) if work is not None else None
         previous, self._in_flight = self._in_flight, launched
         return self._read(previous) if previous is not None else []
@@ -145,6 +149,7 @@ class Engine:
         outputs = launched.wait()
         result, logprobs = outputs["result"], outputs["logprobs"]
         work = launched.work
+        self.pace.read(work, result[:, 0] if isinstance(work, Round) else None)
         if isinstance(work, Extend):
             for chunk in work.chunks:
                 if chunk.sequence.finish is FinishReason.RUNNING:
@@ -163,7 +168,7 @@ class Engine:
                 delta = self._commit(sequence, result[row, 2 : 2 + count].tolist(), status)
                 if isinstance(work, Round) and sequence.request.params.max_drafts != 0:
                     delta.drafted_tokens, delta.accepted_tokens = int(outputs["drafted"][row]), count - 1
-                    self.counters.count_round(delta.drafted_tokens, delta.accepted_tokens)
+                    self.counters.count_round(work.drafts, delta.drafted_tokens, delta.accepted_tokens)
                 if (wanted := sequence.request.params.logprobs) is not None:
                     delta.logprobs = unpack_logprobs(logprobs[row, :count], wanted)
                 deltas.append(delta)
@@ -209,6 +214,12 @@ class Engine:
         Returns how many were captured, 0 or 1. Nothing may be in flight.
         """
         return 0 if self.has_work() else self.runner.planner.capture_missing()
+
+    def pin_drafts(self, drafts: int | None) -> None:
+        """Have every round draft so many tokens, one of ``runner.choices``; None: as many as pay. For measurements."""
+        if drafts is not None and drafts not in self.runner.choices:
+            raise ConfigError(f"{drafts} drafts a round: this engine has captured rounds with {self.runner.choices}.")
+        self.pace.pin(drafts)
 
     def check_integrity(self) -> None:
         """Prove the page bookkeeping; the idle engine calls this. Raises RuntimeError naming the breach."""

@@ -15,12 +15,13 @@ import torch
 from unisono.attention.base import AttentionInputs
 from unisono.cache.kv import PAGE_SIZE
 from unisono.cache.pages import pages_for
-from unisono.drafters.base import Drafter, PromptPass, Verified
+from unisono.drafters.base import Drafter, PausableDrafter, PromptPass, Verified
 from unisono.engine.slots import Slots
+from unisono.engine.synthetic import Force
 from unisono.engine.tree import Tree
 from unisono.kernels.logprobs import WORDS as LOGPROB_WORDS
 from unisono.kernels.pages import grow_pages
-from unisono.kernels.rounds import commit, extend_inputs, force_drafts, limit_drafts, round_inputs
+from unisono.kernels.rounds import commit, extend_inputs, limit_drafts, round_inputs
 from unisono.models.decoder import Decoder
 from unisono.program import Buffers, Field, Hidden, Program, Schema
 from unisono.sampling.pipeline import DraftPicker, edit_and_pick, report_logprobs, report_prompt_logprobs
@@ -37,7 +38,7 @@ class Parts:
     """What a pass is made of. ``kv`` holds (keys, values) of each layer; ``picker`` is the drafter's ``host.pick``.
 
     processed: report log-probabilities of what tokens were drawn from rather than of the model's own logits.
-    forced: benchmarks only, the tokens that every round commits on average; None verifies in earnest.
+    forced: benchmarks only, overwrites drafts with what will be accepted; None verifies in earnest.
     tree: where rounds try several paths for each request; None for a chain.
     """
 
@@ -47,7 +48,7 @@ class Parts:
     picker: DraftPicker
     kv: Layers
     processed: bool = False
-    forced: float | None = None
+    forced: Force | None = None
     tree: Tree | None = None
 
     @property
@@ -90,14 +91,14 @@ def growth_columns(width: int) -> int:
 
 
 def round_program(parts: Parts) -> Program:
-    """Draft, verify, sample, accept and commit for ``rows`` requests, ``width`` tokens each."""
+    """Draft, verify, sample, accept and commit for ``rows`` requests, ``width`` tokens each: 1 … 1 + k."""
     slots, growth = parts.slots, growth_columns(parts.width)
     schema = Schema(
         (
             Field("slots", torch.int32, ("rows",), pad=slots.padding),
             Field("columns", torch.int32, ("rows", growth), pad=-1),
             Field("pages", torch.int32, ("rows", growth)),
-            Field("result", torch.int32, ("rows", parts.width + 2), output=True),
+            Field("result", torch.int32, ("rows", "result"), output=True),
             Field("drafted", torch.int32, ("rows",), output=True),
             Field("logprobs", torch.int32, ("rows", "width", LOGPROB_WORDS), output=True),
         )
@@ -105,7 +106,7 @@ def round_program(parts: Parts) -> Program:
 
     def run(b: Buffers) -> None:
         grow_pages(slots.page_table, b.slots, b.columns, b.pages)
-        if parts.tree is None:
+        if parts.tree is None or b.shape.width == 1:
             _chain_round(parts, b)
         else:
             _tree_round(parts, parts.tree, b)
@@ -125,8 +126,17 @@ def _chain_round(parts: Parts, b: Buffers) -> None:
     if parts.forced is not None:
         b.drafted.fill_(width - 1)
     b.result.copy_(parts.commit(picks, drafts, b.slots))
-    if width > 1:
-        parts.drafter.observe(Verified(b.slots, b.result, picks, seen))
+    verified = Verified(b.slots, b.result, picks, seen)
+    if width == 1 and isinstance(parts.drafter, PausableDrafter):
+        parts.drafter.remember(verified)
+    elif parts.width > 1:
+        parts.drafter.observe(verified)
+
+
+def catch_up_program(drafter: PausableDrafter, slots: Slots) -> Program:
+    """Have the drafter catch up with up to ``width`` pending tokens of ``rows`` requests."""
+    schema = Schema((Field("slots", torch.int32, ("rows",), pad=slots.padding),))
+    return Program("catch_up", schema, lambda b: drafter.resume(b.slots))
 
 
 def _tree_round(parts: Parts, tree: Tree, b: Buffers) -> None:
@@ -168,7 +178,7 @@ def _verify(
     hidden, seen = parts.forward(token_ids, inputs)
     picks = parts.pick(parts.model.logits(hidden), rows, drafts, logprobs)
     if parts.forced is not None:
-        force_drafts(drafts, picks, rows, slots.length, parts.forced)
+        parts.forced(drafts, picks, rows)
     return picks, seen
 
 

@@ -20,18 +20,23 @@ from unisono.attention.base import BreakingAttention
 from unisono.cache.kv import PAGE_SIZE, KVCache, KVShape
 from unisono.cache.pages import pages_for
 from unisono.config import ResolvedConfig
-from unisono.drafters.base import Drafter, Host, TreeDrafter
+from unisono.drafters.base import Drafter, Host, PausableDrafter, TreeDrafter
 from unisono.engine.buckets import (
     CPU_GRAPH_BYTES,
     buckets_of,
+    catch_up_buckets,
     check_full,
+    draft_choices,
     gpu_graph_bytes,
     graph_modes,
+    pending_tokens,
+    round_buckets,
     with_graph_bytes,
 )
-from unisono.engine.programs import Parts, extend_program, round_program
+from unisono.engine.programs import Parts, catch_up_program, extend_program, round_program
 from unisono.engine.scheduler import Chunk, Extend, Round
 from unisono.engine.slots import Slots
+from unisono.engine.synthetic import forcing
 from unisono.engine.tree import Tree, path_pages
 from unisono.engine.warmup import compiling_only, run_on_padding, size_classes
 from unisono.graphs.planner import Buckets, Planner
@@ -102,11 +107,16 @@ class Runner:
         self.paths = paths = max(1, len(spec.paths))
         self.slots = slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, config.device, paths)
         self.picker = picker = DraftPicker(slots, spec.paths)
+        self.choices, why = draft_choices(self.config, drafter.num_drafts)
+        if drafter.num_drafts:
+            self.decide("drafts per round", ", ".join(map(str, self.choices)), why)
+        pausable = len(self.choices) > 1 and isinstance(drafter, PausableDrafter)
+        self.pending = pending_tokens(config) if pausable else 0
         drafter.bind(self._host(progress))
         shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
         self.width, self.needs = 1 + drafter.num_drafts, drafter.needs
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
-        forced = config.asked.synthetic_acceptance_length
+        forced = forcing(config.asked, slots)
         processed = config.asked.logprobs_mode == "processed_logprobs"
 
         def parts(kv: KVCache) -> Parts:
@@ -171,6 +181,7 @@ class Runner:
             page_size=PAGE_SIZE,
             progress=lambda share: progress("load draft", share),
             decide=self.decide,
+            pending=self.pending,
         )
 
     def decide(self, name: str, value: object, reason: str) -> None:
@@ -192,17 +203,17 @@ class Runner:
 
     def _buckets(self, parts: Parts) -> list[Buckets]:
         """What may be captured of each program; see ``engine/buckets.py``."""
-        programs = (
-            round_program(parts),
-            extend_program(parts, self.max_extend_rows),
-            extend_program(parts, self.max_extend_rows, scores=True),
-        )
-        return [buckets_of(program, self.config, self.width, self.needs) for program in programs]
+        extends = [extend_program(parts, self.max_extend_rows, scores) for scores in (False, True)]
+        buckets = round_buckets(round_program(parts), self.config, self.choices, self.needs)
+        buckets += [buckets_of(program, self.config, 1, self.needs) for program in extends]
+        if self.pending and isinstance(self.drafter, PausableDrafter):
+            buckets.append(catch_up_buckets(catch_up_program(self.drafter, self.slots), self.config, self.pending))
+        return buckets
 
     def _passes(self, parts: Parts) -> list[tuple[Program, Shape]]:
         """Every small pass, and one of each size class of larger ones, the longest included."""
-        rounds, extends, _ = self._buckets(parts)
-        return [(b.program, shape) for b in (rounds, extends) for shape in size_classes(b.shapes)]
+        buckets = [b for b in self._buckets(parts) if b.program.name != "score"]
+        return [(b.program, shape) for b in buckets for shape in size_classes(b.shapes)]
 
     def _hold_pages(self, shape: KVShape, num_pages: int, path_pages: int = 0) -> None:
         """The cache of the target, ``kv``, and of its drafter; replaces a smaller one."""
@@ -278,10 +289,20 @@ class Runner:
         return Launched(work, pending)
 
     def _launch_round(self, work: Round) -> Pending:
-        rows = len(work.sequences)
+        if work.behind:
+            slots = [s.slot for s in work.behind]
+            self.planner.launch(self.catch_up_key(len(slots)), {"slots": slots})
         columns, pages = _growth_arrays(work)
         batch = {"slots": [s.slot for s in work.sequences], "columns": columns, "pages": pages}
-        return self.planner.launch(Key("round", Shape(rows, self.width), self.needs), batch)
+        return self.planner.launch(self.round_key(len(work.sequences), work.drafts), batch)
+
+    def round_key(self, rows: int, drafts: int) -> Key:
+        """Of a round of so many requests with so many drafts each."""
+        return Key("round", Shape(rows, 1 + drafts), self.needs)
+
+    def catch_up_key(self, rows: int) -> Key:
+        """Of a pass in which the drafter catches up with so many requests."""
+        return Key("catch_up", Shape(rows, self.pending))
 
     def _launch_extend(self, work: Extend) -> Pending:
         chunks = work.chunks

@@ -32,6 +32,7 @@ class Sequence:
     extended: int = 0  # tokens whose KV is written or being written by launched prompt passes
     mapped: int = 0  # leading pages that the slot's page table on the device holds
     in_flight: int = 0  # launched passes that commit tokens and are not read yet
+    pending: int = 0  # its last tokens of which the drafter has only been told; see engine/pace.py
     finish: FinishReason = FinishReason.RUNNING
     cached_tokens: int | None = None  # prompt tokens that the prefix cache served at first admission
     preemptions: int = 0
@@ -73,10 +74,15 @@ class Extend:
 
 @dataclass(frozen=True)
 class Round:
-    """A round, with the pages each sequence's table grows by: ``(first column, pages)``."""
+    """A round, with the pages each sequence's table grows by: ``(first column, pages)``.
+
+    drafts: of each sequence, at most. behind: those whose drafter catches up before it.
+    """
 
     sequences: list[Sequence]
     growth: list[tuple[int, list[int]]]
+    drafts: int
+    behind: tuple[Sequence, ...] = ()
 
 
 class Scheduler:
@@ -137,10 +143,12 @@ class Scheduler:
         # The last token's KV is written by the round after it, which may never come.
         extending = sequence in self.extending
         written = min(sequence.extended, len(sequence.tokens) - 1) if extending else len(sequence.tokens) - 1
+        # A page that the drafter has not read would be drafted from badly for good.
+        written = max(0, written - sequence.pending)
         sequence.pages.commit(sequence.tokens[:written], settled=extending)
         sequence.pages.release()
         self.slots.free(sequence.slot)
-        sequence.pages, sequence.slot, sequence.extended, sequence.mapped = None, -1, 0, 0
+        sequence.pages, sequence.slot, sequence.extended, sequence.mapped, sequence.pending = None, -1, 0, 0, 0
 
     def _admit(self) -> None:
         while self.waiting and self.slots.available:
@@ -198,7 +206,7 @@ class Scheduler:
             if sequence.pages is not None and not self._grow(sequence):
                 return None
         able = [s for s in able if s.pages is not None]  # growing one may have preempted another
-        return Round(able, [self._map(s) for s in able]) if able else None
+        return Round(able, [self._map(s) for s in able], self.width - 1) if able else None
 
     def _grow(self, sequence: Sequence) -> bool:
         """Reserve the worst case of one more round; False when that has to wait for the pass in flight.

@@ -29,7 +29,7 @@ MODES = ("full", "segmented", "off")
 
 @dataclass(frozen=True)
 class Buckets:
-    """The shapes that may be captured of one program, ascending in rows.
+    """The shapes that may be captured of one program in one width, ascending in rows.
 
     mode: full captures everything but hard breaks, segmented takes optional breaks too, off runs eagerly.
     passes: how many passes to expect, by which the shapes worth capturing are chosen; None captures all.
@@ -38,6 +38,7 @@ class Buckets:
     cost: what a pass takes; None: nothing is known, and every pass that fits a graph replays it. measured: find it out.
     always: replay even where a graph would save nothing.
     share: of the memory budget that the program's graphs may take.
+    width: the shapes'.
     """
 
     program: Program
@@ -51,6 +52,11 @@ class Buckets:
     measured: bool = False
     always: bool = False
     share: float = 1.0
+    width: int = 1
+
+    def __post_init__(self) -> None:
+        if self.shapes:
+            object.__setattr__(self, "width", self.shapes[0].width)
 
     def key(self, shape: Shape) -> Key:
         return Key(self.program.name, shape, self.needs)
@@ -77,7 +83,7 @@ class Planner:
         self.idle_captures = 0
         self.capture_seconds = 0.0
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._programs: dict[str, Buckets] = {}
+        self._programs: dict[tuple[str, int], Buckets] = {}  # by name and width
         self._graphs: dict[tuple[str, int], list[Graph]] = {}
         self._dropped: dict[Key, Reason] = {}
         self._missing: Counter[Key] = Counter()  # keys that passes wanted -> milliseconds they would have saved
@@ -91,11 +97,11 @@ class Planner:
         A shape that does not fit is dropped: passes of its size run eagerly and count NO_MEMORY or OVER_BUDGET.
         """
         started = time.perf_counter()
-        self._programs = {buckets.program.name: buckets for buckets in plan}
+        self._programs = {(buckets.program.name, buckets.width): buckets for buckets in plan}
         if self.enabled:
-            for buckets in plan:
+            for at, buckets in self._programs.items():
                 if buckets.measured and self._captures(buckets):
-                    self._programs[buckets.program.name] = self._measure(buckets)
+                    self._programs[at] = self._measure(buckets)
             wanted = [(b, s) for b in self._programs.values() if self._captures(b) for s in _worthwhile(b)]
             wanted.sort(key=lambda w: w[1].rows * w[1].width, reverse=True)
             for done, (buckets, shape) in enumerate(wanted, 1):
@@ -110,7 +116,7 @@ class Planner:
         """
         started = time.perf_counter()
         for key, saved in self._missing.most_common():
-            buckets = self._programs[key.program]
+            buckets = self._programs[key.program, key.shape.width]
             if buckets.cost is not None and saved < buckets.cost.capture(key.shape.rows):
                 continue
             del self._missing[key]
@@ -218,9 +224,19 @@ class Planner:
 
     # ---- passes -------------------------------------------------------------------------------
 
+    def pass_ms(self, key: Key) -> float | None:
+        """Milliseconds of a pass on padding, as measured when its graph was captured; None where none serves it."""
+        answer = self.plan(key)
+        return answer.graph.replay_ms if isinstance(answer, Replay) else None
+
+    def expected_ms(self, key: Key) -> float:
+        """:meth:`pass_ms`, or what is known of an eager pass; 0 where nothing is."""
+        cost = self._programs[key.program, key.shape.width].cost
+        return self.pass_ms(key) or (cost.replay(key.shape.rows) if cost is not None else 0.0)
+
     def plan(self, key: Key) -> Replay | Eager:
         """Replay the smallest graph whose key covers this one, or say why none does."""
-        buckets = self._programs[key.program]
+        buckets = self._programs[key.program, key.shape.width]
         if not self.enabled or buckets.mode == "off":
             return Eager(Reason.DISABLED)
         rows, cost = key.shape.rows, buckets.cost
@@ -250,7 +266,7 @@ class Planner:
             self.padded_rows[key.program] += graph.key.shape.rows - key.shape.rows
             self.filled_rows[key.program] += key.shape.rows
             return graph.buffers.fetch()
-        program = self._programs[key.program].program
+        program = self._programs[key.program, key.shape.width].program
         buffers = self._eager(program, key)
         buffers.load(batch)
         if program.prepare is not None:
@@ -264,7 +280,7 @@ class Planner:
         """Remember which capture would have served this pass better."""
         if reason not in (Reason.ABOVE_BUCKETS, Reason.NOT_CAPTURED, Reason.UNPROFITABLE):
             return
-        buckets = self._programs[key.program]
+        buckets = self._programs[key.program, key.shape.width]
         fits = (s for s in buckets.shapes if s.width == key.shape.width and s.rows >= key.shape.rows)
         if (shape := next(fits, None)) is None:
             return
@@ -297,7 +313,7 @@ class Planner:
             shape = {"program": g.key.program, **dataclasses.asdict(g.key.shape), "needs": g.key.needs.hidden.name}
             cost = {"bytes": g.cost_bytes, "ms": round(g.replay_ms, 3), "capture_ms": round(1e3 * g.capture_seconds, 1)}
             rows.append({**shape, "kind": g.kind, "breaks": g.breaks, **cost, "reason": "", "advice": ""})
-        for name, buckets in self._programs.items():
+        for (name, _), buckets in self._programs.items():
             for sizes, width, reason in self._eager_sizes(buckets):
                 why = {"reason": reason.value, "advice": reason.advice}
                 rows.append({"program": name, "rows": sizes, "width": width, "kind": "eager", **why})
@@ -306,7 +322,9 @@ class Planner:
     def costs(self) -> dict[str, float]:
         """What all graphs cost; ``budget`` in bytes, -1 for none. ``padding_share`` of the rows that were replayed."""
         filled, padded = self.filled_rows.total(), self.padded_rows.total()
-        costs = {name: buckets.cost.eager_ms for name, buckets in self._programs.items() if buckets.cost is not None}
+        costs = {
+            name: buckets.cost.eager_ms for (name, _), buckets in self._programs.items() if buckets.cost is not None
+        }
         return {
             **{f"{name}_launch_ms": round(ms, 3) for name, ms in costs.items() if not math.isinf(ms)},
             "graphs": sum(1 for _ in self.graphs()),
@@ -320,7 +338,7 @@ class Planner:
     def _eager_sizes(self, buckets: Buckets) -> Iterator[tuple[str, int | str, Reason]]:
         """(rows, width, reason) of the sizes that would run eagerly now."""
         if not self.enabled or not self._captures(buckets):
-            answer = self.plan(buckets.key(buckets.shapes[0] if buckets.shapes else Shape(1)))
+            answer = self.plan(buckets.key(buckets.shapes[0] if buckets.shapes else Shape(1, buckets.width)))
             if isinstance(answer, Eager):
                 yield "any", "any", answer.reason
             return

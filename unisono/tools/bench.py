@@ -18,12 +18,15 @@ from typing import Annotated, Any
 
 import typer
 
+from unisono.tools.adaptive_bench import adaptive, plot
 from unisono.tools.drafters import drafters
 from unisono.tools.exact import exact
 
 app = typer.Typer(no_args_is_help=True, help="Benchmarks.")
 app.command()(exact)
+app.command()(adaptive)
 app.command()(drafters)
+app.command()(plot)
 
 
 @dataclass
@@ -118,7 +121,7 @@ def latency(
         flags["synthetic_acceptance_length"] = synthetic_acceptance_length
     flags |= {"graphs": graphs, "compile": compile, "attention_backend": attention_backend}
     llm = LLM(model, enforce_eager=enforce_eager, **flags)
-    report = Report(model, _versions(llm))
+    report = Report(model, versions(llm))
     report.speculative = speculative_config or ""
     report.forced = synthetic_acceptance_length
     report.start_seconds = {"import": imported, **llm.engine.info()["start_seconds"]}  # type: ignore[dict-item]
@@ -142,7 +145,8 @@ def _numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",") if n.strip()]
 
 
-def _versions(llm: Any) -> dict[str, str]:
+def versions(llm: Any) -> dict[str, str]:
+    """The machine, and what a figure depends on."""
     import torch
     import triton
 
