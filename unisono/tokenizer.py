@@ -1,8 +1,8 @@
 """Text to token ids and back: the only room that knows a tokenizer.
 
 Owns :class:`Tokenizer` (a checkpoint's tokenizer and chat template, read through transformers) and
-:class:`Detokenizer` (token ids of one request to text, as it becomes certain). ``llm`` and ``server`` use it;
-the engine never sees text. Imports types only.
+:class:`Detokenizer` (token ids of one request to text, as it becomes certain). ``llm``, ``server`` and ``grammar``
+use it; the engine never sees text. Imports types only.
 """
 
 from __future__ import annotations
