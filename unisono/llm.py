@@ -141,10 +141,10 @@ class LLM:
     def _request(self, ids: list[int], params: SamplingParams) -> EngineRequest:
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(53))
+        eos = () if params.ignore_eos else self.eos_token_ids
+        stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
         bad_words = self._need_tokenizer().bad_words(params.bad_words) if params.bad_words else ()
-        return EngineRequest(
-            str(next(self._ids)), ids, params, params.stop_ids(self.eos_token_ids), bad_words=bad_words
-        )
+        return EngineRequest(str(next(self._ids)), ids, params, stop_ids, bad_words=bad_words)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

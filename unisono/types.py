@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -242,8 +242,8 @@ class SamplingParams:
     logprobs: report the log-probability of each token and of so many likeliest ones; None reports none.
     prompt_logprobs: the same for each prompt token but the first; such a prompt is computed without the prefix cache.
     max_drafts: drafts per round at most for this request; 0 turns speculation off; None takes the engine's k.
-    structured_outputs: what the output must be; it ends where that is complete. ignore_eos and min_tokens then keep the
-        model from ending it only where it can go on.
+    structured_outputs: what the output must be; where it is complete only EOS may come. ignore_eos and min_tokens then
+        forbid ending it only where it can go on.
 
     Raises BadRequest naming the value and the limit.
     """
@@ -335,14 +335,6 @@ class SamplingParams:
             all(isinstance(w, str) and w for w in words), "bad_words", words, "every word must be a non-empty string"
         )
         object.__setattr__(self, "bad_words", words)
-
-    def stop_ids(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
-        """The ids that end the request on the device: the model's unless ignored, and its own.
-
-        EOS always ends a structured output: it is forbidden wherever ``ignore_eos`` can be honoured.
-        """
-        eos = () if self.ignore_eos and self.structured_outputs is None else eos_token_ids
-        return tuple(dict.fromkeys((*eos, *self.stop_token_ids)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,7 +29,15 @@ from unisono.engine.buckets import (
     graph_modes,
     with_graph_bytes,
 )
-from unisono.engine.programs import Parts, extend_program, round_program
+from unisono.engine.masked import (
+    draft_program,
+    extend_masks,
+    held_drafts,
+    needs_masks,
+    round_masks,
+    verify_program,
+)
+from unisono.engine.programs import Parts, extend_program, mask_words, round_program
 from unisono.engine.scheduler import Chunk, Extend, Round
 from unisono.engine.slots import Slots
 from unisono.engine.tree import Tree, path_pages
@@ -105,13 +113,15 @@ class Runner:
         drafter.bind(self._host(progress))
         shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
         self.width, self.needs = 1 + drafter.num_drafts, drafter.needs
+        self.masked = replace(drafter.needs, masks=True)
+        held = held_drafts(config.max_num_seqs, paths, self.width, config.device)
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
         forced = config.asked.synthetic_acceptance_length
         processed = config.asked.logprobs_mode == "processed_logprobs"
 
         def parts(kv: KVCache) -> Parts:
             tree = Tree.of(spec.paths, drafter, slots, kv) if isinstance(drafter, TreeDrafter) and spec.paths else None
-            return Parts(self.model, drafter, slots, picker, kv.layers, processed, forced, tree)
+            return Parts(self.model, drafter, slots, picker, kv.layers, processed, forced, tree, held)
 
         self._parts = parts
         self._hold_pages(shape, 2)  # for padding, until it is known how many fit
@@ -189,17 +199,19 @@ class Runner:
 
     def _buckets(self, parts: Parts) -> list[Buckets]:
         """What may be captured of each program; see ``engine/buckets.py``."""
-        programs = (
-            round_program(parts),
-            extend_program(parts, self.max_extend_rows),
-            extend_program(parts, self.max_extend_rows, scores=True),
-        )
-        return [buckets_of(program, self.config, self.width, self.needs) for program in programs]
+        rounds, extends = round_program(parts), extend_program(parts, self.max_extend_rows)
+        scores = extend_program(parts, self.max_extend_rows, scores=True)
+        passes = [(rounds, self.needs), (extends, self.needs), (scores, self.needs)]
+        passes += [(verify_program(parts), self.masked), (extends, self.masked), (scores, self.masked)]
+        if self.width > 1:
+            passes.append((draft_program(parts), self.needs))
+        return [buckets_of(program, self.config, self.width, needs) for program, needs in passes]
 
     def _passes(self, parts: Parts) -> list[tuple[Program, Shape]]:
         """Every small pass, and one of each size class of larger ones, the longest included."""
-        rounds, extends, _ = self._buckets(parts)
-        return [(b.program, shape) for b in (rounds, extends) for shape in size_classes(b.shapes)]
+        rounds, extends, _, verify = self._buckets(parts)[:4]
+        passes = [(b.program.of(b.needs), shape) for b in (rounds, extends) for shape in size_classes(b.shapes)]
+        return [*passes, (verify.program.of(verify.needs), verify.shapes[0])]  # one kernel has a variant for masks
 
     def _hold_pages(self, shape: KVShape, num_pages: int, path_pages: int = 0) -> None:
         """The cache of the target, ``kv``, and of its drafter; replaces a smaller one."""
@@ -277,8 +289,15 @@ class Runner:
     def _launch_round(self, work: Round) -> Pending:
         rows = len(work.sequences)
         columns, pages = _growth_arrays(work)
-        batch = {"slots": [s.slot for s in work.sequences], "columns": columns, "pages": pages}
-        return self.planner.launch(Key("round", Shape(rows, self.width), self.needs), batch)
+        batch: dict[str, object] = {"slots": [s.slot for s in work.sequences], "columns": columns, "pages": pages}
+        shape = Shape(rows, self.width)
+        if not needs_masks(work):
+            return self.planner.launch(Key("round", shape, self.needs), batch)
+        drafts = np.empty((rows, self.paths, 0), dtype=np.int32)
+        if self.width > 1:
+            drafts = self.planner.launch(Key("draft", shape, self.needs), batch).wait()["drafts"][:rows]
+        batch["mask"] = round_masks(work, drafts, mask_words(self.model.config.vocab_size))
+        return self.planner.launch(Key("verify", shape, self.masked), batch)
 
     def _launch_extend(self, work: Extend) -> Pending:
         chunks = work.chunks
@@ -288,7 +307,7 @@ class Runner:
         # The rows that no request uses are empty: they begin where the tokens end.
         query_start = np.full(self.max_extend_rows + 1, total)
         query_start[: len(edges)] = edges
-        batch = {
+        batch: dict[str, object] = {
             "token_ids": np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks]),
             "next_ids": np.concatenate([_following(c) for c in chunks]),
             "slots": [c.sequence.slot for c in chunks],
@@ -297,7 +316,10 @@ class Runner:
             "sample_slots": [c.sequence.slot if c.last else self.slots.padding for c in chunks],
             "last": edges[1:] - 1,
         }
-        return self.planner.launch(Key("score" if work.scores else "extend", Shape(total), self.needs), batch)
+        needs = self.needs
+        if needs_masks(work):
+            needs, batch["mask"] = self.masked, extend_masks(work, mask_words(self.model.config.vocab_size))
+        return self.planner.launch(Key("score" if work.scores else "extend", Shape(total), needs), batch)
 
     def close(self) -> None:
         """Free the graphs, then everything they were captured on."""

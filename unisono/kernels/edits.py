@@ -293,7 +293,7 @@ AOT: list[AotCase] = [
         _edit_kernel,
         {"logits": f"*{dtype}", "edited": "*fp32"} | dict.fromkeys(_INTS, "*i32") | dict.fromkeys(_SCALARS, "i32"),
         {
-            "HAS_IDS": has_ids,
+            "HAS_IDS": bool(has_ids),
             "HAS_MASK": has_mask,
             "STEPS": 16 if has_ids else 18,
             "BLOCK": EDIT_BLOCK,
@@ -301,8 +301,6 @@ AOT: list[AotCase] = [
         },
         num_warps=EDIT_WARPS,
     )
-    for dtype, has_ids, has_mask in (
-        ("bf16", False, False), ("bf16", True, False), ("fp16", False, False), ("fp32", False, False),
-        ("bf16", False, True), ("fp16", False, True), ("fp32", True, True),
-    )  # fmt: skip
+    for has_mask, kinds in ((False, ("bf16", "bf16 ids", "fp16", "fp32")), (True, ("bf16", "fp16", "fp32 ids")))
+    for dtype, _, has_ids in (kind.partition(" ") for kind in kinds)
 ]

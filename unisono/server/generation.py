@@ -212,9 +212,9 @@ def check_length(prompt: int, max_tokens: int | None, context: int, param: str) 
 
 def stop_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
     """The ids that end a request on the device. Raises BadRequest if there are more than a slot holds."""
-    ids = params.stop_ids(eos_token_ids)
+    eos = () if params.ignore_eos else tuple(eos_token_ids)
+    ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
     if len(ids) > MAX_STOP_IDS:
-        eos = replace(params, stop_token_ids=()).stop_ids(eos_token_ids)
         raise BadRequest(
             f"stop_token_ids has {len(params.stop_token_ids)} ids; beside the model's {len(eos)} EOS ids "
             f"{MAX_STOP_IDS - len(eos)} fit. Give fewer.",
