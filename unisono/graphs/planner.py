@@ -312,7 +312,12 @@ class Planner:
             cost = {"bytes": g.cost_bytes, "ms": round(g.replay_ms, 3), "capture_ms": round(1e3 * g.capture_seconds, 1)}
             rows.append({**shape, "kind": g.kind, "breaks": g.breaks, **cost, "reason": "", "advice": ""})
         for name, variants in self._programs.items():
-            for buckets in variants:
+            off = not self.enabled or not self._captures(variants[0])
+            for buckets in variants[:1] if off else variants:
+                if buckets.on_demand and not off:
+                    shape = {"program": name, "rows": "any", "width": buckets.shapes[0].width}
+                    rows.append({**shape, "needs": buckets.needs.text, "kind": "on demand", "reason": "", "advice": ""})
+                    continue
                 for sizes, width, reason in self._eager_sizes(buckets):
                     shape = {"program": name, "rows": sizes, "width": width, "needs": buckets.needs.text}
                     rows.append({**shape, "kind": "eager", "reason": reason.value, "advice": reason.advice})
