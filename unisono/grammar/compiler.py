@@ -98,12 +98,24 @@ class Grammars:
                     )
                 import xgrammar  # a second, with torch; only servers of structured outputs pay for it
 
-                info = xgrammar.TokenizerInfo.from_huggingface(
-                    tokenizer.backend, vocab_size=self._vocab_size, stop_token_ids=list(eos)
-                )
+                info = _vocabulary(xgrammar.TokenizerInfo, tokenizer, self._vocab_size, eos)
                 compiler = xgrammar.GrammarCompiler(info, max_threads=THREADS, cache_enabled=False)
                 self._tools = xgrammar, compiler, eos
             return self._tools
+
+
+def _vocabulary(kind: Any, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> Any:
+    """xgrammar's TokenizerInfo, ``kind``, without the spelling of special tokens: they are no part of an answer's text.
+
+    With it a mask would take ``<|pad|>`` for seven characters, which the reader of the answer never sees.
+    """
+    backend = tokenizer.backend
+    told = kind.from_huggingface(backend, vocab_size=vocab_size, stop_token_ids=list(eos)).dump_metadata()
+    spelt = [""] * vocab_size  # which xgrammar never allows
+    for text, i in backend.get_vocab().items():
+        if i < vocab_size and i not in tokenizer.special_ids:
+            spelt[i] = text
+    return kind.from_vocab_and_metadata(spelt, told)
 
 
 def _parse(xgrammar: Any, asked: StructuredOutputs) -> Any:
