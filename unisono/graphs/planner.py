@@ -99,6 +99,8 @@ class Planner:
                 # More needs leave a pass's cost as it is, near enough.
                 like = variants[0] if variants else self._measure(buckets)
                 buckets = dataclasses.replace(buckets, cost=like.cost, shapes=like.shapes)
+            if buckets.on_demand:
+                buckets = dataclasses.replace(buckets, shapes=tuple(_worthwhile(buckets)))
             variants.append(buckets)
         if self.enabled:
             every = [b for variants in self._programs.values() for b in variants if self._captures(b)]
@@ -242,9 +244,10 @@ class Planner:
 
     def launch(self, key: Key, batch: Mapping[str, object]) -> Pending:
         """Load the batch, run the pass as planned, count it, and start fetching its outputs."""
+        buckets = self._buckets(key)
+        if buckets.on_demand and buckets.needs == key.needs:
+            self._capture_now(buckets, key.shape.rows)
         answer = self.plan(key)
-        if answer == Eager(Reason.NOT_CAPTURED) and self._capture_now(key):
-            answer = self.plan(key)
         if isinstance(answer, Replay):
             graph = answer.graph
             graph.buffers.load(batch, key.needs)
@@ -253,7 +256,7 @@ class Planner:
             self.padded_rows[key.program] += graph.key.shape.rows - key.shape.rows
             self.filled_rows[key.program] += key.shape.rows
             return graph.buffers.fetch()
-        program = self._buckets(key).program
+        program = buckets.program
         buffers = self._eager(program, key)
         buffers.load(batch)
         if program.prepare is not None:
@@ -263,16 +266,17 @@ class Planner:
         self._note_missing(key, answer.reason)
         return buffers.fetch()
 
-    def _capture_now(self, key: Key) -> bool:
-        """Capture the size that serves this pass best, if that is captured on demand; whether it was."""
-        buckets = self._buckets(key)
-        shape = next((s for s in _worthwhile(buckets) if s.rows >= key.shape.rows), None) if buckets.on_demand else None
-        if shape is None or shape.width != key.shape.width:
-            return False
+    def _capture_now(self, buckets: Buckets, rows: int) -> None:
+        """Of a program that is captured on demand, have the size that serves so many rows best."""
+        shape = next((s for s in buckets.shapes if s.rows >= rows), None)
+        if shape is None or not self.enabled or not self._captures(buckets):
+            return
+        key = buckets.key(shape)
+        if key in self._dropped or any(g.key == key for g in self._graphs.get((key.program, shape.width), ())):
+            return
         started = time.perf_counter()
-        captured = self._add(buckets, buckets.key(shape)) is not None
+        self._add(buckets, key)
         self.capture_seconds += time.perf_counter() - started
-        return captured
 
     def _note_missing(self, key: Key, reason: Reason) -> None:
         """Remember which capture would have served this pass better."""
