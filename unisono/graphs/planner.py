@@ -318,7 +318,7 @@ class Planner:
         for name, variants in self._programs.items():
             off = not self.enabled or not self._captures(variants[0])
             for buckets in variants[:1] if off else variants:
-                if buckets.on_demand and not off:
+                if buckets.on_demand and buckets.shapes and not off:
                     shape = {"program": name, "rows": "any", "width": buckets.shapes[0].width}
                     rows.append({**shape, "needs": buckets.needs.text, "kind": "on demand", "reason": "", "advice": ""})
                     continue
