@@ -210,6 +210,10 @@ class Buffers:
                 value.ndim != view.ndim or any(a > b for a, b in zip(value.shape, view.shape, strict=True))
             ):
                 raise ProgramError(f"field {field.name!r} has shape {value.shape}, its buffer {view.shape}")
+            if value.shape[1:] == view.shape[1:]:  # whole rows: nothing is written twice, for masks are large
+                view[: len(value)] = value
+                view[len(value) :] = field.pad
+                continue
             view[...] = field.pad
             if value.size:
                 view[tuple(slice(0, n) for n in value.shape)] = value

@@ -118,7 +118,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CHUNKS = {"max_num_batched_tokens": 16}
 WAYS = (Way(0), Way(0, {"max_num_seqs": 3, "enforce_eager": True}), Way(0, CHUNKS, again=True), Way(0, SCARCE))
-QUICK = [("ngram", WAYS[3]), ("standalone", WAYS[2]), ("eagle3", WAYS[1]), ("tree of standalone", WAYS[0])]
+QUICK = [("ngram", WAYS[3]), ("standalone", WAYS[2]), ("eagle3", WAYS[0]), ("tree of standalone", WAYS[1])]
 
 
 @pytest.fixture(scope="module")

@@ -209,9 +209,9 @@ class Runner:
 
     def _passes(self, parts: Parts) -> list[tuple[Program, Shape]]:
         """Every small pass, and one of each size class of larger ones, the longest included."""
-        rounds, extends, _, verify = self._buckets(parts)[:4]
+        rounds, extends, _, *masked = self._buckets(parts)
         passes = [(b.program.of(b.needs), shape) for b in (rounds, extends) for shape in size_classes(b.shapes)]
-        return [*passes, (verify.program.of(verify.needs), verify.shapes[0])]  # one kernel has a variant for masks
+        return passes + [(b.program.of(b.needs), b.shapes[0]) for b in masked]  # one kernel has a variant for masks
 
     def _hold_pages(self, shape: KVShape, num_pages: int, path_pages: int = 0) -> None:
         """The cache of the target, ``kv``, and of its drafter; replaces a smaller one."""
