@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 
@@ -52,13 +52,26 @@ class Hidden(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Needs:
-    """What the caller wants out of a pass beside its tokens; part of the graph's key."""
+    """What the caller wants of a pass beside its tokens; part of the graph's key.
+
+    masks: positions are sampled under masks that come with the batch.
+    """
 
     hidden: Hidden = Hidden.NULL
     aux_layers: tuple[int, ...] = ()
+    masks: bool = False
 
     def covers(self, other: Needs) -> bool:
         """True when a graph captured with these needs also serves a pass that needs ``other``."""
+        return self.masks >= other.masks and self._shows(other)
+
+    @property
+    def text(self) -> str:
+        """For reports: ``AUX``, ``FULL+masks``."""
+        return self.hidden.name + ("+masks" if self.masks else "")
+
+    def _shows(self, other: Needs) -> bool:
+        """Whether the hidden states that ``other`` wants are among these."""
         if other.hidden is Hidden.NULL:
             return True
         if Hidden.AUX in (self.hidden, other.hidden):
@@ -78,6 +91,7 @@ class Field:
         pass's Shape.
     pad: the value of rows that no request fills.
     output: written by the program and read by the host, rather than the other way round.
+    need: the flag of Needs with which alone a pass has this field; "" for one that every pass has.
     """
 
     name: str
@@ -85,6 +99,7 @@ class Field:
     shape: tuple[int | str, ...]
     pad: float = 0
     output: bool = False
+    need: str = ""
 
     def dims(self, shape: Shape) -> tuple[int, ...]:
         """The dimensions at this shape."""
@@ -108,6 +123,17 @@ class Schema:
 
     def __iter__(self) -> Iterator[Field]:
         return iter(self.fields)
+
+    def of(self, needs: Needs) -> Schema:
+        """The fields of a pass with these needs."""
+        return Schema(tuple(f for f in self.fields if not f.need or getattr(needs, f.need)))
+
+    def check(self, batch: Mapping[str, object]) -> None:
+        """Raises ProgramError unless ``batch`` names every input and nothing else."""
+        names = {f.name for f in self.inputs}
+        if batch.keys() != names:
+            unknown, missing = sorted(batch.keys() - names), sorted(names - batch.keys())
+            raise ProgramError(f"batch does not match the schema: unknown {unknown}, missing {missing}")
 
     @cached_property
     def inputs(self) -> tuple[Field, ...]:
@@ -141,8 +167,8 @@ reading pass i - 1), so the copy that is being filled is never one that a device
 class Buffers:
     """The tensors of one program at one shape, at fixed addresses.
 
-    Fields are attributes: ``buffers.slots``. :meth:`load` fills the inputs, :meth:`fetch` starts the
-    copy of the outputs to the host.
+    Fields are attributes: ``buffers.slots``; :meth:`find` is for those that only some passes have. :meth:`load` fills
+    the inputs, :meth:`fetch` starts the copy of the outputs to the host.
     """
 
     def __init__(self, schema: Schema, shape: Shape, device: torch.device) -> None:
@@ -164,24 +190,31 @@ class Buffers:
         except KeyError:
             raise AttributeError(f"the schema declares no field {name!r}") from None
 
-    def load(self, batch: Mapping[str, object]) -> None:
+    def find(self, name: str) -> torch.Tensor | None:
+        """The field of this name; None where passes with these needs have none."""
+        return self._views.get(name)
+
+    def load(self, batch: Mapping[str, object], needs: Needs | None = None) -> None:
         """Copy a batch into the input buffers, padding what it does not fill, in one device copy.
 
-        ``batch`` maps every input field to an array whose dimensions are at most the field's. Raises
-        ProgramError for a field that the schema lacks, one that is missing, or one that is too large.
+        ``batch`` maps every input field to an array whose dimensions are at most the field's. ``needs`` are the
+        batch's own where these buffers may have fields for more: those are padded. Raises ProgramError for a field
+        that the schema lacks, one that is missing, or one that is too large.
         """
         self._turn = (self._turn + 1) % _STAGES
         host, views = self._staging[self._turn]
-        if batch.keys() != views.keys():
-            unknown, missing = sorted(batch.keys() - views.keys()), sorted(views.keys() - batch.keys())
-            raise ProgramError(f"batch does not match the schema: unknown {unknown}, missing {missing}")
+        (self.schema if needs is None else self.schema.of(needs)).check(batch)
         for field in self.schema.inputs:
             view = views[field.name]
-            value = np.asarray(batch[field.name], dtype=view.dtype)
+            value = np.asarray(batch.get(field.name, ()), dtype=view.dtype)
             if value.size and (
                 value.ndim != view.ndim or any(a > b for a, b in zip(value.shape, view.shape, strict=True))
             ):
                 raise ProgramError(f"field {field.name!r} has shape {value.shape}, its buffer {view.shape}")
+            if value.shape[1:] == view.shape[1:]:  # whole rows: nothing is written twice, for masks are large
+                view[: len(value)] = value
+                view[len(value) :] = field.pad
+                continue
             view[...] = field.pad
             if value.size:
                 view[tuple(slice(0, n) for n in value.shape)] = value
@@ -226,6 +259,10 @@ class Program:
     schema: Schema
     run: Callable[[Buffers], None]
     prepare: Callable[[Buffers], None] | None = None
+
+    def of(self, needs: Needs) -> Program:
+        """This program over the fields of passes with these needs."""
+        return replace(self, schema=self.schema.of(needs))
 
 
 @dataclass(frozen=True)

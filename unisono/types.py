@@ -1,6 +1,7 @@
 """The words every room shares: requests, sampling parameters, results and errors.
 
-Everything may import this module; of the project it imports ``token_tree`` only. It holds no tensors.
+Everything may import this module; of the project it imports ``token_tree`` and ``structured_outputs`` only. It holds
+no tensors.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from unisono.structured_outputs import KINDS, checked
 from unisono.token_tree import Node, leaves, parse_nodes, promising
 
 MAX_STOP_IDS = 16
@@ -182,6 +184,46 @@ def _tree(what: str, make: Callable[..., tuple[Node, ...]], *given: Any) -> tupl
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """What the output must be: exactly one of these. Names are vLLM's.
+
+    json: a JSON schema, as data or text (kept as text). json_object: any JSON object. regex: a regular expression that
+    the whole output matches. choice: one of these strings. grammar: EBNF as xgrammar reads it, its rule ``root``.
+    structural_tag: xgrammar's tags, as data or text. disable_any_whitespace: JSON without blanks between its parts.
+
+    Raises BadRequest. Whether a schema, expression or grammar means anything is found out when it is compiled.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        given = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            found = f"{', '.join(given)} are set" if given else "nothing is set"
+            raise BadRequest(f"structured_outputs: {found}; set one of {', '.join(KINDS)}.", "structured_outputs")
+        (kind,) = given
+        try:
+            object.__setattr__(self, kind, checked(kind, getattr(self, kind)))
+        except ValueError as error:
+            shown = repr(getattr(self, kind))
+            shown = shown if len(shown) <= 80 else shown[:79] + "…"
+            raise BadRequest(
+                f"structured_outputs.{kind}={shown} is not valid: {error}.", "structured_outputs"
+            ) from None
+
+    @property
+    def kind(self) -> str:
+        """The field that is set."""
+        return next(kind for kind in KINDS if getattr(self, kind) is not None)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request picks its tokens. Names and defaults are vLLM's.
 
@@ -204,6 +246,8 @@ class SamplingParams:
     logprobs: report the log-probability of each token and of so many likeliest ones; None reports none.
     prompt_logprobs: the same for each prompt token but the first; such a prompt is computed without the prefix cache.
     max_drafts: drafts per round at most for this request; 0 turns speculation off; None takes the engine's k.
+    structured_outputs: what the output must be; where it is complete only EOS may come. ignore_eos and min_tokens then
+        forbid ending it only where it can go on.
 
     Raises BadRequest naming the value and the limit.
     """
@@ -230,6 +274,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     min_tokens: int = 0
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -262,6 +307,8 @@ class SamplingParams:
             value = getattr(self, name)
             ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
             _require(ok, name, value, f"it must be a whole number from 0 to {MAX_LOGPROBS}")
+        ok = self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
+        _require(ok, "structured_outputs", self.structured_outputs, "it must be StructuredOutputs")
         self._check_edits()
 
     def _check_edits(self) -> None:

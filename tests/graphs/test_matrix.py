@@ -26,7 +26,7 @@ from unisono.graphs.planner import Planner
 from unisono.graphs.tape import Tape
 from unisono.llm import LLM
 from unisono.program import Hidden, Key
-from unisono.types import SamplingParams, SpeculativeConfig
+from unisono.types import SamplingParams, SpeculativeConfig, StructuredOutputs
 
 CUDA = torch.cuda.is_available()
 METHODS = ("none", *DRAFTERS)
@@ -42,7 +42,7 @@ class Kind:
     backend: str = "auto"
 
     def of(self, program: str) -> str:
-        return self.round if program == "round" else self.extend
+        return self.round if program in ("round", "draft", "verify") else self.extend
 
 
 KINDS = {
@@ -78,6 +78,8 @@ def text(length: int, seed: int = 0) -> list[int]:
     return (prompts(1, 250, 4, 5, seed=seed)[0] * length)[:length]
 
 
+FORM = {"structured_outputs": StructuredOutputs(regex="([a-d]{2}-){3,9}"), "logprobs": 2}
+
 FEATURES: dict[str, Run] = {
     "mixed lengths": lambda llm: say(llm, [text(n, n) for n in (3, 40, 9, 25, 14)]),
     "edges of prompt buckets": lambda llm: [say(llm, [text(n, n)], max_tokens=2) for n in (15, 16, 17, 31, 32, 33, 48)],
@@ -88,6 +90,7 @@ FEATURES: dict[str, Run] = {
     "a prefix hit": lambda llm: say(llm, [text(60, 3)] * 2) + say(llm, [text(60, 3)] * 2),
     "penalties": lambda llm: say(llm, [text(20, i) for i in range(3)], repetition_penalty=1.3, logit_bias={9: 4.0}),
     "logprobs": lambda llm: say(llm, [text(20, i) for i in range(3)], logprobs=3),
+    "grammar": lambda llm: say(llm, [text(20 + 9 * i, i) for i in range(4)], max_tokens=14, **FORM),
     "prompt logprobs": lambda llm: say(llm, [text(n, n) for n in (30, 70)], prompt_logprobs=2, logprobs=1),
 }
 
@@ -219,7 +222,8 @@ def test_cells(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran = check(method, KINDS[kind], checkpoints_of(method), features, monkeypatch)
-    assert {key.program for key in ran.keys} == {"extend", "round", "score"}
+    assert {"extend", "round", "score"} <= {key.program for key in ran.keys}
+    assert any(key.needs.masks for key in ran.keys) == ("grammar" in features)
     assert CUDA or sum(poisoned) > 1000
     assert method == "none" or ran.accepted > 0, "where no draft is accepted, none can be lost"
 

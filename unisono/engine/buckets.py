@@ -16,10 +16,18 @@ from unisono.kernels.linear import ROW_TILES
 from unisono.program import Graph, Needs, Program, Shape
 from unisono.types import ConfigError
 
-GPU_PASSES = {"round": 100_000, "extend": 20_000, "score": 1_000, "catch_up": 1_000}
+GPU_PASSES = {"round": 100_000, "extend": 20_000, "score": 1_000, "catch_up": 1_000, "draft": 5_000, "verify": 5_000}
 """Passes to expect of an engine, against which start-up time and memory for graphs are weighed."""
 
-CPU_PASSES = {"round": 5_000, "extend": 200, "score": 1, "catch_up": 1}
+CPU_PASSES = {"round": 5_000, "extend": 200, "score": 1, "catch_up": 1, "draft": 20, "verify": 20}
+
+MASKED_SHARE = 0.01
+"""Of prompt passes, how many sample under masks. So few that a start captures few sizes; others follow when idle. On a
+CPU all of them wait for the first pass that wants one: captures are half of a start there."""
+
+ROUNDS = {"round": "round", "draft": "round", "verify": "round"}
+"""Programs whose rows are requests, and whose ``--graphs`` mode they have."""
+
 CPU_COST = PassCost.linear(fixed_ms=15.0, row_ms=0.4, capture_ms=20.0)
 """On a CPU nothing overlaps and a replay saves nothing: the tape is there for its semantics, so every pass replays one.
 These are the bundled model's figures on one core; sizes chosen by a clock would differ from run to run."""
@@ -28,7 +36,7 @@ CPU_GRAPH_BYTES = 2 << 30
 GPU_GRAPH_BYTES, GPU_GRAPH_SHARE = 2 << 30, 0.1
 """At most so many bytes for graphs on a GPU, and at most this share of what is free before the KV cache is sized."""
 
-SHARES = {"round": 1.0, "extend": 0.8, "score": 0.5, "catch_up": 0.2}
+SHARES = {"round": 1.0, "extend": 0.8, "score": 0.5, "catch_up": 0.2, "draft": 0.2, "verify": 0.3}
 """Of the memory for graphs, how much one program's may take: prompts leave some for rounds, which may take all."""
 
 CHAIN_DRAFTS = (0, 1, 2, 3, 5, 8, 11)
@@ -99,10 +107,11 @@ def check_full(config: ResolvedConfig, graphs: Iterable[Graph]) -> None:
     """Raises ConfigError where ``--graphs full`` was asked of passes that turned out to break."""
     asked = parse_graphs(config.asked.graphs)
     for graph in graphs:
-        if graph.breaks and asked[graph.key.program] == "full":
+        program = ROUNDS.get(graph.key.program, graph.key.program)
+        if graph.breaks and asked[program] == "full":
             raise ConfigError(
                 f"--graphs {config.asked.graphs}: {graph.key.program} passes run {graph.breaks} functions eagerly, "
-                f"so they cannot be captured whole. Use --graphs auto or {graph.key.program}=segmented."
+                f"so they cannot be captured whole. Use --graphs auto or {program}=segmented."
             )
 
 
@@ -167,20 +176,22 @@ def buckets_of(program: Program, config: ResolvedConfig, width: int, needs: Need
     """What may be captured of one of the engine's programs. part: of its passes are expected in this width."""
     name, gpu = program.name, config.device.type == "cuda"
     each, limit, least = (
-        (width, config.max_num_seqs, 1) if name == "round" else (1, config.max_num_batched_tokens, LEAST_TOKENS)
+        (width, config.max_num_seqs, 1) if name in ROUNDS else (1, config.max_num_batched_tokens, LEAST_TOKENS)
     )
-    edges = tile_edges(each, limit) if gpu and name != "score" else frozenset()
+    edges = tile_edges(each, limit) if gpu and name in ("round", "extend") and not needs.masks else frozenset()
+    passes = (GPU_PASSES if gpu else CPU_PASSES)[name]
     shapes = tuple(Shape(rows, each) for rows in sorted({*candidates(limit, least), *edges}))
     return Buckets(
         program,
         shapes,
         needs,
-        mode=config.graphs[name],
-        passes=part * (GPU_PASSES if gpu else CPU_PASSES)[name],
+        mode=config.graphs[ROUNDS.get(name, name)],
+        passes=part * passes * (MASKED_SHARE if needs.masks and name not in ROUNDS else 1.0),
         edges=edges,
         flat=ROW_TILES[-1] // each if gpu else 0,
         cost=None if gpu else CPU_COST,
         measured=gpu,
-        always=name == "round",
+        on_demand=not gpu and (needs.masks or name == "draft"),
+        always=name in ROUNDS,
         share=SHARES[name],
     )

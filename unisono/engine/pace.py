@@ -58,6 +58,8 @@ class Pace:
         self._know(work.sequences)
         wanted = self._put_off if self.pinned is None else self.pinned
         drafts = self._choose(work.sequences) if wanted is None else wanted
+        if drafts and work.masked:
+            drafts = self._runner.choices[-1]  # their passes have no widths between
         work = self._with_pending(replace(work, drafts=drafts))
         self.rounds[work.drafts] += 1
         self._launched = work
@@ -130,5 +132,10 @@ def _max_drafts(sequence: Sequence) -> int:
 
 def _alike(one: Round, other: Round) -> bool:
     """Whether two rounds are of the same kind, so that the time between them is that of either."""
-    same = one.drafts == other.drafts and len(one.sequences) == len(other.sequences)
+    same = (
+        one.drafts == other.drafts
+        and not one.masked
+        and not other.masked
+        and len(one.sequences) == len(other.sequences)
+    )
     return same and not one.behind and not other.behind

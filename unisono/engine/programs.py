@@ -21,6 +21,7 @@ from unisono.engine.synthetic import Force
 from unisono.engine.tree import Tree
 from unisono.kernels.logprobs import WORDS as LOGPROB_WORDS
 from unisono.kernels.pages import grow_pages
+from unisono.kernels.paths import Fork
 from unisono.kernels.rounds import commit, extend_inputs, limit_drafts, round_inputs
 from unisono.models.decoder import Decoder
 from unisono.program import Buffers, Field, Hidden, Program, Schema
@@ -40,6 +41,7 @@ class Parts:
     processed: report log-probabilities of what tokens were drawn from rather than of the model's own logits.
     forced: benchmarks only, overwrites drafts with what will be accepted; None verifies in earnest.
     tree: where rounds try several paths for each request; None for a chain.
+    held: int32 [slots · paths · k], drafts that wait for their masks between two passes (``masked.py``).
     """
 
     model: Decoder
@@ -50,10 +52,15 @@ class Parts:
     processed: bool = False
     forced: Force | None = None
     tree: Tree | None = None
+    held: torch.Tensor | None = None
 
     @property
     def width(self) -> int:
         return 1 + self.drafter.num_drafts
+
+    @property
+    def paths(self) -> int:
+        return 1 if self.tree is None else len(self.tree.paths)
 
     def forward(self, token_ids: torch.Tensor, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The target: hidden states [T, H] for the LM head, and what the drafter asked to see."""
@@ -62,11 +69,20 @@ class Parts:
         return hidden, {Hidden.NULL: None, Hidden.AUX: aux}.get(needs.hidden, hidden)
 
     def pick(
-        self, logits: torch.Tensor, rows: torch.Tensor, drafts: torch.Tensor, logprobs: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        drafts: torch.Tensor,
+        logprobs: torch.Tensor,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The target's tokens [R, W] for logits [R * W, V]; fills ``logprobs [R, W, words]`` for rows that ask."""
+        """The target's tokens [R, W] for logits [R * W, V]; fills ``logprobs [R, W, words]`` for rows that ask.
+
+        mask: int32 words of a bit for each token, R · W times so many; None where the pass has none.
+        """
         width = logprobs.shape[1]
-        picked = edit_and_pick(logits, rows, width, drafts, self.slots)
+        mask = None if mask is None else mask.view(logits.shape[0], -1)
+        picked = edit_and_pick(logits, rows, width, drafts, self.slots, mask=mask)
         report_logprobs(logits, rows, width, picked, self.slots, self.processed, logprobs)
         return picked.tokens.view(-1, width)
 
@@ -83,6 +99,17 @@ class Parts:
         """Accept and commit; see :func:`unisono.kernels.rounds.commit`."""
         s = self.slots
         return commit(picks, drafts, rows, s.length, s.limit, s.status, s.last_token, s.stop_ids, s.history)
+
+
+def mask_words(vocab_size: int) -> int:
+    """int32 words of a mask: bit i % 32 of word i // 32 allows token i."""
+    return -(-vocab_size // 32)
+
+
+def mask_field(parts: Parts, rows: int | str, width: int | str, paths: int = 1) -> Field:
+    """What ``width`` positions of each path of each row may sample, of passes that need masks; padding allows all."""
+    words = mask_words(parts.model.config.vocab_size)
+    return Field("mask", torch.int32, (rows, paths, width, words), pad=-1, need="masks")
 
 
 def growth_columns(width: int) -> int:
@@ -116,13 +143,23 @@ def round_program(parts: Parts) -> Program:
 
 def _chain_round(parts: Parts, b: Buffers) -> None:
     """One row of drafts for each request."""
-    slots, width = parts.slots, b.shape.width
-    drafts = torch.full((b.shape.rows, width - 1), -1, dtype=torch.int32, device=b.device)
-    if width > 1:
+    drafts = torch.full((b.shape.rows, b.shape.width - 1), -1, dtype=torch.int32, device=b.device)
+    draft_chain(parts, b.slots, drafts, b.drafted)
+    settle_chain(parts, b, drafts)
+
+
+def draft_chain(parts: Parts, slots: torch.Tensor, drafts: torch.Tensor, drafted: torch.Tensor) -> None:
+    """Fill ``drafts [R, k]``, all -1 before, and ``drafted [R]`` with how many there are."""
+    if drafts.shape[1]:
         with parts.picker.seeing(drafts):
-            parts.drafter.propose(b.slots, drafts)
-        limit_drafts(drafts, b.slots, slots.max_drafts, b.drafted)
-    picks, seen = _verify(parts, b.slots, b.slots, drafts, b.logprobs)
+            parts.drafter.propose(slots, drafts)
+        limit_drafts(drafts, slots, parts.slots.max_drafts, drafted)
+
+
+def settle_chain(parts: Parts, b: Buffers, drafts: torch.Tensor) -> None:
+    """Verify and commit ``drafts [R, k]``, and let the drafter catch up."""
+    width = b.shape.width
+    picks, seen = _verify(parts, b.slots, b.slots, drafts, b.logprobs, b.find("mask"))
     if parts.forced is not None:
         b.drafted.fill_(width - 1)
     b.result.copy_(parts.commit(picks, drafts, b.slots))
@@ -141,14 +178,24 @@ def catch_up_program(drafter: PausableDrafter, slots: Slots) -> Program:
 
 def _tree_round(parts: Parts, tree: Tree, b: Buffers) -> None:
     """P rows of drafts for each request, of which the best is committed."""
-    slots, rows, width = parts.slots, b.shape.rows, b.shape.width
     fork = tree.fork(b.slots)
-    drafts = torch.full((len(fork.slots), width - 1), -1, dtype=torch.int32, device=b.device)
+    drafts = torch.full((len(fork.slots), b.shape.width - 1), -1, dtype=torch.int32, device=b.device)
+    draft_tree(parts, tree, fork, drafts)
+    settle_tree(parts, tree, b, fork, drafts)
+
+
+def draft_tree(parts: Parts, tree: Tree, fork: Fork, drafts: torch.Tensor) -> None:
+    """Fill ``drafts [R · P, k]``, all -1 before."""
     with parts.picker.seeing(drafts):
         tree.propose(fork, drafts)
-    limit_drafts(drafts, fork.slots, slots.max_drafts, torch.empty_like(fork.slots))
+    limit_drafts(drafts, fork.slots, parts.slots.max_drafts, torch.empty_like(fork.slots))
+
+
+def settle_tree(parts: Parts, tree: Tree, b: Buffers, fork: Fork, drafts: torch.Tensor) -> None:
+    """Verify every path, commit the best one, and let the drafter catch up."""
+    rows, width = b.shape.rows, b.shape.width
     logprobs = b.logprobs.new_empty(len(fork.slots), *b.logprobs.shape[1:])
-    picks, seen = _verify(parts, fork.slots, fork.tables, drafts, logprobs)
+    picks, seen = _verify(parts, fork.slots, fork.tables, drafts, logprobs, b.find("mask"))
     if parts.forced is not None:
         tree.leave_one(fork, drafts)
     best = tree.best(fork, picks, drafts)
@@ -164,7 +211,12 @@ def _tree_round(parts: Parts, tree: Tree, b: Buffers) -> None:
 
 
 def _verify(
-    parts: Parts, rows: torch.Tensor, tables: torch.Tensor, drafts: torch.Tensor, logprobs: torch.Tensor
+    parts: Parts,
+    rows: torch.Tensor,
+    tables: torch.Tensor,
+    drafts: torch.Tensor,
+    logprobs: torch.Tensor,
+    mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The target's picks [R, W] behind drafts [R, k], and what the drafter asked to see of its pass.
 
@@ -176,7 +228,7 @@ def _verify(
     )
     inputs = AttentionInputs(tables, positions, kv_slots, kv_len, slots.page_table, width)
     hidden, seen = parts.forward(token_ids, inputs)
-    picks = parts.pick(parts.model.logits(hidden), rows, drafts, logprobs)
+    picks = parts.pick(parts.model.logits(hidden), rows, drafts, logprobs, mask)
     if parts.forced is not None:
         parts.forced(drafts, picks, rows)
     return picks, seen
@@ -201,6 +253,7 @@ def extend_program(parts: Parts, max_rows: int, scores: bool = False) -> Program
             Field("start", torch.int32, (max_rows,)),
             Field("sample_slots", torch.int32, (max_rows,), pad=slots.padding),
             Field("last", torch.int32, (max_rows,)),
+            mask_field(parts, max_rows, 1),
             Field("result", torch.int32, (max_rows, 3), output=True),
             Field("logprobs", torch.int32, (max_rows, 1, LOGPROB_WORDS), output=True),
             *scored,
@@ -215,7 +268,7 @@ def extend_program(parts: Parts, max_rows: int, scores: bool = False) -> Program
         hidden, seen = parts.forward(b.token_ids, inputs)
         drafts = torch.empty((max_rows, 0), dtype=torch.int32, device=b.device)
         logits = parts.model.logits(hidden.index_select(0, b.last))
-        picks = parts.pick(logits, b.sample_slots, drafts, b.logprobs)
+        picks = parts.pick(logits, b.sample_slots, drafts, b.logprobs, b.find("mask"))
         if scores:
             parts.score(hidden, b)
         b.result.copy_(parts.commit(picks, drafts, b.sample_slots))

@@ -10,7 +10,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -33,7 +33,15 @@ from unisono.engine.buckets import (
     round_buckets,
     with_graph_bytes,
 )
-from unisono.engine.programs import Parts, catch_up_program, extend_program, round_program
+from unisono.engine.masked import (
+    draft_program,
+    extend_masks,
+    held_drafts,
+    needs_masks,
+    round_masks,
+    verify_program,
+)
+from unisono.engine.programs import Parts, catch_up_program, extend_program, mask_words, round_program
 from unisono.engine.scheduler import Chunk, Extend, Round
 from unisono.engine.slots import Slots
 from unisono.engine.synthetic import forcing
@@ -115,26 +123,21 @@ class Runner:
         drafter.bind(self._host(progress))
         shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
         self.width, self.needs = 1 + drafter.num_drafts, drafter.needs
+        self.masked = replace(drafter.needs, masks=True)
+        held = held_drafts(config.max_num_seqs, paths, self.width, config.device)
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
         forced = forcing(config.asked, slots)
         processed = config.asked.logprobs_mode == "processed_logprobs"
 
         def parts(kv: KVCache) -> Parts:
             tree = Tree.of(spec.paths, drafter, slots, kv) if isinstance(drafter, TreeDrafter) and spec.paths else None
-            return Parts(self.model, drafter, slots, picker, kv.layers, processed, forced, tree)
+            return Parts(self.model, drafter, slots, picker, kv.layers, processed, forced, tree, held)
 
         self._parts = parts
         self._hold_pages(shape, 2)  # for padding, until it is known how many fit
         if config.device.type == "cuda":
             with _Stage(self, "compile"):
-                heads = c.head_dim, config.dtype
-                with compiling_only(config.device):
-                    rehearse_proofs(self.model.modules())
-                    attention.rehearse(*heads)
-                self._prove_exact()  # it decides what the larger passes run, as the next line does
-                self.decide("attention of long prompts", *attention.prove(*heads))
-                with compiling_only(config.device):
-                    run_on_padding(self._passes(self._parts(self.kv)), config.device)
+                self._compile(attention, c.head_dim)
         with _Stage(self, "size the KV cache"):
             reserved = path_pages(paths, drafter.num_drafts, config.max_num_seqs)
             self._hold_pages(shape, self._num_pages(shape, drafter, reserved), reserved)
@@ -143,6 +146,17 @@ class Runner:
         with _Stage(self, "capture"):
             self.planner.capture(self._buckets(self._parts(self.kv)), lambda share: progress("capture", share))
         check_full(self.config, self.planner.graphs())
+
+    def _compile(self, attention: BreakingAttention, head_dim: int) -> None:
+        """Compile the kernels of all passes; first those that decide, by their bits, what the larger passes run."""
+        config = self.config
+        with compiling_only(config.device):
+            rehearse_proofs(self.model.modules())
+            attention.rehearse(head_dim, config.dtype)
+        self._prove_exact()
+        self.decide("attention of long prompts", *attention.prove(head_dim, config.dtype))
+        with compiling_only(config.device):
+            run_on_padding(self._passes(self._parts(self.kv)), config.device)
 
     def _leave_a_core(self) -> None:
         """Use all cores but one: waiting threads spin, and would take the API process's turn."""
@@ -203,17 +217,26 @@ class Runner:
 
     def _buckets(self, parts: Parts) -> list[Buckets]:
         """What may be captured of each program; see ``engine/buckets.py``."""
+        config, needs, masked = self.config, self.needs, self.masked
         extends = [extend_program(parts, self.max_extend_rows, scores) for scores in (False, True)]
-        buckets = round_buckets(round_program(parts), self.config, self.choices, self.needs)
-        buckets += [buckets_of(program, self.config, 1, self.needs) for program in extends]
+        buckets = round_buckets(round_program(parts), config, self.choices, needs)
+        buckets += [buckets_of(program, config, 1, variant) for variant in (needs, masked) for program in extends]
+        for drafts in {self.choices[0], self.choices[-1]}:
+            buckets.append(buckets_of(verify_program(parts), config, 1 + drafts, masked))
+        if self.width > 1:
+            buckets.append(buckets_of(draft_program(parts), config, self.width, needs))
         if self.pending and isinstance(self.drafter, PausableDrafter):
-            buckets.append(catch_up_buckets(catch_up_program(self.drafter, self.slots), self.config, self.pending))
+            buckets.append(catch_up_buckets(catch_up_program(self.drafter, self.slots), config, self.pending))
         return buckets
 
     def _passes(self, parts: Parts) -> list[tuple[Program, Shape]]:
         """Every small pass, and one of each size class of larger ones, the longest included."""
-        buckets = [b for b in self._buckets(parts) if b.program.name != "score"]
-        return [(b.program, shape) for b in buckets for shape in size_classes(b.shapes)]
+        passes: list[tuple[Program, Shape]] = []
+        for b in self._buckets(parts):
+            common = b.needs == self.needs and b.program.name in ("round", "extend", "catch_up")
+            # Of the others one suffices: one kernel has a variant for masks.
+            passes += [(b.program.of(b.needs), shape) for shape in (size_classes(b.shapes) if common else b.shapes[:1])]
+        return passes
 
     def _hold_pages(self, shape: KVShape, num_pages: int, path_pages: int = 0) -> None:
         """The cache of the target, ``kv``, and of its drafter; replaces a smaller one."""
@@ -293,8 +316,15 @@ class Runner:
             slots = [s.slot for s in work.behind]
             self.planner.launch(self.catch_up_key(len(slots)), {"slots": slots})
         columns, pages = _growth_arrays(work)
-        batch = {"slots": [s.slot for s in work.sequences], "columns": columns, "pages": pages}
-        return self.planner.launch(self.round_key(len(work.sequences), work.drafts), batch)
+        rows = len(work.sequences)
+        batch: dict[str, object] = {"slots": [s.slot for s in work.sequences], "columns": columns, "pages": pages}
+        if not needs_masks(work):
+            return self.planner.launch(self.round_key(rows, work.drafts), batch)
+        shape, drafts = Shape(rows, 1 + work.drafts), np.empty((rows, self.paths, 0), dtype=np.int32)
+        if work.drafts:
+            drafts = self.planner.launch(Key("draft", shape, self.needs), batch).wait()["drafts"][:rows]
+        batch["mask"] = round_masks(work, drafts, mask_words(self.model.config.vocab_size))
+        return self.planner.launch(Key("verify", shape, self.masked), batch)
 
     def round_key(self, rows: int, drafts: int) -> Key:
         """Of a round of so many requests with so many drafts each."""
@@ -312,7 +342,7 @@ class Runner:
         # The rows that no request uses are empty: they begin where the tokens end.
         query_start = np.full(self.max_extend_rows + 1, total)
         query_start[: len(edges)] = edges
-        batch = {
+        batch: dict[str, object] = {
             "token_ids": np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks]),
             "next_ids": np.concatenate([_following(c) for c in chunks]),
             "slots": [c.sequence.slot for c in chunks],
@@ -321,7 +351,10 @@ class Runner:
             "sample_slots": [c.sequence.slot if c.last else self.slots.padding for c in chunks],
             "last": edges[1:] - 1,
         }
-        return self.planner.launch(Key("score" if work.scores else "extend", Shape(total), self.needs), batch)
+        needs = self.needs
+        if needs_masks(work):
+            needs, batch["mask"] = self.masked, extend_masks(work, mask_words(self.model.config.vocab_size))
+        return self.planner.launch(Key("score" if work.scores else "extend", Shape(total), needs), batch)
 
     def close(self) -> None:
         """Free the graphs, then everything they were captured on."""

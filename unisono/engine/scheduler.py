@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from unisono.cache.pages import OutOfPages, PagePool, Reservation, pages_for
 from unisono.engine.slots import Slots
+from unisono.grammar.matcher import Matcher
 from unisono.types import EngineRequest, FinishReason, TokenLogprobs
 
 MAX_EXTEND_STREAK = 8
@@ -38,6 +39,7 @@ class Sequence:
     preemptions: int = 0
     leader: Sequence | None = None  # of the same prompt, ahead in the queue
     prompt_logprobs: dict[int, TokenLogprobs] | None = None  # by position, as far as they are read; None: not wanted
+    matcher: Matcher | None = None  # says what each position may sample; None: anything
 
     @property
     def waits_for_leader(self) -> bool:
@@ -84,6 +86,11 @@ class Round:
     drafts: int
     behind: tuple[Sequence, ...] = ()
 
+    @property
+    def masked(self) -> bool:
+        """Whether a sequence is sampled under masks."""
+        return any(sequence.matcher is not None for sequence in self.sequences)
+
 
 class Scheduler:
     """Owns the queues and every sequence's pages and slot."""
@@ -110,6 +117,11 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether the next round can be launched only when every token before it is read: masks depend on them."""
+        return any(sequence.matcher is not None for sequence in self.running)
 
     def schedule(self) -> Extend | Round | None:
         """The next pass; None when there is nothing to run before the pass in flight is read."""

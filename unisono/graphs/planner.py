@@ -37,6 +37,7 @@ class Buckets:
     flat: up to so many rows a pass costs what one up to the next edge costs.
     cost: what a pass takes; None: nothing is known, and every pass that fits a graph replays it. measured: find it out.
     always: replay even where a graph would save nothing.
+    on_demand: capture nothing at start, but a size before the first pass that wants it: where passes do not overlap.
     share: of the memory budget that the program's graphs may take.
     width: the shapes'.
     """
@@ -51,6 +52,7 @@ class Buckets:
     cost: PassCost | None = None
     measured: bool = False
     always: bool = False
+    on_demand: bool = False
     share: float = 1.0
     width: int = 1
 
@@ -83,7 +85,8 @@ class Planner:
         self.idle_captures = 0
         self.capture_seconds = 0.0
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._programs: dict[tuple[str, int], Buckets] = {}  # by name and width
+        # By name and width: those of fewest needs first.
+        self._programs: dict[tuple[str, int], list[Buckets]] = {}
         self._graphs: dict[tuple[str, int], list[Graph]] = {}
         self._dropped: dict[Key, Reason] = {}
         self._missing: Counter[Key] = Counter()  # keys that passes wanted -> milliseconds they would have saved
@@ -97,12 +100,19 @@ class Planner:
         A shape that does not fit is dropped: passes of its size run eagerly and count NO_MEMORY or OVER_BUDGET.
         """
         started = time.perf_counter()
-        self._programs = {(buckets.program.name, buckets.width): buckets for buckets in plan}
+        self._programs = {(buckets.program.name, buckets.width): [] for buckets in plan}
+        for buckets in plan:
+            variants = self._programs[buckets.program.name, buckets.width]
+            if self.enabled and buckets.measured and self._captures(buckets):
+                # More needs leave a pass's cost as it is, near enough.
+                like = variants[0] if variants else self._measure(buckets)
+                buckets = dataclasses.replace(buckets, cost=like.cost, shapes=like.shapes)
+            if buckets.on_demand:
+                buckets = dataclasses.replace(buckets, shapes=tuple(_worthwhile(buckets)))
+            variants.append(buckets)
         if self.enabled:
-            for at, buckets in self._programs.items():
-                if buckets.measured and self._captures(buckets):
-                    self._programs[at] = self._measure(buckets)
-            wanted = [(b, s) for b in self._programs.values() if self._captures(b) for s in _worthwhile(b)]
+            every = [b for variants in self._programs.values() for b in variants if self._captures(b)]
+            wanted = [(b, s) for b in every if not b.on_demand for s in _worthwhile(b)]
             wanted.sort(key=lambda w: w[1].rows * w[1].width, reverse=True)
             for done, (buckets, shape) in enumerate(wanted, 1):
                 self._add(buckets, buckets.key(shape))
@@ -116,7 +126,7 @@ class Planner:
         """
         started = time.perf_counter()
         for key, saved in self._missing.most_common():
-            buckets = self._programs[key.program, key.shape.width]
+            buckets = self._buckets(key)
             if buckets.cost is not None and saved < buckets.cost.capture(key.shape.rows):
                 continue
             del self._missing[key]
@@ -168,7 +178,7 @@ class Planner:
 
     def _timed(self, buckets: Buckets, shape: Shape) -> tuple[float, float]:
         """Milliseconds of an eager pass on padding: until the host has launched it, and until it is done."""
-        buffers = Buffers(buckets.program.schema, shape, self.device)
+        buffers = Buffers(buckets.program.schema.of(buckets.needs), shape, self.device)
         times = []
         for _ in range(2):
             torch.cuda.synchronize()
@@ -216,7 +226,7 @@ class Planner:
         logger.log(level, "No graph of %s for %s: %s. Advice: %s.", shape, key.program, reason.value, reason.advice)
 
     def _capture(self, buckets: Buckets, key: Key) -> Graph:
-        buffers = Buffers(buckets.program.schema, key.shape, self.device)
+        buffers = Buffers(buckets.program.schema.of(key.needs), key.shape, self.device)
         splits = buckets.mode == "segmented"
         if self._pool is None:
             return Tape(buckets.program, key, buffers, splits, self.compile)
@@ -231,42 +241,51 @@ class Planner:
 
     def expected_ms(self, key: Key) -> float:
         """:meth:`pass_ms`, or what is known of an eager pass; 0 where nothing is."""
-        cost = self._programs[key.program, key.shape.width].cost
+        cost = self._buckets(key).cost
         return self.pass_ms(key) or (cost.replay(key.shape.rows) if cost is not None else 0.0)
 
+    def _buckets(self, key: Key) -> Buckets:
+        """What is known of passes with this key's needs, or with the fewest that cover them."""
+        variants = self._programs[key.program, key.shape.width]
+        return next((b for b in variants if b.needs == key.needs or b.needs.covers(key.needs)), variants[0])
+
     def plan(self, key: Key) -> Replay | Eager:
-        """Replay the smallest graph whose key covers this one, or say why none does."""
-        buckets = self._programs[key.program, key.shape.width]
+        """Replay the smallest graph with this key's needs, else with more, that covers it; or say why none does."""
+        buckets = self._buckets(key)
         if not self.enabled or buckets.mode == "off":
             return Eager(Reason.DISABLED)
         rows, cost = key.shape.rows, buckets.cost
         graphs = self._graphs.get((key.program, key.shape.width), [])
-        for graph in graphs:
+        for graph in sorted(graphs, key=lambda g: g.key.needs != key.needs):
             if graph.key.covers(key):
                 if cost is None or cost.replay(graph.key.shape.rows) <= cost.eager(rows):
                     return Replay(graph)
                 return Eager(Reason.UNPROFITABLE)
         for dropped, reason in self._dropped.items():
-            if dropped.covers(key):
+            if dropped.needs == key.needs and dropped.covers(key):
                 return Eager(reason)
         if cost is not None and cost.eager(rows) <= cost.replay(rows):
             return Eager(Reason.UNPROFITABLE)
-        if graphs and all(graph.key.shape.rows < rows for graph in graphs):
+        able = [graph for graph in graphs if graph.key.needs.covers(key.needs)]
+        if able and all(graph.key.shape.rows < rows for graph in able):
             return Eager(Reason.ABOVE_BUCKETS)
         return Eager(Reason.NOT_CAPTURED)
 
     def launch(self, key: Key, batch: Mapping[str, object]) -> Pending:
         """Load the batch, run the pass as planned, count it, and start fetching its outputs."""
+        buckets = self._buckets(key)
+        if buckets.on_demand and buckets.needs == key.needs:
+            self._capture_now(buckets, key.shape.rows)
         answer = self.plan(key)
         if isinstance(answer, Replay):
             graph = answer.graph
-            graph.buffers.load(batch)
+            graph.buffers.load(batch, key.needs)
             graph.replay()
             self.passes[key.program, graph.kind, ""] += 1
             self.padded_rows[key.program] += graph.key.shape.rows - key.shape.rows
             self.filled_rows[key.program] += key.shape.rows
             return graph.buffers.fetch()
-        program = self._programs[key.program, key.shape.width].program
+        program = buckets.program
         buffers = self._eager(program, key)
         buffers.load(batch)
         if program.prepare is not None:
@@ -276,11 +295,23 @@ class Planner:
         self._note_missing(key, answer.reason)
         return buffers.fetch()
 
+    def _capture_now(self, buckets: Buckets, rows: int) -> None:
+        """Of a program that is captured on demand, have the size that serves so many rows best."""
+        shape = next((s for s in buckets.shapes if s.rows >= rows), None)
+        if shape is None or not self.enabled or not self._captures(buckets):
+            return
+        key = buckets.key(shape)
+        if key in self._dropped or any(g.key == key for g in self._graphs.get((key.program, shape.width), ())):
+            return
+        started = time.perf_counter()
+        self._add(buckets, key)
+        self.capture_seconds += time.perf_counter() - started
+
     def _note_missing(self, key: Key, reason: Reason) -> None:
         """Remember which capture would have served this pass better."""
         if reason not in (Reason.ABOVE_BUCKETS, Reason.NOT_CAPTURED, Reason.UNPROFITABLE):
             return
-        buckets = self._programs[key.program, key.shape.width]
+        buckets = self._buckets(key)
         fits = (s for s in buckets.shapes if s.width == key.shape.width and s.rows >= key.shape.rows)
         if (shape := next(fits, None)) is None:
             return
@@ -296,7 +327,7 @@ class Planner:
         if buffers is None:
             if len(self._eager_buffers) >= 64:  # small tensors, but prompts come in every length
                 self._eager_buffers.pop(next(iter(self._eager_buffers)))
-            buffers = self._eager_buffers[key] = Buffers(program.schema, key.shape, self.device)
+            buffers = self._eager_buffers[key] = Buffers(program.schema.of(key.needs), key.shape, self.device)
         return buffers
 
     def forget(self) -> None:
@@ -310,23 +341,28 @@ class Planner:
         """One row per captured key and per range of sizes that runs eagerly: why, and what the user could change."""
         rows: list[dict[str, Any]] = []
         for g in self.graphs():
-            shape = {"program": g.key.program, **dataclasses.asdict(g.key.shape), "needs": g.key.needs.hidden.name}
+            shape = {"program": g.key.program, **dataclasses.asdict(g.key.shape), "needs": g.key.needs.text}
             cost = {"bytes": g.cost_bytes, "ms": round(g.replay_ms, 3), "capture_ms": round(1e3 * g.capture_seconds, 1)}
             rows.append({**shape, "kind": g.kind, "breaks": g.breaks, **cost, "reason": "", "advice": ""})
-        for (name, _), buckets in self._programs.items():
-            for sizes, width, reason in self._eager_sizes(buckets):
-                why = {"reason": reason.value, "advice": reason.advice}
-                rows.append({"program": name, "rows": sizes, "width": width, "kind": "eager", **why})
+        for (name, _), variants in self._programs.items():
+            off = not self.enabled or not self._captures(variants[0])
+            for buckets in variants[:1] if off else variants:
+                if buckets.on_demand and buckets.shapes and not off:
+                    shape = {"program": name, "rows": "any", "width": buckets.shapes[0].width}
+                    rows.append({**shape, "needs": buckets.needs.text, "kind": "on demand", "reason": "", "advice": ""})
+                    continue
+                for sizes, width, reason in self._eager_sizes(buckets):
+                    shape = {"program": name, "rows": sizes, "width": width, "needs": buckets.needs.text}
+                    rows.append({**shape, "kind": "eager", "reason": reason.value, "advice": reason.advice})
         return rows
 
     def costs(self) -> dict[str, float]:
         """What all graphs cost; ``budget`` in bytes, -1 for none. ``padding_share`` of the rows that were replayed."""
         filled, padded = self.filled_rows.total(), self.padded_rows.total()
-        costs = {
-            name: buckets.cost.eager_ms for (name, _), buckets in self._programs.items() if buckets.cost is not None
-        }
+        costs = {name: variants[0].cost for (name, _), variants in self._programs.items()}
+        launches = {name: cost.eager_ms for name, cost in costs.items() if cost is not None}
         return {
-            **{f"{name}_launch_ms": round(ms, 3) for name, ms in costs.items() if not math.isinf(ms)},
+            **{f"{name}_launch_ms": round(ms, 3) for name, ms in launches.items() if not math.isinf(ms)},
             "graphs": sum(1 for _ in self.graphs()),
             "bytes": self.graph_bytes,
             "budget": -1 if self.budget is None else self.budget,
