@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.drafters.ledger import play
 from tests.engine.helpers import counted, engine, prompts, tokens
 from tests.engine.test_speculation import DRAFTERS, PARAMS, PROMPTS, SCARCE, Checkpoints
 from unisono.drafters.base import PausableDrafter
 from unisono.engine.pace import Pace
 from unisono.llm import LLM
-from unisono.types import SamplingParams, SpeculativeConfig
+from unisono.types import ConfigError, EngineRequest, SamplingParams, SpeculativeConfig
 
 CUDA = torch.cuda.is_available()
 GRAPH = "full" if CUDA else "tape"
@@ -144,3 +145,107 @@ def test_a_paused_drafter_drafts_as_if_it_had_not_been(
     assert len(now_and_then) >= 6
     assert rounds[0] > 5 * each
     assert now_and_then == {at: always[at] for at in now_and_then}
+
+
+# ---- around it --------------------------------------------------------------------------------------
+
+CERTAIN = SamplingParams(temperature=0, max_tokens=1 + 10 * 4, ignore_eos=True)
+
+
+@pytest.mark.parametrize("paused", [0, 7, 40])
+def test_what_a_pause_leaves_in_the_prefix_cache_is_whole(qwen3: Path, paused: int) -> None:
+    """The target is its own draft: whoever goes on from cached pages has every draft accepted, or keys were missing."""
+    prompt = prompts(1, 250, 20, 21, seed=5)[0]
+    with drafting("standalone", (qwen3, qwen3)) as llm:
+        (first,) = play(llm, [prompt], [replace(CERTAIN, max_tokens=4)])  # compiles; the prompt is cached
+        llm.engine.pin_drafts(0 if paused else 3)
+        (told,) = play(llm, [prompt], [replace(CERTAIN, max_tokens=max(paused, 40))])
+        llm.engine.pin_drafts(3)
+        before = llm.engine.scheduler.prefix_hits
+        (entry,) = play(llm, [prompt + told.tokens], [CERTAIN])
+        assert entry.rounds == [4] * 10
+        assert llm.engine.scheduler.prefix_hits - before >= (16 if paused else 48)
+        assert first.tokens == told.tokens[:4]
+
+
+def test_a_resumed_request_has_every_draft_accepted(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before the pause: what a user would see of it, tokens a round."""
+    turns = iter([3] * 3 + [0] * 21 + [3] * 99)
+    monkeypatch.setattr(Pace, "_choose", lambda self, sequences: next(turns))
+    with drafting("standalone", (qwen3, qwen3), max_num_batched_tokens=512) as llm:
+        (entry,) = play(llm, [[1, 2, 3]], [replace(CERTAIN, max_tokens=1 + 12 + 21 + 40)])
+    assert entry.rounds == [4] * 3 + [1] * 21 + [4] * 10
+
+
+def test_only_those_behind_catch_up(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that comes while others are paused has nothing to catch up with; nor have those that do not run."""
+    with drafting("standalone", (qwen3, qwen3)) as llm:
+        sizes: list[int] = []
+        launch = llm.engine.runner.planner.launch
+
+        def spy(key: Any, batch: Any) -> Any:
+            if key.program == "catch_up":
+                sizes.append(key.shape.rows)
+            return launch(key, batch)
+
+        monkeypatch.setattr(llm.engine.runner.planner, "launch", spy)
+        llm.engine.pin_drafts(0)
+        old = EngineRequest("old", [1, 2, 3], replace(CERTAIN, seed=0))
+        llm.engine.add(old)
+        for _ in range(4):
+            llm.engine.step()
+        llm.engine.add(EngineRequest("new", [4, 5, 6], replace(CERTAIN, seed=0)))
+        llm.engine.step()
+        llm.engine.pin_drafts(3)
+        while llm.engine.has_work():
+            llm.engine.step()
+        assert sizes == [1]
+
+
+@pytest.mark.parametrize("method", ["standalone", "ngram"])
+def test_where_nobody_drafts_rounds_are_plain(method: str, qwen3: Path) -> None:
+    """Speculation is off for every request: k = 0, whatever drafting might bring, and nothing to catch up with."""
+    with drafting(method, (qwen3, qwen3 if method == "standalone" else None)) as llm:
+        before = llm.engine.pace.rounds.copy()
+        tokens(llm, TEXTS, replace(LONG, max_drafts=0))
+        assert set(llm.engine.pace.rounds - before) == {0}
+        assert ("catch_up", GRAPH, "") not in counted(llm)
+
+
+def test_it_can_be_fixed_and_says_so(qwen3: Path) -> None:
+    for flags, why in (({"adaptive": False}, "adaptive is off"), ({"enforce_eager": True}, "without graphs")):
+        with drafting("ngram", (qwen3, None), **flags) as llm:
+            assert llm.engine.runner.choices == (3,)
+            tokens(llm, TEXTS, LONG)
+            assert set(llm.engine.pace.rounds) == {3}
+            (decision,) = [d for d in llm.engine.config.decisions if d.name == "drafts per round"]
+            assert why in decision.reason
+            assert llm.engine.info()["speculation"]["round_ms"] == []  # type: ignore[index]
+            with pytest.raises(ConfigError, match="2 drafts"):
+                llm.engine.pin_drafts(2)
+
+
+def test_what_it_tells(qwen3: Path) -> None:
+    with drafting("ngram", (qwen3, None), k=7, max_num_seqs=4) as llm:
+        tokens(llm, TEXTS, LONG)
+        info: dict[str, Any] = llm.engine.info()["speculation"]  # type: ignore[assignment]
+        samples = [sample for sample in llm.engine.metrics() if sample[0] == "spec_decode_num_rounds"]
+        counts = {int(labels["num_speculative_tokens"]): value for _, _, labels, value, _ in samples}
+        assert llm.engine.runner.choices == (0, 1, 2, 3, 5, 7)
+        assert counts == dict(llm.engine.pace.rounds) == {int(k): n for k, n in info["rounds_by_drafts"].items()}
+        assert info["adaptive"]
+        assert {1, 2, 4} <= {row["requests"] for row in info["round_ms"]}
+        for row in info["round_ms"]:
+            assert list(row) == ["requests", *(f"k={k}" for k in llm.engine.runner.choices)]
+            assert all(ms > 0 for ms in row.values())
+        kinds = {(program, kind) for program, kind, _ in counted(llm)}
+        assert kinds == {("extend", GRAPH), ("round", GRAPH)}, "the policy's own choices replay graphs too"
+
+
+def test_a_tree_is_drafted_whole_or_not_at_all(qwen3: Path, plain: Any, at_random: Any) -> None:
+    at_random()
+    spec = SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 3, "topk": 2, "num_draft_tokens": 6})
+    with engine(qwen3, speculative=spec, adaptive=True) as llm:
+        assert llm.engine.runner.choices == (0, 3)
+        assert tokens(llm, PROMPTS[:12], PARAMS[:12]) == plain(qwen3)[:12]
+        assert set(llm.engine.pace.rounds) == {0, 3}

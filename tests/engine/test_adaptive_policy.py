@@ -169,6 +169,10 @@ def test_what_a_round_takes_is_learnt() -> None:
         costs.measured(8, 3, 24.0)  # texts grew: by as much for any number
     assert costs.ms(8, 0) == pytest.approx(19.0)
     assert costs.ms(100, 0) == 10.0, "rounds of other sizes are another matter"
+    costs.interrupted()
+    for _ in range(9):
+        costs.measured(8, 0, 12.0)  # other texts, shorter ones: nothing is wrong with k = 0
+    assert (costs.ms(8, 0), costs.ms(8, 3)) == (pytest.approx(12.0), pytest.approx(17.0))
 
 
 def test_resuming_has_to_pay() -> None:

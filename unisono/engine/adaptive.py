@@ -119,6 +119,10 @@ class RoundCosts:
         more = (level.offset or 0.0) + level.correction.get(drafts, 0.0)
         return max(padding + more, 0.25 * padding)
 
+    def interrupted(self) -> None:
+        """The next rounds are of other texts: what differs then is not to be put down to their number of drafts."""
+        self._last = None
+
     def measured(self, rows: int, drafts: int, ms: float) -> None:
         """A round of so many requests took so long, as did those around it."""
         padding = self._table(rows, drafts)

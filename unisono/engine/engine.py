@@ -191,7 +191,7 @@ class Engine:
         outputs = launched.wait()
         result, logprobs = outputs["result"], outputs["logprobs"]
         work = launched.work
-        self.pace.read(work, result[:, 0] if isinstance(work, Round) else None)
+        self.pace.read(work, result)
         if isinstance(work, Extend):
             for chunk in work.chunks:
                 if chunk.sequence.finish is FinishReason.RUNNING:

@@ -15,7 +15,7 @@ import numpy as np
 
 from unisono.engine.adaptive import Acceptance, AdaptiveK, RoundCosts
 from unisono.engine.scheduler import Extend, Round, Sequence
-from unisono.types import MAX_DRAFTS
+from unisono.types import MAX_DRAFTS, FinishReason
 
 if TYPE_CHECKING:
     from unisono.engine.runner import Runner
@@ -107,19 +107,23 @@ class Pace:
 
     # ---- after a pass -------------------------------------------------------------------------
 
-    def read(self, work: Extend | Round, counts: np.ndarray | None) -> None:
-        """A pass was read. counts [rows]: tokens that each row of a round committed."""
+    def read(self, work: Extend | Round, result: np.ndarray) -> None:
+        """A pass was read. result [rows, …] int32: of each row how many tokens it committed, and its status."""
         now, before, after = time.perf_counter(), self._read_at, self._launched
         self._read_at = now
-        if not isinstance(work, Round) or counts is None or len(self._runner.choices) == 1:
+        if not isinstance(work, Round):
+            self.policy.costs.interrupted()
+            return
+        if len(self._runner.choices) == 1:
             return
         # On a GPU the time since the last pass was read is this one's, on a CPU that of the one behind it.
         if after is not None and _alike(work, after):
             self.policy.costs.measured(len(work.sequences), work.drafts, 1e3 * (now - before))
         if work.drafts:
             asked = [min(work.drafts, _max_drafts(s)) for s in work.sequences]
-            # Not of rows that have ended, whose slots may be others' by now.
-            rows = [r for r, s in enumerate(work.sequences) if asked[r] and counts[r] and self._owners.get(s.slot) is s]
+            counts, going_on = result[:, 0], result[:, 1] == FinishReason.RUNNING
+            # What ended was cut short, and has a slot that may be another's by now.
+            rows = [r for r, s in enumerate(work.sequences) if asked[r] and counts[r] and going_on[r] and s.slot >= 0]
             if rows:
                 slots = np.array([work.sequences[row].slot for row in rows])
                 self.policy.acceptance.count(slots, np.array(asked)[rows], counts[rows] - 1)
