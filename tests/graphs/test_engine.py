@@ -77,7 +77,7 @@ def test_the_bundled_model_has_no_eager_pass(flags: dict[str, Any]) -> None:
     assert {row["program"] for row in told["graphs"]} == {"extend", "round", "score", "verify"}
     assert CUDA or all(row["kind"] != "eager" for row in told["graphs"])
     for row in told["graphs"]:
-        if row["kind"] not in ("eager", "on demand"):
+        if row["kind"] not in ("eager", "lazy"):
             assert row["bytes"] >= 0
             assert row["ms"] > 0
             assert row["breaks"] == (0 if row["kind"] == FULL else row["breaks"])

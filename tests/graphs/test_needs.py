@@ -114,7 +114,7 @@ def test_what_is_captured_on_demand() -> None:
     planner = planned((MASKED, (2, 4)), cost=COST, passes=1e6, on_demand=True)
     assert not list(planner.graphs())
     (row,) = planner.report()
-    assert (row["kind"], row["needs"], row["reason"]) == ("on demand", "NULL+masks", "")
+    assert (row["kind"], row["needs"], row["reason"]) == ("lazy", "NULL+masks", "")
     for _ in range(2):
         assert launch(planner, [5, 6, 7], mask=[1, 2, 3]) == [1, 2, 3]
     assert [graph.key for graph in planner.graphs()] == [Key("p", Shape(4), MASKED)]

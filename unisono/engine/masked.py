@@ -10,6 +10,11 @@ Masks come from ``Sequence.matcher``; this module knows of it what :class:`uniso
 
 from __future__ import annotations
 
+import functools
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import torch
 
@@ -24,6 +29,7 @@ from unisono.engine.programs import (
     settle_tree,
 )
 from unisono.engine.scheduler import Extend, Round
+from unisono.grammar.matcher import Matcher
 from unisono.kernels.pages import grow_pages
 from unisono.kernels.rounds import limit_drafts
 from unisono.program import Buffers, Field, Program, Schema
@@ -108,9 +114,8 @@ def extend_masks(work: Extend, words: int) -> np.ndarray:
     """[requests, 1, 1, words] int32 for the first positions behind the prompts that end here."""
     masks = np.full((len(work.chunks), 1, 1, words), ALL, dtype=np.int32)
     nothing = np.empty((1, 0), dtype=np.int32)
-    for mask, chunk in zip(masks, work.chunks, strict=True):
-        if chunk.last and chunk.sequence.matcher is not None:
-            chunk.sequence.matcher.masks(nothing, mask)
+    matchers = [chunk.sequence.matcher if chunk.last else None for chunk in work.chunks]
+    _fill(matchers, [nothing] * len(matchers), masks)
     return masks
 
 
@@ -118,7 +123,22 @@ def round_masks(work: Round, drafts: np.ndarray, words: int) -> np.ndarray:
     """[requests, P, 1 + k, words] int32 for the positions behind ``drafts [requests, P, k]``."""
     rows, paths, count = drafts.shape
     masks = np.full((rows, paths, 1 + count, words), ALL, dtype=np.int32)
-    for mask, tried, sequence in zip(masks, drafts, work.sequences, strict=True):
-        if sequence.matcher is not None:
-            sequence.matcher.masks(tried, mask)
+    _fill([sequence.matcher for sequence in work.sequences], drafts, masks)
     return masks
+
+
+def _fill(matchers: list[Matcher | None], drafts: Iterable[np.ndarray], masks: np.ndarray) -> None:
+    """Have each row's matcher make its masks: of several rows in threads, for matchers work outside Python's lock."""
+    rows = zip(matchers, drafts, masks, strict=True)
+    jobs = [functools.partial(matcher.masks, *row) for matcher, *row in rows if matcher is not None]
+    if len(jobs) < 2:
+        for job in jobs:
+            job()
+        return
+    for done in [_threads().submit(job) for job in jobs]:
+        done.result()
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) - 1), "masks")

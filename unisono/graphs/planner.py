@@ -349,7 +349,7 @@ class Planner:
             for buckets in variants[:1] if off else variants:
                 if buckets.on_demand and buckets.shapes and not off:
                     shape = {"program": name, "rows": "any", "width": buckets.shapes[0].width}
-                    rows.append({**shape, "needs": buckets.needs.text, "kind": "on demand", "reason": "", "advice": ""})
+                    rows.append({**shape, "needs": buckets.needs.text, "kind": "lazy", "reason": "", "advice": ""})
                     continue
                 for sizes, width, reason in self._eager_sizes(buckets):
                     shape = {"program": name, "rows": sizes, "width": width, "needs": buckets.needs.text}
