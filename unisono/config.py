@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -43,8 +44,8 @@ class EngineConfig:
     graph_memory: GiB that graphs may take; None: a share of what is free before the KV cache is sized.
     speculative: how drafts are made; None decodes without. synthetic_acceptance_length: benchmarks only: accept so
     many tokens a round on average, bonus included, whatever the drafts are; the text is then meaningless.
-    synthetic_acceptance_rates: benchmarks only, the same by place: draft i is accepted with this probability where all
-    before it were; places beyond the last never are.
+    synthetic_acceptance_rates: benchmarks only, the same by place: the share of rounds in which draft 1, 2 … is
+    accepted, as /metrics counts it; places beyond the last never are.
     logprobs_mode: log-probabilities of the model's own logits (raw), or of what tokens are drawn from: edited, divided
     by the temperature, filtered (processed).
     """
@@ -89,8 +90,10 @@ class EngineConfig:
         if forced is not None and not 1 <= forced <= longest:
             raise ConfigError(f"--synthetic-acceptance-length {forced}: give 1 to {longest} (1 + k).")
         rates = self.synthetic_acceptance_rates
-        if not all(0 <= rate <= 1 for rate in rates):
-            raise ConfigError(f"--synthetic-acceptance-rates {rates}: give probabilities, 0 to 1.")
+        if not all(1 >= a >= b >= 0 for a, b in pairwise((1.0, *rates))):
+            raise ConfigError(
+                f"--synthetic-acceptance-rates {rates}: give shares of rounds, 1 to 0, none above the last."
+            )
         if rates and (forced is not None or self.speculative is None):
             raise ConfigError("--synthetic-acceptance-rates needs speculation, and no --synthetic-acceptance-length.")
         if not 0 <= self.seed < 2**63:

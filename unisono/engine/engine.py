@@ -110,10 +110,10 @@ class Engine:
         asked = request.params.structured_outputs
         if asked is None:
             return None
-        if self.config.asked.synthetic_acceptance_length is not None:
+        if self.config.asked.synthetic:
             raise BadRequest(
-                "structured_outputs needs drafts that are verified; this server runs with "
-                "--synthetic-acceptance-length, which accepts them unseen.",
+                "structured_outputs needs drafts that are verified; this server runs with synthetic acceptance, "
+                "which accepts them unseen.",
                 "structured_outputs",
             )
         return self.grammars.get(asked)

@@ -7,6 +7,7 @@ what counts. Which drafts are accepted follows from a request's seed and their p
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -25,7 +26,9 @@ def forcing(config: EngineConfig, slots: Slots) -> Force | None:
         return lambda drafts, picks, rows: force_drafts(drafts, picks, rows, slots.length, mean)
     if not rates:
         return None
-    shares = torch.tensor([*rates, 0.0], device=slots.length.device)
+    # Of each place, the share where those before it were accepted.
+    conditional = [rate / before if before else 0.0 for before, rate in pairwise((1.0, *rates))]
+    shares = torch.tensor([*conditional, 0.0], device=slots.length.device)
 
     def force(drafts: torch.Tensor, picks: torch.Tensor, rows: torch.Tensor) -> None:
         place = torch.arange(drafts.shape[1], dtype=torch.int32, device=drafts.device)

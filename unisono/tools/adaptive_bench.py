@@ -71,7 +71,7 @@ class Curve:
         """What was accepted, in words for every output."""
         if not self.rates:
             return "acceptance is the drafter's own, on the bundled problems"
-        return f"SYNTHETIC ACCEPTANCE {self.rates}: of each place, where those before it were accepted"
+        return f"SYNTHETIC ACCEPTANCE: draft 1, 2 … accepted in {self.rates} of all rounds"
 
     def markdown(self) -> str:
         """For people."""
@@ -110,7 +110,7 @@ def adaptive(
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     concurrency: Annotated[str, typer.Option(help="Requests at once, with commas.")] = "1,4,16,64,128,256",
     synthetic_acceptance_rates: Annotated[
-        str, typer.Option(help="Accept draft 1, 2 … with these probabilities. Without: the drafter's own.")
+        str, typer.Option(help="Accept draft 1, 2 … in these shares of rounds. Without: the drafter's own.")
     ] = "",
     context: Annotated[int, typer.Option(help="Prompt tokens of each request, with synthetic acceptance.")] = 512,
     rounds: Annotated[int, typer.Option(help="Rounds timed at a stretch.")] = 48,
