@@ -107,8 +107,17 @@ LONG = SamplingParams(temperature=0.8, seed=3, max_tokens=90, ignore_eos=True)
 PAUSABLE = ("eagle", "eagle3", "mtp", "standalone")
 
 
-def proposals(llm: LLM, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], list[int]]:
-    """What an eager engine drafts for TEXTS, by request and length of its text."""
+def carried(drafter: Any) -> list[torch.Tensor]:
+    """The hidden states [S, H] that a drafter carries from round to round."""
+    stages = getattr(drafter, "_stages", [])
+    return [drafter._hidden] if hasattr(drafter, "_hidden") else [stage.hidden for stage in stages]
+
+
+def proposals(llm: LLM, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[float]]:
+    """What an eager engine drafts for TEXTS, and for what goes on from their answers' cached pages: by text so far.
+
+    And the sum of the hidden states that its drafter carries then: one wrong key among many changes few drafts.
+    """
     drafter, seen = llm.engine.runner.drafter, {}
     slots, real = llm.engine.runner.slots, drafter.propose
 
@@ -116,10 +125,14 @@ def proposals(llm: LLM, params: SamplingParams, monkeypatch: pytest.MonkeyPatch)
         real(rows, drafts)
         for slot, row in zip(rows.tolist(), drafts.tolist(), strict=True):
             if slot != slots.padding:
-                seen[slot, int(slots.length[slot])] = row
+                text = tuple(slots.history[slot, : int(slots.length[slot])].tolist())
+                seen[text] = [*row, *(part[slot].sum().item() for part in carried(drafter))]
 
     monkeypatch.setattr(drafter, "propose", propose)
-    tokens(llm, TEXTS, params)
+    answers = tokens(llm, TEXTS, params)
+    before = llm.engine.scheduler.prefix_hits
+    tokens(llm, [text + answer for text, answer in zip(TEXTS, answers, strict=True)], replace(params, max_tokens=30))
+    assert llm.engine.scheduler.prefix_hits - before >= 3 * 48, "of the answers too"
     return seen
 
 

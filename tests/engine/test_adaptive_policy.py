@@ -126,6 +126,19 @@ def test_it_comes_back_when_acceptance_rises() -> None:
     assert chosen[-100:].count(5) > 80
 
 
+@pytest.mark.parametrize("rows", [1, 64])
+def test_old_evidence_does_not_outlive_a_change(rows: int) -> None:
+    """Thousands of drafts were rejected, and requests end after 20 rounds: what is accepted from now on has to count."""
+    service = Service(rows, (0.95,) * 5)
+    for _ in range(3000 // rows):
+        service.policy.acceptance.count(service.slots, np.full(rows, 5), np.zeros(rows, int))
+    for _ in range(50):
+        for slot in service.slots:
+            service.policy.acceptance.begin(slot)
+        chosen = service.run(20)
+    assert chosen.count(5) > 15
+
+
 def test_curiosity_costs_what_it_may() -> None:
     """Where drafting never pays, what probes lose stays within their share of the time."""
     for rows, catch_up in itertools.product((1, 64), (0.0, 2.0)):

@@ -26,9 +26,6 @@ OWN_DECAY, SHARED_DECAY = 0.97, 0.998
 SHARED_TRIALS = 8.0
 """As how many of a request's own trials the estimate over all requests counts."""
 
-AGING, LEAST_TRIALS = 0.98, 4.0
-"""Places that a round does not try are known less well after it, down to so many trials."""
-
 HYSTERESIS = 0.005
 """Gain below which the number of drafts stays as it is."""
 
@@ -62,13 +59,11 @@ class Acceptance:
         """A round: of slots [R], drafts asked for [R] and accepted [R]. Where none was found it counts as rejected."""
         taken = self._places < accepted[:, None]
         tried = (self._places <= accepted[:, None]) & (self._places < asked[:, None])
-        own = self._tried[slots]
-        fade = np.where(tried, OWN_DECAY, np.where(own > LEAST_TRIALS, AGING, 1.0))
-        self._tried[slots] = own * fade + tried
+        fade = np.where(tried, OWN_DECAY, 1.0)
+        self._tried[slots] = self._tried[slots] * fade + tried
         self._taken[slots] = self._taken[slots] * fade + (taken & tried)
         count = tried.sum(0)
-        untried = np.where(self._all_tried > LEAST_TRIALS, AGING, 1.0)
-        fade = np.where(count > 0, SHARED_DECAY**count, untried)
+        fade = SHARED_DECAY**count
         self._all_tried = self._all_tried * fade + count
         self._all_taken = self._all_taken * fade + (taken & tried).sum(0)
 
