@@ -128,7 +128,7 @@ def test_it_comes_back_when_acceptance_rises() -> None:
 
 @pytest.mark.parametrize("rows", [1, 64])
 def test_old_evidence_does_not_outlive_a_change(rows: int) -> None:
-    """Thousands of drafts were rejected, and requests end after 20 rounds: what is accepted from now on has to count."""
+    """Thousands of drafts were rejected, and requests end after 20 rounds: what is accepted from now on must count."""
     service = Service(rows, (0.95,) * 5)
     for _ in range(3000 // rows):
         service.policy.acceptance.count(service.slots, np.full(rows, 5), np.zeros(rows, int))

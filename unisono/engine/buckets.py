@@ -16,14 +16,14 @@ from unisono.kernels.linear import ROW_TILES
 from unisono.program import Graph, Needs, Program, Shape
 from unisono.types import ConfigError
 
-GPU_PASSES = {"round": 100_000, "extend": 20_000, "score": 1_000, "catch_up": 1_000, "draft": 5_000, "verify": 5_000}
+GPU_PASSES = {"round": 50_000, "extend": 5_000, "score": 50, "catch_up": 50, "draft": 5_000, "verify": 5_000}
 """Passes to expect of an engine, against which start-up time and memory for graphs are weighed."""
 
 CPU_PASSES = {"round": 5_000, "extend": 200, "score": 1, "catch_up": 1, "draft": 20, "verify": 20}
 
 MASKED_SHARE = 0.01
-"""Of prompt passes, how many sample under masks. So few that a start captures few sizes; others follow when idle. On a
-CPU all of them wait for the first pass that wants one: captures are half of a start there."""
+"""Of prompt passes, how many sample under masks. These and the two passes of a round under masks are captured for the
+first pass that wants them, not at start."""
 
 ROUNDS = {"round": "round", "draft": "round", "verify": "round"}
 """Programs whose rows are requests, and whose ``--graphs`` mode they have."""
@@ -191,7 +191,7 @@ def buckets_of(program: Program, config: ResolvedConfig, width: int, needs: Need
         flat=ROW_TILES[-1] // each if gpu else 0,
         cost=None if gpu else CPU_COST,
         measured=gpu,
-        on_demand=not gpu and (needs.masks or name == "draft"),
+        on_demand=needs.masks or name == "draft",
         always=name in ROUNDS,
         share=SHARES[name],
     )

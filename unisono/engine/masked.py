@@ -45,7 +45,8 @@ def held_drafts(max_rows: int, paths: int, width: int, device: torch.device) -> 
 
 def _held(parts: Parts, b: Buffers) -> torch.Tensor:
     """The drafts [R · P, k] of this pass's rows. Row by row, so that the two passes may be padded to different R."""
-    rows, drafts = b.shape.rows * parts.paths, b.shape.width - 1
+    drafts = b.shape.width - 1
+    rows = b.shape.rows * (parts.paths if drafts else 1)  # without drafts all paths are one
     if drafts == 0:
         return torch.empty((rows, 0), dtype=torch.int32, device=b.device)
     assert parts.held is not None
@@ -84,7 +85,7 @@ def verify_program(parts: Parts) -> Program:
         (
             *_growth(parts),
             mask_field(parts, "rows", "width", parts.paths),
-            Field("result", torch.int32, ("rows", parts.width + 2), output=True),
+            Field("result", torch.int32, ("rows", "result"), output=True),
             Field("drafted", torch.int32, ("rows",), output=True),
             Field("logprobs", torch.int32, ("rows", "width", LOGPROB_WORDS), output=True),
         )
@@ -93,9 +94,10 @@ def verify_program(parts: Parts) -> Program:
     def run(b: Buffers) -> None:
         slots, held = parts.slots, _held(parts, b)
         grow_pages(slots.page_table, b.slots, b.columns, b.pages)
-        if parts.tree is None:
-            if b.shape.width > 1:
-                limit_drafts(held, b.slots, slots.max_drafts, b.drafted)  # they are limited: it counts them
+        if b.shape.width == 1:
+            settle_chain(parts, b, held)
+        elif parts.tree is None:
+            limit_drafts(held, b.slots, slots.max_drafts, b.drafted)  # they are limited: it counts them
             settle_chain(parts, b, held)
         else:
             settle_tree(parts, parts.tree, b, parts.tree.rows(b.slots), held)

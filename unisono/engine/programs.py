@@ -81,7 +81,7 @@ class Parts:
         mask: int32 words of a bit for each token, R · W times so many; None where the pass has none.
         """
         width = logprobs.shape[1]
-        mask = None if mask is None else mask.view(logits.shape[0], -1)
+        mask = None if mask is None else mask.reshape(logits.shape[0], -1)
         picked = edit_and_pick(logits, rows, width, drafts, self.slots, mask=mask)
         report_logprobs(logits, rows, width, picked, self.slots, self.processed, logprobs)
         return picked.tokens.view(-1, width)
@@ -159,7 +159,8 @@ def draft_chain(parts: Parts, slots: torch.Tensor, drafts: torch.Tensor, drafted
 def settle_chain(parts: Parts, b: Buffers, drafts: torch.Tensor) -> None:
     """Verify and commit ``drafts [R, k]``, and let the drafter catch up."""
     width = b.shape.width
-    picks, seen = _verify(parts, b.slots, b.slots, drafts, b.logprobs, b.find("mask"))
+    mask = b.find("mask")
+    picks, seen = _verify(parts, b.slots, b.slots, drafts, b.logprobs, None if mask is None else mask[:, 0])
     if parts.forced is not None:
         b.drafted.fill_(width - 1)
     b.result.copy_(parts.commit(picks, drafts, b.slots))

@@ -46,6 +46,7 @@ class Report:
     launches: dict[str, float] = field(default_factory=dict)
     passes: list[dict[str, Any]] = field(default_factory=list)
     graph_memory: dict[str, float] = field(default_factory=dict)
+    graphs: dict[str, list[int]] = field(default_factory=dict)
 
     def markdown(self) -> str:
         """The report as Markdown tables."""
@@ -71,6 +72,7 @@ class Report:
         if self.graph_memory:
             costs = ", ".join(f"{name} {value:g}" for name, value in self.graph_memory.items())
             lines += [f"- graphs: {costs}"]
+        lines += [f"- graphs of {name}: {', '.join(map(str, rows))} rows" for name, rows in self.graphs.items()]
         for p in self.passes:
             lines += [f"- passes: {p['program']} {p['kind']} {p['reason']} {p['count']}"]
         return "\n".join(lines)
@@ -130,10 +132,21 @@ def latency(
         _profile_prompt(llm, profile_prompt, report)
     report.passes = llm.engine.info()["passes"]  # type: ignore[assignment]
     report.graph_memory = llm.engine.info()["graph_memory"]  # type: ignore[assignment]
+    report.graphs = _sizes(llm.engine.info()["graphs"])
     print(report.markdown())
     if out is not None:
         out.write_text(json.dumps(report.__dict__, indent=1))
     llm.shutdown()
+
+
+def _sizes(graphs: Any) -> dict[str, list[int]]:
+    """Rows of the captured graphs, by program, width and needs."""
+    sizes: dict[str, list[int]] = {}
+    for graph in graphs:
+        if isinstance(graph["rows"], int):
+            name = f"{graph['program']} × {graph['width']} ({graph['needs']})"
+            sizes.setdefault(name, []).append(graph["rows"])
+    return sizes
 
 
 def _numbers(text: str) -> list[int]:
