@@ -278,8 +278,11 @@ def extend_options() -> Iterator[dict]:
             yield {"tile_tokens": tile, "keys": keys, "num_warps": warps, "num_stages": stages}
 
 
-def sweep(shard: str | None) -> None:
-    """Time launch options. ``shard`` "i/n" only compiles every n-th, to fill Triton's cache in parallel."""
+def sweep(shard: str | None, only: str = "") -> None:
+    """Time launch options of the kinds that begin with ``only``.
+
+    ``shard`` "i/n" only compiles every n-th, to fill Triton's cache in parallel.
+    """
     each, of = (int(x) for x in shard.split("/")) if shard else (0, 1)
     batches = {b: Paged([1152] * b, 1 if shard else layers_for(b * 1152)) for b in ((1,) if shard else (1, 4, 16, 64))}
     prompts = {t: Paged([t], 3) for t in ((2048,) if shard else (2048, 8192))}
@@ -306,7 +309,7 @@ def sweep(shard: str | None) -> None:
         for width, share, per in itertools.product((1, 6), (10**6, 132, 264, 396, 1), (2, 3, 8)):
             options = {"share": share, "programs": per * 132}
             cases.append((f"plan, width {width}", options, lambda o, w=width: rounds(o, w)))
-    for i, (kind, options, measure) in enumerate(cases):
+    for i, (kind, options, measure) in enumerate(case for case in cases if case[0].startswith(only)):
         if i % of == each:
             try:
                 table.append((kind, measure(options), options))
@@ -324,15 +327,24 @@ def main() -> None:
     parser.add_argument("--bits", type=int, help="compare bits of one head configuration and stop")
     parser.add_argument("--speed", action="store_true", help="time and stop")
     parser.add_argument("--keys", type=int, default=KEYS, help="keys per step, for another reduction order")
-    parser.add_argument("--sweep", action="store_true", help="time launch options and plans and stop")
+    parser.add_argument(
+        "--sweep",
+        nargs="?",
+        const="",
+        choices=("", "round", "extend", "plan"),
+        help="time launch options and plans and stop",
+    )
+    parser.add_argument("--extend", action="store_true", help="time extend passes and stop")
     parser.add_argument("--shard", help="i/n: compile every n-th configuration of the sweep and stop")
     args = parser.parse_args()
     ops.KEYS = KEYS = args.keys
     torch.manual_seed(0)
     if args.bits is not None:
         bits(CASES[args.bits : args.bits + 1])
-    elif args.sweep or args.shard:
-        sweep(args.shard)
+    elif args.sweep is not None or args.shard:
+        sweep(args.shard, args.sweep or "")
+    elif args.extend:
+        extend_times()
     else:
         accuracy()
         if not args.speed:

@@ -75,9 +75,11 @@ def test_serve_and_curl() -> None:
                 break
             except OSError:
                 continue
-        (curl,) = [text for kind, text in BLOCKS if kind == "sh" and "curl" in text]
-        answer = json.loads(shell(curl.replace(":8000", f":{port}")))
+        first, form = [text for kind, text in BLOCKS if kind == "sh" and "curl" in text]
+        answer = json.loads(shell(first.replace(":8000", f":{port}")))
         assert "####" in answer["choices"][0]["message"]["content"]
+        answer = json.loads(shell(form.replace(":8000", f":{port}")))
+        assert re.fullmatch("[1-9][0-9]{0,3} (apples|pears)", answer["choices"][0]["text"])
         server.terminate()
         assert server.wait(30) == 0
     finally:

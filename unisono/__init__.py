@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unisono.llm import LLM
-    from unisono.types import RequestOutput, SamplingParams
+    from unisono.types import RequestOutput, SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__"]
 
-_HOMES = {"LLM": "unisono.llm", "SamplingParams": "unisono.types", "RequestOutput": "unisono.types"}
+_HOMES = {"LLM": "unisono.llm"} | dict.fromkeys(
+    ("SamplingParams", "RequestOutput", "StructuredOutputs"), "unisono.types"
+)
 
 
 def __getattr__(name: str) -> Any:

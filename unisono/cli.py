@@ -270,6 +270,9 @@ def explain(
         return
     stdout.print(_table("Settings", ("setting", "value"), list(info["settings"].items())))  # type: ignore[attr-defined]
     stdout.print(_table("Graph memory", ("figure", "value"), list(info["graph_memory"].items())))  # type: ignore[attr-defined]
+    if costs := info["speculation"]["round_ms"]:  # type: ignore[index]
+        columns = list(costs[0])
+        stdout.print(_table("Rounds: ms on padding, by drafts", columns, [[row[c] for c in columns] for row in costs]))
     for title, rows in (("Decisions", info["decisions"]), ("Passes", [_readable(row) for row in info["graphs"]])):  # type: ignore[attr-defined]
         # Only what some row has: most runs have no eager pass, so no reason and no advice.
         columns = list(dict.fromkeys(key for row in rows for key in row if row[key] != ""))  # type: ignore[attr-defined]

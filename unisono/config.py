@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -43,6 +44,8 @@ class EngineConfig:
     graph_memory: GiB that graphs may take; None: a share of what is free before the KV cache is sized.
     speculative: how drafts are made; None decodes without. synthetic_acceptance_length: benchmarks only: accept so
     many tokens a round on average, bonus included, whatever the drafts are; the text is then meaningless.
+    synthetic_acceptance_rates: benchmarks only, the same by place: the share of rounds in which draft 1, 2 … is
+    accepted, as /metrics counts it; places beyond the last never are.
     logprobs_mode: log-probabilities of the model's own logits (raw), or of what tokens are drawn from: edited, divided
     by the temperature, filtered (processed).
     enable_prompt_embeds, enable_return_hidden_states: whether the server takes embeddings in requests, and puts hidden
@@ -66,6 +69,7 @@ class EngineConfig:
     num_pages: int | None = None
     speculative: SpeculativeConfig | None = None
     synthetic_acceptance_length: float | None = None
+    synthetic_acceptance_rates: tuple[float, ...] = ()
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     enable_prompt_embeds: bool = False
     enable_return_hidden_states: bool = False
@@ -89,8 +93,20 @@ class EngineConfig:
         longest = 1 + (self.speculative.num_speculative_tokens if self.speculative else 0)
         if forced is not None and not 1 <= forced <= longest:
             raise ConfigError(f"--synthetic-acceptance-length {forced}: give 1 to {longest} (1 + k).")
+        rates = self.synthetic_acceptance_rates
+        if not all(1 >= a >= b >= 0 for a, b in pairwise((1.0, *rates))):
+            raise ConfigError(
+                f"--synthetic-acceptance-rates {rates}: give shares of rounds, 1 to 0, none above the last."
+            )
+        if rates and (forced is not None or self.speculative is None):
+            raise ConfigError("--synthetic-acceptance-rates needs speculation, and no --synthetic-acceptance-length.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to {2**63 - 1}.")
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether acceptance is not the drafter's own."""
+        return self.synthetic_acceptance_length is not None or bool(self.synthetic_acceptance_rates)
 
     def _check_graphs(self) -> None:
         modes = parse_graphs(self.graphs)
@@ -204,6 +220,7 @@ class ResolvedConfig:
             "seed": self.asked.seed,
             "speculative": dataclasses.asdict(self.asked.speculative) if self.asked.speculative else None,
             "synthetic_acceptance_length": self.asked.synthetic_acceptance_length,
+            "synthetic_acceptance_rates": list(self.asked.synthetic_acceptance_rates),
         }
         return {"settings": settings, "decisions": [dataclasses.asdict(d) for d in self.decisions]}
 

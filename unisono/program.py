@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 
@@ -68,7 +68,8 @@ class Needs:
     """What the caller wants of a pass beside its tokens; part of the graph's key.
 
     hidden, aux_layers: what the drafter reads. logits: of which prompt tokens. embeddings: the batch brings embeddings
-    that stand in for those of token ids. returned: final hidden states go to the host.
+    that stand in for those of token ids. returned: final hidden states go to the host. masks: positions are sampled
+    under masks that come with the batch.
     """
 
     hidden: Hidden = Hidden.NULL
@@ -76,20 +77,23 @@ class Needs:
     logits: Logits = Logits.LAST
     embeddings: bool = False
     returned: bool = False
+    masks: bool = False
 
     @property
     def label(self) -> str:
         """For reports: ``NULL``, ``FULL+embeddings`` …"""
         logits = (f"{self.logits.name} logits",) if self.logits else ()
-        flags = (name for name in ("embeddings", "returned") if getattr(self, name))
+        flags = (name for name in ("embeddings", "returned", "masks") if getattr(self, name))
         return "+".join((self.hidden.name, *logits, *flags))
 
     def covers(self, other: Needs) -> bool:
         """True when a graph captured with these needs also serves a pass that needs ``other``."""
-        flags = self.embeddings >= other.embeddings and self.returned >= other.returned
-        return flags and self.logits >= other.logits and self._covers_hidden(other)
+        inputs = self.embeddings >= other.embeddings and self.masks >= other.masks
+        outputs = self.returned >= other.returned and self.logits >= other.logits
+        return inputs and outputs and self._shows(other)
 
-    def _covers_hidden(self, other: Needs) -> bool:
+    def _shows(self, other: Needs) -> bool:
+        """Whether the hidden states that ``other`` wants are among these."""
         if other.hidden is Hidden.NULL:
             return True
         if Hidden.AUX in (self.hidden, other.hidden):
@@ -105,10 +109,11 @@ class Field:
     """One tensor of a program's buffers.
 
     dtype: a four-byte type (int32 or float32): all inputs travel as one packed copy.
-    shape: dimensions; ``"rows"``, ``"width"``, ``"drafts"`` (width - 1) and ``"selected"`` (:func:`selected_rows`) come
-    from the pass's Shape.
+    shape: dimensions; ``"rows"``, ``"width"``, ``"drafts"`` (width - 1), ``"result"`` (width + 2) and ``"scored"``
+        (:func:`selected_rows`, or with Logits.ALL all rows) come from the pass's Shape.
     pad: the value of rows that no request fills.
     output: written by the program and read by the host, rather than the other way round.
+    need: what a pass has to need, or more, to have this field.
     """
 
     name: str
@@ -116,12 +121,19 @@ class Field:
     shape: tuple[int | str, ...]
     pad: float = 0
     output: bool = False
+    need: Needs = NO_NEEDS
 
     def dims(self, shape: Shape) -> tuple[int, ...]:
         """The dimensions at this shape."""
         rows, width = shape.rows, shape.width
-        known = {"rows": rows, "width": width, "drafts": width - 1, "selected": selected_rows(rows)}
+        known = {"rows": rows, "width": width, "drafts": width - 1, "result": width + 2, "scored": selected_rows(rows)}
         return tuple(known[d] if isinstance(d, str) else d for d in self.shape)
+
+    def of(self, needs: Needs) -> Field:
+        """This field in passes with these needs."""
+        if needs.logits is not Logits.ALL or "scored" not in self.shape:
+            return self
+        return replace(self, shape=tuple("rows" if d == "scored" else d for d in self.shape))
 
 
 @dataclass(frozen=True)
@@ -140,6 +152,23 @@ class Schema:
 
     def __iter__(self) -> Iterator[Field]:
         return iter(self.fields)
+
+    def of(self, needs: Needs) -> Schema:
+        """The fields of a pass with these needs."""
+        if needs not in self._variants:
+            self._variants[needs] = Schema(tuple(f.of(needs) for f in self.fields if needs.covers(f.need)))
+        return self._variants[needs]
+
+    @cached_property
+    def _variants(self) -> dict[Needs, Schema]:
+        return {}
+
+    def check(self, batch: Mapping[str, object]) -> None:
+        """Raises ProgramError unless ``batch`` names every input and nothing else."""
+        names = {f.name for f in self.inputs}
+        if batch.keys() != names:
+            unknown, missing = sorted(batch.keys() - names), sorted(names - batch.keys())
+            raise ProgramError(f"batch does not match the schema: unknown {unknown}, missing {missing}")
 
     @cached_property
     def inputs(self) -> tuple[Field, ...]:
@@ -173,8 +202,8 @@ reading pass i - 1), so the copy that is being filled is never one that a device
 class Buffers:
     """The tensors of one program at one shape, at fixed addresses.
 
-    Fields are attributes: ``buffers.slots``. :meth:`load` fills the inputs, :meth:`fetch` starts the
-    copy of the outputs to the host.
+    Fields are attributes: ``buffers.slots``; :meth:`find` is for those that only some passes have. :meth:`load` fills
+    the inputs, :meth:`fetch` starts the copy of the outputs to the host.
     """
 
     def __init__(self, schema: Schema, shape: Shape, device: torch.device) -> None:
@@ -198,18 +227,19 @@ class Buffers:
         """Bytes on the device."""
         return self._input.nbytes + self._output.nbytes
 
-    def load(self, batch: Mapping[str, object], declared: Schema | None = None) -> None:
+    def find(self, name: str) -> torch.Tensor | None:
+        """The field of this name; None where passes with these needs have none."""
+        return self._views.get(name)
+
+    def load(self, batch: Mapping[str, object], needs: Needs | None = None) -> None:
         """Copy a batch into the input buffers, padding what it does not fill, in one device copy.
 
-        ``batch`` maps every input field to an array whose dimensions are at most the field's. ``declared`` is the
-        schema of a pass with fewer Needs than these buffers are for: what it does not declare is padding. Raises
-        ProgramError for a field that the schema lacks, one that is missing, or one that is too large.
+        ``batch`` maps every input field to an array whose dimensions are at most the field's. ``needs`` are the
+        batch's own where these buffers may have fields for more: those are padded. Raises ProgramError for a field
+        that the schema lacks, one that is missing, or one that is too large.
         """
+        (self.schema if needs is None else self.schema.of(needs)).check(batch)
         host, views = self._stage()
-        wanted = views.keys() if declared is None else {field.name for field in declared.inputs}
-        if batch.keys() != wanted or not wanted <= views.keys():
-            unknown, missing = sorted(batch.keys() - (wanted & views.keys())), sorted(wanted - batch.keys())
-            raise ProgramError(f"batch does not match the schema: unknown {unknown}, missing {missing}")
         for field in self.schema.inputs:
             view = views[field.name]
             value = np.asarray(batch.get(field.name, ()), dtype=view.dtype)
@@ -217,6 +247,10 @@ class Buffers:
                 value.ndim != view.ndim or any(a > b for a, b in zip(value.shape, view.shape, strict=True))
             ):
                 raise ProgramError(f"field {field.name!r} has shape {value.shape}, its buffer {view.shape}")
+            if value.shape[1:] == view.shape[1:]:  # whole rows: nothing is written twice, for masks are large
+                view[: len(value)] = value
+                view[len(value) :] = field.pad
+                continue
             view[...] = field.pad
             if value.size:
                 view[tuple(slice(0, n) for n in value.shape)] = value
@@ -265,14 +299,16 @@ class Program:
 
     run: works in place on the buffers, at fixed addresses, without a host synchronisation.
     prepare: host work before each replay (host planners, grammar masks), or None.
-    vary: makes the same pass with other needs, fields of its own and the rest of the fields alike; None: it has none.
     """
 
     name: str
     schema: Schema
     run: Callable[[Buffers], None]
     prepare: Callable[[Buffers], None] | None = None
-    vary: Callable[[Needs], Program] | None = None
+
+    def of(self, needs: Needs) -> Program:
+        """This program over the fields of passes with these needs."""
+        return replace(self, schema=self.schema.of(needs))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Text to token ids and back: the only room that knows a tokenizer.
 
 Owns :class:`Tokenizer` (a checkpoint's tokenizer and chat template, read through transformers) and
-:class:`Detokenizer` (token ids of one request to text, as it becomes certain). ``llm`` and ``server`` use it;
-the engine never sees text. Imports types only.
+:class:`Detokenizer` (token ids of one request to text, as it becomes certain). ``llm``, ``server`` and ``grammar``
+use it; the engine never sees text. Imports types only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Tokenizer:
         self.backend = backend
         self.size = max(backend.get_vocab().values(), default=-1) + 1
         added = backend.added_tokens_decoder
-        self._special = {i for i, token in added.items() if token.special} | set(backend.all_special_ids)
+        self.special_ids = {i for i, token in added.items() if token.special} | set(backend.all_special_ids)
         # The fast decoder without transformers' wrapper: it runs twice for every generated token.
         fast = backend.is_fast and not backend.clean_up_tokenization_spaces
         self._decode: Callable[..., Any] = backend._tokenizer.decode if fast else backend.decode
@@ -98,7 +98,7 @@ class Tokenizer:
 
     def is_silent(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether the token never adds text: it pads the vocabulary, or is special and those are skipped."""
-        return token_id >= self.size or (skip_special_tokens and token_id in self._special)
+        return token_id >= self.size or (skip_special_tokens and token_id in self.special_ids)
 
     @cached_property
     def longest_token(self) -> int:

@@ -1,16 +1,24 @@
 """The words every room shares: requests, sampling parameters, results and errors.
 
-Everything may import this module; of the project it imports ``token_tree`` only. It holds no tensors.
+Everything may import this module; of the project it imports ``token_tree``, ``structured_outputs`` and ``results``
+only, whose names it passes on. It holds no tensors.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from unisono.results import CompletionOutput as CompletionOutput
+from unisono.results import FinishReason as FinishReason
+from unisono.results import Logprob as Logprob
+from unisono.results import RequestOutput as RequestOutput
+from unisono.results import TokenDelta as TokenDelta
+from unisono.results import TokenLogprobs as TokenLogprobs
+from unisono.results import Vectors as Vectors
+from unisono.structured_outputs import KINDS, checked
 from unisono.token_tree import Node, leaves, parse_nodes, promising
 
 MAX_STOP_IDS = 16
@@ -63,21 +71,6 @@ class EngineDead(UnisonoError):
     """The engine stopped; every request it held ends with this error."""
 
 
-class FinishReason(enum.IntEnum):
-    """Why a request stopped producing tokens. The device writes these numbers in ``Slots.status``."""
-
-    RUNNING = 0
-    STOP = 1
-    LENGTH = 2
-    ABORT = 3
-    FREE = 4  # the slot holds no request; rounds skip it
-
-    @property
-    def text(self) -> str:
-        """OpenAI's spelling: ``stop``, ``length`` or ``abort``."""
-        return self.name.lower()
-
-
 def _require(ok: bool, name: str, value: object, rule: str) -> None:
     if not ok:
         raise BadRequest(f"{name}={value!r} is out of range: {rule}.", param=name)
@@ -101,7 +94,8 @@ class SpeculativeConfig:
 
     method: a drafter of the catalog. model: its checkpoint, if it has one. num_speculative_tokens: k, drafts per
     round. options: what this method alone understands; the drafter refuses the rest. token_tree: the nodes of a tree of
-    drafts (``token_tree.py``), whose depth k then is; empty: a chain.
+    drafts (``token_tree.py``), whose depth k then is; empty: a chain. adaptive: draft fewer than k, or nothing, in
+    rounds where that brings more tokens a second.
     """
 
     method: str = "none"
@@ -109,8 +103,11 @@ class SpeculativeConfig:
     num_speculative_tokens: int = 3
     options: Mapping[str, Any] = field(default_factory=dict)
     token_tree: tuple[Node, ...] = ()
+    adaptive: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.adaptive, bool):
+            raise ConfigError(f'"adaptive": {self.adaptive!r} of the speculative config: give true or false.')
         k = self.num_speculative_tokens
         if not (_is_int(k) and 1 <= k <= MAX_DRAFTS):
             raise ConfigError(f"num_speculative_tokens={k!r}: give a whole number from 1 to {MAX_DRAFTS}.")
@@ -144,7 +141,7 @@ class SpeculativeConfig:
             raise ConfigError(
                 f'the speculative config needs a "method", a drafter\'s name (--help lists them); it is {dict(given)}.'
             )
-        known = {k: given[k] for k in ("method", "model", "num_speculative_tokens") if k in given}
+        known = {k: given[k] for k in ("method", "model", "num_speculative_tokens", "adaptive") if k in given}
         nodes = _asked_tree(given)
         if nodes:
             known["token_tree"] = nodes
@@ -181,6 +178,46 @@ def _tree(what: str, make: Callable[..., tuple[Node, ...]], *given: Any) -> tupl
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """What the output must be: exactly one of these. Names are vLLM's.
+
+    json: a JSON schema, as data or text (kept as text). json_object: any JSON object. regex: a regular expression that
+    the whole output matches. choice: one of these strings. grammar: EBNF as xgrammar reads it, its rule ``root``.
+    structural_tag: xgrammar's tags, as data or text. disable_any_whitespace: JSON without blanks between its parts.
+
+    Raises BadRequest. Whether a schema, expression or grammar means anything is found out when it is compiled.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        given = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            found = f"{', '.join(given)} are set" if given else "nothing is set"
+            raise BadRequest(f"structured_outputs: {found}; set one of {', '.join(KINDS)}.", "structured_outputs")
+        (kind,) = given
+        try:
+            object.__setattr__(self, kind, checked(kind, getattr(self, kind)))
+        except ValueError as error:
+            shown = repr(getattr(self, kind))
+            shown = shown if len(shown) <= 80 else shown[:79] + "…"
+            raise BadRequest(
+                f"structured_outputs.{kind}={shown} is not valid: {error}.", "structured_outputs"
+            ) from None
+
+    @property
+    def kind(self) -> str:
+        """The field that is set."""
+        return next(kind for kind in KINDS if getattr(self, kind) is not None)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request picks its tokens. Names and defaults are vLLM's.
 
@@ -206,6 +243,8 @@ class SamplingParams:
     return_hidden_states (SGLang's name): report the final hidden state, after the last norm, of each prompt token and
     each generated one but the last. No cached prefix has them, so such a prompt is computed whole.
     max_drafts: drafts per round at most for this request; 0 turns speculation off; None takes the engine's k.
+    structured_outputs: what the output must be; where it is complete only EOS may come. ignore_eos and min_tokens then
+        forbid ending it only where it can go on.
 
     Raises BadRequest naming the value and the limit.
     """
@@ -234,6 +273,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     min_tokens: int = 0
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -270,6 +310,8 @@ class SamplingParams:
         _require(ok, "logprob_start_len", self.logprob_start_len, "it must be a whole number ≥ 0")
         ok = isinstance(self.return_hidden_states, bool)
         _require(ok, "return_hidden_states", self.return_hidden_states, "it must be true or false")
+        ok = self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
+        _require(ok, "structured_outputs", self.structured_outputs, "it must be StructuredOutputs")
         self._check_edits()
 
     def _check_edits(self) -> None:
@@ -300,23 +342,6 @@ class SamplingParams:
             all(isinstance(w, str) and w for w in words), "bad_words", words, "every word must be a non-empty string"
         )
         object.__setattr__(self, "bad_words", words)
-
-
-@dataclass(frozen=True, slots=True)
-class Vectors:
-    """Rows of numbers on their way between rooms and processes; ``vectors.py`` makes tensors of them.
-
-    dtype: float32, float16 or bfloat16. size: numbers in a row. data: the rows, one behind the other, in the machine's
-    byte order.
-    """
-
-    dtype: str
-    size: int
-    data: bytes
-
-    def joined(self, later: Vectors) -> Vectors:
-        """These rows, and those of ``later`` behind them."""
-        return Vectors(self.dtype, self.size, self.data + later.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,104 +393,3 @@ class EngineRequest:
             )
             for i in range(self.params.n)
         ]
-
-
-@dataclass(slots=True)
-class Logprob:
-    """One token's log-probability at a position, its rank there (1 is the likeliest) and its text."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
-
-
-@dataclass(slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one position: of the token there, its rank (1 is the likeliest; ties count), and of the
-    likeliest tokens, ``(token id, logprob)`` in order."""
-
-    logprob: float
-    rank: int
-    top: list[tuple[int, float]] = field(default_factory=list)
-
-    def named(self, token_id: int, text_of: Callable[[int], str | None], most: int) -> dict[int, Logprob]:
-        """The position as vLLM words it: the token's own entry first, then those of the ``most`` likeliest."""
-        entries = {token_id: Logprob(self.logprob, self.rank, text_of(token_id))}
-        for place, (alternative, logprob) in enumerate(self.top[:most], 1):
-            entries[alternative] = Logprob(logprob, place, text_of(alternative))
-        return entries
-
-
-@dataclass(slots=True)
-class TokenDelta:
-    """New tokens of one request, one per round or more; ``finish`` is RUNNING until the last delta.
-
-    ``cached_tokens`` (prompt tokens served by the prefix cache) is set on a request's first delta.
-    ``logprobs`` has an entry for each token if the request asked for them; ``prompt_logprobs``, on its first delta, one
-    for each prompt token but the first. ``drafted_tokens`` were proposed for these tokens, ``accepted_tokens`` of them
-    accepted.
-    ``hidden_states`` are those of generated tokens, if the request asked for them: of the one before each of these, but
-    the first; ``prompt_hidden_states``, on its first delta, those of the prompt.
-    ``error`` is set when the request failed inside the engine; then ``finish`` is ABORT.
-    """
-
-    request_id: str
-    token_ids: list[int] = field(default_factory=list)
-    finish: FinishReason = FinishReason.RUNNING
-    cached_tokens: int = 0
-    error: str | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    hidden_states: Vectors | None = None
-    prompt_hidden_states: Vectors | None = None
-
-    def absorb(self, later: TokenDelta) -> None:
-        """Make this delta what it and the one after it bring together."""
-        self.token_ids.extend(later.token_ids)
-        self.drafted_tokens += later.drafted_tokens
-        self.accepted_tokens += later.accepted_tokens
-        self.finish, self.error = later.finish, later.error
-        if later.logprobs is not None:
-            self.logprobs = [*(self.logprobs or []), *later.logprobs]
-        if later.hidden_states is not None:
-            own = self.hidden_states
-            self.hidden_states = later.hidden_states if own is None else own.joined(later.hidden_states)
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One generated sequence: ``token_ids`` (EOS included), ``text`` (stop string excluded unless asked for).
-
-    ``logprobs`` maps, for each token, ids to their log-probability: the token's own and the likeliest ones'.
-    ``hidden_states``: a tensor [tokens - 1, hidden] in the model's dtype, of each token but the last.
-    """
-
-    index: int
-    token_ids: list[int]
-    text: str
-    finish_reason: str | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    cumulative_logprob: float | None = None
-    hidden_states: Any = None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """What ``LLM.generate`` returns for one prompt; ``seed`` reproduces it: seed + i its output i.
-
-    ``prompt_logprobs`` has an entry for each prompt token, None for the first and those before ``logprob_start_len``.
-    ``prompt_hidden_states``: a tensor [prompt tokens, hidden] in the model's dtype. ``prompt_token_ids`` has -1 where
-    an embedding stood.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    seed: int
-    num_cached_tokens: int = 0
-    finished: bool = True
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    prompt_hidden_states: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from unisono.types import SamplingParams
 
 
 def engine(path: Path | str, **flags: Any) -> LLM:
-    """An LLM with room for a few requests; flags override."""
+    """An LLM with room for a few requests; flags override. It drafts a fixed number of tokens unless ``adaptive``."""
+    spec, adaptive = flags.get("speculative"), flags.pop("adaptive", False)
+    if spec is not None:
+        flags["speculative"] = replace(spec, adaptive=adaptive)
     return LLM(str(path), **{"max_num_seqs": 8, "max_model_len": 256, "max_num_batched_tokens": 128, **flags})
 
 

@@ -26,7 +26,7 @@ from unisono.graphs.planner import Planner
 from unisono.graphs.tape import Tape
 from unisono.llm import LLM
 from unisono.program import Hidden, Key, Shape
-from unisono.types import SamplingParams, SpeculativeConfig
+from unisono.types import SamplingParams, SpeculativeConfig, StructuredOutputs
 
 CUDA = torch.cuda.is_available()
 METHODS = ("none", *DRAFTERS)
@@ -42,7 +42,7 @@ class Kind:
     backend: str = "auto"
 
     def of(self, program: str) -> str:
-        return self.round if program == "round" else self.extend
+        return self.round if program in ("round", "draft", "verify") else self.extend
 
 
 KINDS = {
@@ -92,6 +92,8 @@ def text(length: int, seed: int = 0) -> list[int]:
     return (prompts(1, 250, 4, 5, seed=seed)[0] * length)[:length]
 
 
+FORM = {"structured_outputs": StructuredOutputs(regex="([a-d]{2}-){3,9}"), "logprobs": 2}
+
 FEATURES: dict[str, Run] = {
     "mixed lengths": lambda llm: say(llm, [text(n, n) for n in (3, 40, 9, 25, 14)]),
     "edges of prompt buckets": lambda llm: [say(llm, [text(n, n)], max_tokens=2) for n in (15, 16, 17, 31, 32, 33, 48)],
@@ -102,6 +104,7 @@ FEATURES: dict[str, Run] = {
     "a prefix hit": lambda llm: say(llm, [text(60, 3)] * 2) + say(llm, [text(60, 3)] * 2),
     "penalties": lambda llm: say(llm, [text(20, i) for i in range(3)], repetition_penalty=1.3, logit_bias={9: 4.0}),
     "logprobs": lambda llm: say(llm, [text(20, i) for i in range(3)], logprobs=3),
+    "grammar": lambda llm: say(llm, [text(20 + 9 * i, i) for i in range(4)], max_tokens=14, **FORM),
     "prompt logprobs": lambda llm: say(llm, [text(n, n) for n in (30, 70)], prompt_logprobs=2, logprobs=1),
     "selected logits": lambda llm: say(llm, [text(n, n) for n in (30, 70)], prompt_logprobs=2, logprob_start_len=26),
     "embeddings": lambda llm: say(llm, [embedded(llm, text(n, n)) if n % 2 else text(n, n) for n in (61, 30, 35)]),
@@ -113,8 +116,12 @@ FEATURES: dict[str, Run] = {
         say(llm, [text(n, n) for n in (50, 9, 20)], return_hidden_states=True), say(llm, [text(50, 50)]),
         say(llm, [embedded(llm, text(50, 50), 3)], return_hidden_states=True, prompt_logprobs=1, logprob_start_len=5),
     ],
+    "everything": lambda llm: say(
+        llm, [embedded(llm, text(n, n), 0, 5) for n in (30, 61)], max_tokens=14, return_hidden_states=True,
+        prompt_logprobs=1, logprob_start_len=6, **FORM,
+    ),
 }  # fmt: skip
-LAZY = ("embeddings", "overrides", "embeddings, scored", "hidden states")
+LAZY = ("embeddings", "overrides", "embeddings, scored", "hidden states", "everything")
 """Features whose graphs are captured when the engine is idle: they run before it is, and after."""
 
 # ---- the engines ------------------------------------------------------------------------------------
@@ -137,14 +144,14 @@ def opened(method: str, checkpoints: Checkpoints, **flags: Any) -> LLM:
 @dataclass
 class Ran:
     """What a run left: outputs by feature, the keys of its passes in order (None: it was idle), how they were counted,
-    accepted drafts. sizes: what may be captured of each program."""
+    accepted drafts. sizes: what may be captured of each program and width, with masks or without."""
 
     outputs: dict[str, Any]
     keys: list[Key | None]
     passes: dict[tuple[str, str, str], int]
     accepted: int
     preemptions: int
-    sizes: dict[str, list[int]]
+    sizes: dict[tuple[str, int, bool], list[int]]
 
 
 def run(llm: LLM, features: dict[str, Run], monkeypatch: pytest.MonkeyPatch) -> Ran:
@@ -162,7 +169,7 @@ def run(llm: LLM, features: dict[str, Run], monkeypatch: pytest.MonkeyPatch) -> 
     llm.engine.check_integrity()
     counters, scheduler = llm.engine.counters, llm.engine.scheduler
     planned = llm.engine.runner.planner._programs.items()
-    sizes = {name: [shape.rows for shape in buckets.shapes] for name, buckets in planned}
+    sizes = {(*name, b.needs.masks): [shape.rows for shape in b.shapes] for name, buckets in planned for b in buckets}
     return Ran(outputs, keys, counted(llm), counters.accepted_tokens, scheduler.preemptions, sizes)
 
 
@@ -216,7 +223,10 @@ def check(
 
 
 def accounts(ran: Ran, kind: Kind, largest: int | None) -> list[tuple[str, str, str]]:
-    """:func:`account` of each pass; what was missing has a graph from the next time on that the engine is idle."""
+    """:func:`account` of each pass; what was missing has a graph from the next time on that the engine is idle.
+
+    But what needs masks, too, is captured for the first pass that wants it.
+    """
     told: list[tuple[str, str, str]] = []
     captured: list[Key] = []
     missing: list[Key] = []
@@ -228,9 +238,13 @@ def accounts(ran: Ran, kind: Kind, largest: int | None) -> list[tuple[str, str, 
         told.append(account(key, kind, largest))
         rich = key.needs.embeddings or key.needs.returned
         if rich and told[-1][1] != "eager" and not any(graph.covers(key) for graph in captured):
-            told[-1] = key.program, "eager", "NOT_CAPTURED"
-            rows = min(rows for rows in ran.sizes[key.program] if rows >= key.shape.rows)
-            missing.append(replace(key, shape=Shape(rows, key.shape.width)))
+            sizes = ran.sizes[key.program, key.shape.width, key.needs.masks]
+            graph = replace(key, shape=Shape(min(n for n in sizes if n >= key.shape.rows), key.shape.width))
+            if key.needs.masks:
+                captured.append(graph)
+            else:
+                told[-1] = key.program, "eager", "NOT_CAPTURED"
+                missing.append(graph)
     return told
 
 
@@ -276,7 +290,9 @@ def test_cells(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran = check(method, KINDS[kind], checkpoints_of(method), features, monkeypatch)
-    assert {key.program for key in ran.keys if key is not None} == {"extend", "round", "score"}
+    assert {"extend", "round", "score"} <= {key.program for key in ran.keys if key is not None}
+    masked = {"grammar", "everything"}.intersection(features)
+    assert any(key.needs.masks for key in ran.keys if key is not None) == bool(masked)
     assert CUDA or sum(poisoned) > 1000
     assert method == "none" or ran.accepted > 0, "where no draft is accepted, none can be lost"
 

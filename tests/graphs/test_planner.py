@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,7 @@ def test_what_others_took_counts_against_the_budget_not_against_a_share() -> Non
     assert answer(planner, 1) == 1, "a small graph fits what is left, though more than half of the budget is taken"
 
 
-COST = PassCost(fixed_ms=1.0, row_ms=1.0, eager_ms=10.0, capture_ms=5.0)
+COST = PassCost.linear(fixed_ms=1.0, row_ms=1.0, eager_ms=10.0, capture_ms=5.0)
 """Eager passes take 10 ms up to 9 rows, and then as long as a replay."""
 
 
@@ -115,7 +116,7 @@ def test_a_graph_that_would_waste_more_than_it_saves_is_not_used() -> None:
     assert [answer(planner, n) for n in (1, 2, 3, 15, 16)] == [2, 2, Reason.UNPROFITABLE, Reason.UNPROFITABLE, 16]
     planner = planned(2, 8, cost=COST)
     assert [answer(planner, n) for n in (3, 8, 9, 16)] == [8, 8, Reason.UNPROFITABLE, Reason.UNPROFITABLE]
-    always = planned(2, 16, cost=PassCost(1.0, 1.0, math.inf))
+    always = planned(2, 16, cost=PassCost.linear(1.0, 1.0, math.inf))
     assert [answer(always, n) for n in (3, 15, 16, 17)] == [16, 16, 16, Reason.ABOVE_BUCKETS]
 
 
@@ -125,11 +126,27 @@ def test_the_cost_model_chooses_among_the_shapes() -> None:
     assert len(list(few.graphs())) < 4
 
 
-def test_sizes_where_tiles_end_are_captured_while_graphs_pay() -> None:
-    """A cost that is linear in rows does not see the step behind them."""
-    edges = frozenset((2, 4, 16))
-    planner = planned(1, 2, 4, 8, 16, cost=COST, passes=1e-6, edges=edges)
-    assert {g.key.shape.rows for g in planner.graphs()} == {n for n in edges if COST.replay(n) < COST.eager(n)} != edges
+def test_what_a_pass_costs_is_measured_where_tiles_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of 2, 4 and 16 rows are tried; that of 16 takes longer than launching the pass eagerly."""
+    device = {1: 1.0, 2: 1.1, 4: 3.0, 8: 6.0, 16: 20.0, 32: 40.0}
+
+    class Timed(Tape):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.replay_ms = device[self.key.shape.rows]
+
+    planner, edges = Planner(CPU), frozenset((2, 4, 16))
+    monkeypatch.setattr(planner_module, "Tape", Timed)
+    monkeypatch.setattr(planner, "_timed", lambda buckets, shape: (10.0, device[shape.rows]))
+    tried = Buckets(program(double), shapes(1, 2, 4, 8, 16, 32), edges=edges, flat=4, measured=True)
+    planner.capture([replace(tried, passes=1e-6)])
+    assert {g.key.shape.rows for g in planner.graphs()} == {1, 2, 4}
+    assert planner.costs()["p_launch_ms"] == 10.0
+    answers = [answer(planner, n) for n in (1, 2, 3, 4, 5, 12, 32)]
+    assert answers[:4] == [1, 2, 4, 4]
+    assert answers[4:] == [Reason.ABOVE_BUCKETS, Reason.UNPROFITABLE, Reason.UNPROFITABLE]
+    planner.capture([replace(tried, passes=1e9)])
+    assert {g.key.shape.rows for g in planner.graphs()} == {1, 2, 4, 8}, "the 8 for the many that will come"
 
 
 def test_what_is_missing_is_captured_when_idle_once_it_pays() -> None:
@@ -149,7 +166,7 @@ def test_what_is_missing_is_captured_when_idle_once_it_pays() -> None:
 
 
 def test_what_was_dropped_is_not_tried_again_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    cost = PassCost(fixed_ms=0.0, row_ms=1.0, eager_ms=5.0, capture_ms=0.0)
+    cost = PassCost.linear(fixed_ms=0.0, row_ms=1.0, eager_ms=5.0, capture_ms=0.0)
     planner = planned(16, cost=cost)
     planner.budget = planner.graph_bytes
     planner.capture([Buckets(program(double), shapes(4, 16), cost=cost)])  # 16 is there, 4 would pass the budget
@@ -189,7 +206,7 @@ def test_modes() -> None:
 
 
 def test_the_report() -> None:
-    planner = planned(2, 4, 8, cost=PassCost(1, 1, 4.5))
+    planner = planned(2, 4, 8, cost=PassCost.linear(1, 1, 4.5))
     rows = planner.report()
     assert {r["rows"] for r in rows if r["kind"] == "tape"} == {2, 4, 8}
     for row in rows[:3]:

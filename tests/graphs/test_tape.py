@@ -179,8 +179,9 @@ def test_needs_cover() -> None:
         (Needs(logits=Logits.ALL), Needs(logits=Logits.SELECTED)),
         (Needs(embeddings=True), Needs()),
         (Needs(returned=True), Needs()),
+        (Needs(masks=True), Needs()),
         (Needs(Hidden.FULL, returned=True), Needs(Hidden.LAST)),
-        (Needs(Hidden.AUX, (1, 2), Logits.ALL, True, True), Needs(Hidden.AUX, (2,), Logits.SELECTED, True)),
+        (Needs(Hidden.AUX, (1, 2), Logits.ALL, True, True, True), Needs(Hidden.AUX, (2,), Logits.SELECTED, True)),
         (Needs(Hidden.FULL), Needs()),
     ],
 )
@@ -193,7 +194,8 @@ def test_the_richer_need_serves_the_poorer_never_the_reverse(richer: Needs, poor
 
 
 def test_needs_of_different_kinds_cover_neither() -> None:
-    some = Needs(embeddings=True), Needs(returned=True), Needs(logits=Logits.SELECTED), Needs(Hidden.FULL)
+    flags = [Needs(embeddings=True), Needs(returned=True), Needs(masks=True)]
+    some = (*flags, Needs(logits=Logits.SELECTED), Needs(Hidden.FULL))
     for one, other in itertools.permutations(some, 2):
         assert not one.covers(other)
 

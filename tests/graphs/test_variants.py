@@ -28,28 +28,28 @@ from unisono.program import (
 EMBEDS, BOTH = Needs(embeddings=True), Needs(embeddings=True, returned=True)
 
 
-def varying(needs: Needs = Needs()) -> Program:  # noqa: B008
+VARYING = Schema(
+    (
+        *SCHEMA.fields,
+        Field("shift", torch.float32, ("rows",), need=EMBEDS),
+        Field("twice", torch.float32, ("rows", 2), output=True, need=Needs(returned=True)),
+    )
+)
+
+
+def run(b: Buffers) -> None:
     """``result = x · scale``, plus ``shift`` where embeddings are needed; ``twice`` of it where it is returned."""
-    fields = SCHEMA.fields
-    if needs.embeddings:
-        fields += (Field("shift", torch.float32, ("rows",)),)
-    if needs.returned:
-        fields += (Field("twice", torch.float32, ("rows", 2), output=True),)
-
-    def run(b: Buffers) -> None:
-        result = b.x.float() * b.scale[:, None]
-        if needs.embeddings:
-            result = result + b.shift[:, None]
-        b.result.copy_(result)
-        if needs.returned:
-            b.twice.copy_(2 * result)
-
-    return Program("p", Schema(fields), run, vary=varying)
+    result = b.x.float() * b.scale[:, None]
+    if (shift := b.find("shift")) is not None:
+        result = result + shift[:, None]
+    b.result.copy_(result)
+    if (twice := b.find("twice")) is not None:
+        twice.copy_(2 * result)
 
 
 def planned(*rows: int, **how: Any) -> Planner:
     planner = Planner(CPU)
-    planner.capture([Buckets(varying(), tuple(map(Shape, rows)), **how)])
+    planner.capture([Buckets(Program("p", VARYING, run), tuple(map(Shape, rows)), **how)])
     return planner
 
 
@@ -117,8 +117,18 @@ def test_selected_rows_fit_a_larger_pass() -> None:
     assert sizes == sorted(sizes)
     assert sizes[:16] == list(range(1, 17))
     assert (selected_rows(64), selected_rows(65), selected_rows(400)) == (16, 17, 100)
-    schema = Schema((Field("rows", torch.int32, ("selected",)),))
-    assert Buffers(schema, Shape(100), CPU).rows.shape == (25,)
+
+
+def test_scored_rows_are_some_or_all() -> None:
+    """A batch that scores some tokens fits the buffers of a pass that could score all; without scores it has none."""
+    some, every = Needs(logits=Logits.SELECTED), Needs(logits=Logits.ALL)
+    schema = Schema((Field("scored", torch.int32, ("scored", 2), need=some),))
+    assert Buffers(schema.of(some), Shape(100), CPU).scored.shape == (25, 2)
+    buffers = Buffers(schema.of(every), Shape(100), CPU)
+    assert buffers.scored.shape == (100, 2)
+    buffers.load({"scored": [[1, 2]] * 25}, some)
+    assert buffers.scored.sum(0).tolist() == [25, 50]
+    assert Buffers(schema.of(EMBEDS), Shape(100), CPU).find("scored") is None
 
 
 def test_large_buffers_of_eager_passes_are_not_kept() -> None:

@@ -4,7 +4,9 @@ The interpreter is asked for in tests/conftest.py. In it ``tl.dot`` on bf16 is s
 """
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,6 +29,24 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def dots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's ``tl.dot`` adds products one after the other, as the device's tensor cores do at any tile size.
+
+    Its own is the CPU's BLAS, whose order changes with the tile's height on some processors and not on others.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(self: object, a: Any, b: Any, d: Any, *precision: object) -> TensorHandle:
+        total = np.zeros_like(d.data)
+        for k in range(a.data.shape[-1]):
+            total += a.data[..., k, None].astype(total.dtype) * b.data[k].astype(total.dtype)
+        return TensorHandle(total + d.data, d.dtype.scalar)
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ def _compile(case) -> dict:
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = case.kernel.arg_names
     unknown = set(case.signature) ^ (set(names) - set(case.constexprs))
@@ -30,8 +31,9 @@ def _compile(case) -> dict:
     attrs = {
         (i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if kind[0] == "*" or kind == "i32"
     }
+    source = GluonASTSource if case.kernel.is_gluon() else ASTSource
     compiled = compile(
-        ASTSource(case.kernel, kinds, dict(case.constexprs), attrs),
+        source(case.kernel, kinds, dict(case.constexprs), attrs),
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": case.num_warps, "num_stages": case.num_stages},
     )

@@ -14,6 +14,7 @@ from unisono.attention.base import AttentionInputs
 from unisono.attention.triton import TritonAttention
 from unisono.kernels import attention as ops
 from unisono.kernels import attention_cpu as twin
+from unisono.kernels import attention_hopper as hopper
 
 TRITON = (ops.launch_attention_plan, ops.launch_attention)
 TWIN = (twin.attention_plan_cpu, twin.attention_cpu)
@@ -155,8 +156,7 @@ def test_rounds_have_the_bits_of_extend(triton, width, window):
     lengths = [300, 40, 600]
     case = Requests(lengths, triton, window=window)
     ends = [(row, n) for row, n in enumerate(lengths)]
-    tile = max(8, width)  # the interpreter multiplies by BLAS: give both passes tiles of the same height
-    want = case.extend([(row, n - width, n) for row, n in ends], tile).view(len(ends), width, case.heads, case.dim)
+    want = case.extend([(row, n - width, n) for row, n in ends], 8).view(len(ends), width, case.heads, case.dim)
     assert torch.equal(case.round(ends, width), want), "each split by itself"
     assert torch.equal(case.round(ends[::-1], width, NEVER_CUT), want.flip(0))
     assert torch.equal(case.round(ends, width, 16), want), "the longest row in pieces"
@@ -286,3 +286,51 @@ def test_backend_plans_and_attends(width, device):
     inputs.query_start = None if width is None else positions
     with pytest.raises(ValueError, match="width or query_start"):
         backend.plan(inputs)
+
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.skipif(not HOPPER, reason="the kernel for Hopper has no twin on other machines")
+@pytest.mark.parametrize(("heads", "kv_heads", "dtype"), [(32, 8, torch.bfloat16), (4, 4, torch.float16)])
+def test_long_prompts_on_hopper_have_the_same_bits(heads, kv_heads, dtype, monkeypatch):
+    case = Requests([2000, 130, 700, 1, 1025], True, dtype, heads, kv_heads, 128)
+    backend = TritonAttention(heads, kv_heads, case.device)
+    spans = [(0, 300, 2000), (1, 0, 130), (2, 699, 700), (3, 0, 1), (4, 1, 1025), (2, 64, 512)]
+    tile = 128 * kv_heads // heads
+    monkeypatch.setattr(hopper, "_proven", {})
+    want = case.extend(spans, tile, partials=0, padding=7)
+    launched = watched(monkeypatch)
+    assert backend.prove(128, dtype)[0] == "the kernel for Hopper"
+    launched.clear()
+    assert torch.equal(case.extend(spans, tile, partials=0, padding=7), want)
+    assert launched, "it was not the kernel for Hopper"
+
+
+@pytest.mark.skipif(not HOPPER, reason="the kernel for Hopper has no twin on other machines")
+def test_other_bits_are_not_served(monkeypatch):
+    monkeypatch.setattr(hopper, "_proven", {})
+    launched = watched(monkeypatch, error=1.0)
+    backend = TritonAttention(32, 8, "cuda")
+    assert backend.prove(128, torch.bfloat16)[0] == "as all attention"
+    assert launched
+    launched.clear()
+    Requests([2000], True, torch.bfloat16, 32, 8, 128).extend([(0, 0, 2000)], 32, partials=0)
+    assert not launched
+
+
+def watched(monkeypatch, error: float = 0.0) -> list[int]:
+    """The numbers of tokens that the kernel for Hopper serves from now on; its outputs are off by ``error``."""
+    launch, tokens = hopper.launch_prompt_attention, []
+
+    def launch_and_note(q, *args):
+        tokens.append(len(q))
+        return launch(q, *args) + error
+
+    monkeypatch.setattr(hopper, "launch_prompt_attention", launch_and_note)
+    return tokens
+
+
+def test_without_hopper_all_attention_is_one_kernel():
+    assert TritonAttention(32, 8, "cpu").prove(128, torch.bfloat16)[0] == "as all attention"
+    assert not hopper.suits(32, 8, 128, torch.bfloat16, torch.device("cpu"))

@@ -190,3 +190,25 @@ def test_rows_that_ask_for_nothing_are_left_alone(device):
 def test_a_request_without_edits_has_no_table_row():
     assert pack_edits(SamplingParams(), (), 5, VOCAB) is None
     assert np.count_nonzero(pack_edits(SamplingParams(min_tokens=1), (), 5, VOCAB)[:8]) == 3  # repetition 1.0 too
+
+
+@pytest.mark.parametrize("ids", [None, torch.arange(1, VOCAB, 2, dtype=torch.int32)], ids=["all ids", "some ids"])
+def test_a_mask_forbids_at_its_own_position_only(ids, device):
+    """Beside every other edit: what it forbids is -inf, what it allows has the bits that it has without a mask."""
+    batch, width = rows(), 3
+    tokens = torch.arange(VOCAB) if ids is None else ids.long()
+    logits = torch.randn(len(batch) * width, len(tokens))
+    slots = torch.randperm(len(batch), dtype=torch.int32)
+    drafts = torch.tensor([batch[slot].drafts[: width - 1] for slot in slots], dtype=torch.int32)
+    allowed = torch.rand(len(logits), VOCAB) < 0.5
+    packed = np.packbits(allowed.numpy(), axis=1, bitorder="little")
+    packed = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 4))).view(np.int32)
+    mask = torch.from_numpy(packed.copy())
+    options = {"ids": None if ids is None else ids.to(device)}
+    free = both(logits, slots, width, drafts, batch, device, **options)
+    masked = both(logits, slots, width, drafts, batch, device, mask=mask.to(device), **options)
+    asked = asks(batch)[slots.long()].repeat_interleave(width)
+    for without, edited in zip(free, masked, strict=True):
+        expected = without.masked_fill(~allowed[:, tokens], -torch.inf)
+        assert torch.equal(edited[asked], expected[asked])
+        assert edited[~asked].isnan().all()

@@ -59,6 +59,9 @@ class FakeEngine:
         self.requests: dict[str, tuple[EngineRequest, int]] = {}
         self.aborted = self.generated = self.steps = self.integrity_checks = self.captures = 0
 
+    def prepare(self, request: EngineRequest) -> None:
+        return None
+
     def add(self, request: EngineRequest) -> None:
         if request.prompt_token_ids[0] == Trick.REJECT:
             raise BadRequest("the fake engine refuses this.", param="prompt", code="fake")

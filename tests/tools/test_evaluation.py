@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
+import pytest
+from typer.testing import CliRunner
+
+from unisono.cli import app
 from unisono.llm import LLM
+from unisono.tools.drafters import HEADS
 from unisono.tools.evaluation import evaluate
 from unisono.types import SpeculativeConfig
 
-HEADS = {"eagle3": "tiny-eagle3", "eagle": "tiny-eagle", "mtp": "tiny-mtp", "standalone": "tiny-draft", "ngram": None}
-BARS = {"eagle3": 2.5, "eagle": 2.0, "mtp": 2.0, "standalone": 2.0, "ngram": 1.2}
+BARS = {"eagle3": 2.5, "eagle": 2.0, "mtp": 2.0, "standalone": 2.0, "ngram": 1.2, "suffix": 1.2}
 """Tokens a round at k = 3. ngram learns from answers that have ended: on few problems it has less than on many."""
 
 COUNT = 12
@@ -41,3 +45,13 @@ def test_bundled_heads_reach_their_bars_and_change_no_answer(method: str, plain:
     assert (right, tokens) == plain[:2]
     assert accept_length is not None
     assert accept_length >= BARS[method]
+
+
+def test_bench_tells_what_a_drafter_brings() -> None:
+    result = CliRunner().invoke(app, ["bench", "drafters", "--problems", "3", "--batch", "1,2", "--methods", "eagle3"])
+    assert result.exit_code == 0, result.output
+    plain, eagle3 = (re.split(r" *\| *", line)[1:-1] for line in result.output.splitlines()[2:])
+    assert [plain[0], eagle3[0], eagle3[-1]] == ["`none`", "`eagle3`", "yes"]
+    assert all(float(cell.split()[0]) > 0 for cell in (*plain[1:3], *eagle3[1:3]))
+    assert float(eagle3[3]) > 2 > float(plain[3])
+    assert eagle3[4] == plain[4]

@@ -10,7 +10,7 @@ Hq / Hkv query / KV heads, D head dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -80,6 +80,19 @@ class AttentionBackend(Protocol):
         ...
 
 
+@runtime_checkable
+class ProvingAttention(Protocol):
+    """A backend with kernels that may run only where their bits were compared on the GPU at hand."""
+
+    def rehearse(self, head_dim: int, dtype: torch.dtype) -> None:
+        """Launch what :meth:`prove` will launch and learn nothing from it."""
+        ...
+
+    def prove(self, head_dim: int, dtype: torch.dtype) -> tuple[str, str]:
+        """Settle what serves long prompts; returns what, and why. For the engine's start: it synchronises."""
+        ...
+
+
 @dataclass(frozen=True)
 class BreakingAttention:
     """A backend between the segments of a capture: always if it is not capturable, else where the capture splits.
@@ -96,6 +109,17 @@ class BreakingAttention:
     @property
     def capturable(self) -> bool:
         return self.backend.capturable
+
+    def rehearse(self, head_dim: int, dtype: torch.dtype) -> None:
+        """Launch what :meth:`prove` will launch and learn nothing from it: for compiling kernels ahead."""
+        if isinstance(self.backend, ProvingAttention):
+            self.backend.rehearse(head_dim, dtype)
+
+    def prove(self, head_dim: int, dtype: torch.dtype) -> tuple[str, str]:
+        """See :class:`ProvingAttention`."""
+        if isinstance(self.backend, ProvingAttention):
+            return self.backend.prove(head_dim, dtype)
+        return "as all attention", f"the backend {self.name!r} has one way"
 
     def plan(self, inputs: AttentionInputs) -> None:
         """See :class:`AttentionBackend`."""

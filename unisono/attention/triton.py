@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from unisono.attention.base import AttentionInputs
+from unisono.kernels import attention_hopper
 from unisono.kernels.attention import attention, attention_plan
 
 WORKSPACE_TOKENS = 4096
@@ -25,9 +26,39 @@ class TritonAttention:
 
     def __init__(self, num_heads: int, num_kv_heads: int, device: torch.device | str) -> None:
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.device = torch.empty(0, device=device).device  # with its index
         self.processors = 1
-        if torch.device(device).type == "cuda":
-            self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        if self.device.type == "cuda":
+            self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    def rehearse(self, head_dim: int, dtype: torch.dtype) -> None:
+        """See :class:`unisono.attention.base.ProvingAttention`."""
+        attention_hopper.rehearse(self._attend, self.num_heads, self.num_kv_heads, head_dim, dtype, self.device)
+
+    def prove(self, head_dim: int, dtype: torch.dtype) -> tuple[str, str]:
+        """See :class:`unisono.attention.base.ProvingAttention`."""
+        heads = self.num_heads, self.num_kv_heads, head_dim, dtype, self.device
+        if not attention_hopper.suits(*heads):
+            return "as all attention", "the kernel for Hopper has 16-bit heads of 128 only"
+        if attention_hopper.prove(self._attend, *heads):
+            return "the kernel for Hopper", "its bits are those of all attention, compared here"
+        return "as all attention", "the bits of the kernel for Hopper differ here"
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        page_table: torch.Tensor,
+        kv_len: torch.Tensor,
+        query_start: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """One extend pass, as the engine would run it."""
+        rows = torch.arange(len(kv_len), dtype=torch.int32, device=q.device)
+        inputs = AttentionInputs(rows, positions, positions, kv_len, page_table, None, query_start)
+        self.plan(inputs)
+        return self.forward(q, k_cache, v_cache, inputs, q.shape[2] ** -0.5, 0)
 
     def plan(self, inputs: AttentionInputs) -> None:
         """Fill ``inputs.plan``: which program walks what. One launch, no host sync."""

@@ -45,6 +45,7 @@ class Host:
     dtype, device: of weights and KV. max_model_len, page_size: of the cache that page tables index.
     progress: called with the share of the drafter's weights that is in place, 0 … 1, while it loads.
     decide: called with (name, value, reason) of each choice that the drafter made by itself; ``explain`` shows them.
+    pending: tokens of a request that :meth:`PausableDrafter.resume` takes at once; 0: no drafter is ever paused.
     """
 
     target: Decoder
@@ -59,6 +60,7 @@ class Host:
     page_size: int
     progress: Callable[[float], None]
     decide: Callable[[str, object, str], None]
+    pending: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,13 +148,36 @@ class Drafter(Protocol):
         """Allocate KV and per-page state. Called once to measure memory, then for good; before any capture."""
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
-        """Write ``drafts [R, k]`` int32 for the requests in ``slots [R]`` int32; -1 drafts nothing."""
+        """Write ``drafts [R, k]`` int32 for the requests in ``slots [R]`` int32; -1 drafts nothing.
+
+        k is at most ``num_drafts`` and may differ from round to round.
+        """
 
     def observe(self, verified: Verified) -> None:
         """Catch up after verification, inside the round."""
 
     def observe_prompt(self, prompt: PromptPass) -> None:
         """Catch up with one pass of prompt tokens, inside the extend pass."""
+
+
+@runtime_checkable
+class PausableDrafter(Drafter, Protocol):
+    """A drafter whose ``observe`` is dear: while rounds draft nothing it only remembers, and catches up later.
+
+    It is one by having ``remember`` and ``resume``. Others are told to ``observe`` rounds of width 1 like any other.
+    unlimited: any number of tokens may be pending; else ``host.pending`` at most.
+    """
+
+    unlimited: bool
+
+    def remember(self, verified: Verified) -> None:
+        """Instead of ``observe``, after a round of width 1: keep what is needed to catch up, at next to no cost."""
+
+    def resume(self, slots: torch.Tensor) -> None:
+        """Catch up with the first ``host.pending`` tokens that are pending of slots [R]; before it drafts again.
+
+        Its state is then what it would be had it observed every round. Rows without any, padding too, stay as they are.
+        """
 
 
 @runtime_checkable

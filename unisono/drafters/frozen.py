@@ -60,7 +60,7 @@ class FrozenMTPDrafter:
         inputs = AttentionInputs(slots, seen, kv_slots, known, s.page_table, width=1)
         head.backend.plan(inputs)
         hidden, kv = self._hidden.index_select(0, slots), host.kv()
-        for step in range(self.num_drafts):
+        for step in range(drafts.shape[1]):
             hidden, logits = head(token_ids, hidden, positions, inputs, kv)
             token_ids = host.pick(logits, slots, step, None)
             drafts[:, step].copy_(token_ids)

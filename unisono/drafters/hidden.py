@@ -24,7 +24,8 @@ import torch
 
 from unisono.attention.base import AttentionBackend, AttentionInputs
 from unisono.drafters.base import Host, PromptPass, SelfTest, Span, Verified
-from unisono.kernels.catch_up import catch_up, catch_up_extend, keep_rows
+from unisono.drafters.pending import Pending
+from unisono.kernels.catch_up import CatchUp, catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
 from unisono.kernels.paths import copy_span
 from unisono.layers.linear import prove_linears
@@ -42,8 +43,13 @@ FIRST_ENTRY = 1
 """Position 0 has no hidden state before it, hence no entry, and no key that may be seen."""
 
 
+def seen_size(needs: Needs, host: Host) -> int:
+    """Elements of what the target shows of a token to a drafter with these needs."""
+    return host.target.config.hidden_size * max(1, len(needs.aux_layers))
+
+
 class DraftModule(Protocol):
-    """One module with one KV layer; see ``models/draft.py`` for the three calls."""
+    """One module with one KV layer; see ``models/draft.py`` for the four calls."""
 
     config: DecoderConfig
     ids: torch.Tensor | None
@@ -57,6 +63,14 @@ class DraftModule(Protocol):
         inputs: AttentionInputs,
         kv: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor: ...
+
+    def write(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        inputs: AttentionInputs,
+        kv: tuple[torch.Tensor, torch.Tensor],
+    ) -> None: ...
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -98,6 +112,7 @@ class HiddenDrafter:
     needs: Needs
     page_bytes = 0  # known once the engine's dtype is
     self_test: SelfTest | None = SelfTest(OTHER_TARGET)
+    unlimited = False
 
     def __init__(self, spec: SpeculativeConfig) -> None:
         self.num_drafts = spec.num_speculative_tokens
@@ -130,6 +145,7 @@ class HiddenDrafter:
                 self.name, c.max_positions, host.max_model_len,
             )  # fmt: skip
         slots = host.slots.length.shape[0]
+        self._pending = Pending(host, seen_size(self.needs, host))
         self._hidden = torch.zeros((slots, c.hidden_size), dtype=host.dtype, device=host.device)
         kept = 1 + max(self._firsts, default=0)
         self._draft = torch.zeros((slots, kept), dtype=torch.int32, device=host.device)
@@ -150,7 +166,7 @@ class HiddenDrafter:
         hidden = self._hidden.index_select(0, slots)
         drafts[:, :1].copy_(self._first_drafts(slots, of_paths=tables is not None))
         rows = slots if tables is None else tables
-        for step in range(1, self.num_drafts):
+        for step in range(1, drafts.shape[1]):
             token_ids, positions, kv_slots, kv_len = draft_inputs(
                 slots, drafts, s.history, s.length, s.limit, s.status, s.page_table, host.page_size, vocab, step - 1, 1,
                 tables,
@@ -166,14 +182,36 @@ class HiddenDrafter:
         """Nothing: ``observe`` writes these entries."""
 
     def observe(self, verified: Verified) -> None:
-        assert verified.hidden is not None
         s, slots, width = self._host.slots, verified.slots, verified.picks.shape[1]
-        new = catch_up(slots, verified.result, verified.picks, s.length, s.page_table, self._host.page_size)
-        hidden = self.module.encode(verified.hidden)
-        keep_rows(self._page_hidden, new.pages, hidden)
+        new, hidden = self._entries(verified)
         inputs = AttentionInputs(slots, new.positions, new.kv_slots, new.kv_len, s.page_table, width)
         out = self.module(new.token_ids, hidden, inputs, self._kv)
         self._keep(out.index_select(0, new.last), slots, new.owners)
+        self._pending.settle(slots)
+
+    def remember(self, verified: Verified) -> None:
+        self._pending.keep(verified)
+
+    def resume(self, slots: torch.Tensor) -> None:
+        """Of pending entries keys and values are all that outlives them; the last one goes through the whole module."""
+        s, behind = self._host.slots, self._pending.take(slots)
+        new, hidden = self._entries(behind)
+        width = behind.picks.shape[1]
+        inputs = AttentionInputs(slots, new.positions, new.kv_slots, new.kv_len, s.page_table, width)
+        self.module.write(new.token_ids, hidden, inputs, self._kv)
+        token_ids, positions, kv_slots = (x.index_select(0, new.last) for x in new[:3])
+        inputs = AttentionInputs(slots, positions, kv_slots, new.kv_len, s.page_table, width=1)
+        out = self.module(token_ids, hidden.index_select(0, new.last), inputs, self._kv)
+        self._keep(out, slots, new.owners)
+
+    def _entries(self, verified: Verified) -> tuple[CatchUp, torch.Tensor]:
+        """The entries that committed tokens make known, and the hidden states [R·W, H] that they join."""
+        assert verified.hidden is not None
+        s = self._host.slots
+        new = catch_up(verified.slots, verified.result, verified.picks, s.length, s.page_table, self._host.page_size)
+        hidden = self.module.encode(verified.hidden)
+        keep_rows(self._page_hidden, new.pages, hidden)
+        return new, hidden
 
     def observe_prompt(self, prompt: PromptPass) -> None:
         assert prompt.hidden is not None
@@ -190,6 +228,7 @@ class HiddenDrafter:
         )
         out = self.module(new.token_ids, torch.cat((before, hidden)), inputs, self._kv)
         self._keep(out.index_select(0, new.last), prompt.slots, new.owners)
+        self._pending.settle(prompt.slots)
 
     def _keep(self, out: torch.Tensor, slots: torch.Tensor, owners: torch.Tensor) -> None:
         """From the module's last outputs [R, H] of the requests in slots [R], what the next round begins with."""

@@ -25,7 +25,8 @@ import torch
 
 from unisono.attention.base import AttentionInputs
 from unisono.drafters.base import Host, PromptPass, SelfTest, Verified
-from unisono.drafters.hidden import OTHER_TARGET, FromFirstEntry
+from unisono.drafters.hidden import OTHER_TARGET, FromFirstEntry, seen_size
+from unisono.drafters.pending import Pending
 from unisono.kernels.catch_up import CatchUpExtend, catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
 from unisono.layers.linear import prove_linears
@@ -58,6 +59,7 @@ class MultiMTPDrafter:
     needs = Needs(Hidden.FULL)
     page_bytes = 0  # known once the engine's dtype is
     self_test = SelfTest(OTHER_TARGET)
+    unlimited = False
 
     def __init__(self, spec: SpeculativeConfig, checkpoint: MTPCheckpoint) -> None:
         self.num_drafts = spec.num_speculative_tokens
@@ -79,6 +81,7 @@ class MultiMTPDrafter:
         for choice in self._checkpoint.choices([stage.module for stage in self._stages], host.target):
             host.decide(*choice)
         prove_linears(m for stage in self._stages for m in stage.module.modules())
+        self._pending = Pending(host, seen_size(self.needs, host))
         self._draft = torch.zeros((slots, 1), dtype=torch.int32, device=host.device)
         keys = 2 * c.num_kv_heads * host.page_size * c.head_dim
         self.page_bytes = self._depth * (keys + c.hidden_size) * host.dtype.itemsize
@@ -95,7 +98,7 @@ class MultiMTPDrafter:
         host, s, vocab = self._host, self._host.slots, self._checkpoint.config.vocab_size
         drafts[:, :1].copy_(self._draft.index_select(0, slots))
         hidden = self._stages[0].hidden.index_select(0, slots)[:, None]  # of what the next step's entries join
-        for step in range(1, self.num_drafts):
+        for step in range(1, drafts.shape[1]):
             stage, width = self._stages[min(step, self._depth - 1)], hidden.shape[1]
             token_ids, positions, kv_slots, kv_len = draft_inputs(
                 slots, drafts, s.history, s.length, s.limit, s.status, s.page_table, host.page_size, vocab,
@@ -110,6 +113,16 @@ class MultiMTPDrafter:
                 hidden = torch.cat((stage.hidden.index_select(0, slots)[:, None], states), dim=1)
 
     def observe(self, verified: Verified) -> None:
+        self._catch_up(verified)
+        self._pending.settle(verified.slots)
+
+    def remember(self, verified: Verified) -> None:
+        self._pending.keep(verified)
+
+    def resume(self, slots: torch.Tensor) -> None:
+        self._catch_up(self._pending.take(slots))
+
+    def _catch_up(self, verified: Verified) -> None:
         assert verified.hidden is not None
         s, slots, (rows, width) = self._host.slots, verified.slots, verified.picks.shape
         new = catch_up(slots, verified.result, verified.picks, s.length, s.page_table, self._host.page_size)
@@ -144,6 +157,7 @@ class MultiMTPDrafter:
                 hidden = torch.cat((states, carried, cached)).index_select(0, before)
             keep_rows(stage.hidden, new.owners, states.index_select(0, new.last))
         self._keep_draft(prompt.slots, new.owners)
+        self._pending.settle(prompt.slots)
 
     def _keep_draft(self, slots: torch.Tensor, owners: torch.Tensor) -> None:
         """Draft 0 of the next round, from module 0's states that were just kept."""

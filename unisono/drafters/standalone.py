@@ -20,6 +20,8 @@ import torch
 from unisono.attention.base import AttentionInputs
 from unisono.drafters.base import Host, PromptPass, SelfTest, Span, Verified
 from unisono.drafters.options import LOAD_FORMAT, read_options, required_model
+from unisono.drafters.pending import Pending
+from unisono.kernels.catch_up import catch_up
 from unisono.kernels.draft_inputs import draft_extend_inputs, draft_inputs
 from unisono.kernels.paths import copy_span
 from unisono.layers.linear import prove_linears
@@ -33,6 +35,10 @@ from unisono.types import ConfigError, SpeculativeConfig
 logger = logging.getLogger(__name__)
 
 
+LAG = 2
+"""Positions before a text's end that a round begins at: what is before them has to be there."""
+
+
 class StandaloneDrafter:
     """Speculative decoding with a draft model (Leviathan, Kalman, Matias, arXiv 2211.17192), drafts coupled.
 
@@ -42,6 +48,7 @@ class StandaloneDrafter:
 
     name = "standalone"
     needs = Needs()
+    unlimited = True  # what is pending is tokens
     page_bytes = 0  # known once the engine's dtype is
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
@@ -73,6 +80,7 @@ class StandaloneDrafter:
         )
         host.decide("draft vocabulary", f"{self._shared_ids} token ids, as the target's", self._vocabulary)
         prove_linears(self._model.modules())
+        self._pending = Pending(host)
         page = c.num_kv_heads * host.page_size * c.head_dim
         self.page_bytes = 2 * c.num_layers * page * host.dtype.itemsize
 
@@ -91,8 +99,8 @@ class StandaloneDrafter:
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor | None = None) -> None:
         rows = slots if tables is None else tables
         host, s, vocab = self._host, self._host.slots, self._checkpoint.config.vocab_size
-        for step in range(self.num_drafts):
-            first, width = (step - 1, 1) if step else (-2, 2)
+        for step in range(drafts.shape[1]):
+            first, width = (step - 1, 1) if step else (-LAG, LAG)
             token_ids, positions, kv_slots, kv_len = draft_inputs(
                 slots, drafts, s.history, s.length, s.limit, s.status, s.page_table, host.page_size, vocab, first,
                 width, tables,
@@ -104,7 +112,21 @@ class StandaloneDrafter:
             drafts[:, step].copy_(host.pick(logits, slots, step, None))
 
     def observe(self, verified: Verified) -> None:
-        """Nothing: the next round begins with what this one left out."""
+        """Nothing but a note: the next round begins with what this one left out."""
+        self._pending.settle(verified.slots)
+
+    def remember(self, verified: Verified) -> None:
+        """Nothing: the tokens are in the history."""
+
+    def resume(self, slots: torch.Tensor) -> None:
+        """Keys and values of pending tokens, moved two positions back, where a round begins."""
+        host, s = self._host, self._host.slots
+        behind = self._pending.take(slots, LAG)
+        ends = self._pending.observed - LAG
+        new = catch_up(slots, behind.result, behind.picks, ends, s.page_table, host.page_size)
+        inputs = AttentionInputs(slots, new.positions, new.kv_slots, new.kv_len, s.page_table, behind.picks.shape[1])
+        known = new.token_ids < self._checkpoint.config.vocab_size
+        self._model(new.token_ids.where(known, 0), inputs, self._kv)
 
     def observe_prompt(self, prompt: PromptPass) -> None:
         """Keys and values of the pass, and of the token before each chunk: a cached page may lack its last one."""
@@ -115,6 +137,7 @@ class StandaloneDrafter:
         )  # fmt: skip
         inputs = AttentionInputs(prompt.slots, positions, kv_slots, kv_len, s.page_table, None, query_start)
         self._model(token_ids, inputs, self._kv)
+        self._pending.settle(prompt.slots)
 
 
 def check_vocabulary(target: DecoderConfig, draft: Checkpoint) -> str:

@@ -5,7 +5,8 @@ Called by the runner at start; the planner measures, chooses and captures.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from unisono.attention.base import AttentionBackend
 from unisono.config import ResolvedConfig, parse_graphs
@@ -15,11 +16,19 @@ from unisono.kernels.linear import ROW_TILES
 from unisono.program import Graph, Needs, Program, Shape
 from unisono.types import ConfigError
 
-GPU_PASSES = {"round": 500_000, "extend": 100_000, "score": 1_000}
+GPU_PASSES = {"round": 50_000, "extend": 5_000, "score": 50, "catch_up": 50, "draft": 5_000, "verify": 5_000}
 """Passes to expect of an engine, against which start-up time and memory for graphs are weighed."""
 
-CPU_PASSES = {"round": 5_000, "extend": 200, "score": 1}
-CPU_COST = PassCost(fixed_ms=15.0, row_ms=0.4, capture_ms=20.0)
+CPU_PASSES = {"round": 5_000, "extend": 200, "score": 1, "catch_up": 1, "draft": 20, "verify": 20}
+
+MASKED_SHARE = 0.01
+"""Of prompt passes, how many sample under masks. These and the two passes of a round under masks are captured for the
+first pass that wants them, not at start."""
+
+ROUNDS = {"round": "round", "draft": "round", "verify": "round"}
+"""Programs whose rows are requests, and whose ``--graphs`` mode they have."""
+
+CPU_COST = PassCost.linear(fixed_ms=15.0, row_ms=0.4, capture_ms=20.0)
 """On a CPU nothing overlaps and a replay saves nothing: the tape is there for its semantics, so every pass replays one.
 These are the bundled model's figures on one core; sizes chosen by a clock would differ from run to run."""
 
@@ -27,14 +36,46 @@ CPU_GRAPH_BYTES = 2 << 30
 GPU_GRAPH_BYTES, GPU_GRAPH_SHARE = 2 << 30, 0.1
 """At most so many bytes for graphs on a GPU, and at most this share of what is free before the KV cache is sized."""
 
-SHARES = {"round": 1.0, "extend": 0.8, "score": 0.5}
+SHARES = {"round": 1.0, "extend": 0.8, "score": 0.5, "catch_up": 0.2, "draft": 0.2, "verify": 0.3}
 """Of the memory for graphs, how much one program's may take: prompts leave some for rounds, which may take all."""
+
+CHAIN_DRAFTS = (0, 1, 2, 3, 5, 8, 11)
+"""Numbers of drafts that rounds of a chain are captured for, below k."""
+
+MOST_PENDING = 32
+"""Tokens of a request that a paused drafter may be behind by, where each of them costs memory."""
 
 LEAST_TOKENS = 16
 """Tokens of the smallest prompt pass that is captured for itself."""
 
 TILES = (*ROW_TILES, 128, 256, 512, 1024)
 """Tokens at which a product's tile is just full on a GPU."""
+
+
+BETWEEN = 0.1
+"""Of the rounds that are expected, the share of each number of drafts between none and all."""
+
+
+def draft_choices(config: ResolvedConfig, most: int) -> tuple[tuple[int, ...], str]:
+    """How many drafts a round may have, ascending, and why: one number where it is fixed. most: the drafter's k."""
+    spec = config.asked.speculative
+    if not most or spec is None:
+        return (most,), "nothing drafts"
+    if not spec.adaptive:
+        return (most,), "adaptive is off"
+    if config.asked.synthetic_acceptance_length is not None:
+        return (most,), "a mean acceptance length is synthetic"
+    if config.graphs["round"] == "off":
+        return (most,), "without graphs nothing is known of what rounds cost"
+    # A tree's other depths would be other trees.
+    choices = (0, most) if spec.paths else (*(k for k in CHAIN_DRAFTS if k < most), most)
+    return choices, "each round what brings most tokens a second, as costs and acceptance go"
+
+
+def pending_tokens(config: ResolvedConfig) -> int:
+    """Tokens of each request that a drafter catches up with at once: as many as fit a prompt pass."""
+    fit = max(4, config.max_num_batched_tokens // config.max_num_seqs)
+    return min(MOST_PENDING, 1 << (fit.bit_length() - 1))
 
 
 def tile_edges(width: int, limit: int) -> frozenset[int]:
@@ -66,10 +107,11 @@ def check_full(config: ResolvedConfig, graphs: Iterable[Graph]) -> None:
     """Raises ConfigError where ``--graphs full`` was asked of passes that turned out to break."""
     asked = parse_graphs(config.asked.graphs)
     for graph in graphs:
-        if graph.breaks and asked[graph.key.program] == "full":
+        program = ROUNDS.get(graph.key.program, graph.key.program)
+        if graph.breaks and asked[program] == "full":
             raise ConfigError(
                 f"--graphs {config.asked.graphs}: {graph.key.program} passes run {graph.breaks} functions eagerly, "
-                f"so they cannot be captured whole. Use --graphs auto or {graph.key.program}=segmented."
+                f"so they cannot be captured whole. Use --graphs auto or {program}=segmented."
             )
 
 
@@ -95,23 +137,61 @@ def gpu_graph_bytes(config: ResolvedConfig, free: int) -> ResolvedConfig:
     return config
 
 
-def buckets_of(program: Program, config: ResolvedConfig, width: int, needs: Needs) -> Buckets:
-    """What may be captured of one of the engine's programs."""
+def round_buckets(program: Program, config: ResolvedConfig, choices: Sequence[int], needs: Needs) -> list[Buckets]:
+    """What may be captured of rounds with each number of drafts. Widths between the extremes get fewer sizes."""
+    if len(choices) == 1:
+        return [buckets_of(program, config, 1 + choices[0], needs)]
+    ends, between = (choices[0], choices[-1]), BETWEEN * (len(choices) - 2)
+    return [
+        buckets_of(program, config, 1 + k, needs, max(BETWEEN, (1 - between) / 2))
+        if k in ends
+        else _sparse(buckets_of(program, config, 1 + k, needs, BETWEEN))
+        for k in choices
+    ]
+
+
+def catch_up_buckets(program: Program, config: ResolvedConfig, width: int) -> Buckets:
+    """What may be captured of a paused drafter's catching up with ``width`` tokens a request."""
+    gpu = config.device.type == "cuda"
+    shapes = tuple(Shape(rows, width) for rows in candidates(config.max_num_seqs))
+    buckets = Buckets(
+        program,
+        shapes,
+        mode=config.graphs["round"],
+        passes=GPU_PASSES["catch_up"] if gpu else None,
+        measured=gpu,
+        share=SHARES["catch_up"],
+    )
+    return _sparse(buckets)
+
+
+def _sparse(buckets: Buckets) -> Buckets:
+    """Only sizes that are powers of two, and the largest."""
+    last = buckets.shapes[-1]
+    shapes = tuple(shape for shape in buckets.shapes if shape.rows & (shape.rows - 1) == 0 or shape is last)
+    return replace(buckets, shapes=shapes, edges=frozenset())
+
+
+def buckets_of(program: Program, config: ResolvedConfig, width: int, needs: Needs, part: float = 1.0) -> Buckets:
+    """What may be captured of one of the engine's programs. part: of its passes are expected in this width."""
     name, gpu = program.name, config.device.type == "cuda"
     each, limit, least = (
-        (width, config.max_num_seqs, 1) if name == "round" else (1, config.max_num_batched_tokens, LEAST_TOKENS)
+        (width, config.max_num_seqs, 1) if name in ROUNDS else (1, config.max_num_batched_tokens, LEAST_TOKENS)
     )
-    edges = tile_edges(each, limit) if gpu and name != "score" else frozenset()
+    edges = tile_edges(each, limit) if gpu and name in ("round", "extend") and not needs.masks else frozenset()
+    passes = (GPU_PASSES if gpu else CPU_PASSES)[name]
     shapes = tuple(Shape(rows, each) for rows in sorted({*candidates(limit, least), *edges}))
     return Buckets(
         program,
         shapes,
         needs,
-        mode=config.graphs[name],
-        passes=(GPU_PASSES if gpu else CPU_PASSES)[name],
+        mode=config.graphs[ROUNDS.get(name, name)],
+        passes=part * passes * (MASKED_SHARE if needs.masks and name not in ROUNDS else 1.0),
         edges=edges,
+        flat=ROW_TILES[-1] // each if gpu else 0,
         cost=None if gpu else CPU_COST,
         measured=gpu,
-        always=name == "round" or config.asked.graphs != "auto",
+        on_demand=needs.masks or name == "draft",
+        always=name in ROUNDS,
         share=SHARES[name],
     )

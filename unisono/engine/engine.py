@@ -10,6 +10,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -20,13 +21,16 @@ from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.engine import report
 from unisono.engine.hidden import HiddenStates
 from unisono.engine.overrides import Embedded, check_scored
+from unisono.engine.pace import Pace
 from unisono.engine.runner import Launched, Runner
 from unisono.engine.scheduler import Extend, Round, Scheduler, Sequence
 from unisono.engine.self_test import run_self_test
+from unisono.grammar.compiler import Compiled, Grammars
+from unisono.grammar.matcher import GrammarError, Matcher
 from unisono.models.checkpoint import Checkpoint
 from unisono.sampling.edits import check_edits
 from unisono.sampling.logprobs import unpack_logprobs
-from unisono.types import MAX_STOP_IDS, BadRequest, EngineRequest, FinishReason, SamplingParams, TokenDelta
+from unisono.types import MAX_STOP_IDS, BadRequest, ConfigError, EngineRequest, FinishReason, SamplingParams, TokenDelta
 
 
 class Engine:
@@ -45,9 +49,12 @@ class Engine:
         with torch.inference_mode():
             self.runner = Runner(resolved, checkpoint, progress)
             self._begin()
+            self.pin_drafts(self.runner.choices[-1])
             if run_self_test(self):
                 self.runner.forget()
                 self._begin()
+            self.pin_drafts(None)
+        self.grammars = Grammars(checkpoint.path, checkpoint.config.vocab_size, checkpoint.eos_token_ids)
         self.start_seconds = time.perf_counter() - started
 
     def _begin(self) -> None:
@@ -60,6 +67,7 @@ class Engine:
             self.config.max_num_batched_tokens,
             self.runner.max_extend_rows,
         )
+        self.pace = Pace(self.runner)
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: Launched | None = None
         self._order = itertools.count()
@@ -77,6 +85,9 @@ class Engine:
         self.check(request)
         if request.params.seed is None:
             request = replace(request, params=replace(request.params, seed=secrets.randbits(53)))
+        compiled = self._grammar(request)
+        if compiled is not None:
+            request = replace(request, stop_ids=_with_eos(request.stop_ids, compiled))
         limit = self.config.max_model_len
         if request.params.max_tokens is not None:
             limit = min(limit, len(request.prompt_token_ids) + request.params.max_tokens)
@@ -89,14 +100,37 @@ class Engine:
             known = 0 if request.shares_with is None else sequence.prompt_len
             dtype = str(self.config.dtype).removeprefix("torch.")
             sequence.hidden = HiddenStates(known, sequence.prompt_len, dtype, self.checkpoint.config.hidden_size)
+        if compiled is not None:
+            sequence.matcher = Matcher(compiled, request.params)
         if request.shares_with is not None:
             sequence.leader = self._sequences.get(request.shares_with)
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
         self.counters.requests += 1
 
+    def prepare(self, request: EngineRequest) -> Future[Compiled] | None:
+        """Begin what :meth:`check` and :meth:`add` would wait for, and return it; None where there is nothing."""
+        asked = request.params.structured_outputs
+        return None if asked is None else self.grammars.prepare(asked)
+
+    def _grammar(self, request: EngineRequest) -> Compiled | None:
+        """The grammar that the request asks for. Raises BadRequest for one that cannot be had."""
+        asked = request.params.structured_outputs
+        if asked is None:
+            return None
+        if self.config.asked.synthetic:
+            raise BadRequest(
+                "structured_outputs needs drafts that are verified; this server runs with synthetic acceptance, "
+                "which accepts them unseen.",
+                "structured_outputs",
+            )
+        return self.grammars.get(asked)
+
     def check(self, request: EngineRequest) -> None:
-        """Raises BadRequest, naming the value and the limit, for a request that this engine cannot run."""
+        """Raises BadRequest, naming the value and the limit, for a request that this engine cannot run.
+
+        Of one that wants a structured output it waits until the grammar is compiled; see :meth:`prepare`.
+        """
         prompt, vocab = request.prompt_token_ids, self.checkpoint.config.vocab_size
         longest = self.config.max_model_len - 1
         if request.request_id in self._sequences:
@@ -117,9 +151,11 @@ class Engine:
             raise BadRequest(
                 f"token id {wrong} is outside the vocabulary of {vocab} (0 … {vocab - 1}).", param="prompt"
             )
-        if len(request.stop_ids) > MAX_STOP_IDS:
+        compiled = self._grammar(request)
+        stop_ids = request.stop_ids if compiled is None else _with_eos(request.stop_ids, compiled)
+        if len(stop_ids) > MAX_STOP_IDS:
             raise BadRequest(
-                f"{len(request.stop_ids)} stop token ids, EOS ids included; at most {MAX_STOP_IDS} are supported.",
+                f"{len(stop_ids)} stop token ids, EOS ids included; at most {MAX_STOP_IDS} are supported.",
                 param="stop_token_ids",
             )
         if request.params.n != 1:
@@ -150,16 +186,27 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[TokenDelta]:
-        """Launch the next pass, then read the one before it; returns the tokens that it brought."""
-        work = self.scheduler.schedule()
+        """Launch the next pass, then read the one before it; returns the tokens that it brought.
+
+        Where a request needs masks it is the other way round.
+        """
+        deltas = self._settle() if self.scheduler.waits_for_tokens else []
+        work = self.pace.launching(self.scheduler.schedule())
         launched = self.runner.launch(work) if work is not None else None
-        previous, self._in_flight = self._in_flight, launched
-        return self._read(previous) if previous is not None else []
+        deltas += self._settle()
+        self._in_flight = launched
+        return deltas
+
+    def _settle(self) -> list[TokenDelta]:
+        """Read the pass in flight, if there is one."""
+        launched, self._in_flight = self._in_flight, None
+        return self._read(launched) if launched is not None else []
 
     def _read(self, launched: Launched) -> list[TokenDelta]:
         outputs = launched.wait()
         result, logprobs = outputs["result"], outputs["logprobs"]
         work = launched.work
+        self.pace.read(work, result)
         if isinstance(work, Extend):
             for chunk in work.chunks:
                 if chunk.sequence.finish is FinishReason.RUNNING:
@@ -182,7 +229,7 @@ class Engine:
                 delta = self._commit(sequence, result[row, 2 : 2 + count].tolist(), status)
                 if isinstance(work, Round) and sequence.request.params.max_drafts != 0:
                     delta.drafted_tokens, delta.accepted_tokens = int(outputs["drafted"][row]), count - 1
-                    self.counters.count_round(delta.drafted_tokens, delta.accepted_tokens)
+                    self.counters.count_round(work.drafts, delta.drafted_tokens, delta.accepted_tokens)
                 if (wanted := sequence.request.params.logprobs) is not None:
                     delta.logprobs = unpack_logprobs(logprobs[row, :count], wanted)
                 deltas.append(delta)
@@ -200,8 +247,9 @@ class Engine:
             delta.hidden_states = sequence.hidden.take_output()
         sequence.tokens.extend(tokens)
         self.counters.generation_tokens += len(tokens)
-        if status is not FinishReason.RUNNING:
-            self.scheduler.retire(sequence, status)
+        delta.finish, delta.error = _follow(sequence, tokens, status)
+        if delta.finish is not FinishReason.RUNNING:
+            self.scheduler.retire(sequence, delta.finish)
             del self._sequences[sequence.request.request_id]
         return delta
 
@@ -233,6 +281,12 @@ class Engine:
         """
         return 0 if self.has_work() else self.runner.planner.capture_missing()
 
+    def pin_drafts(self, drafts: int | None) -> None:
+        """Have every round draft so many tokens, one of ``runner.choices``; None: as many as pay. For measurements."""
+        if drafts is not None and drafts not in self.runner.choices:
+            raise ConfigError(f"{drafts} drafts a round: this engine has captured rounds with {self.runner.choices}.")
+        self.pace.pin(drafts)
+
     def check_integrity(self) -> None:
         """Prove the page bookkeeping; the idle engine calls this. Raises RuntimeError naming the breach."""
         self.pool.check_integrity()
@@ -244,7 +298,23 @@ class Engine:
         if self._in_flight is not None:
             self._in_flight.wait()
             self._in_flight = None
+        self.grammars.close()
         self.runner.close()
+
+
+def _with_eos(stop_ids: tuple[int, ...], compiled: Compiled) -> tuple[int, ...]:
+    """EOS always ends a structured output: its masks forbid it as long as the request can be spared it."""
+    return tuple(dict.fromkeys((*compiled.eos, *stop_ids)))
+
+
+def _follow(sequence: Sequence, tokens: list[int], status: FinishReason) -> tuple[FinishReason, str | None]:
+    """Tell a sequence's matcher its new tokens: the status with which it goes on, and why it cannot."""
+    if sequence.matcher is not None:
+        try:
+            sequence.matcher.accept(tokens)
+        except GrammarError as error:
+            return FinishReason.ABORT, f"{error}."
+    return status, None
 
 
 def _read_scores(work: Extend, words: np.ndarray) -> None:

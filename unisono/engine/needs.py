@@ -1,4 +1,4 @@
-"""What each Need adds to a pass: fields of its schema, and the ops that read or fill them.
+"""What Needs add to a pass: fields of its schema, and the ops that read or fill them.
 
 Called by ``engine/programs.py`` inside passes, and by the runner to say what a pass needs. Vectors travel as the int32
 words of their bits, since every field is of a four-byte type.
@@ -14,6 +14,13 @@ from unisono.program import Buffers, Field, Logits, Needs, selected_rows
 Overriding = tuple[torch.Tensor, torch.Tensor]
 """Embeddings [T, H], and a flag [T] of the tokens whose own they replace."""
 
+EMBEDDINGS, RETURNED, SCORED, MASKS = (
+    Needs(embeddings=True),
+    Needs(returned=True),
+    Needs(logits=Logits.SELECTED),
+    Needs(masks=True),
+)
+
 
 def words_of(size: int, dtype: torch.dtype) -> int:
     """int32 words of a vector of so many numbers. Raises ValueError where that is no whole number."""
@@ -28,35 +35,46 @@ def logits_need(scored: int, rows: int) -> Logits:
     return Logits.LAST if not scored else Logits.SELECTED if scored <= selected_rows(rows) else Logits.ALL
 
 
-def extend_fields(needs: Needs, size: int, dtype: torch.dtype) -> tuple[Field, ...]:
-    """The fields that a prompt pass has for its needs; size, dtype: of an embedding or a hidden state."""
-    fields = []
-    if needs.embeddings:
-        fields.append(Field("embeddings", torch.int32, ("rows", words_of(size, dtype))))
-        fields.append(Field("overridden", torch.int32, ("rows",)))
-    if needs.logits:
-        rows = "rows" if needs.logits is Logits.ALL else "selected"
-        fields.append(Field("score_rows", torch.int32, (rows,), pad=-1))
-        fields.append(Field("prompt_logprobs", torch.int32, (rows, LOGPROB_WORDS), output=True))
-    if needs.returned:
-        fields.append(Field("hidden", torch.int32, ("rows", words_of(size, dtype)), output=True))
-    return tuple(fields)
+def mask_words(vocab_size: int) -> int:
+    """int32 words of a mask: bit i % 32 of word i // 32 allows token i."""
+    return -(-vocab_size // 32)
 
 
-def round_fields(needs: Needs, size: int, dtype: torch.dtype) -> tuple[Field, ...]:
-    """The fields that a round has for its needs; size, dtype: of a hidden state."""
-    if not needs.returned:
-        return ()
-    return (Field("hidden", torch.int32, ("rows", "width", words_of(size, dtype)), output=True),)
+def mask_field(vocab_size: int, rows: int | str, width: int | str, paths: int = 1) -> Field:
+    """What ``width`` positions of each path of each row may sample; padding allows all."""
+    return Field("mask", torch.int32, (rows, paths, width, mask_words(vocab_size)), pad=-1, need=MASKS)
 
 
-def overriding(b: Buffers, needs: Needs, dtype: torch.dtype) -> Overriding | None:
+def embedding_fields(size: int, dtype: torch.dtype) -> tuple[Field, Field]:
+    """What a prompt pass brings in place of token embeddings. size, dtype: of one."""
+    words = words_of(size, dtype)
+    return (
+        Field("embeddings", torch.int32, ("rows", words), need=EMBEDDINGS),
+        Field("overridden", torch.int32, ("rows",), need=EMBEDDINGS),
+    )
+
+
+def score_fields() -> tuple[Field, Field]:
+    """Of a prompt pass: the tokens behind which a prompt token is scored, -1 for none, and what is reported of it."""
+    return (
+        Field("score_rows", torch.int32, ("scored",), pad=-1, need=SCORED),
+        Field("prompt_logprobs", torch.int32, ("scored", LOGPROB_WORDS), output=True, need=SCORED),
+    )
+
+
+def hidden_field(size: int, dtype: torch.dtype, *rows: str) -> Field:
+    """A pass's final hidden states for the host. size, dtype: of one."""
+    return Field("hidden", torch.int32, (*rows, words_of(size, dtype)), output=True, need=RETURNED)
+
+
+def overriding(b: Buffers, dtype: torch.dtype) -> Overriding | None:
     """What the batch brings in place of token embeddings."""
-    return (b.embeddings.view(dtype), b.overridden) if needs.embeddings else None
+    given = b.find("embeddings")
+    return None if given is None else (given.view(dtype), b.overridden)
 
 
-def return_hidden(b: Buffers, needs: Needs, hidden: torch.Tensor) -> None:
-    """Hand the pass's final hidden states to the host: [T, H] of a prompt pass, [R · W, H] of a round."""
-    if needs.returned:
-        out = b.hidden.view(hidden.dtype)
+def return_hidden(b: Buffers, hidden: torch.Tensor) -> None:
+    """Hand the host a pass's final hidden states, if it wants them: [T, H] of a prompt pass, [R · W, H] of a round."""
+    if (out := b.find("hidden")) is not None:
+        out = out.view(hidden.dtype)
         out.copy_(hidden.view_as(out))

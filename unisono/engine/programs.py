@@ -8,23 +8,32 @@ it, does what a round of width 1 does: sample, commit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 
 from unisono.attention.base import AttentionInputs
 from unisono.cache.kv import PAGE_SIZE
 from unisono.cache.pages import pages_for
-from unisono.drafters.base import Drafter, PromptPass, Verified
-from unisono.engine.needs import Overriding, extend_fields, overriding, return_hidden, round_fields
+from unisono.drafters.base import Drafter, PausableDrafter, PromptPass, Verified
+from unisono.engine.needs import (
+    Overriding,
+    embedding_fields,
+    hidden_field,
+    mask_field,
+    overriding,
+    return_hidden,
+    score_fields,
+)
 from unisono.engine.slots import Slots
+from unisono.engine.synthetic import Force
 from unisono.engine.tree import Tree
 from unisono.kernels.logprobs import WORDS as LOGPROB_WORDS
 from unisono.kernels.pages import grow_pages
-from unisono.kernels.rounds import commit, extend_inputs, force_drafts, limit_drafts, round_inputs
+from unisono.kernels.paths import Fork
+from unisono.kernels.rounds import commit, extend_inputs, limit_drafts, round_inputs
 from unisono.models.decoder import Decoder
-from unisono.program import Buffers, Field, Hidden, Logits, Needs, Program, Schema
+from unisono.program import Buffers, Field, Hidden, Program, Schema
 from unisono.sampling.pipeline import DraftPicker, edit_and_pick, report_logprobs, report_prompt_logprobs
 
 Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -39,8 +48,9 @@ class Parts:
     """What a pass is made of. ``kv`` holds (keys, values) of each layer; ``picker`` is the drafter's ``host.pick``.
 
     processed: report log-probabilities of what tokens were drawn from rather than of the model's own logits.
-    forced: benchmarks only, the tokens that every round commits on average; None verifies in earnest.
+    forced: benchmarks only, overwrites drafts with what will be accepted; None verifies in earnest.
     tree: where rounds try several paths for each request; None for a chain.
+    held: int32 [slots · paths · k], drafts that wait for their masks between two passes (``masked.py``).
     """
 
     model: Decoder
@@ -49,17 +59,22 @@ class Parts:
     picker: DraftPicker
     kv: Layers
     processed: bool = False
-    forced: float | None = None
+    forced: Force | None = None
     tree: Tree | None = None
+    held: torch.Tensor | None = None
 
     @property
     def width(self) -> int:
         return 1 + self.drafter.num_drafts
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of embeddings and hidden states."""
-        return self.model.embed.weight.dtype
+    def paths(self) -> int:
+        return 1 if self.tree is None else len(self.tree.paths)
+
+    @property
+    def vectors(self) -> tuple[int, torch.dtype]:
+        """The size and the dtype of embeddings and hidden states."""
+        return self.model.config.hidden_size, self.model.embed.weight.dtype
 
     def forward(
         self, token_ids: torch.Tensor, inputs: AttentionInputs, given: Overriding | None = None
@@ -70,19 +85,33 @@ class Parts:
         return hidden, {Hidden.NULL: None, Hidden.AUX: aux}.get(needs.hidden, hidden)
 
     def pick(
-        self, logits: torch.Tensor, rows: torch.Tensor, drafts: torch.Tensor, logprobs: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        drafts: torch.Tensor,
+        logprobs: torch.Tensor,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The target's tokens [R, W] for logits [R * W, V]; fills ``logprobs [R, W, words]`` for rows that ask."""
+        """The target's tokens [R, W] for logits [R * W, V]; fills ``logprobs [R, W, words]`` for rows that ask.
+
+        mask: int32 words of a bit for each token, R · W times so many; None where the pass has none.
+        """
         width = logprobs.shape[1]
-        picked = edit_and_pick(logits, rows, width, drafts, self.slots)
+        mask = None if mask is None else mask.reshape(logits.shape[0], -1)
+        picked = edit_and_pick(logits, rows, width, drafts, self.slots, mask=mask)
         report_logprobs(logits, rows, width, picked, self.slots, self.processed, logprobs)
         return picked.tokens.view(-1, width)
 
     def score(self, hidden: torch.Tensor, b: Buffers) -> None:
-        """Fill ``b.prompt_logprobs`` with those of the tokens behind ``b.score_rows``, a slice of logits at a time."""
-        token = b.score_rows.clamp_min(0)
+        """Where prompt tokens are scored, fill ``b.prompt_logprobs`` with those of the tokens behind ``b.score_rows``.
+
+        A slice of logits at a time.
+        """
+        if (rows := b.find("score_rows")) is None:
+            return
+        token = rows.clamp_min(0)
         row = torch.searchsorted(b.query_start[1:], token, right=True).clamp_max(b.slots.shape[0] - 1)
-        slots = b.slots.index_select(0, row).masked_fill(b.score_rows < 0, self.slots.padding)
+        slots = b.slots.index_select(0, row).masked_fill(rows < 0, self.slots.padding)
         next_ids = b.next_ids.index_select(0, token)
         for part in (slice(i, i + SCORED_TOKENS) for i in range(0, token.shape[0], SCORED_TOKENS)):
             logits, out = self.model.logits(hidden.index_select(0, token[part])), b.prompt_logprobs[part]
@@ -99,79 +128,108 @@ def growth_columns(width: int) -> int:
     return pages_for(2 * width + 1) + 1
 
 
-def round_program(parts: Parts, needs: Needs | None = None) -> Program:
-    """Draft, verify, sample, accept and commit for ``rows`` requests, ``width`` tokens each.
-
-    needs: the drafter's, or more.
-    """
-    needs = needs or parts.drafter.needs
+def round_program(parts: Parts) -> Program:
+    """Draft, verify, sample, accept and commit for ``rows`` requests, ``width`` tokens each: 1 … 1 + k."""
     slots, growth = parts.slots, growth_columns(parts.width)
     schema = Schema(
         (
             Field("slots", torch.int32, ("rows",), pad=slots.padding),
             Field("columns", torch.int32, ("rows", growth), pad=-1),
             Field("pages", torch.int32, ("rows", growth)),
-            Field("result", torch.int32, ("rows", parts.width + 2), output=True),
+            Field("result", torch.int32, ("rows", "result"), output=True),
             Field("drafted", torch.int32, ("rows",), output=True),
             Field("logprobs", torch.int32, ("rows", "width", LOGPROB_WORDS), output=True),
-            *round_fields(needs, parts.model.config.hidden_size, parts.dtype),
+            hidden_field(*parts.vectors, "rows", "width"),
         )
     )
 
     def run(b: Buffers) -> None:
         grow_pages(slots.page_table, b.slots, b.columns, b.pages)
-        if parts.tree is None:
-            _chain_round(parts, needs, b)
+        if parts.tree is None or b.shape.width == 1:
+            _chain_round(parts, b)
         else:
-            _tree_round(parts, needs, parts.tree, b)
+            _tree_round(parts, parts.tree, b)
 
-    return Program("round", schema, run, vary=partial(round_program, parts))
+    return Program("round", schema, run)
 
 
-def _chain_round(parts: Parts, needs: Needs, b: Buffers) -> None:
+def _chain_round(parts: Parts, b: Buffers) -> None:
     """One row of drafts for each request."""
-    slots, width = parts.slots, b.shape.width
-    drafts = torch.full((b.shape.rows, width - 1), -1, dtype=torch.int32, device=b.device)
-    if width > 1:
+    drafts = torch.full((b.shape.rows, b.shape.width - 1), -1, dtype=torch.int32, device=b.device)
+    draft_chain(parts, b.slots, drafts, b.drafted)
+    settle_chain(parts, b, drafts)
+
+
+def draft_chain(parts: Parts, slots: torch.Tensor, drafts: torch.Tensor, drafted: torch.Tensor) -> None:
+    """Fill ``drafts [R, k]``, all -1 before, and ``drafted [R]`` with how many there are."""
+    if drafts.shape[1]:
         with parts.picker.seeing(drafts):
-            parts.drafter.propose(b.slots, drafts)
-        limit_drafts(drafts, b.slots, slots.max_drafts, b.drafted)
-    picks, hidden, seen = _verify(parts, b.slots, b.slots, drafts, b.logprobs)
-    return_hidden(b, needs, hidden)
+            parts.drafter.propose(slots, drafts)
+        limit_drafts(drafts, slots, parts.slots.max_drafts, drafted)
+
+
+def settle_chain(parts: Parts, b: Buffers, drafts: torch.Tensor) -> None:
+    """Verify and commit ``drafts [R, k]``, and let the drafter catch up."""
+    width = b.shape.width
+    mask = b.find("mask")
+    picks, hidden, seen = _verify(parts, b.slots, b.slots, drafts, b.logprobs, None if mask is None else mask[:, 0])
+    return_hidden(b, hidden)
     if parts.forced is not None:
         b.drafted.fill_(width - 1)
     b.result.copy_(parts.commit(picks, drafts, b.slots))
-    if width > 1:
-        parts.drafter.observe(Verified(b.slots, b.result, picks, seen))
+    verified = Verified(b.slots, b.result, picks, seen)
+    if width == 1 and isinstance(parts.drafter, PausableDrafter):
+        parts.drafter.remember(verified)
+    elif parts.width > 1:
+        parts.drafter.observe(verified)
 
 
-def _tree_round(parts: Parts, needs: Needs, tree: Tree, b: Buffers) -> None:
+def catch_up_program(drafter: PausableDrafter, slots: Slots) -> Program:
+    """Have the drafter catch up with up to ``width`` pending tokens of ``rows`` requests."""
+    schema = Schema((Field("slots", torch.int32, ("rows",), pad=slots.padding),))
+    return Program("catch_up", schema, lambda b: drafter.resume(b.slots))
+
+
+def _tree_round(parts: Parts, tree: Tree, b: Buffers) -> None:
     """P rows of drafts for each request, of which the best is committed."""
-    slots, width = parts.slots, b.shape.width
     fork = tree.fork(b.slots)
-    drafts = torch.full((len(fork.slots), width - 1), -1, dtype=torch.int32, device=b.device)
+    drafts = torch.full((len(fork.slots), b.shape.width - 1), -1, dtype=torch.int32, device=b.device)
+    draft_tree(parts, tree, fork, drafts)
+    settle_tree(parts, tree, b, fork, drafts)
+
+
+def draft_tree(parts: Parts, tree: Tree, fork: Fork, drafts: torch.Tensor) -> None:
+    """Fill ``drafts [R · P, k]``, all -1 before."""
     with parts.picker.seeing(drafts):
         tree.propose(fork, drafts)
-    limit_drafts(drafts, fork.slots, slots.max_drafts, torch.empty_like(fork.slots))
+    limit_drafts(drafts, fork.slots, parts.slots.max_drafts, torch.empty_like(fork.slots))
+
+
+def settle_tree(parts: Parts, tree: Tree, b: Buffers, fork: Fork, drafts: torch.Tensor) -> None:
+    """Verify every path, commit the best one, and let the drafter catch up."""
     logprobs = b.logprobs.new_empty(len(fork.slots), *b.logprobs.shape[1:])
-    picks, hidden, seen = _verify(parts, fork.slots, fork.tables, drafts, logprobs)
+    picks, hidden, seen = _verify(parts, fork.slots, fork.tables, drafts, logprobs, b.find("mask"))
     if parts.forced is not None:
         tree.leave_one(fork, drafts)
     best = tree.best(fork, picks, drafts)
     b.logprobs.copy_(logprobs.index_select(0, best.rows))
     b.drafted.copy_(best.drafted)
     if parts.forced is not None:
-        b.drafted.fill_(width - 1)
+        b.drafted.fill_(b.shape.width - 1)
     b.result.copy_(parts.commit(best.picks, best.drafts, b.slots))
     tree.adopt(b.slots, best, b.result)
-    if needs.returned:
-        return_hidden(b, needs, _rows_of(hidden, len(fork.slots), best.rows))
+    return_hidden(b, _rows_of(hidden, len(fork.slots), best.rows))
     seen = None if seen is None else _rows_of(seen, len(fork.slots), best.rows)
     parts.drafter.observe(Verified(b.slots, b.result, best.picks, seen))
 
 
 def _verify(
-    parts: Parts, rows: torch.Tensor, tables: torch.Tensor, drafts: torch.Tensor, logprobs: torch.Tensor
+    parts: Parts,
+    rows: torch.Tensor,
+    tables: torch.Tensor,
+    drafts: torch.Tensor,
+    logprobs: torch.Tensor,
+    mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The target's picks [R, W] behind drafts [R, k], its hidden states [R · W, H], and what the drafter asked to see.
 
@@ -183,28 +241,21 @@ def _verify(
     )
     inputs = AttentionInputs(tables, positions, kv_slots, kv_len, slots.page_table, width)
     hidden, seen = parts.forward(token_ids, inputs)
-    picks = parts.pick(parts.model.logits(hidden), rows, drafts, logprobs)
+    picks = parts.pick(parts.model.logits(hidden), rows, drafts, logprobs, mask)
     if parts.forced is not None:
-        force_drafts(drafts, picks, rows, slots.length, parts.forced)
+        parts.forced(drafts, picks, rows)
     return picks, hidden, seen
 
 
-def score_needs(parts: Parts) -> Needs:
-    """The program "score" by default: room for the log-probabilities of every token of the pass."""
-    return replace(parts.drafter.needs, logits=Logits.ALL)
-
-
-def extend_program(parts: Parts, max_rows: int, needs: Needs | None = None) -> Program:
+def extend_program(parts: Parts, max_rows: int, name: str = "extend") -> Program:
     """Compute ``rows`` prompt tokens of at most ``max_rows`` requests; sample where a prompt ends.
 
-    needs: the drafter's, or more. With more logits than the last it is the program "score", which also reports prompt
-    tokens' log-probabilities: ``score_rows`` names the tokens of the pass behind which one is asked for, -1: none.
+    name: "score" for passes that also report log-probabilities of prompt tokens, for these have graphs of their own.
 
     ``sample_slots`` names the slot of each row that ends its prompt here, else the padding slot;
     ``last`` is the index of that row's last token; ``next_ids`` the token after each, as far as it is known.
     """
     slots = parts.slots
-    needs = needs or parts.drafter.needs
     schema = Schema(
         (
             Field("token_ids", torch.int32, ("rows",)),
@@ -214,9 +265,12 @@ def extend_program(parts: Parts, max_rows: int, needs: Needs | None = None) -> P
             Field("start", torch.int32, (max_rows,)),
             Field("sample_slots", torch.int32, (max_rows,), pad=slots.padding),
             Field("last", torch.int32, (max_rows,)),
+            mask_field(parts.model.config.vocab_size, max_rows, 1),
+            *embedding_fields(*parts.vectors),
             Field("result", torch.int32, (max_rows, 3), output=True),
             Field("logprobs", torch.int32, (max_rows, 1, LOGPROB_WORDS), output=True),
-            *extend_fields(needs, parts.model.config.hidden_size, parts.dtype),
+            *score_fields(),
+            hidden_field(*parts.vectors, "rows"),
         )
     )
 
@@ -225,13 +279,12 @@ def extend_program(parts: Parts, max_rows: int, needs: Needs | None = None) -> P
             b.slots, b.query_start, b.start, slots.page_table, PAGE_SIZE, b.shape.rows
         )
         inputs = AttentionInputs(b.slots, positions, kv_slots, kv_len, slots.page_table, None, b.query_start)
-        hidden, seen = parts.forward(b.token_ids, inputs, overriding(b, needs, parts.dtype))
-        return_hidden(b, needs, hidden)
+        hidden, seen = parts.forward(b.token_ids, inputs, overriding(b, parts.vectors[1]))
+        return_hidden(b, hidden)
         drafts = torch.empty((max_rows, 0), dtype=torch.int32, device=b.device)
         logits = parts.model.logits(hidden.index_select(0, b.last))
-        picks = parts.pick(logits, b.sample_slots, drafts, b.logprobs)
-        if needs.logits:
-            parts.score(hidden, b)
+        picks = parts.pick(logits, b.sample_slots, drafts, b.logprobs, b.find("mask"))
+        parts.score(hidden, b)
         b.result.copy_(parts.commit(picks, drafts, b.sample_slots))
         if parts.width > 1:
             next_ids = _with_sampled(b.next_ids, b.last, picks[:, 0], b.sample_slots != slots.padding)
@@ -239,7 +292,7 @@ def extend_program(parts: Parts, max_rows: int, needs: Needs | None = None) -> P
                 PromptPass(b.slots, b.query_start, b.start, b.token_ids, next_ids, positions, b.last, seen)
             )
 
-    return Program("score" if needs.logits else "extend", schema, run, vary=partial(extend_program, parts, max_rows))
+    return Program(name, schema, run)
 
 
 def _rows_of(states: torch.Tensor, rows: int, chosen: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,8 @@ class Counters:
 
     ``draft_rounds`` counts one per request and round in which it might have drafts, ``drafts`` those in which it had
     some: a drafter may find nothing to propose. ``accepted_per_position[i]``: drafts of place i that were accepted.
+    ``rounds_per_position[i]`` and ``drafts_per_position[i]``: of these the ones with room for more than i drafts, for
+    k may differ from round to round.
     """
 
     requests: int = 0
@@ -30,16 +32,22 @@ class Counters:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    rounds_per_position: list[int] = field(default_factory=list)
+    drafts_per_position: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, num_drafts: int) -> Counters:
         """Zeros, for a drafter that proposes up to ``num_drafts`` tokens a round."""
-        return cls(accepted_per_position=[0] * num_drafts)
+        accepted, rounds, drafts = ([0] * num_drafts for _ in range(3))
+        return cls(accepted_per_position=accepted, rounds_per_position=rounds, drafts_per_position=drafts)
 
-    def count_round(self, drafted: int, accepted: int) -> None:
-        """One request's share of a round."""
-        if self.accepted_per_position:  # there is a drafter
+    def count_round(self, asked: int, drafted: int, accepted: int) -> None:
+        """One request's share of a round with ``asked`` drafts at most."""
+        if asked:
             self.draft_rounds += 1
+            for place in range(asked):
+                self.rounds_per_position[place] += 1
+                self.drafts_per_position[place] += drafted > 0
             self.drafts += drafted > 0
             self.drafted_tokens += drafted
             self.accepted_tokens += accepted
@@ -54,12 +62,14 @@ class Counters:
     @property
     def accepted_share_per_position(self) -> tuple[float, ...]:
         """Of the rounds that :attr:`accept_length` counts, the share in which the draft of each place was accepted."""
-        return tuple(accepted / max(1, self.draft_rounds) for accepted in self.accepted_per_position)
+        pairs = zip(self.accepted_per_position, self.rounds_per_position, strict=True)
+        return tuple(accepted / max(1, rounds) for accepted, rounds in pairs)
 
     @property
     def acceptance_per_position(self) -> list[float]:
         """Of the rounds with drafts, the share in which the draft of each place was accepted."""
-        return [accepted / max(1, self.drafts) for accepted in self.accepted_per_position]
+        pairs = zip(self.accepted_per_position, self.drafts_per_position, strict=True)
+        return [accepted / max(1, drafts) for accepted, drafts in pairs]
 
 
 def info(engine: Engine) -> dict[str, object]:
@@ -71,6 +81,9 @@ def info(engine: Engine) -> dict[str, object]:
         "num_speculative_tokens": runner.width - 1,
         "paths": runner.paths,
         "tree_nodes": len(spec.token_tree) if spec is not None else 0,
+        "adaptive": len(runner.choices) > 1,
+        "rounds_by_drafts": {str(k): count for k, count in sorted(engine.pace.rounds.items())},
+        "round_ms": round_costs(engine),
     }
     return {
         **engine.config.explain(),
@@ -105,6 +118,19 @@ def info(engine: Engine) -> dict[str, object]:
     }
 
 
+def round_costs(engine: Engine) -> list[dict[str, object]]:
+    """What a round takes on padding, by requests and drafts: what k is chosen by. Nothing where k is fixed."""
+    choices, planner = engine.runner.choices, engine.runner.planner
+    if len(choices) == 1:
+        return []
+    rows = sorted({graph.key.shape.rows for graph in planner.graphs() if graph.key.program == "round"})
+    table = [{k: engine.pace.padding_ms(count, k) for k in choices} for count in rows]
+    return [
+        {"requests": count, **{f"k={k}": "" if ms is None else round(ms, 3) for k, ms in costs.items()}}
+        for count, costs in zip(rows, table, strict=True)
+    ]
+
+
 def metrics(engine: Engine) -> list[Metric]:
     """See :meth:`unisono.engine.engine.Engine.metrics`. Names are vLLM's where it has them."""
     s, planner, c = engine.scheduler, engine.runner.planner, engine.counters
@@ -128,6 +154,10 @@ def metrics(engine: Engine) -> list[Metric]:
     for place, accepted in enumerate(c.accepted_per_position):
         name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were accepted, by their place."
         samples.append((name, "counter", {"position": str(place)}, accepted, text))
+    for drafts, rounds in sorted(engine.pace.rounds.items()):
+        name, text = "spec_decode_num_rounds", "Rounds by the number of tokens drafted for each request, at most."
+        if c.accepted_per_position:
+            samples.append((name, "counter", {"num_speculative_tokens": str(drafts)}, rounds, text))
     costs = planner.costs()
     graphs = [
         ("graphs", costs["graphs"], "Captured graphs."),

@@ -16,24 +16,37 @@ import numpy as np
 import torch
 
 from unisono import catalog
-from unisono.attention.base import AttentionBackend, BreakingAttention
+from unisono.attention.base import BreakingAttention
 from unisono.cache.kv import PAGE_SIZE, KVCache, KVShape
 from unisono.cache.pages import pages_for
 from unisono.config import ResolvedConfig
-from unisono.drafters.base import Drafter, Host, TreeDrafter
+from unisono.drafters.base import Drafter, Host, PausableDrafter, TreeDrafter
 from unisono.engine.buckets import (
     CPU_GRAPH_BYTES,
     buckets_of,
+    catch_up_buckets,
     check_full,
+    draft_choices,
     gpu_graph_bytes,
     graph_modes,
+    pending_tokens,
+    round_buckets,
     with_graph_bytes,
 )
-from unisono.engine.needs import logits_need
+from unisono.engine.masked import (
+    draft_program,
+    extend_masks,
+    held_drafts,
+    needs_masks,
+    round_masks,
+    verify_program,
+)
+from unisono.engine.needs import logits_need, mask_words
 from unisono.engine.overrides import override_fields
-from unisono.engine.programs import Parts, extend_program, round_program, score_needs
+from unisono.engine.programs import Parts, catch_up_program, extend_program, round_program
 from unisono.engine.scheduler import Chunk, Extend, Round
 from unisono.engine.slots import Slots
+from unisono.engine.synthetic import forcing
 from unisono.engine.tree import Tree, path_pages
 from unisono.engine.warmup import compiling_only, run_on_padding, size_classes
 from unisono.graphs.planner import Buckets, Planner
@@ -42,7 +55,7 @@ from unisono.layers.linear import prove_linears, rehearse_proofs
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
-from unisono.program import Buffers, Key, Pending, Program, Shape
+from unisono.program import Buffers, Key, Logits, Pending, Program, Shape
 from unisono.sampling.pipeline import DraftPicker
 from unisono.types import ConfigError, SpeculativeConfig
 
@@ -104,26 +117,29 @@ class Runner:
         self.paths = paths = max(1, len(spec.paths))
         self.slots = slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, config.device, paths)
         self.picker = picker = DraftPicker(slots, spec.paths)
+        self.choices, why = draft_choices(self.config, drafter.num_drafts)
+        if drafter.num_drafts:
+            self.decide("drafts per round", ", ".join(map(str, self.choices)), why)
+        pausable = len(self.choices) > 1 and isinstance(drafter, PausableDrafter)
+        self.pending = pending_tokens(config) if pausable else 0
         drafter.bind(self._host(progress))
         shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
         self.width, self.needs = 1 + drafter.num_drafts, drafter.needs
+        self.masked = replace(drafter.needs, masks=True)
+        held = held_drafts(config.max_num_seqs, paths, self.width, config.device)
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
-        forced = config.asked.synthetic_acceptance_length
+        forced = forcing(config.asked, slots)
         processed = config.asked.logprobs_mode == "processed_logprobs"
 
         def parts(kv: KVCache) -> Parts:
             tree = Tree.of(spec.paths, drafter, slots, kv) if isinstance(drafter, TreeDrafter) and spec.paths else None
-            return Parts(self.model, drafter, slots, picker, kv.layers, processed, forced, tree)
+            return Parts(self.model, drafter, slots, picker, kv.layers, processed, forced, tree, held)
 
         self._parts = parts
         self._hold_pages(shape, 2)  # for padding, until it is known how many fit
         if config.device.type == "cuda":
             with _Stage(self, "compile"):
-                with compiling_only(config.device):
-                    rehearse_proofs(self.model.modules())
-                self._prove_exact()  # it decides what the larger passes run
-                with compiling_only(config.device):
-                    run_on_padding(self._passes(self._parts(self.kv)), config.device)
+                self._compile(attention, c.head_dim)
         with _Stage(self, "size the KV cache"):
             reserved = path_pages(paths, drafter.num_drafts, config.max_num_seqs)
             self._hold_pages(shape, self._num_pages(shape, drafter, reserved), reserved)
@@ -133,13 +149,24 @@ class Runner:
             self.planner.capture(self._buckets(self._parts(self.kv)), lambda share: progress("capture", share))
         check_full(self.config, self.planner.graphs())
 
+    def _compile(self, attention: BreakingAttention, head_dim: int) -> None:
+        """Compile the kernels of all passes; first those that decide, by their bits, what the larger passes run."""
+        config = self.config
+        with compiling_only(config.device):
+            rehearse_proofs(self.model.modules())
+            attention.rehearse(head_dim, config.dtype)
+        self._prove_exact()
+        self.decide("attention of long prompts", *attention.prove(head_dim, config.dtype))
+        with compiling_only(config.device):
+            run_on_padding(self._passes(self._parts(self.kv)), config.device)
+
     def _leave_a_core(self) -> None:
         """Use all cores but one: waiting threads spin, and would take the API process's turn."""
         threads = max(1, len(os.sched_getaffinity(0)) - 1)
         torch.set_num_threads(threads)
         self.config = self.config.decide("threads", threads, "all cores but one; OMP_NUM_THREADS sets it")
 
-    def _attention(self, heads: int, kv_heads: int) -> AttentionBackend:
+    def _attention(self, heads: int, kv_heads: int) -> BreakingAttention:
         """A backend of the kind that was asked for, which breaks captures where it must or is told to."""
         config = self.config
         return BreakingAttention(catalog.attention.load(config.attention_backend)(heads, kv_heads, config.device))
@@ -170,6 +197,7 @@ class Runner:
             page_size=PAGE_SIZE,
             progress=lambda share: progress("load draft", share),
             decide=self.decide,
+            pending=self.pending,
         )
 
     def decide(self, name: str, value: object, reason: str) -> None:
@@ -191,17 +219,28 @@ class Runner:
 
     def _buckets(self, parts: Parts) -> list[Buckets]:
         """What may be captured of each program; see ``engine/buckets.py``."""
-        programs = (
-            (round_program(parts), self.needs),
-            (extend_program(parts, self.max_extend_rows), self.needs),
-            (extend_program(parts, self.max_extend_rows, score_needs(parts)), score_needs(parts)),
-        )
-        return [buckets_of(program, self.config, self.width, needs) for program, needs in programs]
+        config, needs, masked = self.config, self.needs, self.masked
+        extend, score = (extend_program(parts, self.max_extend_rows, name) for name in ("extend", "score"))
+        buckets = round_buckets(round_program(parts), config, self.choices, needs)
+        for variant in (needs, masked):
+            buckets.append(buckets_of(extend, config, 1, variant))
+            buckets.append(buckets_of(score, config, 1, replace(variant, logits=Logits.ALL)))
+        for drafts in {self.choices[0], self.choices[-1]}:
+            buckets.append(buckets_of(verify_program(parts), config, 1 + drafts, masked))
+        if self.width > 1:
+            buckets.append(buckets_of(draft_program(parts), config, self.width, needs))
+        if self.pending and isinstance(self.drafter, PausableDrafter):
+            buckets.append(catch_up_buckets(catch_up_program(self.drafter, self.slots), config, self.pending))
+        return buckets
 
     def _passes(self, parts: Parts) -> list[tuple[Program, Shape]]:
         """Every small pass, and one of each size class of larger ones, the longest included."""
-        rounds, extends, _ = self._buckets(parts)
-        return [(b.program, shape) for b in (rounds, extends) for shape in size_classes(b.shapes)]
+        passes: list[tuple[Program, Shape]] = []
+        for b in self._buckets(parts):
+            common = b.needs == self.needs and b.program.name in ("round", "extend", "catch_up")
+            # Of the others one suffices: one kernel has a variant for masks.
+            passes += [(b.program.of(b.needs), shape) for shape in (size_classes(b.shapes) if common else b.shapes[:1])]
+        return passes
 
     def _hold_pages(self, shape: KVShape, num_pages: int, path_pages: int = 0) -> None:
         """The cache of the target, ``kv``, and of its drafter; replaces a smaller one."""
@@ -262,7 +301,7 @@ class Runner:
         torch.cuda.reset_peak_memory_stats()
         # Only padding tokens: they compute everything but attention, which keeps no activations.
         for program, shape in passes:
-            program.run(Buffers(program.schema, shape, self.config.device))
+            program.run(Buffers(program.schema.of(self.masked), shape, self.config.device))
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         grown = max(0, torch.cuda.max_memory_reserved() - before)
@@ -277,11 +316,28 @@ class Runner:
         return Launched(work, pending)
 
     def _launch_round(self, work: Round) -> Pending:
-        rows = len(work.sequences)
+        if work.behind:
+            slots = [s.slot for s in work.behind]
+            self.planner.launch(self.catch_up_key(len(slots)), {"slots": slots})
         columns, pages = _growth_arrays(work)
-        batch = {"slots": [s.slot for s in work.sequences], "columns": columns, "pages": pages}
-        needs = replace(self.needs, returned=work.returns)
-        return self.planner.launch(Key("round", Shape(rows, self.width), needs), batch)
+        rows = len(work.sequences)
+        batch: dict[str, object] = {"slots": [s.slot for s in work.sequences], "columns": columns, "pages": pages}
+        if not needs_masks(work):
+            key = self.round_key(rows, work.drafts)
+            return self.planner.launch(replace(key, needs=replace(key.needs, returned=work.returns)), batch)
+        shape, drafts = Shape(rows, 1 + work.drafts), np.empty((rows, self.paths, 0), dtype=np.int32)
+        if work.drafts:
+            drafts = self.planner.launch(Key("draft", shape, self.needs), batch).wait()["drafts"][:rows]
+        batch["mask"] = round_masks(work, drafts, mask_words(self.model.config.vocab_size))
+        return self.planner.launch(Key("verify", shape, replace(self.masked, returned=work.returns)), batch)
+
+    def round_key(self, rows: int, drafts: int) -> Key:
+        """Of a round of so many requests with so many drafts each."""
+        return Key("round", Shape(rows, 1 + drafts), self.needs)
+
+    def catch_up_key(self, rows: int) -> Key:
+        """Of a pass in which the drafter catches up with so many requests."""
+        return Key("catch_up", Shape(rows, self.pending))
 
     def _launch_extend(self, work: Extend) -> Pending:
         chunks = work.chunks
@@ -291,7 +347,7 @@ class Runner:
         # The rows that no request uses are empty: they begin where the tokens end.
         query_start = np.full(self.max_extend_rows + 1, total)
         query_start[: len(edges)] = edges
-        batch = {  # where an embedding stands, an id in range is as good as any
+        batch: dict[str, object] = {  # where an embedding stands, an id in range is as good as any
             "token_ids": np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks]).clip(0),
             "next_ids": np.concatenate([_following(c) for c in chunks]).clip(0),
             "slots": [c.sequence.slot for c in chunks],
@@ -301,13 +357,13 @@ class Runner:
             "last": edges[1:] - 1,
         }
         embeddings = override_fields(chunks)
-        needs = replace(self.needs, embeddings=bool(embeddings), returned=work.returns)
-        name = "extend"
+        needs = replace(self.needs, embeddings=bool(embeddings), returned=work.returns, masks=needs_masks(work))
+        if needs.masks:
+            batch["mask"] = extend_masks(work, mask_words(self.model.config.vocab_size))
         if work.scores:
-            name, rows = "score", _score_rows(chunks, edges)
+            batch["score_rows"] = rows = _score_rows(chunks, edges)
             needs = replace(needs, logits=logits_need(len(rows), total))
-            batch["score_rows"] = rows
-        return self.planner.launch(Key(name, Shape(total), needs), batch | embeddings)
+        return self.planner.launch(Key("score" if work.scores else "extend", Shape(total), needs), batch | embeddings)
 
     def close(self) -> None:
         """Free the graphs, then everything they were captured on."""

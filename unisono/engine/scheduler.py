@@ -16,6 +16,7 @@ from unisono.cache.radix import Token
 from unisono.engine.hidden import HiddenStates
 from unisono.engine.overrides import Embedded
 from unisono.engine.slots import Slots
+from unisono.grammar.matcher import Matcher
 from unisono.types import EngineRequest, FinishReason, TokenLogprobs
 
 MAX_EXTEND_STREAK = 8
@@ -35,6 +36,7 @@ class Sequence:
     extended: int = 0  # tokens whose KV is written or being written by launched prompt passes
     mapped: int = 0  # leading pages that the slot's page table on the device holds
     in_flight: int = 0  # launched passes that commit tokens and are not read yet
+    pending: int = 0  # its last tokens of which the drafter has only been told; see engine/pace.py
     finish: FinishReason = FinishReason.RUNNING
     cached_tokens: int | None = None  # prompt tokens that the prefix cache served at first admission
     preemptions: int = 0
@@ -42,6 +44,7 @@ class Sequence:
     prompt_logprobs: dict[int, TokenLogprobs] | None = None  # by position, as far as they are read; None: not wanted
     hidden: HiddenStates | None = None  # as far as they are read; None: not wanted
     embedded: Embedded | None = None  # what stands in for token embeddings
+    matcher: Matcher | None = None  # says what each position may sample; None: anything
 
     @property
     def waits_for_leader(self) -> bool:
@@ -117,10 +120,20 @@ class Extend:
 
 @dataclass(frozen=True)
 class Round:
-    """A round, with the pages each sequence's table grows by: ``(first column, pages)``."""
+    """A round, with the pages each sequence's table grows by: ``(first column, pages)``.
+
+    drafts: of each sequence, at most. behind: those whose drafter catches up before it.
+    """
 
     sequences: list[Sequence]
     growth: list[tuple[int, list[int]]]
+    drafts: int
+    behind: tuple[Sequence, ...] = ()
+
+    @property
+    def masked(self) -> bool:
+        """Whether a sequence is sampled under masks."""
+        return any(sequence.matcher is not None for sequence in self.sequences)
 
     @property
     def returns(self) -> bool:
@@ -154,6 +167,11 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether the next round can be launched only when every token before it is read: masks depend on them."""
+        return any(sequence.matcher is not None for sequence in self.running)
+
     def schedule(self) -> Extend | Round | None:
         """The next pass; None when there is nothing to run before the pass in flight is read."""
         self._admit()
@@ -186,10 +204,12 @@ class Scheduler:
         # The last token's KV is written by the round after it, which may never come.
         extending = sequence in self.extending
         written = min(sequence.extended, len(sequence.tokens) - 1) if extending else len(sequence.tokens) - 1
+        # A page that the drafter has not read would be drafted from badly for good.
+        written = max(0, written - sequence.pending)
         sequence.pages.commit(sequence.keys[:written], settled=extending)
         sequence.pages.release()
         self.slots.free(sequence.slot)
-        sequence.pages, sequence.slot, sequence.extended, sequence.mapped = None, -1, 0, 0
+        sequence.pages, sequence.slot, sequence.extended, sequence.mapped, sequence.pending = None, -1, 0, 0, 0
 
     def _admit(self) -> None:
         while self.waiting and self.slots.available:
@@ -247,7 +267,7 @@ class Scheduler:
             if sequence.pages is not None and not self._grow(sequence):
                 return None
         able = [s for s in able if s.pages is not None]  # growing one may have preempted another
-        return Round(able, [self._map(s) for s in able]) if able else None
+        return Round(able, [self._map(s) for s in able], self.width - 1) if able else None
 
     def _grow(self, sequence: Sequence) -> bool:
         """Reserve the worst case of one more round; False when that has to wait for the pass in flight.

@@ -84,7 +84,7 @@ def _prompts(engine: Engine) -> list[list[int]] | str:
         return test.skip
     if config.asked.load_format == "dummy":
         return "the target's weights are random (--load-format dummy)"
-    if config.asked.synthetic_acceptance_length is not None:
+    if config.asked.synthetic:
         return "acceptance is synthetic"
     prompts = encode(engine.checkpoint.path, TEXTS)
     if prompts is None:

@@ -40,13 +40,17 @@ class Tree:
 
     def fork(self, slots: torch.Tensor) -> Fork:
         """The R · P rows of a round over ``slots [R]``, with the keys and values that they begin with."""
-        s, count = self.slots, len(self.paths)
-        pages = span_pages(self.drafter.num_drafts, PAGE_SIZE)
-        fork = fork_paths(s.page_table, slots, s.length, s.status, count, pages, self.kv.num_pages, PAGE_SIZE)
+        fork = self.rows(slots)
         span = Span(fork.sources, fork.tables, fork.first, fork.last)
         self._copy(span)
         self.drafter.fork(span)
         return fork
+
+    def rows(self, slots: torch.Tensor) -> Fork:
+        """The rows alone: within a round, whose paths have what they begin with, they are the same again."""
+        s, count = self.slots, len(self.paths)
+        pages = span_pages(self.drafter.num_drafts, PAGE_SIZE)
+        return fork_paths(s.page_table, slots, s.length, s.status, count, pages, self.kv.num_pages, PAGE_SIZE)
 
     def propose(self, fork: Fork, drafts: torch.Tensor) -> None:
         """Write ``drafts [R · P, k]``, -1 behind each path's end."""

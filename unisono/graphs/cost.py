@@ -8,7 +8,8 @@ programming, from measured costs. Times are milliseconds of the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,20 +22,21 @@ GIB_MS = 120_000.0
 class PassCost:
     """What a pass of n rows takes.
 
-    fixed_ms, row_ms: the device needs fixed + row · n. eager_ms: the least that an eager pass takes, for the host
-    launches its kernels one by one; inf where an eager pass is never wanted. capture_ms: what capturing a graph takes
-    beside running its pass; graph_bytes: what holding it takes.
+    points: (rows, ms) that the device needs, ascending, two at least: between them and behind them along a line.
+    eager_ms: the least that an eager pass takes, for the host launches its kernels one by one; inf where an eager pass
+        is never wanted. capture_ms: what capturing a graph takes beside running its pass; graph_bytes: what it holds.
     """
 
-    fixed_ms: float
-    row_ms: float
+    points: tuple[tuple[int, float], ...]
     eager_ms: float = math.inf
     capture_ms: float = 50.0
     graph_bytes: int = 0
 
     def replay(self, rows: int) -> float:
         """Milliseconds of a replay of a graph of so many rows."""
-        return self.fixed_ms + self.row_ms * rows
+        at = min(max(bisect_left(self.points, rows, key=lambda point: point[0]), 1), len(self.points) - 1)
+        (n, low), (m, high) = self.points[at - 1], self.points[at]
+        return max(0.0, low + (high - low) * (rows - n) / (m - n))
 
     def eager(self, rows: int) -> float:
         """Milliseconds of an eager pass: the device's work or the host's launches, whichever takes longer."""
@@ -45,11 +47,24 @@ class PassCost:
         return 2 * self.replay(rows) + self.capture_ms + GIB_MS * self.graph_bytes / (1 << 30)
 
     @staticmethod
-    def fit(small: tuple[int, float], large: tuple[int, float], **rest: float) -> PassCost:
-        """The cost through two measured (rows, ms); rows never cost less than nothing."""
-        (n, a), (m, b) = small, large
-        row = max(0.0, (b - a) / (m - n)) if m > n else 0.0
-        return PassCost(max(0.0, a - row * n), row, **rest)  # type: ignore[arg-type]
+    def linear(fixed_ms: float, row_ms: float, *rest: float, **named: float) -> PassCost:
+        """The cost fixed + row · n."""
+        return PassCost(((0, fixed_ms), (1, fixed_ms + row_ms)), *rest, **named)  # type: ignore[arg-type]
+
+    @staticmethod
+    def measured(points: Mapping[int, float], flat: int = 0, **rest: float) -> PassCost:
+        """The cost through measured rows -> ms, two at least, made to grow with rows.
+
+        Up to ``flat`` rows it is a staircase behind the second point: one row behind a point takes the next one's tile.
+        """
+        (first, least), *others = sorted(points.items())
+        steps = [(first, least)]
+        for rows, ms in others:
+            before, least = steps[-1][0], max(steps[-1][1], ms)
+            if rows <= flat and len(steps) > 1 and before + 1 < rows:
+                steps.append((before + 1, least))
+            steps.append((rows, least))
+        return PassCost(tuple(steps), **rest)  # type: ignore[arg-type]
 
 
 def candidates(limit: int, least: int = 1) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ decides whether a graph fits.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 import time
@@ -20,7 +21,7 @@ import torch
 from unisono.graphs.cost import PassCost, choose
 from unisono.graphs.cuda import CudaGraph
 from unisono.graphs.tape import Tape
-from unisono.program import NO_NEEDS, Buffers, Eager, Graph, Key, Needs, Pending, Program, Reason, Replay, Shape
+from unisono.program import NO_NEEDS, Buffers, Eager, Graph, Key, Logits, Needs, Pending, Program, Reason, Replay, Shape
 
 logger = logging.getLogger(__name__)
 
@@ -32,15 +33,17 @@ MODES = ("full", "segmented", "off")
 
 @dataclass(frozen=True)
 class Buckets:
-    """The shapes that may be captured of one program, ascending in rows.
+    """The shapes that may be captured of one program in one width, ascending in rows.
 
     mode: full captures everything but hard breaks, segmented takes optional breaks too, off runs eagerly.
     passes: how many passes to expect, by which the shapes worth capturing are chosen; None captures all.
-    edges: rows where a kernel's tile is just full, so that one row more costs a tile: captured whatever a cost that is
-        linear in rows says, unless a graph of so many saves nothing.
+    edges: rows where a kernel's tile is just full, so that one row more costs a tile: passes are measured there.
+    flat: up to so many rows a pass costs what one up to the next edge costs.
     cost: what a pass takes; None: nothing is known, and every pass that fits a graph replays it. measured: find it out.
     always: replay even where a graph would save nothing.
+    on_demand: capture nothing at start, but a size before the first pass that wants it: where passes do not overlap.
     share: of the memory budget that the program's graphs may take.
+    width: the shapes'.
     """
 
     program: Program
@@ -49,10 +52,17 @@ class Buckets:
     mode: str = "full"
     passes: float | None = None
     edges: frozenset[int] = frozenset()
+    flat: int = 0
     cost: PassCost | None = None
     measured: bool = False
     always: bool = False
+    on_demand: bool = False
     share: float = 1.0
+    width: int = 1
+
+    def __post_init__(self) -> None:
+        if self.shapes:
+            object.__setattr__(self, "width", self.shapes[0].width)
 
     def key(self, shape: Shape) -> Key:
         return Key(self.program.name, shape, self.needs)
@@ -79,8 +89,9 @@ class Planner:
         self.idle_captures = 0
         self.capture_seconds = 0.0
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._programs: dict[str, Buckets] = {}
-        self._variants: dict[tuple[str, Needs], Buckets] = {}  # of programs, with needs that appeared at run time
+        # By name and width: those of fewest needs first. Of needs that appear at run time: variants of these.
+        self._programs: dict[tuple[str, int], list[Buckets]] = {}
+        self._variants: dict[tuple[str, int], list[Buckets]] = {}
         self._graphs: dict[tuple[str, int], list[Graph]] = {}
         self._dropped: dict[Key, Reason] = {}
         self._missing: Counter[Key] = Counter()  # keys that passes wanted -> milliseconds they would have saved
@@ -94,12 +105,20 @@ class Planner:
         A shape that does not fit is dropped: passes of its size run eagerly and count NO_MEMORY or OVER_BUDGET.
         """
         started = time.perf_counter()
-        self._programs, self._variants = {buckets.program.name: buckets for buckets in plan}, {}
+        self._programs = {(buckets.program.name, buckets.width): [] for buckets in plan}
+        self._variants = {name: [] for name in self._programs}
+        for buckets in plan:
+            variants = self._programs[buckets.program.name, buckets.width]
+            if self.enabled and buckets.measured and self._captures(buckets):
+                # More needs leave a pass's cost as it is, near enough.
+                like = variants[0] if variants else self._measure(buckets)
+                buckets = dataclasses.replace(buckets, cost=like.cost, shapes=like.shapes)
+            if buckets.on_demand:
+                buckets = dataclasses.replace(buckets, shapes=tuple(_worthwhile(buckets)))
+            variants.append(buckets)
         if self.enabled:
-            for buckets in plan:
-                if buckets.measured and self._captures(buckets):
-                    self._programs[buckets.program.name] = self._measure(buckets)
-            wanted = [(b, s) for b in self._programs.values() if self._captures(b) for s in _worthwhile(b)]
+            every = [b for variants in self._programs.values() for b in variants if self._captures(b)]
+            wanted = [(b, s) for b in every if not b.on_demand for s in _worthwhile(b)]
             wanted.sort(key=lambda w: w[1].rows * w[1].width, reverse=True)
             for done, (buckets, shape) in enumerate(wanted, 1):
                 self._add(buckets, buckets.key(shape))
@@ -137,26 +156,35 @@ class Planner:
         return buckets.mode != "off" and bool(buckets.shapes)
 
     def _measure(self, buckets: Buckets) -> Buckets:
-        """Find out what a pass costs: the smallest shape as a graph, the largest eagerly, and the host's launches."""
+        """Find out what a pass costs: the smallest shape and those at edges as graphs, and the largest eagerly.
+
+        A graph that takes longer than the host to launch its pass is closed again: there eager passes lose nothing.
+        """
         small, large = buckets.shapes[0], buckets.shapes[-1]
-        host, _ = self._timed(buckets, small)
-        graph = self._add(buckets, buckets.key(small))
+        launches, device = self._timed(buckets, large)
+        host = math.inf if buckets.always else max(launches, self._timed(buckets, small)[0])
+        points = {}
+        for shape in reversed(buckets.shapes):  # large ones first: the small ones reuse their memory
+            if shape.rows in buckets.edges or shape is small:
+                graph = self._add(buckets, buckets.key(shape))
+                if graph is not None:
+                    points[shape.rows] = graph.replay_ms
+                    if graph.replay_ms > host:
+                        self._close(graph)
         if graph is None:
             return dataclasses.replace(buckets, shapes=())
-        _, device = self._timed(buckets, large)
-        torch.cuda.empty_cache()
-        cost = PassCost.fit(
-            (small.rows, graph.replay_ms),
-            (large.rows, max(device, graph.replay_ms)),
-            eager_ms=math.inf if buckets.always else host,
-            capture_ms=1e3 * graph.capture_seconds,
-            graph_bytes=graph.cost_bytes,
-        )
-        return dataclasses.replace(buckets, cost=cost)
+        if large.rows not in points:
+            points[large.rows + (large is small)] = device
+        known = {"capture_ms": 1e3 * graph.capture_seconds, "graph_bytes": graph.cost_bytes}
+        return dataclasses.replace(buckets, cost=PassCost.measured(points, buckets.flat, eager_ms=host, **known))
+
+    def _close(self, graph: Graph) -> None:
+        self._graphs[graph.key.program, graph.key.shape.width].remove(graph)
+        graph.close()
 
     def _timed(self, buckets: Buckets, shape: Shape) -> tuple[float, float]:
         """Milliseconds of an eager pass on padding: until the host has launched it, and until it is done."""
-        buffers = Buffers(buckets.program.schema, shape, self.device)
+        buffers = Buffers(buckets.program.schema.of(buckets.needs), shape, self.device)
         times = []
         for _ in range(2):
             torch.cuda.synchronize()
@@ -165,6 +193,8 @@ class Planner:
             launched = time.perf_counter()
             torch.cuda.synchronize()
             times.append((1e3 * (launched - started), 1e3 * (time.perf_counter() - started)))
+        del buffers
+        torch.cuda.empty_cache()
         return min(t[0] for t in times), min(t[1] for t in times)
 
     def _add(self, buckets: Buckets, key: Key) -> Graph | None:
@@ -202,7 +232,7 @@ class Planner:
         logger.log(level, "No graph of %s for %s: %s. Advice: %s.", shape, key.program, reason.value, reason.advice)
 
     def _capture(self, buckets: Buckets, key: Key) -> Graph:
-        buffers = Buffers(buckets.program.schema, key.shape, self.device)
+        buffers = Buffers(buckets.program.schema.of(key.needs), key.shape, self.device)
         splits = buckets.mode == "segmented"
         if self._pool is None:
             return Tape(buckets.program, key, buffers, splits, self.compile)
@@ -210,49 +240,68 @@ class Planner:
 
     # ---- passes -------------------------------------------------------------------------------
 
+    def pass_ms(self, key: Key) -> float | None:
+        """Milliseconds of a pass on padding, as measured when its graph was captured; None where none serves it."""
+        answer = self.plan(key)
+        return answer.graph.replay_ms if isinstance(answer, Replay) else None
+
+    def expected_ms(self, key: Key) -> float:
+        """:meth:`pass_ms`, or what is known of an eager pass; 0 where nothing is."""
+        cost = self._buckets(key).cost
+        return self.pass_ms(key) or (cost.replay(key.shape.rows) if cost is not None else 0.0)
+
     def _buckets(self, key: Key) -> Buckets:
-        """The buckets of a key's program: those made at start, or where it has other needs a variant of them."""
-        base = self._programs[key.program]
-        if key.needs == base.needs or base.program.vary is None:
-            return base
-        name = key.program, key.needs
-        if name not in self._variants:
-            program = base.program.vary(key.needs)
-            self._variants[name] = dataclasses.replace(base, program=program, needs=key.needs)
-        return self._variants[name]
+        """What may be captured for passes with this key's needs: with just these, or what is planned with more.
+
+        Where nothing is, they are what was planned with most of these needs, with the rest of them added.
+        """
+        planned, variants = (of[key.program, key.shape.width] for of in (self._programs, self._variants))
+        same = (b for b in (*planned, *variants) if b.needs == key.needs)
+        more = (b for b in planned if b.needs.covers(key.needs))
+        if (found := next(itertools.chain(same, more), None)) is None:
+            most = dataclasses.replace(key.needs, logits=Logits.ALL)  # graphs with all of them serve any
+            *_, base = (planned[0], *(b for b in planned if most.covers(b.needs)))
+            found = dataclasses.replace(base, needs=key.needs)
+            variants.append(found)
+        return found
 
     def plan(self, key: Key) -> Replay | Eager:
-        """Replay the smallest graph whose key covers this one, rather one of its own needs, or say why none does."""
-        buckets = self._programs[key.program]
+        """Replay the smallest graph with this key's needs, else with more, that covers it; or say why none does."""
+        buckets = self._buckets(key)
         if not self.enabled or buckets.mode == "off":
             return Eager(Reason.DISABLED)
         rows, cost = key.shape.rows, buckets.cost
         graphs = self._graphs.get((key.program, key.shape.width), [])
-        for graph in sorted(graphs, key=lambda graph: graph.key.needs != key.needs):
+        for graph in sorted(graphs, key=lambda g: g.key.needs != key.needs):
             if graph.key.covers(key):
                 if cost is None or cost.replay(graph.key.shape.rows) <= cost.eager(rows):
                     return Replay(graph)
                 return Eager(Reason.UNPROFITABLE)
         for dropped, reason in self._dropped.items():
-            if dropped.covers(key):
+            if dropped.needs == buckets.needs and dropped.covers(key):
                 return Eager(reason)
         if cost is not None and cost.eager(rows) <= cost.replay(rows):
             return Eager(Reason.UNPROFITABLE)
-        if graphs and all(graph.key.shape.rows < rows for graph in graphs):
+        able = [graph for graph in graphs if graph.key.needs.covers(key.needs)]
+        if able and all(graph.key.shape.rows < rows for graph in able):
             return Eager(Reason.ABOVE_BUCKETS)
         return Eager(Reason.NOT_CAPTURED)
 
     def launch(self, key: Key, batch: Mapping[str, object]) -> Pending:
         """Load the batch, run the pass as planned, count it, and start fetching its outputs."""
-        answer, program = self.plan(key), self._buckets(key).program
+        buckets = self._buckets(key)
+        if buckets.on_demand:
+            self._capture_now(buckets, key.shape.rows)
+        answer = self.plan(key)
         if isinstance(answer, Replay):
             graph = answer.graph
-            graph.buffers.load(batch, program.schema)
+            graph.buffers.load(batch, key.needs)
             graph.replay()
             self.passes[key.program, graph.kind, ""] += 1
             self.padded_rows[key.program] += graph.key.shape.rows - key.shape.rows
             self.filled_rows[key.program] += key.shape.rows
             return graph.buffers.fetch()
+        program = buckets.program
         buffers = self._eager(program, key)
         buffers.load(batch)
         if program.prepare is not None:
@@ -262,6 +311,18 @@ class Planner:
         self._note_missing(key, answer.reason)
         return buffers.fetch()
 
+    def _capture_now(self, buckets: Buckets, rows: int) -> None:
+        """Of a program that is captured on demand, have the size that serves so many rows best."""
+        shape = next((s for s in buckets.shapes if s.rows >= rows), None)
+        if shape is None or not self.enabled or not self._captures(buckets):
+            return
+        key = buckets.key(shape)
+        if key in self._dropped or any(g.key == key for g in self._graphs.get((key.program, shape.width), ())):
+            return
+        started = time.perf_counter()
+        self._add(buckets, key)
+        self.capture_seconds += time.perf_counter() - started
+
     def _note_missing(self, key: Key, reason: Reason) -> None:
         """Remember which capture would have served this pass better."""
         if reason not in (Reason.ABOVE_BUCKETS, Reason.NOT_CAPTURED, Reason.UNPROFITABLE):
@@ -270,7 +331,7 @@ class Planner:
         fits = (s for s in buckets.shapes if s.width == key.shape.width and s.rows >= key.shape.rows)
         if (shape := next(fits, None)) is None:
             return
-        saved, closest = math.inf, Key(key.program, shape, key.needs)
+        saved, closest = math.inf, buckets.key(shape)
         if buckets.cost is not None:
             saved = buckets.cost.eager(key.shape.rows) - buckets.cost.replay(shape.rows)
         if saved > 0 and closest not in self._dropped:
@@ -280,7 +341,7 @@ class Planner:
         """Buffers of exactly this shape: an eager pass pays for no padding."""
         buffers = self._eager_buffers.get(key)
         if buffers is None:
-            buffers = Buffers(program.schema, key.shape, self.device)
+            buffers = Buffers(program.schema.of(key.needs), key.shape, self.device)
             if buffers.nbytes <= KEPT_EAGER_BYTES:
                 if len(self._eager_buffers) >= KEPT_EAGER_BUFFERS:  # prompts come in every length
                     self._eager_buffers.pop(next(iter(self._eager_buffers)))
@@ -301,16 +362,25 @@ class Planner:
             shape = {"program": g.key.program, **dataclasses.asdict(g.key.shape), "needs": g.key.needs.label}
             cost = {"bytes": g.cost_bytes, "ms": round(g.replay_ms, 3), "capture_ms": round(1e3 * g.capture_seconds, 1)}
             rows.append({**shape, "kind": g.kind, "breaks": g.breaks, **cost, "reason": "", "advice": ""})
-        for name, buckets in self._programs.items():
-            for sizes, width, reason in self._eager_sizes(buckets):
-                why = {"reason": reason.value, "advice": reason.advice}
-                rows.append({"program": name, "rows": sizes, "width": width, "kind": "eager", **why})
+        for (name, width), planned in self._programs.items():
+            off = not self.enabled or not self._captures(planned[0])
+            for buckets in planned[:1] if off else (*planned, *self._variants[name, width]):
+                if buckets.on_demand and buckets.shapes and not off:
+                    shape = {"program": name, "rows": "any", "width": buckets.shapes[0].width}
+                    rows.append({**shape, "needs": buckets.needs.label, "kind": "lazy", "reason": "", "advice": ""})
+                    continue
+                for sizes, tokens, reason in self._eager_sizes(buckets):
+                    shape = {"program": name, "rows": sizes, "width": tokens, "needs": buckets.needs.label}
+                    rows.append({**shape, "kind": "eager", "reason": reason.value, "advice": reason.advice})
         return rows
 
     def costs(self) -> dict[str, float]:
         """What all graphs cost; ``budget`` in bytes, -1 for none. ``padding_share`` of the rows that were replayed."""
         filled, padded = self.filled_rows.total(), self.padded_rows.total()
+        costs = {name: variants[0].cost for (name, _), variants in self._programs.items()}
+        launches = {name: cost.eager_ms for name, cost in costs.items() if cost is not None}
         return {
+            **{f"{name}_launch_ms": round(ms, 3) for name, ms in launches.items() if not math.isinf(ms)},
             "graphs": sum(1 for _ in self.graphs()),
             "bytes": self.graph_bytes,
             "budget": -1 if self.budget is None else self.budget,
@@ -322,7 +392,7 @@ class Planner:
     def _eager_sizes(self, buckets: Buckets) -> Iterator[tuple[str, int | str, Reason]]:
         """(rows, width, reason) of the sizes that would run eagerly now."""
         if not self.enabled or not self._captures(buckets):
-            answer = self.plan(buckets.key(buckets.shapes[0] if buckets.shapes else Shape(1)))
+            answer = self.plan(buckets.key(buckets.shapes[0] if buckets.shapes else Shape(1, buckets.width)))
             if isinstance(answer, Eager):
                 yield "any", "any", answer.reason
             return
@@ -350,6 +420,5 @@ def _worthwhile(buckets: Buckets) -> list[Shape]:
     """The shapes worth capturing."""
     if buckets.passes is None or buckets.cost is None:
         return list(buckets.shapes)
-    cost, chosen = buckets.cost, set(choose([shape.rows for shape in buckets.shapes], buckets.cost, buckets.passes))
-    chosen |= {rows for rows in buckets.edges if cost.replay(rows) < cost.eager(rows)}
+    chosen = choose([shape.rows for shape in buckets.shapes], buckets.cost, buckets.passes)
     return [shape for shape in buckets.shapes if shape.rows in chosen]

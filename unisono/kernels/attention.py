@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from unisono.kernels import attention_hopper
 from unisono.kernels.attention_cpu import SPLIT, attention_cpu, attention_plan_cpu
 from unisono.kernels.attention_triton import attention_kernel, plan_kernel
 from unisono.kernels.library import AotCase, define, register
@@ -125,6 +126,9 @@ def launch_attention(
     """See :func:`attention`. ``options`` override the launch's (for tuning)."""
     _, heads, head_dim = q.shape
     capacity, tile_tokens, kv_heads = arrivals.shape
+    if partials == 0 and not options and attention_hopper.serves(q, k_cache, tile_tokens, window, first):
+        whole = q, k_cache, v_cache, page_table, positions, work, count
+        return attention_hopper.launch_prompt_attention(*whole, scale * LOG2_E, KEYS)
     state = q.new_empty(partials, tile_tokens, heads, 2, dtype=torch.float32)
     acc = q.new_empty(partials, tile_tokens, heads, head_dim, dtype=torch.float32)
     out = _attended(q)

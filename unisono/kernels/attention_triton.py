@@ -62,6 +62,15 @@ def _walk(
     part_m, _, part_acc = _nothing(ROWS, DIM)
     part_z = tl.zeros([ROWS, 8], tl.float32)  # eight equal columns
     for start in tl.range(begin, end, KEYS):
+        if start % SPLIT == 0 and start > begin:  # a split is complete; the last one is merged below
+            if workspace is None:
+                m, z, acc = _merge(m, z, acc, part_m, tl.max(part_z, 1), part_acc)
+            elif workspace[-1] > 0:
+                _keep(workspace, start // SPLIT - 1, part_m, tl.max(part_z, 1), part_acc, HEAD_DIM)
+            else:
+                m, z, acc = _merge(m, z, acc, part_m, tl.max(part_z, 1), part_acc)
+            part_m, _, part_acc = _nothing(ROWS, DIM)
+            part_z = tl.zeros([ROWS, 8], tl.float32)
         keys = start + tl.arange(0, KEYS)
         known = (keys >= low) & (keys < end)
         page = tl.load(pages_ptr + keys // PAGE, mask=known, other=0) if MASKED else tl.load(pages_ptr + keys // PAGE)
@@ -91,15 +100,6 @@ def _walk(
         part_z = tl.dot(p, ones, part_z * shrink, input_precision="ieee")
         part_acc = tl.dot(p, v, part_acc * shrink, input_precision="ieee")
         part_m = top
-        if (start + KEYS) % SPLIT == 0 and start + KEYS < end:  # the last split is merged below
-            if workspace is None:
-                m, z, acc = _merge(m, z, acc, part_m, tl.max(part_z, 1), part_acc)
-            elif workspace[-1] > 0:
-                _keep(workspace, start // SPLIT, part_m, tl.max(part_z, 1), part_acc, HEAD_DIM)
-            else:
-                m, z, acc = _merge(m, z, acc, part_m, tl.max(part_z, 1), part_acc)
-            part_m, _, part_acc = _nothing(ROWS, DIM)
-            part_z = tl.zeros([ROWS, 8], tl.float32)
     return _merge(m, z, acc, part_m, tl.max(part_z, 1), part_acc)
 
 

@@ -7,6 +7,7 @@ drafter's. Only slots whose ``edits`` field is not 0 have a row there: for all o
 Edited rows are written to a tensor of their own in fp32, since a penalised bf16 logit is no bf16 number. In order,
 as vLLM applies them:
 
+* mask: what a pass's own mask forbids at a position becomes -inf (a bit for each id), where the pass has one.
 * allowed: ids outside the set become -inf (a bit for each id).
 * bad words: the last id of a word becomes -inf where the output ends with the others.
 * bias: added.
@@ -127,9 +128,9 @@ def _penalised(
 
 @triton.jit
 def _edit_kernel(
-    logits, slots, drafts, edits, length, status, stop_ids, history, table, ids, edited,
-    stride, row_stride, draft_stride, max_tokens, table_stride, width, offset, V,
-    HAS_IDS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    logits, slots, drafts, edits, length, status, stop_ids, history, table, ids, mask, edited,
+    stride, row_stride, draft_stride, max_tokens, table_stride, mask_stride, width, offset, V,
+    HAS_IDS: tl.constexpr, HAS_MASK: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     slot = tl.load(slots + n // width)
@@ -146,6 +147,9 @@ def _edit_kernel(
             inside = column < V
             token = tl.load(ids + column, mask=inside, other=-1) if HAS_IDS else column
             logit = tl.load(logits + n.to(tl.int64) * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+            if HAS_MASK:
+                masked = tl.load(mask + n.to(tl.int64) * mask_stride + token // 32, mask=inside, other=0)
+                logit = tl.where(((masked >> (token % 32)) & 1) != 0, logit, float("-inf"))
             if tl.load(words + RESTRICTED) != 0:
                 allowed = tl.load(words + ALLOWED + token // 32, mask=inside, other=0)
                 logit = tl.where(((allowed >> (token % 32)) & 1) != 0, logit, float("-inf"))
@@ -169,6 +173,7 @@ def _edit_meta(logits: Tensor, *_: object) -> Tensor:
 def launch_edit_logits(
     logits: Tensor, slots: Tensor, width: int, drafts: Tensor, edits: Tensor, length: Tensor, status: Tensor,
     stop_ids: Tensor, history: Tensor, table: Tensor, offset: int = 0, ids: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     one_stride(edits, length, status, stop_ids)
     rows, vocab = logits.shape
@@ -176,9 +181,11 @@ def launch_edit_logits(
     block = min(EDIT_BLOCK, max(128, triton.next_power_of_2(vocab)))
     share = min(triton.cdiv(vocab, block), max(1, PROGRAMS // max(1, rows)))
     _edit_kernel[(rows, share)](
-        logits, slots, drafts, edits, length, status, stop_ids, history, table, ids, edited,
-        edits.stride(0), logits.stride(0), drafts.stride(0), history.stride(0), table.stride(0), width, offset, vocab,
-        HAS_IDS=ids is not None, STEPS=vocab.bit_length(), BLOCK=block, CHUNK=HISTORY_CHUNK, num_warps=EDIT_WARPS,
+        logits, slots, drafts, edits, length, status, stop_ids, history, table, ids, mask, edited,
+        edits.stride(0), logits.stride(0), drafts.stride(0), history.stride(0), table.stride(0),
+        0 if mask is None else mask.stride(0), width, offset, vocab,
+        HAS_IDS=ids is not None, HAS_MASK=mask is not None, STEPS=vocab.bit_length(), BLOCK=block, CHUNK=HISTORY_CHUNK,
+        num_warps=EDIT_WARPS,
     )  # fmt: skip
     return edited
 
@@ -186,6 +193,7 @@ def launch_edit_logits(
 def edit_logits_cpu(
     logits: Tensor, slots: Tensor, width: int, drafts: Tensor, edits: Tensor, length: Tensor, status: Tensor,
     stop_ids: Tensor, history: Tensor, table: Tensor, offset: int = 0, ids: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     edited = _edit_meta(logits)
     asks = (edits[slots.long()] != 0) & (status[slots.long()] == RUNNING.value)
@@ -201,8 +209,16 @@ def edit_logits_cpu(
         for j in range(width):
             n = row * width + j
             seen = torch.cat((past, drafts[row, : offset + j])).long()
-            edited[n] = _edit_row(logits[n].float(), tokens, column_of, seen, stops, table[slot])
+            logit = logits[n].float()
+            if mask is not None:
+                logit = logit.masked_fill(_bits(mask[n], tokens) == 0, -torch.inf)
+            edited[n] = _edit_row(logit, tokens, column_of, seen, stops, table[slot])
     return edited
+
+
+def _bits(words: Tensor, tokens: Tensor) -> Tensor:
+    """Each token's bit."""
+    return (words[tokens // 32] >> (tokens % 32)) & 1
 
 
 def _edit_row(logit: Tensor, tokens: Tensor, column_of: Tensor, seen: Tensor, stops: Tensor, words: Tensor) -> Tensor:
@@ -211,8 +227,7 @@ def _edit_row(logit: Tensor, tokens: Tensor, column_of: Tensor, seen: Tensor, st
     prompt_len, min_tokens, biases, bad_words, restricted = words[3:8].tolist()
     output = seen[prompt_len:]
     if restricted:
-        bits = words[ALLOWED.value :][tokens // 32] >> (tokens % 32)
-        logit = logit.masked_fill(bits & 1 == 0, -torch.inf)
+        logit = logit.masked_fill(_bits(words[ALLOWED.value :], tokens) == 0, -torch.inf)
     banned = [word for word in _bad_words(words, bad_words) if _ends_with(output.tolist(), word[:-1])]
     logit = logit.index_fill(0, _known(column_of, torch.tensor([word[-1] for word in banned]).long()), -torch.inf)
     bias = torch.zeros_like(logit)
@@ -246,7 +261,7 @@ def _ends_with(output: list[int], prefix: list[int]) -> bool:
 
 define(
     "edit_logits(Tensor logits, Tensor slots, int width, Tensor drafts, Tensor edits, Tensor length, Tensor status,"
-    " Tensor stop_ids, Tensor history, Tensor table, int offset=0, Tensor? ids=None) -> Tensor"
+    " Tensor stop_ids, Tensor history, Tensor table, int offset=0, Tensor? ids=None, Tensor? mask=None) -> Tensor"
 )
 register("edit_logits", cuda=launch_edit_logits, cpu=edit_logits_cpu, meta=_edit_meta)
 
@@ -254,6 +269,7 @@ register("edit_logits", cuda=launch_edit_logits, cpu=edit_logits_cpu, meta=_edit
 def edit_logits(
     logits: Tensor, slots: Tensor, width: int, drafts: Tensor, edits: Tensor, length: Tensor, status: Tensor,
     stop_ids: Tensor, history: Tensor, table: Tensor, offset: int = 0, ids: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Edited copies of the rows that ask for it; the other rows of the result are left as they were allocated.
 
@@ -261,22 +277,30 @@ def edit_logits(
     position length + offset + j and sees drafts[r, : offset + j] (int32, -1: none) behind the history. edits, length,
     status [S], stop_ids [S, 16] (-1: none): slot fields of one stride; history [S, max_tokens], table
     [S, words of a row]; all int32. ids [V] int32, ascending: the token of each column (None: the column itself).
+    mask [R * width, words] int32, last dimension contiguous: bit i % 32 of word i // 32 allows token i (None: all).
     Returns [R * width, V] fp32. A row depends on its own logits, slot and drafts only.
     """
     return torch.ops.unisono.edit_logits(
-        logits, slots, width, drafts, edits, length, status, stop_ids, history, table, offset, ids
+        logits, slots, width, drafts, edits, length, status, stop_ids, history, table, offset, ids, mask
     )
 
 
-_INTS = ("slots", "drafts", "edits", "length", "status", "stop_ids", "history", "table", "ids")
-_SCALARS = ("stride", "row_stride", "draft_stride", "max_tokens", "table_stride", "width", "offset", "V")
+_INTS = ("slots", "drafts", "edits", "length", "status", "stop_ids", "history", "table", "ids", "mask")
+_SCALARS = ("stride", "row_stride", "draft_stride", "max_tokens", "table_stride", "mask_stride", "width", "offset", "V")
 
 AOT: list[AotCase] = [
     AotCase(
         _edit_kernel,
         {"logits": f"*{dtype}", "edited": "*fp32"} | dict.fromkeys(_INTS, "*i32") | dict.fromkeys(_SCALARS, "i32"),
-        {"HAS_IDS": has_ids, "STEPS": 16 if has_ids else 18, "BLOCK": EDIT_BLOCK, "CHUNK": HISTORY_CHUNK},
+        {
+            "HAS_IDS": bool(has_ids),
+            "HAS_MASK": has_mask,
+            "STEPS": 16 if has_ids else 18,
+            "BLOCK": EDIT_BLOCK,
+            "CHUNK": HISTORY_CHUNK,
+        },
         num_warps=EDIT_WARPS,
     )
-    for dtype, has_ids in (("bf16", False), ("bf16", True), ("fp16", False), ("fp32", False))
+    for has_mask, kinds in ((False, ("bf16", "bf16 ids", "fp16", "fp32")), (True, ("bf16", "fp16", "fp32 ids")))
+    for dtype, _, has_ids in (kind.partition(" ") for kind in kinds)
 ]

@@ -56,8 +56,20 @@ class Attention(nn.Module):
         v_cache: torch.Tensor,
     ) -> torch.Tensor:
         """x [T, H] -> [T, Hq · D], which ``o`` reads; writes the T tokens' keys and values."""
+        q = self.write(x, cos_sin, inputs, k_cache, v_cache)
+        return self.backend.forward(q, k_cache, v_cache, inputs, self.config.scale, self.window)
+
+    def write(
+        self,
+        x: torch.Tensor,
+        cos_sin: torch.Tensor,
+        inputs: AttentionInputs,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write the T tokens' keys and values; returns their queries."""
         config = self.config
-        q = rope_and_cache(
+        return rope_and_cache(
             self.qkv(x),
             self.q_norm.weight if self.q_norm else None,
             self.k_norm.weight if self.k_norm else None,
@@ -70,7 +82,6 @@ class Attention(nn.Module):
             config.num_heads,
             config.num_kv_heads,
         )
-        return self.backend.forward(q, k_cache, v_cache, inputs, config.scale, self.window)
 
 
 class DecoderLayer(nn.Module):

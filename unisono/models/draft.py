@@ -9,6 +9,7 @@ What drafters ask of a head is the same for both::
 
     encode(seen)                             what the target showed, as the head takes it      [T, H]
     forward(token_ids, hidden, inputs, kv)   one pass, writes T keys and values                [T, H]
+    write(token_ids, hidden, inputs, kv)     the keys and values alone, with the same bits
     finish(out)                              (hidden state for the next step, logits)
 
 Shapes: T tokens in a pass, H the head's hidden size, Ht the target's, V' draft vocabulary.
@@ -111,8 +112,16 @@ class EagleHead(DraftHead):
     def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, kv: KV) -> torch.Tensor:
         """token_ids [T] i32, hidden [T, H] of the positions before -> [T, H]."""
         self.backend.plan(inputs)
-        x = self.fc(torch.cat((self.embed(token_ids), hidden), dim=1))
+        x = self._joined(token_ids, hidden)
         return self.layer(x, self.layer.attention_norm(x), None, self.cos_sin, inputs, *kv)[0]
+
+    def write(self, token_ids: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, kv: KV) -> None:
+        """What :meth:`forward` writes."""
+        x = self._joined(token_ids, hidden)
+        self.layer.attention.write(self.layer.attention_norm(x), self.cos_sin, inputs, *kv)
+
+    def _joined(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return self.fc(torch.cat((self.embed(token_ids), hidden), dim=1))
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """out [R, H] -> (hidden state for the next step [R, H], logits [R, V'])."""
@@ -155,12 +164,16 @@ class _WideLayer(nn.Module):
         inputs: AttentionInputs,
         kv: KV,
     ) -> torch.Tensor:
-        weights = self.attention_norm.weight, self.hidden_norm.weight
-        x = join_norms(token_ids, embed.weight, hidden, *weights, self.hidden_norm.eps)
+        x = self.joined(token_ids, embed, hidden)
         residual = x[:, hidden.shape[1] :] if self.norm_before_residual else hidden
         attended = self.attention(x, cos_sin, inputs, *kv)
         x, normed = self.attention.o.then_norm(attended, residual, self.mlp_norm)
         return self.mlp(normed, x)
+
+    def joined(self, token_ids: torch.Tensor, embed: Embedding, hidden: torch.Tensor) -> torch.Tensor:
+        """What attention reads, [T, 2 H]."""
+        weights = self.attention_norm.weight, self.hidden_norm.weight
+        return join_norms(token_ids, embed.weight, hidden, *weights, self.hidden_norm.eps)
 
 
 class Eagle3Head(DraftHead):
@@ -203,6 +216,11 @@ class Eagle3Head(DraftHead):
         """token_ids [T] i32, hidden [T, H] of the positions before -> [T, H]."""
         self.backend.plan(inputs)
         return self.layer(token_ids, self.embed, hidden, self.cos_sin, inputs, kv)
+
+    def write(self, token_ids: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, kv: KV) -> None:
+        """What :meth:`forward` writes."""
+        x = self.layer.joined(token_ids, self.embed, hidden)
+        self.layer.attention.write(x, self.cos_sin, inputs, *kv)
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """out [R, H] -> (hidden state for the next step [R, H], logits [R, V'])."""

@@ -70,9 +70,17 @@ class MTPModule(nn.Module):
     def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, kv: KV) -> torch.Tensor:
         """token_ids [T] i32 at positions p and hidden [T, H] of p - 1 -> [T, H], before the final norm."""
         self.backend.plan(inputs)
-        pair = (self.embed_norm(self.embed(token_ids)), self.hidden_norm(hidden))
-        x = self.project(torch.cat(pair[::-1] if self.hidden_first else pair, dim=1))
+        x = self._joined(token_ids, hidden)
         return self.layer(x, self.layer.attention_norm(x), None, self.cos_sin, inputs, *kv)[0]
+
+    def write(self, token_ids: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, kv: KV) -> None:
+        """The keys and values that :meth:`forward` writes, with the same bits."""
+        x = self._joined(token_ids, hidden)
+        self.layer.attention.write(self.layer.attention_norm(x), self.cos_sin, inputs, *kv)
+
+    def _joined(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        pair = (self.embed_norm(self.embed(token_ids)), self.hidden_norm(hidden))
+        return self.project(torch.cat(pair[::-1] if self.hidden_first else pair, dim=1))
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """out [R, H] -> (hidden state for the next step [R, H], logits [R, V])."""

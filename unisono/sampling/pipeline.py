@@ -74,15 +74,16 @@ def pick(
 
 def edit_and_pick(
     logits: Tensor, slots: Tensor, width: int, drafts: Tensor, fields: EditFields, offset: int = 0,
-    ids: Tensor | None = None,
+    ids: Tensor | None = None, mask: Tensor | None = None,
 ) -> Picked:  # fmt: skip
     """:func:`pick` by edited logits. Row r * width + j sees drafts[r, : offset + j] as if they were committed.
 
-    drafts [R, at least offset + width - 1] int32; -1 is no draft.
+    drafts [R, at least offset + width - 1] int32; -1 is no draft. mask [R * width, words] int32: what rows of slots
+    that edit may pick, a bit for each token; None allows all.
     """
     edited = edit_logits(
         logits, slots, width, drafts, fields.edits, fields.length, fields.status, fields.stop_ids, fields.history,
-        fields.edit_table, offset, ids,
+        fields.edit_table, offset, ids, mask,
     )  # fmt: skip
     threshold = edited.new_empty(edited.shape[0])
     tokens = sample(

@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -23,6 +24,8 @@ from unisono.types import BadRequest, EngineRequest, TokenDelta, UnisonoError
 
 IDLE_MS = 1000
 """After so long without work the engine checks its bookkeeping, once, and captures graphs that were missing."""
+PREPARED_MS = 2
+"""How often an engine without work looks whether a request that waits for a thread can be added."""
 PARENT_GONE_MS = 1000
 """A message that waits longer for the API process will never be read."""
 
@@ -30,6 +33,7 @@ PARENT_GONE_MS = 1000
 class EngineLike(Protocol):
     """What this process needs of an engine; ``unisono.engine.engine.Engine`` in earnest, a fake in tests."""
 
+    def prepare(self, request: EngineRequest) -> Future[Any] | None: ...
     def add(self, request: EngineRequest) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def step(self) -> list[TokenDelta]: ...
@@ -87,6 +91,7 @@ class _Loop:
         self.engine = engine
         self.socket = socket
         self.stopping = False
+        self.preparing: dict[str, tuple[EngineRequest, Future[Any]]] = {}
         self.poller = zmq.Poller()
         self.poller.register(socket, zmq.POLLIN)
         parent = multiprocessing.parent_process()
@@ -99,8 +104,9 @@ class _Loop:
         checked, quiet = True, None  # milliseconds without work after which there is something to do
         while True:
             working = self.engine.has_work()
-            events = dict(self.poller.poll(0 if working else quiet))
-            if quiet is not None and not working and not events:
+            events = dict(self.poller.poll(0 if working else PREPARED_MS if self.preparing else quiet))
+            self.add_prepared()
+            if quiet is not None and not working and not events and not self.preparing:
                 if not checked:  # prove that nothing has leaked
                     self.engine.check_integrity()
                     checked = True
@@ -130,6 +136,7 @@ class _Loop:
                 case ipc.Add(request):
                     self.add(request)
                 case ipc.Abort(request_id):
+                    self.preparing.pop(request_id, None)
                     self.engine.abort(request_id)
                 case ipc.Inspect():
                     inspect = True
@@ -140,6 +147,20 @@ class _Loop:
             self.send(ipc.Stats(self.engine.info(), samples))
 
     def add(self, request: EngineRequest) -> None:
+        """Answer at once, unless the engine would wait for a thread: then when that is done."""
+        prepared = self.engine.prepare(request)
+        if prepared is not None and not prepared.done():
+            self.preparing[request.request_id] = request, prepared
+        else:
+            self.add_now(request)
+
+    def add_prepared(self) -> None:
+        for request, prepared in list(self.preparing.values()):
+            if prepared.done():
+                del self.preparing[request.request_id]
+                self.add_now(request)
+
+    def add_now(self, request: EngineRequest) -> None:
         try:
             self.engine.add(request)
         except BadRequest as error:

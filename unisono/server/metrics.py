@@ -5,7 +5,8 @@ Names are vLLM's, prefixed ``unisono:``.
 The engine's numbers are :class:`unisono.server.ipc.MetricSample`. Those that the server's log line reads:
 gauges ``num_requests_running``, ``num_requests_waiting``, ``kv_cache_usage_perc`` (a share, 0 … 1); counters
 ``prompt_tokens``, ``generation_tokens``, ``prefix_cache_queries``, ``prefix_cache_hits`` (tokens), and
-``passes`` with the labels ``program``, ``kind`` (the graph's, or ``eager``) and ``reason``.
+``passes`` with the labels ``program``, ``kind`` (the graph's, or ``eager``) and ``reason``, and
+``spec_decode_num_rounds`` with the label ``num_speculative_tokens``.
 """
 
 from __future__ import annotations
@@ -108,12 +109,14 @@ class _EngineCollector:
 
 
 def _speculation(since: Mapping[str, float]) -> str:
-    """How drafts fared, with a comma behind it; empty without drafts."""
+    """How drafts fared and how many a round had, with a comma behind it; empty without drafts."""
+    passes = since.get("spec_decode_num_rounds", 0)
+    mean = f"mean k {since.get('drafts of rounds', 0) / passes:.1f}, " if passes else ""
     rounds, drafted = since.get("spec_decode_num_drafts", 0), since.get("spec_decode_num_draft_tokens", 0)
     accepted = since.get("spec_decode_num_accepted_tokens", 0)
     if not rounds:
-        return ""
-    return f"drafts: {1 + accepted / rounds:.2f} tokens a round, {accepted:.0f} of {drafted:.0f} accepted, "
+        return f"drafts: none, {mean}" if mean else ""
+    return f"drafts: {1 + accepted / rounds:.2f} tokens a round, {accepted:.0f} of {drafted:.0f} accepted, {mean}"
 
 
 class ProgressLine:
@@ -133,6 +136,9 @@ class ProgressLine:
                 name = sample.name
                 if name == "passes":
                     name = "eager" if sample.labels["kind"] == "eager" else "replayed"
+                if name == "spec_decode_num_rounds":
+                    drafts = int(sample.labels["num_speculative_tokens"]) * sample.value
+                    counters["drafts of rounds"] = counters.get("drafts of rounds", 0) + drafts
                 counters[name] = counters.get(name, 0) + sample.value
         now = time.monotonic()
         seconds, self._time = now - self._time, now

@@ -14,6 +14,7 @@ import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from unisono.server.errors import ApiError, show
+from unisono.server.structured import GUIDED, structured_outputs
 from unisono.types import MAX_LOGPROBS, BadRequest, SamplingParams
 
 HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
@@ -26,8 +27,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "use_beam_search": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -62,6 +61,7 @@ SAMPLING_FIELDS = (
     "allowed_token_ids", "bad_words", "n",
 )  # fmt: skip
 """Fields of a body that are SamplingParams' own."""
+STRUCTURED_FIELDS = ("response_format", "structured_outputs", *GUIDED)
 
 
 class StreamOptions(BaseModel):
@@ -126,6 +126,14 @@ class GenerationRequest(BaseModel):
     logprob_start_len: int | None = Field(None, description=_WHOLE)
     return_hidden_states: bool | None = Field(None, description=_BOOL)
     return_token_ids: bool | None = Field(None, description=_BOOL)
+    response_format: dict[str, Any] | None = Field(
+        None, description="an object whose type is text, json_object, json_schema or structural_tag"
+    )
+    structured_outputs: dict[str, Any] | None = Field(None, description="an object that says what the answer must be")
+    guided_json: dict[str, Any] | str | None = Field(None, description="a JSON schema")
+    guided_regex: str | None = Field(None, description="a regular expression")
+    guided_choice: list[str] | None = Field(None, description="a list of strings")
+    guided_grammar: str | None = Field(None, description="a grammar in EBNF")
     speculative: Speculative | None = Field(
         None, description="an object with enabled (true or false) and num_speculative_tokens (a whole number)"
     )
@@ -137,6 +145,7 @@ class GenerationRequest(BaseModel):
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         given |= {"seed": self.seed, "stop": stop, "max_tokens": max_tokens, "logprobs": self.alternatives()}
         given["prompt_logprobs"] = self.prompt_logprobs
+        given["structured_outputs"] = structured_outputs({name: getattr(self, name) for name in STRUCTURED_FIELDS})
         given["max_drafts"] = self.speculative.max_drafts() if self.speculative else None
         return SamplingParams(**{**defaults, **given})
 

@@ -11,16 +11,22 @@ import platform
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from unisono.tools.adaptive_bench import adaptive, plot
+from unisono.tools.drafters import drafters
 from unisono.tools.exact import exact
 
 app = typer.Typer(no_args_is_help=True, help="Benchmarks.")
 app.command()(exact)
+app.command()(adaptive)
+app.command()(drafters)
+app.command()(plot)
 
 
 @dataclass
@@ -36,9 +42,11 @@ class Report:
     step_ms: dict[int, float] = field(default_factory=dict)
     ttft_ms: dict[int, float] = field(default_factory=dict)
     kernels: list[dict[str, Any]] = field(default_factory=list)
+    prompt_kernels: list[dict[str, Any]] = field(default_factory=list)
     launches: dict[str, float] = field(default_factory=dict)
     passes: list[dict[str, Any]] = field(default_factory=list)
     graph_memory: dict[str, float] = field(default_factory=dict)
+    graphs: dict[str, list[int]] = field(default_factory=dict)
 
     def markdown(self) -> str:
         """The report as Markdown tables."""
@@ -55,14 +63,16 @@ class Report:
         lines += ["Start: " + ", ".join(f"{k} {v:.1f} s" for k, v in self.start_seconds.items()), ""]
         if self.launches:
             lines += ["Per round: " + ", ".join(f"{k} {v:g}" for k, v in self.launches.items()), ""]
-        if self.kernels:
-            lines += ["| kernel | launches/round | µs/round | share |", "|---|---|---|---|"]
-            for k in self.kernels:
-                lines += [f"| `{k['name']}` | {k['count']:g} | {k['us']:.1f} | {100 * k['share']:.1f} % |"]
-            lines += [""]
+        for per, kernels in (("round", self.kernels), ("prompt", self.prompt_kernels)):
+            if kernels:
+                lines += [f"| kernel | launches/{per} | µs/{per} | share |", "|---|---|---|---|"]
+                for k in kernels:
+                    lines += [f"| `{k['name']}` | {k['count']:g} | {k['us']:.1f} | {100 * k['share']:.1f} % |"]
+                lines += [""]
         if self.graph_memory:
             costs = ", ".join(f"{name} {value:g}" for name, value in self.graph_memory.items())
             lines += [f"- graphs: {costs}"]
+        lines += [f"- graphs of {name}: {', '.join(map(str, rows))} rows" for name, rows in self.graphs.items()]
         for p in self.passes:
             lines += [f"- passes: {p['program']} {p['kind']} {p['reason']} {p['count']}"]
         return "\n".join(lines)
@@ -82,6 +92,7 @@ def latency(
     repeats: Annotated[int, typer.Option(help="Measurements of each TTFT.")] = 7,
     max_model_len: Annotated[int | None, typer.Option(help="Context of the engine.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests at once.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens in one pass.")] = None,
     enforce_eager: Annotated[bool, typer.Option(help="Capture no graph.")] = False,
     graphs: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
     compile: Annotated[bool, typer.Option("--compile", help="As of `unisono serve`.")] = False,
@@ -91,6 +102,7 @@ def latency(
         float | None, typer.Option(help="Commit so many tokens a round, whatever the drafts are. The text is noise.")
     ] = None,
     profile: Annotated[bool, typer.Option(help="Profile rounds at the first batch size (GPU).")] = False,
+    profile_prompt: Annotated[int | None, typer.Option(help="Profile a prompt of so many tokens (GPU).")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the report as JSON here.")] = None,
 ) -> None:
     """Milliseconds per step and time to first token, through the engine as a server drives it."""
@@ -99,18 +111,14 @@ def latency(
     from unisono.types import SpeculativeConfig
 
     imported = time.perf_counter() - imported
-    flags: dict[str, Any] = {
-        "dtype": dtype,
-        "load_format": load_format,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-    }
+    flags: dict[str, Any] = {"dtype": dtype, "load_format": load_format, "max_model_len": max_model_len}
+    flags |= {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     if speculative_config:
         flags["speculative"] = SpeculativeConfig.parse(json.loads(speculative_config))
         flags["synthetic_acceptance_length"] = synthetic_acceptance_length
     flags |= {"graphs": graphs, "compile": compile, "attention_backend": attention_backend}
     llm = LLM(model, enforce_eager=enforce_eager, **flags)
-    report = Report(model, _versions(llm))
+    report = Report(model, versions(llm))
     report.speculative = speculative_config or ""
     report.forced = synthetic_acceptance_length
     report.start_seconds = {"import": imported, **llm.engine.info()["start_seconds"]}  # type: ignore[dict-item]
@@ -120,19 +128,33 @@ def latency(
         report.ttft_ms[length] = _ttft_ms(llm, length, repeats)
     if profile:
         _profile(llm, _numbers(batch)[0], context, report)
+    if profile_prompt:
+        _profile_prompt(llm, profile_prompt, report)
     report.passes = llm.engine.info()["passes"]  # type: ignore[assignment]
     report.graph_memory = llm.engine.info()["graph_memory"]  # type: ignore[assignment]
+    report.graphs = _sizes(llm.engine.info()["graphs"])
     print(report.markdown())
     if out is not None:
         out.write_text(json.dumps(report.__dict__, indent=1))
     llm.shutdown()
 
 
+def _sizes(graphs: Any) -> dict[str, list[int]]:
+    """Rows of the captured graphs, by program, width and needs."""
+    sizes: dict[str, list[int]] = {}
+    for graph in graphs:
+        if isinstance(graph["rows"], int):
+            name = f"{graph['program']} × {graph['width']} ({graph['needs']})"
+            sizes.setdefault(name, []).append(graph["rows"])
+    return sizes
+
+
 def _numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",") if n.strip()]
 
 
-def _versions(llm: Any) -> dict[str, str]:
+def versions(llm: Any) -> dict[str, str]:
+    """The machine, and what a figure depends on."""
     import torch
     import triton
 
@@ -223,20 +245,11 @@ def _idle_share(trace: Any) -> float:
 
 def _profile(llm: Any, size: int, context: int, report: Report, rounds: int = 20) -> None:
     """Device time by kernel and launches by the host, per round, from torch's profiler."""
-    from torch.profiler import ProfilerActivity, profile
-
     names = _fill(llm, size, context, rounds + 64)
     _running(llm, size)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        for _ in range(rounds):
-            llm.engine.step()
+    trace = _traced(lambda: [llm.engine.step() for _ in range(rounds)])
     events = trace.key_averages()
-    device = [e for e in events if e.self_device_time_total > 0 and "Memcpy" not in e.key and "Memset" not in e.key]
-    total = sum(e.self_device_time_total for e in device) or 1.0
-    for e in sorted(device, key=lambda e: -e.self_device_time_total)[:14]:
-        us = e.self_device_time_total / rounds
-        row = {"name": e.key[:60], "count": e.count / rounds, "us": us, "share": e.self_device_time_total / total}
-        report.kernels.append(row)
+    report.kernels, total = _kernels(events, rounds)
     report.launches = {"device busy µs": round(total / rounds, 1)}
     report.launches["device idle between rounds %"] = round(100 * _idle_share(trace), 2)
     for e in events:
@@ -246,3 +259,29 @@ def _profile(llm: Any, size: int, context: int, report: Report, rounds: int = 20
         llm.engine.abort(name)
     while llm.engine.has_work():
         llm.engine.step()
+
+
+def _profile_prompt(llm: Any, length: int, report: Report, repeats: int = 3) -> None:
+    """Device time by kernel, per prompt of ``length`` tokens."""
+    trace = _traced(lambda: _ttft_ms(llm, length, repeats))
+    report.prompt_kernels, _ = _kernels(trace.key_averages(), repeats + 2)
+
+
+def _traced(work: Callable[[], object]) -> Any:
+    """The profile of ``work``: host and device."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        work()
+    return trace
+
+
+def _kernels(events: Any, times: int) -> tuple[list[dict[str, Any]], float]:
+    """The kernels that took longest, each divided by ``times``; and the microseconds of all together."""
+    device = [e for e in events if e.self_device_time_total > 0 and "Memcpy" not in e.key and "Memset" not in e.key]
+    total = sum(e.self_device_time_total for e in device) or 1.0
+    rows = []
+    for e in sorted(device, key=lambda e: -e.self_device_time_total)[:14]:
+        us, share = e.self_device_time_total / times, e.self_device_time_total / total
+        rows.append({"name": e.key[:60], "count": e.count / times, "us": us, "share": share})
+    return rows, total

@@ -45,6 +45,7 @@ class Evaluation:
 def evaluate(llm: LLM, count: int, max_tokens: int) -> Evaluation:
     """Ask the first ``count`` problems, all at once. llm: it has a tokenizer with a chat template."""
     problems = test_split(count)
+    llm.engine.pin_drafts(llm.engine.runner.choices[-1])  # acceptance by place wants every round to draft as many
     started = time.perf_counter()
     params = SamplingParams(temperature=0, max_tokens=max_tokens, seed=0)
     outputs = llm.chat([[{"role": "user", "content": problem.question}] for _, problem in problems], params)

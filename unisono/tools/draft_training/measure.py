@@ -41,6 +41,7 @@ def measure(
     Texts that were learnt whole are asked to be continued from their middle.
     """
     with LLM(target, max_model_len=longest, speculative=spec, **flags) as llm:
+        llm.engine.pin_drafts(llm.engine.runner.choices[-1])
         halves = [p.token_ids[: max(2, len(p.token_ids) // 2)] if p.complete else p.token_ids for p in prompts]
         params = SamplingParams(temperature=0, max_tokens=max_tokens, seed=0)
         answers = dict(play(llm, halves, lambda i: params))

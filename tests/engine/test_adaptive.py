@@ -1,0 +1,264 @@
+"""Rounds whose number of drafts changes: the same bytes, a drafter that has missed nothing, and graphs all the way."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.drafters.ledger import play
+from tests.engine.helpers import counted, engine, prompts, tokens
+from tests.engine.test_speculation import DRAFTERS, PARAMS, PROMPTS, SCARCE, Checkpoints
+from unisono.drafters.base import PausableDrafter
+from unisono.engine.pace import Pace
+from unisono.llm import LLM
+from unisono.types import ConfigError, EngineRequest, SamplingParams, SpeculativeConfig
+
+CUDA = torch.cuda.is_available()
+GRAPH = "full" if CUDA else "tape"
+
+
+@pytest.fixture(scope="module")
+def checkpoints_of(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Checkpoints]:
+    return functools.cache(lambda method: DRAFTERS[method](checkpoints, tmp_path_factory.mktemp(method)))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Callable[[Path], list[Any]]:
+    """What a target says without speculation."""
+
+    @functools.cache
+    def run(target: Path) -> list[Any]:
+        with engine(target) as llm:
+            return tokens(llm, PROMPTS, PARAMS)
+
+    return run
+
+
+def drafting(method: str, checkpoints: Checkpoints, k: int = 3, **flags: Any) -> LLM:
+    target, model = checkpoints
+    spec = SpeculativeConfig(method, None if model is None else str(model), k)
+    return engine(target, speculative=spec, **{"adaptive": True, **flags})
+
+
+@pytest.fixture
+def at_random(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[random.Random, tuple[int, ...]], int]], None]:
+    """Replace the policy: every round's number of drafts is drawn, by default from all there are."""
+
+    def patch(draw: Callable[[random.Random, tuple[int, ...]], int] = random.Random.choice) -> None:
+        rng = random.Random(7)
+        monkeypatch.setattr(Pace, "_choose", lambda self, sequences: draw(rng, self._runner.choices))
+
+    return patch
+
+
+def check(method: str, checkpoints: Checkpoints, expected: list[Any], **flags: Any) -> None:
+    count = len(expected)
+    with drafting(method, checkpoints, **flags) as llm:
+        assert tokens(llm, PROMPTS[:count], PARAMS[:count]) == expected
+        newest = slice(None, -9, -1)  # cached, most of them
+        before = llm.engine.scheduler.prefix_hits
+        assert tokens(llm, PROMPTS[:count][newest], PARAMS[:count][newest]) == expected[newest], "after a prefix hit"
+        assert llm.engine.scheduler.prefix_hits > before
+        assert set(llm.engine.pace.rounds) == set(llm.engine.runner.choices)
+        assert llm.engine.counters.accepted_tokens > 0
+        if "num_pages" in flags:
+            assert llm.engine.scheduler.preemptions > 0
+        passes = counted(llm)
+        assert {kind for program, kind, _ in passes if program in ("round", "catch_up")} == {GRAPH}
+        caught_up = passes.get(("catch_up", GRAPH, ""), 0)
+        assert (caught_up > 0) is isinstance(llm.engine.runner.drafter, PausableDrafter)
+        llm.engine.check_integrity()
+        assert llm.engine.pool.usage == 0
+
+
+@pytest.mark.parametrize("method", ["eagle3", "ngram", "mtp", "standalone"])
+def test_same_bytes_whatever_is_drafted(method: str, checkpoints_of: Any, plain: Any, at_random: Any) -> None:
+    at_random()
+    checkpoints = checkpoints_of(method)
+    flags = SCARCE if method == "mtp" else {"max_num_batched_tokens": 16}
+    check(method, checkpoints, plain(checkpoints[0])[:12], **flags)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", [{}, {"max_num_seqs": 3}, {"max_num_batched_tokens": 16}, SCARCE], ids=str)
+@pytest.mark.parametrize("k", [2, 5])
+@pytest.mark.parametrize("method", DRAFTERS)
+def test_same_bytes_in_every_way(
+    method: str, k: int, flags: dict[str, Any], checkpoints_of: Any, plain: Any, at_random: Any
+) -> None:
+    at_random()
+    checkpoints = checkpoints_of(method)
+    check(method, checkpoints, plain(checkpoints[0]), k=k, **flags)
+
+
+# ---- a drafter that was paused ----------------------------------------------------------------------
+
+TEXTS = prompts(3, 250, low=5, high=40, seed=11)
+LONG = SamplingParams(temperature=0.8, seed=3, max_tokens=90, ignore_eos=True)
+PAUSABLE = ("eagle", "eagle3", "mtp", "standalone")
+
+
+def carried(drafter: Any) -> list[torch.Tensor]:
+    """The hidden states [S, H] that a drafter carries from round to round."""
+    stages = getattr(drafter, "_stages", [])
+    return [drafter._hidden] if hasattr(drafter, "_hidden") else [stage.hidden for stage in stages]
+
+
+def proposals(llm: LLM, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[float]]:
+    """What an eager engine drafts for TEXTS, and for what goes on from their answers' cached pages: by text so far.
+
+    And the sum of the hidden states that its drafter carries then: one wrong key among many changes few drafts.
+    """
+    drafter, seen = llm.engine.runner.drafter, {}
+    slots, real = llm.engine.runner.slots, drafter.propose
+
+    def propose(rows: torch.Tensor, drafts: torch.Tensor) -> None:
+        real(rows, drafts)
+        for slot, row in zip(rows.tolist(), drafts.tolist(), strict=True):
+            if slot != slots.padding:
+                text = tuple(slots.history[slot, : int(slots.length[slot])].tolist())
+                seen[text] = [*row, *(part[slot].sum().item() for part in carried(drafter))]
+
+    monkeypatch.setattr(drafter, "propose", propose)
+    answers = tokens(llm, TEXTS, params)
+    before = llm.engine.scheduler.prefix_hits
+    tokens(llm, [text + answer for text, answer in zip(TEXTS, answers, strict=True)], replace(params, max_tokens=30))
+    assert llm.engine.scheduler.prefix_hits - before >= 3 * 48, "of the answers too"
+    return seen
+
+
+def pauses(rng: random.Random, choices: tuple[int, ...]) -> int:
+    """Long pauses: more rounds than a drafter remembers, and a few."""
+    return 0 if rng.random() < 0.93 else choices[-1]
+
+
+@pytest.mark.parametrize("method", PAUSABLE)
+def test_a_paused_drafter_drafts_as_if_it_had_not_been(
+    method: str, checkpoints_of: Any, at_random: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit: equal text, equal drafts, behind pauses shorter and longer than what can be remembered."""
+    checkpoints = checkpoints_of(method)
+    eager = {"enforce_eager": True, "max_num_batched_tokens": 32}
+    with drafting(method, checkpoints, **eager) as llm:
+        always = proposals(llm, replace(LONG, max_drafts=0), monkeypatch)  # at every length: none are accepted
+    at_random(pauses)
+    monkeypatch.setattr("unisono.engine.runner.draft_choices", lambda config, most: ((0, most), "a test"))
+    with drafting(method, checkpoints, **eager) as llm:
+        now_and_then = proposals(llm, LONG, monkeypatch)
+        rounds, each = llm.engine.pace.rounds, llm.engine.runner.pending
+    assert len(now_and_then) >= 6
+    assert rounds[0] > 5 * each
+    assert now_and_then == {at: always[at] for at in now_and_then}
+
+
+# ---- around it --------------------------------------------------------------------------------------
+
+CERTAIN = SamplingParams(temperature=0, max_tokens=1 + 10 * 4, ignore_eos=True)
+
+
+@pytest.mark.parametrize("paused", [0, 7, 40])
+def test_what_a_pause_leaves_in_the_prefix_cache_is_whole(qwen3: Path, paused: int) -> None:
+    """The target is its own draft: whoever goes on from cached pages has every draft accepted, or keys were missing."""
+    prompt = prompts(1, 250, 20, 21, seed=5)[0]
+    with drafting("standalone", (qwen3, qwen3)) as llm:
+        (first,) = play(llm, [prompt], [replace(CERTAIN, max_tokens=4)])  # compiles; the prompt is cached
+        llm.engine.pin_drafts(0 if paused else 3)
+        (told,) = play(llm, [prompt], [replace(CERTAIN, max_tokens=max(paused, 40))])
+        llm.engine.pin_drafts(3)
+        before = llm.engine.scheduler.prefix_hits
+        (entry,) = play(llm, [prompt + told.tokens], [CERTAIN])
+        assert entry.rounds == [4] * 10
+        assert llm.engine.scheduler.prefix_hits - before >= (16 if paused else 48)
+        assert first.tokens == told.tokens[:4]
+
+
+def test_a_resumed_request_has_every_draft_accepted(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before the pause: what a user would see of it, tokens a round."""
+    turns = iter([3] * 3 + [0] * 21 + [3] * 99)
+    monkeypatch.setattr(Pace, "_choose", lambda self, sequences: next(turns))
+    with drafting("standalone", (qwen3, qwen3), max_num_batched_tokens=512) as llm:
+        (entry,) = play(llm, [[1, 2, 3]], [replace(CERTAIN, max_tokens=1 + 12 + 21 + 40)])
+    assert entry.rounds == [4] * 3 + [1] * 21 + [4] * 10
+
+
+def test_only_those_behind_catch_up(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that comes while others are paused has nothing to catch up with; nor have those that do not run."""
+    with drafting("standalone", (qwen3, qwen3)) as llm:
+        sizes: list[int] = []
+        launch = llm.engine.runner.planner.launch
+
+        def spy(key: Any, batch: Any) -> Any:
+            if key.program == "catch_up":
+                sizes.append(key.shape.rows)
+            return launch(key, batch)
+
+        monkeypatch.setattr(llm.engine.runner.planner, "launch", spy)
+        llm.engine.pin_drafts(0)
+        old = EngineRequest("old", [1, 2, 3], replace(CERTAIN, seed=0))
+        llm.engine.add(old)
+        for _ in range(4):
+            llm.engine.step()
+        llm.engine.add(EngineRequest("new", [4, 5, 6], replace(CERTAIN, seed=0)))
+        llm.engine.step()
+        llm.engine.pin_drafts(3)
+        while llm.engine.has_work():
+            llm.engine.step()
+        assert sizes == [1]
+
+
+@pytest.mark.parametrize("method", ["standalone", "ngram"])
+def test_where_nobody_drafts_rounds_are_plain(method: str, qwen3: Path) -> None:
+    """Speculation is off for every request: k = 0, whatever drafting might bring, and nothing to catch up with."""
+    with drafting(method, (qwen3, qwen3 if method == "standalone" else None)) as llm:
+        before = llm.engine.pace.rounds.copy()
+        tokens(llm, TEXTS, replace(LONG, max_drafts=0))
+        assert set(llm.engine.pace.rounds - before) == {0}
+        assert ("catch_up", GRAPH, "") not in counted(llm)
+
+
+def test_it_can_be_fixed_and_says_so(qwen3: Path) -> None:
+    for flags, why in (({"adaptive": False}, "adaptive is off"), ({"enforce_eager": True}, "without graphs")):
+        with drafting("ngram", (qwen3, None), **flags) as llm:
+            assert llm.engine.runner.choices == (3,)
+            tokens(llm, TEXTS, LONG)
+            assert set(llm.engine.pace.rounds) == {3}
+            (decision,) = [d for d in llm.engine.config.decisions if d.name == "drafts per round"]
+            assert why in decision.reason
+            assert llm.engine.info()["speculation"]["round_ms"] == []  # type: ignore[index]
+            with pytest.raises(ConfigError, match="2 drafts"):
+                llm.engine.pin_drafts(2)
+
+
+def test_what_it_tells(qwen3: Path) -> None:
+    with drafting("ngram", (qwen3, None), k=7, max_num_seqs=4) as llm:
+        tokens(llm, TEXTS, LONG)
+        info: dict[str, Any] = llm.engine.info()["speculation"]  # type: ignore[assignment]
+        samples = [sample for sample in llm.engine.metrics() if sample[0] == "spec_decode_num_rounds"]
+        counts = {int(labels["num_speculative_tokens"]): value for _, _, labels, value, _ in samples}
+        assert llm.engine.runner.choices == (0, 1, 2, 3, 5, 7)
+        assert counts == dict(llm.engine.pace.rounds) == {int(k): n for k, n in info["rounds_by_drafts"].items()}
+        assert info["adaptive"]
+        assert {1, 2, 4} <= {row["requests"] for row in info["round_ms"]}
+        for row in info["round_ms"]:
+            assert list(row) == ["requests", *(f"k={k}" for k in llm.engine.runner.choices)]
+            assert all(ms > 0 for ms in row.values())
+        kinds = {(program, kind) for program, kind, _ in counted(llm)}
+        assert kinds == {("extend", GRAPH), ("round", GRAPH)}, "the policy's own choices replay graphs too"
+
+
+def test_a_tree_is_drafted_whole_or_not_at_all(qwen3: Path, plain: Any, at_random: Any) -> None:
+    at_random()
+    spec = SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 3, "topk": 2, "num_draft_tokens": 6})
+    with engine(qwen3, speculative=spec, adaptive=True) as llm:
+        assert llm.engine.runner.choices == (0, 3)
+        assert tokens(llm, PROMPTS[:12], PARAMS[:12]) == plain(qwen3)[:12]
+        assert set(llm.engine.pace.rounds) == {0, 3}

@@ -1,0 +1,198 @@
+"""The choice of k by itself: against brute force, in simulated service, and what it costs to be curious."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from unisono.engine.adaptive import PROBE_PAUSE, PROBE_SHARE, Acceptance, AdaptiveK, RoundCosts
+
+RATES = (0.8, 0.6, 0.45, 0.3, 0.2)
+CHOICES = (0, 1, 2, 3, 5)
+MANY = 99
+
+
+def table(rows: int, drafts: int) -> float:
+    """Rounds of a model that is bound by memory for few tokens and by arithmetic for many: milliseconds."""
+    return 4.0 + 0.25 * drafts + max(0.0, 0.02 * (rows * (1 + drafts) - 64))
+
+
+def tokens_of(rates: tuple[float, ...], k: int) -> float:
+    """Tokens that a request's round commits on average, by adding up every way it can go."""
+    total = 0.0
+    for accepted in range(k + 1):
+        chance = float(np.prod(rates[:accepted])) * (1 - rates[accepted] if accepted < k else 1.0)
+        total += (1 + accepted) * chance
+    return total
+
+
+def best_of(rates: tuple[float, ...], rows: int, more: float = 0.0) -> int:
+    return max(CHOICES, key=lambda k: tokens_of(rates, k) / (table(rows, k) + more))
+
+
+class Service:
+    """Rounds of ``rows`` requests that take table + ``more`` milliseconds; drafts are accepted with ``rates``."""
+
+    def __init__(self, rows: int, rates: tuple[float, ...], more: float = 0.0, known: object = table) -> None:
+        self.slots, self.rates, self.more = np.arange(rows), rates, more
+        self.policy = AdaptiveK(CHOICES, Acceptance(rows, CHOICES[-1]), RoundCosts(known))  # type: ignore[arg-type]
+        self.most = np.full(rows, MANY)
+        self.rng, self.chosen, self.ms, self.tokens, self.pending = random.Random(rows), [], 0.0, 0, 0
+        self.catch_up_ms = 0.0
+
+    def run(self, rounds: int) -> list[int]:
+        """The numbers of drafts that were chosen."""
+        rows, chosen = len(self.slots), []
+        self.ms, self.tokens = 0.0, 0
+        for _ in range(rounds):
+            k = self.policy.choose(self.slots, self.most, self.catch_up_ms if self.pending else 0.0)
+            took = table(rows, k) + self.more
+            self.ms += took + (self.catch_up_ms if k and self.pending else 0.0)
+            self.pending = 0 if k else self.pending + 1
+            accepted = np.array([self._accepted(min(k, most)) for most in self.most])
+            self.tokens += int(accepted.sum()) + rows
+            if chosen and chosen[-1] == k:
+                self.policy.costs.measured(rows, k, took)
+            if k:
+                self.policy.acceptance.count(self.slots, np.minimum(k, self.most), accepted)
+            chosen.append(k)
+        return chosen
+
+    def _accepted(self, k: int) -> int:
+        return next((i for i in range(k) if self.rng.random() >= self.rates[i]), k)
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.ms
+
+
+def test_expected_tokens_are_those_of_every_way_a_round_can_go() -> None:
+    acceptance = Acceptance(2, 5)
+    for _ in range(4000):  # far more trials than the prior counts for
+        for slot in (0, 1):
+            accepted = next((i for i in range(5) if random.random() >= RATES[i]), 5)
+            acceptance.count(np.array([slot]), np.array([5]), np.array([accepted]))
+    got = acceptance.expected(np.array([0, 1]), np.array([MANY, 2]))
+    p = acceptance.conditional(np.array([0, 1]))
+    for k in range(6):
+        want = tokens_of(tuple(p[0]), k) + tokens_of(tuple(p[1]), min(k, 2))
+        assert got[k] == pytest.approx(want)
+    assert np.abs(p - RATES).max() < 0.25
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_choice_is_that_of_brute_force(seed: int) -> None:
+    """Random estimates and costs, no curiosity: argmax of expected tokens over time, requests' own limits included."""
+    rng = np.random.default_rng(seed)
+    rows = int(rng.integers(1, 9))
+    acceptance = Acceptance(rows, 5)
+    for _ in range(30):
+        asked = rng.integers(1, 6, rows)
+        acceptance.count(np.arange(rows), asked, np.minimum(asked, rng.integers(0, 6, rows)))
+    costs = np.sort(rng.uniform(1, 4, 6))
+    most = rng.integers(0, 6, rows)
+    policy = AdaptiveK(CHOICES, acceptance, RoundCosts(lambda rows, k: float(costs[k])))
+    policy.drafts = -1  # no number to stay at
+    p = acceptance.conditional(np.arange(rows))
+    rate = {k: sum(tokens_of(tuple(p[r]), min(k, most[r])) for r in range(rows)) / costs[k] for k in CHOICES}
+    assert policy.choose(np.arange(rows), most, 0.0) == max(rate, key=lambda k: rate[k])
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 64, 128, 256])
+def test_never_much_slower_than_the_best(rows: int) -> None:
+    """Contexts make rounds longer than the table knows; still within 1 % of none and 3 % of the best fixed number."""
+    service = Service(rows, RATES, more=0.01 * rows)
+    service.catch_up_ms = 0.2 + 0.01 * rows
+    service.run(300)
+    service.run(2000 if rows < 16 else 300)
+    speeds = {k: rows * tokens_of(RATES, k) / (table(rows, k) + service.more) for k in CHOICES}
+    assert service.speed > 0.97 * max(speeds.values())
+    assert service.speed > 0.99 * speeds[0]
+
+
+def test_the_sizes_call_for_different_numbers() -> None:
+    """The test above would be passed by a constant if they did not."""
+    assert len({best_of(RATES, rows, 0.01 * rows) for rows in (1, 4, 16, 64, 128, 256)}) >= 3
+
+
+def test_it_comes_back_when_acceptance_rises() -> None:
+    service = Service(4, (0.02,) * 5)
+    assert service.run(600)[-100:].count(0) > 90
+    service.rates = (0.95,) * 5
+    chosen = service.run(1500)
+    assert chosen[-100:].count(5) > 80
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_old_evidence_does_not_outlive_a_change(rows: int) -> None:
+    """Thousands of drafts were rejected, and requests end after 20 rounds: what is accepted from now on must count."""
+    service = Service(rows, (0.95,) * 5)
+    for _ in range(3000 // rows):
+        service.policy.acceptance.count(service.slots, np.full(rows, 5), np.zeros(rows, int))
+    for _ in range(50):
+        for slot in service.slots:
+            service.policy.acceptance.begin(slot)
+        chosen = service.run(20)
+    assert chosen.count(5) > 15
+
+
+def test_curiosity_costs_what_it_may() -> None:
+    """Where drafting never pays, what probes lose stays within their share of the time."""
+    for rows, catch_up in itertools.product((1, 64), (0.0, 2.0)):
+        service = Service(rows, (0.05,) * 5)
+        service.catch_up_ms = catch_up
+        service.run(500)
+        chosen = service.run(3000)
+        probes = [i for i, k in enumerate(chosen) if k]
+        assert probes, "nothing would be learnt"
+        none = rows / table(rows, 0)
+        assert service.speed > (1 - 2 * PROBE_SHARE) * none
+        assert all(b - a >= PROBE_PAUSE or b - a <= 2 for a, b in itertools.pairwise(probes))
+
+
+def test_nobody_drafts_where_nobody_may() -> None:
+    service = Service(8, (1.0,) * 5)
+    service.most = np.zeros(8, dtype=int)
+    assert set(service.run(50)) == {0}
+    service.most = np.array([0] * 7 + [2])
+    assert set(service.run(50)) <= {0, 1, 2}
+
+
+def test_only_what_has_a_graph_is_chosen() -> None:
+    service = Service(4, (1.0,) * 5, known=lambda rows, k: None if k in (3, 5) else table(rows, k))
+    assert set(service.run(50)) == {2}
+    nothing = AdaptiveK(CHOICES, Acceptance(1, 5), RoundCosts(lambda rows, k: None))
+    assert nothing.choose(np.array([0]), np.array([MANY]), 0.0) == 5
+
+
+def test_what_a_round_takes_is_learnt() -> None:
+    """An offset common to all, and a difference where the table is wrong about one."""
+    costs = RoundCosts(lambda rows, k: 10.0 + k)
+    for _ in range(9):
+        costs.measured(8, 0, 14.0)
+    assert costs.ms(8, 3) == pytest.approx(17.0)
+    for _ in range(9):
+        costs.measured(8, 3, 19.0)
+    assert costs.ms(8, 3) == pytest.approx(19.0)
+    assert costs.ms(8, 0) == pytest.approx(14.0)
+    for _ in range(9):
+        costs.measured(8, 3, 24.0)  # texts grew: by as much for any number
+    assert costs.ms(8, 0) == pytest.approx(19.0)
+    assert costs.ms(100, 0) == 10.0, "rounds of other sizes are another matter"
+    costs.interrupted()
+    for _ in range(9):
+        costs.measured(8, 0, 12.0)  # other texts, shorter ones: nothing is wrong with k = 0
+    assert (costs.ms(8, 0), costs.ms(8, 3)) == (pytest.approx(12.0), pytest.approx(17.0))
+
+
+def test_resuming_has_to_pay() -> None:
+    def policy() -> AdaptiveK:
+        made = AdaptiveK((0, 1), Acceptance(1, 1), RoundCosts(lambda rows, k: 10.0 + k))
+        made.drafts = 0
+        return made
+
+    assert policy().choose(np.array([0]), np.array([1]), 1.0) == 1
+    assert policy().choose(np.array([0]), np.array([1]), 1e4) == 0

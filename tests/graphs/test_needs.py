@@ -1,0 +1,150 @@
+"""Needs that bring inputs of their own: which graph serves which pass, and that no such input is lost or made up."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+
+from tests.graphs.programs import CPU
+from unisono.graphs.cost import PassCost
+from unisono.graphs.planner import Buckets, Planner
+from unisono.program import (
+    Buffers,
+    Eager,
+    Field,
+    Hidden,
+    Key,
+    Needs,
+    Program,
+    ProgramError,
+    Reason,
+    Replay,
+    Schema,
+    Shape,
+)
+
+MASKED = Needs(masks=True)
+SCHEMA = Schema(
+    (
+        Field("x", torch.int32, ("rows",), pad=-1),
+        Field("mask", torch.int32, ("rows",), pad=7, need=MASKED),
+        Field("result", torch.int32, ("rows",), output=True),
+    )
+)
+
+
+def run(b: Buffers) -> None:
+    """x, or where a pass has a mask x & mask."""
+    mask = b.find("mask")
+    b.result.copy_(b.x if mask is None else b.x & mask)
+
+
+def planned(*variants: tuple[Needs, tuple[int, ...]], **how: Any) -> Planner:
+    planner = Planner(CPU)
+    planner.capture([Buckets(Program("p", SCHEMA, run), tuple(map(Shape, rows)), n, **how) for n, rows in variants])
+    return planner
+
+
+def launch(planner: Planner, x: list[int], mask: list[int] | None = None) -> list[int]:
+    batch = {"x": x} if mask is None else {"x": x, "mask": mask}
+    key = Key("p", Shape(len(x)), Needs() if mask is None else MASKED)
+    return planner.launch(key, batch).wait()["result"][: len(x)].tolist()
+
+
+def served(planner: Planner, rows: int, needs: Needs) -> tuple[int, Needs] | Reason:
+    answer = planner.plan(Key("p", Shape(rows), needs))
+    if isinstance(answer, Eager):
+        return answer.reason
+    return answer.graph.key.shape.rows, answer.graph.key.needs
+
+
+def test_more_masks_cover_fewer_whatever_else_is_needed() -> None:
+    hidden = [Needs(Hidden.NULL), Needs(Hidden.LAST), Needs(Hidden.FULL)]
+    for (poorer, richer), ours, theirs in product(pairwise(hidden), (False, True), (False, True)):
+        a = Needs(richer.hidden, masks=ours)
+        assert a.covers(Needs(poorer.hidden, masks=theirs)) == (ours or not theirs)
+        assert not Needs(poorer.hidden, masks=True).covers(Needs(richer.hidden, masks=theirs))
+    aux = Needs(Hidden.AUX, (1, 2), masks=True)
+    assert aux.covers(Needs(Hidden.AUX, (2,)))
+    assert not Needs(Hidden.AUX, (1, 2)).covers(aux)
+
+
+def test_a_graph_with_masks_serves_a_pass_without_and_allows_all() -> None:
+    planner = planned((MASKED, (4,)))
+    assert served(planner, 2, Needs()) == (4, MASKED)
+    assert launch(planner, [5, 6], mask=[1, 2]) == [1, 2]
+    assert launch(planner, [5, 6]) == [5, 6], "padded, with no bit of the batch before"
+    assert planner.passes == {("p", "tape", ""): 2}
+
+
+def test_a_graph_without_masks_serves_none_that_needs_them() -> None:
+    planner = planned((Needs(), (4,)))
+    assert served(planner, 2, MASKED) is Reason.NOT_CAPTURED
+    assert launch(planner, [5, 6], mask=[1, 2]) == [1, 2]
+    assert planner.passes == {("p", "eager", "NOT_CAPTURED"): 1}
+    assert planner.capture_missing() == 1
+    assert served(planner, 2, MASKED) == (4, MASKED)
+    assert served(planner, 2, Needs()) == (4, Needs())
+
+
+def test_a_pass_takes_the_graph_of_its_own_needs_before_a_smaller_one_of_more() -> None:
+    planner = planned((Needs(), (8,)), (MASKED, (2, 4)))
+    assert served(planner, 2, Needs()) == (8, Needs())
+    assert served(planner, 3, MASKED) == (4, MASKED)
+    assert served(planner, 5, MASKED) is Reason.ABOVE_BUCKETS, "not the one of 8 rows"
+
+
+@pytest.mark.parametrize("rows", [(4,), ()], ids=["replayed", "eager"])
+def test_a_batch_has_what_its_needs_say(rows: tuple[int, ...]) -> None:
+    planner = planned((Needs(), rows), (MASKED, rows))
+    with pytest.raises(ProgramError, match="missing \\['mask'\\]"):
+        planner.launch(Key("p", Shape(1), MASKED), {"x": [1]})
+    with pytest.raises(ProgramError, match="unknown \\['mask'\\]"):
+        planner.launch(Key("p", Shape(1)), {"x": [1], "mask": [1]})
+
+
+COST = PassCost.linear(fixed_ms=1.0, row_ms=1.0, capture_ms=1.0)
+
+
+def test_what_is_captured_on_demand() -> None:
+    """Nothing at start; then what serves the first pass that wants it, once, before that pass."""
+    planner = planned((MASKED, (2, 4)), cost=COST, passes=1e6, on_demand=True)
+    assert not list(planner.graphs())
+    (row,) = planner.report()
+    assert (row["kind"], row["needs"], row["reason"]) == ("lazy", "NULL+masks", "")
+    for _ in range(2):
+        assert launch(planner, [5, 6, 7], mask=[1, 2, 3]) == [1, 2, 3]
+    assert [graph.key for graph in planner.graphs()] == [Key("p", Shape(4), MASKED)]
+    assert planner.passes == {("p", "tape", ""): 2}
+    assert planner.capture_seconds > 0
+    assert launch(planner, [5], mask=[4]) == [4]
+    assert {graph.key.shape.rows for graph in planner.graphs()} == {2, 4}, "each its own"
+    assert launch(planner, [1] * 5, mask=[1] * 5) == [1] * 5
+    assert planner.passes["p", "eager", "ABOVE_BUCKETS"] == 1
+
+
+def test_sizes_on_demand_are_those_worth_it() -> None:
+    planner = planned((MASKED, (1, 2, 4, 8)), cost=COST, passes=3, on_demand=True)
+    launch(planner, [5], mask=[1])
+    (graph,) = planner.graphs()
+    assert graph.key.shape.rows > 1
+    launch(planner, [5] * 8, mask=[1] * 8)
+    assert planner.passes == {("p", "tape", ""): 2}, "the larger one as well"
+
+
+def test_on_demand_is_not_off() -> None:
+    planner = planned((MASKED, (2,)), cost=COST, passes=1e6, on_demand=True, mode="off")
+    assert launch(planner, [5], mask=[1]) == [1]
+    assert planner.passes == {("p", "eager", "DISABLED"): 1}
+    (row,) = planner.report()
+    assert row["kind"] == "eager"
+
+
+def test_the_programs_needs_are_a_replay_apart() -> None:
+    planner = planned((Needs(), (2,)), (MASKED, (2,)))
+    answers = [planner.plan(Key("p", Shape(1), needs)) for needs in (Needs(), MASKED)]
+    assert all(isinstance(answer, Replay) for answer in answers)
+    assert {row["needs"] for row in planner.report()} == {"NULL", "NULL+masks"}

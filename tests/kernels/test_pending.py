@@ -1,0 +1,90 @@
+"""What is kept while a drafter pauses, against plain Python: kernel and twin alike."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from unisono.kernels import pending as ops
+
+SLOTS, WIDTH, TOKENS = 6, 4, 40
+NAMES = ("settle", "stash", "take_pending")
+
+
+@pytest.fixture(params=["kernel", "twin"])
+def case(request: pytest.FixtureRequest, device: torch.device) -> SimpleNamespace:
+    """The ops, ``tensor`` for their arguments, and histories in which the token at p of slot s is 100 s + p."""
+    kernel = request.param == "kernel"
+    device = device if kernel else torch.device("cpu")
+    functions = {name: getattr(ops, f"launch_{name}" if kernel else name) for name in NAMES}
+    history = torch.arange(SLOTS)[:, None] * 100 + torch.arange(TOKENS)
+    return SimpleNamespace(
+        **functions,
+        history=history.to(device, torch.int32),
+        tensor=lambda values, dtype=torch.int32: torch.as_tensor(values, dtype=dtype).to(device),
+    )
+
+
+def strided(case: SimpleNamespace, values: list[int]) -> torch.Tensor:
+    """A slot field as the arena holds it."""
+    return case.tensor([[n, -5] for n in values])[:, 0]
+
+
+def test_settle(case):
+    observed = case.tensor([1, 2, 3, 4, 5, 6])
+    case.settle(observed, case.tensor([4, 0]), strided(case, [10, 11, 12, 13, 14, 15]))
+    assert observed.tolist() == [10, 2, 3, 4, 14, 6]
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(3, torch.float32), (1500, torch.float16)])
+def test_stash(case, size, dtype):
+    """The hidden state of the token at p goes to row p % W; a row that committed nothing keeps nothing."""
+    ring = torch.zeros(SLOTS, WIDTH, size, dtype=dtype).to(case.history.device)
+    source = torch.randint(1, 99, (4, size)).to(ring)
+    length = strided(case, [9, 5, 7, 20, 1, 3])
+    result = case.tensor([[1, 0, 7], [0, 1, -1], [1, 0, 8], [1, 0, 9]])
+    case.stash(ring, case.tensor([3, 1, 0, 4]), result, length, source)
+    want = torch.zeros_like(ring)
+    want[3, 19 % WIDTH], want[0, 8 % WIDTH], want[4, 0] = source[0], source[2], source[3]
+    assert torch.equal(ring, want)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_take_pending(case, lag):
+    """Slots with some pending, more than the width, none, and the padding slot twice."""
+    observed, length = [5, 7, 9, 2, 4, 0], [8, 20, 9, 3, 4, 0]
+    slots = [1, 0, 5, 3, 2, 5]
+    moving = case.tensor(observed)
+    result, picks, rows = case.take_pending(moving, case.tensor(slots), strided(case, length), case.history, WIDTH, lag)
+    for r, slot in enumerate(slots):
+        count = min(length[slot] - observed[slot], WIDTH)
+        tokens = [100 * slot + observed[slot] + j - lag for j in range(count)]
+        assert result[r].tolist() == [count, 0, *tokens, *[-1] * (WIDTH - count)]
+        assert picks[r].tolist() == tokens + [0] * (WIDTH - count)
+        given = rows.view(-1, WIDTH)[r].tolist()
+        assert given[:count] == [slot * WIDTH + (observed[slot] + j) % WIDTH for j in range(count)]
+        assert all(slot * WIDTH <= row < (slot + 1) * WIDTH for row in given)
+    assert moving.tolist() == [8, 11, 9, 3, 4, 0]
+
+
+def test_a_stash_is_what_is_taken():
+    """Three rounds of width 1, then the ring's rows are those of the pending tokens, in order."""
+    observed, length = torch.tensor([6, 0]).int(), torch.tensor([6, 0]).int()
+    ring, slots = torch.zeros(2, WIDTH, 1), torch.tensor([0]).int()
+    for value in (1.0, 2.0, 3.0):
+        length[0] += 1
+        ops.stash(ring, slots, torch.tensor([[1, 0, 5]]).int(), length, torch.tensor([[value]]))
+    _, _, rows = ops.take_pending(observed, slots, length, torch.zeros(2, 40).int(), WIDTH, 0)
+    assert ring.flatten(0, 1)[rows.long()][:3, 0].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_ops_trace_by_shape():
+    slots, length = torch.tensor([1, 0]).int(), torch.tensor([5, 6, 0]).int()
+    observed = torch.tensor([4, 3, 0]).int()
+    torch.library.opcheck(torch.ops.unisono.settle.default, (observed.clone(), slots, length))
+    given = (torch.zeros(3, 4, 2), slots, torch.ones(2, 3).int(), length, torch.ones(2, 2))
+    torch.library.opcheck(torch.ops.unisono.stash.default, given)
+    given = (observed, slots, length, torch.ones(3, 9).int(), 4, 1)
+    torch.library.opcheck(torch.ops.unisono.take_pending.default, given)

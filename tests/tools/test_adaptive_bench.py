@@ -1,0 +1,51 @@
+"""``unisono bench adaptive`` and ``plot``, on the bundled model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from unisono.tools.adaptive_bench import Curve, Point
+from unisono.tools.bench import app
+
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 2}'
+
+
+def run(*args: str) -> str:
+    done = CliRunner().invoke(app, list(args), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.parametrize("rates", ["0.9,0.7", pytest.param("", marks=pytest.mark.full)], ids=["synthetic", "problems"])
+def test_every_way_is_measured_and_written(tmp_path: Path, rates: str) -> None:
+    out = tmp_path / "results.json"
+    flags = ["--concurrency", "2", "--rounds", "12", "--cycles", "1", "--context", "32", "--out", str(out)]
+    shown = run("adaptive", "--speculative-config", NGRAM, "--synthetic-acceptance-rates", rates, *flags)
+    (point,) = json.loads(out.read_text())["points"]
+    speeds = point["tokens_per_second"]
+    assert list(speeds) == ["none", "adaptive", "k=0", "k=1", "k=2"]
+    assert min(speeds.values()) > 0
+    assert point["against_none"] == pytest.approx(speeds["adaptive"] / speeds["none"])
+    assert 0 <= point["mean_k"] <= 2
+    assert ("SYNTHETIC" in shown) is bool(rates)
+    assert out.with_suffix(".md").read_text().strip() in shown
+    assert Curve.read(out).points[0].concurrency == 2
+
+
+def test_the_best_fixed_number_is_compared_with() -> None:
+    point = Point(4, {"none": 10.0, "adaptive": 11.4, "k=0": 9.0, "k=1": 12.0, "k=2": 8.0}, 1.0)
+    assert point.best_fixed == "k=1"
+    assert point.against_best == pytest.approx(0.95)
+    assert point.against_none == pytest.approx(1.14)
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    points = [Point(n, {"none": 10.0 * n, "adaptive": 12.0 * n, "k=0": 9.5 * n, "k=1": 11.0 * n}, 1.0) for n in (1, 4)]
+    Curve("tiny", NGRAM, [0.5], {"on": "a machine"}, 32, 1.0, points).write(tmp_path / "r.json")
+    run("plot", str(tmp_path / "r.json"), str(tmp_path / "r.png"))
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,140 @@
+"""How each round drafts: how many tokens, and whose drafter has to catch up before.
+
+Between the scheduler, which says who runs, and the runner. Owns the bookkeeping of paused drafters (what is *pending*
+of each sequence) and feeds :mod:`unisono.engine.adaptive` with what rounds brought and how long they took.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from unisono.engine.adaptive import Acceptance, AdaptiveK, RoundCosts
+from unisono.engine.scheduler import Extend, Round, Sequence
+from unisono.types import MAX_DRAFTS, FinishReason
+
+if TYPE_CHECKING:
+    from unisono.engine.runner import Runner
+
+
+class Pace:
+    """Chooses for the rounds of one engine. ``pinned``: draft so many whatever seems best; None: adapt.
+
+    ``rounds[k]`` counts rounds with k drafts.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner, choices = runner, runner.choices
+        self.pinned: int | None = choices[0] if len(choices) == 1 else None
+        self.rounds: Counter[int] = Counter()
+        acceptance = Acceptance(runner.slots.padding + 1, runner.drafter.num_drafts)
+        self.policy = AdaptiveK(choices, acceptance, RoundCosts(self.padding_ms))
+        self._limit = None if getattr(runner.drafter, "unlimited", False) else runner.pending
+        self._owners: dict[int, Sequence] = {}
+        self._launched: Round | None = None  # the round launched last, unless another pass came after it
+        self._read_at = 0.0
+        self._put_off: int | None = None  # drafts that wait for a drafter that has more to catch up with
+
+    def padding_ms(self, rows: int, drafts: int) -> float | None:
+        """What a round's graph took on padding; None where no graph serves it."""
+        return self._runner.planner.pass_ms(self._runner.round_key(rows, drafts))
+
+    def pin(self, drafts: int | None) -> None:
+        """Draft so many in every round; None: adapt, where there is a choice."""
+        choices = self._runner.choices
+        self.pinned = choices[0] if len(choices) == 1 else drafts
+
+    # ---- before a pass ------------------------------------------------------------------------
+
+    def launching(self, work: Extend | Round | None) -> Extend | Round | None:
+        """The pass as it is to be launched: a round with its number of drafts."""
+        if not isinstance(work, Round):
+            self._launched = None
+            return work
+        self._know(work.sequences)
+        wanted = self._put_off if self.pinned is None else self.pinned
+        drafts = self._choose(work.sequences) if wanted is None else wanted
+        if drafts and work.masked:
+            drafts = self._runner.choices[-1]  # their passes have no widths between
+        work = self._with_pending(replace(work, drafts=drafts))
+        self.rounds[work.drafts] += 1
+        self._launched = work
+        return work
+
+    def _choose(self, sequences: list[Sequence]) -> int:
+        slots = np.array([s.slot for s in sequences])
+        most = np.array([min(_max_drafts(s), max(0, s.limit - len(s.tokens) - 1)) for s in sequences])
+        return self.policy.choose(slots, most, self._catch_up_ms(sequences))
+
+    def _know(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if self._owners.get(sequence.slot) is not sequence:
+                self._owners[sequence.slot] = sequence
+                self.policy.acceptance.begin(sequence.slot)
+
+    def _catch_up_ms(self, sequences: list[Sequence]) -> float:
+        """What catching up would take now: whole passes, however little is pending."""
+        rows, most = sum(s.pending > 0 for s in sequences), max(s.pending for s in sequences)
+        if not rows:
+            return 0.0
+        runner = self._runner
+        return runner.planner.expected_ms(runner.catch_up_key(rows)) * -(-most // runner.pending)
+
+    def _with_pending(self, work: Round) -> Round:
+        """Have drafters catch up before a round that drafts, or before they can remember no more.
+
+        One pass of catching up before each round: where more is pending than it takes, the round drafts nothing yet.
+        """
+        self._put_off = None
+        if not self._runner.pending:
+            return work
+        most, each = max(s.pending for s in work.sequences), self._runner.pending
+        full = self._limit is not None and most >= self._limit
+        if most and (work.drafts or full):
+            work = replace(work, behind=tuple(s for s in work.sequences if s.pending))
+            for sequence in work.behind:
+                sequence.pending = max(0, sequence.pending - each)
+            if most > each:
+                self._put_off, work = work.drafts, replace(work, drafts=0)
+        if not work.drafts:
+            for sequence in work.sequences:
+                sequence.pending += 1
+        return work
+
+    # ---- after a pass -------------------------------------------------------------------------
+
+    def read(self, work: Extend | Round, result: np.ndarray) -> None:
+        """A pass was read. result [rows, …] int32: of each row how many tokens it committed, and its status."""
+        now, before, after = time.perf_counter(), self._read_at, self._launched
+        self._read_at = now
+        if not isinstance(work, Round):
+            self.policy.costs.interrupted()
+            return
+        if len(self._runner.choices) == 1:
+            return
+        # On a GPU the time since the last pass was read is this one's, on a CPU that of the one behind it.
+        if after is not None and _alike(work, after):
+            self.policy.costs.measured(len(work.sequences), work.drafts, 1e3 * (now - before))
+        if work.drafts:
+            asked = [min(work.drafts, _max_drafts(s)) for s in work.sequences]
+            counts, going_on = result[:, 0], result[:, 1] == FinishReason.RUNNING
+            # What ended was cut short, and has a slot that may be another's by now.
+            rows = [r for r, s in enumerate(work.sequences) if asked[r] and counts[r] and going_on[r] and s.slot >= 0]
+            if rows:
+                slots = np.array([work.sequences[row].slot for row in rows])
+                self.policy.acceptance.count(slots, np.array(asked)[rows], counts[rows] - 1)
+
+
+def _max_drafts(sequence: Sequence) -> int:
+    most = sequence.request.params.max_drafts
+    return MAX_DRAFTS if most is None else most
+
+
+def _alike(one: Round, other: Round) -> bool:
+    """Whether two rounds are of the same kind, so that the time between them is that of either."""
+    plain = not any(work.masked or work.returns or work.behind for work in (one, other))
+    return plain and one.drafts == other.drafts and len(one.sequences) == len(other.sequences)

@@ -1,0 +1,272 @@
+"""Attention of long prompts on Hopper: the same bits as ``attention_triton``, in less time.
+
+Written in Gluon, Triton's lower language, because what it needs can't be said in the upper one: the scores of the
+next keys are computed while the softmax of these is, and pages come by the tensor memory accelerator. The order of
+every sum is ``attention_triton._walk``'s: steps of 64 keys, splits of 256, merged in order by the same formula.
+:func:`prove` compares both on the GPU at hand; ``kernels/attention.py`` launches this one where they agreed.
+
+It serves passes with tiles of 128 rows that are walked whole, of 16-bit heads of 128, without a window.
+"""
+
+from __future__ import annotations
+
+import triton.experimental.gluon as gluon
+import triton.experimental.gluon.language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+ROWS = 128
+"""Rows of a query tile: 64 for each of two warp groups."""
+
+HEAD_DIM = 128
+HALF = 64
+"""Keys, values and outputs are held in halves of the head: 64 elements are 128 bytes, the widest swizzle."""
+
+STAGES = 3
+"""Steps whose keys and values are held at once. Not 4, a split's steps: with every address a constant the compiler
+keeps them all in registers, spills, and 455 TFLOP/s become 334 (8192 tokens, H200)."""
+
+WARPS = 8
+"""Warps that compute; one more for each page of a step reads it."""
+
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
+
+
+@gluon.jit
+def _load_pages(which, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, head, steps,
+                KV_HEADS: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+                HALF: gl.constexpr):  # fmt: skip
+    """One warp's part: read page ``which`` of every step's keys and values into its stage, as stages come free."""
+    each = KEYS // PAGE
+    upcoming = gl.load(pages_ptr + gl.minimum(which, last_page))
+    for step in range(steps):
+        row = (upcoming * KV_HEADS + head) * PAGE
+        upcoming = gl.load(pages_ptr + gl.minimum((step + 1) * each + which, last_page))  # a step ahead
+        stage = step % STAGES
+        mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
+        bar = full.index(stage)
+        mbarrier.expect(bar, 4 * PAGE * HALF * 2)
+        for half in gl.static_range(2):
+            place = stage * 2 + half
+            tma.async_copy_global_to_shared(k_desc, [row, half * HALF], bar, k.index(place).slice(which * PAGE, PAGE))
+            tma.async_copy_global_to_shared(v_desc, [row, half * HALF], bar, v.index(place).slice(which * PAGE, PAGE))
+
+
+@gluon.jit
+def _score(step, q, k, bars, KEYS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, MMA: gl.constexpr):
+    """Start the scores [ROWS, KEYS] of ``step`` once its keys are there: two products in flight."""
+    stage = step % STAGES
+    mbarrier.wait(bars.index(stage), step // STAGES & 1)
+    s = warpgroup_mma_init(gl.zeros([ROWS, KEYS], gl.float32, MMA))
+    s = warpgroup_mma(q.index(0), k.index(stage * 2).permute([1, 0]), s, use_acc=False, is_async=True)
+    return warpgroup_mma(q.index(1), k.index(stage * 2 + 1).permute([1, 0]), s, is_async=True)
+
+
+@gluon.jit
+def _weigh(s, m, scale, DTYPE: gl.constexpr):
+    """Probabilities [ROWS, KEYS] of scores under the new row maxima, and by what old sums shrink."""
+    top = gl.maximum(m, gl.max(s, 1) * scale)
+    finite = gl.where(top == float("-inf"), 0.0, top)
+    p = gl.exp2(gl.fma(s, scale, -finite[:, None])).to(DTYPE)
+    return top, p, gl.exp2(m - finite)
+
+
+@gluon.jit
+def _value(step, p, shrink, v, ones, z, o0, o1, STAGES: gl.constexpr, MMA: gl.constexpr):
+    """Start to add ``p``'s row sums to z and ``p``-weighted values to both halves of the output: three in flight.
+
+    z [ROWS, 8] holds each sum eight times: the tensor core adds in the same order whatever computes the rest.
+    """
+    stage = step % STAGES
+    old = z * gl.convert_layout(shrink, gl.SliceLayout(1, z.type.layout))[:, None]
+    z = warpgroup_mma(
+        gl.convert_layout(p, gl.DotOperandLayout(0, z.type.layout, 2)), ones.permute([1, 0]), old, is_async=True
+    )
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, MMA, 2))
+    o0 = warpgroup_mma(p, v.index(stage * 2), o0 * shrink[:, None], is_async=True)
+    o1 = warpgroup_mma(p, v.index(stage * 2 + 1), o1 * shrink[:, None], is_async=True)
+    return z, o0, o1
+
+
+@gluon.jit
+def _merge(m, z, a0, a1, m1, z1, o0, o1):
+    """Merge a later split's state into an earlier one's: ``attention_triton._merge``."""
+    top = gl.maximum(m, m1)
+    finite = gl.where(top == float("-inf"), 0.0, top)
+    old, new = gl.exp2(m - finite), gl.exp2(m1 - finite)
+    a0 = gl.fma(a0, gl.expand_dims(old, 1) + gl.zeros_like(a0), o0 * new[:, None])
+    a1 = gl.fma(a1, gl.expand_dims(old, 1) + gl.zeros_like(a1), o1 * new[:, None])
+    return top, gl.fma(z, old, z1 * new), a0, a1
+
+
+@gluon.jit
+def _row_sums(z, MMA: gl.constexpr):
+    return gl.convert_layout(gl.max(z, 1), gl.SliceLayout(1, MMA))
+
+
+@gluon.jit
+def _forget_values(step, end, v, KEYS: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr):
+    """Zero the values of keys from ``end`` on: pages beyond a request's end may hold anything, NaN included."""
+    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    keys = step * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, BLOCKED))
+    for half in gl.static_range(2):
+        place = v.index(step % STAGES * 2 + half)
+        held = place.load(BLOCKED)
+        place.store(gl.where((keys < end)[:, None], held, gl.zeros_like(held)))
+    fence_async_shared()
+    _barrier()
+
+
+@gluon.jit
+def _nothing(ROWS: gl.constexpr, HALF: gl.constexpr, MMA: gl.constexpr):
+    """The state of rows that have seen no key of a split: maxima, sums, both halves of the output."""
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
+    o = gl.zeros([ROWS, HALF], gl.float32, MMA)
+    return m, gl.zeros([ROWS, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 8, 16])), o, o
+
+
+@gluon.jit
+def _load_queries(q_ptr, q, ones, first, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+                  HALF: gl.constexpr, KEYS: gl.constexpr):  # fmt: skip
+    """Put a tile's queries, and the ones that row sums are products with, into shared memory."""
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
+    token = first + row // GROUP
+    index = (token.to(gl.int64) * HEADS + head * GROUP + row % GROUP) * (2 * HALF)
+    column = gl.arange(0, HALF, gl.SliceLayout(0, LOADED))
+    for half in gl.static_range(2):
+        at = q_ptr + index[:, None] + half * HALF + column[None, :]
+        q.index(half).store(gl.load(at, mask=(token < last)[:, None], other=0.0))
+    ones.store(gl.full([8, KEYS], 1.0, q_ptr.dtype.element_ty, gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0])))
+    fence_async_shared()
+    _barrier()
+
+
+@gluon.jit
+def _attend(q_ptr, q, k, v, ones, full, free, out_ptr, first, last, head, position, end, whole, steps, scale,
+            HEADS: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr,
+            HALF: gl.constexpr, STAGES: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+    """Two warp groups' part: attend a tile's keys and write its outputs."""
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    EACH: gl.constexpr = SPLIT // KEYS
+    _load_queries(q_ptr, q, ones, first, last, head, HEADS, GROUP, ROWS, HALF, KEYS)
+
+    m, _, a0, a1 = _nothing(ROWS, HALF, MMA)
+    z = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, MMA))
+    s = warpgroup_mma_wait(0, [_score(0, q, k, full, KEYS, STAGES, ROWS, MMA)])
+    for split in range(whole):
+        part_m, part_z, o0, o1 = _nothing(ROWS, HALF, MMA)
+        for i in gl.static_range(EACH):
+            step = split * EACH + i
+            following = _score(step + 1, q, k, full, KEYS, STAGES, ROWS, MMA)
+            part_m, p, shrink = _weigh(s, part_m, scale, DTYPE)
+            if i > 0:  # the last step's values are added; the following scores may still come
+                part_z, o0, o1 = warpgroup_mma_wait(2, [part_z, o0, o1])
+                mbarrier.arrive(free.index((step - 1) % STAGES))
+            part_z, o0, o1 = _value(step, p, shrink, v, ones, part_z, o0, o1, STAGES, MMA)
+            if i < EACH - 1:
+                s = warpgroup_mma_wait(3, [following])
+            else:
+                s, part_z, o0, o1 = warpgroup_mma_wait(0, [following, part_z, o0, o1])
+                mbarrier.arrive(free.index(step % STAGES))
+        m, z, a0, a1 = _merge(m, z, a0, a1, part_m, _row_sums(part_z, MMA), o0, o1)
+
+    part_m, part_z, o0, o1 = _nothing(ROWS, HALF, MMA)
+    for step in range(whole * EACH, steps):
+        if step % EACH == 0 and step > whole * EACH:
+            m, z, a0, a1 = _merge(m, z, a0, a1, part_m, _row_sums(part_z, MMA), o0, o1)
+            part_m, part_z, o0, o1 = _nothing(ROWS, HALF, MMA)
+        keys = step * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, MMA))
+        s = gl.where(keys[None, :] <= position[:, None], s, float("-inf"))
+        part_m, p, shrink = _weigh(s, part_m, scale, DTYPE)
+        if (step + 1) * KEYS > end:
+            _forget_values(step, end, v, KEYS, STAGES, HALF)
+        part_z, o0, o1 = _value(step, p, shrink, v, ones, part_z, o0, o1, STAGES, MMA)
+        part_z, o0, o1 = warpgroup_mma_wait(0, [part_z, o0, o1])
+        mbarrier.arrive(free.index(step % STAGES))
+        if step + 1 < steps:
+            s = warpgroup_mma_wait(0, [_score(step + 1, q, k, full, KEYS, STAGES, ROWS, MMA)])
+    m, z, a0, a1 = _merge(m, z, a0, a1, part_m, _row_sums(part_z, MMA), o0, o1)
+    _store(out_ptr, first, last, head, position, z, a0, a1, HEADS, GROUP, ROWS, HALF, MMA)
+
+
+@gluon.jit
+def _store(out_ptr, first, last, head, position, z, a0, a1,
+           HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, HALF: gl.constexpr,
+           MMA: gl.constexpr):  # fmt: skip
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
+    token = first + row // GROUP
+    in_use = (token < last)[:, None]
+    sees = position >= 0
+    share = (1.0 / gl.where(sees, z, 1.0))[:, None]
+    index = token.to(gl.int64) * HEADS + head * GROUP + row % GROUP
+    at = out_ptr + (index * (2 * HALF))[:, None] + gl.arange(0, HALF, gl.SliceLayout(0, MMA))[None, :]
+    dtype = out_ptr.dtype.element_ty
+    gl.store(at, gl.where(sees[:, None], a0 * share, 0.0).to(dtype), mask=in_use)
+    gl.store(at + HALF, gl.where(sees[:, None], a1 * share, 0.0).to(dtype), mask=in_use)
+
+
+@gluon.jit
+def prompt_attention_kernel(
+    q_ptr, k_desc, v_desc, table_ptr, positions_ptr, work_ptr, count_ptr, out_ptr, max_pages, scale,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
+    ROWS: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One program per tile of the work list and KV head; see ``attention_triton.attention_kernel``.
+
+    ``_attend`` runs on two warp groups, ``_load_pages`` on one warp for each of a step's four pages.
+    """
+    gl.static_assert(KEYS == 4 * PAGE, "a warp for each page of a step")
+    GROUP: gl.constexpr = HEADS // KV_HEADS
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+
+    item = gl.program_id(0)
+    if item < gl.load(count_ptr) * KV_HEADS:
+        entry = work_ptr + item // KV_HEADS * 8
+        head = item % KV_HEADS
+        slot, length, first, last = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+        token = first + gl.arange(0, ROWS, gl.SliceLayout(1, MMA)) // GROUP
+        position = gl.load(positions_ptr + token, mask=token < last, other=-1)
+        end = gl.maximum(gl.minimum(length, gl.max(position, 0) + 1), 0)
+        seen_by_all = gl.min(gl.where(position >= 0, position, end - 1), 0) + 1
+        whole = gl.maximum(gl.minimum(seen_by_all, end - 1), 0) // SPLIT  # splits without masks; a step is left behind
+        steps = gl.maximum((end + KEYS - 1) // KEYS, 1)
+
+        q = gl.allocate_shared_memory(DTYPE, [2, ROWS, HALF], SHARED)
+        k = gl.allocate_shared_memory(DTYPE, [STAGES * 2, KEYS, HALF], SHARED)
+        v = gl.allocate_shared_memory(DTYPE, [STAGES * 2, KEYS, HALF], SHARED)
+        ones = gl.allocate_shared_memory(DTYPE, [8, KEYS], SHARED)
+        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(full.index(i), count=KEYS // PAGE)
+            mbarrier.init(free.index(i), count=1)
+        fence_async_shared()
+        _barrier()
+        pages_ptr = table_ptr + slot.to(gl.int64) * max_pages
+        last_page = max_pages - 1
+        gl.warp_specialize(
+            [
+                (_attend, (
+                    q_ptr, q, k, v, ones, full, free, out_ptr, first, last, head, position, end, whole, steps, scale,
+                    HEADS, GROUP, KEYS, SPLIT, ROWS, HALF, STAGES, MMA)),
+                (_load_pages, (0, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, head, steps,
+                               KV_HEADS, PAGE, KEYS, STAGES, HALF)),
+                (_load_pages, (1, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, head, steps,
+                               KV_HEADS, PAGE, KEYS, STAGES, HALF)),
+                (_load_pages, (2, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, head, steps,
+                               KV_HEADS, PAGE, KEYS, STAGES, HALF)),
+                (_load_pages, (3, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, head, steps,
+                               KV_HEADS, PAGE, KEYS, STAGES, HALF)),
+            ],
+            [1, 1, 1, 1],
+            [24, 24, 24, 24],
+        )  # fmt: skip

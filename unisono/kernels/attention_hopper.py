@@ -1,0 +1,140 @@
+"""When attention of long prompts runs on the Gluon kernel, and the proof that it may.
+
+The kernel in ``attention_gluon`` serves passes whose tiles have 128 rows and are walked whole, on Hopper, for 16-bit
+heads of 128, without a window. :func:`prove` compares its bits with the Triton kernel's on the GPU at hand; where
+they differ, or nobody asked, the Triton kernel serves those passes too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from unisono.kernels.attention_cpu import SPLIT
+from unisono.kernels.attention_gluon import HALF, HEAD_DIM, ROWS, STAGES, WARPS, prompt_attention_kernel
+from unisono.kernels.library import AotCase
+
+PAGE = 16
+"""Tokens per page: a step of 64 keys is four pages, each read by a warp of its own."""
+
+_SHARED = NVMMASharedLayout(128, 16, 2)
+
+_proven: dict[tuple[int, int, torch.dtype, torch.device], bool] = {}
+"""(query heads, KV heads, dtype, device) -> whether :func:`prove` saw the same bits."""
+
+Attend = Callable[..., torch.Tensor]
+
+
+def suits(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel can serve such heads on this device at all."""
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) == (9, 0)
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_dim == HEAD_DIM
+        and ROWS % (heads // kv_heads) == 0
+    )
+
+
+def serves(q: torch.Tensor, k_cache: torch.Tensor, tile_tokens: int, window: int, first: int) -> bool:
+    """Whether a pass whose tiles are walked whole runs here. q [T, Hq, D]; k_cache [NP, Hkv, P, D]."""
+    heads, kv_heads = q.shape[1], k_cache.shape[1]
+    return (
+        _proven.get((heads, kv_heads, q.dtype, q.device), False)
+        and tile_tokens * heads == ROWS * kv_heads
+        and window == 0
+        and first == 0
+        and k_cache.shape[2] == PAGE
+        and k_cache.is_contiguous()
+    )
+
+
+def _sizes(heads: int, kv_heads: int, keys: int) -> dict[str, int]:
+    """The kernel's compile-time sizes."""
+    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "PAGE": PAGE, "KEYS": keys, "SPLIT": SPLIT}
+    return sizes | {"ROWS": ROWS, "HALF": HALF, "STAGES": STAGES}
+
+
+def launch_prompt_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    positions: torch.Tensor,
+    work: torch.Tensor,
+    count: torch.Tensor,
+    scale: float,
+    keys: int,
+) -> torch.Tensor:
+    """See ``attention.launch_attention``; ``scale`` is for powers of two. Returns [T, Hq · D]."""
+    (tokens, heads, dim), kv_heads = q.shape, k_cache.shape[1]
+    out = q.new_empty(tokens, heads * dim)
+    cached = [TensorDescriptor.from_tensor(c.view(-1, dim), [PAGE, HALF], _SHARED) for c in (k_cache, v_cache)]
+    prompt_attention_kernel[(work.shape[0] * kv_heads,)](
+        q, *cached, page_table, positions, work, count, out, page_table.stride(0), scale,
+        **_sizes(heads, kv_heads, keys), num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+def prove(attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Compare the kernel with the Triton kernel, once in a process for such heads; from then on it serves or does not.
+
+    attend(q, k_cache, v_cache, page_table, kv_len, query_start, positions) runs one pass. Synchronises.
+    """
+    key = heads, kv_heads, dtype, device
+    if key not in _proven and suits(heads, kv_heads, head_dim, dtype, device):
+        _proven[key] = _same_bits(attend, *key)
+    return _proven.get(key, False)
+
+
+def rehearse(
+    attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Launch what :func:`prove` will launch and learn nothing from it: for compiling kernels ahead."""
+    key = heads, kv_heads, dtype, device
+    if key not in _proven and suits(heads, kv_heads, head_dim, dtype, device):
+        _same_bits(attend, *key)
+        _proven.pop(key, None)
+
+
+def _same_bits(attend: Attend, heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Two requests, whole and behind a prefix; what no token may see is NaN."""
+    lengths, key = (1500, 391), (heads, kv_heads, dtype, device)
+    generator = torch.Generator(device).manual_seed(0)
+    pages = [-(-n // PAGE) for n in lengths]
+    order = torch.randperm(sum(pages), generator=generator, device=device).int()
+    table = torch.zeros(2, max(pages), dtype=torch.int32, device=device)
+    table[0, : pages[0]], table[1, : pages[1]] = order[: pages[0]], order[pages[0] :]
+    shape = (sum(pages), kv_heads, PAGE, HEAD_DIM)
+    k, v = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(2))
+    for row, length in enumerate(lengths):
+        k[table[row, pages[row] - 1].long(), :, length % PAGE :] = torch.nan
+        v[table[row, pages[row] - 1].long(), :, length % PAGE :] = torch.nan
+    kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
+    for starts in ((0, 0), (700, 13)):
+        counts = [n - start for n, start in zip(lengths, starts, strict=True)]
+        query_start = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32, device=device)
+        positions = torch.cat([torch.arange(a, n, device=device) for a, n in zip(starts, lengths, strict=True)]).int()
+        q = torch.randn(sum(counts), heads, HEAD_DIM, generator=generator, device=device).to(dtype)
+        seen = []
+        for ours in (False, True):
+            _proven[key] = ours
+            seen.append(attend(q, k, v, table, kv_len, query_start, positions))
+        if not torch.equal(*seen):
+            return False
+    return True
+
+
+def _case(heads: int, kv_heads: int, dtype: str) -> AotCase:
+    signature = dict.fromkeys(("q_ptr", "out_ptr"), f"*{dtype}")
+    signature |= dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{dtype}[{PAGE}, {HALF}],{_SHARED!r}>")
+    signature |= dict.fromkeys(("table_ptr", "positions_ptr", "work_ptr", "count_ptr"), "*i32")
+    signature |= {"max_pages": "i32", "scale": "fp32"}
+    return AotCase(prompt_attention_kernel, signature, _sizes(heads, kv_heads, 64), num_warps=WARPS)
+
+
+AOT = [_case(32, 8, "bf16"), _case(8, 8, "fp16")]

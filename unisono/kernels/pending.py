@@ -1,0 +1,184 @@
+"""How far a draft model is behind, and what is kept until it catches up.
+
+While nobody drafts, a draft model need not run: what it would have read is *pending*. Owns the ops ``settle`` (nothing
+is pending), ``stash`` (keep the target's hidden state that the newest token goes with) and ``take_pending`` (the tokens
+and hidden states to catch up with, as a round would have left them). Drafters call them inside graphs.
+
+``observed [S]`` is the length up to which a draft model knows each slot's text; positions observed … length - 1 are
+pending. Hidden states lie in a ring of W rows for each slot: that of the token at p at row p % W.
+
+Shapes: R rows, S slots, W rows of a ring, d size of a hidden state, N tokens of history.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from unisono.kernels.library import AotCase, define, register
+
+STASH_BLOCK = 1024
+
+
+@triton.jit
+def _settle_kernel(observed, slots, length, stride):
+    slot = tl.load(slots + tl.program_id(0))
+    tl.store(observed + slot, tl.load(length + slot * stride))
+
+
+@triton.jit
+def _stash_kernel(ring, slots, result, length, source, words, stride, W, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    if tl.load(result + row * words) > 0:
+        slot = tl.load(slots + row)
+        at = tl.load(length + slot * stride) - 1
+        to = ring + (slot.to(tl.int64) * W + at % W) * size
+        i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(to + i, tl.load(source + row.to(tl.int64) * size + i, mask=i < size), mask=i < size)
+
+
+@triton.jit
+def _take_pending_kernel(
+    observed, slots, length, history, result, picks, rows, stride, max_tokens, W, lag, BLOCK_W: tl.constexpr
+):
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    first = tl.load(observed + slot)
+    count = tl.minimum(tl.maximum(tl.load(length + slot * stride) - first, 0), W)
+    j = tl.arange(0, BLOCK_W)
+    real = j < count
+    at = first + j
+    token = tl.load(history + slot.to(tl.int64) * max_tokens + at - lag, mask=real & (at >= lag), other=0)
+    token = tl.maximum(token, 0)
+    tl.store(picks + row * W + j, token, mask=j < W)
+    tl.store(rows + row * W + j, slot * W + tl.where(real, at, j) % W, mask=j < W)
+    out = result + row * (W + 2)
+    tl.store(out + 2 + j, tl.where(real, token, -1), mask=j < W)
+    tl.store(out, count)
+    tl.store(out + 1, 0)
+    tl.store(observed + slot, first + count)
+
+
+def launch_settle(observed: Tensor, slots: Tensor, length: Tensor) -> None:
+    """Triton implementation of :func:`settle`."""
+    _settle_kernel[(slots.shape[0],)](observed, slots, length, length.stride(0), num_warps=1)
+
+
+def settle_cpu(observed: Tensor, slots: Tensor, length: Tensor) -> None:
+    """CPU twin of :func:`settle`."""
+    slot = slots.long()
+    observed[slot] = length[slot]
+
+
+def launch_stash(ring: Tensor, slots: Tensor, result: Tensor, length: Tensor, source: Tensor) -> None:
+    """Triton implementation of :func:`stash`."""
+    _, width, size = ring.shape
+    _stash_kernel[(slots.shape[0], triton.cdiv(size, STASH_BLOCK))](
+        ring, slots, result, length, source.contiguous(), result.stride(0), length.stride(0), width, size,
+        BLOCK=STASH_BLOCK,
+    )  # fmt: skip
+
+
+def stash_cpu(ring: Tensor, slots: Tensor, result: Tensor, length: Tensor, source: Tensor) -> None:
+    """CPU twin of :func:`stash`."""
+    moved = result[:, 0] > 0
+    slot = slots[moved].long()
+    ring[slot, (length[slot].long() - 1) % ring.shape[1]] = source[moved]
+
+
+def _take_pending_meta(
+    observed: Tensor, slots: Tensor, length: Tensor, history: Tensor, width: int, lag: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = slots.shape[0]
+    return slots.new_empty(rows, width + 2), slots.new_empty(rows, width), slots.new_empty(rows * width)
+
+
+def launch_take_pending(
+    observed: Tensor, slots: Tensor, length: Tensor, history: Tensor, width: int, lag: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Triton implementation of :func:`take_pending`."""
+    result, picks, rows = _take_pending_meta(observed, slots, length, history, width, lag)
+    _take_pending_kernel[(slots.shape[0],)](
+        observed, slots, length, history, result, picks, rows, length.stride(0), history.stride(0), width, lag,
+        BLOCK_W=triton.next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
+    return result, picks, rows
+
+
+def take_pending_cpu(
+    observed: Tensor, slots: Tensor, length: Tensor, history: Tensor, width: int, lag: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """CPU twin of :func:`take_pending`."""
+    slot = slots.long()
+    first = observed[slot][:, None]
+    count = (length[slot][:, None] - first).clamp(0, width)
+    j = torch.arange(width, dtype=torch.int32)
+    real = j < count
+    at = (first + j).where(real, j)
+    known = real & (at >= lag)
+    token = history[slot[:, None], (at - lag).where(known, 0).long()].where(known, 0).clamp_min(0)
+    observed[slot] = (first + count)[:, 0]
+    result = torch.cat((count, torch.zeros_like(count), token.where(real, -1)), 1)
+    return result, token.where(real, 0), (slots[:, None] * width + at % width).flatten()
+
+
+define("settle(Tensor(a!) observed, Tensor slots, Tensor length) -> ()")
+register("settle", cuda=launch_settle, cpu=settle_cpu, meta=lambda *args: None)
+define("stash(Tensor(a!) ring, Tensor slots, Tensor result, Tensor length, Tensor source) -> ()")
+register("stash", cuda=launch_stash, cpu=stash_cpu, meta=lambda *args: None)
+define(
+    "take_pending(Tensor(a!) observed, Tensor slots, Tensor length, Tensor history, int width, int lag)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+register("take_pending", cuda=launch_take_pending, cpu=take_pending_cpu, meta=_take_pending_meta)
+
+
+def settle(observed: Tensor, slots: Tensor, length: Tensor) -> None:
+    """``observed[slots] = length[slots]``: observed [S], slots [R], length [S], all int32."""
+    torch.ops.unisono.settle(observed, slots, length)
+
+
+def stash(ring: Tensor, slots: Tensor, result: Tensor, length: Tensor, source: Tensor) -> None:
+    """Keep ``source [R, d]``, of rounds that committed one token each, in ``ring [S, W, d]``, of the same dtype.
+
+    slots [R], result [R, 3] as ``kernels.rounds.commit`` returns it, length [S] already with the token; all int32.
+    A row that committed nothing keeps nothing.
+    """
+    torch.ops.unisono.stash(ring, slots, result, length, source)
+
+
+def take_pending(
+    observed: Tensor, slots: Tensor, length: Tensor, history: Tensor, width: int, lag: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first ``width`` pending tokens of each row, W = width, which count as observed from now on.
+
+    observed [S], slots [R], length [S], history [S, N]; all int32. lag: the tokens are those so many positions
+    before, for draft models that begin a round with the last tokens they know; where an embedding stands, -1, it is 0.
+    Returns int32 (result [R, W + 2],
+    picks [R, W], rows [R · W]): result and picks as a round would have left them that committed these tokens, and the
+    row of the ring, seen as [S · W, d], that each of them was stashed in; behind a row's tokens any valid one. Of slots
+    that occur twice nothing may be pending.
+    """
+    return torch.ops.unisono.take_pending(observed, slots, length, history, width, lag)
+
+
+def _ints(names: str, scalars: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), "*i32") | dict.fromkeys(scalars.split(), "i32")
+
+
+AOT: list[AotCase] = [
+    AotCase(_settle_kernel, _ints("observed slots length", "stride"), num_warps=1),
+    AotCase(
+        _stash_kernel,
+        {**_ints("slots result length", "words stride W size"), "ring": "*bf16", "source": "*bf16"},
+        {"BLOCK": STASH_BLOCK},
+    ),
+    AotCase(
+        _take_pending_kernel,
+        _ints("observed slots length history result picks rows", "stride max_tokens W lag"),
+        {"BLOCK_W": 32},
+        num_warps=1,
+    ),
+]
