@@ -188,6 +188,21 @@ def test_what_a_round_takes_is_learnt() -> None:
     assert (costs.ms(8, 0), costs.ms(8, 3)) == (pytest.approx(12.0), pytest.approx(17.0))
 
 
+def test_probes_tell_of_costs_too() -> None:
+    """A number that the table makes out to be too dear is never chosen; what its probes take sets that right."""
+    costs = RoundCosts(lambda rows, k: 10.0 + 4 * k)
+    costs.probed(8, 1, 10.0)
+    assert costs.ms(8, 1) == 14.0, "a hint about nothing"
+    for _ in range(9):
+        costs.measured(8, 0, 12.0)
+    costs.probed(8, 1, 13.0)
+    assert costs.ms(8, 1) == pytest.approx(16.0 - 0.25 * 3.0)
+    for _ in range(30):
+        costs.probed(8, 1, 13.0)
+    assert costs.ms(8, 1) == pytest.approx(13.0, abs=0.01)
+    assert costs.ms(8, 0) == pytest.approx(12.0)
+
+
 def test_resuming_has_to_pay() -> None:
     def policy() -> AdaptiveK:
         made = AdaptiveK((0, 1), Acceptance(1, 1), RoundCosts(lambda rows, k: 10.0 + k))
