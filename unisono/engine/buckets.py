@@ -52,10 +52,6 @@ TILES = (*ROW_TILES, 128, 256, 512, 1024)
 """Tokens at which a product's tile is just full on a GPU."""
 
 
-BETWEEN = 0.1
-"""Of the rounds that are expected, the share of each number of drafts between none and all."""
-
-
 def draft_choices(config: ResolvedConfig, most: int) -> tuple[tuple[int, ...], str]:
     """How many drafts a round may have, ascending, and why: one number where it is fixed. most: the drafter's k."""
     spec = config.asked.speculative
@@ -138,14 +134,13 @@ def gpu_graph_bytes(config: ResolvedConfig, free: int) -> ResolvedConfig:
 
 
 def round_buckets(program: Program, config: ResolvedConfig, choices: Sequence[int], needs: Needs) -> list[Buckets]:
-    """What may be captured of rounds with each number of drafts. Widths between the extremes get fewer sizes."""
+    """What may be captured of rounds with each number of drafts. Widths between the extremes get few sizes, and all."""
     if len(choices) == 1:
         return [buckets_of(program, config, 1 + choices[0], needs)]
-    ends, between = (choices[0], choices[-1]), BETWEEN * (len(choices) - 2)
     return [
-        buckets_of(program, config, 1 + k, needs, max(BETWEEN, (1 - between) / 2))
-        if k in ends
-        else _sparse(buckets_of(program, config, 1 + k, needs, BETWEEN), config.max_num_seqs)
+        buckets_of(program, config, 1 + k, needs, part=0.5)
+        if k in (choices[0], choices[-1])
+        else replace(_sparse(buckets_of(program, config, 1 + k, needs), config.max_num_seqs), passes=None)
         for k in choices
     ]
 
@@ -166,9 +161,9 @@ def catch_up_buckets(program: Program, config: ResolvedConfig, width: int) -> Bu
 
 
 def _sparse(buckets: Buckets, limit: int) -> Buckets:
-    """Only sizes up to ``limit`` rows that are powers of two, and the largest."""
+    """Only 1, 4 and 16 rows, twice that and so on up to ``limit``, and the largest."""
     shapes = [shape for shape in buckets.shapes if shape.rows <= limit]
-    chosen = tuple(shape for shape in shapes if shape.rows & (shape.rows - 1) == 0 or shape is shapes[-1])
+    chosen = tuple(s for s in shapes if s.rows in (1, 4) or s.rows & (15 | s.rows - 1) == 0 or s is shapes[-1])
     return replace(buckets, shapes=chosen, edges=frozenset())
 
 
