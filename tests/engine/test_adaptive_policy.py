@@ -126,14 +126,14 @@ def test_it_comes_back_when_acceptance_rises() -> None:
     assert chosen[-100:].count(5) > 80
 
 
-@pytest.mark.parametrize("rows", [1, 64])
-def test_old_evidence_does_not_outlive_a_change(rows: int) -> None:
-    """Thousands of drafts were rejected, and requests end after 20 rounds: what is accepted from now on must count."""
+@pytest.mark.parametrize(("rows", "turnover"), [(1, True), (64, True), (4, False)])
+def test_old_evidence_does_not_outlive_a_change(rows: int, turnover: bool) -> None:
+    """Thousands of drafts were rejected, of these requests or of ended ones: what is accepted then has to count."""
     service = Service(rows, (0.95,) * 5)
     for _ in range(3000 // rows):
         service.policy.acceptance.count(service.slots, np.full(rows, 5), np.zeros(rows, int))
     for _ in range(50):
-        for slot in service.slots:
+        for slot in service.slots if turnover else ():
             service.policy.acceptance.begin(slot)
         chosen = service.run(20)
     assert chosen.count(5) > 15
@@ -186,6 +186,21 @@ def test_what_a_round_takes_is_learnt() -> None:
     for _ in range(9):
         costs.measured(8, 0, 12.0)  # other texts, shorter ones: nothing is wrong with k = 0
     assert (costs.ms(8, 0), costs.ms(8, 3)) == (pytest.approx(12.0), pytest.approx(17.0))
+
+
+def test_probes_tell_of_costs_too() -> None:
+    """A number that the table makes out to be too dear is never chosen; what its probes take sets that right."""
+    costs = RoundCosts(lambda rows, k: 10.0 + 4 * k)
+    costs.probed(8, 1, 10.0)
+    assert costs.ms(8, 1) == 14.0, "a hint about nothing"
+    for _ in range(9):
+        costs.measured(8, 0, 12.0)
+    costs.probed(8, 1, 13.0)
+    assert costs.ms(8, 1) == pytest.approx(16.0 - 0.25 * 3.0)
+    for _ in range(30):
+        costs.probed(8, 1, 13.0)
+    assert costs.ms(8, 1) == pytest.approx(13.0, abs=0.01)
+    assert costs.ms(8, 0) == pytest.approx(12.0)
 
 
 def test_resuming_has_to_pay() -> None:

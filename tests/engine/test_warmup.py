@@ -9,7 +9,9 @@ import torch
 from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import KernelInterface
 
-from unisono.engine.warmup import compiling_only
+from unisono.engine.warmup import compiling_only, run_on_padding
+from unisono.llm import LLM
+from unisono.types import SpeculativeConfig
 
 CPU = torch.device("cpu")
 
@@ -78,3 +80,21 @@ def test_a_kernel_that_does_not_compile_stops_the_start() -> None:
 
     with pytest.raises(ValueError, match="no such instruction"), compiling_only(CPU):
         Broken()[(1,)](1)
+
+
+SPECULATION = {
+    "none": None,
+    "widths": {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 5},
+    "tree": {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3, "topk": 2, "num_draft_tokens": 6},
+}
+
+
+@pytest.mark.parametrize("given", SPECULATION.values(), ids=SPECULATION)
+def test_every_pass_that_is_compiled_at_start_runs_on_padding(given: dict[str, Any] | None) -> None:
+    """On a GPU the start runs them dry; what they would do wrong is seen there first, or here."""
+    spec = None if given is None else SpeculativeConfig.parse(given)
+    with LLM("tiny", speculative=spec, max_num_seqs=4, max_model_len=256) as llm:
+        runner = llm.engine.runner
+        passes = runner._passes(runner._parts(runner.kv))
+        run_on_padding(passes, runner.config.device)
+        assert {program.name for program, _ in passes} >= {"round", "extend", "verify"}

@@ -75,6 +75,13 @@ def test_one_row_behind_a_tile_costs_the_next_tile() -> None:
     assert not {18, 20, 36, 40, 44, 48, 52, 56, 60} & set(chosen)
 
 
+def test_what_is_there_costs_nothing_more() -> None:
+    cost = PassCost.linear(1.0, 0.1, capture_ms=20.0)
+    few = choose((1, 2, 4, 8, 16), cost, passes=30)
+    assert few == (16,)
+    assert choose((1, 2, 4, 8, 16), cost, passes=30, there=(4, 16)) == (4, 16)
+
+
 def test_candidates_end_at_the_limit() -> None:
     for limit in (1, 3, 16, 37, 100, 256, 8192):
         for least in (1, 16):

@@ -20,10 +20,10 @@ import numpy as np
 PRIOR, PRIOR_TRIALS = 0.7, 8.0
 """Acceptance at each place before anything is known, and how many trials it counts as: drafting is tried at first."""
 
-OWN_DECAY, SHARED_DECAY = 0.97, 0.998
+OWN_DECAY, SHARED_DECAY = 0.98, 0.998
 """What a trial of a request's own, or of any request, still counts for after the next one."""
 
-SHARED_TRIALS = 8.0
+SHARED_TRIALS = 16.0
 """As how many of a request's own trials the estimate over all requests counts."""
 
 HYSTERESIS = 0.005
@@ -37,6 +37,9 @@ PAYBACK_ROUNDS = 64
 
 STEADY, WINDOW = 5, 9
 """Rounds with one number of drafts before their times are believed, and how many of them count."""
+
+BELIEF = 0.25
+"""How far what a single round took corrects what is known of its number of drafts."""
 
 MOST_CORRECTION = 0.4
 """Of a graph's time on padding, by how much a number of drafts may turn out to cost more or less than others."""
@@ -140,6 +143,15 @@ class RoundCosts:
             level.follows = False
         else:
             level.offset = more - known
+
+    def probed(self, rows: int, drafts: int, ms: float) -> None:
+        """A single round with another number of drafts than those around it took so long."""
+        padding, level = self._table(rows, drafts), self._levels.get(rows.bit_length())
+        if padding is None or level is None or level.offset is None:
+            return
+        bound, known = MOST_CORRECTION * padding, level.correction.get(drafts, 0.0)
+        found = min(max(ms - padding - level.offset, -bound), bound)
+        level.correction[drafts] = known + BELIEF * (found - known)
 
 
 class AdaptiveK:

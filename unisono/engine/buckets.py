@@ -16,7 +16,7 @@ from unisono.kernels.linear import ROW_TILES
 from unisono.program import Graph, Needs, Program, Shape
 from unisono.types import ConfigError
 
-GPU_PASSES = {"round": 50_000, "extend": 5_000, "score": 50, "catch_up": 50, "draft": 5_000, "verify": 5_000}
+GPU_PASSES = {"round": 10_000, "extend": 2_000, "score": 20, "catch_up": 20, "draft": 2_000, "verify": 2_000}
 """Passes to expect of an engine, against which start-up time and memory for graphs are weighed."""
 
 CPU_PASSES = {"round": 5_000, "extend": 200, "score": 1, "catch_up": 1, "draft": 20, "verify": 20}
@@ -50,10 +50,6 @@ LEAST_TOKENS = 16
 
 TILES = (*ROW_TILES, 128, 256, 512, 1024)
 """Tokens at which a product's tile is just full on a GPU."""
-
-
-BETWEEN = 0.1
-"""Of the rounds that are expected, the share of each number of drafts between none and all."""
 
 
 def draft_choices(config: ResolvedConfig, most: int) -> tuple[tuple[int, ...], str]:
@@ -138,14 +134,13 @@ def gpu_graph_bytes(config: ResolvedConfig, free: int) -> ResolvedConfig:
 
 
 def round_buckets(program: Program, config: ResolvedConfig, choices: Sequence[int], needs: Needs) -> list[Buckets]:
-    """What may be captured of rounds with each number of drafts. Widths between the extremes get fewer sizes."""
+    """What may be captured of rounds with each number of drafts. Widths between the extremes get few sizes, and all."""
     if len(choices) == 1:
         return [buckets_of(program, config, 1 + choices[0], needs)]
-    ends, between = (choices[0], choices[-1]), BETWEEN * (len(choices) - 2)
     return [
-        buckets_of(program, config, 1 + k, needs, max(BETWEEN, (1 - between) / 2))
-        if k in ends
-        else _sparse(buckets_of(program, config, 1 + k, needs, BETWEEN))
+        buckets_of(program, config, 1 + k, needs, part=0.5)
+        if k in (choices[0], choices[-1])
+        else replace(_sparse(buckets_of(program, config, 1 + k, needs), config.max_num_seqs), passes=None)
         for k in choices
     ]
 
@@ -162,14 +157,14 @@ def catch_up_buckets(program: Program, config: ResolvedConfig, width: int) -> Bu
         measured=gpu,
         share=SHARES["catch_up"],
     )
-    return _sparse(buckets)
+    return _sparse(buckets, config.max_num_seqs)
 
 
-def _sparse(buckets: Buckets) -> Buckets:
-    """Only sizes that are powers of two, and the largest."""
-    last = buckets.shapes[-1]
-    shapes = tuple(shape for shape in buckets.shapes if shape.rows & (shape.rows - 1) == 0 or shape is last)
-    return replace(buckets, shapes=shapes, edges=frozenset())
+def _sparse(buckets: Buckets, limit: int) -> Buckets:
+    """Only 1, 4 and 16 rows, twice that and so on up to ``limit``, and the largest."""
+    shapes = [shape for shape in buckets.shapes if shape.rows <= limit]
+    chosen = tuple(s for s in shapes if s.rows in (1, 4) or s.rows & (15 | s.rows - 1) == 0 or s is shapes[-1])
+    return replace(buckets, shapes=chosen, edges=frozenset())
 
 
 def buckets_of(program: Program, config: ResolvedConfig, width: int, needs: Needs, part: float = 1.0) -> Buckets:
@@ -178,20 +173,23 @@ def buckets_of(program: Program, config: ResolvedConfig, width: int, needs: Need
     each, limit, least = (
         (width, config.max_num_seqs, 1) if name in ROUNDS else (1, config.max_num_batched_tokens, LEAST_TOKENS)
     )
-    edges = tile_edges(each, limit) if gpu and name in ("round", "extend") and not needs.masks else frozenset()
-    passes = (GPU_PASSES if gpu else CPU_PASSES)[name]
+    on_demand = needs.masks or name == "draft"
+    edges = tile_edges(each, limit) if gpu and name in ("round", "extend") and not on_demand else frozenset()
+    passes = part * (GPU_PASSES if gpu else CPU_PASSES)[name]
     shapes = tuple(Shape(rows, each) for rows in sorted({*candidates(limit, least), *edges}))
-    return Buckets(
+    buckets = Buckets(
         program,
         shapes,
         needs,
         mode=config.graphs[ROUNDS.get(name, name)],
-        passes=part * passes * (MASKED_SHARE if needs.masks and name not in ROUNDS else 1.0),
+        passes=passes * (MASKED_SHARE if needs.masks and name not in ROUNDS else 1.0),
         edges=edges,
         flat=ROW_TILES[-1] // each if gpu else 0,
         cost=None if gpu else CPU_COST,
-        measured=gpu,
-        on_demand=needs.masks or name == "draft",
+        measured=gpu and not on_demand,
+        on_demand=on_demand,
         always=name in ROUNDS,
         share=SHARES[name],
     )
+    # What is captured for the first pass that wants it is not measured before.
+    return _sparse(buckets, limit if name in ROUNDS else TILES[-1]) if gpu and on_demand else buckets

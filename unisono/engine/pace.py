@@ -116,9 +116,8 @@ class Pace:
             return
         if len(self._runner.choices) == 1:
             return
-        # On a GPU the time since the last pass was read is this one's, on a CPU that of the one behind it.
-        if after is not None and _alike(work, after):
-            self.policy.costs.measured(len(work.sequences), work.drafts, 1e3 * (now - before))
+        if after is not None:
+            self._learn_cost(work, after, 1e3 * (now - before))
         if work.drafts:
             asked = [min(work.drafts, _max_drafts(s)) for s in work.sequences]
             counts, going_on = result[:, 0], result[:, 1] == FinishReason.RUNNING
@@ -128,6 +127,16 @@ class Pace:
                 slots = np.array([work.sequences[row].slot for row in rows])
                 self.policy.acceptance.count(slots, np.array(asked)[rows], counts[rows] - 1)
 
+    def _learn_cost(self, work: Round, after: Round, ms: float) -> None:
+        """So long after the pass before it was ``work`` read, with ``after`` launched behind it."""
+        if _alike(work, after):
+            self.policy.costs.measured(len(work.sequences), work.drafts, ms)
+            return
+        # On a GPU that is the time of this pass; a CPU has run the next one meanwhile.
+        timed = after if self._runner.config.device.type == "cpu" else work
+        if self.pinned is None and _plain(timed) and timed.drafts != self.policy.drafts:
+            self.policy.costs.probed(len(timed.sequences), timed.drafts, ms)
+
 
 def _max_drafts(sequence: Sequence) -> int:
     most = sequence.request.params.max_drafts
@@ -136,5 +145,10 @@ def _max_drafts(sequence: Sequence) -> int:
 
 def _alike(one: Round, other: Round) -> bool:
     """Whether two rounds are of the same kind, so that the time between them is that of either."""
-    plain = not any(work.masked or work.returns or work.behind for work in (one, other))
-    return plain and one.drafts == other.drafts and len(one.sequences) == len(other.sequences)
+    same = one.drafts == other.drafts and len(one.sequences) == len(other.sequences)
+    return same and _plain(one) and _plain(other)
+
+
+def _plain(work: Round) -> bool:
+    """Whether it is a pass of the program whose graphs' times are known, and no other pass."""
+    return not (work.masked or work.returns or work.behind)

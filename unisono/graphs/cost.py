@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,8 +76,8 @@ def candidates(limit: int, least: int = 1) -> tuple[int, ...]:
     return (*sizes, limit)
 
 
-def choose(sizes: Sequence[int], cost: PassCost, passes: float) -> tuple[int, ...]:
-    """The sizes worth capturing, ascending, of ascending ``sizes``; maybe none.
+def choose(sizes: Sequence[int], cost: PassCost, passes: float, there: Collection[int] = ()) -> tuple[int, ...]:
+    """The sizes worth capturing, ascending, of ascending ``sizes``; maybe none. Of those ``there`` graphs are captured.
 
     ``passes`` is the horizon: so many passes are expected, their sizes 1 … sizes[-1] log-uniform, as nobody knows
     better. A pass that its smallest graph would serve slower than none runs eagerly (see ``Planner.plan``).
@@ -100,7 +100,7 @@ def choose(sizes: Sequence[int], cost: PassCost, passes: float) -> tuple[int, ..
         options: list[tuple[float, tuple[int, ...]]] = [(served(0, size, size), ())]
         options += [(best[j][0] + served(sizes[j], size, size), best[j][1]) for j in range(i)]
         total, chosen = min(options)
-        best.append((total + cost.capture(size), (*chosen, size)))
+        best.append((total + (0.0 if size in there else cost.capture(size)), (*chosen, size)))
     last = sizes[-1]
     options = [(float(eagerly[last]), ())]
     for total, chosen in best:

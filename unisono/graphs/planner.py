@@ -118,7 +118,7 @@ class Planner:
             variants.append(buckets)
         if self.enabled:
             every = [b for variants in self._programs.values() for b in variants if self._captures(b)]
-            wanted = [(b, s) for b in every if not b.on_demand for s in _worthwhile(b)]
+            wanted = [(b, s) for b in every if not b.on_demand for s in _worthwhile(b, self._of(b))]
             wanted.sort(key=lambda w: w[1].rows * w[1].width, reverse=True)
             for done, (buckets, shape) in enumerate(wanted, 1):
                 self._add(buckets, buckets.key(shape))
@@ -177,6 +177,10 @@ class Planner:
             points[large.rows + (large is small)] = device
         known = {"capture_ms": 1e3 * graph.capture_seconds, "graph_bytes": graph.cost_bytes}
         return dataclasses.replace(buckets, cost=PassCost.measured(points, buckets.flat, eager_ms=host, **known))
+
+    def _of(self, buckets: Buckets) -> list[Graph]:
+        """The graphs of this program and width."""
+        return self._graphs.get((buckets.program.name, buckets.width), [])
 
     def _close(self, graph: Graph) -> None:
         self._graphs[graph.key.program, graph.key.shape.width].remove(graph)
@@ -416,9 +420,10 @@ class Planner:
         self._eager_buffers.clear()
 
 
-def _worthwhile(buckets: Buckets) -> list[Shape]:
-    """The shapes worth capturing."""
+def _worthwhile(buckets: Buckets, graphs: Sequence[Graph] = ()) -> list[Shape]:
+    """The shapes worth capturing beside ``graphs``, which are there."""
     if buckets.passes is None or buckets.cost is None:
         return list(buckets.shapes)
-    chosen = choose([shape.rows for shape in buckets.shapes], buckets.cost, buckets.passes)
+    there = {graph.key.shape.rows for graph in graphs if graph.key.needs == buckets.needs}
+    chosen = choose([shape.rows for shape in buckets.shapes], buckets.cost, buckets.passes, there)
     return [shape for shape in buckets.shapes if shape.rows in chosen]
