@@ -15,13 +15,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine.helpers import counted, engine, idle, mixed_params, prompts, tokens
+from tests.engine.helpers import counted, draw_drafts, engine, idle, mixed_params, prompts, tokens
 from tests.engine.test_speculation import DRAFTERS, drafting
 from unisono.llm import LLM
-from unisono.types import BadRequest, EngineRequest, SamplingParams, SpeculativeConfig
+from unisono.types import BadRequest, EngineRequest, SamplingParams, SpeculativeConfig, StructuredOutputs
 
 PROMPTS = prompts(9, 250, low=3, high=70)
-PARAMS = mixed_params(9)
+FORM = StructuredOutputs(regex="([a-d]{2}-){3,9}")
+PARAMS = [replace(p, structured_outputs=FORM) if i in (3, 7) else p for i, p in enumerate(mixed_params(9))]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 HIDDEN = 84
 
@@ -62,9 +63,9 @@ def expected(qwen3: Path) -> list[list[int]]:
 @pytest.mark.parametrize(
     "flags",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.full),
         {"enforce_eager": True, "max_num_seqs": 2},
-        {"max_num_batched_tokens": 16, "max_num_seqs": 3},
+        pytest.param({"max_num_batched_tokens": 16, "max_num_seqs": 3}, marks=pytest.mark.full),
         {"max_num_batched_tokens": 37, "graphs": "segmented"},
         {"attention_backend": "torch", "max_num_batched_tokens": 50},
     ],
@@ -80,6 +81,7 @@ def test_the_text_is_that_of_the_ids(qwen3: Path, expected: list[list[int]], fla
         if not flags.get("enforce_eager"):
             eager = {key: n - before.get(key, 0) for key, n in counted(llm).items() if key[1] == "eager"}
             assert sum(eager.values()) == 0, eager
+            assert any(g.key.needs.embeddings and g.key.needs.masks for g in llm.engine.runner.planner.graphs())
         llm.engine.check_integrity()
 
 
@@ -113,18 +115,47 @@ def test_preempted(qwen3: Path) -> None:
         assert llm.engine.pool.usage == 0
 
 
-@pytest.mark.parametrize(
-    "method", [m if m in ("eagle3", "ngram") else pytest.param(m, marks=pytest.mark.full) for m in DRAFTERS]
-)
+@pytest.mark.parametrize("method", [m if m == "eagle3" else pytest.param(m, marks=pytest.mark.full) for m in DRAFTERS])
 def test_drafted(method: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     made = DRAFTERS[method](checkpoints, tmp_path)
-    narrow = [replace(p, allowed_token_ids=(40, 41, 42)) for p in PARAMS]
+    narrow = [p if p.structured_outputs else replace(p, allowed_token_ids=(40, 41, 42)) for p in PARAMS]
     with engine(made[0]) as llm:
         wanted = tokens(llm, PROMPTS, narrow)
     with drafting(method, made, 3, max_num_batched_tokens=40) as llm:
         assert tokens(llm, mixed(llm), narrow) == wanted
         assert tokens(llm, mixed(llm), narrow) == wanted, "after prefix hits"
         assert llm.engine.counters.accepted_tokens > 0
+
+
+def test_a_paused_drafter_goes_on_behind_embeddings(
+    qwen3: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a draft model catches up with begins before the first generated token, where there may be none."""
+    draw_drafts(monkeypatch, lambda rng, choices: rng.choice((0, 0, choices[-1])))
+    with drafting("standalone", (qwen3, qwen3), 3, adaptive=True) as llm:
+        assert tokens(llm, mixed(llm), PARAMS) == expected
+        assert any(program == "catch_up" for program, _, _ in counted(llm))
+        assert llm.engine.counters.accepted_tokens > 0
+
+
+@pytest.mark.parametrize(("drafts", "cached"), [(3, 96), (0, 32)])
+def test_what_a_pause_leaves_in_the_prefix_cache(qwen3: Path, drafts: int, cached: int) -> None:
+    """An answer's pages are known by what stands before them; those that the drafter has not read are not kept."""
+    ids = prompts(1, 250, low=40, high=41, seed=3)[0]
+    long = replace(GREEDY, max_tokens=60)
+    with drafting("standalone", (qwen3, qwen3), 3, adaptive=True) as llm:
+        llm.engine.pin_drafts(drafts)
+        (answer,) = tokens(llm, [whole(llm, ids)], long)
+        llm.engine.pin_drafts(3)
+        rows = table(llm)[ids]
+        longer = {"prompt_token_ids": ids + answer, "embedding_overrides": (range(40), rows)}
+        given, other, plain = (
+            llm.generate([prompt], GREEDY)[0]
+            for prompt in (longer, {**longer, "embedding_overrides": (range(40), rows + 1e-3)}, ids + answer)
+        )
+        assert (given.num_cached_tokens, other.num_cached_tokens, plain.num_cached_tokens) == (cached, 0, 0)
+        assert given.outputs[0].token_ids == plain.outputs[0].token_ids
+        llm.engine.check_integrity()
 
 
 def test_penalties_see_no_token_where_an_embedding_stands(qwen3: Path) -> None:

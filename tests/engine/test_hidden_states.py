@@ -10,13 +10,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine.helpers import counted, engine, idle, mixed_params, prompts, tokens
-from tests.engine.test_speculation import DRAFTERS, drafting
+from tests.engine.helpers import counted, draw_drafts, engine, idle, mixed_params, prompts, tokens
+from tests.engine.test_speculation import DRAFTERS
 from unisono.llm import LLM
-from unisono.types import BadRequest, RequestOutput, SamplingParams, SpeculativeConfig
+from unisono.types import BadRequest, RequestOutput, SamplingParams, SpeculativeConfig, StructuredOutputs
 
 PROMPTS = prompts(9, 250, low=3, high=70)
+FORM = StructuredOutputs(regex="([a-d]{2}-){3,9}")
 PARAMS = mixed_params(9)
+NARROW = [  # drafters are right now and then
+    replace(p, structured_outputs=FORM) if i in (2, 5) else replace(p, allowed_token_ids=(40, 41, 42))
+    for i, p in enumerate(PARAMS)
+]
 GRAPH = "full" if torch.cuda.is_available() else "tape"
 
 
@@ -43,26 +48,25 @@ def assert_reference(path: Path, outputs: list[RequestOutput]) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.full),
         {"max_num_batched_tokens": 16, "max_num_seqs": 3},
-        {"max_num_batched_tokens": 37, "graphs": "segmented"},
-        {"enforce_eager": True},
+        pytest.param({"max_num_batched_tokens": 37, "graphs": "segmented"}, marks=pytest.mark.full),
+        pytest.param({"enforce_eager": True}, marks=pytest.mark.full),
         {"speculative": SpeculativeConfig("ngram", num_speculative_tokens=3)},
     ],
     ids=["batched", "chunks of 16", "chunks of 37, segmented", "eager", "drafted"],
 )
 def test_they_are_transformers(qwen3: Path, flags: dict[str, Any]) -> None:
-    narrow = [replace(p, allowed_token_ids=(40, 41, 42)) for p in PARAMS]
     with engine(qwen3, dtype="float32", **flags) as llm:
-        plain = tokens(llm, PROMPTS, narrow)
-        first = llm.generate(PROMPTS, asking(narrow))
+        plain = tokens(llm, PROMPTS, NARROW)
+        first = llm.generate(PROMPTS, asking(NARROW))
         assert [o.outputs[0].token_ids for o in first] == plain
         assert_reference(qwen3, first)
         idle(llm)
-        again = llm.generate(PROMPTS, asking(narrow))
+        again = llm.generate(PROMPTS, asking(NARROW))
         for one, other in zip(first, again, strict=True):
             assert torch.equal(states(one), states(other)), "a replay gives other bits"
-        some = llm.generate(PROMPTS, asking(narrow, every=3))
+        some = llm.generate(PROMPTS, asking(NARROW, every=3))
         for i, (one, other) in enumerate(zip(first, some, strict=True)):
             assert one.outputs[0].token_ids == other.outputs[0].token_ids
             if i % 3 == 0:
@@ -90,46 +94,52 @@ def test_graphs_of_it_are_captured_when_idle(qwen3: Path) -> None:
         assert "NULL+returned" in labels
 
 
-def test_preempted(qwen3: Path) -> None:
+@pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.full), "ngram"])
+def test_preempted(qwen3: Path, method: str) -> None:
     """Whoever resumes computes some states again, and hands out each once."""
-    params = asking(mixed_params(9, max_tokens=60))
+    params = asking(mixed_params(9, max_tokens=40))
     with engine(qwen3, dtype="float32", max_num_seqs=1) as llm:
         alone = [llm.generate([p], [q])[0] for p, q in zip(PROMPTS, params, strict=True)]
     flags: dict[str, Any] = {"max_model_len": 144, "num_pages": 1 + 14}
-    for more in ({}, {"speculative": SpeculativeConfig("ngram", num_speculative_tokens=3)}):
-        with engine(qwen3, dtype="float32", **flags, **more) as llm:
-            together = llm.generate(PROMPTS, params)
-            assert llm.engine.scheduler.preemptions >= 3
-        for one, other in zip(alone, together, strict=True):
-            assert one.outputs[0].token_ids == other.outputs[0].token_ids
-            assert torch.equal(states(one), states(other))
+    with engine(qwen3, dtype="float32", speculative=SpeculativeConfig(method), **flags) as llm:
+        together = llm.generate(PROMPTS, params)
+        assert llm.engine.scheduler.preemptions >= 3
+    for one, other in zip(alone, together, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert torch.equal(states(one), states(other))
 
 
-@pytest.mark.parametrize("method", [m if m == "eagle3" else pytest.param(m, marks=pytest.mark.full) for m in DRAFTERS])
-def test_drafted(method: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """The same bits with every drafter, those of accepted drafts among them."""
-    made = DRAFTERS[method](checkpoints, tmp_path)
-    narrow = asking([replace(p, allowed_token_ids=(40, 41, 42)) for p in PARAMS], every=2)
-    with engine(made[0]) as llm:
+TREE = {"method": "ngram", "num_speculative_tokens": 3, "topk": 2, "num_draft_tokens": 6}
+QUICK = [("eagle3", True), ("tree", True)]
+DRAFTED = [(method, adaptive) for method in (*DRAFTERS, "tree") for adaptive in (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("method", "adaptive"), [each if each in QUICK else pytest.param(*each, marks=pytest.mark.full) for each in DRAFTED]
+)
+def test_drafted(
+    method: str, adaptive: bool, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits with every drafter, those of accepted drafts among them, in rounds of any width, masked or not."""
+    draw_drafts(monkeypatch)
+    narrow = asking(NARROW, every=1 if method == "tree" else 2)
+    flags: dict[str, Any] = {"adaptive": adaptive, "max_num_batched_tokens": 40}
+    target, model = DRAFTERS.get(method, DRAFTERS["ngram"])(checkpoints, tmp_path)
+    with engine(target) as llm:
         plain = llm.generate(PROMPTS, narrow)
-    with drafting(method, made, 3, max_num_batched_tokens=40) as llm:
+    path = {} if model is None else {"model": str(model)}
+    spec = TREE if method == "tree" else {"method": method, "num_speculative_tokens": 3, **path}
+    with engine(target, speculative=SpeculativeConfig.parse(spec), **flags) as llm:
         drafted = llm.generate(PROMPTS, narrow)
         assert llm.engine.counters.accepted_tokens > 0
+        planner = llm.engine.runner.planner
+        keys = {*planner._missing, *(graph.key for graph in planner.graphs())}
+        returned = {(key.program, key.shape.width) for key in keys if key.needs.returned}
+        assert {("round", 4), ("verify", 4)} <= returned
+        assert not adaptive or {("round", 1), ("verify", 1)} <= returned
     for one, other, params in zip(plain, drafted, narrow, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
         assert not params.return_hidden_states or torch.equal(states(one), states(other))
-
-
-def test_of_a_tree_they_are_the_best_paths(qwen3: Path) -> None:
-    narrow = asking([replace(p, allowed_token_ids=(40, 41, 42)) for p in PARAMS])
-    tree = {"method": "ngram", "num_speculative_tokens": 3, "topk": 2, "num_draft_tokens": 6}
-    with engine(qwen3) as llm:
-        plain = llm.generate(PROMPTS, narrow)
-    with engine(qwen3, speculative=SpeculativeConfig.parse(tree)) as llm:
-        drafted = llm.generate(PROMPTS, narrow)
-        assert llm.engine.counters.accepted_tokens > 0
-    for one, other in zip(plain, drafted, strict=True):
-        assert torch.equal(states(one), states(other))
 
 
 def test_a_prefix_hit_would_leave_them_out(qwen3: Path) -> None:

@@ -272,10 +272,9 @@ def out_of_memory_above(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 ALL = tuple(FEATURES)
 SOME = ("mixed lengths", "a prefix hit", "prompt logprobs")
-NEEDS = ("selected logits", *LAZY)
 FAST = [(method, "full", ALL) for method in ("none", "eagle3")]
 FAST += [(method, "segmented", SOME) for method in METHODS]
-FAST += [("ngram", "full", NEEDS + SOME), ("standalone", "mixed", NEEDS + SOME)]
+FAST += [("standalone", "mixed", ("everything", *SOME))]
 FAST += [("mtp", kind, SOME) for kind in ("mixed", "planned on the host")]
 FAST += [("standalone", kind, SOME) for kind in ("compiled segments", "only rounds")]
 

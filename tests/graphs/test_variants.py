@@ -138,3 +138,56 @@ def test_large_buffers_of_eager_passes_are_not_kept() -> None:
     for rows in (1, 2):
         planner.launch(Key("wide", Shape(rows)), {"x": ()})
     assert [key.shape.rows for key in planner._eager_buffers] == [1]
+
+
+MASKED, EVERY = Needs(masks=True), Needs(logits=Logits.ALL)
+ANY = Schema((*VARYING.fields, Field("mask", torch.float32, ("rows",), pad=1, need=MASKED)))
+
+
+def on_demand() -> Planner:
+    """Plain passes are captured at start, passes under masks and those with all logits by the first that wants one."""
+    planner, program = Planner(CPU), Program("p", ANY, run)
+    lazy = {"on_demand": True}
+    plan = [Buckets(program, (Shape(2), Shape(4)))]
+    plan += [Buckets(program, (Shape(4),), needs, **lazy) for needs in (MASKED, EVERY, replace(EVERY, masks=True))]
+    planner.capture(plan)
+    return planner
+
+
+def launch(planner: Planner, needs: Needs, rows: int = 3) -> None:
+    mask = {"mask": [1.0] * rows} if needs.masks else {}
+    planner.launch(Key("p", Shape(rows), needs), batch(rows, needs) | mask)
+
+
+def captured(planner: Planner) -> set[Needs]:
+    return {graph.key.needs for graph in planner.graphs()} - {Needs()}
+
+
+@pytest.mark.parametrize("logits", [Logits.LAST, Logits.SELECTED])
+def test_needs_beside_those_on_demand_are_on_demand_too(logits: Logits) -> None:
+    planner, needs = on_demand(), replace(BOTH, masks=True, logits=logits)
+    launch(planner, needs)
+    assert captured(planner) == {needs}
+    assert planner.passes == {("p", "tape", ""): 1}
+    assert {row["needs"] for row in planner.report() if row["kind"] == "lazy"} >= {needs.label}
+    launch(planner, BOTH)
+    assert planner.passes == {("p", "tape", ""): 2}, "which also serves passes without masks"
+
+
+def test_what_is_planned_with_more_serves_passes_with_less() -> None:
+    """No graphs for some logits beside those for all."""
+    planner = on_demand()
+    launch(planner, Needs(logits=Logits.SELECTED))
+    assert captured(planner) == {EVERY}
+    launch(planner, replace(MASKED, logits=Logits.SELECTED))
+    assert captured(planner) == {EVERY, replace(EVERY, masks=True)}
+    assert planner.passes == {("p", "tape", ""): 2}
+
+
+def test_what_nobody_planned_is_reported() -> None:
+    planner = planned(4)
+    outputs(planner, 3, EMBEDS)
+    (row,) = (row for row in planner.report() if row["kind"] == "eager")
+    assert (row["needs"], row["rows"], row["reason"]) == ("NULL+embeddings", "1-4", Reason.NOT_CAPTURED.value)
+    planner.capture_missing()
+    assert all(row["kind"] == "tape" for row in planner.report())
