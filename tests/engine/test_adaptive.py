@@ -18,7 +18,7 @@ from tests.engine.test_speculation import DRAFTERS, PARAMS, PROMPTS, SCARCE, Che
 from unisono.drafters.base import PausableDrafter
 from unisono.engine.pace import Pace
 from unisono.llm import LLM
-from unisono.types import ConfigError, EngineRequest, SamplingParams, SpeculativeConfig
+from unisono.types import ConfigError, EngineRequest, SamplingParams, SpeculativeConfig, StructuredOutputs
 
 CUDA = torch.cuda.is_available()
 GRAPH = "full" if CUDA else "tape"
@@ -98,6 +98,7 @@ def test_same_bytes_in_every_way(
 
 TEXTS = prompts(3, 250, low=5, high=40, seed=11)
 LONG = SamplingParams(temperature=0.8, seed=3, max_tokens=90, ignore_eos=True)
+LETTERS = StructuredOutputs(regex="[a-z]*")
 PAUSABLE = ("eagle", "eagle3", "mtp", "standalone")
 
 
@@ -230,6 +231,27 @@ def test_it_can_be_fixed_and_says_so(qwen3: Path) -> None:
             assert llm.engine.info()["speculation"]["round_ms"] == []  # type: ignore[index]
             with pytest.raises(ConfigError, match="2 drafts"):
                 llm.engine.pin_drafts(2)
+
+
+@pytest.mark.parametrize(
+    ("more", "known"),
+    [({}, True), ({"return_hidden_states": True}, False), ({"structured_outputs": LETTERS}, False)],
+    ids=["plain", "returned", "masked"],
+)
+def test_costs_are_those_of_plain_rounds(more: dict[str, Any], known: bool, ngram: LLM, monkeypatch: Any) -> None:
+    """Other rounds are other passes: what they take says nothing of the graphs whose times are known."""
+    told: list[tuple[int, int]] = []
+    costs = ngram.engine.pace.policy.costs
+    for name in ("measured", "probed"):
+        monkeypatch.setattr(costs, name, lambda rows, drafts, ms: told.append((rows, drafts)))
+    tokens(ngram, TEXTS[:1], replace(LONG, **more))
+    assert bool(told) is known
+
+
+@pytest.fixture(scope="module")
+def ngram(qwen3: Path) -> Any:
+    with drafting("ngram", (qwen3, None)) as llm:
+        yield llm
 
 
 def test_what_it_tells(qwen3: Path) -> None:

@@ -144,13 +144,15 @@ MASKED, EVERY = Needs(masks=True), Needs(logits=Logits.ALL)
 ANY = Schema((*VARYING.fields, Field("mask", torch.float32, ("rows",), pad=1, need=MASKED)))
 
 
-def on_demand() -> Planner:
-    """Plain passes are captured at start, passes under masks and those with all logits by the first that wants one."""
+def on_demand(scoring: bool) -> Planner:
+    """Passes under masks are captured by the first that wants one, plain ones at start; ``scoring``: for all logits."""
     planner, program = Planner(CPU), Program("p", ANY, run)
-    lazy = {"on_demand": True}
-    plan = [Buckets(program, (Shape(2), Shape(4)))]
-    plan += [Buckets(program, (Shape(4),), needs, **lazy) for needs in (MASKED, EVERY, replace(EVERY, masks=True))]
-    planner.capture(plan)
+    some = [Buckets(program, (Shape(2), Shape(4))), Buckets(program, (Shape(4),), MASKED, on_demand=True)]
+    every = [
+        Buckets(program, (Shape(4),), EVERY),
+        Buckets(program, (Shape(4),), replace(EVERY, masks=True), on_demand=True),
+    ]
+    planner.capture(every if scoring else some)
     return planner
 
 
@@ -160,12 +162,12 @@ def launch(planner: Planner, needs: Needs, rows: int = 3) -> None:
 
 
 def captured(planner: Planner) -> set[Needs]:
-    return {graph.key.needs for graph in planner.graphs()} - {Needs()}
+    return {graph.key.needs for graph in planner.graphs()} - {Needs(), EVERY}
 
 
 @pytest.mark.parametrize("logits", [Logits.LAST, Logits.SELECTED])
 def test_needs_beside_those_on_demand_are_on_demand_too(logits: Logits) -> None:
-    planner, needs = on_demand(), replace(BOTH, masks=True, logits=logits)
+    planner, needs = on_demand(scoring=bool(logits)), replace(BOTH, masks=True, logits=logits)
     launch(planner, needs)
     assert captured(planner) == {needs}
     assert planner.passes == {("p", "tape", ""): 1}
@@ -176,11 +178,11 @@ def test_needs_beside_those_on_demand_are_on_demand_too(logits: Logits) -> None:
 
 def test_what_is_planned_with_more_serves_passes_with_less() -> None:
     """No graphs for some logits beside those for all."""
-    planner = on_demand()
+    planner = on_demand(scoring=True)
     launch(planner, Needs(logits=Logits.SELECTED))
-    assert captured(planner) == {EVERY}
+    assert captured(planner) == set()
     launch(planner, replace(MASKED, logits=Logits.SELECTED))
-    assert captured(planner) == {EVERY, replace(EVERY, masks=True)}
+    assert captured(planner) == {replace(EVERY, masks=True)}
     assert planner.passes == {("p", "tape", ""): 2}
 
 
