@@ -15,9 +15,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ALLOWED = {
     "token_tree": set(),
     "structured_outputs": set(),
-    "types": {"token_tree", "structured_outputs"},
+    "results": set(),
+    "types": {"token_tree", "structured_outputs", "results"},
     "program": set(),
     "catalog": {"types"},
+    "vectors": {"types"},
     "config": {"types"},
     "tokenizer": {"types"},
     "kernels": {"types"},
@@ -31,11 +33,11 @@ ALLOWED = {
     "cache": {"types"},
     "grammar": {"types", "tokenizer"},
     "engine": {
-        "types", "program", "catalog", "config", "kernels", "layers", "attention", "models", "drafters",
+        "types", "program", "vectors", "catalog", "config", "kernels", "layers", "attention", "models", "drafters",
         "sampling", "graphs", "cache", "grammar", "distributed",
     },
-    "llm": {"types", "config", "engine", "tokenizer"},
-    "server": {"types", "catalog", "config", "engine", "tokenizer"},
+    "llm": {"types", "vectors", "config", "engine", "tokenizer"},
+    "server": {"types", "vectors", "catalog", "config", "engine", "tokenizer"},
     "tools": {"types", "catalog", "config", "llm", "tokenizer", "cache", "models", "attention"},
     "cli": {"types", "catalog", "config", "tokenizer", "llm", "server", "tools"},
 }  # fmt: skip

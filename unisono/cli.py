@@ -89,6 +89,12 @@ def _engine_flags(
     logprobs_mode: Annotated[
         str, typer.Option(help="raw_logprobs: the model's own; processed_logprobs: what tokens are drawn from.")
     ] = "raw_logprobs",
+    enable_prompt_embeds: Annotated[
+        bool, typer.Option("--enable-prompt-embeds", help="Serve prompt_embeds and embedding_overrides.")
+    ] = False,
+    enable_return_hidden_states: Annotated[
+        bool, typer.Option("--enable-return-hidden-states", help="Serve return_hidden_states.")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     speculative_config: Annotated[
         str | None, typer.Option(help='JSON: {"method": …, "model": PATH, "num_speculative_tokens": k, …}.')

@@ -48,6 +48,8 @@ class EngineConfig:
     accepted, as /metrics counts it; places beyond the last never are.
     logprobs_mode: log-probabilities of the model's own logits (raw), or of what tokens are drawn from: edited, divided
     by the temperature, filtered (processed).
+    enable_prompt_embeds, enable_return_hidden_states: whether the server takes embeddings in requests, and puts hidden
+    states into answers. The offline interface always does.
     """
 
     model: str = "tiny"
@@ -69,6 +71,8 @@ class EngineConfig:
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_rates: tuple[float, ...] = ()
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    enable_prompt_embeds: bool = False
+    enable_return_hidden_states: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
@@ -211,6 +215,8 @@ class ResolvedConfig:
             "compile": self.asked.compile,
             "graph_bytes": self.graph_bytes,
             "logprobs_mode": self.asked.logprobs_mode,
+            "enable_prompt_embeds": self.asked.enable_prompt_embeds,
+            "enable_return_hidden_states": self.asked.enable_return_hidden_states,
             "seed": self.asked.seed,
             "speculative": dataclasses.asdict(self.asked.speculative) if self.asked.speculative else None,
             "synthetic_acceptance_length": self.asked.synthetic_acceptance_length,

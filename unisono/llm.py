@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+from unisono import vectors
 from unisono.config import EngineConfig
 from unisono.engine.engine import Engine
 from unisono.tokenizer import Detokenizer, Tokenizer
@@ -23,6 +24,7 @@ from unisono.types import (
     SamplingParams,
     TokenDelta,
     TokenLogprobs,
+    Vectors,
 )
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -52,8 +54,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts; returns one RequestOutput each, in order.
 
-        A prompt is a string, a list of token ids, or ``{"prompt": …}`` / ``{"prompt_token_ids": …}``. One
-        SamplingParams serves all prompts, or give one each; None takes generation_config.json's.
+        A prompt is a string, a list of token ids, or ``{"prompt": …}`` / ``{"prompt_token_ids": …}``, where
+        ``"embedding_overrides"`` may give embeddings that stand in for those of some tokens: {position: vector} or
+        (positions, tensor [n, hidden]); or ``{"prompt_embeds": tensor [tokens, hidden]}`` alone. One SamplingParams
+        serves all prompts, or give one each; None takes generation_config.json's.
         Raises BadRequest before anything runs if any of them is wrong.
         """
         batch = _as_list(prompts)
@@ -118,7 +122,12 @@ class LLM:
     def _prepare(self, prompt: Prompt, params: SamplingParams) -> list[_Running]:
         """The prompt's sequences: ``params.n`` of them."""
         text, ids = self._tokens(prompt)
-        request = self._request(ids, params)
+        overrides = None
+        if isinstance(prompt, Mapping) and "embedding_overrides" in prompt:
+            ids, overrides = vectors.overridden(ids, prompt["embedding_overrides"])
+        elif isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
+            ids, overrides = vectors.embedded_prompt(prompt["prompt_embeds"])
+        request = replace(self._request(ids, params), overrides=overrides)
         sequences = request.sequences()
         self.engine.check(sequences[0])
         if params.stop:
@@ -129,12 +138,16 @@ class LLM:
         if isinstance(prompt, str):
             return prompt, self._need_tokenizer().encode(prompt)
         if isinstance(prompt, Mapping):
+            _check_mapping(prompt)
+            if "prompt_embeds" in prompt:
+                return None, []
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), list(prompt["prompt_token_ids"])
             if isinstance(prompt.get("prompt"), str):
                 return prompt["prompt"], self._need_tokenizer().encode(prompt["prompt"])
             raise BadRequest(
-                f"a prompt mapping needs 'prompt' or 'prompt_token_ids'; it has {sorted(prompt)}.", "prompt"
+                f"a prompt mapping needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'; it has {sorted(prompt)}.",
+                "prompt",
             )
         return None, list(prompt)
 
@@ -177,6 +190,7 @@ class _Running:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
+        self._hidden = self._prompt_hidden = Vectors("float32", 0, b"")
         self._text = ""
         self._finish = ""
         self.cached = 0
@@ -187,6 +201,9 @@ class _Running:
         self._token_ids += delta.token_ids
         self._logprobs += delta.logprobs or []
         self._prompt_logprobs += delta.prompt_logprobs or []
+        self._prompt_hidden = delta.prompt_hidden_states or self._prompt_hidden
+        if (states := delta.hidden_states) is not None:
+            self._hidden = self._hidden.joined(states) if self._hidden.data else states
         if delta.finish is not FinishReason.RUNNING:
             self._finish = delta.finish.text
         if self._detokenizer is not None:
@@ -201,12 +218,19 @@ class _Running:
         if self.request.params.logprobs is not None:
             completion.logprobs = self._named(self._token_ids, self._logprobs)
             completion.cumulative_logprob = sum(given.logprob for given in self._logprobs)
+        if self.request.params.return_hidden_states:
+            completion.hidden_states = vectors.unpack(self._hidden)[: max(0, len(self._token_ids) - 1)]
         return completion
+
+    def prompt_hidden_states(self) -> Any:
+        """A tensor [prompt tokens, hidden], or None where the request did not ask for it."""
+        return vectors.unpack(self._prompt_hidden) if self.request.params.return_hidden_states else None
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self.request.params.prompt_logprobs is None:
             return None
-        return [None, *self._named(self.request.prompt_token_ids[1:], self._prompt_logprobs)]
+        ids, first = self.request.prompt_token_ids, self.request.first_scored
+        return [*[None] * len(ids[:first]), *self._named(ids[first:], self._prompt_logprobs)]
 
     def _named(self, token_ids: list[int], given: list[TokenLogprobs]) -> list[dict[int, Logprob]]:
         return [one.named(token, self._text_of, MAX_LOGPROBS) for token, one in zip(token_ids, given, strict=True)]
@@ -222,8 +246,20 @@ def _output(sequences: list[_Running]) -> RequestOutput:
     assert request.params.seed is not None
     ids, cached, scores = request.prompt_token_ids, first.cached, first.prompt_logprobs()
     return RequestOutput(
-        request.request_id, first.prompt, ids, completions, request.params.seed, cached, prompt_logprobs=scores
-    )
+        request.request_id, first.prompt, ids, completions, request.params.seed, cached, prompt_logprobs=scores,
+        prompt_hidden_states=first.prompt_hidden_states(),
+    )  # fmt: skip
+
+
+def _check_mapping(prompt: Mapping[str, Any]) -> None:
+    """Raises BadRequest for keys that nobody knows, and for those that exclude each other."""
+    known = {"prompt", "prompt_token_ids", "prompt_embeds", "embedding_overrides"}
+    unknown = sorted(prompt.keys() - known)
+    if unknown:
+        raise BadRequest(f"a prompt mapping has the keys {unknown}; known ones are {sorted(known)}.", "prompt")
+    others = sorted(prompt.keys() - {"prompt_embeds"})
+    if "prompt_embeds" in prompt and others:
+        raise BadRequest(f"prompt_embeds are a whole prompt by themselves; leave out {others}.", "prompt_embeds")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -50,25 +50,47 @@ class Hidden(enum.IntEnum):
     AUX = 3  # of every token, from the layers in Needs.aux_layers
 
 
+class Logits(enum.IntEnum):
+    """Of which prompt tokens a pass computes logits; a later one covers every earlier one."""
+
+    LAST = 0  # of each row's last token, to sample from
+    SELECTED = 1  # also of up to selected_rows(rows) tokens that the batch names
+    ALL = 2  # also of every token, if the batch names it
+
+
+def selected_rows(rows: int) -> int:
+    """Of how many of a pass's ``rows`` tokens Logits.SELECTED has logits: a quarter, but at least a product's tile."""
+    return min(rows, max(16, -(-rows // 4)))
+
+
 @dataclass(frozen=True)
 class Needs:
     """What the caller wants of a pass beside its tokens; part of the graph's key.
 
-    masks: positions are sampled under masks that come with the batch.
+    hidden, aux_layers: what the drafter reads. logits: of which prompt tokens. embeddings: the batch brings embeddings
+    that stand in for those of token ids. returned: final hidden states go to the host. masks: positions are sampled
+    under masks that come with the batch.
     """
 
     hidden: Hidden = Hidden.NULL
     aux_layers: tuple[int, ...] = ()
+    logits: Logits = Logits.LAST
+    embeddings: bool = False
+    returned: bool = False
     masks: bool = False
+
+    @property
+    def label(self) -> str:
+        """For reports: ``NULL``, ``FULL+embeddings`` …"""
+        logits = (f"{self.logits.name} logits",) if self.logits else ()
+        flags = (name for name in ("embeddings", "returned", "masks") if getattr(self, name))
+        return "+".join((self.hidden.name, *logits, *flags))
 
     def covers(self, other: Needs) -> bool:
         """True when a graph captured with these needs also serves a pass that needs ``other``."""
-        return self.masks >= other.masks and self._shows(other)
-
-    @property
-    def text(self) -> str:
-        """For reports: ``AUX``, ``FULL+masks``."""
-        return self.hidden.name + ("+masks" if self.masks else "")
+        inputs = self.embeddings >= other.embeddings and self.masks >= other.masks
+        outputs = self.returned >= other.returned and self.logits >= other.logits
+        return inputs and outputs and self._shows(other)
 
     def _shows(self, other: Needs) -> bool:
         """Whether the hidden states that ``other`` wants are among these."""
@@ -87,11 +109,11 @@ class Field:
     """One tensor of a program's buffers.
 
     dtype: a four-byte type (int32 or float32): all inputs travel as one packed copy.
-    shape: dimensions; ``"rows"``, ``"width"``, ``"drafts"`` (width - 1) and ``"result"`` (width + 2) come from the
-        pass's Shape.
+    shape: dimensions; ``"rows"``, ``"width"``, ``"drafts"`` (width - 1), ``"result"`` (width + 2) and ``"scored"``
+        (:func:`selected_rows`, or with Logits.ALL all rows) come from the pass's Shape.
     pad: the value of rows that no request fills.
     output: written by the program and read by the host, rather than the other way round.
-    need: the flag of Needs with which alone a pass has this field; "" for one that every pass has.
+    need: what a pass has to need, or more, to have this field.
     """
 
     name: str
@@ -99,12 +121,19 @@ class Field:
     shape: tuple[int | str, ...]
     pad: float = 0
     output: bool = False
-    need: str = ""
+    need: Needs = NO_NEEDS
 
     def dims(self, shape: Shape) -> tuple[int, ...]:
         """The dimensions at this shape."""
-        known = {"rows": shape.rows, "width": shape.width, "drafts": shape.width - 1, "result": shape.width + 2}
+        rows, width = shape.rows, shape.width
+        known = {"rows": rows, "width": width, "drafts": width - 1, "result": width + 2, "scored": selected_rows(rows)}
         return tuple(known[d] if isinstance(d, str) else d for d in self.shape)
+
+    def of(self, needs: Needs) -> Field:
+        """This field in passes with these needs."""
+        if needs.logits is not Logits.ALL or "scored" not in self.shape:
+            return self
+        return replace(self, shape=tuple("rows" if d == "scored" else d for d in self.shape))
 
 
 @dataclass(frozen=True)
@@ -126,7 +155,13 @@ class Schema:
 
     def of(self, needs: Needs) -> Schema:
         """The fields of a pass with these needs."""
-        return Schema(tuple(f for f in self.fields if not f.need or getattr(needs, f.need)))
+        if needs not in self._variants:
+            self._variants[needs] = Schema(tuple(f.of(needs) for f in self.fields if needs.covers(f.need)))
+        return self._variants[needs]
+
+    @cached_property
+    def _variants(self) -> dict[Needs, Schema]:
+        return {}
 
     def check(self, batch: Mapping[str, object]) -> None:
         """Raises ProgramError unless ``batch`` names every input and nothing else."""
@@ -173,14 +208,11 @@ class Buffers:
 
     def __init__(self, schema: Schema, shape: Shape, device: torch.device) -> None:
         self.schema, self.shape, self.device = schema, shape, device
-        pin = device.type == "cuda"
-        words = schema.words(shape, schema.inputs)
-        self._input = torch.empty(words, dtype=torch.int32, device=device)
+        self._input = torch.empty(schema.words(shape, schema.inputs), dtype=torch.int32, device=device)
         self._output = torch.zeros(schema.words(shape, schema.outputs), dtype=torch.int32, device=device)
         self._views = _carve(self._input, schema.inputs, shape)
         self._views |= _carve(self._output, schema.outputs, shape)
-        staging = [torch.empty(words, dtype=torch.int32, pin_memory=pin) for _ in range(_STAGES)]
-        self._staging = [(s, {n: v.numpy() for n, v in _carve(s, schema.inputs, shape).items()}) for s in staging]
+        self._staging: list[tuple[torch.Tensor, dict[str, np.ndarray]]] = []
         self._turn = 0
         self.load({f.name: () for f in schema.inputs})
 
@@ -189,6 +221,11 @@ class Buffers:
             return self.__dict__["_views"][name]
         except KeyError:
             raise AttributeError(f"the schema declares no field {name!r}") from None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self._input.nbytes + self._output.nbytes
 
     def find(self, name: str) -> torch.Tensor | None:
         """The field of this name; None where passes with these needs have none."""
@@ -201,9 +238,8 @@ class Buffers:
         batch's own where these buffers may have fields for more: those are padded. Raises ProgramError for a field
         that the schema lacks, one that is missing, or one that is too large.
         """
-        self._turn = (self._turn + 1) % _STAGES
-        host, views = self._staging[self._turn]
         (self.schema if needs is None else self.schema.of(needs)).check(batch)
+        host, views = self._stage()
         for field in self.schema.inputs:
             view = views[field.name]
             value = np.asarray(batch.get(field.name, ()), dtype=view.dtype)
@@ -219,6 +255,16 @@ class Buffers:
             if value.size:
                 view[tuple(slice(0, n) for n in value.shape)] = value
         self._input.copy_(host, non_blocking=True)
+
+    def _stage(self) -> tuple[torch.Tensor, dict[str, np.ndarray]]:
+        """The next host copy of the inputs, and a view of each field; copies are made when first used."""
+        self._turn = (self._turn + 1) % _STAGES
+        if len(self._staging) < _STAGES:
+            host = torch.empty(self._input.shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+            views = {name: view.numpy() for name, view in _carve(host, self.schema.inputs, self.shape).items()}
+            self._staging.append((host, views))
+            self._turn = len(self._staging) - 1
+        return self._staging[self._turn]
 
     def fetch(self) -> Pending:
         """Start copying the outputs to the host; :meth:`Pending.wait` returns them."""

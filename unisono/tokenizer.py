@@ -181,7 +181,7 @@ class Detokenizer:
             tokenizer,
             p.stop,
             p.skip_special_tokens,
-            request.prompt_token_ids,
+            [token_id for token_id in request.prompt_token_ids if token_id >= 0],  # embeddings have no text
             p.min_tokens,
             p.include_stop_str_in_output,
         )

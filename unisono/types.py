@@ -1,17 +1,23 @@
 """The words every room shares: requests, sampling parameters, results and errors.
 
-Everything may import this module; of the project it imports ``token_tree`` and ``structured_outputs`` only. It holds
-no tensors.
+Everything may import this module; of the project it imports ``token_tree``, ``structured_outputs`` and ``results``
+only, whose names it passes on. It holds no tensors.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from unisono.results import CompletionOutput as CompletionOutput
+from unisono.results import FinishReason as FinishReason
+from unisono.results import Logprob as Logprob
+from unisono.results import RequestOutput as RequestOutput
+from unisono.results import TokenDelta as TokenDelta
+from unisono.results import TokenLogprobs as TokenLogprobs
+from unisono.results import Vectors as Vectors
 from unisono.structured_outputs import KINDS, checked
 from unisono.token_tree import Node, leaves, parse_nodes, promising
 
@@ -31,6 +37,9 @@ MAX_SEQUENCES = 128
 """``n`` at most: OpenAI's limit."""
 
 MAX_SEED = 2**63 - 1
+
+PLACEHOLDER = -1
+"""Stands among a prompt's token ids where an embedding does. It is no token: nothing matches, counts or repeats it."""
 
 
 class UnisonoError(Exception):
@@ -60,21 +69,6 @@ class CheckpointError(UnisonoError):
 
 class EngineDead(UnisonoError):
     """The engine stopped; every request it held ends with this error."""
-
-
-class FinishReason(enum.IntEnum):
-    """Why a request stopped producing tokens. The device writes these numbers in ``Slots.status``."""
-
-    RUNNING = 0
-    STOP = 1
-    LENGTH = 2
-    ABORT = 3
-    FREE = 4  # the slot holds no request; rounds skip it
-
-    @property
-    def text(self) -> str:
-        """OpenAI's spelling: ``stop``, ``length`` or ``abort``."""
-        return self.name.lower()
 
 
 def _require(ok: bool, name: str, value: object, rule: str) -> None:
@@ -244,7 +238,10 @@ class SamplingParams:
     stop_token_ids: ids that end the request beside the model's EOS ids.
     ignore_eos: go on after EOS (for benchmarks).
     logprobs: report the log-probability of each token and of so many likeliest ones; None reports none.
-    prompt_logprobs: the same for each prompt token but the first; such a prompt is computed without the prefix cache.
+    prompt_logprobs: the same for each prompt token but the first. logprob_start_len (SGLang's name): only for prompt
+    tokens from this position on. The prompt is computed from the token before that, without the prefix cache.
+    return_hidden_states (SGLang's name): report the final hidden state, after the last norm, of each prompt token and
+    each generated one but the last. No cached prefix has them, so such a prompt is computed whole.
     max_drafts: drafts per round at most for this request; 0 turns speculation off; None takes the engine's k.
     structured_outputs: what the output must be; where it is complete only EOS may come. ignore_eos and min_tokens then
         forbid ending it only where it can go on.
@@ -267,6 +264,8 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_start_len: int = 0
+    return_hidden_states: bool = False
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -307,6 +306,10 @@ class SamplingParams:
             value = getattr(self, name)
             ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
             _require(ok, name, value, f"it must be a whole number from 0 to {MAX_LOGPROBS}")
+        ok = _is_int(self.logprob_start_len) and self.logprob_start_len >= 0
+        _require(ok, "logprob_start_len", self.logprob_start_len, "it must be a whole number ≥ 0")
+        ok = isinstance(self.return_hidden_states, bool)
+        _require(ok, "return_hidden_states", self.return_hidden_states, "it must be true or false")
         ok = self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
         _require(ok, "structured_outputs", self.structured_outputs, "it must be StructuredOutputs")
         self._check_edits()
@@ -342,13 +345,22 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Overrides:
+    """Embeddings [n, hidden] that stand in for those of a prompt's token ids at these positions, ascending."""
+
+    positions: list[int]
+    vectors: Vectors
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """What the engine needs of a request. Token ids in, token ids out; text never enters the engine.
 
     ``stop_ids`` are the device's stop ids (the model's EOS ids unless ignored, and the request's own).
     ``bad_words`` are the token sequences of ``params.bad_words``. ``params.seed`` is set (never None) by the time a
     request reaches the engine. ``shares_with`` is an earlier request with the same prompt: this one starts behind its
-    first token, when the prefix cache has the prompt's pages.
+    first token, when the prefix cache has the prompt's pages. ``overrides``: embeddings at some of the prompt's
+    positions, where ``prompt_token_ids`` has PLACEHOLDER.
     """
 
     request_id: str
@@ -358,6 +370,12 @@ class EngineRequest:
     arrival: float = 0.0
     bad_words: tuple[tuple[int, ...], ...] = ()
     shares_with: str | None = None
+    overrides: Overrides | None = None
+
+    @property
+    def first_scored(self) -> int:
+        """The first prompt position whose log-probability is reported, if any is: the first token has none."""
+        return max(1, self.params.logprob_start_len)
 
     def sequences(self) -> list[EngineRequest]:
         """A request for each of the ``n`` sequences: seeds count up from this one's, modulo 2**63."""
@@ -375,92 +393,3 @@ class EngineRequest:
             )
             for i in range(self.params.n)
         ]
-
-
-@dataclass(slots=True)
-class Logprob:
-    """One token's log-probability at a position, its rank there (1 is the likeliest) and its text."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
-
-
-@dataclass(slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one position: of the token there, its rank (1 is the likeliest; ties count), and of the
-    likeliest tokens, ``(token id, logprob)`` in order."""
-
-    logprob: float
-    rank: int
-    top: list[tuple[int, float]] = field(default_factory=list)
-
-    def named(self, token_id: int, text_of: Callable[[int], str | None], most: int) -> dict[int, Logprob]:
-        """The position as vLLM words it: the token's own entry first, then those of the ``most`` likeliest."""
-        entries = {token_id: Logprob(self.logprob, self.rank, text_of(token_id))}
-        for place, (alternative, logprob) in enumerate(self.top[:most], 1):
-            entries[alternative] = Logprob(logprob, place, text_of(alternative))
-        return entries
-
-
-@dataclass(slots=True)
-class TokenDelta:
-    """New tokens of one request, one per round or more; ``finish`` is RUNNING until the last delta.
-
-    ``cached_tokens`` (prompt tokens served by the prefix cache) is set on a request's first delta.
-    ``logprobs`` has an entry for each token if the request asked for them; ``prompt_logprobs``, on its first delta, one
-    for each prompt token but the first. ``drafted_tokens`` were proposed for these tokens, ``accepted_tokens`` of them
-    accepted.
-    ``error`` is set when the request failed inside the engine; then ``finish`` is ABORT.
-    """
-
-    request_id: str
-    token_ids: list[int] = field(default_factory=list)
-    finish: FinishReason = FinishReason.RUNNING
-    cached_tokens: int = 0
-    error: str | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-
-    def absorb(self, later: TokenDelta) -> None:
-        """Make this delta what it and the one after it bring together."""
-        self.token_ids.extend(later.token_ids)
-        self.drafted_tokens += later.drafted_tokens
-        self.accepted_tokens += later.accepted_tokens
-        self.finish, self.error = later.finish, later.error
-        if later.logprobs is not None:
-            self.logprobs = [*(self.logprobs or []), *later.logprobs]
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One generated sequence: ``token_ids`` (EOS included), ``text`` (stop string excluded unless asked for).
-
-    ``logprobs`` maps, for each token, ids to their log-probability: the token's own and the likeliest ones'.
-    """
-
-    index: int
-    token_ids: list[int]
-    text: str
-    finish_reason: str | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    cumulative_logprob: float | None = None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """What ``LLM.generate`` returns for one prompt; ``seed`` reproduces it: seed + i its output i.
-
-    ``prompt_logprobs`` has an entry for each prompt token, None for the first.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    seed: int
-    num_cached_tokens: int = 0
-    finished: bool = True
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from unisono.engine.pace import Pace
 from unisono.llm import LLM
 from unisono.types import SamplingParams
 
@@ -17,6 +21,14 @@ def engine(path: Path | str, **flags: Any) -> LLM:
     if spec is not None:
         flags["speculative"] = replace(spec, adaptive=adaptive)
     return LLM(str(path), **{"max_num_seqs": 8, "max_model_len": 256, "max_num_batched_tokens": 128, **flags})
+
+
+def draw_drafts(
+    monkeypatch: pytest.MonkeyPatch, draw: Callable[[random.Random, tuple[int, ...]], int] = random.Random.choice
+) -> None:
+    """Replace the policy: every round's number of drafts is drawn, by default from all there are."""
+    rng = random.Random(7)
+    monkeypatch.setattr(Pace, "_choose", lambda self, sequences: draw(rng, self._runner.choices))
 
 
 def prompts(count: int, vocab: int, low: int = 3, high: int = 60, seed: int = 0) -> list[list[int]]:
@@ -42,6 +54,14 @@ def mixed_params(count: int, max_tokens: int = 24) -> list[SamplingParams]:
 
 def tokens(llm: LLM, batch: Any, params: Any) -> list[list[int]]:
     return [o.outputs[0].token_ids for o in llm.generate(batch, params)]
+
+
+def idle(llm: LLM) -> None:
+    """Read what is in flight (rounds of requests that had ended), then capture what was missing, as a server does."""
+    while llm.engine.has_work():
+        llm.engine.step()
+    while llm.engine.capture_missing():
+        pass
 
 
 def counted(llm: LLM) -> dict[tuple[str, str, str], int]:

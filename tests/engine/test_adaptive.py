@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.drafters.ledger import play
-from tests.engine.helpers import counted, engine, prompts, tokens
+from tests.engine.helpers import counted, draw_drafts, engine, prompts, tokens
 from tests.engine.test_speculation import DRAFTERS, PARAMS, PROMPTS, SCARCE, Checkpoints
 from unisono.drafters.base import PausableDrafter
 from unisono.engine.pace import Pace
@@ -51,13 +51,7 @@ def drafting(method: str, checkpoints: Checkpoints, k: int = 3, **flags: Any) ->
 
 @pytest.fixture
 def at_random(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[random.Random, tuple[int, ...]], int]], None]:
-    """Replace the policy: every round's number of drafts is drawn, by default from all there are."""
-
-    def patch(draw: Callable[[random.Random, tuple[int, ...]], int] = random.Random.choice) -> None:
-        rng = random.Random(7)
-        monkeypatch.setattr(Pace, "_choose", lambda self, sequences: draw(rng, self._runner.choices))
-
-    return patch
+    return functools.partial(draw_drafts, monkeypatch)
 
 
 def check(method: str, checkpoints: Checkpoints, expected: list[Any], **flags: Any) -> None:

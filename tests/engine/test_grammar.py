@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ import xgrammar
 from transformers import AutoModelForCausalLM
 
 from tests.drafters.ledger import acceptance, play
-from tests.engine.helpers import counted, engine, prompts, tokens
+from tests.engine.helpers import counted, draw_drafts, engine, prompts, tokens
 from tests.engine.test_speculation import DRAFTERS, GRAPH, SCARCE, Checkpoints, Way, with_modules
 from tests.models.make import END, make_checkpoint, make_tokenizer
+from unisono.drafters.base import PausableDrafter
 from unisono.engine.scheduler import Scheduler
 from unisono.graphs.planner import Planner
 from unisono.llm import LLM
@@ -183,6 +185,43 @@ def test_same_bytes(name: str, way: Way, checkpoints_of: Any, plain: Any) -> Non
 def test_same_bytes_in_every_way(name: str, way: Way, checkpoints_of: Any, plain: Any) -> None:
     checkpoints = checkpoints_of(METHODS[name][0])
     check_way(name, way, checkpoints, plain(checkpoints[0]))
+
+
+ALTERNATING = [("standalone", CHUNKS), ("tree of ngram", {})]
+MORE = [(name, flags) for name in METHODS for flags in ({}, CHUNKS, SCARCE) if (name, flags) not in ALTERNATING]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    ALTERNATING + [pytest.param(*each, marks=pytest.mark.full) for each in MORE],
+    ids=str,
+)
+def test_same_bytes_however_many_drafts(
+    name: str, flags: dict[str, Any], checkpoints_of: Any, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds with drafts and without by turns, under masks and not; a paused drafter catches up before either."""
+    draw_drafts(monkeypatch)
+    passes: list[tuple[str, int]] = []
+    real = Planner.launch
+    monkeypatch.setattr(
+        Planner, "launch", lambda self, key, b: (passes.append((key.program, key.shape.width)), real(self, key, b))[1]
+    )
+    method, spec = METHODS[name]
+    checkpoints = checkpoints_of(method)
+    with drafting(checkpoints, method, spec, adaptive=True, logprobs_mode="processed_logprobs", **flags) as llm:
+        assert said(llm, PROMPTS, PARAMS) == plain(checkpoints[0])
+        before, newest = llm.engine.scheduler.prefix_hits, slice(None, -8, -1)
+        assert said(llm, PROMPTS[newest], PARAMS[newest]) == plain(checkpoints[0])[newest], "after a prefix hit"
+        assert llm.engine.scheduler.prefix_hits > before
+        assert ("num_pages" in flags) <= (llm.engine.scheduler.preemptions > 0)
+        assert llm.engine.counters.accepted_tokens > 0
+        runner, width = llm.engine.runner, llm.engine.runner.width
+        assert {("verify", 1), ("draft", width), ("verify", width)} <= set(passes)
+        caught_up = [after for at, after in pairwise(passes) if at[0] == "catch_up"]
+        assert (("draft", width) in caught_up) == isinstance(runner.drafter, PausableDrafter)
+        assert {kind for program, kind, _ in counted(llm) if program not in ("extend", "score")} == {GRAPH}
+        llm.engine.check_integrity()
+        assert llm.engine.pool.usage == 0
 
 
 @pytest.mark.parametrize("flags", [{"max_num_seqs": 1}, {"enforce_eager": True}, SCARCE], ids=str)

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.helpers import counted, engine, prompts
+from tests.engine.helpers import counted, engine, idle, prompts
 from tests.engine.test_speculation import DRAFTERS, Checkpoints
 from tests.graphs.programs import COMPILED, FULL, SEGMENTED, poison
 from unisono.graphs.planner import Planner
 from unisono.graphs.tape import Tape
 from unisono.llm import LLM
-from unisono.program import Hidden, Key
+from unisono.program import Hidden, Key, Shape
 from unisono.types import SamplingParams, SpeculativeConfig, StructuredOutputs
 
 CUDA = torch.cuda.is_available()
@@ -63,14 +63,28 @@ SCARCE: dict[str, Any] = {**FLAGS, "max_model_len": 80, "num_pages": 1 + 5}
 Run = Callable[[LLM], list[Any]]
 
 
-def say(llm: LLM, batch: list[list[int]], **params: Any) -> list[Any]:
+def say(llm: LLM, batch: list[Any], **params: Any) -> list[Any]:
     """Everything that comes of a batch of greedy and sampled requests, by turns."""
     each = [
         SamplingParams(**{"temperature": i % 2, "seed": i, "max_tokens": 7 + i % 3, "ignore_eos": True, **params})
         for i in range(len(batch))
     ]
     outputs = llm.generate(batch, each)
-    return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs, states(o)) for o in outputs]
+
+
+def states(output: Any) -> Any:
+    """The hidden states of prompt and answer, to the bit; None where they were not asked for."""
+    given = output.prompt_hidden_states, output.outputs[0].hidden_states
+    return None if given[0] is None else torch.cat(given).tolist()
+
+
+def embedded(llm: LLM, ids: list[int], *positions: int) -> dict[str, Any]:
+    """A prompt with the embeddings of its ids at these positions; at none: all of it is embeddings."""
+    rows = llm.engine.runner.model.embed.weight.cpu()[ids]
+    if not positions:
+        return {"prompt_embeds": rows}
+    return {"prompt_token_ids": ids, "embedding_overrides": {p: 0.5 * rows[p] for p in positions}}
 
 
 def text(length: int, seed: int = 0) -> list[int]:
@@ -92,7 +106,23 @@ FEATURES: dict[str, Run] = {
     "logprobs": lambda llm: say(llm, [text(20, i) for i in range(3)], logprobs=3),
     "grammar": lambda llm: say(llm, [text(20 + 9 * i, i) for i in range(4)], max_tokens=14, **FORM),
     "prompt logprobs": lambda llm: say(llm, [text(n, n) for n in (30, 70)], prompt_logprobs=2, logprobs=1),
-}
+    "selected logits": lambda llm: say(llm, [text(n, n) for n in (30, 70)], prompt_logprobs=2, logprob_start_len=26),
+    "embeddings": lambda llm: say(llm, [embedded(llm, text(n, n)) if n % 2 else text(n, n) for n in (61, 30, 35)]),
+    "overrides": lambda llm: say(llm, [embedded(llm, text(n, n), 1, n - 9, n - 1) for n in (30, 61, 18)]),
+    "embeddings, scored": lambda llm: say(
+        llm, [embedded(llm, text(n, n), 0, 5) for n in (30, 61)], prompt_logprobs=1, logprob_start_len=6
+    ),
+    "hidden states": lambda llm: [
+        say(llm, [text(n, n) for n in (50, 9, 20)], return_hidden_states=True), say(llm, [text(50, 50)]),
+        say(llm, [embedded(llm, text(50, 50), 3)], return_hidden_states=True, prompt_logprobs=1, logprob_start_len=5),
+    ],
+    "everything": lambda llm: say(
+        llm, [embedded(llm, text(n, n), 0, 5) for n in (30, 61)], max_tokens=14, return_hidden_states=True,
+        prompt_logprobs=1, logprob_start_len=6, **FORM,
+    ),
+}  # fmt: skip
+LAZY = ("embeddings", "overrides", "embeddings, scored", "hidden states", "everything")
+"""Features whose graphs are captured when the engine is idle: they run before it is, and after."""
 
 # ---- the engines ------------------------------------------------------------------------------------
 
@@ -113,24 +143,34 @@ def opened(method: str, checkpoints: Checkpoints, **flags: Any) -> LLM:
 
 @dataclass
 class Ran:
-    """What a run left: outputs by feature, the keys of its passes in order, how they were counted, accepted drafts."""
+    """What a run left: outputs by feature, the keys of its passes in order (None: it was idle), how they were counted,
+    accepted drafts. sizes: what may be captured of each program and width, with masks or without."""
 
     outputs: dict[str, Any]
-    keys: list[Key]
+    keys: list[Key | None]
     passes: dict[tuple[str, str, str], int]
     accepted: int
     preemptions: int
+    sizes: dict[tuple[str, int, bool], list[int]]
 
 
 def run(llm: LLM, features: dict[str, Run], monkeypatch: pytest.MonkeyPatch) -> Ran:
-    keys: list[Key] = []
+    keys: list[Key | None] = []
     real = Planner.launch
+    outputs = {}
     with monkeypatch.context() as patched:
         patched.setattr(Planner, "launch", lambda self, key, batch: (keys.append(key), real(self, key, batch))[1])
-        outputs = {name: feature(llm) for name, feature in features.items()}
+        for name, feature in features.items():
+            outputs[name] = feature(llm)
+            if name in LAZY:
+                keys.append(None)
+                idle(llm)
+                outputs[name] = outputs[name], feature(llm)
     llm.engine.check_integrity()
     counters, scheduler = llm.engine.counters, llm.engine.scheduler
-    return Ran(outputs, keys, counted(llm), counters.accepted_tokens, scheduler.preemptions)
+    planned = llm.engine.runner.planner._programs.items()
+    sizes = {(*name, b.needs.masks): [shape.rows for shape in b.shapes] for name, buckets in planned for b in buckets}
+    return Ran(outputs, keys, counted(llm), counters.accepted_tokens, scheduler.preemptions, sizes)
 
 
 @pytest.fixture
@@ -178,12 +218,38 @@ def check(
         assert ran.outputs[name] == expected.outputs[name], name
     assert ran.accepted == expected.accepted, "drafts were lost"
     assert ran.keys == expected.keys, "other passes than without graphs"
-    assert ran.passes == Counter(account(key, kind, largest) for key in ran.keys)
+    assert ran.passes == Counter(accounts(ran, kind, largest))
     return ran
 
 
+def accounts(ran: Ran, kind: Kind, largest: int | None) -> list[tuple[str, str, str]]:
+    """:func:`account` of each pass; what was missing has a graph from the next time on that the engine is idle.
+
+    But what needs masks, too, is captured for the first pass that wants it.
+    """
+    told: list[tuple[str, str, str]] = []
+    captured: list[Key] = []
+    missing: list[Key] = []
+    for key in ran.keys:
+        if key is None:
+            captured += missing
+            missing.clear()
+            continue
+        told.append(account(key, kind, largest))
+        rich = key.needs.embeddings or key.needs.returned
+        if rich and told[-1][1] != "eager" and not any(graph.covers(key) for graph in captured):
+            sizes = ran.sizes[key.program, key.shape.width, key.needs.masks]
+            graph = replace(key, shape=Shape(min(n for n in sizes if n >= key.shape.rows), key.shape.width))
+            if key.needs.masks:
+                captured.append(graph)
+            else:
+                told[-1] = key.program, "eager", "NOT_CAPTURED"
+                missing.append(graph)
+    return told
+
+
 def account(key: Key, kind: Kind, largest: int | None) -> tuple[str, str, str]:
-    """(program, kind, reason) of a pass, as it has to be counted."""
+    """(program, kind, reason) of a pass whose needs are those of the start, as it has to be counted."""
     if kind.of(key.program) == "eager":
         return key.program, "eager", "DISABLED"
     if largest is not None and key.shape.rows > largest:
@@ -208,6 +274,7 @@ ALL = tuple(FEATURES)
 SOME = ("mixed lengths", "a prefix hit", "prompt logprobs")
 FAST = [(method, "full", ALL) for method in ("none", "eagle3")]
 FAST += [(method, "segmented", SOME) for method in METHODS]
+FAST += [("standalone", "mixed", ("everything", *SOME))]
 FAST += [("mtp", kind, SOME) for kind in ("mixed", "planned on the host")]
 FAST += [("standalone", kind, SOME) for kind in ("compiled segments", "only rounds")]
 
@@ -222,8 +289,9 @@ def test_cells(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran = check(method, KINDS[kind], checkpoints_of(method), features, monkeypatch)
-    assert {"extend", "round", "score"} <= {key.program for key in ran.keys}
-    assert any(key.needs.masks for key in ran.keys) == ("grammar" in features)
+    assert {"extend", "round", "score"} <= {key.program for key in ran.keys if key is not None}
+    masked = {"grammar", "everything"}.intersection(features)
+    assert any(key.needs.masks for key in ran.keys if key is not None) == bool(masked)
     assert CUDA or sum(poisoned) > 1000
     assert method == "none" or ran.accepted > 0, "where no draft is accepted, none can be lost"
 
@@ -272,7 +340,7 @@ def test_a_drafters_needs_cost_prompt_passes_no_graph(
     with opened(method, checkpoints_of(method), **FLAGS) as llm:
         needs, planner = llm.engine.runner.needs, llm.engine.runner.planner
         ran = run(llm, {"chunks": FEATURES["chunks"]}, monkeypatch)
-    extends = [key for key in ran.keys if key.program == "extend"]
+    extends = [key for key in ran.keys if key is not None and key.program == "extend"]
     assert len(extends) >= 4
     assert all(key.needs == needs for key in extends)
     assert all(graph.key.needs.covers(needs) for graph in planner.graphs())

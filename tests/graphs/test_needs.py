@@ -30,7 +30,7 @@ MASKED = Needs(masks=True)
 SCHEMA = Schema(
     (
         Field("x", torch.int32, ("rows",), pad=-1),
-        Field("mask", torch.int32, ("rows",), pad=7, need="masks"),
+        Field("mask", torch.int32, ("rows",), pad=7, need=MASKED),
         Field("result", torch.int32, ("rows",), output=True),
     )
 )

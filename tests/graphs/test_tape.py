@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,7 @@ from unisono.program import (
     Field,
     Hidden,
     Key,
+    Logits,
     Needs,
     Program,
     ProgramError,
@@ -167,6 +170,34 @@ def test_needs_cover() -> None:
     assert not null.covers(last)
     assert not aux.covers(full)
     assert not full.covers(aux)
+
+
+@pytest.mark.parametrize(
+    ("richer", "poorer"),
+    [
+        (Needs(logits=Logits.SELECTED), Needs()),
+        (Needs(logits=Logits.ALL), Needs(logits=Logits.SELECTED)),
+        (Needs(embeddings=True), Needs()),
+        (Needs(returned=True), Needs()),
+        (Needs(masks=True), Needs()),
+        (Needs(Hidden.FULL, returned=True), Needs(Hidden.LAST)),
+        (Needs(Hidden.AUX, (1, 2), Logits.ALL, True, True, True), Needs(Hidden.AUX, (2,), Logits.SELECTED, True)),
+        (Needs(Hidden.FULL), Needs()),
+    ],
+)
+def test_the_richer_need_serves_the_poorer_never_the_reverse(richer: Needs, poorer: Needs) -> None:
+    shape = Shape(4)
+    assert Key("p", shape, richer).covers(Key("p", shape, poorer))
+    assert not Key("p", shape, poorer).covers(Key("p", shape, richer))
+    assert richer.covers(richer)
+    assert richer.label != poorer.label
+
+
+def test_needs_of_different_kinds_cover_neither() -> None:
+    flags = [Needs(embeddings=True), Needs(returned=True), Needs(masks=True)]
+    some = (*flags, Needs(logits=Logits.SELECTED), Needs(Hidden.FULL))
+    for one, other in itertools.permutations(some, 2):
+        assert not one.covers(other)
 
 
 @torch.inference_mode()

@@ -27,8 +27,8 @@ def ops(request, device) -> SimpleNamespace:
 
 
 def tables(rng: random.Random) -> tuple[list[list[int]], list[list[int]]]:
-    """History and page table of SLOTS slots and the padding slot; some tokens are outside VOCAB."""
-    history = [[rng.randrange(VOCAB + 5) for _ in range(MAX_TOKENS)] for _ in range(SLOTS + 1)]
+    """History and page table of SLOTS slots and the padding slot; some tokens are outside VOCAB, on either side."""
+    history = [[rng.randrange(-3, VOCAB + 5) for _ in range(MAX_TOKENS)] for _ in range(SLOTS + 1)]
     table = [[rng.randrange(1, 50) for _ in range(MAX_PAGES)] for _ in range(SLOTS + 1)]
     return history, table
 

@@ -80,8 +80,12 @@ def test_the_longest_latest_match_is_continued(ops, trial, longest, shortest):
         ([4, 5, 6], 4, [-1, -1, -1]),
         ([4], 4, [-1, -1, -1]),
         ([], 4, [-1, -1, -1]),
+        # -1 is where an embedding stands: it equals no other, and nothing is copied across it.
+        ([-1, 1, 3, -1, 1], 4, [3, -1, -1]),
+        ([-1, 1, 3, 9, 1, 4, -1, 1], 4, [4, -1, -1]),
+        ([5, -1, -1, -1], 4, [-1, -1, -1]),
     ],
-    ids=["once", "latest", "longest", "period-1", "period-2", "new", "one-token", "empty"],
+    ids=["once", "latest", "longest", "period-1", "period-2", "new", "one-token", "empty", "across", "alike", "behind"],
 )
 def test_by_the_book(ops, own, longest, expected):
     history, length = slots_of([own], ops)

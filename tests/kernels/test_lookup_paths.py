@@ -76,8 +76,10 @@ def test_paths_equal_the_oracle(ops, trial):
         # The longer match comes first, though the other is later.
         ([1, 3, 5, 9, 3, 6, 1, 3], [1, 1], [[5, -1], [6, -1]]),
         ([4], [2, 2], [[-1, -1], [-1, -1]]),
+        # -1 is where an embedding stands: it makes no match longer.
+        ([-1, 3, 5, 9, 3, 6, -1, 3], [1, 1], [[6, -1], [5, -1]]),
     ],
-    ids=["distinct", "prefix", "longer", "order", "one-token"],
+    ids=["distinct", "prefix", "longer", "order", "one-token", "embedding"],
 )
 def test_by_the_book(ops, own, sizes, expected):
     assert run(ops, [own], [0], sizes, 2, 4, 1) == [expected]

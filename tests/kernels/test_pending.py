@@ -69,6 +69,16 @@ def test_take_pending(case, lag):
     assert moving.tolist() == [8, 11, 9, 3, 4, 0]
 
 
+def test_where_an_embedding_stands_token_0_is_taken(case):
+    """A history has -1 there: no draft model has a row for it, and -1 in a result means that nothing follows."""
+    history = case.history.clone()
+    history[1, :7] = -1
+    observed, length = case.tensor([0, 7, 0]), strided(case, [0, 11, 0])
+    result, picks, _ = case.take_pending(observed, case.tensor([1]), length, history, WIDTH, 2)
+    assert result.tolist() == [[4, 0, 0, 0, 107, 108]]
+    assert picks.tolist() == [[0, 0, 107, 108]]
+
+
 def test_a_stash_is_what_is_taken():
     """Three rounds of width 1, then the ring's rows are those of the pending tokens, in order."""
     observed, length = torch.tensor([6, 0]).int(), torch.tensor([6, 0]).int()

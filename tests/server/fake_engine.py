@@ -17,6 +17,7 @@ from typing import Any
 from unisono.types import BadRequest, CheckpointError, EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 
 VOCAB_SIZE = 1000
+HIDDEN_SIZE = 6
 
 
 class Trick(enum.IntEnum):
@@ -37,6 +38,8 @@ class FakeConfig:
     max_model_len: int = 512
     load_seconds: float = 0.0
     load_error: str | None = None
+    enable_prompt_embeds: bool = False
+    enable_return_hidden_states: bool = False
 
 
 def _logprobs(token: int, wanted: int) -> TokenLogprobs:
@@ -112,8 +115,13 @@ class FakeEngine:
 
     def info(self) -> dict[str, Any]:
         return {
-            "settings": {"max_model_len": self.config.max_model_len},
+            "settings": {
+                "max_model_len": self.config.max_model_len,
+                "enable_prompt_embeds": self.config.enable_prompt_embeds,
+                "enable_return_hidden_states": self.config.enable_return_hidden_states,
+            },
             "vocab_size": VOCAB_SIZE,
+            "hidden_size": HIDDEN_SIZE,
             "eos_token_ids": [],
             "generation_defaults": {"top_k": 40},
             "requests": {"running": len(self.requests), "waiting": 0},

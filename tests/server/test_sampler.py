@@ -15,7 +15,7 @@ import pytest
 from tests.server.conftest import Server, Start
 from tests.server.fake_engine import Trick
 from tests.server.tokenizers_ import byte_level
-from unisono.types import FinishReason, TokenDelta, TokenLogprobs
+from unisono.types import FinishReason, TokenDelta, TokenLogprobs, Vectors
 
 TEXT = "naïve 🙂 fox"
 TOKENIZER = byte_level()
@@ -67,8 +67,14 @@ def test_deltas_that_pile_up_keep_everything() -> None:
     delta.absorb(TokenDelta("r", [9], FinishReason.STOP, 0, "e", [first], drafted_tokens=2, accepted_tokens=1))
     expected = TokenDelta("r", [7, 8, 9], FinishReason.STOP, 4, "e", [first, second, first], [second], 5, 1)
     assert delta == expected
+    row, prompt = Vectors("float32", 1, b"abcd"), Vectors("float32", 1, b"efgh")
+    delta = TokenDelta("r", [7], prompt_hidden_states=prompt)
+    for data in (b"abcd", b"wxyz"):
+        delta.absorb(TokenDelta("r", [8], hidden_states=dataclasses.replace(row, data=data)))
+    delta.absorb(TokenDelta("r", [9]))
+    assert (delta.hidden_states, delta.prompt_hidden_states) == (dataclasses.replace(row, data=b"abcdwxyz"), prompt)
     fields = [f.name for f in dataclasses.fields(TokenDelta)]
-    assert len(fields) == 9, "a new field: does absorb() merge it?"
+    assert len(fields) == 11, "a new field: does absorb() merge it?"
 
 
 def test_streamed_logprobs_are_the_whole_ones(server: Server) -> None:

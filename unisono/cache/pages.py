@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from unisono.cache.kv import PADDING_PAGE, PAGE_SIZE
-from unisono.cache.radix import Node, RadixCache
+from unisono.cache.radix import Node, RadixCache, Token
 
 
 class OutOfPages(Exception):
@@ -64,7 +64,7 @@ class Reservation:
         self.entries.extend(_Entry(page) for page in added)
         return added
 
-    def commit(self, tokens: Sequence[int], settled: bool = True) -> None:
+    def commit(self, tokens: Sequence[Token], settled: bool = True) -> None:
         """Offer to the prefix tree the full pages of ``tokens``: those whose keys and values are written.
 
         Not ``settled``: the last of them were written by a round that no other follows, and a drafter may compute a
@@ -112,7 +112,7 @@ class PagePool:
         """Share of pages held by requests, 0 … 1."""
         return 1 - self.available / max(1, self.num_pages - 1)
 
-    def open(self, tokens: Sequence[int]) -> Reservation:
+    def open(self, tokens: Sequence[Token]) -> Reservation:
         """A reservation that begins with the longest cached prefix of ``tokens`` (whole pages, locked).
 
         The last token is never served from the cache: its logits are needed.

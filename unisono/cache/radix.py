@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 
 from unisono.cache.kv import PAGE_SIZE
 
-Tokens = tuple[int, ...]
+Token = int | bytes
+"""What stands at a position: a token id, or a digest of the embedding there."""
+Tokens = tuple[Token, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +52,7 @@ class RadixCache:
         self.pages = 0
         self.unlocked = 0
 
-    def match(self, tokens: Sequence[int]) -> list[Node]:
+    def match(self, tokens: Sequence[Token]) -> list[Node]:
         """The nodes of the longest cached prefix of ``tokens``, in whole pages, from the root down."""
         node, path = self._root, []
         for key in _page_keys(tokens):
@@ -114,6 +116,6 @@ class RadixCache:
             heapq.heappush(self._evictable, (node.used, next(self._tiebreak), node))
 
 
-def _page_keys(tokens: Sequence[int]) -> Iterator[Tokens]:
+def _page_keys(tokens: Sequence[Token]) -> Iterator[Tokens]:
     for start in range(0, len(tokens) - PAGE_SIZE + 1, PAGE_SIZE):
         yield tuple(tokens[start : start + PAGE_SIZE])

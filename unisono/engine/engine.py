@@ -19,6 +19,8 @@ import torch
 from unisono.cache.pages import PagePool
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.engine import report
+from unisono.engine.hidden import HiddenStates
+from unisono.engine.overrides import Embedded, check_scored
 from unisono.engine.pace import Pace
 from unisono.engine.runner import Launched, Runner
 from unisono.engine.scheduler import Extend, Round, Scheduler, Sequence
@@ -92,6 +94,12 @@ class Engine:
         sequence = Sequence(request, list(request.prompt_token_ids), limit, next(self._order))
         if request.params.prompt_logprobs is not None:
             sequence.prompt_logprobs = {}
+        sequence.embedded = self._embedded(request)
+        if request.params.return_hidden_states:
+            # Those of a prompt with several sequences come with the first of them.
+            known = 0 if request.shares_with is None else sequence.prompt_len
+            dtype = str(self.config.dtype).removeprefix("torch.")
+            sequence.hidden = HiddenStates(known, sequence.prompt_len, dtype, self.checkpoint.config.hidden_size)
         if compiled is not None:
             sequence.matcher = Matcher(compiled, request.params)
         if request.shares_with is not None:
@@ -136,7 +144,9 @@ class Engine:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        wrong = next((t for t in prompt if not 0 <= t < vocab), None)
+        embedded = self._embedded(request)
+        positions = set() if embedded is None else set(embedded.positions.tolist())
+        wrong = next((t for i, t in enumerate(prompt) if not 0 <= t < vocab and i not in positions), None)
         if wrong is not None:
             raise BadRequest(
                 f"token id {wrong} is outside the vocabulary of {vocab} (0 … {vocab - 1}).", param="prompt"
@@ -152,7 +162,12 @@ class Engine:
             raise BadRequest(
                 f"n={request.params.n}: one request is one sequence here; see EngineRequest.sequences.", "n"
             )
+        if request.params.prompt_logprobs is not None:
+            check_scored(request, positions)
         check_edits(request.params, request.bad_words, vocab)
+
+    def _embedded(self, request: EngineRequest) -> Embedded | None:
+        return Embedded.of(request, self.checkpoint.config.hidden_size, self.config.dtype)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its pages; unknown ids are ignored, for it may just have ended."""
@@ -198,6 +213,8 @@ class Engine:
                     self.scheduler.commit_prompt(chunk)
             if work.scores:
                 _read_scores(work, outputs["prompt_logprobs"])
+            if "hidden" in outputs:
+                _read_hidden(work, outputs["hidden"])
             rows = [(i, chunk.sequence) for i, chunk in enumerate(work.chunks) if chunk.last]
         else:
             rows = list(enumerate(work.sequences))
@@ -207,6 +224,8 @@ class Engine:
             count, status = int(result[row, 0]), FinishReason(int(result[row, 1]))
             # A row that ended before this pass, as the host has learnt since, brings nothing.
             if sequence.finish is FinishReason.RUNNING and count:
+                if isinstance(work, Round) and sequence.hidden is not None:
+                    sequence.hidden.read(len(sequence.tokens) - 1, outputs["hidden"][row, :count])
                 delta = self._commit(sequence, result[row, 2 : 2 + count].tolist(), status)
                 if isinstance(work, Round) and sequence.request.params.max_drafts != 0:
                     delta.drafted_tokens, delta.accepted_tokens = int(outputs["drafted"][row]), count - 1
@@ -217,18 +236,22 @@ class Engine:
         return deltas
 
     def _commit(self, sequence: Sequence, tokens: list[int], status: FinishReason) -> TokenDelta:
-        request_id, scores = sequence.request.request_id, None
+        delta = TokenDelta(sequence.request.request_id, tokens, status, sequence.cached_tokens or 0)
         if len(sequence.tokens) == sequence.prompt_len:
             self.counters.prompt_tokens += sequence.prompt_len
             if sequence.prompt_logprobs is not None:
-                scores = [sequence.prompt_logprobs[i] for i in range(1, sequence.prompt_len)]
+                delta.prompt_logprobs = [sequence.prompt_logprobs[i] for i in sequence.scored]
+            if sequence.hidden is not None:
+                delta.prompt_hidden_states = sequence.hidden.take_prompt()
+        if sequence.hidden is not None:
+            delta.hidden_states = sequence.hidden.take_output()
         sequence.tokens.extend(tokens)
         self.counters.generation_tokens += len(tokens)
-        status, error = _follow(sequence, tokens, status)
-        if status is not FinishReason.RUNNING:
-            self.scheduler.retire(sequence, status)
-            del self._sequences[request_id]
-        return TokenDelta(request_id, tokens, status, sequence.cached_tokens or 0, error, prompt_logprobs=scores)
+        delta.finish, delta.error = _follow(sequence, tokens, status)
+        if delta.finish is not FinishReason.RUNNING:
+            self.scheduler.retire(sequence, delta.finish)
+            del self._sequences[sequence.request.request_id]
+        return delta
 
     # ---- what it tells ------------------------------------------------------------------------
 
@@ -295,12 +318,22 @@ def _follow(sequence: Sequence, tokens: list[int], status: FinishReason) -> tupl
 
 
 def _read_scores(work: Extend, words: np.ndarray) -> None:
-    """Hand each sequence the log-probabilities of the prompt tokens behind those of its chunk."""
+    """Hand each sequence the log-probabilities of the prompt tokens behind those of its chunk that are scored."""
     at = 0
     for chunk in work.chunks:
-        sequence, count = chunk.sequence, chunk.end - chunk.start
+        sequence, scored = chunk.sequence, chunk.scored
         wanted = sequence.request.params.prompt_logprobs
-        if sequence.prompt_logprobs is not None and wanted is not None:
-            positions = range(chunk.start + 1, chunk.end + 1)
-            sequence.prompt_logprobs |= zip(positions, unpack_logprobs(words[at : at + count], wanted), strict=True)
+        if sequence.prompt_logprobs is not None and wanted is not None and scored:
+            given = unpack_logprobs(words[at : at + len(scored)], wanted)
+            sequence.prompt_logprobs |= zip((p + 1 for p in scored), given, strict=True)
+            at += len(scored)
+
+
+def _read_hidden(work: Extend, words: np.ndarray) -> None:
+    """Hand each sequence that wants them the hidden states of its chunk."""
+    at = 0
+    for chunk in work.chunks:
+        count = chunk.end - chunk.start
+        if chunk.sequence.hidden is not None:
+            chunk.sequence.hidden.read(chunk.start, words[at : at + count])
         at += count

@@ -18,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
+from unisono.engine.needs import hidden_field, mask_field
 from unisono.engine.programs import (
     LOGPROB_WORDS,
     Parts,
     draft_chain,
     draft_tree,
     growth_columns,
-    mask_field,
     settle_chain,
     settle_tree,
 )
@@ -84,10 +84,11 @@ def verify_program(parts: Parts) -> Program:
     schema = Schema(
         (
             *_growth(parts),
-            mask_field(parts, "rows", "width", parts.paths),
+            mask_field(parts.model.config.vocab_size, "rows", "width", parts.paths),
             Field("result", torch.int32, ("rows", "result"), output=True),
             Field("drafted", torch.int32, ("rows",), output=True),
             Field("logprobs", torch.int32, ("rows", "width", LOGPROB_WORDS), output=True),
+            hidden_field(*parts.vectors, "rows", "width"),
         )
     )
 

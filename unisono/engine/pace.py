@@ -134,7 +134,7 @@ class Pace:
             return
         # On a GPU that is the time of this pass; a CPU has run the next one meanwhile.
         timed = after if self._runner.config.device.type == "cpu" else work
-        if self.pinned is None and not timed.behind and timed.drafts != self.policy.drafts:
+        if self.pinned is None and _plain(timed) and timed.drafts != self.policy.drafts:
             self.policy.costs.probed(len(timed.sequences), timed.drafts, ms)
 
 
@@ -145,10 +145,10 @@ def _max_drafts(sequence: Sequence) -> int:
 
 def _alike(one: Round, other: Round) -> bool:
     """Whether two rounds are of the same kind, so that the time between them is that of either."""
-    same = (
-        one.drafts == other.drafts
-        and not one.masked
-        and not other.masked
-        and len(one.sequences) == len(other.sequences)
-    )
-    return same and not one.behind and not other.behind
+    same = one.drafts == other.drafts and len(one.sequences) == len(other.sequences)
+    return same and _plain(one) and _plain(other)
+
+
+def _plain(work: Round) -> bool:
+    """Whether it is a pass of the program whose graphs' times are known, and no other pass."""
+    return not (work.masked or work.returns or work.behind)

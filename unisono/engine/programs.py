@@ -16,6 +16,15 @@ from unisono.attention.base import AttentionInputs
 from unisono.cache.kv import PAGE_SIZE
 from unisono.cache.pages import pages_for
 from unisono.drafters.base import Drafter, PausableDrafter, PromptPass, Verified
+from unisono.engine.needs import (
+    Overriding,
+    embedding_fields,
+    hidden_field,
+    mask_field,
+    overriding,
+    return_hidden,
+    score_fields,
+)
 from unisono.engine.slots import Slots
 from unisono.engine.synthetic import Force
 from unisono.engine.tree import Tree
@@ -62,10 +71,17 @@ class Parts:
     def paths(self) -> int:
         return 1 if self.tree is None else len(self.tree.paths)
 
-    def forward(self, token_ids: torch.Tensor, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    @property
+    def vectors(self) -> tuple[int, torch.dtype]:
+        """The size and the dtype of embeddings and hidden states."""
+        return self.model.config.hidden_size, self.model.embed.weight.dtype
+
+    def forward(
+        self, token_ids: torch.Tensor, inputs: AttentionInputs, given: Overriding | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The target: hidden states [T, H] for the LM head, and what the drafter asked to see."""
         needs = self.drafter.needs
-        hidden, aux = self.model(token_ids, inputs, self.kv, needs.aux_layers)
+        hidden, aux = self.model(token_ids, inputs, self.kv, needs.aux_layers, given)
         return hidden, {Hidden.NULL: None, Hidden.AUX: aux}.get(needs.hidden, hidden)
 
     def pick(
@@ -87,29 +103,24 @@ class Parts:
         return picked.tokens.view(-1, width)
 
     def score(self, hidden: torch.Tensor, b: Buffers) -> None:
-        """Fill ``b.prompt_logprobs`` with those of ``b.next_ids``, a slice of the pass's logits at a time."""
-        token = torch.arange(b.shape.rows, dtype=torch.int32, device=b.device)
+        """Where prompt tokens are scored, fill ``b.prompt_logprobs`` with those of the tokens behind ``b.score_rows``.
+
+        A slice of logits at a time.
+        """
+        if (rows := b.find("score_rows")) is None:
+            return
+        token = rows.clamp_min(0)
         row = torch.searchsorted(b.query_start[1:], token, right=True).clamp_max(b.slots.shape[0] - 1)
-        slots = b.slots.index_select(0, row)
-        for part in (slice(i, i + SCORED_TOKENS) for i in range(0, b.shape.rows, SCORED_TOKENS)):
-            logits, out = self.model.logits(hidden[part]), b.prompt_logprobs[part]
-            report_prompt_logprobs(logits, slots[part], b.next_ids[part], self.slots, out)
+        slots = b.slots.index_select(0, row).masked_fill(rows < 0, self.slots.padding)
+        next_ids = b.next_ids.index_select(0, token)
+        for part in (slice(i, i + SCORED_TOKENS) for i in range(0, token.shape[0], SCORED_TOKENS)):
+            logits, out = self.model.logits(hidden.index_select(0, token[part])), b.prompt_logprobs[part]
+            report_prompt_logprobs(logits, slots[part], next_ids[part], self.slots, out)
 
     def commit(self, picks: torch.Tensor, drafts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Accept and commit; see :func:`unisono.kernels.rounds.commit`."""
         s = self.slots
         return commit(picks, drafts, rows, s.length, s.limit, s.status, s.last_token, s.stop_ids, s.history)
-
-
-def mask_words(vocab_size: int) -> int:
-    """int32 words of a mask: bit i % 32 of word i // 32 allows token i."""
-    return -(-vocab_size // 32)
-
-
-def mask_field(parts: Parts, rows: int | str, width: int | str, paths: int = 1) -> Field:
-    """What ``width`` positions of each path of each row may sample, of passes that need masks; padding allows all."""
-    words = mask_words(parts.model.config.vocab_size)
-    return Field("mask", torch.int32, (rows, paths, width, words), pad=-1, need="masks")
 
 
 def growth_columns(width: int) -> int:
@@ -128,6 +139,7 @@ def round_program(parts: Parts) -> Program:
             Field("result", torch.int32, ("rows", "result"), output=True),
             Field("drafted", torch.int32, ("rows",), output=True),
             Field("logprobs", torch.int32, ("rows", "width", LOGPROB_WORDS), output=True),
+            hidden_field(*parts.vectors, "rows", "width"),
         )
     )
 
@@ -160,7 +172,8 @@ def settle_chain(parts: Parts, b: Buffers, drafts: torch.Tensor) -> None:
     """Verify and commit ``drafts [R, k]``, and let the drafter catch up."""
     width = b.shape.width
     mask = b.find("mask")
-    picks, seen = _verify(parts, b.slots, b.slots, drafts, b.logprobs, None if mask is None else mask[:, 0])
+    picks, hidden, seen = _verify(parts, b.slots, b.slots, drafts, b.logprobs, None if mask is None else mask[:, 0])
+    return_hidden(b, hidden)
     if parts.forced is not None:
         b.drafted.fill_(width - 1)
     b.result.copy_(parts.commit(picks, drafts, b.slots))
@@ -194,20 +207,19 @@ def draft_tree(parts: Parts, tree: Tree, fork: Fork, drafts: torch.Tensor) -> No
 
 def settle_tree(parts: Parts, tree: Tree, b: Buffers, fork: Fork, drafts: torch.Tensor) -> None:
     """Verify every path, commit the best one, and let the drafter catch up."""
-    rows, width = b.shape.rows, b.shape.width
     logprobs = b.logprobs.new_empty(len(fork.slots), *b.logprobs.shape[1:])
-    picks, seen = _verify(parts, fork.slots, fork.tables, drafts, logprobs, b.find("mask"))
+    picks, hidden, seen = _verify(parts, fork.slots, fork.tables, drafts, logprobs, b.find("mask"))
     if parts.forced is not None:
         tree.leave_one(fork, drafts)
     best = tree.best(fork, picks, drafts)
     b.logprobs.copy_(logprobs.index_select(0, best.rows))
     b.drafted.copy_(best.drafted)
     if parts.forced is not None:
-        b.drafted.fill_(width - 1)
+        b.drafted.fill_(b.shape.width - 1)
     b.result.copy_(parts.commit(best.picks, best.drafts, b.slots))
     tree.adopt(b.slots, best, b.result)
-    if seen is not None:
-        seen = seen.view(len(fork.slots), -1).index_select(0, best.rows).view(rows * width, -1)
+    return_hidden(b, _rows_of(hidden, len(fork.slots), best.rows))
+    seen = None if seen is None else _rows_of(seen, len(fork.slots), best.rows)
     parts.drafter.observe(Verified(b.slots, b.result, best.picks, seen))
 
 
@@ -218,8 +230,8 @@ def _verify(
     drafts: torch.Tensor,
     logprobs: torch.Tensor,
     mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The target's picks [R, W] behind drafts [R, k], and what the drafter asked to see of its pass.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The target's picks [R, W] behind drafts [R, k], its hidden states [R · W, H], and what the drafter asked to see.
 
     rows [R]: each row's slot; tables [R]: its row of the page table.
     """
@@ -232,19 +244,18 @@ def _verify(
     picks = parts.pick(parts.model.logits(hidden), rows, drafts, logprobs, mask)
     if parts.forced is not None:
         parts.forced(drafts, picks, rows)
-    return picks, seen
+    return picks, hidden, seen
 
 
-def extend_program(parts: Parts, max_rows: int, scores: bool = False) -> Program:
+def extend_program(parts: Parts, max_rows: int, name: str = "extend") -> Program:
     """Compute ``rows`` prompt tokens of at most ``max_rows`` requests; sample where a prompt ends.
 
-    With ``scores`` it is the program "score", which also reports prompt tokens' log-probabilities.
+    name: "score" for passes that also report log-probabilities of prompt tokens, for these have graphs of their own.
 
     ``sample_slots`` names the slot of each row that ends its prompt here, else the padding slot;
     ``last`` is the index of that row's last token; ``next_ids`` the token after each, as far as it is known.
     """
     slots = parts.slots
-    scored = (Field("prompt_logprobs", torch.int32, ("rows", LOGPROB_WORDS), output=True),) if scores else ()
     schema = Schema(
         (
             Field("token_ids", torch.int32, ("rows",)),
@@ -254,10 +265,12 @@ def extend_program(parts: Parts, max_rows: int, scores: bool = False) -> Program
             Field("start", torch.int32, (max_rows,)),
             Field("sample_slots", torch.int32, (max_rows,), pad=slots.padding),
             Field("last", torch.int32, (max_rows,)),
-            mask_field(parts, max_rows, 1),
+            mask_field(parts.model.config.vocab_size, max_rows, 1),
+            *embedding_fields(*parts.vectors),
             Field("result", torch.int32, (max_rows, 3), output=True),
             Field("logprobs", torch.int32, (max_rows, 1, LOGPROB_WORDS), output=True),
-            *scored,
+            *score_fields(),
+            hidden_field(*parts.vectors, "rows"),
         )
     )
 
@@ -266,12 +279,12 @@ def extend_program(parts: Parts, max_rows: int, scores: bool = False) -> Program
             b.slots, b.query_start, b.start, slots.page_table, PAGE_SIZE, b.shape.rows
         )
         inputs = AttentionInputs(b.slots, positions, kv_slots, kv_len, slots.page_table, None, b.query_start)
-        hidden, seen = parts.forward(b.token_ids, inputs)
+        hidden, seen = parts.forward(b.token_ids, inputs, overriding(b, parts.vectors[1]))
+        return_hidden(b, hidden)
         drafts = torch.empty((max_rows, 0), dtype=torch.int32, device=b.device)
         logits = parts.model.logits(hidden.index_select(0, b.last))
         picks = parts.pick(logits, b.sample_slots, drafts, b.logprobs, b.find("mask"))
-        if scores:
-            parts.score(hidden, b)
+        parts.score(hidden, b)
         b.result.copy_(parts.commit(picks, drafts, b.sample_slots))
         if parts.width > 1:
             next_ids = _with_sampled(b.next_ids, b.last, picks[:, 0], b.sample_slots != slots.padding)
@@ -279,7 +292,12 @@ def extend_program(parts: Parts, max_rows: int, scores: bool = False) -> Program
                 PromptPass(b.slots, b.query_start, b.start, b.token_ids, next_ids, positions, b.last, seen)
             )
 
-    return Program("score" if scores else "extend", schema, run)
+    return Program(name, schema, run)
+
+
+def _rows_of(states: torch.Tensor, rows: int, chosen: torch.Tensor) -> torch.Tensor:
+    """Of states [rows · W, H] those of the chosen rows [R]: [R · W, H]."""
+    return states.view(rows, -1).index_select(0, chosen).view(-1, states.shape[1])
 
 
 def _with_sampled(

@@ -89,6 +89,7 @@ def info(engine: Engine) -> dict[str, object]:
         **engine.config.explain(),
         "architecture": config.architecture,
         "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
         "eos_token_ids": list(engine.checkpoint.eos_token_ids),
         "generation_defaults": engine.generation_defaults(),
         "kv_cache": {

@@ -41,7 +41,9 @@ from unisono.engine.masked import (
     round_masks,
     verify_program,
 )
-from unisono.engine.programs import Parts, catch_up_program, extend_program, mask_words, round_program
+from unisono.engine.needs import logits_need, mask_words
+from unisono.engine.overrides import override_fields
+from unisono.engine.programs import Parts, catch_up_program, extend_program, round_program
 from unisono.engine.scheduler import Chunk, Extend, Round
 from unisono.engine.slots import Slots
 from unisono.engine.synthetic import forcing
@@ -53,7 +55,7 @@ from unisono.layers.linear import prove_linears, rehearse_proofs
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
-from unisono.program import Buffers, Key, Pending, Program, Shape
+from unisono.program import Buffers, Key, Logits, Pending, Program, Shape
 from unisono.sampling.pipeline import DraftPicker
 from unisono.types import ConfigError, SpeculativeConfig
 
@@ -218,9 +220,11 @@ class Runner:
     def _buckets(self, parts: Parts) -> list[Buckets]:
         """What may be captured of each program; see ``engine/buckets.py``."""
         config, needs, masked = self.config, self.needs, self.masked
-        extends = [extend_program(parts, self.max_extend_rows, scores) for scores in (False, True)]
+        extend, score = (extend_program(parts, self.max_extend_rows, name) for name in ("extend", "score"))
         buckets = round_buckets(round_program(parts), config, self.choices, needs)
-        buckets += [buckets_of(program, config, 1, variant) for variant in (needs, masked) for program in extends]
+        for variant in (needs, masked):
+            buckets.append(buckets_of(extend, config, 1, variant))
+            buckets.append(buckets_of(score, config, 1, replace(variant, logits=Logits.ALL)))
         for drafts in {self.choices[0], self.choices[-1]}:
             buckets.append(buckets_of(verify_program(parts), config, 1 + drafts, masked))
         if self.width > 1:
@@ -297,7 +301,7 @@ class Runner:
         torch.cuda.reset_peak_memory_stats()
         # Only padding tokens: they compute everything but attention, which keeps no activations.
         for program, shape in passes:
-            program.run(Buffers(program.schema, shape, self.config.device))
+            program.run(Buffers(program.schema.of(self.masked), shape, self.config.device))
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         grown = max(0, torch.cuda.max_memory_reserved() - before)
@@ -319,12 +323,13 @@ class Runner:
         rows = len(work.sequences)
         batch: dict[str, object] = {"slots": [s.slot for s in work.sequences], "columns": columns, "pages": pages}
         if not needs_masks(work):
-            return self.planner.launch(self.round_key(rows, work.drafts), batch)
+            key = self.round_key(rows, work.drafts)
+            return self.planner.launch(replace(key, needs=replace(key.needs, returned=work.returns)), batch)
         shape, drafts = Shape(rows, 1 + work.drafts), np.empty((rows, self.paths, 0), dtype=np.int32)
         if work.drafts:
             drafts = self.planner.launch(Key("draft", shape, self.needs), batch).wait()["drafts"][:rows]
         batch["mask"] = round_masks(work, drafts, mask_words(self.model.config.vocab_size))
-        return self.planner.launch(Key("verify", shape, self.masked), batch)
+        return self.planner.launch(Key("verify", shape, replace(self.masked, returned=work.returns)), batch)
 
     def round_key(self, rows: int, drafts: int) -> Key:
         """Of a round of so many requests with so many drafts each."""
@@ -342,19 +347,23 @@ class Runner:
         # The rows that no request uses are empty: they begin where the tokens end.
         query_start = np.full(self.max_extend_rows + 1, total)
         query_start[: len(edges)] = edges
-        batch: dict[str, object] = {
-            "token_ids": np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks]),
-            "next_ids": np.concatenate([_following(c) for c in chunks]),
+        batch: dict[str, object] = {  # where an embedding stands, an id in range is as good as any
+            "token_ids": np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks]).clip(0),
+            "next_ids": np.concatenate([_following(c) for c in chunks]).clip(0),
             "slots": [c.sequence.slot for c in chunks],
             "query_start": query_start,
             "start": [c.start for c in chunks],
             "sample_slots": [c.sequence.slot if c.last else self.slots.padding for c in chunks],
             "last": edges[1:] - 1,
         }
-        needs = self.needs
-        if needs_masks(work):
-            needs, batch["mask"] = self.masked, extend_masks(work, mask_words(self.model.config.vocab_size))
-        return self.planner.launch(Key("score" if work.scores else "extend", Shape(total), needs), batch)
+        embeddings = override_fields(chunks)
+        needs = replace(self.needs, embeddings=bool(embeddings), returned=work.returns, masks=needs_masks(work))
+        if needs.masks:
+            batch["mask"] = extend_masks(work, mask_words(self.model.config.vocab_size))
+        if work.scores:
+            batch["score_rows"] = rows = _score_rows(chunks, edges)
+            needs = replace(needs, logits=logits_need(len(rows), total))
+        return self.planner.launch(Key("score" if work.scores else "extend", Shape(total), needs), batch | embeddings)
 
     def close(self) -> None:
         """Free the graphs, then everything they were captured on."""
@@ -369,6 +378,16 @@ def _following(chunk: Chunk) -> list[int]:
     """The token after each of a chunk's; 0 where it is not sampled yet."""
     following = chunk.sequence.tokens[chunk.start + 1 : chunk.end + 1]
     return following + [0] * (chunk.end - chunk.start - len(following))
+
+
+def _score_rows(chunks: list[Chunk], edges: np.ndarray) -> np.ndarray:
+    """The tokens of a pass whose logits score the prompt token behind them; chunk i's begin at edges[i]."""
+    return np.concatenate(
+        [
+            np.arange(edge, edge + len(c.scored)) + (c.scored.start - c.start)
+            for c, edge in zip(chunks, edges, strict=False)
+        ]
+    )
 
 
 def _growth_arrays(work: Round) -> tuple[np.ndarray, np.ndarray]:

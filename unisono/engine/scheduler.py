@@ -12,6 +12,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from unisono.cache.pages import OutOfPages, PagePool, Reservation, pages_for
+from unisono.cache.radix import Token
+from unisono.engine.hidden import HiddenStates
+from unisono.engine.overrides import Embedded
 from unisono.engine.slots import Slots
 from unisono.grammar.matcher import Matcher
 from unisono.types import EngineRequest, FinishReason, TokenLogprobs
@@ -39,6 +42,8 @@ class Sequence:
     preemptions: int = 0
     leader: Sequence | None = None  # of the same prompt, ahead in the queue
     prompt_logprobs: dict[int, TokenLogprobs] | None = None  # by position, as far as they are read; None: not wanted
+    hidden: HiddenStates | None = None  # as far as they are read; None: not wanted
+    embedded: Embedded | None = None  # what stands in for token embeddings
     matcher: Matcher | None = None  # says what each position may sample; None: anything
 
     @property
@@ -51,6 +56,30 @@ class Sequence:
     def prompt_len(self) -> int:
         return len(self.request.prompt_token_ids)
 
+    @property
+    def keys(self) -> list[Token]:
+        """``tokens`` as the prefix cache knows them."""
+        if self.embedded is None:
+            return self.tokens  # type: ignore[return-value]
+        return [*self.embedded.keys, *self.tokens[self.prompt_len :]]
+
+    @property
+    def reusable(self) -> int:
+        """Leading tokens of which the request wants nothing but their keys and values, which may be cached."""
+        known = len(self.tokens)
+        if self.scored:
+            known = min(known, self.scored.start - 1)
+        if self.hidden is not None:
+            known = min(known, self.hidden.known)
+        return known
+
+    @property
+    def scored(self) -> range:
+        """Prompt positions whose log-probability is wanted and not reported yet."""
+        if self.prompt_logprobs is None or len(self.tokens) > self.prompt_len:
+            return range(0)
+        return range(self.request.first_scored, self.prompt_len)
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -61,6 +90,16 @@ class Chunk:
     end: int
     last: bool
 
+    @property
+    def scored(self) -> range:
+        """Positions of the chunk whose logits score the prompt token behind them."""
+        wanted = self.sequence.scored
+        return range(max(self.start, wanted.start - 1), min(self.end, wanted.stop - 1))
+
+    @property
+    def embedded(self) -> Embedded | None:
+        return self.sequence.embedded
+
 
 @dataclass(frozen=True)
 class Extend:
@@ -70,8 +109,13 @@ class Extend:
 
     @property
     def scores(self) -> bool:
-        """Whether a request wants its prompt's log-probabilities."""
-        return any(chunk.sequence.prompt_logprobs is not None for chunk in self.chunks)
+        """Whether a request wants log-probabilities of prompt tokens behind these."""
+        return any(chunk.scored for chunk in self.chunks)
+
+    @property
+    def returns(self) -> bool:
+        """Whether a request wants hidden states of these tokens."""
+        return any(c.sequence.hidden is not None and c.end > c.sequence.hidden.known for c in self.chunks)
 
 
 @dataclass(frozen=True)
@@ -90,6 +134,11 @@ class Round:
     def masked(self) -> bool:
         """Whether a sequence is sampled under masks."""
         return any(sequence.matcher is not None for sequence in self.sequences)
+
+    @property
+    def returns(self) -> bool:
+        """Whether a request wants hidden states."""
+        return any(sequence.hidden is not None for sequence in self.sequences)
 
 
 class Scheduler:
@@ -147,7 +196,7 @@ class Scheduler:
     def commit_prompt(self, chunk: Chunk) -> None:
         """A prompt pass was read: its full pages may serve other prompts from now on."""
         if chunk.sequence.pages is not None:
-            chunk.sequence.pages.commit(chunk.sequence.tokens[: chunk.end])
+            chunk.sequence.pages.commit(chunk.sequence.keys[: chunk.end])
 
     def _give_back(self, sequence: Sequence) -> None:
         if sequence.pages is None:
@@ -157,7 +206,7 @@ class Scheduler:
         written = min(sequence.extended, len(sequence.tokens) - 1) if extending else len(sequence.tokens) - 1
         # A page that the drafter has not read would be drafted from badly for good.
         written = max(0, written - sequence.pending)
-        sequence.pages.commit(sequence.tokens[:written], settled=extending)
+        sequence.pages.commit(sequence.keys[:written], settled=extending)
         sequence.pages.release()
         self.slots.free(sequence.slot)
         sequence.pages, sequence.slot, sequence.extended, sequence.mapped, sequence.pending = None, -1, 0, 0, 0
@@ -167,8 +216,8 @@ class Scheduler:
             sequence = self.waiting[0]
             if sequence.waits_for_leader:
                 return
-            # A cached prefix has no logits: a prompt that is scored is computed whole.
-            pages = self.pool.open(sequence.tokens if sequence.prompt_logprobs is None else sequence.tokens[:1])
+            # A cached prefix has no logits and no hidden states; of what is opened the last is never cached.
+            pages = self.pool.open(sequence.keys[: sequence.reusable + 1])
             # One page of headroom per running request, or admission would be undone by preemption.
             headroom = len(self.active)
             # The first sampled token's page too: drafters may look one token ahead.

@@ -7,6 +7,7 @@ decides whether a graph fits.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 import time
@@ -20,9 +21,12 @@ import torch
 from unisono.graphs.cost import PassCost, choose
 from unisono.graphs.cuda import CudaGraph
 from unisono.graphs.tape import Tape
-from unisono.program import NO_NEEDS, Buffers, Eager, Graph, Key, Needs, Pending, Program, Reason, Replay, Shape
+from unisono.program import NO_NEEDS, Buffers, Eager, Graph, Key, Logits, Needs, Pending, Program, Reason, Replay, Shape
 
 logger = logging.getLogger(__name__)
+
+KEPT_EAGER_BUFFERS, KEPT_EAGER_BYTES = 64, 4 << 20
+"""Buffers of eager passes that are kept for the next pass of the same key, and what each may take."""
 
 MODES = ("full", "segmented", "off")
 
@@ -85,8 +89,9 @@ class Planner:
         self.idle_captures = 0
         self.capture_seconds = 0.0
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        # By name and width: those of fewest needs first.
+        # By name and width: those of fewest needs first. Of needs that appear at run time: variants of these.
         self._programs: dict[tuple[str, int], list[Buckets]] = {}
+        self._variants: dict[tuple[str, int], list[Buckets]] = {}
         self._graphs: dict[tuple[str, int], list[Graph]] = {}
         self._dropped: dict[Key, Reason] = {}
         self._missing: Counter[Key] = Counter()  # keys that passes wanted -> milliseconds they would have saved
@@ -101,6 +106,7 @@ class Planner:
         """
         started = time.perf_counter()
         self._programs = {(buckets.program.name, buckets.width): [] for buckets in plan}
+        self._variants = {name: [] for name in self._programs}
         for buckets in plan:
             variants = self._programs[buckets.program.name, buckets.width]
             if self.enabled and buckets.measured and self._captures(buckets):
@@ -249,9 +255,19 @@ class Planner:
         return self.pass_ms(key) or (cost.replay(key.shape.rows) if cost is not None else 0.0)
 
     def _buckets(self, key: Key) -> Buckets:
-        """What is known of passes with this key's needs, or with the fewest that cover them."""
-        variants = self._programs[key.program, key.shape.width]
-        return next((b for b in variants if b.needs == key.needs or b.needs.covers(key.needs)), variants[0])
+        """What may be captured for passes with this key's needs: with just these, or what is planned with more.
+
+        Where nothing is, they are what was planned with most of these needs, with the rest of them added.
+        """
+        planned, variants = (of[key.program, key.shape.width] for of in (self._programs, self._variants))
+        same = (b for b in (*planned, *variants) if b.needs == key.needs)
+        more = (b for b in planned if b.needs.covers(key.needs))
+        if (found := next(itertools.chain(same, more), None)) is None:
+            most = dataclasses.replace(key.needs, logits=Logits.ALL)  # graphs with all of them serve any
+            *_, base = (planned[0], *(b for b in planned if most.covers(b.needs)))
+            found = dataclasses.replace(base, needs=key.needs)
+            variants.append(found)
+        return found
 
     def plan(self, key: Key) -> Replay | Eager:
         """Replay the smallest graph with this key's needs, else with more, that covers it; or say why none does."""
@@ -266,7 +282,7 @@ class Planner:
                     return Replay(graph)
                 return Eager(Reason.UNPROFITABLE)
         for dropped, reason in self._dropped.items():
-            if dropped.needs == key.needs and dropped.covers(key):
+            if dropped.needs == buckets.needs and dropped.covers(key):
                 return Eager(reason)
         if cost is not None and cost.eager(rows) <= cost.replay(rows):
             return Eager(Reason.UNPROFITABLE)
@@ -278,7 +294,7 @@ class Planner:
     def launch(self, key: Key, batch: Mapping[str, object]) -> Pending:
         """Load the batch, run the pass as planned, count it, and start fetching its outputs."""
         buckets = self._buckets(key)
-        if buckets.on_demand and buckets.needs == key.needs:
+        if buckets.on_demand:
             self._capture_now(buckets, key.shape.rows)
         answer = self.plan(key)
         if isinstance(answer, Replay):
@@ -319,7 +335,7 @@ class Planner:
         fits = (s for s in buckets.shapes if s.width == key.shape.width and s.rows >= key.shape.rows)
         if (shape := next(fits, None)) is None:
             return
-        saved, closest = math.inf, Key(key.program, shape, key.needs)
+        saved, closest = math.inf, buckets.key(shape)
         if buckets.cost is not None:
             saved = buckets.cost.eager(key.shape.rows) - buckets.cost.replay(shape.rows)
         if saved > 0 and closest not in self._dropped:
@@ -329,9 +345,11 @@ class Planner:
         """Buffers of exactly this shape: an eager pass pays for no padding."""
         buffers = self._eager_buffers.get(key)
         if buffers is None:
-            if len(self._eager_buffers) >= 64:  # small tensors, but prompts come in every length
-                self._eager_buffers.pop(next(iter(self._eager_buffers)))
-            buffers = self._eager_buffers[key] = Buffers(program.schema.of(key.needs), key.shape, self.device)
+            buffers = Buffers(program.schema.of(key.needs), key.shape, self.device)
+            if buffers.nbytes <= KEPT_EAGER_BYTES:
+                if len(self._eager_buffers) >= KEPT_EAGER_BUFFERS:  # prompts come in every length
+                    self._eager_buffers.pop(next(iter(self._eager_buffers)))
+                self._eager_buffers[key] = buffers
         return buffers
 
     def forget(self) -> None:
@@ -345,18 +363,18 @@ class Planner:
         """One row per captured key and per range of sizes that runs eagerly: why, and what the user could change."""
         rows: list[dict[str, Any]] = []
         for g in self.graphs():
-            shape = {"program": g.key.program, **dataclasses.asdict(g.key.shape), "needs": g.key.needs.text}
+            shape = {"program": g.key.program, **dataclasses.asdict(g.key.shape), "needs": g.key.needs.label}
             cost = {"bytes": g.cost_bytes, "ms": round(g.replay_ms, 3), "capture_ms": round(1e3 * g.capture_seconds, 1)}
             rows.append({**shape, "kind": g.kind, "breaks": g.breaks, **cost, "reason": "", "advice": ""})
-        for (name, _), variants in self._programs.items():
-            off = not self.enabled or not self._captures(variants[0])
-            for buckets in variants[:1] if off else variants:
+        for (name, width), planned in self._programs.items():
+            off = not self.enabled or not self._captures(planned[0])
+            for buckets in planned[:1] if off else (*planned, *self._variants[name, width]):
                 if buckets.on_demand and buckets.shapes and not off:
                     shape = {"program": name, "rows": "any", "width": buckets.shapes[0].width}
-                    rows.append({**shape, "needs": buckets.needs.text, "kind": "lazy", "reason": "", "advice": ""})
+                    rows.append({**shape, "needs": buckets.needs.label, "kind": "lazy", "reason": "", "advice": ""})
                     continue
-                for sizes, width, reason in self._eager_sizes(buckets):
-                    shape = {"program": name, "rows": sizes, "width": width, "needs": buckets.needs.text}
+                for sizes, tokens, reason in self._eager_sizes(buckets):
+                    shape = {"program": name, "rows": sizes, "width": tokens, "needs": buckets.needs.label}
                     rows.append({**shape, "kind": "eager", "reason": reason.value, "advice": reason.advice})
         return rows
 

@@ -86,7 +86,8 @@ def _draft_extend_inputs_kernel(
     real = inside & (at >= 0)
     slot = tl.load(slots + row, mask=real, other=0)
     token = tl.load(history + slot.to(tl.int64) * max_tokens + at, mask=real, other=0)
-    tl.store(token_ids + t, tl.where(token < vocab_size, token, 0), mask=t < T)
+    known = (token >= 0) & (token < vocab_size)
+    tl.store(token_ids + t, tl.where(known, token, 0), mask=t < T)
     tl.store(positions + t, tl.where(real, at, -1), mask=t < T)
     tl.store(kv_slots + t, _kv_slot(page_table, slot, max_pages, at, real, t, PAGE), mask=t < T)
 
@@ -182,7 +183,8 @@ def draft_extend_inputs_cpu(
     slot = slots[row].long()
     token = history[slot, at.where(real, 0).long()].where(real, 0)
     kv_slots = _kv_slots_cpu(page_table, slot, at, real, t, page_size)
-    return token.where(token < vocab_size, 0), at.where(real, -1), kv_slots, start + query_start.diff(), draft_start
+    token = token.where((token >= 0) & (token < vocab_size), 0)
+    return token, at.where(real, -1), kv_slots, start + query_start.diff(), draft_start
 
 
 define(

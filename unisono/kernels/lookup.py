@@ -106,7 +106,7 @@ def _lookup_kernel(
     while (j < longest) & (tl.max(alive.to(tl.int32)) > 0):
         token = tl.load(own + last - j, mask=j <= last, other=BEFORE)
         earlier = tl.load(text + _wrap(start + at - j, size), mask=alive & (at >= j), other=OUTSIDE)
-        alive = alive & (earlier == token)
+        alive = alive & (earlier == token) & (token >= 0)
         matched += alive.to(tl.int32)
         j += 1
 
@@ -186,10 +186,10 @@ def _matches_cpu(text: Tensor, own: Tensor, longest: int) -> tuple[Tensor, Tenso
     """(positions of ``text`` up to which tokens equal the last ones of ``own``, how many: 1 … ``longest``); int64."""
     if own.shape[0] == 0 or text.shape[0] == 0:
         return (torch.empty(0, dtype=torch.int64),) * 2
-    at = (text == own[-1]).nonzero()[:, 0]
+    at = ((text == own[-1]) & (text >= 0)).nonzero()[:, 0]
     matched = torch.ones_like(at)
     for j in range(1, min(longest, own.shape[0])):
-        further = (matched == j) & (at >= j) & (text[(at - j).clamp_min(0)] == own[-1 - j])
+        further = (matched == j) & (at >= j) & (text[(at - j).clamp_min(0)] == own[-1 - j]) & (own[-1 - j] >= 0)
         if not further.any():
             break
         matched += further

@@ -43,7 +43,7 @@ def _lookup_path_kernel(
     while (j < longest) & (tl.max(alive.to(tl.int32)) > 0):
         token = tl.load(own + last - j, mask=j <= last, other=BEFORE)
         earlier = tl.load(own + at - j, mask=alive & (at >= j), other=OUTSIDE)
-        alive = alive & (earlier == token)
+        alive = alive & (earlier == token) & (token >= 0)
         matched += alive.to(tl.int32)
         j += 1
 
@@ -93,10 +93,11 @@ def lookup_path_cpu(
         own = history[slot, :count]
         if count < 2:
             continue
-        at = (own[:-1] == own[-1]).nonzero()[:, 0]
+        at = ((own[:-1] == own[-1]) & (own[:-1] >= 0)).nonzero()[:, 0]
         matched = torch.ones_like(at)
         for j in range(1, min(longest, count)):
-            matched += (matched == j) & (at >= j) & (own[(at - j).clamp_min(0)] == own[-1 - j])
+            known = own[(at - j).clamp_min(0)] == own[-1 - j].where(own[-1 - j] >= 0, OUTSIDE.value)
+            matched += (matched == j) & (at >= j) & known
         at, matched = at[matched >= shortest], matched[matched >= shortest]
         behind = own[at[:, None] + 1 + torch.arange(size) % (count - 1 - at)[:, None]]
         taken = (behind[:, None] == drafts[row, :path, :size]).all(-1).any(1)

@@ -51,6 +51,7 @@ def _take_pending_kernel(
     real = j < count
     at = first + j
     token = tl.load(history + slot.to(tl.int64) * max_tokens + at - lag, mask=real & (at >= lag), other=0)
+    token = tl.maximum(token, 0)
     tl.store(picks + row * W + j, token, mask=j < W)
     tl.store(rows + row * W + j, slot * W + tl.where(real, at, j) % W, mask=j < W)
     out = result + row * (W + 2)
@@ -117,7 +118,7 @@ def take_pending_cpu(
     real = j < count
     at = (first + j).where(real, j)
     known = real & (at >= lag)
-    token = history[slot[:, None], (at - lag).where(known, 0).long()].where(known, 0)
+    token = history[slot[:, None], (at - lag).where(known, 0).long()].where(known, 0).clamp_min(0)
     observed[slot] = (first + count)[:, 0]
     result = torch.cat((count, torch.zeros_like(count), token.where(real, -1)), 1)
     return result, token.where(real, 0), (slots[:, None] * width + at % width).flatten()
@@ -154,7 +155,8 @@ def take_pending(
     """The first ``width`` pending tokens of each row, W = width, which count as observed from now on.
 
     observed [S], slots [R], length [S], history [S, N]; all int32. lag: the tokens are those so many positions
-    before, for draft models that begin a round with the last tokens they know. Returns int32 (result [R, W + 2],
+    before, for draft models that begin a round with the last tokens they know; where an embedding stands, -1, it is 0.
+    Returns int32 (result [R, W + 2],
     picks [R, W], rows [R · W]): result and picks as a round would have left them that committed these tokens, and the
     row of the ring, seen as [S · W, d], that each of them was stashed in; behind a row's tokens any valid one. Of slots
     that occur twice nothing may be pending.

@@ -153,16 +153,21 @@ class Decoder(nn.Module):
         inputs: AttentionInputs,
         kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
         aux_layers: Sequence[int] = (),
+        overriding: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run T tokens through all layers and the final norm, writing their keys and values.
 
         token_ids [T] i32: in range, padding tokens too. inputs: where each token is and what it sees; its
         plan is made here. kv: per layer ``(k_cache, v_cache)``, each [NP, Hkv, P, D]. Returns hidden [T, H], and with
         ``aux_layers`` the inputs of those layers side by side, [T, len(aux_layers) · H] (the number of layers
-        names the last one's output), else None.
+        names the last one's output), else None. overriding: embeddings [T, H] of the model's dtype, and a flag [T] i32
+        of the tokens that have them instead of their ids' own.
         """
         self.backend.plan(inputs)
         x = self.embed(token_ids)
+        if overriding is not None:
+            embeddings, overridden = overriding
+            x = torch.where(overridden[:, None] != 0, embeddings, x)
         seen = dict.fromkeys(aux_layers, x)  # only these are kept alive
         norms: list[RMSNorm] = [*(cast(DecoderLayer, layer).attention_norm for layer in self.layers), self.norm]
         normed = norms[0](x)

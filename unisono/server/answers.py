@@ -55,6 +55,10 @@ class Answer:
             end = ends[index]
             assert end.finish is not None
             choice = self.shape.choice(index, texts[index], end.finish, end.stop, generation.seed)
+            if (states := await asyncio.to_thread(generation.hidden_states)) is not None:
+                choice.hidden_states, prompt_states = states
+                if prompt_states is not None:
+                    choice.prompt_hidden_states = prompt_states
             choices.append(self._with_tokens(choice, ids[index], reports[index]))
         answer = self._response(self.shape.whole, choices, self._usage())
         scores = [generation.prompt_logprobs for generation in self.generations]

@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from unisono.server.client import EngineClient, TokenStream
+from unisono.server.embeds import Prompt, embedded_prompt, overridden
 from unisono.server.errors import ApiError
+from unisono.server.hidden import Returned, check_hidden_states
 from unisono.server.metrics import RequestTimer, ServerMetrics
 from unisono.server.protocol import ChatRequest, CompletionRequest
-from unisono.server.responses import PromptLogprobs, TokenReport, Usage, finite
+from unisono.server.responses import HiddenStates, PromptLogprobs, TokenReport, Usage, finite
 from unisono.tokenizer import Detokenizer, Tokenizer
 from unisono.types import (
     MAX_STOP_IDS,
@@ -31,6 +33,8 @@ from unisono.types import (
     TokenLogprobs,
 )
 
+T = TypeVar("T")
+
 COMPLETION_TOKENS = 16
 """``max_tokens`` of ``/v1/completions`` where the request has none: OpenAI's default."""
 SEED_BITS = 53
@@ -41,21 +45,28 @@ SEED_BITS = 53
 class ModelFacts:
     """What the server needs to know of the model, out of the engine's ``info()``.
 
-    generation_defaults: sampling parameters that the checkpoint's generation_config sets.
+    generation_defaults: sampling parameters that the checkpoint's generation_config sets. prompt_embeds,
+    return_hidden_states: whether the server was started with the flags that allow them.
     """
 
     max_model_len: int
     vocab_size: int
+    hidden_size: int
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, float]
+    prompt_embeds: bool
+    return_hidden_states: bool
 
     @classmethod
     def of(cls, info: dict[str, Any]) -> ModelFacts:
         return cls(
             max_model_len=info["settings"]["max_model_len"],
             vocab_size=info["vocab_size"],
+            hidden_size=info["hidden_size"],
             eos_token_ids=tuple(info["eos_token_ids"]),
             generation_defaults=dict(info["generation_defaults"]),
+            prompt_embeds=info["settings"]["enable_prompt_embeds"],
+            return_hidden_states=info["settings"]["enable_return_hidden_states"],
         )
 
     def with_eos(self, token_ids: Sequence[int]) -> ModelFacts:
@@ -105,16 +116,34 @@ class Frontend:
         prompt_only = bool(request.echo) and limit == 0  # the engine makes a token all the same
         params = request.sampling_params(self.facts.generation_defaults, 1 if prompt_only else limit)
         if request.echo and params.logprobs is not None:
+            if params.logprob_start_len > 1:
+                raise BadRequest(
+                    f"logprob_start_len={params.logprob_start_len} leaves out what echo with logprobs reports; leave "
+                    "out one of them.",
+                    "logprob_start_len",
+                )
             params = replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
-        prompts = [
-            await self._encode(prompt, True) if isinstance(prompt, str) else prompt for prompt in request.prompts()
-        ]
         generations = []
-        for i, (prompt, ids) in enumerate(zip(request.prompts(), prompts, strict=True)):
+        for i, prompt in enumerate(await self._prompts(request)):
             echo = self._echo(prompt, params, prompt_only) if request.echo else None
             asked = request.prompt_logprobs
-            generations += self._generations(f"{request_id}-{i}", i, ids, params, "prompt", asked, echo)
+            generations += self._generations(f"{request_id}-{i}", i, prompt, params, "prompt", asked, echo)
         return generations
+
+    async def _prompts(self, request: CompletionRequest) -> list[Prompt]:
+        """The prompts in the order of their choices: embeddings first, as in vLLM. Raises BadRequest."""
+        request.check_embeds(self.facts.prompt_embeds)
+        written = request.prompts()
+        sizes = self.facts.max_model_len, self.facts.hidden_size
+        prompts = [await self._in_thread(embedded_prompt, text, *sizes) for text in request.embeds()]
+        for given in written:
+            ids = await self._encode(given, True) if isinstance(given, str) else given
+            check_token_ids(ids, self.facts.vocab_size, "prompt")
+            prompt = Prompt(ids, given if isinstance(given, str) else None)
+            if request.embedding_overrides is not None:
+                prompt = await self._in_thread(overridden, prompt, request.embedding_overrides, *sizes)
+            prompts.append(prompt)
+        return prompts
 
     async def chat(self, request: ChatRequest, request_id: str) -> list[Generation]:
         """A generation for each answer to a conversation. Raises BadRequest."""
@@ -122,13 +151,15 @@ class Frontend:
         conversation, options = request.conversation(), request.template_options()
         text = self._require_tokenizer("messages").apply_chat_template(conversation, **options)
         ids = await self._encode(text, False)
-        return self._generations(request_id, 0, ids, params, "messages", request.prompt_logprobs)
+        check_token_ids(ids, self.facts.vocab_size, "messages")
+        return self._generations(request_id, 0, Prompt(ids), params, "messages", request.prompt_logprobs)
 
-    def _echo(self, prompt: str | list[int], params: SamplingParams, alone: bool) -> Echo:
-        if isinstance(prompt, str):
-            return Echo(prompt, alone)
-        check_token_ids(prompt, self.facts.vocab_size, "prompt")
-        return Echo(self._require_tokenizer("echo").decode(prompt, params.skip_special_tokens), alone)
+    def _echo(self, prompt: Prompt, params: SamplingParams, alone: bool) -> Echo:
+        if prompt.overrides is not None:
+            raise BadRequest("echo repeats the prompt, and overridden tokens have no text; leave out echo.", "echo")
+        if prompt.text is not None:
+            return Echo(prompt.text, alone)
+        return Echo(self._require_tokenizer("echo").decode(prompt.token_ids, params.skip_special_tokens), alone)
 
     async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         tokenizer = self._require_tokenizer("prompt")
@@ -139,8 +170,10 @@ class Frontend:
                 f"{self.facts.max_model_len} tokens. Shorten the prompt.",
                 code="context_length_exceeded",
             )
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, tokenizer.encode, text, add_special_tokens)
+        return await self._in_thread(tokenizer.encode, text, add_special_tokens)
+
+    async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     def _require_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -155,7 +188,7 @@ class Frontend:
         self,
         request_id: str,
         number: int,
-        prompt: list[int],
+        prompt: Prompt,
         params: SamplingParams,
         param: str,
         scored: int | None,
@@ -163,18 +196,20 @@ class Frontend:
     ) -> list[Generation]:
         """The ``params.n`` generations of prompt ``number``; ``scored`` is the request's own prompt_logprobs."""
         facts = self.facts
-        check_token_ids(prompt, facts.vocab_size, param)
         check_token_ids(params.stop_token_ids, facts.vocab_size, "stop_token_ids")
         check_token_ids(tuple(params.logit_bias), facts.vocab_size, "logit_bias")
         check_token_ids(params.allowed_token_ids or (), facts.vocab_size, "allowed_token_ids")
         if params.stop:
             self._require_tokenizer("stop")
         bad_words = self._require_tokenizer("bad_words").bad_words(params.bad_words) if params.bad_words else ()
-        room = check_length(len(prompt), params.max_tokens, facts.max_model_len, param)
+        room = check_length(len(prompt.token_ids), params.max_tokens, facts.max_model_len, param)
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
         params = replace(params, seed=seed, max_tokens=room if params.max_tokens is None else params.max_tokens)
+        check_hidden_states(facts.return_hidden_states, facts.hidden_size, len(prompt.token_ids), params)
         stops = stop_ids(params, facts.eos_token_ids)
-        request = EngineRequest(request_id, prompt, params, stops, time.time(), bad_words)
+        request = EngineRequest(
+            request_id, prompt.token_ids, params, stops, time.time(), bad_words, overrides=prompt.overrides
+        )
         scores = None if params.prompt_logprobs is None else PromptScores(scored)
         sequences = enumerate(request.sequences())
         return [Generation(self, one, number * params.n + i, echo, scores) for i, one in sequences]
@@ -276,6 +311,11 @@ class Generation:
         self._echo = echo
         self._scores = scores
         self.prompt_logprobs: PromptLogprobs | None = None
+        self._returned = Returned()
+
+    def hidden_states(self) -> tuple[HiddenStates, HiddenStates | None] | None:
+        """Once it has ended, what :meth:`Returned.lists` has; None where the request asked for none."""
+        return self._returned.lists(self._num_tokens) if self._request.params.return_hidden_states else None
 
     @property
     def usage(self) -> Usage:
@@ -304,6 +344,7 @@ class Generation:
                 self._timer.tokens(len(delta.token_ids))
                 if self._request.shares_with is None:
                     self._cached = max(self._cached, delta.cached_tokens)
+                self._returned.take(delta)
                 if delta.error is not None:
                     raise ApiError(500, f"The engine failed on this request: {delta.error}", "server_error")
                 scores = await self._prompt_scores(delta)
@@ -339,9 +380,10 @@ class Generation:
             shared.put(delta.prompt_logprobs)
         scores = await shared.get()
         if shared.wanted is not None:
-            pairs = zip(self._request.prompt_token_ids[1:], scores, strict=True)
+            ids, first = self._request.prompt_token_ids, self._request.first_scored
+            pairs = zip(ids[first:], scores, strict=True)
             named = [score.named(token, self._decoded, shared.wanted) for token, score in pairs]
-            self.prompt_logprobs = finite([None, *named])
+            self.prompt_logprobs = finite([*[None] * len(ids[:first]), *named])
         return scores
 
     def _prompt_piece(self, echo: Echo, scores: list[TokenLogprobs] | None) -> Piece:

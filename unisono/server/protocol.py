@@ -56,7 +56,8 @@ _BOOL = "true or false"
 
 SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
-    "min_tokens", "skip_special_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_tokens", "skip_special_tokens", "logprob_start_len", "return_hidden_states",
+    "presence_penalty", "frequency_penalty", "repetition_penalty",
     "allowed_token_ids", "bad_words", "n",
 )  # fmt: skip
 """Fields of a body that are SamplingParams' own."""
@@ -81,6 +82,15 @@ class Speculative(BaseModel):
 
     def max_drafts(self) -> int | None:
         return 0 if self.enabled is False else self.num_speculative_tokens
+
+
+class EmbeddingOverrides(BaseModel):
+    """Embeddings that stand in for those of some of the prompt's tokens."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    positions: list[int]
+    embeddings: str
 
 
 class GenerationRequest(BaseModel):
@@ -113,6 +123,8 @@ class GenerationRequest(BaseModel):
     bad_words: list[str] | None = Field(None, description="a list of strings")
     skip_special_tokens: bool | None = Field(None, description=_BOOL)
     prompt_logprobs: int | None = Field(None, description=_WHOLE)
+    logprob_start_len: int | None = Field(None, description=_WHOLE)
+    return_hidden_states: bool | None = Field(None, description=_BOOL)
     return_token_ids: bool | None = Field(None, description=_BOOL)
     response_format: dict[str, Any] | None = Field(
         None, description="an object whose type is text, json_object, json_schema or structural_tag"
@@ -147,6 +159,11 @@ class GenerationRequest(BaseModel):
             raise BadRequest(
                 "prompt_logprobs come with whole answers only; leave out stream or prompt_logprobs.", "prompt_logprobs"
             )
+        if self.stream and self.return_hidden_states:
+            raise BadRequest(
+                "hidden states come with whole answers only; leave out stream or return_hidden_states.",
+                "return_hidden_states",
+            )
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options is set but stream is not; set stream=true or remove it.", "stream_options")
 
@@ -163,8 +180,14 @@ def _token_id(key: str) -> int:
 class CompletionRequest(GenerationRequest):
     """Body of ``/v1/completions``."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(
-        description="a string, a list of strings, a list of token ids, or a list of such lists"
+    prompt: str | list[str] | list[int] | list[list[int]] | None = Field(
+        None, description="a string, a list of strings, a list of token ids, or a list of such lists"
+    )
+    prompt_embeds: str | list[str] | None = Field(
+        None, description="base64 of a tensor [tokens, hidden] that torch.save wrote, or a list of such strings"
+    )
+    embedding_overrides: EmbeddingOverrides | None = Field(
+        None, description="an object with positions (a list) and embeddings (base64 of a tensor [positions, hidden])"
     )
     logprobs: int | None = Field(None, description=_WHOLE)
 
@@ -173,24 +196,60 @@ class CompletionRequest(GenerationRequest):
     def alternatives(self) -> int | None:
         return self.logprobs
 
+    def check_embeds(self, enabled: bool) -> None:
+        """Raises BadRequest for embeddings that this server does not take, and where something asks for their text."""
+        for name in ("prompt_embeds", "embedding_overrides"):
+            if getattr(self, name) is not None and not enabled:
+                raise BadRequest(
+                    f"{name} are not taken by this server; start it with --enable-prompt-embeds, or leave them out.",
+                    name,
+                )
+        if self.embeds() and self.echo:
+            raise BadRequest("echo repeats the prompt, and prompt_embeds have no text; leave out echo.", "echo")
+        if self.embedding_overrides is not None and (self.embeds() or len(self.prompts()) > 1):
+            raise BadRequest(
+                "embedding_overrides belong to one prompt, of text or token ids; send each in a request of its own.",
+                "embedding_overrides",
+            )
+
+    def embeds(self) -> Sequence[str]:
+        """The prompts that are embeddings, encoded; they come before the others."""
+        given = self.prompt_embeds
+        return [given] if isinstance(given, str) else given or []
+
     def prompts(self) -> Sequence[str | list[int]]:
-        """The prompts, one or many. Raises BadRequest for none, too many, or an empty one."""
+        """The prompts that are text or token ids. Raises BadRequest for none at all, too many, or an empty one."""
+        if self.prompt_embeds and not self.prompt:  # OpenAI's clients must send some prompt
+            prompts: list[str | list[int]] = []
+        elif self.prompt is None:
+            raise BadRequest(
+                f"prompt is missing or null; it must be {self._rule('prompt')}.", "prompt", "missing_field"
+            )
+        else:
+            prompts = self._written()
+        count = len(prompts) + len(self.embeds())
+        if count > MAX_PROMPTS:
+            raise BadRequest(f"prompt has {count} entries, at most {MAX_PROMPTS} are taken; split it.", "prompt")
+        if count * (self.n or 1) > MAX_PROMPTS:
+            raise BadRequest(
+                f"n={self.n} for {count} prompts are {count * (self.n or 1)} sequences; at most "
+                f"{MAX_PROMPTS} are taken. Lower n or split the prompts.",
+                "n",
+            )
+        return prompts
+
+    def _rule(self, name: str) -> str | None:
+        return type(self).model_fields[name].description
+
+    def _written(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str):
             prompts: list[str | list[int]] = [self.prompt]
         elif self.prompt and isinstance(self.prompt[0], int):
             prompts = [self.prompt]
         else:
-            prompts = list(self.prompt)  # type: ignore[arg-type]
+            prompts = list(self.prompt or ())  # type: ignore[arg-type]
         if not prompts or not all(prompts):
             raise BadRequest(f"prompt={show(self.prompt)} is empty; give at least one character or token.", "prompt")
-        if len(prompts) > MAX_PROMPTS:
-            raise BadRequest(f"prompt has {len(prompts)} entries, at most {MAX_PROMPTS} are taken; split it.", "prompt")
-        if len(prompts) * (self.n or 1) > MAX_PROMPTS:
-            raise BadRequest(
-                f"n={self.n} for {len(prompts)} prompts are {len(prompts) * (self.n or 1)} sequences; at most "
-                f"{MAX_PROMPTS} are taken. Lower n or split the prompts.",
-                "n",
-            )
         return prompts
 
 

@@ -1,7 +1,8 @@
 """What clients receive: OpenAI's response objects, and server-sent events.
 
 A choice carries more than OpenAI's: ``seed``, which reproduces it (in a stream, with the choice's first chunk),
-``stop_reason`` (the stop string that ended it, or null) and, where return_token_ids asks for it, ``token_ids``.
+``stop_reason`` (the stop string that ended it, or null) and, where return_token_ids asks for it, ``token_ids``;
+``hidden_states`` where return_hidden_states does, with the first choice of each prompt ``prompt_hidden_states`` too.
 """
 
 from __future__ import annotations
@@ -103,6 +104,10 @@ def finite(given: PromptLogprobs) -> PromptLogprobs:
     return given
 
 
+HiddenStates = list[list[float]]
+"""The final hidden state of each generated token but the last, or of each prompt token: what the LM head reads."""
+
+
 class ChatLogprobs(msgspec.Struct):
     content: list[ChatLogprob]
     refusal: None = None
@@ -136,6 +141,8 @@ class ChatChoice(msgspec.Struct):
     seed: int
     token_ids: list[int] | UnsetType = UNSET
     logprobs: ChatLogprobs | None = None
+    hidden_states: HiddenStates | UnsetType = UNSET
+    prompt_hidden_states: HiddenStates | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -159,6 +166,8 @@ class TextChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
     logprobs: TextLogprobs | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    hidden_states: HiddenStates | UnsetType = UNSET
+    prompt_hidden_states: HiddenStates | UnsetType = UNSET
 
 
 class Response(msgspec.Struct):

@@ -1,0 +1,193 @@
+"""Programs that vary with their needs: fields of their own, graphs captured when idle, richer graphs for others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.graphs.programs import CPU, SCHEMA
+from unisono.graphs.planner import Buckets, Planner
+from unisono.program import (
+    Buffers,
+    Eager,
+    Field,
+    Key,
+    Logits,
+    Needs,
+    Program,
+    ProgramError,
+    Reason,
+    Schema,
+    Shape,
+    selected_rows,
+)
+
+EMBEDS, BOTH = Needs(embeddings=True), Needs(embeddings=True, returned=True)
+
+
+VARYING = Schema(
+    (
+        *SCHEMA.fields,
+        Field("shift", torch.float32, ("rows",), need=EMBEDS),
+        Field("twice", torch.float32, ("rows", 2), output=True, need=Needs(returned=True)),
+    )
+)
+
+
+def run(b: Buffers) -> None:
+    """``result = x · scale``, plus ``shift`` where embeddings are needed; ``twice`` of it where it is returned."""
+    result = b.x.float() * b.scale[:, None]
+    if (shift := b.find("shift")) is not None:
+        result = result + shift[:, None]
+    b.result.copy_(result)
+    if (twice := b.find("twice")) is not None:
+        twice.copy_(2 * result)
+
+
+def planned(*rows: int, **how: Any) -> Planner:
+    planner = Planner(CPU)
+    planner.capture([Buckets(Program("p", VARYING, run), tuple(map(Shape, rows)), **how)])
+    return planner
+
+
+def batch(rows: int, needs: Needs = Needs()) -> dict[str, Any]:  # noqa: B008
+    shift = {"shift": [10.0] * rows} if needs.embeddings else {}
+    return {"x": [[1, 2]] * rows, "scale": [1.0] * rows, **shift}
+
+
+def outputs(planner: Planner, rows: int, needs: Needs = Needs()) -> dict[str, Any]:  # noqa: B008
+    given = planner.launch(Key("p", Shape(rows), needs), batch(rows, needs)).wait()
+    return {name: value[:rows].tolist() for name, value in given.items()}
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["eager", "replayed"])
+def test_a_pass_has_the_fields_of_its_needs(warm: bool) -> None:
+    planner = planned(2, 4)
+    for needs in (EMBEDS, BOTH):
+        outputs(planner, 3, needs)
+    while warm and planner.capture_missing():
+        pass
+    planner.forget()
+    assert outputs(planner, 3) == {"result": [[1, 2]] * 3}
+    assert outputs(planner, 3, EMBEDS) == {"result": [[11, 12]] * 3}
+    assert outputs(planner, 3, BOTH) == {"result": [[11, 12]] * 3, "twice": [[22, 24]] * 3}
+    lazy = {("p", "tape", ""): 3} if warm else {("p", "tape", ""): 1, ("p", "eager", "NOT_CAPTURED"): 2}
+    assert planner.passes == lazy
+
+
+def test_a_richer_graph_serves_where_there_is_none_of_the_passes_own() -> None:
+    """Inputs that the pass has not are padding, though the graph's last pass brought some; never the reverse."""
+    planner = planned()
+    key = Key("p", Shape(4), BOTH)
+    planner._add(planner._buckets(key), key)
+    for _ in range(3):  # host copies of the inputs take turns
+        assert outputs(planner, 4, BOTH)["result"] == [[11, 12]] * 4
+    for _ in range(3):
+        assert outputs(planner, 3)["result"] == [[1, 2]] * 3
+    assert outputs(planner, 3, EMBEDS)["result"] == [[11, 12]] * 3
+    assert planner.passes == {("p", "tape", ""): 7}
+    assert planner.plan(Key("p", Shape(3), replace(BOTH, logits=Logits.ALL))) == Eager(Reason.NOT_CAPTURED)
+
+
+def test_a_graph_of_its_own_needs_goes_first() -> None:
+    planner = planned(4)
+    key = Key("p", Shape(2), BOTH)
+    planner._add(planner._buckets(key), key)
+    answer = planner.plan(Key("p", Shape(2)))
+    assert not isinstance(answer, Eager)
+    assert answer.graph.key == Key("p", Shape(4))
+
+
+@pytest.mark.parametrize("needs", [Needs(), EMBEDS])
+def test_a_batch_brings_what_its_needs_say(needs: Needs) -> None:
+    planner = planned(2)
+    other = EMBEDS if needs == Needs() else Needs()
+    for _ in range(2):  # eagerly, and replayed
+        with pytest.raises(ProgramError, match="shift"):
+            planner.launch(Key("p", Shape(2), needs), batch(2, other))
+        outputs(planner, 2, EMBEDS)
+        planner.capture_missing()
+
+
+def test_selected_rows_fit_a_larger_pass() -> None:
+    sizes = [selected_rows(n) for n in range(1, 500)]
+    assert sizes == sorted(sizes)
+    assert sizes[:16] == list(range(1, 17))
+    assert (selected_rows(64), selected_rows(65), selected_rows(400)) == (16, 17, 100)
+
+
+def test_scored_rows_are_some_or_all() -> None:
+    """A batch that scores some tokens fits the buffers of a pass that could score all; without scores it has none."""
+    some, every = Needs(logits=Logits.SELECTED), Needs(logits=Logits.ALL)
+    schema = Schema((Field("scored", torch.int32, ("scored", 2), need=some),))
+    assert Buffers(schema.of(some), Shape(100), CPU).scored.shape == (25, 2)
+    buffers = Buffers(schema.of(every), Shape(100), CPU)
+    assert buffers.scored.shape == (100, 2)
+    buffers.load({"scored": [[1, 2]] * 25}, some)
+    assert buffers.scored.sum(0).tolist() == [25, 50]
+    assert Buffers(schema.of(EMBEDS), Shape(100), CPU).find("scored") is None
+
+
+def test_large_buffers_of_eager_passes_are_not_kept() -> None:
+    planner = Planner(CPU, enabled=False)
+    wide = Schema((Field("x", torch.int32, ("rows", 1 << 20)),))
+    planner.capture([Buckets(Program("wide", wide, lambda b: None))])
+    for rows in (1, 2):
+        planner.launch(Key("wide", Shape(rows)), {"x": ()})
+    assert [key.shape.rows for key in planner._eager_buffers] == [1]
+
+
+MASKED, EVERY = Needs(masks=True), Needs(logits=Logits.ALL)
+ANY = Schema((*VARYING.fields, Field("mask", torch.float32, ("rows",), pad=1, need=MASKED)))
+
+
+def on_demand() -> Planner:
+    """Plain passes are captured at start, passes under masks and those with all logits by the first that wants one."""
+    planner, program = Planner(CPU), Program("p", ANY, run)
+    lazy = {"on_demand": True}
+    plan = [Buckets(program, (Shape(2), Shape(4)))]
+    plan += [Buckets(program, (Shape(4),), needs, **lazy) for needs in (MASKED, EVERY, replace(EVERY, masks=True))]
+    planner.capture(plan)
+    return planner
+
+
+def launch(planner: Planner, needs: Needs, rows: int = 3) -> None:
+    mask = {"mask": [1.0] * rows} if needs.masks else {}
+    planner.launch(Key("p", Shape(rows), needs), batch(rows, needs) | mask)
+
+
+def captured(planner: Planner) -> set[Needs]:
+    return {graph.key.needs for graph in planner.graphs()} - {Needs()}
+
+
+@pytest.mark.parametrize("logits", [Logits.LAST, Logits.SELECTED])
+def test_needs_beside_those_on_demand_are_on_demand_too(logits: Logits) -> None:
+    planner, needs = on_demand(), replace(BOTH, masks=True, logits=logits)
+    launch(planner, needs)
+    assert captured(planner) == {needs}
+    assert planner.passes == {("p", "tape", ""): 1}
+    assert {row["needs"] for row in planner.report() if row["kind"] == "lazy"} >= {needs.label}
+    launch(planner, BOTH)
+    assert planner.passes == {("p", "tape", ""): 2}, "which also serves passes without masks"
+
+
+def test_what_is_planned_with_more_serves_passes_with_less() -> None:
+    """No graphs for some logits beside those for all."""
+    planner = on_demand()
+    launch(planner, Needs(logits=Logits.SELECTED))
+    assert captured(planner) == {EVERY}
+    launch(planner, replace(MASKED, logits=Logits.SELECTED))
+    assert captured(planner) == {EVERY, replace(EVERY, masks=True)}
+    assert planner.passes == {("p", "tape", ""): 2}
+
+
+def test_what_nobody_planned_is_reported() -> None:
+    planner = planned(4)
+    outputs(planner, 3, EMBEDS)
+    (row,) = (row for row in planner.report() if row["kind"] == "eager")
+    assert (row["needs"], row["rows"], row["reason"]) == ("NULL+embeddings", "1-4", Reason.NOT_CAPTURED.value)
+    planner.capture_missing()
+    assert all(row["kind"] == "tape" for row in planner.report())

@@ -1,0 +1,144 @@
+"""What comes of a request: new tokens round by round, whole answers, vectors as bytes, and why a text ended.
+
+Imports nothing of the project; everybody has these names from ``types``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request stopped producing tokens. The device writes these numbers in ``Slots.status``."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    FREE = 4  # the slot holds no request; rounds skip it
+
+    @property
+    def text(self) -> str:
+        """OpenAI's spelling: ``stop``, ``length`` or ``abort``."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """Rows of numbers on their way between rooms and processes; ``vectors.py`` makes tensors of them.
+
+    dtype: float32, float16 or bfloat16. size: numbers in a row. data: the rows, one behind the other, in the machine's
+    byte order.
+    """
+
+    dtype: str
+    size: int
+    data: bytes
+
+    def joined(self, later: Vectors) -> Vectors:
+        """These rows, and those of ``later`` behind them."""
+        return Vectors(self.dtype, self.size, self.data + later.data)
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log-probability at a position, its rank there (1 is the likeliest) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: of the token there, its rank (1 is the likeliest; ties count), and of the
+    likeliest tokens, ``(token id, logprob)`` in order."""
+
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+    def named(self, token_id: int, text_of: Callable[[int], str | None], most: int) -> dict[int, Logprob]:
+        """The position as vLLM words it: the token's own entry first, then those of the ``most`` likeliest."""
+        entries = {token_id: Logprob(self.logprob, self.rank, text_of(token_id))}
+        for place, (alternative, logprob) in enumerate(self.top[:most], 1):
+            entries[alternative] = Logprob(logprob, place, text_of(alternative))
+        return entries
+
+
+@dataclass(slots=True)
+class TokenDelta:
+    """New tokens of one request, one per round or more; ``finish`` is RUNNING until the last delta.
+
+    ``cached_tokens`` (prompt tokens served by the prefix cache) is set on a request's first delta.
+    ``logprobs`` has an entry for each token if the request asked for them; ``prompt_logprobs``, on its first delta, one
+    for each prompt token but the first. ``drafted_tokens`` were proposed for these tokens, ``accepted_tokens`` of them
+    accepted.
+    ``hidden_states`` are those of generated tokens, if the request asked for them: of the one before each of these, but
+    the first; ``prompt_hidden_states``, on its first delta, those of the prompt.
+    ``error`` is set when the request failed inside the engine; then ``finish`` is ABORT.
+    """
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    finish: FinishReason = FinishReason.RUNNING
+    cached_tokens: int = 0
+    error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    hidden_states: Vectors | None = None
+    prompt_hidden_states: Vectors | None = None
+
+    def absorb(self, later: TokenDelta) -> None:
+        """Make this delta what it and the one after it bring together."""
+        self.token_ids.extend(later.token_ids)
+        self.drafted_tokens += later.drafted_tokens
+        self.accepted_tokens += later.accepted_tokens
+        self.finish, self.error = later.finish, later.error
+        if later.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *later.logprobs]
+        if later.hidden_states is not None:
+            own = self.hidden_states
+            self.hidden_states = later.hidden_states if own is None else own.joined(later.hidden_states)
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence: ``token_ids`` (EOS included), ``text`` (stop string excluded unless asked for).
+
+    ``logprobs`` maps, for each token, ids to their log-probability: the token's own and the likeliest ones'.
+    ``hidden_states``: a tensor [tokens - 1, hidden] in the model's dtype, of each token but the last.
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    hidden_states: Any = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What ``LLM.generate`` returns for one prompt; ``seed`` reproduces it: seed + i its output i.
+
+    ``prompt_logprobs`` has an entry for each prompt token, None for the first and those before ``logprob_start_len``.
+    ``prompt_hidden_states``: a tensor [prompt tokens, hidden] in the model's dtype. ``prompt_token_ids`` has -1 where
+    an embedding stood.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    seed: int
+    num_cached_tokens: int = 0
+    finished: bool = True
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_hidden_states: Any = None
