@@ -65,6 +65,7 @@ class Curve:
     points: list[Point] = field(default_factory=list)
     round_ms: list[dict[str, Any]] = field(default_factory=list)
     graph_memory: dict[str, float] = field(default_factory=dict)
+    passes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
     def acceptance(self) -> str:
@@ -73,6 +74,15 @@ class Curve:
             return "acceptance is the drafter's own, on the bundled problems"
         return f"SYNTHETIC ACCEPTANCE: draft 1, 2 … accepted in {self.rates} of all rounds"
 
+    def rows(self) -> list[str]:
+        """A line of the table for each concurrency."""
+        lines, ways = [], list(self.points[0].tokens_per_second)
+        for p in self.points:
+            speeds = " | ".join(f"{p.tokens_per_second[way]:.0f}" for way in ways)
+            best = f"{p.against_best:.3f} ({p.best_fixed})"
+            lines += [f"| {p.concurrency} | {speeds} | {p.mean_k:.2f} | {p.against_none:.3f} | {best} |"]
+        return lines
+
     def markdown(self) -> str:
         """For people."""
         ways = list(self.points[0].tokens_per_second)
@@ -80,11 +90,12 @@ class Curve:
         lines += [f"Speculation {self.speculative}; {self.acceptance}", ""]
         lines += [f"| tokens/s at | {' | '.join(ways)} | mean k | / none | / best fixed |"]
         lines += ["|---" * (len(ways) + 4) + "|"]
-        for p in self.points:
-            speeds = " | ".join(f"{p.tokens_per_second[way]:.0f}" for way in ways)
-            best = f"{p.against_best:.3f} ({p.best_fixed})"
-            lines += [f"| {p.concurrency} | {speeds} | {p.mean_k:.2f} | {p.against_none:.3f} | {best} |"]
+        lines += self.rows()
         graphs = ", ".join(f"{name} {value:g}" for name, value in self.graph_memory.items())
+        lines += [""]
+        for engine, passes in self.passes.items():
+            counts = (" ".join((p["program"], p["kind"], p["reason"], str(p["count"]))) for p in passes)
+            lines += [f"Passes, {engine}: {'; '.join(counts)}"]
         return "\n".join([*lines, "", f"Start of the adaptive engine {self.start_seconds:.1f} s; graphs: {graphs}"])
 
     def write(self, path: Path) -> None:
@@ -113,7 +124,7 @@ def adaptive(
         str, typer.Option(help="Accept draft 1, 2 … in these shares of rounds. Without: the drafter's own.")
     ] = "",
     context: Annotated[int, typer.Option(help="Prompt tokens of each request, with synthetic acceptance.")] = 512,
-    rounds: Annotated[int, typer.Option(help="Rounds timed at a stretch.")] = 48,
+    rounds: Annotated[int, typer.Option(help="Rounds timed at a stretch, at least.")] = 48,
     cycles: Annotated[int, typer.Option(help="Turns that every way gets.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Write JSON here, and Markdown beside it.")] = None,
 ) -> None:
@@ -124,10 +135,13 @@ def adaptive(
     sizes = [int(n) for n in concurrency.split(",")]
     rates = tuple(float(rate) for rate in synthetic_acceptance_rates.split(",") if rate)
     spec = SpeculativeConfig.parse(json.loads(speculative_config))
-    length = context + (rounds + 2 * WARM) * (1 + spec.num_speculative_tokens)
+    longest = max(_stretch(rounds, size) for size in sizes)
+    width = 1 + spec.num_speculative_tokens
+    length = context + (longest + 2 * WARM) * width
     flags: dict[str, Any] = {"dtype": dtype, "load_format": load_format, "max_num_seqs": max(sizes)}
     if rates:
-        pages = 2 + max(sizes) * (length // 16 + 2)  # both engines have to fit
+        # Both engines have to fit.
+        pages = 2 + max(n * ((context + (_stretch(rounds, n) + 2 * WARM) * width) // 16 + 2) for n in sizes)
         flags |= {"max_model_len": length, "num_pages": pages, "gpu_memory_utilization": 0.97}
     else:
         flags |= {"max_model_len": 512, "gpu_memory_utilization": 0.4}
@@ -139,10 +153,11 @@ def adaptive(
     stretch = Rounds(context, rounds, length) if rates else Problems(max(sizes))
     for size in sizes:
         curve.points.append(measure(plain, llm, size, stretch, cycles))
-        print(curve.markdown().splitlines()[-3], flush=True)
+        print(curve.rows()[-1], flush=True)
     info = llm.engine.info()
     curve.round_ms = info["speculation"]["round_ms"]  # type: ignore[index]
     curve.graph_memory = info["graph_memory"]  # type: ignore[assignment]
+    curve.passes = {NONE: plain.engine.info()["passes"], ADAPTIVE: info["passes"]}  # type: ignore[dict-item]
     print(curve.markdown())
     if out is not None:
         curve.write(out)
@@ -182,6 +197,11 @@ def _pinned(llm: Any, k: int | None, stretch: Stretch, size: int) -> tuple[int, 
     return tokens, seconds, engine.pace.rounds - before
 
 
+def _stretch(rounds: int, size: int) -> int:
+    """Rounds timed at a stretch: more where few requests would let chance decide."""
+    return max(rounds, min(5 * rounds, 384 // size))
+
+
 @dataclass
 class Rounds:
     """So many rounds of requests whose prompts are cached, none alike, that do not end meanwhile."""
@@ -205,7 +225,8 @@ class Rounds:
         for _ in range(WARM):
             engine.step()
         started = time.perf_counter()
-        tokens = sum(len(delta.token_ids) for _ in range(self.rounds) for delta in engine.step())
+        rounds = _stretch(self.rounds, size)
+        tokens = sum(len(delta.token_ids) for _ in range(rounds) for delta in engine.step())
         seconds = time.perf_counter() - started
         for name in names:
             engine.abort(name)
