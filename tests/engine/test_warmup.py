@@ -80,6 +80,7 @@ def test_a_kernel_that_does_not_compile_stops_the_start() -> None:
 
     with pytest.raises(ValueError, match="no such instruction"), compiling_only(CPU):
         Broken()[(1,)](1)
+    assert active_mode.get() is None, "the next engine of this process would not start"
 
 
 SPECULATION = {

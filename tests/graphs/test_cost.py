@@ -62,6 +62,7 @@ def test_a_cost_goes_through_what_was_measured() -> None:
     assert [cost.replay(n) for n in (16, 64, 1016, 1968)] == pytest.approx([5.0, 5.5, 25.0, 44.5])
     assert cost.eager(16) == 30.0
     assert PassCost.measured({16: 5.0, 32: 4.0}).replay(100) == 5, "noise: more rows never cost less"
+    assert [PassCost.measured({1: 5.0}).replay(n) for n in (1, 2, 9)] == [5, 5, 5], "of one request at a time"
 
 
 def test_one_row_behind_a_tile_costs_the_next_tile() -> None:

@@ -147,6 +147,10 @@ def test_what_a_pass_costs_is_measured_where_tiles_end(monkeypatch: pytest.Monke
     assert answers[4:] == [Reason.ABOVE_BUCKETS, Reason.UNPROFITABLE, Reason.UNPROFITABLE]
     planner.capture([replace(tried, passes=1e9)])
     assert {g.key.shape.rows for g in planner.graphs()} == {1, 2, 4, 8}, "the 8 for the many that will come"
+    planner = Planner(CPU)
+    monkeypatch.setattr(planner, "_timed", lambda buckets, shape: (10.0, device[shape.rows]))
+    planner.capture([replace(tried, shapes=shapes(1), passes=1e-6)])
+    assert answer(planner, 1) == 1, "one size is all there is where one request runs at a time"
 
 
 def test_what_is_missing_is_captured_when_idle_once_it_pays() -> None:

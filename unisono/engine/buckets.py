@@ -188,7 +188,7 @@ def buckets_of(program: Program, config: ResolvedConfig, width: int, needs: Need
         cost=None if gpu else CPU_COST,
         measured=gpu and not on_demand,
         on_demand=on_demand,
-        always=name in ROUNDS,
+        always=name in ROUNDS or config.asked.graphs != "auto",
         share=SHARES[name],
     )
     # What is captured for the first pass that wants it is not measured before.

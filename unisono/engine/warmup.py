@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
+from triton.runtime._async_compile import AsyncCompileMode, FutureKernel, active_mode
 from triton.runtime.jit import KernelInterface
 
 from unisono.program import Buffers, Program, Shape
@@ -51,6 +51,7 @@ def compiling_only(device: torch.device) -> Iterator[None]:
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         with ExitStack() as undo:
+            undo.callback(active_mode.set, None)  # which Triton leaves set where a kernel does not compile
             undo.enter_context(AsyncCompileMode(pool))
             undo.enter_context(patch.object(KernelInterface, "__getitem__", queue))
             for (owner, name), zeros in _ZEROED.items():

@@ -53,7 +53,7 @@ class PassCost:
 
     @staticmethod
     def measured(points: Mapping[int, float], flat: int = 0, **rest: float) -> PassCost:
-        """The cost through measured rows -> ms, two at least, made to grow with rows.
+        """The cost through measured rows -> ms, made to grow with rows; of one point alone, the same for all.
 
         Up to ``flat`` rows it is a staircase behind the second point: one row behind a point takes the next one's tile.
         """
@@ -64,6 +64,8 @@ class PassCost:
             if rows <= flat and len(steps) > 1 and before + 1 < rows:
                 steps.append((before + 1, least))
             steps.append((rows, least))
+        if len(steps) == 1:
+            steps.append((first + 1, least))
         return PassCost(tuple(steps), **rest)  # type: ignore[arg-type]
 
 

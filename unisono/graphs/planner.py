@@ -173,8 +173,7 @@ class Planner:
                         self._close(graph)
         if graph is None:
             return dataclasses.replace(buckets, shapes=())
-        if large.rows not in points:
-            points[large.rows + (large is small)] = device
+        points.setdefault(large.rows, device)
         known = {"capture_ms": 1e3 * graph.capture_seconds, "graph_bytes": graph.cost_bytes}
         return dataclasses.replace(buckets, cost=PassCost.measured(points, buckets.flat, eager_ms=host, **known))
 
