@@ -67,8 +67,10 @@ def check(method: str, checkpoints: Checkpoints, expected: list[Any], **flags: A
         if "num_pages" in flags:
             assert llm.engine.scheduler.preemptions > 0
         passes = counted(llm)
-        assert {kind for program, kind, _ in passes if program in ("round", "catch_up")} == {GRAPH}
-        caught_up = passes.get(("catch_up", GRAPH, ""), 0)
+        # On a GPU a pass of catching up may be quicker without a graph, by measured costs.
+        always = ("round",) if CUDA else ("round", "catch_up")
+        assert {kind for program, kind, _ in passes if program in always} == {GRAPH}
+        caught_up = sum(count for (program, *_), count in passes.items() if program == "catch_up")
         assert (caught_up > 0) is isinstance(llm.engine.runner.drafter, PausableDrafter)
         llm.engine.check_integrity()
         assert llm.engine.pool.usage == 0
