@@ -36,9 +36,12 @@ def best_of(rates: tuple[float, ...], rows: int, more: float = 0.0) -> int:
 class Service:
     """Rounds of ``rows`` requests that take table + ``more`` milliseconds; drafts are accepted with ``rates``."""
 
-    def __init__(self, rows: int, rates: tuple[float, ...], more: float = 0.0, known: object = table) -> None:
-        self.slots, self.rates, self.more = np.arange(rows), rates, more
-        self.policy = AdaptiveK(CHOICES, Acceptance(rows, CHOICES[-1]), RoundCosts(known))  # type: ignore[arg-type]
+    def __init__(
+        self, rows: int, rates: tuple[float, ...], more: float = 0.0, known: object = table, down: bool = False
+    ) -> None:
+        self.slots, self.rates, self.more, self.drafting = np.arange(rows), rates, more, 0.0
+        costs = RoundCosts(known)  # type: ignore[arg-type]
+        self.policy = AdaptiveK(CHOICES, Acceptance(rows, CHOICES[-1]), costs, down)
         self.most = np.full(rows, MANY)
         self.rng, self.chosen, self.ms, self.tokens, self.pending = random.Random(rows), [], 0.0, 0, 0
         self.catch_up_ms = 0.0
@@ -49,13 +52,15 @@ class Service:
         self.ms, self.tokens = 0.0, 0
         for _ in range(rounds):
             k = self.policy.choose(self.slots, self.most, self.catch_up_ms if self.pending else 0.0)
-            took = table(rows, k) + self.more
+            took = table(rows, k) + self.more + (self.drafting if k else 0.0)
             self.ms += took + (self.catch_up_ms if k and self.pending else 0.0)
             self.pending = 0 if k else self.pending + 1
             accepted = np.array([self._accepted(min(k, most)) for most in self.most])
             self.tokens += int(accepted.sum()) + rows
             if chosen and chosen[-1] == k:
                 self.policy.costs.measured(rows, k, took)
+            elif chosen and k != self.policy.drafts:
+                self.policy.costs.probed(rows, k, took)
             if k:
                 self.policy.acceptance.count(self.slots, np.minimum(k, self.most), accepted)
             chosen.append(k)
@@ -201,6 +206,18 @@ def test_probes_tell_of_costs_too() -> None:
         costs.probed(8, 1, 13.0)
     assert costs.ms(8, 1) == pytest.approx(13.0, abs=0.01)
     assert costs.ms(8, 0) == pytest.approx(12.0)
+
+
+@pytest.mark.parametrize("down", [True, False])
+def test_what_drafting_takes_beyond_the_table_is_found_out(down: bool) -> None:
+    """A look-up in long texts makes rounds thrice as long as on padding: two tokens a round do not pay for it."""
+    service = Service(1, (0.6, 0.4, 0.2, 0.1, 0.1), down=down)
+    service.drafting = 9.0
+    service.run(300)
+    assert (service.run(300).count(0) > 290) is down, "else it is put down to the texts, which all rounds share"
+    service.drafting = 0.0  # texts that are quick to look up
+    service.run(4000)
+    assert service.run(300).count(0) < 150
 
 
 def test_resuming_has_to_pay() -> None:

@@ -219,7 +219,9 @@ def test_same_bytes_however_many_drafts(
         assert {("verify", 1), ("draft", width), ("verify", width)} <= set(passes)
         caught_up = [after for at, after in pairwise(passes) if at[0] == "catch_up"]
         assert (("draft", width) in caught_up) == isinstance(runner.drafter, PausableDrafter)
-        assert {kind for program, kind, _ in counted(llm) if program not in ("extend", "score")} == {GRAPH}
+        # On a GPU prompts, and passes of catching up, may be quicker without a graph, by measured costs.
+        measured = ("extend", "score", "catch_up")
+        assert {kind for program, kind, _ in counted(llm) if program not in measured} == {GRAPH}
         llm.engine.check_integrity()
         assert llm.engine.pool.usage == 0
 
@@ -434,9 +436,10 @@ def test_a_round_waits_for_tokens_only_where_masks_depend_on_them(
 
 def test_masks_that_wait_for_nothing_would_be_seen(qwen3: Path, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: rounds launched before the tokens are known get the masks of the position before."""
+    expected = plain(qwen3)  # before anything is broken
     monkeypatch.setattr(Scheduler, "waits_for_tokens", False)
     with engine(qwen3, logprobs_mode="processed_logprobs") as llm:
-        assert said(llm, PROMPTS, PARAMS) != plain(qwen3)
+        assert said(llm, PROMPTS, PARAMS) != expected
 
 
 def test_explain_shows_the_passes(certain: LLM) -> None:

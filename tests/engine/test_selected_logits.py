@@ -78,7 +78,7 @@ def test_graphs(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(qwen3, enforce_eager=True) as llm:
         expected = prompt_logprobs(llm, [PROMPT], given)
     keys.clear()
-    with engine(qwen3) as llm:
+    with engine(qwen3, graphs="full") as llm:  # whatever a graph saves of so small a model
         keys.clear()
         assert prompt_logprobs(llm, [PROMPT], given) == expected
         assert [key.needs.logits for key in keys] == [Logits.SELECTED] + [Logits.LAST] * ROUNDS

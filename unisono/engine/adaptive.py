@@ -41,7 +41,10 @@ STEADY, WINDOW = 5, 9
 BELIEF = 0.25
 """How far what a single round took corrects what is known of its number of drafts."""
 
-MOST_CORRECTION = 0.4
+FREE_PROBES = 4
+"""So many probes of fewer drafts are made at first, whatever they lose: it is a round each."""
+
+MOST_CORRECTION = 4.0
 """Of a graph's time on padding, by how much a number of drafts may turn out to cost more or less than others."""
 
 
@@ -151,17 +154,20 @@ class RoundCosts:
             return
         bound, known = MOST_CORRECTION * padding, level.correction.get(drafts, 0.0)
         found = min(max(ms - padding - level.offset, -bound), bound)
-        level.correction[drafts] = known + BELIEF * (found - known)
+        belief = BELIEF if drafts in level.correction or drafts else 1.0  # of none nothing else tells
+        level.correction[drafts] = known + belief * (found - known)
 
 
 class AdaptiveK:
     """The number of drafts of each round, one of ``choices``, ascending.
 
     ``choose`` is called for every round, with what is known by then. ``drafts`` is what it stays at, probes aside.
+    down: fewest drafts are probed too, for a drafter that may pause at no cost: what it takes to draft depends on the
+    texts, as a look-up's time does, and is seen only where it does not.
     """
 
-    def __init__(self, choices: Sequence[int], acceptance: Acceptance, costs: RoundCosts) -> None:
-        self.choices, self.acceptance, self.costs = tuple(choices), acceptance, costs
+    def __init__(self, choices: Sequence[int], acceptance: Acceptance, costs: RoundCosts, down: bool = False) -> None:
+        self.choices, self.acceptance, self.costs, self.down = tuple(choices), acceptance, costs, down
         self.drafts = self.choices[-1]
         self._budget = 0.0  # milliseconds that probes may lose
         self._since_probe = 0
@@ -195,14 +201,16 @@ class AdaptiveK:
     def _probe(self, rate: dict[int, float], ms: dict[int, float], tokens: np.ndarray, catch_up_ms: float) -> int:
         """Now and then more drafts than seem best: of places that are never tried nothing would be learnt."""
         best = self.drafts
-        above = [k for k in rate if k > best]
+        others = [k for k in rate if k > best or (self.down and k == min(ms) < best)]
         self._since_probe += 1
-        if not above:
+        if not others:
             return best
-        probed = above[self._rung % len(above)]
+        probed = others[self._rung % len(others)]
         loss = max(0.0, ms[probed] - tokens[probed] / rate[best]) + (catch_up_ms if best == 0 else 0.0)
         self._budget = min(self._budget + PROBE_SHARE * ms[best], loss)
-        if self._since_probe < PROBE_PAUSE or self._budget < loss:
+        if self._since_probe < PROBE_PAUSE or (
+            self._budget < loss and not (probed < best and self._rung < FREE_PROBES)
+        ):
             return best
         self._budget, self._since_probe, self._rung = 0.0, 0, self._rung + 1
         return probed

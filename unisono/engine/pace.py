@@ -32,7 +32,7 @@ class Pace:
         self.pinned: int | None = choices[0] if len(choices) == 1 else None
         self.rounds: Counter[int] = Counter()
         acceptance = Acceptance(runner.slots.padding + 1, runner.drafter.num_drafts)
-        self.policy = AdaptiveK(choices, acceptance, RoundCosts(self.padding_ms))
+        self.policy = AdaptiveK(choices, acceptance, RoundCosts(self.padding_ms), down=not runner.pending)
         self._limit = None if getattr(runner.drafter, "unlimited", False) else runner.pending
         self._owners: dict[int, Sequence] = {}
         self._launched: Round | None = None  # the round launched last, unless another pass came after it
