@@ -34,7 +34,7 @@ PARAMS = mixed_params(8, max_tokens=30)
 
 def ngram(**options: Any) -> SpeculativeConfig:
     """Looks in the request's own text, unless told otherwise: what others do is then of no account."""
-    return SpeculativeConfig("ngram", num_speculative_tokens=K, options={"shared_tokens": 0, **options})
+    return SpeculativeConfig("ngram", num_speculative_tokens=K, adaptive=False, options={"shared_tokens": 0, **options})
 
 
 def predicted(batch: list[list[int]], outputs: list[list[int]], longest: int = 4, shortest: int = 1) -> tuple[int, int]:

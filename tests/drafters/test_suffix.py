@@ -25,7 +25,7 @@ QUESTIONS = [
 
 
 def suffix(k: int = K, **options: Any) -> SpeculativeConfig:
-    return SpeculativeConfig("suffix", num_speculative_tokens=k, options=options)
+    return SpeculativeConfig("suffix", num_speculative_tokens=k, adaptive=False, options=options)
 
 
 def shared(llm: LLM) -> list[int]:
