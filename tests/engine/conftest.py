@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.engine.helpers import engine, tokens
 from tests.models.make import FAMILIES, make_checkpoint
 
 
@@ -18,3 +21,26 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def qwen3(checkpoints: dict[str, Path]) -> Path:
     return checkpoints["qwen3"]
+
+
+@pytest.fixture(scope="session")
+def checkpoints_of(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Path, Path | None]]:
+    """Each drafter's checkpoints, made once: the target's, and the draft's."""
+    from tests.engine.test_speculation import DRAFTERS
+
+    return functools.cache(lambda method: DRAFTERS[method](checkpoints, tmp_path_factory.mktemp(method)))
+
+
+@pytest.fixture(scope="session")
+def plain() -> Callable[[Path], list[list[int]]]:
+    """What a target says without speculation to the requests of test_speculation."""
+    from tests.engine.test_speculation import PARAMS, PROMPTS
+
+    @functools.cache
+    def run(target: Path) -> list[list[int]]:
+        with engine(target) as llm:
+            return tokens(llm, PROMPTS, PARAMS)
+
+    return run

@@ -5,7 +5,6 @@ A drafter joins the matrix by one line in DRAFTERS. On a GPU this runs in bfloat
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import random
@@ -128,26 +127,6 @@ EVERY = tuple(
         (1, 3, 5), ({}, {"max_num_seqs": 3}), ({}, {"max_num_batched_tokens": 16}), ({}, SCARCE), (False, True)
     )
 )
-
-
-@pytest.fixture(scope="module")
-def checkpoints_of(
-    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Checkpoints]:
-    """Each drafter's checkpoints, made once."""
-    return functools.cache(lambda method: DRAFTERS[method](checkpoints, tmp_path_factory.mktemp(method)))
-
-
-@pytest.fixture(scope="module")
-def plain() -> Callable[[Path], list[list[int]]]:
-    """What a target says without speculation."""
-
-    @functools.cache
-    def run(target: Path) -> list[list[int]]:
-        with engine(target) as llm:
-            return tokens(llm, PROMPTS, PARAMS)
-
-    return run
 
 
 def drafting(method: str, checkpoints: Checkpoints, k: int, **flags: Any) -> LLM:

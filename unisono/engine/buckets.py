@@ -25,8 +25,8 @@ MASKED_SHARE = 0.01
 """Of prompt passes, how many sample under masks. These and the two passes of a round under masks are captured for the
 first pass that wants them, not at start."""
 
-ROUNDS = {"round": "round", "draft": "round", "verify": "round"}
-"""Programs whose rows are requests, and whose ``--graphs`` mode they have."""
+ROUNDS = ("round", "draft", "verify", "catch_up")
+"""Programs whose rows are requests. ``--graphs`` says of the first how all of them are captured."""
 
 CPU_COST = PassCost.linear(fixed_ms=15.0, row_ms=0.4, capture_ms=20.0)
 """On a CPU nothing overlaps and a replay saves nothing: the tape is there for its semantics, so every pass replays one.
@@ -99,11 +99,16 @@ def graph_modes(config: ResolvedConfig, attention: AttentionBackend) -> Resolved
     )
 
 
+def asked_as(program: str) -> str:
+    """The program of ``--graphs`` that says how this one is captured."""
+    return "round" if program in ROUNDS else program
+
+
 def check_full(config: ResolvedConfig, graphs: Iterable[Graph]) -> None:
     """Raises ConfigError where ``--graphs full`` was asked of passes that turned out to break."""
     asked = parse_graphs(config.asked.graphs)
     for graph in graphs:
-        program = ROUNDS.get(graph.key.program, graph.key.program)
+        program = asked_as(graph.key.program)
         if graph.breaks and asked[program] == "full":
             raise ConfigError(
                 f"--graphs {config.asked.graphs}: {graph.key.program} passes run {graph.breaks} functions eagerly, "
@@ -137,12 +142,10 @@ def round_buckets(program: Program, config: ResolvedConfig, choices: Sequence[in
     """What may be captured of rounds with each number of drafts. Widths between the extremes get few sizes, and all."""
     if len(choices) == 1:
         return [buckets_of(program, config, 1 + choices[0], needs)]
-    return [
-        buckets_of(program, config, 1 + k, needs, part=0.5)
-        if k in (choices[0], choices[-1])
-        else replace(_sparse(buckets_of(program, config, 1 + k, needs), config.max_num_seqs), passes=None)
-        for k in choices
-    ]
+    buckets = [buckets_of(program, config, 1 + k, needs, part=0.5) for k in choices]
+    for i in range(1, len(choices) - 1):  # nothing is chosen among their sizes, so nothing has to be measured
+        buckets[i] = replace(_sparse(buckets[i], config.max_num_seqs), passes=None, measured=False)
+    return buckets
 
 
 def catch_up_buckets(program: Program, config: ResolvedConfig, width: int) -> Buckets:
@@ -152,7 +155,7 @@ def catch_up_buckets(program: Program, config: ResolvedConfig, width: int) -> Bu
     buckets = Buckets(
         program,
         shapes,
-        mode=config.graphs["round"],
+        mode=config.graphs[asked_as(program.name)],
         passes=GPU_PASSES["catch_up"] if gpu else None,
         measured=gpu,
         share=SHARES["catch_up"],
@@ -181,7 +184,7 @@ def buckets_of(program: Program, config: ResolvedConfig, width: int, needs: Need
         program,
         shapes,
         needs,
-        mode=config.graphs[ROUNDS.get(name, name)],
+        mode=config.graphs[asked_as(name)],
         passes=passes * (MASKED_SHARE if needs.masks and name not in ROUNDS else 1.0),
         edges=edges,
         flat=ROW_TILES[-1] // each if gpu else 0,
