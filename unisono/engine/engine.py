@@ -82,10 +82,9 @@ class Engine:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises BadRequest, leaving the engine as it was, for one that cannot run."""
-        self.check(request)
+        embedded, compiled = self._checked(request)
         if request.params.seed is None:
             request = replace(request, params=replace(request.params, seed=secrets.randbits(53)))
-        compiled = self._grammar(request)
         if compiled is not None:
             request = replace(request, stop_ids=_with_eos(request.stop_ids, compiled))
         limit = self.config.max_model_len
@@ -94,7 +93,7 @@ class Engine:
         sequence = Sequence(request, list(request.prompt_token_ids), limit, next(self._order))
         if request.params.prompt_logprobs is not None:
             sequence.prompt_logprobs = {}
-        sequence.embedded = self._embedded(request)
+        sequence.embedded = embedded
         if request.params.return_hidden_states:
             # Those of a prompt with several sequences come with the first of them.
             known = 0 if request.shares_with is None else sequence.prompt_len
@@ -131,6 +130,10 @@ class Engine:
 
         Of one that wants a structured output it waits until the grammar is compiled; see :meth:`prepare`.
         """
+        self._checked(request)
+
+    def _checked(self, request: EngineRequest) -> tuple[Embedded | None, Compiled | None]:
+        """:meth:`check`; returns what it had to make of the request: its embeddings and its grammar."""
         prompt, vocab = request.prompt_token_ids, self.checkpoint.config.vocab_size
         longest = self.config.max_model_len - 1
         if request.request_id in self._sequences:
@@ -144,7 +147,7 @@ class Engine:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        embedded = self._embedded(request)
+        embedded = Embedded.of(request, self.checkpoint.config.hidden_size, self.config.dtype)
         positions = set() if embedded is None else set(embedded.positions.tolist())
         wrong = next((t for i, t in enumerate(prompt) if not 0 <= t < vocab and i not in positions), None)
         if wrong is not None:
@@ -165,9 +168,7 @@ class Engine:
         if request.params.prompt_logprobs is not None:
             check_scored(request, positions)
         check_edits(request.params, request.bad_words, vocab)
-
-    def _embedded(self, request: EngineRequest) -> Embedded | None:
-        return Embedded.of(request, self.checkpoint.config.hidden_size, self.config.dtype)
+        return embedded, compiled
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its pages; unknown ids are ignored, for it may just have ended."""

@@ -18,24 +18,21 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from unisono.engine.needs import hidden_field, mask_field
+from unisono.engine.needs import mask_field
 from unisono.engine.programs import (
-    LOGPROB_WORDS,
     Parts,
     draft_chain,
     draft_tree,
-    growth_columns,
+    growth_fields,
+    outcome_fields,
     settle_chain,
     settle_tree,
 )
 from unisono.engine.scheduler import Extend, Round
-from unisono.grammar.matcher import Matcher
+from unisono.grammar.matcher import ALL, Matcher
 from unisono.kernels.pages import grow_pages
 from unisono.kernels.rounds import limit_drafts
 from unisono.program import Buffers, Field, Program, Schema
-
-ALL = -1
-"""A mask's word that forbids nothing."""
 
 
 def held_drafts(max_rows: int, paths: int, width: int, device: torch.device) -> torch.Tensor:
@@ -45,22 +42,11 @@ def held_drafts(max_rows: int, paths: int, width: int, device: torch.device) -> 
 
 def _held(parts: Parts, b: Buffers) -> torch.Tensor:
     """The drafts [R · P, k] of this pass's rows. Row by row, so that the two passes may be padded to different R."""
-    drafts = b.shape.width - 1
-    rows = b.shape.rows * (parts.paths if drafts else 1)  # without drafts all paths are one
-    if drafts == 0:
-        return torch.empty((rows, 0), dtype=torch.int32, device=b.device)
+    drafts, rows = b.shape.width - 1, b.shape.rows * parts.paths
+    if drafts == 0:  # all paths are one
+        return torch.empty((b.shape.rows, 0), dtype=torch.int32, device=b.device)
     assert parts.held is not None
     return parts.held[: rows * drafts].view(rows, drafts)
-
-
-def _growth(parts: Parts) -> tuple[Field, Field, Field]:
-    """What both passes are told of their rows."""
-    slots, growth = parts.slots, growth_columns(parts.width)
-    return (
-        Field("slots", torch.int32, ("rows",), pad=slots.padding),
-        Field("columns", torch.int32, ("rows", growth), pad=-1),
-        Field("pages", torch.int32, ("rows", growth)),
-    )
 
 
 def draft_program(parts: Parts) -> Program:
@@ -76,19 +62,16 @@ def draft_program(parts: Parts) -> Program:
             draft_tree(parts, parts.tree, parts.tree.fork(b.slots), held)
         b.drafts.copy_(held.view(b.drafts.shape))
 
-    return Program("draft", Schema((*_growth(parts), drafts)), run)
+    return Program("draft", Schema((*growth_fields(parts), drafts)), run)
 
 
 def verify_program(parts: Parts) -> Program:
     """The rest of a round behind :func:`draft_program`, under ``mask [rows, P, width, words]``."""
     schema = Schema(
         (
-            *_growth(parts),
+            *growth_fields(parts),
             mask_field(parts.model.config.vocab_size, "rows", "width", parts.paths),
-            Field("result", torch.int32, ("rows", "result"), output=True),
-            Field("drafted", torch.int32, ("rows",), output=True),
-            Field("logprobs", torch.int32, ("rows", "width", LOGPROB_WORDS), output=True),
-            hidden_field(*parts.vectors, "rows", "width"),
+            *outcome_fields(parts),
         )
     )
 
@@ -104,13 +87,6 @@ def verify_program(parts: Parts) -> Program:
             settle_tree(parts, parts.tree, b, parts.tree.rows(b.slots), held)
 
     return Program("verify", schema, run)
-
-
-def needs_masks(work: Extend | Round) -> bool:
-    """Whether this pass samples a position of a request with a matcher."""
-    if isinstance(work, Extend):
-        return any(chunk.last and chunk.sequence.matcher is not None for chunk in work.chunks)
-    return work.masked
 
 
 def extend_masks(work: Extend, words: int) -> np.ndarray:

@@ -128,18 +128,33 @@ def growth_columns(width: int) -> int:
     return pages_for(2 * width + 1) + 1
 
 
+def growth_fields(parts: Parts) -> tuple[Field, ...]:
+    """What a pass of a round is told of its rows: their slots, and the pages by which their tables grow."""
+    growth = growth_columns(parts.width)
+    return (
+        Field("slots", torch.int32, ("rows",), pad=parts.slots.padding),
+        Field("columns", torch.int32, ("rows", growth), pad=-1),
+        Field("pages", torch.int32, ("rows", growth)),
+    )
+
+
+def outcome_fields(parts: Parts) -> tuple[Field, ...]:
+    """What a round hands the host."""
+    return (
+        Field("result", torch.int32, ("rows", "result"), output=True),
+        Field("drafted", torch.int32, ("rows",), output=True),
+        Field("logprobs", torch.int32, ("rows", "width", LOGPROB_WORDS), output=True),
+        hidden_field(*parts.vectors, "rows", "width"),
+    )
+
+
 def round_program(parts: Parts) -> Program:
     """Draft, verify, sample, accept and commit for ``rows`` requests, ``width`` tokens each: 1 … 1 + k."""
-    slots, growth = parts.slots, growth_columns(parts.width)
+    slots = parts.slots
     schema = Schema(
         (
-            Field("slots", torch.int32, ("rows",), pad=slots.padding),
-            Field("columns", torch.int32, ("rows", growth), pad=-1),
-            Field("pages", torch.int32, ("rows", growth)),
-            Field("result", torch.int32, ("rows", "result"), output=True),
-            Field("drafted", torch.int32, ("rows",), output=True),
-            Field("logprobs", torch.int32, ("rows", "width", LOGPROB_WORDS), output=True),
-            hidden_field(*parts.vectors, "rows", "width"),
+            *growth_fields(parts),
+            *outcome_fields(parts),
         )
     )
 

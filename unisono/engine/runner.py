@@ -37,7 +37,6 @@ from unisono.engine.masked import (
     draft_program,
     extend_masks,
     held_drafts,
-    needs_masks,
     round_masks,
     verify_program,
 )
@@ -322,7 +321,7 @@ class Runner:
         columns, pages = _growth_arrays(work)
         rows = len(work.sequences)
         batch: dict[str, object] = {"slots": [s.slot for s in work.sequences], "columns": columns, "pages": pages}
-        if not needs_masks(work):
+        if not work.masked:
             key = self.round_key(rows, work.drafts)
             return self.planner.launch(replace(key, needs=replace(key.needs, returned=work.returns)), batch)
         shape, drafts = Shape(rows, 1 + work.drafts), np.empty((rows, self.paths, 0), dtype=np.int32)
@@ -357,7 +356,7 @@ class Runner:
             "last": edges[1:] - 1,
         }
         embeddings = override_fields(chunks)
-        needs = replace(self.needs, embeddings=bool(embeddings), returned=work.returns, masks=needs_masks(work))
+        needs = replace(self.needs, embeddings=bool(embeddings), returned=work.returns, masks=work.masked)
         if needs.masks:
             batch["mask"] = extend_masks(work, mask_words(self.model.config.vocab_size))
         if work.scores:

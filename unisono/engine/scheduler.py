@@ -113,6 +113,11 @@ class Extend:
         return any(chunk.scored for chunk in self.chunks)
 
     @property
+    def masked(self) -> bool:
+        """Whether it samples behind the prompt of a request with a matcher."""
+        return any(chunk.last and chunk.sequence.matcher is not None for chunk in self.chunks)
+
+    @property
     def returns(self) -> bool:
         """Whether a request wants hidden states of these tokens."""
         return any(c.sequence.hidden is not None and c.end > c.sequence.hidden.known for c in self.chunks)

@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 KEPT_EAGER_BUFFERS, KEPT_EAGER_BYTES = 64, 4 << 20
 """Buffers of eager passes that are kept for the next pass of the same key, and what each may take."""
 
-MODES = ("full", "segmented", "off")
-
 
 @dataclass(frozen=True)
 class Buckets:
