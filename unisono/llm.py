@@ -24,7 +24,6 @@ from unisono.types import (
     SamplingParams,
     TokenDelta,
     TokenLogprobs,
-    Vectors,
 )
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -190,7 +189,7 @@ class _Running:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
-        self._hidden = self._prompt_hidden = Vectors("float32", 0, b"")
+        self._returned = vectors.Returned()
         self._text = ""
         self._finish = ""
         self.cached = 0
@@ -201,9 +200,7 @@ class _Running:
         self._token_ids += delta.token_ids
         self._logprobs += delta.logprobs or []
         self._prompt_logprobs += delta.prompt_logprobs or []
-        self._prompt_hidden = delta.prompt_hidden_states or self._prompt_hidden
-        if (states := delta.hidden_states) is not None:
-            self._hidden = self._hidden.joined(states) if self._hidden.data else states
+        self._returned.take(delta)
         if delta.finish is not FinishReason.RUNNING:
             self._finish = delta.finish.text
         if self._detokenizer is not None:
@@ -219,12 +216,12 @@ class _Running:
             completion.logprobs = self._named(self._token_ids, self._logprobs)
             completion.cumulative_logprob = sum(given.logprob for given in self._logprobs)
         if self.request.params.return_hidden_states:
-            completion.hidden_states = vectors.unpack(self._hidden)[: max(0, len(self._token_ids) - 1)]
+            completion.hidden_states = self._returned.own(len(self._token_ids))
         return completion
 
     def prompt_hidden_states(self) -> Any:
         """A tensor [prompt tokens, hidden], or None where the request did not ask for it."""
-        return vectors.unpack(self._prompt_hidden) if self.request.params.return_hidden_states else None
+        return self._returned.prompt() if self.request.params.return_hidden_states else None
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self.request.params.prompt_logprobs is None:

@@ -8,11 +8,12 @@ context) it checks itself.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from unisono.types import PLACEHOLDER, BadRequest, Overrides, Vectors
+from unisono.types import PLACEHOLDER, BadRequest, Overrides, TokenDelta, Vectors
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -33,6 +34,31 @@ def unpack(vectors: Vectors) -> torch.Tensor:
     if not vectors.data:
         return torch.empty((0, vectors.size), dtype=dtype)
     return torch.frombuffer(bytearray(vectors.data), dtype=dtype).view(-1, vectors.size)
+
+
+class Returned:
+    """The hidden states that a sequence's deltas bring: put together once, when they are asked for."""
+
+    def __init__(self) -> None:
+        self._own: list[Vectors] = []
+        self._prompt = Vectors("float32", 0, b"")
+
+    def take(self, delta: TokenDelta) -> None:
+        """Add those of the next delta."""
+        if delta.prompt_hidden_states is not None:
+            self._prompt = delta.prompt_hidden_states
+        if delta.hidden_states is not None:
+            self._own.append(delta.hidden_states)
+
+    def own(self, tokens: int) -> torch.Tensor:
+        """Of each of ``tokens`` generated tokens but the last, [tokens - 1, hidden]."""
+        first = self._own[0] if self._own else Vectors("float32", 0, b"")
+        whole = replace(first, data=b"".join(rows.data for rows in self._own))
+        return unpack(whole)[: max(0, tokens - 1)]
+
+    def prompt(self) -> torch.Tensor:
+        """Of each prompt token, [tokens, hidden]; no rows where another sequence of the prompt brings them."""
+        return unpack(self._prompt)
 
 
 def embedded_prompt(embeds: Any, param: str = "prompt_embeds") -> tuple[list[int], Overrides]:

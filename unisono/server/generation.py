@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from unisono.server.client import EngineClient, TokenStream
 from unisono.server.embeds import Prompt, embedded_prompt, overridden
 from unisono.server.errors import ApiError
-from unisono.server.hidden import Returned, check_hidden_states
+from unisono.server.hidden import check_hidden_states, lists
 from unisono.server.metrics import RequestTimer, ServerMetrics
 from unisono.server.protocol import ChatRequest, CompletionRequest
 from unisono.server.responses import HiddenStates, PromptLogprobs, TokenReport, Usage, finite
@@ -32,6 +32,7 @@ from unisono.types import (
     TokenDelta,
     TokenLogprobs,
 )
+from unisono.vectors import Returned
 
 T = TypeVar("T")
 
@@ -314,8 +315,8 @@ class Generation:
         self._returned = Returned()
 
     def hidden_states(self) -> tuple[HiddenStates, HiddenStates | None] | None:
-        """Once it has ended, what :meth:`Returned.lists` has; None where the request asked for none."""
-        return self._returned.lists(self._num_tokens) if self._request.params.return_hidden_states else None
+        """Once it has ended, what :func:`unisono.server.hidden.lists` has; None where the request asked for none."""
+        return lists(self._returned, self._num_tokens) if self._request.params.return_hidden_states else None
 
     @property
     def usage(self) -> Usage:

@@ -1,10 +1,10 @@
-"""Hidden states in answers: how many may be asked for, and what a generation has got of them."""
+"""Hidden states in answers: how many may be asked for, and how they are written."""
 
 from __future__ import annotations
 
 from unisono.server.responses import HiddenStates
-from unisono.types import BadRequest, SamplingParams, TokenDelta, Vectors
-from unisono.vectors import unpack
+from unisono.types import BadRequest, SamplingParams
+from unisono.vectors import Returned
 
 MAX_HIDDEN_NUMBERS = 1 << 24
 """Numbers of hidden states in an answer to one prompt: some 200 MB of JSON."""
@@ -29,21 +29,7 @@ def check_hidden_states(enabled: bool, hidden_size: int, prompt: int, params: Sa
         )
 
 
-class Returned:
-    """What one generation's deltas bring of its hidden states."""
-
-    def __init__(self) -> None:
-        self._own: Vectors | None = None
-        self._prompt: Vectors | None = None
-
-    def take(self, delta: TokenDelta) -> None:
-        """Add those of the next delta."""
-        self._prompt = self._prompt or delta.prompt_hidden_states
-        if delta.hidden_states is not None:
-            self._own = delta.hidden_states if self._own is None else self._own.joined(delta.hidden_states)
-
-    def lists(self, tokens: int) -> tuple[HiddenStates, HiddenStates | None]:
-        """(of each of ``tokens`` generated tokens but the last, of each prompt token); the latter once for a prompt."""
-        own = [] if self._own is None else unpack(self._own)[: max(0, tokens - 1)].float().tolist()
-        prompt = None if self._prompt is None or not self._prompt.data else unpack(self._prompt).float().tolist()
-        return own, prompt
+def lists(returned: Returned, tokens: int) -> tuple[HiddenStates, HiddenStates | None]:
+    """(of each of ``tokens`` generated tokens but the last, of each prompt token); the latter once for a prompt."""
+    own, prompt = returned.own(tokens).float().tolist(), returned.prompt()
+    return own, prompt.float().tolist() if len(prompt) else None
