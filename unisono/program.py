@@ -45,7 +45,7 @@ class Hidden(enum.IntEnum):
     """Which hidden states a pass must leave behind; a later one covers every earlier one but AUX."""
 
     NULL = 0  # none
-    LAST = 1  # of each row's last token
+    LAST = 1  # of a prompt pass each row's last token's, of a round as FULL
     FULL = 2  # of every token, after the last layer
     AUX = 3  # of every token, from the layers in Needs.aux_layers
 

@@ -53,8 +53,13 @@ class Session:
             cache[0] = 0
         self.length = [0] * slots
 
-    def extend(self, chunks: Mapping[int, Sequence[int]], padding: int = 0) -> dict[int, torch.Tensor]:
-        """A ragged pass: each slot in ``chunks`` appends its tokens; ``padding`` tokens of no row follow."""
+    def extend(
+        self, chunks: Mapping[int, Sequence[int]], padding: int = 0, ends: bool = False
+    ) -> dict[int, torch.Tensor]:
+        """A ragged pass: each slot in ``chunks`` appends its tokens; ``padding`` tokens of no row follow.
+
+        ends: of each row the logits of its last token only.
+        """
         positions: list[int] = []
         kv_slots: list[int] = []
         starts = [0]
@@ -65,7 +70,9 @@ class Session:
         positions += [-1] * padding
         kv_slots += [i % PAGE for i in range(padding)]
         rows = list(chunks)
-        logits = self._run(tokens, rows, positions, kv_slots, width=None, starts=starts)
+        logits = self._run(tokens, rows, positions, kv_slots, width=None, starts=starts, ends=ends)
+        if ends:
+            return {slot: logits[i : i + 1] for i, slot in enumerate(rows)}
         return {slot: logits[a:b] for slot, a, b in zip(rows, starts, starts[1:], strict=False)}
 
     def round(self, width: int, chunks: Mapping[int, Sequence[int]], padding: int = 0) -> dict[int, torch.Tensor]:
@@ -103,6 +110,7 @@ class Session:
         kv_slots: list[int],
         width: int | None,
         starts: list[int] | None,
+        ends: bool = False,
     ) -> torch.Tensor:
         inputs = AttentionInputs(
             slots=torch.tensor(rows, **self.ints),
@@ -113,7 +121,8 @@ class Session:
             width=width,
             query_start=None if starts is None else torch.tensor(starts, **self.ints),
         )
-        hidden, _ = self.decoder(torch.tensor(tokens, **self.ints), inputs, self.kv)
+        alone = inputs.ends(inputs.query_start[1:] - 1) if ends else None
+        hidden, _ = self.decoder(torch.tensor(tokens, **self.ints), inputs, self.kv, ends=alone)
         return self.decoder.logits(hidden)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.models.harness import chunked, load, rounds, together, whole
+from tests.models.harness import Session, chunked, load, rounds, together, whole
 from tests.models.make import make_checkpoint
 
 CASES = {
@@ -81,6 +81,20 @@ def test_logits_match_transformers(case, prompts):
         theirs = model(torch.tensor([prompt])).logits[0]
         assert theirs.std() > 0.5, "a flat model would prove nothing"
         torch.testing.assert_close(logits, theirs, atol=1e-4, rtol=0)
+
+
+def test_the_ends_of_rows_alone_have_the_same_bits(case, prompts):
+    """The last layer computes nothing else of these passes, but leaves every key and value behind."""
+    _, decoder, expected = case
+    session = Session(decoder, len(prompts), max(map(len, prompts)), seed=3)
+    halves = [len(p) // 2 for p in prompts]
+    for second in (False, True):
+        edges = [(half, len(p) - 1) if second else (0, half) for half, p in zip(halves, prompts, strict=True)]
+        logits = session.extend({i: prompts[i][a:b] for i, (a, b) in enumerate(edges)}, padding=3, ends=True)
+        for i, (_, end) in enumerate(edges):
+            assert torch.equal(logits[i], expected[i][end - 1 : end])
+    for i, last in session.round(1, {i: p[-1:] for i, p in enumerate(prompts)}).items():
+        assert torch.equal(last, expected[i][-1:])
 
 
 @pytest.mark.parametrize(

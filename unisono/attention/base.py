@@ -41,6 +41,30 @@ class AttentionInputs:
     query_start: torch.Tensor | None = None
     plan: Any = None
 
+    def ends(self, last: torch.Tensor) -> Ends:
+        """Of the pass's last E rows each one's last token; last [E] int32: where they stand among the pass's tokens."""
+        slots, kv_len = self.slots[-len(last) :], self.kv_len[-len(last) :]
+        return Ends(last, AttentionInputs(slots, kv_len - 1, self.kv_slots[:0], kv_len, self.page_table, width=1))
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The tokens of a pass whose outputs are read, one of each row, where no other's are.
+
+    A layer behind which nothing else is read writes the keys and values of all tokens, and computes the rest for these
+    alone. Their bits are the same, for no token's depend on another's row.
+
+    last [E] int32: where they stand among the pass's tokens. inputs: they alone, as a round of width 1; nothing is
+    written by it.
+    """
+
+    last: torch.Tensor
+    inputs: AttentionInputs
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, …] -> [E, …]."""
+        return x.index_select(0, self.last)
+
 
 class AttentionBackend(Protocol):
     """One way to compute attention over the paged KV cache.

@@ -97,7 +97,7 @@ class PromptPass:
     slots [E], query_start [E + 1], start [E] int32: row r owns tokens query_start[r] … query_start[r + 1] of
     the pass, the first of them at absolute position start[r]; rows that are not used own none.
     token_ids [T]; next_ids [T]: the token after each (the sampled one behind the prompt's last); positions [T]:
-    -1 for padding. last [E]: index of each row's last token. hidden [T, d] as asked, else None.
+    -1 for padding. last [E]: index of each row's last token. hidden as asked: [T, d], of Hidden.LAST [E, d], or None.
     """
 
     slots: torch.Tensor

@@ -28,7 +28,7 @@ class FrozenMTPDrafter:
     """
 
     name = "mtp_frozen"
-    needs = Needs(Hidden.FULL)
+    needs = Needs(Hidden.LAST)
     page_bytes = 0
     self_test = SelfTest(OTHER_TARGET)
 
@@ -74,4 +74,4 @@ class FrozenMTPDrafter:
     def observe_prompt(self, prompt: PromptPass) -> None:
         assert prompt.hidden is not None
         owners = prompt.slots.masked_fill(prompt.query_start.diff() == 0, -1)
-        keep_rows(self._hidden, owners, prompt.hidden.index_select(0, prompt.last))
+        keep_rows(self._hidden, owners, prompt.hidden)

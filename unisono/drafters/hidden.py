@@ -22,10 +22,10 @@ from typing import Any, Protocol
 
 import torch
 
-from unisono.attention.base import AttentionBackend, AttentionInputs
+from unisono.attention.base import AttentionBackend, AttentionInputs, Ends
 from unisono.drafters.base import Host, PromptPass, SelfTest, Span, Verified
 from unisono.drafters.pending import Pending
-from unisono.kernels.catch_up import CatchUp, catch_up, catch_up_extend, keep_rows
+from unisono.kernels.catch_up import catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
 from unisono.kernels.paths import copy_span
 from unisono.layers.linear import prove_linears
@@ -49,7 +49,7 @@ def seen_size(needs: Needs, host: Host) -> int:
 
 
 class DraftModule(Protocol):
-    """One module with one KV layer; see ``models/draft.py`` for the four calls."""
+    """One module with one KV layer; see ``models/draft.py`` for the three calls."""
 
     config: DecoderConfig
     ids: torch.Tensor | None
@@ -62,15 +62,8 @@ class DraftModule(Protocol):
         hidden: torch.Tensor,
         inputs: AttentionInputs,
         kv: tuple[torch.Tensor, torch.Tensor],
+        ends: Ends | None = None,
     ) -> torch.Tensor: ...
-
-    def write(
-        self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        inputs: AttentionInputs,
-        kv: tuple[torch.Tensor, torch.Tensor],
-    ) -> None: ...
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -182,36 +175,25 @@ class HiddenDrafter:
         """Nothing: ``observe`` writes these entries."""
 
     def observe(self, verified: Verified) -> None:
-        s, slots, width = self._host.slots, verified.slots, verified.picks.shape[1]
-        new, hidden = self._entries(verified)
-        inputs = AttentionInputs(slots, new.positions, new.kv_slots, new.kv_len, s.page_table, width)
-        out = self.module(new.token_ids, hidden, inputs, self._kv)
-        self._keep(out.index_select(0, new.last), slots, new.owners)
-        self._pending.settle(slots)
+        self._catch_up(verified)
+        self._pending.settle(verified.slots)
 
     def remember(self, verified: Verified) -> None:
         self._pending.keep(verified)
 
     def resume(self, slots: torch.Tensor) -> None:
-        """Of pending entries keys and values are all that outlives them; the last one goes through the whole module."""
-        s, behind = self._host.slots, self._pending.take(slots)
-        new, hidden = self._entries(behind)
-        width = behind.picks.shape[1]
-        inputs = AttentionInputs(slots, new.positions, new.kv_slots, new.kv_len, s.page_table, width)
-        self.module.write(new.token_ids, hidden, inputs, self._kv)
-        token_ids, positions, kv_slots = (x.index_select(0, new.last) for x in new[:3])
-        inputs = AttentionInputs(slots, positions, kv_slots, new.kv_len, s.page_table, width=1)
-        out = self.module(token_ids, hidden.index_select(0, new.last), inputs, self._kv)
-        self._keep(out, slots, new.owners)
+        self._catch_up(self._pending.take(slots))
 
-    def _entries(self, verified: Verified) -> tuple[CatchUp, torch.Tensor]:
-        """The entries that committed tokens make known, and the hidden states [R·W, H] that they join."""
+    def _catch_up(self, verified: Verified) -> None:
+        """Write the entries that committed tokens make known; only each row's last goes through the whole module."""
         assert verified.hidden is not None
-        s = self._host.slots
-        new = catch_up(verified.slots, verified.result, verified.picks, s.length, s.page_table, self._host.page_size)
+        s, slots, width = self._host.slots, verified.slots, verified.picks.shape[1]
+        new = catch_up(slots, verified.result, verified.picks, s.length, s.page_table, self._host.page_size)
         hidden = self.module.encode(verified.hidden)
         keep_rows(self._page_hidden, new.pages, hidden)
-        return new, hidden
+        inputs = AttentionInputs(slots, new.positions, new.kv_slots, new.kv_len, s.page_table, width)
+        out = self.module(new.token_ids, hidden, inputs, self._kv, inputs.ends(new.last))
+        self._keep(out, slots, new.owners)
 
     def observe_prompt(self, prompt: PromptPass) -> None:
         assert prompt.hidden is not None
@@ -226,8 +208,8 @@ class HiddenDrafter:
         inputs = AttentionInputs(
             new.slots, new.positions, new.kv_slots, new.kv_len, s.page_table, width=None, query_start=new.query_start
         )
-        out = self.module(new.token_ids, torch.cat((before, hidden)), inputs, self._kv)
-        self._keep(out.index_select(0, new.last), prompt.slots, new.owners)
+        out = self.module(new.token_ids, torch.cat((before, hidden)), inputs, self._kv, inputs.ends(new.last))
+        self._keep(out, prompt.slots, new.owners)
         self._pending.settle(prompt.slots)
 
     def _keep(self, out: torch.Tensor, slots: torch.Tensor, owners: torch.Tensor) -> None:

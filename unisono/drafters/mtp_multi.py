@@ -19,15 +19,16 @@ Module i has no entry at positions 0 … i. Shapes: R rows, W = 1 + k, E rows of
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 
-from unisono.attention.base import AttentionInputs
+from unisono.attention.base import AttentionInputs, Ends
 from unisono.drafters.base import Host, PromptPass, SelfTest, Verified
 from unisono.drafters.hidden import OTHER_TARGET, FromFirstEntry, seen_size
 from unisono.drafters.pending import Pending
-from unisono.kernels.catch_up import CatchUpExtend, catch_up, catch_up_extend, keep_rows
+from unisono.kernels.catch_up import CatchUp, CatchUpExtend, catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
 from unisono.layers.linear import prove_linears
 from unisono.models.draft import KV
@@ -47,9 +48,11 @@ class _Stage:
     kv: KV
     page_hidden: torch.Tensor
 
-    def run(self, token_ids: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
-        """Entries [T] -> their states [T, H]."""
-        return self.module.norm(self.module(token_ids, hidden, inputs, self.kv))
+    def run(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, ends: Ends | None = None
+    ) -> torch.Tensor:
+        """Entries [T] -> their states [T, H], or with ``ends`` theirs [E, H]."""
+        return self.module.norm(self.module(token_ids, hidden, inputs, self.kv, ends))
 
 
 class MultiMTPDrafter:
@@ -126,14 +129,15 @@ class MultiMTPDrafter:
         assert verified.hidden is not None
         s, slots, (rows, width) = self._host.slots, verified.slots, verified.picks.shape
         new = catch_up(slots, verified.result, verified.picks, s.length, s.page_table, self._host.page_size)
-        hidden = verified.hidden
-        for stage in self._stages:
+        inputs = AttentionInputs(slots, new.positions, new.kv_slots, new.kv_len, s.page_table, width)
+        ends, hidden = inputs.ends(new.last), verified.hidden
+        for stage in self._stages[:-1]:
             keep_rows(stage.page_hidden, new.pages, hidden)
-            inputs = AttentionInputs(slots, new.positions, new.kv_slots, new.kv_len, s.page_table, width)
             states = stage.run(new.token_ids, hidden, inputs)
             before = stage.hidden.index_select(0, slots)[:, None]
             hidden = torch.cat((before, states.view(rows, width, -1)[:, :-1]), dim=1).flatten(0, 1)
-            keep_rows(stage.hidden, new.owners, states.index_select(0, new.last))
+            keep_rows(stage.hidden, new.owners, ends.of(states))
+        self._finish(new, hidden, inputs, ends)
         self._keep_draft(slots, new.owners)
 
     def observe_prompt(self, prompt: PromptPass) -> None:
@@ -145,19 +149,26 @@ class MultiMTPDrafter:
         )  # fmt: skip
         before = _states_before(new, prompt.query_start)
         hidden = torch.cat((self._stages[0].page_hidden.index_select(0, new.sources), prompt.hidden))
-        for stage, following in zip(self._stages, [*self._stages[1:], None], strict=True):
+        inputs = AttentionInputs(
+            new.slots, new.positions, new.kv_slots, new.kv_len, s.page_table, None, new.query_start
+        )
+        ends = inputs.ends(new.last)
+        for stage, following in itertools.pairwise(self._stages):
             keep_rows(stage.page_hidden, new.pages, hidden[len(new.sources) :])
-            inputs = AttentionInputs(
-                new.slots, new.positions, new.kv_slots, new.kv_len, s.page_table, None, new.query_start
-            )
             states = stage.run(new.token_ids, hidden, inputs)
-            if following is not None:
-                carried = stage.hidden.index_select(0, prompt.slots)
-                cached = following.page_hidden.index_select(0, new.sources)
-                hidden = torch.cat((states, carried, cached)).index_select(0, before)
-            keep_rows(stage.hidden, new.owners, states.index_select(0, new.last))
+            carried = stage.hidden.index_select(0, prompt.slots)
+            cached = following.page_hidden.index_select(0, new.sources)
+            hidden = torch.cat((states, carried, cached)).index_select(0, before)
+            keep_rows(stage.hidden, new.owners, ends.of(states))
+        self._finish(new, hidden, inputs, ends)
         self._keep_draft(prompt.slots, new.owners)
         self._pending.settle(prompt.slots)
+
+    def _finish(self, new: CatchUp | CatchUpExtend, hidden: torch.Tensor, inputs: AttentionInputs, ends: Ends) -> None:
+        """The last module's entries, of which only each row's last state is kept. hidden: [N, H], what they join."""
+        stage = self._stages[-1]
+        keep_rows(stage.page_hidden, new.pages, hidden[-len(new.pages) :])
+        keep_rows(stage.hidden, new.owners, stage.run(new.token_ids, hidden, inputs, ends))
 
     def _keep_draft(self, slots: torch.Tensor, owners: torch.Tensor) -> None:
         """Draft 0 of the next round, from module 0's states that were just kept."""

@@ -126,7 +126,7 @@ class StandaloneDrafter:
         new = catch_up(slots, behind.result, behind.picks, ends, s.page_table, host.page_size)
         inputs = AttentionInputs(slots, new.positions, new.kv_slots, new.kv_len, s.page_table, behind.picks.shape[1])
         known = new.token_ids < self._checkpoint.config.vocab_size
-        self._model(new.token_ids.where(known, 0), inputs, self._kv)
+        self._model(new.token_ids.where(known, 0), inputs, self._kv, ends=inputs.ends(new.last))
 
     def observe_prompt(self, prompt: PromptPass) -> None:
         """Keys and values of the pass, and of the token before each chunk: a cached page may lack its last one."""
@@ -136,7 +136,8 @@ class StandaloneDrafter:
             self._checkpoint.config.vocab_size, prompt.token_ids.shape[0],
         )  # fmt: skip
         inputs = AttentionInputs(prompt.slots, positions, kv_slots, kv_len, s.page_table, None, query_start)
-        self._model(token_ids, inputs, self._kv)
+        ends = inputs.ends((query_start[1:] - 1).clamp_min(0))  # nothing is read of them either
+        self._model(token_ids, inputs, self._kv, ends=ends)
         self._pending.settle(prompt.slots)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.attention.base import AttentionInputs
+from unisono.attention.base import AttentionInputs, Ends
 from unisono.cache.kv import PAGE_SIZE
 from unisono.cache.pages import pages_for
 from unisono.drafters.base import Drafter, PausableDrafter, PromptPass, Verified
@@ -77,12 +77,22 @@ class Parts:
         return self.model.config.hidden_size, self.model.embed.weight.dtype
 
     def forward(
-        self, token_ids: torch.Tensor, inputs: AttentionInputs, given: Overriding | None = None
+        self,
+        token_ids: torch.Tensor,
+        inputs: AttentionInputs,
+        given: Overriding | None = None,
+        ends: Ends | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The target: hidden states [T, H] for the LM head, and what the drafter asked to see."""
+        """The target: hidden states [T, H] for the LM head, or those of ``ends``, and what the drafter asked to see."""
         needs = self.drafter.needs
-        hidden, aux = self.model(token_ids, inputs, self.kv, needs.aux_layers, given)
+        hidden, aux = self.model(token_ids, inputs, self.kv, needs.aux_layers, given, ends)
         return hidden, {Hidden.NULL: None, Hidden.AUX: aux}.get(needs.hidden, hidden)
+
+    def reads_ends_only(self, b: Buffers) -> bool:
+        """Whether of a prompt pass nobody reads the target's output but that of each row's last token."""
+        needs = self.drafter.needs
+        drafted = needs.hidden is Hidden.FULL or self.model.config.num_layers in needs.aux_layers
+        return not drafted and b.find("hidden") is None and b.find("score_rows") is None
 
     def pick(
         self,
@@ -294,14 +304,17 @@ def extend_program(parts: Parts, max_rows: int, name: str = "extend") -> Program
             b.slots, b.query_start, b.start, slots.page_table, PAGE_SIZE, b.shape.rows
         )
         inputs = AttentionInputs(b.slots, positions, kv_slots, kv_len, slots.page_table, None, b.query_start)
-        hidden, seen = parts.forward(b.token_ids, inputs, overriding(b, parts.vectors[1]))
+        ends = inputs.ends(b.last)
+        alone = ends if b.shape.rows > max_rows and parts.reads_ends_only(b) else None
+        hidden, seen = parts.forward(b.token_ids, inputs, overriding(b, parts.vectors[1]), alone)
         return_hidden(b, hidden)
         drafts = torch.empty((max_rows, 0), dtype=torch.int32, device=b.device)
-        logits = parts.model.logits(hidden.index_select(0, b.last))
-        picks = parts.pick(logits, b.sample_slots, drafts, b.logprobs, b.find("mask"))
+        last = hidden if alone else ends.of(hidden)
+        picks = parts.pick(parts.model.logits(last), b.sample_slots, drafts, b.logprobs, b.find("mask"))
         parts.score(hidden, b)
         b.result.copy_(parts.commit(picks, drafts, b.sample_slots))
         if parts.width > 1:
+            seen = last if parts.drafter.needs.hidden is Hidden.LAST else seen
             next_ids = _with_sampled(b.next_ids, b.last, picks[:, 0], b.sample_slots != slots.padding)
             parts.drafter.observe_prompt(
                 PromptPass(b.slots, b.query_start, b.start, b.token_ids, next_ids, positions, b.last, seen)

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from unisono.attention.base import AttentionBackend, AttentionInputs
+from unisono.attention.base import AttentionBackend, AttentionInputs, Ends
 from unisono.kernels import rope_and_cache
 from unisono.layers.embedding import Embedding
 from unisono.layers.linear import Linear, QKVLinear
@@ -54,22 +54,11 @@ class Attention(nn.Module):
         inputs: AttentionInputs,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
+        ends: Ends | None = None,
     ) -> torch.Tensor:
-        """x [T, H] -> [T, Hq · D], which ``o`` reads; writes the T tokens' keys and values."""
-        q = self.write(x, cos_sin, inputs, k_cache, v_cache)
-        return self.backend.forward(q, k_cache, v_cache, inputs, self.config.scale, self.window)
-
-    def write(
-        self,
-        x: torch.Tensor,
-        cos_sin: torch.Tensor,
-        inputs: AttentionInputs,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write the T tokens' keys and values; returns their queries."""
+        """x [T, H] -> [T, Hq · D], which ``o`` reads, or with ``ends`` [E, Hq · D]; writes T keys and values."""
         config = self.config
-        return rope_and_cache(
+        q = rope_and_cache(
             self.qkv(x),
             self.q_norm.weight if self.q_norm else None,
             self.k_norm.weight if self.k_norm else None,
@@ -82,6 +71,9 @@ class Attention(nn.Module):
             config.num_heads,
             config.num_kv_heads,
         )
+        if ends is not None:
+            q, inputs = ends.of(q), ends.inputs
+        return self.backend.forward(q, k_cache, v_cache, inputs, config.scale, self.window)
 
 
 class DecoderLayer(nn.Module):
@@ -112,12 +104,15 @@ class DecoderLayer(nn.Module):
         inputs: AttentionInputs,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
+        ends: Ends | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, H] and ``attention_norm`` of it -> (the layer's output [T, H], ``after`` of it).
 
-        after: the next layer's norm or the model's last, None for none. Writes the T tokens' keys and values.
+        after: the next layer's norm or the model's last, None for none. ends: of these tokens only, [E, H]. Writes the
+        T tokens' keys and values.
         """
-        attended = self.attention(normed, cos_sin, inputs, k_cache, v_cache)
+        attended = self.attention(normed, cos_sin, inputs, k_cache, v_cache, ends)
+        x = x if ends is None else ends.of(x)
         x, normed = self.attention.o.then_norm(attended, x, self.mlp_norm)
         return self.mlp.down.then_norm(self.mlp.inner(normed), x, after)
 
@@ -154,6 +149,7 @@ class Decoder(nn.Module):
         kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
         aux_layers: Sequence[int] = (),
         overriding: tuple[torch.Tensor, torch.Tensor] | None = None,
+        ends: Ends | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run T tokens through all layers and the final norm, writing their keys and values.
 
@@ -161,9 +157,12 @@ class Decoder(nn.Module):
         plan is made here. kv: per layer ``(k_cache, v_cache)``, each [NP, Hkv, P, D]. Returns hidden [T, H], and with
         ``aux_layers`` the inputs of those layers side by side, [T, len(aux_layers) · H] (the number of layers
         names the last one's output), else None. overriding: embeddings [T, H] of the model's dtype, and a flag [T] i32
-        of the tokens that have them instead of their ids' own.
+        of the tokens that have them instead of their ids' own. ends: the only tokens whose output is read: hidden
+        [E, H]; ``aux_layers`` may not name the last layer's output then.
         """
         self.backend.plan(inputs)
+        if ends is not None:
+            self.backend.plan(ends.inputs)
         x = self.embed(token_ids)
         if overriding is not None:
             embeddings, overridden = overriding
@@ -174,7 +173,8 @@ class Decoder(nn.Module):
         for number, (layer, (k_cache, v_cache)) in enumerate(zip(self.layers, kv, strict=True)):
             if number in seen:
                 seen[number] = x
-            x, normed = layer(x, normed, norms[number + 1], self.cos_sin, inputs, k_cache, v_cache)
+            read = ends if number + 1 == len(self.layers) else None
+            x, normed = layer(x, normed, norms[number + 1], self.cos_sin, inputs, k_cache, v_cache, read)
         if len(self.layers) in seen:
             seen[len(self.layers)] = x
         aux = torch.cat([seen[number] for number in aux_layers], dim=1) if aux_layers else None

@@ -7,12 +7,12 @@ have their token's position: rotary attention sees differences only.
 
 What drafters ask of a head is the same for both::
 
-    encode(seen)                             what the target showed, as the head takes it      [T, H]
-    forward(token_ids, hidden, inputs, kv)   one pass, writes T keys and values                [T, H]
-    write(token_ids, hidden, inputs, kv)     the keys and values alone, with the same bits
-    finish(out)                              (hidden state for the next step, logits)
+    encode(seen)                                   what the target showed, as the head takes it      [T, H]
+    forward(token_ids, hidden, inputs, kv, ends)   one pass, writes T keys and values        [T, H] or [E, H]
+    finish(out)                                    (hidden state for the next step, logits)
 
-Shapes: T tokens in a pass, H the head's hidden size, Ht the target's, V' draft vocabulary.
+Shapes: T tokens in a pass, E of them whose output is read (``attention.base.Ends``), H the head's hidden size, Ht the
+target's, V' draft vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from unisono.attention.base import AttentionBackend, AttentionInputs
+from unisono.attention.base import AttentionBackend, AttentionInputs, Ends
 from unisono.kernels.join import join_norms
 from unisono.layers.embedding import Embedding
 from unisono.layers.linear import Linear, QKVLinear
@@ -109,19 +109,18 @@ class EagleHead(DraftHead):
         """The target's hidden states as they are: [T, H]."""
         return seen
 
-    def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, kv: KV) -> torch.Tensor:
-        """token_ids [T] i32, hidden [T, H] of the positions before -> [T, H]."""
-        self.backend.plan(inputs)
-        x = self._joined(token_ids, hidden)
-        return self.layer(x, self.layer.attention_norm(x), None, self.cos_sin, inputs, *kv)[0]
-
-    def write(self, token_ids: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, kv: KV) -> None:
-        """What :meth:`forward` writes."""
-        x = self._joined(token_ids, hidden)
-        self.layer.attention.write(self.layer.attention_norm(x), self.cos_sin, inputs, *kv)
-
-    def _joined(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return self.fc(torch.cat((self.embed(token_ids), hidden), dim=1))
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        inputs: AttentionInputs,
+        kv: KV,
+        ends: Ends | None = None,
+    ) -> torch.Tensor:
+        """token_ids [T] i32, hidden [T, H] of the positions before -> [T, H], with ``ends`` [E, H]."""
+        self.backend.plan(inputs if ends is None else ends.inputs)
+        x = self.fc(torch.cat((self.embed(token_ids), hidden), dim=1))
+        return self.layer(x, self.layer.attention_norm(x), None, self.cos_sin, inputs, *kv, ends)[0]
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """out [R, H] -> (hidden state for the next step [R, H], logits [R, V'])."""
@@ -163,17 +162,15 @@ class _WideLayer(nn.Module):
         cos_sin: torch.Tensor,
         inputs: AttentionInputs,
         kv: KV,
+        ends: Ends | None,
     ) -> torch.Tensor:
-        x = self.joined(token_ids, embed, hidden)
+        weights = self.attention_norm.weight, self.hidden_norm.weight
+        x = join_norms(token_ids, embed.weight, hidden, *weights, self.hidden_norm.eps)
         residual = x[:, hidden.shape[1] :] if self.norm_before_residual else hidden
-        attended = self.attention(x, cos_sin, inputs, *kv)
+        residual = residual if ends is None else ends.of(residual)
+        attended = self.attention(x, cos_sin, inputs, *kv, ends)
         x, normed = self.attention.o.then_norm(attended, residual, self.mlp_norm)
         return self.mlp(normed, x)
-
-    def joined(self, token_ids: torch.Tensor, embed: Embedding, hidden: torch.Tensor) -> torch.Tensor:
-        """What attention reads, [T, 2 H]."""
-        weights = self.attention_norm.weight, self.hidden_norm.weight
-        return join_norms(token_ids, embed.weight, hidden, *weights, self.hidden_norm.eps)
 
 
 class Eagle3Head(DraftHead):
@@ -212,15 +209,17 @@ class Eagle3Head(DraftHead):
             seen = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=1)
         return self.fc(seen)
 
-    def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, kv: KV) -> torch.Tensor:
-        """token_ids [T] i32, hidden [T, H] of the positions before -> [T, H]."""
-        self.backend.plan(inputs)
-        return self.layer(token_ids, self.embed, hidden, self.cos_sin, inputs, kv)
-
-    def write(self, token_ids: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, kv: KV) -> None:
-        """What :meth:`forward` writes."""
-        x = self.layer.joined(token_ids, self.embed, hidden)
-        self.layer.attention.write(x, self.cos_sin, inputs, *kv)
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        inputs: AttentionInputs,
+        kv: KV,
+        ends: Ends | None = None,
+    ) -> torch.Tensor:
+        """token_ids [T] i32, hidden [T, H] of the positions before -> [T, H], with ``ends`` [E, H]."""
+        self.backend.plan(inputs if ends is None else ends.inputs)
+        return self.layer(token_ids, self.embed, hidden, self.cos_sin, inputs, kv, ends)
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """out [R, H] -> (hidden state for the next step [R, H], logits [R, V'])."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from unisono.attention.base import AttentionBackend, AttentionInputs
+from unisono.attention.base import AttentionBackend, AttentionInputs, Ends
 from unisono.layers.embedding import Embedding
 from unisono.layers.linear import Linear
 from unisono.layers.norm import RMSNorm
@@ -67,20 +67,20 @@ class MTPModule(nn.Module):
         """The target's hidden states as they are: [T, H]."""
         return seen
 
-    def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, kv: KV) -> torch.Tensor:
-        """token_ids [T] i32 at positions p and hidden [T, H] of p - 1 -> [T, H], before the final norm."""
-        self.backend.plan(inputs)
-        x = self._joined(token_ids, hidden)
-        return self.layer(x, self.layer.attention_norm(x), None, self.cos_sin, inputs, *kv)[0]
-
-    def write(self, token_ids: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, kv: KV) -> None:
-        """The keys and values that :meth:`forward` writes, with the same bits."""
-        x = self._joined(token_ids, hidden)
-        self.layer.attention.write(self.layer.attention_norm(x), self.cos_sin, inputs, *kv)
-
-    def _joined(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        inputs: AttentionInputs,
+        kv: KV,
+        ends: Ends | None = None,
+    ) -> torch.Tensor:
+        """token_ids [T] i32 at positions p and hidden [T, H] of p - 1 -> [T, H], with ``ends`` [E, H]; before the final
+        norm."""
+        self.backend.plan(inputs if ends is None else ends.inputs)
         pair = (self.embed_norm(self.embed(token_ids)), self.hidden_norm(hidden))
-        return self.project(torch.cat(pair[::-1] if self.hidden_first else pair, dim=1))
+        x = self.project(torch.cat(pair[::-1] if self.hidden_first else pair, dim=1))
+        return self.layer(x, self.layer.attention_norm(x), None, self.cos_sin, inputs, *kv, ends)[0]
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """out [R, H] -> (hidden state for the next step [R, H], logits [R, V])."""

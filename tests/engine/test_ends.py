@@ -1,0 +1,77 @@
+"""Of a prompt pass the last layer computes only what somebody reads: the end of each row, or everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.helpers import engine, prompts
+from unisono.llm import LLM
+from unisono.types import SamplingParams, SpeculativeConfig
+
+LENGTH, ROWS = 70, 8  # of a prompt, and of requests in a pass
+(PROMPT,) = prompts(1, 250, low=LENGTH, high=LENGTH + 1)
+SHORT = SamplingParams(max_tokens=4, temperature=0.0)
+
+
+def computed(llm: LLM, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+    """(tokens that each layer's MLP computed in the prompt's pass, the answer)."""
+    rows: list[int] = []
+
+    def spy(inner: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: (rows.append(len(x)), inner(x))[1]
+
+    with monkeypatch.context() as patched:
+        layers = llm.engine.runner.model.layers
+        for layer in layers:
+            patched.setattr(layer.mlp, "inner", spy(layer.mlp.inner))
+        (answer,) = llm.generate([PROMPT], params)
+    return rows[: len(layers)], answer.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("asked", "read"),
+    [
+        ({}, ROWS),
+        ({"logprobs": 3}, ROWS),
+        ({"prompt_logprobs": 1}, LENGTH),
+        ({"return_hidden_states": True}, LENGTH),
+    ],
+    ids=["a token", "its log-probability", "those of the prompt", "hidden states"],
+)
+def test_what_a_request_reads(asked: dict[str, Any], read: int, qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(qwen3, graphs="off", max_num_seqs=ROWS) as llm:
+        rows, answer = computed(llm, SamplingParams(max_tokens=4, temperature=0.0, **asked), monkeypatch)
+        assert rows[:-1] == [LENGTH] * (len(rows) - 1)
+        assert rows[-1] == read
+        assert computed(llm, SHORT, monkeypatch)[1] == answer
+
+
+@pytest.mark.parametrize(
+    ("method", "read"),
+    [
+        ("ngram", ROWS),
+        ("eagle", LENGTH),
+        ("eagle3", ROWS),
+        ("mtp", LENGTH),
+        ("mtp_frozen", ROWS),
+    ],
+)
+def test_what_a_drafter_reads(
+    method: str,
+    read: int,
+    checkpoints_of: Callable[[str], tuple[Path, Path | None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, model = checkpoints_of(method)
+    path = {} if model is None else {"model": str(model)}
+    spec = SpeculativeConfig.parse({"method": method, "num_speculative_tokens": 3, **path})
+    with engine(target, graphs="off", max_num_seqs=ROWS, speculative=spec) as llm:
+        rows, _ = computed(llm, SHORT, monkeypatch)
+        needs, layers = llm.engine.runner.needs, llm.engine.runner.model.config.num_layers
+    # What comes out of the last layer is read by whoever asks for it as that of a layer, too.
+    assert rows[-1] == (LENGTH if layers in needs.aux_layers else read)
