@@ -153,6 +153,25 @@ def test_what_a_pass_costs_is_measured_where_tiles_end(monkeypatch: pytest.Monke
     assert answer(planner, 1) == 1, "one size is all there is where one request runs at a time"
 
 
+def test_launches_that_hide_the_largest_pass_have_it_tried_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model on a GPU: every eager pass takes the host 10 ms, the device 1 ms of them."""
+
+    class Timed(Tape):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.replay_ms = 1.0
+
+    def measured(device_ms: float) -> Planner:
+        planner = Planner(CPU)
+        monkeypatch.setattr(planner_module, "Tape", Timed)
+        monkeypatch.setattr(planner, "_timed", lambda buckets, shape: (10.0, device_ms))
+        planner.capture([Buckets(program(double), shapes(1, 64), passes=1.0, measured=True)])
+        return planner
+
+    assert [answer(measured(10.5), n) for n in (1, 2, 64)] == [1, 64, 64]
+    assert answer(measured(40.0), 64) is Reason.UNPROFITABLE, "its own time is seen, and a graph saves none of it"
+
+
 def test_what_is_missing_is_captured_when_idle_once_it_pays() -> None:
     planner = planned(1, 2, 4, 8, cost=COST, passes=1e-6)
     assert not list(planner.graphs())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from unisono.graphs.compiled import compile_program
-from unisono.graphs.segments import Break, Part, Segmented
+from unisono.graphs.segments import Break, Part, Segmented, refusal, tensors
 from unisono.program import Buffers, Key, Program, capturing
 
 
@@ -61,7 +61,8 @@ class _Session:
             for home, fresh in self._fresh:
                 home.copy_(fresh)
             self._segment.replay()
-            # Not owning the tensors that it is given: their memory is reused, as that of any intermediate.
+            # Not owning the tensors that it is given: their memory is reused, as that of any intermediate, as soon as
+            # the pass lets go of them.
             step = Break(function, tuple(_alias(a) for a in args), {k: _alias(v) for k, v in kwargs.items()})
         finally:
             self.begin()
@@ -71,7 +72,8 @@ class _Session:
             home = torch.empty_strided(fresh.shape, fresh.stride(), dtype=fresh.dtype, device=fresh.device)
             self._fresh.append((_alias(home), fresh))
             step.homes[i] = home
-        result = step.result
+        given = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors((args, kwargs))}
+        result = step.result_in([_owning(home, given) for home in step.homes])
         step.homes = [_alias(home) for home in step.homes]
         self.parts.append(step)
         return result
@@ -82,9 +84,19 @@ def _alias(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or not value.numel():
         return value
     whole = value.untyped_storage()
-    storage = torch._C._construct_storage_from_data_pointer(whole.data_ptr(), value.device, whole.nbytes())
-    alias = torch.empty(0, dtype=value.dtype, device=value.device)
-    return alias.set_(storage, value.storage_offset(), value.shape, value.stride())
+    return _in(torch._C._construct_storage_from_data_pointer(whole.data_ptr(), value.device, whole.nbytes()), value)
+
+
+def _owning(home: torch.Tensor, given: Mapping[int, torch.UntypedStorage]) -> torch.Tensor:
+    """The home of a result; one in a given storage keeps that: the pass may let go of the argument and use this."""
+    storage = given.get(home.untyped_storage().data_ptr())
+    return home if storage is None else _in(storage, home)
+
+
+def _in(storage: Any, like: torch.Tensor) -> torch.Tensor:
+    """A tensor that lies in ``storage`` as ``like`` lies in its own."""
+    tensor = torch.empty(0, dtype=like.dtype, device=like.device)
+    return tensor.set_(storage, like.storage_offset(), like.shape, like.stride())
 
 
 class CudaGraph(Segmented):
@@ -128,9 +140,11 @@ class CudaGraph(Segmented):
             try:
                 with capturing(session):
                     run()
-            except BaseException:
+            except BaseException as error:
                 with suppress(RuntimeError):  # the first error is the one to report
                     session.end()
+                if isinstance(error, RuntimeError) and "stream is capturing" in str(error):
+                    raise refusal(f"the program {self._program.name!r}", str(error).splitlines()[0]) from error
                 raise
             session.end()
         torch.cuda.synchronize()

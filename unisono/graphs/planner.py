@@ -156,14 +156,15 @@ class Planner:
     def _measure(self, buckets: Buckets) -> Buckets:
         """Find out what a pass costs: the smallest shape and those at edges as graphs, and the largest eagerly.
 
-        A graph that takes longer than the host to launch its pass is closed again: there eager passes lose nothing.
+        Where the host's launches hide what the device takes for the largest, that is tried as a graph too. A graph that
+        takes longer than the host to launch its pass is closed again: there eager passes lose nothing.
         """
         small, large = buckets.shapes[0], buckets.shapes[-1]
         launches, device = self._timed(buckets, large)
         host = math.inf if buckets.always else max(launches, self._timed(buckets, small)[0])
         points = {}
         for shape in reversed(buckets.shapes):  # large ones first: the small ones reuse their memory
-            if shape.rows in buckets.edges or shape is small:
+            if shape.rows in buckets.edges or shape is small or (shape is large and device < 2 * launches):
                 graph = self._add(buckets, buckets.key(shape))
                 if graph is not None:
                     points[shape.rows] = graph.replay_ms
@@ -273,7 +274,8 @@ class Planner:
             return Eager(Reason.DISABLED)
         rows, cost = key.shape.rows, buckets.cost
         graphs = self._graphs.get((key.program, key.shape.width), [])
-        for graph in sorted(graphs, key=lambda g: g.key.needs != key.needs):
+        large = [graph for graph in graphs if graph.key.shape.rows >= rows]  # ascending, as all graphs are
+        for graph in (*(g for g in large if g.key.needs == key.needs), *large):
             if graph.key.covers(key):
                 if cost is None or cost.replay(graph.key.shape.rows) <= cost.eager(rows):
                     return Replay(graph)

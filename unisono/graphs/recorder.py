@@ -15,8 +15,8 @@ import torch
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from unisono.graphs.segments import Break, storages
-from unisono.program import Buffers, CaptureError, capturing
+from unisono.graphs.segments import Break, refusal, storages
+from unisono.program import Buffers, capturing
 
 _HOST = torch.ops.aten
 _FORBIDDEN = {
@@ -78,18 +78,12 @@ def _is_view(op: Any, args: tuple, results: tuple[torch.Tensor, ...]) -> bool:
     return all(t.untyped_storage().data_ptr() in given for t in results)
 
 
-def _refusal(what: object, why: str) -> CaptureError:
-    return CaptureError(
-        f"{what} cannot be captured: {why}. Work that must read values belongs in an @eager_break (docs/graphs.md)"
-    )
-
-
 class _HostReads(TorchFunctionMode):
     """Refuses what reads or makes tensors on the host behind the dispatcher's back."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in _UNSEEN:
-            raise _refusal(getattr(func, "__name__", func), _UNSEEN[func])
+            raise refusal(getattr(func, "__name__", func), _UNSEEN[func])
         return func(*args, **(kwargs or {}))
 
 
@@ -121,7 +115,7 @@ class Recorder(TorchDispatchMode):
         with _unrecorded():
             step = Break(function, args, kwargs)
         self.steps.append(step)
-        return step.result
+        return step.result_in(step.homes)
 
     def call(self, function: Callable[..., Any], args: tuple) -> tuple[torch.Tensor, ...]:
         """Call a function that the tape shall see as one op: it makes new tensors and changes none."""
@@ -135,7 +129,7 @@ class Recorder(TorchDispatchMode):
         if why is None and _DYNAMIC & set(func.tags):
             why = "its output's shape depends on the data"
         if why is not None:
-            raise _refusal(func, why)
+            raise refusal(func, why)
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         results = _tensors(out)

@@ -47,11 +47,10 @@ class Break:
             )
         return leaves, spec
 
-    @property
-    def result(self) -> Any:
+    def result_in(self, homes: Sequence[torch.Tensor]) -> Any:
         """What the function returned, with each tensor in its home."""
-        homes = iter(self.homes)
-        return tree_unflatten([next(homes) if f is None else f[0] for f in self._frozen], self._spec)
+        left = iter(homes)
+        return tree_unflatten([next(left) if f is None else f[0] for f in self._frozen], self._spec)
 
     def owned(self) -> list[int]:
         """Indices of the homes that are no argument's memory."""
@@ -98,6 +97,13 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     elif hasattr(value, "__dataclass_fields__"):
         for name in value.__dataclass_fields__:
             yield from tensors(getattr(value, name))
+
+
+def refusal(what: object, why: str) -> CaptureError:
+    """The error for what no graph can hold."""
+    return CaptureError(
+        f"{what} cannot be captured: {why}. Work that must read values belongs in an @eager_break (docs/graphs.md)"
+    )
 
 
 def storages(*values: Any) -> set[int]:
