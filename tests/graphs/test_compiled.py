@@ -102,6 +102,49 @@ def test_without_emulated_roundings_the_bits_would_differ(monkeypatch: pytest.Mo
     assert compile_program(rounding, buffers, splits=False).compiled == 0
 
 
+def test_a_piece_that_is_right_on_the_recorded_values_only_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are recorded on padding. A compiler that takes a slice for the whole, as one did, is right on that."""
+    monkeypatch.setattr(compiled, "EXACT_INTEGERS", compiled.EXACT_INTEGERS | {"searchsorted"})
+
+    def run(b: Buffers) -> None:
+        rows = torch.searchsorted(b.x[1:, 0].contiguous(), b.x[:, 1].contiguous(), right=True).clamp_max(3)
+        b.result.copy_(b.x.index_select(0, rows) * 2)
+
+    def wrong(function: Any, **options: Any) -> Any:
+        def run(*inputs: torch.Tensor) -> Any:
+            return function(*(torch.where(t > 3, t + 1, t) for t in inputs))
+
+        return run
+
+    monkeypatch.setattr(compiled, "_compiled", {})
+    assert pieces_of(run)[0].compiled == 1
+    monkeypatch.setattr(compiled, "_compiled", {})
+    monkeypatch.setattr(torch, "compile", wrong)
+    assert pieces_of(run)[0].compiled == 0
+
+
+@pytest.mark.parametrize(
+    ("work", "bounds"),
+    [
+        (lambda x, f: x + 1, (-1, 9)),
+        (lambda x, f: f[x], (0, 9)),
+        (lambda x, f: f[:2].index_select(0, x) * 3, (0, 2)),
+        (lambda x, f: f[:1].index_select(0, x) * 2, (0, 1)),
+        (lambda x, f: f[:0].index_select(0, x), None),
+    ],
+    ids=["any", "rows", "two rows", "one row", "no row"],
+)
+def test_whole_numbers_that_a_piece_can_take(work: Any, bounds: tuple[int, int] | None) -> None:
+    function = torch.fx.symbolic_trace(work)
+    given = [torch.tensor([7, 7, 7]), torch.zeros(2, 16).T]
+    ints, floats = compiled._other_values(function, given)
+    assert floats.stride() == (1, 16)
+    assert floats.unique().numel() == 32
+    low, high = bounds or (7, 8)
+    assert all(low <= n < high for n in ints.tolist())
+    assert (ints.tolist() == [7, 7, 7]) == (bounds is None)
+
+
 def test_pieces_end_where_something_is_written() -> None:
     """x + 1, the write, and what reads it: two pieces around it."""
 
