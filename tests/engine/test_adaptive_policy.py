@@ -228,3 +228,14 @@ def test_resuming_has_to_pay() -> None:
 
     assert policy().choose(np.array([0]), np.array([1]), 1.0) == 1
     assert policy().choose(np.array([0]), np.array([1]), 1e4) == 0
+
+
+def test_rounds_without_drafts_pay_for_what_the_drafter_has_to_catch_up_with_later() -> None:
+    """0.7 drafts accepted of one: a round of 10 ms against one of 18 ms that brings 1.7 tokens."""
+
+    def chosen(standby_ms: float) -> int:
+        policy = AdaptiveK((0, 1), Acceptance(1, 1), RoundCosts(lambda rows, k: 10.0 + 8.0 * k))
+        policy.drafts = 0
+        return policy.choose(np.array([0]), np.array([1]), 0.0, standby_ms)
+
+    assert [chosen(ms) for ms in (0.0, 0.5, 0.7, 2.0)] == [0, 0, 1, 1]

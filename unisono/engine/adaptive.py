@@ -173,15 +173,18 @@ class AdaptiveK:
         self._since_probe = 0
         self._rung = 0  # which of the larger numbers is probed next
 
-    def choose(self, slots: np.ndarray, most: np.ndarray, catch_up_ms: float) -> int:
+    def choose(self, slots: np.ndarray, most: np.ndarray, catch_up_ms: float, standby_ms: float = 0.0) -> int:
         """Drafts for a round of slots [R], of which each may have ``most`` [R].
 
-        catch_up_ms: what the drafter takes to catch up before it can draft, 0 where nothing is pending.
+        catch_up_ms: what the drafter takes to catch up before it can draft, 0 where nothing is pending. standby_ms:
+        what a round without drafts costs later, for a paused drafter that can remember only so much.
         """
         costs = [self.costs.ms(len(slots), k) for k in self.choices]
         ms = {k: cost for k, cost in zip(self.choices, costs, strict=True) if cost is not None}
         if not ms:
             return self.choices[-1]
+        if 0 in ms:
+            ms[0] += standby_ms
         tokens = self.acceptance.expected(slots, most)
         fewest = min(ms)
         rate = {k: tokens[k] / ms[k] for k in ms if k == fewest or tokens[k] > tokens[k - 1]}

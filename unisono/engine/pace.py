@@ -68,7 +68,7 @@ class Pace:
     def _choose(self, sequences: list[Sequence]) -> int:
         slots = np.array([s.slot for s in sequences])
         most = np.array([min(_max_drafts(s), max(0, s.limit - len(s.tokens) - 1)) for s in sequences])
-        return self.policy.choose(slots, most, self._catch_up_ms(sequences))
+        return self.policy.choose(slots, most, self._catch_up_ms(sequences), self._standby_ms(len(sequences)))
 
     def _know(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -83,6 +83,13 @@ class Pace:
             return 0.0
         runner = self._runner
         return runner.planner.expected_ms(runner.catch_up_key(rows)) * -(-most // runner.pending)
+
+    def _standby_ms(self, rows: int) -> float:
+        """What each round without drafts adds to a drafter's catching up, which it has to before it forgets."""
+        runner = self._runner
+        if not runner.pending or self._limit is None:
+            return 0.0
+        return runner.planner.expected_ms(runner.catch_up_key(rows)) / runner.pending
 
     def _with_pending(self, work: Round) -> Round:
         """Have drafters catch up before a round that drafts, or before they can remember no more.

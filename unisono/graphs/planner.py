@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 KEPT_EAGER_BUFFERS, KEPT_EAGER_BYTES = 64, 4 << 20
 """Buffers of eager passes that are kept for the next pass of the same key, and what each may take."""
 
+KEPT_ANSWERS = 4096
+"""Keys whose graph is remembered."""
+
 
 @dataclass(frozen=True)
 class Buckets:
@@ -92,6 +95,7 @@ class Planner:
         self._variants: dict[tuple[str, int], list[Buckets]] = {}
         self._graphs: dict[tuple[str, int], list[Graph]] = {}
         self._dropped: dict[Key, Reason] = {}
+        self._answers: dict[Key, Replay | Eager] = {}  # of ``plan``, until a graph comes or goes
         self._missing: Counter[Key] = Counter()  # keys that passes wanted -> milliseconds they would have saved
         self._eager_buffers: dict[Key, Buffers] = {}
 
@@ -103,6 +107,7 @@ class Planner:
         A shape that does not fit is dropped: passes of its size run eagerly and count NO_MEMORY or OVER_BUDGET.
         """
         started = time.perf_counter()
+        self._answers.clear()
         self._programs = {(buckets.program.name, buckets.width): [] for buckets in plan}
         self._variants = {name: [] for name in self._programs}
         for buckets in plan:
@@ -181,6 +186,7 @@ class Planner:
         return self._graphs.get((buckets.program.name, buckets.width), [])
 
     def _close(self, graph: Graph) -> None:
+        self._answers.clear()
         self._graphs[graph.key.program, graph.key.shape.width].remove(graph)
         graph.close()
 
@@ -214,6 +220,7 @@ class Planner:
             del graph
             self._drop(key, Reason.OVER_BUDGET)
             return None
+        self._answers.clear()
         graphs.append(graph)
         graphs.sort(key=lambda g: g.key.shape.rows)
         return graph
@@ -227,6 +234,7 @@ class Planner:
 
     def _drop(self, key: Key, reason: Reason) -> None:
         self._dropped[key] = reason
+        self._answers.clear()
         if self._pool is not None:
             torch.cuda.empty_cache()
         shape = f"{key.shape.rows} rows" + (f" × {key.shape.width}" if key.shape.width > 1 else "")
@@ -269,6 +277,14 @@ class Planner:
 
     def plan(self, key: Key) -> Replay | Eager:
         """Replay the smallest graph with this key's needs, else with more, that covers it; or say why none does."""
+        answer = self._answers.get(key)
+        if answer is None:
+            if len(self._answers) >= KEPT_ANSWERS:  # prompts come in every length
+                self._answers.clear()
+            answer = self._answers[key] = self._plan(key)
+        return answer
+
+    def _plan(self, key: Key) -> Replay | Eager:
         buckets = self._buckets(key)
         if not self.enabled or buckets.mode == "off":
             return Eager(Reason.DISABLED)
@@ -416,6 +432,7 @@ class Planner:
         for graph in self.graphs():
             graph.close()
         self._graphs.clear()
+        self._answers.clear()
         self._eager_buffers.clear()
 
 
