@@ -33,7 +33,8 @@ class LLM:
     """A model in this process. Keyword arguments are :class:`unisono.config.EngineConfig`'s fields.
 
     ``progress(stage, share)`` is called while loading and capturing. Use as a context manager, or call
-    :meth:`shutdown`, to free the device. Raises CheckpointError and ConfigError.
+    :meth:`shutdown`, to free the device; until then the garbage collector passes over what is on the heap now
+    (``gc.freeze``). Raises CheckpointError and ConfigError.
     """
 
     def __init__(

@@ -118,6 +118,8 @@ def compare(target: Target, head: Head, rounds: Sequence[Seen]) -> tuple[float, 
     return hidden_error, logits_error, wrong
 
 
+CLOSE = 3e-4 if torch.cuda.is_available() else 1e-4  # float32 in another order
+
 FLAGS = {
     "one pass": {},
     "chunks of 21, two at once": {"max_num_batched_tokens": 21, "max_num_seqs": 2},
@@ -141,8 +143,8 @@ def test_every_step_is_the_papers(target: Target, case: tuple[str, Head], flags:
         assert (llm.engine.scheduler.preemptions if "num_pages" in flags else llm.engine.scheduler.prefix_hits) > 0
     assert len(watch.rounds) > 30
     hidden_error, logits_error, wrong = compare(target, head, watch.rounds[:: 1 if not flags else 2])
-    assert hidden_error < 1e-4
-    assert logits_error < 1e-4
+    assert hidden_error < CLOSE
+    assert logits_error < CLOSE
     assert wrong == 0
 
 

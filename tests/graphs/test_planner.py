@@ -153,6 +153,34 @@ def test_what_a_pass_costs_is_measured_where_tiles_end(monkeypatch: pytest.Monke
     assert answer(planner, 1) == 1, "one size is all there is where one request runs at a time"
 
 
+def test_a_pool_is_not_used_after_its_last_graph_was_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: torch frees a pool with its last graph, and refuses a capture into it (CachingHostAllocator, 2.11)."""
+    alive: dict[int, int] = {}
+    handles = iter(range(100))
+
+    class Pooled(Tape):
+        replay_ms = 30.0
+
+        def __init__(self, program: Any, key: Key, buffers: Buffers, pool: int, *rest: Any) -> None:
+            if alive.get(pool) == 0:
+                raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+            super().__init__(program, key, buffers, *rest)
+            self.pool, self.replay_ms = pool, float(key.shape.rows)
+            alive[pool] = alive.get(pool, 0) + 1
+
+        def close(self) -> None:
+            alive[self.pool] -= 1
+
+    monkeypatch.setattr(planner_module, "CudaGraph", Pooled)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    planner = Planner(CPU)
+    planner._pool = torch.cuda.graph_pool_handle()
+    monkeypatch.setattr(planner, "_timed", lambda buckets, shape: (10.0, 15.0))
+    planner.capture([Buckets(program(double), shapes(1, 4, 64), passes=1e9, measured=True)])
+    assert list(alive.values()) == [0, 2], "the graph of 64 rows was tried first, and closed"
+    assert [answer(planner, n) for n in (1, 4)] == [1, 4]
+
+
 def test_launches_that_hide_the_largest_pass_have_it_tried_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model on a GPU: every eager pass takes the host 10 ms, the device 1 ms of them."""
 

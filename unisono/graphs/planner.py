@@ -246,6 +246,8 @@ class Planner:
         splits = buckets.mode == "segmented"
         if self._pool is None:
             return Tape(buckets.program, key, buffers, splits, self.compile)
+        if next(self.graphs(), None) is None:
+            self._pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph, and can't begin again
         return CudaGraph(buckets.program, key, buffers, self._pool, splits, self.compile)
 
     # ---- passes -------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Attention of long prompts on Hopper: the same bits as ``attention_triton``, in less time.
 
-Written in Gluon, Triton's lower language, because what it needs can't be said in the upper one: the scores of the
-next keys are computed while the softmax of these is, and pages come by the tensor memory accelerator. The order of
+Written in Gluon, Triton's lower language, because what it needs can't be said in the upper one: two warp groups that
+go on by themselves, one in its softmax while the other's products run, and pages that come by the tensor memory
+accelerator. The order of
 every sum is ``attention_triton._walk``'s: steps of 64 keys, splits of 256, merged in order by the same formula.
 :func:`prove` compares both on the GPU at hand; ``kernels/attention.py`` launches this one where they agreed.
 
@@ -32,8 +33,8 @@ STAGES = 3
 """Steps whose keys and values are held at once. Not 4, a split's steps: with every address a constant the compiler
 keeps them all in registers, spills, and 455 TFLOP/s become 334 (8192 tokens, H200)."""
 
-WARPS = 8
-"""Warps that compute; one more for each page of a step reads it."""
+WARPS = 4
+"""Warps of each of the two groups that compute; one more for each page of a step reads it."""
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
 
@@ -59,13 +60,13 @@ def _load_pages(which, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, h
 
 
 @gluon.jit
-def _score(step, q, k, bars, KEYS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, MMA: gl.constexpr):
+def _score(step, q0, q1, k, bars, KEYS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, MMA: gl.constexpr):
     """Start the scores [ROWS, KEYS] of ``step`` once its keys are there: two products in flight."""
     stage = step % STAGES
     mbarrier.wait(bars.index(stage), step // STAGES & 1)
     s = warpgroup_mma_init(gl.zeros([ROWS, KEYS], gl.float32, MMA))
-    s = warpgroup_mma(q.index(0), k.index(stage * 2).permute([1, 0]), s, use_acc=False, is_async=True)
-    return warpgroup_mma(q.index(1), k.index(stage * 2 + 1).permute([1, 0]), s, is_async=True)
+    s = warpgroup_mma(q0, k.index(stage * 2).permute([1, 0]), s, use_acc=False, is_async=True)
+    return warpgroup_mma(q1, k.index(stage * 2 + 1).permute([1, 0]), s, is_async=True)
 
 
 @gluon.jit
@@ -112,8 +113,11 @@ def _row_sums(z, MMA: gl.constexpr):
 
 @gluon.jit
 def _forget_values(step, end, v, KEYS: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr):
-    """Zero the values of keys from ``end`` on: pages beyond a request's end may hold anything, NaN included."""
-    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    """Zero the values of keys from ``end`` on: pages beyond a request's end may hold anything, NaN included.
+
+    Both groups do, whichever comes first: what they store is the same.
+    """
+    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     keys = step * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, BLOCKED))
     for half in gl.static_range(2):
         place = v.index(step % STAGES * 2 + half)
@@ -128,47 +132,55 @@ def _nothing(ROWS: gl.constexpr, HALF: gl.constexpr, MMA: gl.constexpr):
     """The state of rows that have seen no key of a split: maxima, sums, both halves of the output."""
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
     o = gl.zeros([ROWS, HALF], gl.float32, MMA)
-    return m, gl.zeros([ROWS, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 8, 16])), o, o
+    return m, gl.zeros([ROWS, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])), o, o
 
 
 @gluon.jit
-def _load_queries(q_ptr, q, ones, first, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+def _load_queries(q_ptr, q0, q1, ones, first, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
                   HALF: gl.constexpr, KEYS: gl.constexpr):  # fmt: skip
-    """Put a tile's queries, and the ones that row sums are products with, into shared memory."""
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    """Put a group's queries, and the ones that row sums are products with, into shared memory."""
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
     token = first + row // GROUP
     index = (token.to(gl.int64) * HEADS + head * GROUP + row % GROUP) * (2 * HALF)
     column = gl.arange(0, HALF, gl.SliceLayout(0, LOADED))
-    for half in gl.static_range(2):
-        at = q_ptr + index[:, None] + half * HALF + column[None, :]
-        q.index(half).store(gl.load(at, mask=(token < last)[:, None], other=0.0))
-    ones.store(gl.full([8, KEYS], 1.0, q_ptr.dtype.element_ty, gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0])))
+    at = q_ptr + index[:, None] + column[None, :]
+    q0.store(gl.load(at, mask=(token < last)[:, None], other=0.0))
+    q1.store(gl.load(at + HALF, mask=(token < last)[:, None], other=0.0))
+    ones.store(gl.full([8, KEYS], 1.0, q_ptr.dtype.element_ty, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])))
     fence_async_shared()
     _barrier()
 
 
 @gluon.jit
-def _attend(q_ptr, q, k, v, ones, full, free, out_ptr, first, last, head, position, end, whole, steps, scale,
+def _attend(group, q_ptr, q, k, v, ones, full, free, out_ptr, positions_ptr, tile, last, head, end, whole, steps, scale,
             HEADS: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr,
-            HALF: gl.constexpr, STAGES: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """Two warp groups' part: attend a tile's keys and write its outputs."""
+            HALF: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """One warp group's part: attend its half of a tile's rows, ROWS of them, and write their outputs.
+
+    group: 0 or 1. tile, last: the tile's tokens. end, whole, steps: of the keys that the tile sees.
+    """
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     EACH: gl.constexpr = SPLIT // KEYS
-    _load_queries(q_ptr, q, ones, first, last, head, HEADS, GROUP, ROWS, HALF, KEYS)
+    first = tile + group * (ROWS // GROUP)
+    q0, q1, ones = q.index(2 * group), q.index(2 * group + 1), ones.slice(8 * group, 8)
+    _load_queries(q_ptr, q0, q1, ones, first, last, head, HEADS, GROUP, ROWS, HALF, KEYS)
+    token = first + gl.arange(0, ROWS, gl.SliceLayout(1, MMA)) // GROUP
+    position = gl.load(positions_ptr + token, mask=token < last, other=-1)
 
     m, _, a0, a1 = _nothing(ROWS, HALF, MMA)
     z = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, MMA))
-    s = warpgroup_mma_wait(0, [_score(0, q, k, full, KEYS, STAGES, ROWS, MMA)])
+    s = warpgroup_mma_wait(0, [_score(0, q0, q1, k, full, KEYS, STAGES, ROWS, MMA)])
     for split in range(whole):
         part_m, part_z, o0, o1 = _nothing(ROWS, HALF, MMA)
         for i in gl.static_range(EACH):
             step = split * EACH + i
-            following = _score(step + 1, q, k, full, KEYS, STAGES, ROWS, MMA)
             part_m, p, shrink = _weigh(s, part_m, scale, DTYPE)
-            if i > 0:  # the last step's values are added; the following scores may still come
-                part_z, o0, o1 = warpgroup_mma_wait(2, [part_z, o0, o1])
+            if i > 0:
+                part_z, o0, o1 = warpgroup_mma_wait(0, [part_z, o0, o1])
                 mbarrier.arrive(free.index((step - 1) % STAGES))
+            following = _score(step + 1, q0, q1, k, full, KEYS, STAGES, ROWS, MMA)
             part_z, o0, o1 = _value(step, p, shrink, v, ones, part_z, o0, o1, STAGES, MMA)
             if i < EACH - 1:
                 s = warpgroup_mma_wait(3, [following])
@@ -191,7 +203,7 @@ def _attend(q_ptr, q, k, v, ones, full, free, out_ptr, first, last, head, positi
         part_z, o0, o1 = warpgroup_mma_wait(0, [part_z, o0, o1])
         mbarrier.arrive(free.index(step % STAGES))
         if step + 1 < steps:
-            s = warpgroup_mma_wait(0, [_score(step + 1, q, k, full, KEYS, STAGES, ROWS, MMA)])
+            s = warpgroup_mma_wait(0, [_score(step + 1, q0, q1, k, full, KEYS, STAGES, ROWS, MMA)])
     m, z, a0, a1 = _merge(m, z, a0, a1, part_m, _row_sums(part_z, MMA), o0, o1)
     _store(out_ptr, first, last, head, position, z, a0, a1, HEADS, GROUP, ROWS, HALF, MMA)
 
@@ -220,12 +232,12 @@ def prompt_attention_kernel(
 ):  # fmt: skip
     """One program per tile of the work list and KV head; see ``attention_triton.attention_kernel``.
 
-    ``_attend`` runs on two warp groups, ``_load_pages`` on one warp for each of a step's four pages.
+    ``_attend`` runs on two warp groups, each for itself, ``_load_pages`` on one warp for each of a step's four pages.
     """
     gl.static_assert(KEYS == 4 * PAGE, "a warp for each page of a step")
     GROUP: gl.constexpr = HEADS // KV_HEADS
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16])
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
 
     item = gl.program_id(0)
@@ -233,22 +245,22 @@ def prompt_attention_kernel(
         entry = work_ptr + item // KV_HEADS * 8
         head = item % KV_HEADS
         slot, length, first, last = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
-        token = first + gl.arange(0, ROWS, gl.SliceLayout(1, MMA)) // GROUP
+        token = first + gl.arange(0, ROWS, EACH) // GROUP
         position = gl.load(positions_ptr + token, mask=token < last, other=-1)
         end = gl.maximum(gl.minimum(length, gl.max(position, 0) + 1), 0)
         seen_by_all = gl.min(gl.where(position >= 0, position, end - 1), 0) + 1
         whole = gl.maximum(gl.minimum(seen_by_all, end - 1), 0) // SPLIT  # splits without masks; a step is left behind
         steps = gl.maximum((end + KEYS - 1) // KEYS, 1)
 
-        q = gl.allocate_shared_memory(DTYPE, [2, ROWS, HALF], SHARED)
+        q = gl.allocate_shared_memory(DTYPE, [4, ROWS // 2, HALF], SHARED)
         k = gl.allocate_shared_memory(DTYPE, [STAGES * 2, KEYS, HALF], SHARED)
         v = gl.allocate_shared_memory(DTYPE, [STAGES * 2, KEYS, HALF], SHARED)
-        ones = gl.allocate_shared_memory(DTYPE, [8, KEYS], SHARED)
+        ones = gl.allocate_shared_memory(DTYPE, [16, KEYS], SHARED)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STAGES):
             mbarrier.init(full.index(i), count=KEYS // PAGE)
-            mbarrier.init(free.index(i), count=1)
+            mbarrier.init(free.index(i), count=2)
         fence_async_shared()
         _barrier()
         pages_ptr = table_ptr + slot.to(gl.int64) * max_pages
@@ -256,8 +268,11 @@ def prompt_attention_kernel(
         gl.warp_specialize(
             [
                 (_attend, (
-                    q_ptr, q, k, v, ones, full, free, out_ptr, first, last, head, position, end, whole, steps, scale,
-                    HEADS, GROUP, KEYS, SPLIT, ROWS, HALF, STAGES, MMA)),
+                    0, q_ptr, q, k, v, ones, full, free, out_ptr, positions_ptr, first, last, head, end, whole, steps,
+                    scale, HEADS, GROUP, KEYS, SPLIT, ROWS // 2, HALF, STAGES)),
+                (_attend, (
+                    1, q_ptr, q, k, v, ones, full, free, out_ptr, positions_ptr, first, last, head, end, whole, steps,
+                    scale, HEADS, GROUP, KEYS, SPLIT, ROWS // 2, HALF, STAGES)),
                 (_load_pages, (0, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, head, steps,
                                KV_HEADS, PAGE, KEYS, STAGES, HALF)),
                 (_load_pages, (1, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, head, steps,
@@ -267,6 +282,6 @@ def prompt_attention_kernel(
                 (_load_pages, (3, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, head, steps,
                                KV_HEADS, PAGE, KEYS, STAGES, HALF)),
             ],
-            [1, 1, 1, 1],
-            [24, 24, 24, 24],
+            [4, 1, 1, 1, 1],
+            [240, 24, 24, 24, 24],
         )  # fmt: skip

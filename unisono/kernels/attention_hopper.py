@@ -35,7 +35,7 @@ def suits(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: 
         and torch.cuda.get_device_capability(device) == (9, 0)
         and dtype in (torch.bfloat16, torch.float16)
         and head_dim == HEAD_DIM
-        and ROWS % (heads // kv_heads) == 0
+        and ROWS // 2 % (heads // kv_heads) == 0
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import json
 import logging
@@ -100,6 +101,7 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reporting = asyncio.create_task(_report_progress(service))
         listener.listen(BACKLOG)  # uvicorn will in a moment; whoever reads the next line may connect at once
+        gc.freeze()  # as the engine's process does: no stream waits while every library's objects are looked through
         host, port = listener.getsockname()[:2]
         logger.info("Serving %s on http://%s:%d/v1 (Ctrl-C stops)", ", ".join(service.names), host, port)
         await stop.wait()
