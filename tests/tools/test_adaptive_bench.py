@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from unisono.tools.adaptive_bench import Curve, Point
+from unisono.tools.adaptive_bench import Curve, Point, measure
 from unisono.tools.bench import app
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2}'
@@ -34,6 +35,27 @@ def test_every_way_is_measured_and_written(tmp_path: Path, rates: str) -> None:
     assert ("SYNTHETIC" in shown) is bool(rates)
     assert out.with_suffix(".md").read_text().strip() in shown
     assert Curve.read(out).points[0].concurrency == 2
+    assert point["spread"] == dict.fromkeys(speeds, 1.0), "of one turn"
+
+
+def test_a_turn_that_the_machine_stopped_in_does_not_decide() -> None:
+    class Pinned:
+        """An engine whose second turn is ten times slower."""
+
+        def __init__(self) -> None:
+            self.engine = self.pace = self.runner = self
+            self.rounds, self.choices, self.turns = Counter[int](), (0, 1), 0
+
+        def pin_drafts(self, k: int | None) -> None:
+            self.k = k
+
+    def stretch(llm: Pinned, size: int) -> tuple[int, float]:
+        llm.turns += llm.k == 1
+        return 100, 10.0 if llm.k == 1 and llm.turns == 2 else 1.0
+
+    point = measure(Pinned(), Pinned(), 4, stretch, cycles=3)
+    assert point.tokens_per_second == {"none": 100.0, "adaptive": 100.0, "k=0": 100.0, "k=1": 100.0}
+    assert point.spread == {"none": 1.0, "adaptive": 1.0, "k=0": 1.0, "k=1": 10.0}
 
 
 def test_the_best_fixed_number_is_compared_with() -> None:

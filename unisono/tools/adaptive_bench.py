@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -28,14 +29,16 @@ WARM = 6
 
 @dataclass
 class Point:
-    """One concurrency: tokens a second of each way, and the adaptive engine's mean k.
+    """One concurrency: tokens a second of each way, the median of its turns, and the adaptive engine's mean k.
 
-    Ways are "none" (the engine without speculation), "k=0" … (pinned) and "adaptive".
+    Ways are "none" (the engine without speculation), "k=0" … (pinned) and "adaptive". spread: of each, its fastest turn
+    over its slowest. A machine that others use stops for a fraction of a second now and then, which is a turn's tenth.
     """
 
     concurrency: int
     tokens_per_second: dict[str, float]
     mean_k: float
+    spread: dict[str, float] = field(default_factory=dict)
 
     @property
     def best_fixed(self) -> str:
@@ -80,7 +83,8 @@ class Curve:
         for p in self.points:
             speeds = " | ".join(f"{p.tokens_per_second[way]:.0f}" for way in ways)
             best = f"{p.against_best:.3f} ({p.best_fixed})"
-            lines += [f"| {p.concurrency} | {speeds} | {p.mean_k:.2f} | {p.against_none:.3f} | {best} |"]
+            spread = max(p.spread.values(), default=1.0)
+            lines += [f"| {p.concurrency} | {speeds} | {p.mean_k:.2f} | {p.against_none:.3f} | {best} | {spread:.2f} |"]
         return lines
 
     def markdown(self) -> str:
@@ -88,8 +92,8 @@ class Curve:
         ways = list(self.points[0].tokens_per_second)
         lines = [f"Model {self.model}; " + ", ".join(f"{k} {v}" for k, v in self.versions.items())]
         lines += [f"Speculation {self.speculative}; {self.acceptance}", ""]
-        lines += [f"| tokens/s at | {' | '.join(ways)} | mean k | / none | / best fixed |"]
-        lines += ["|---" * (len(ways) + 4) + "|"]
+        lines += [f"| tokens/s at | {' | '.join(ways)} | mean k | / none | / best fixed | spread |"]
+        lines += ["|---" * (len(ways) + 5) + "|"]
         lines += self.rows()
         graphs = ", ".join(f"{name} {value:g}" for name, value in self.graph_memory.items())
         lines += [""]
@@ -110,8 +114,8 @@ class Curve:
     def read(path: Path) -> Curve:
         """What :meth:`write` wrote."""
         data = json.loads(path.read_text())
-        names = ("concurrency", "tokens_per_second", "mean_k")
-        return Curve(**data | {"points": [Point(**{n: p[n] for n in names}) for p in data["points"]]})
+        names = ("concurrency", "tokens_per_second", "mean_k", "spread")
+        return Curve(**data | {"points": [Point(**{n: p[n] for n in names if n in p}) for p in data["points"]]})
 
 
 def adaptive(
@@ -173,18 +177,19 @@ def measure(plain: Any, llm: Any, size: int, stretch: Stretch, cycles: int) -> P
     """Every way by turns, forwards and backwards."""
     ways: list[tuple[str, Any, int | None]] = [(NONE, plain, None), (ADAPTIVE, llm, None)]
     ways += [(f"k={k}", llm, k) for k in llm.engine.runner.choices]
-    tokens, seconds = defaultdict[str, int](int), defaultdict[str, float](float)
+    speeds = defaultdict[str, list[float]](list)
     drafts = rounds = 0
     for _, engine, k in ways:  # compiles kernels, fills caches, and lets what is estimated settle
         _pinned(engine, k, stretch, size)
     for cycle in range(cycles):
         for way, engine, k in ways[:: -1 if cycle % 2 else 1]:
             count, took, chosen = _pinned(engine, k, stretch, size)
-            tokens[way], seconds[way] = tokens[way] + count, seconds[way] + took
+            speeds[way].append(count / took)
             if way == ADAPTIVE:
                 drafts += sum(k * n for k, n in chosen.items())
                 rounds += sum(chosen.values())
-    return Point(size, {way: tokens[way] / seconds[way] for way, *_ in ways}, drafts / max(1, rounds))
+    medians = {way: statistics.median(each) for way, each in speeds.items()}
+    return Point(size, medians, drafts / max(1, rounds), {w: max(each) / min(each) for w, each in speeds.items()})
 
 
 def _pinned(llm: Any, k: int | None, stretch: Stretch, size: int) -> tuple[int, float, dict[int, int]]:
