@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 
 from tests.models.make import END, make_tokenizer
 from unisono.grammar import compiler
+from unisono.grammar import matcher as matcher_module
 from unisono.grammar.compiler import Grammars
 from unisono.grammar.matcher import GrammarError, Matcher
 from unisono.types import BadRequest, SamplingParams, StructuredOutputs
@@ -130,6 +133,35 @@ def test_a_token_that_does_not_continue_is_an_error(grammars: Grammars) -> None:
     following = matcher(grammars)
     with pytest.raises(GrammarError, match="after 1 tokens"):
         following.accept(ids("ax"))
+
+
+def test_an_expression_that_takes_ever_longer_fails_before_it_holds_up_everybody(grammars: Grammars) -> None:
+    """Its third nested repetition: after some thirty letters one more mask would take seconds, and then minutes."""
+    asked = StructuredOutputs(regex="((a{0,30}){0,30}){0,30}b")
+    following = Matcher(grammars.get(asked), SamplingParams(structured_outputs=asked))
+    (a,) = ids("a")
+
+    def write() -> None:
+        for _ in range(200):
+            masks(following, [])
+            following.accept([a])
+
+    with pytest.raises(GrammarError, match=r"too ambiguous: a mask took .* the limit is 0\.5 s"):
+        write()
+
+
+def test_what_takes_long_is_the_threads_own_time(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy elsewhere fails nobody."""
+    following = matcher(grammars)
+    monkeypatch.setattr(matcher_module, "LONGEST_CALL", 0.05)
+    fill = following._matcher.fill_next_token_bitmask
+    asleep = SimpleNamespace(
+        fill_next_token_bitmask=lambda *args: (time.sleep(0.2), fill(*args)),
+        accept_token=following._matcher.accept_token,
+    )
+    monkeypatch.setattr(following, "_matcher", asleep)
+    masks(following, [])
+    following.accept(ids("a"))
 
 
 def test_special_tokens_and_ids_beyond_the_tokenizer_are_never_allowed(grammars: Grammars) -> None:

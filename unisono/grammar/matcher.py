@@ -8,7 +8,9 @@ Shapes: P paths of drafts (1 for a chain), k drafts each, W = 1 + k positions, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -18,9 +20,13 @@ from unisono.types import SamplingParams, UnisonoError
 ALL = -1
 """A mask's word that forbids nothing."""
 
+LONGEST_CALL = 0.5
+"""Seconds of this thread's own time that following a grammar may take at once. It takes some 10 µs, a large schema's
+some milliseconds; but an expression that can be read in very many ways takes ever longer, and everybody waits."""
+
 
 class GrammarError(UnisonoError):
-    """A request cannot go on: no token continues its grammar."""
+    """A request cannot go on: no token continues its grammar, or following it takes too long."""
 
 
 class Matcher:
@@ -36,11 +42,20 @@ class Matcher:
         self._matcher = xgrammar.GrammarMatcher(compiled.grammar)
         self._eos, self._params = compiled.eos, params
         self._accepted = 0
+        self._longest = 0.0  # seconds of one call so far
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Take in committed tokens. Raises GrammarError for one that does not continue the grammar."""
+        """Take in committed tokens.
+
+        Raises GrammarError for one that does not continue the grammar, and where a call took longer than LONGEST_CALL.
+        """
         for token in tokens:
-            if not self._matcher.accept_token(token):
+            if self._longest > LONGEST_CALL:
+                raise GrammarError(
+                    f"its structured output is too ambiguous: a mask took {self._longest:.1f} s after {self._accepted} "
+                    f"tokens, the limit is {LONGEST_CALL} s. Avoid repetitions within repetitions"
+                )
+            if not self._accept(token):
                 raise GrammarError(
                     f"no token of the vocabulary that the request allows continues its structured output after "
                     f"{self._accepted} tokens"
@@ -69,15 +84,26 @@ class Matcher:
                 self._fill(flat, row, place)
             if draft < 0 or draft in self._eos or not _allows(flat[row], draft):
                 break
-            if not self._matcher.accept_token(draft):
+            if not self._accept(draft):
                 break
             taken += 1
         if taken:
             self._matcher.rollback(taken)
 
+    def _accept(self, token: int) -> bool:
+        with self._clocked():
+            return bool(self._matcher.accept_token(token))
+
+    @contextmanager
+    def _clocked(self) -> Iterator[None]:
+        started = time.thread_time()
+        yield
+        self._longest = max(self._longest, time.thread_time() - started)
+
     def _fill(self, flat: np.ndarray, row: int, ahead: int) -> None:
         """The mask behind ``ahead`` drafts, of which the matcher knows."""
-        self._matcher.fill_next_token_bitmask(flat, row)
+        with self._clocked():
+            self._matcher.fill_next_token_bitmask(flat, row)
         if not flat[row].any():  # nothing continues: the text ends here, and accept() says why
             _set(flat[row], self._eos)
         held = self._held_back(self._accepted + ahead)
