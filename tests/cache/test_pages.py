@@ -108,6 +108,52 @@ def test_eviction_takes_the_least_recently_used_leaf() -> None:
     assert pool.open([*prompt(2), 0]).cached_tokens == 0
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_eviction_is_by_last_use_whatever_came_before(seed: int) -> None:
+    """Against brute force: of all unlocked leaves the one that was used first."""
+    rng, pool = random.Random(seed), PagePool(41)
+    radix, held, evicted = pool.radix, [], 0
+    for _ in range(600):
+        if held and rng.random() < 0.5:
+            reservation, tokens = held.pop(rng.randrange(len(held)))
+            reservation.commit(tokens)
+            reservation.release()
+            continue
+        tokens = [rng.randrange(2) for _ in range(4)] * (4 * rng.randint(1, 4))  # few texts, of 1 to 4 pages
+        reservation = pool.open(tokens)
+        missing = pages_for(len(tokens)) - len(reservation.entries) - len(pool.free)
+        wanted = []
+        while len(wanted) < missing <= pool.radix.unlocked:
+            leaves = [
+                n
+                for n in radix.nodes()
+                if not n.locks and n.children.keys() <= {w.key for w in wanted if w.parent is n}
+            ]
+            wanted.append(min((n for n in leaves if n not in wanted), key=lambda n: n.used))
+        try:
+            reservation.reserve(len(tokens))
+        except OutOfPages:
+            reservation.release()
+            continue
+        evicted += len(wanted)
+        assert all(n.parent is None for n in wanted)
+        held.append((reservation, tokens))
+        pool.check_integrity()
+    assert evicted > 50
+
+
+def test_a_prefix_that_is_used_over_and_over_leaves_no_trace() -> None:
+    """What eviction keeps in mind is bounded by the pages, not by the requests that came before."""
+    pool = PagePool(9)
+    for i in range(500):
+        tokens = list(range(64)) if i % 2 else list(range(32))
+        reservation = pool.open(tokens)
+        reservation.reserve(len(tokens))
+        reservation.commit(tokens)
+        reservation.release()
+    assert len(pool.radix._leaves) + len(pool.radix._bared) <= 8
+
+
 def test_locked_pages_are_not_evicted() -> None:
     pool = PagePool(4)
     a = pool.open(prompt(1, 2))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -41,13 +42,18 @@ class Node:
 
 
 class RadixCache:
-    """Longest-prefix lookup, insertion and eviction; all costs are linear in pages touched."""
+    """Longest-prefix lookup, insertion and eviction; all costs are linear in pages touched.
+
+    What may be evicted is known in order of use, without a look at the rest: an unlocked leaf was used when it was
+    unlocked, so it goes behind those that are there. Only a node whose last child is evicted may be older than others.
+    """
 
     def __init__(self) -> None:
         self._root = Node(page=-1, key=(), parent=None, locks=1)
         self._clock = itertools.count(1)
-        # (used, tiebreak, node) of unlocked leaves; entries go stale and are checked when popped.
-        self._evictable: list[tuple[int, int, Node]] = []
+        self._leaves: OrderedDict[Node, None] = OrderedDict()  # unlocked ones, least recently used first
+        # (used, tiebreak, node) of nodes that evictions made leaves; those used since are passed over when popped.
+        self._bared: list[tuple[int, int, Node]] = []
         self._tiebreak = itertools.count()
         self.pages = 0
         self.unlocked = 0
@@ -67,15 +73,17 @@ class RadixCache:
         self.unlocked -= node.locks == 0
         node.locks += 1
         node.used = next(self._clock)
+        self._leaves.pop(node, None)
 
     def unlock(self, node: Node) -> None:
         node.locks -= 1
         self.unlocked += node.locks == 0
         node.used = next(self._clock)
-        self._offer(node)
+        if not node.locks and not node.children:
+            self._leaves[node] = None
 
     def insert(self, parent: Node | None, key: Tokens, page: int, settled: bool = True) -> Node:
-        """Put ``page`` under ``parent`` (None: the root) and return its node, not yet locked.
+        """Put ``page`` under ``parent``, which is locked (None: the root), and return its node, not yet locked.
 
         When the same tokens are there already, their node is returned: it keeps its own page.
         """
@@ -86,20 +94,19 @@ class RadixCache:
         node = parent.children[key] = Node(page, key, parent, used=next(self._clock), settled=settled)
         self.pages += 1
         self.unlocked += 1
-        self._offer(node)
+        self._leaves[node] = None
         return node
 
     def evict(self, count: int) -> list[int]:
         """Remove up to ``count`` pages, least recently used leaves first; returns the freed pages."""
         freed: list[int] = []
-        while len(freed) < count and self._evictable:
-            used, _, node = heapq.heappop(self._evictable)
-            if node.parent is None or node.locks or node.children or node.used != used:
-                continue
-            del node.parent.children[node.key]
+        while len(freed) < count and (node := self._least_used()) is not None:
             parent, node.parent = node.parent, None
+            assert parent is not None
+            del parent.children[node.key]
             freed.append(node.page)
-            self._offer(parent)
+            if not parent.locks and not parent.children:
+                heapq.heappush(self._bared, (parent.used, next(self._tiebreak), parent))
         self.pages -= len(freed)
         self.unlocked -= len(freed)
         return freed
@@ -111,9 +118,19 @@ class RadixCache:
             yield node
             stack.extend(node.children.values())
 
-    def _offer(self, node: Node) -> None:
-        if not node.locks and not node.children:
-            heapq.heappush(self._evictable, (node.used, next(self._tiebreak), node))
+    def _least_used(self) -> Node | None:
+        """Take the unlocked leaf that was used first; None where there is none."""
+        while self._bared:
+            used, _, node = self._bared[0]
+            if node.used == used and not node.locks and not node.children:
+                break
+            heapq.heappop(self._bared)
+        first = next(iter(self._leaves), None)
+        if self._bared and (first is None or self._bared[0][0] < first.used):
+            return heapq.heappop(self._bared)[2]
+        if first is not None:
+            del self._leaves[first]
+        return first
 
 
 def _page_keys(tokens: Sequence[Token]) -> Iterator[Tokens]:
