@@ -33,8 +33,7 @@ class LLM:
     """A model in this process. Keyword arguments are :class:`unisono.config.EngineConfig`'s fields.
 
     ``progress(stage, share)`` is called while loading and capturing. Use as a context manager, or call
-    :meth:`shutdown`, to free the device; until then the garbage collector passes over what is on the heap now
-    (``gc.freeze``). Raises CheckpointError and ConfigError.
+    :meth:`shutdown`, to free the device. Raises CheckpointError and ConfigError.
     """
 
     def __init__(
@@ -42,7 +41,11 @@ class LLM:
     ) -> None:
         self.engine = Engine(EngineConfig(model=str(model), **flags), progress)
         checkpoint = self.engine.checkpoint
-        self.tokenizer = Tokenizer.load(checkpoint.path)
+        try:
+            self.tokenizer = Tokenizer.load(checkpoint.path)
+        except BaseException:
+            self.engine.shutdown()  # nobody else could
+            raise
         own = self.tokenizer.eos_token_ids if self.tokenizer else ()
         self.eos_token_ids = tuple(sorted({*checkpoint.eos_token_ids, *own}))
         self._ids = itertools.count()

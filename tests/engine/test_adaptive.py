@@ -278,3 +278,20 @@ def test_a_tree_is_drafted_whole_or_not_at_all(qwen3: Path, plain: Any, at_rando
         assert llm.engine.runner.choices == (0, 3)
         assert tokens(llm, PROMPTS[:12], PARAMS[:12]) == plain(qwen3)[:12]
         assert set(llm.engine.pace.rounds) == {0, 3}
+
+
+def test_what_a_round_without_drafts_costs_a_paused_drafter(checkpoints_of: Any) -> None:
+    """Its share of a pass that catches up with all that is pending; nothing where no memory runs out."""
+    costs = {}
+    for method in ("eagle", "standalone", "ngram"):
+        target, model = checkpoints_of(method)
+        path = {} if model is None else {"model": str(model)}
+        spec = SpeculativeConfig.parse({"method": method, "num_speculative_tokens": 3, **path})
+        with engine(target, speculative=spec, adaptive=True) as llm:
+            runner, pace = llm.engine.runner, llm.engine.pace
+            costs[method] = pace._standby_ms(2)
+            if method == "eagle":
+                whole = runner.planner.expected_ms(runner.catch_up_key(2))
+                assert whole > 0
+                assert costs[method] == whole / runner.pending
+    assert costs["standalone"] == costs["ngram"] == 0

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.drafters.make_heads import make_eagle3
 from tests.engine.helpers import engine, prompts
+from tests.engine.test_speculation import config_of
 from unisono.llm import LLM
 from unisono.types import SamplingParams, SpeculativeConfig
 
@@ -56,7 +58,8 @@ def test_what_a_request_reads(asked: dict[str, Any], read: int, qwen3: Path, mon
     [
         ("ngram", ROWS),
         ("eagle", LENGTH),
-        ("eagle3", ROWS),
+        ("eagle3", LENGTH),  # reads what comes out of the last layer
+        ("eagle3, inner layers", ROWS),
         ("mtp", LENGTH),
         ("mtp_frozen", ROWS),
     ],
@@ -64,14 +67,19 @@ def test_what_a_request_reads(asked: dict[str, Any], read: int, qwen3: Path, mon
 def test_what_a_drafter_reads(
     method: str,
     read: int,
+    checkpoints: dict[str, Path],
     checkpoints_of: Callable[[str], tuple[Path, Path | None]],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target, model = checkpoints_of(method)
+    if method == "eagle3, inner layers":
+        target = checkpoints["mistral"]
+        model: Path | None = make_eagle3(tmp_path, config_of(target), (0, 1, 2), aux=[0, 1, 2], draft_vocab=150).path
+    else:
+        target, model = checkpoints_of(method)
     path = {} if model is None else {"model": str(model)}
-    spec = SpeculativeConfig.parse({"method": method, "num_speculative_tokens": 3, **path})
+    spec = SpeculativeConfig.parse({"method": method.split(",")[0], "num_speculative_tokens": 3, **path})
     with engine(target, graphs="off", max_num_seqs=ROWS, speculative=spec) as llm:
         rows, _ = computed(llm, SHORT, monkeypatch)
-        needs, layers = llm.engine.runner.needs, llm.engine.runner.model.config.num_layers
-    # What comes out of the last layer is read by whoever asks for it as that of a layer, too.
-    assert rows[-1] == (LENGTH if layers in needs.aux_layers else read)
+    assert rows[:-1] == [LENGTH] * (len(rows) - 1)
+    assert rows[-1] == read

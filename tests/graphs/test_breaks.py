@@ -195,6 +195,15 @@ def test_what_a_break_may_not_return() -> None:
         graph_of(lambda b: eager_break(lambda x: {x})(b.x))
 
 
-def test_a_host_read_outside_a_break_is_told_where_it_belongs() -> None:
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda b: b.result.fill_(b.x.sum().item()),
+        lambda b: b.result.fill_(b.x.tolist()[0][0]),
+        lambda b: b.result.copy_(torch.tensor([[1.0, 2.0]], device=b.device)),
+    ],
+    ids=["item", "tolist", "a tensor of host values"],
+)
+def test_a_host_read_outside_a_break_is_told_where_it_belongs(run: Callable[[Buffers], Any]) -> None:
     with pytest.raises(CaptureError, match="@eager_break"):
-        graph_of(lambda b: b.result.fill_(b.x.sum().item()))
+        graph_of(run)

@@ -13,6 +13,7 @@ import torch
 from tests.graphs.programs import CPU, SCHEMA, batch, program, run_graph
 from unisono.graphs.cuda import CudaGraph
 from unisono.graphs.recorder import Call, Recorder
+from unisono.graphs.segments import Break
 from unisono.program import Buffers, Key, Shape, eager_break
 
 if torch.cuda.is_available():
@@ -123,6 +124,26 @@ def test_an_error_leaves_no_capture_open(inside: bool) -> None:
         captured(lambda b: b.result.copy_((eager_break(fails) if inside else fails)(b.x)))
     assert runs == [0, 0 if inside else 1]
     assert StandIn.open_now == 0
+
+
+@pytest.mark.parametrize("work", [lambda x: x.add_(1), lambda x: x.add_(1)[:, :1]], ids=["all of it", "a view of it"])
+def test_an_argument_that_a_break_returns_is_the_passs_own(work: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The pass may let go of the argument and use what is returned: its memory must stay as long."""
+    seen: list[tuple[bool, bool]] = []
+
+    def run(b: Buffers) -> None:
+        argument = b.x.float()
+        result = eager_break(work)(argument)
+        same = result.untyped_storage().data_ptr() == argument.untyped_storage().data_ptr()
+        del argument
+        seen.append((same, result.untyped_storage().resizable()))
+        b.result.copy_(result * 2)
+
+    graph = captured(run)
+    assert seen[-1] == (True, True), "memory of its own, not borrowed"
+    (step,) = (part for part in graph.parts if isinstance(part, Break))
+    assert not step.homes[0].untyped_storage().resizable()
+    assert run_graph(graph, [[1, 1], [2, 2]]) == [[4, 4], [6, 6]]
 
 
 def test_the_graph_owns_no_tensor_of_the_pass() -> None:

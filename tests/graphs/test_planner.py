@@ -176,9 +176,25 @@ def test_a_pool_is_not_used_after_its_last_graph_was_closed(monkeypatch: pytest.
     planner = Planner(CPU)
     planner._pool = torch.cuda.graph_pool_handle()
     monkeypatch.setattr(planner, "_timed", lambda buckets, shape: (10.0, 15.0))
-    planner.capture([Buckets(program(double), shapes(1, 4, 64), passes=1e9, measured=True)])
+    tried = Buckets(program(double), shapes(1, 4, 64), passes=1e9, measured=True)
+    planner.capture([tried])
     assert list(alive.values()) == [0, 2], "the graph of 64 rows was tried first, and closed"
     assert [answer(planner, n) for n in (1, 4)] == [1, 4]
+    own = sum(graph.cost_bytes for graph in planner.graphs())
+    assert planner.graph_bytes == own, "its pool is gone"
+    planner.capture([replace(tried, program=program(double, "q"))])
+    assert planner.graph_bytes > sum(graph.cost_bytes for graph in planner.graphs()), "a pool that lives keeps it"
+
+
+def test_a_graph_that_is_only_tried_may_not_fit(
+    no_room: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_room(8)
+    planner = Planner(CPU)
+    monkeypatch.setattr(planner, "_timed", lambda buckets, shape: (10.0, 15.0))
+    planner.capture([Buckets(program(double), shapes(1, 4, 64), passes=1e9, measured=True)])
+    assert answer(planner, 64) is not Reason.NO_MEMORY, "nothing is lost without it"
+    assert answer(planner, 4) == 4
 
 
 def test_launches_that_hide_the_largest_pass_have_it_tried_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +244,16 @@ def test_what_was_dropped_is_not_tried_again_when_idle(monkeypatch: pytest.Monke
     monkeypatch.setattr(planner, "_capture", lambda buckets, key: captures.append(key))
     assert planner.capture_missing() == 0
     assert captures == []
+
+
+def test_what_an_idle_capture_could_not_have_is_told_from_then_on() -> None:
+    planner = planned(1, 8, cost=PassCost.linear(fixed_ms=0.0, row_ms=1.0, eager_ms=9.0, capture_ms=0.0), passes=1e-6)
+    planner.budget = 0
+    for _ in range(20):
+        launch(planner, 3)
+    assert answer(planner, 3) is Reason.NOT_CAPTURED
+    assert planner.capture_missing() == 0
+    assert answer(planner, 3) is Reason.OVER_BUDGET
 
 
 def test_needs_that_no_graph_covers_are_captured_when_idle() -> None:

@@ -334,3 +334,14 @@ def watched(monkeypatch, error: float = 0.0) -> list[int]:
 def test_without_hopper_all_attention_is_one_kernel():
     assert TritonAttention(32, 8, "cpu").prove(128, torch.bfloat16)[0] == "as all attention"
     assert not hopper.suits(32, 8, 128, torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("heads", [2, 4, 8, 16, 32, 64])
+def test_what_the_kernel_for_hopper_is_compared_on_has_tiles_that_it_serves(heads: int) -> None:
+    """Else the comparison would be of one kernel with itself."""
+    lengths, starts = hopper.proof_lengths(heads), (700, 13)
+    for tokens in (sum(lengths), sum(lengths) - sum(starts)):
+        backend = TritonAttention(heads, 1, "cpu")
+        backend.processors = 132  # an H200's
+        assert backend._tile_tokens(tokens) * heads == hopper.ROWS
+        assert tokens * heads >= 64 * backend.processors, "tiles are walked whole"

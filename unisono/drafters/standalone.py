@@ -122,8 +122,8 @@ class StandaloneDrafter:
         """Keys and values of pending tokens, moved two positions back, where a round begins."""
         host, s = self._host, self._host.slots
         behind = self._pending.take(slots, LAG)
-        ends = self._pending.observed - LAG
-        new = catch_up(slots, behind.result, behind.picks, ends, s.page_table, host.page_size)
+        lengths = self._pending.observed - LAG
+        new = catch_up(slots, behind.result, behind.picks, lengths, s.page_table, host.page_size)
         inputs = AttentionInputs(slots, new.positions, new.kv_slots, new.kv_len, s.page_table, behind.picks.shape[1])
         known = new.token_ids < self._checkpoint.config.vocab_size
         self._model(new.token_ids.where(known, 0), inputs, self._kv, ends=inputs.ends(new.last))

@@ -305,11 +305,11 @@ def extend_program(parts: Parts, max_rows: int, name: str = "extend") -> Program
         )
         inputs = AttentionInputs(b.slots, positions, kv_slots, kv_len, slots.page_table, None, b.query_start)
         ends = inputs.ends(b.last)
-        alone = ends if b.shape.rows > max_rows and parts.reads_ends_only(b) else None
-        hidden, seen = parts.forward(b.token_ids, inputs, overriding(b, parts.vectors[1]), alone)
+        only = ends if b.shape.rows > max_rows and parts.reads_ends_only(b) else None
+        hidden, seen = parts.forward(b.token_ids, inputs, overriding(b, parts.vectors[1]), only)
         return_hidden(b, hidden)
         drafts = torch.empty((max_rows, 0), dtype=torch.int32, device=b.device)
-        last = hidden if alone else ends.of(hidden)
+        last = hidden if only else ends.of(hidden)
         picks = parts.pick(parts.model.logits(last), b.sample_slots, drafts, b.logprobs, b.find("mask"))
         parts.score(hidden, b)
         b.result.copy_(parts.commit(picks, drafts, b.sample_slots))

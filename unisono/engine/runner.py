@@ -295,6 +295,7 @@ class Runner:
         if self.paths > 1:
             passes.append((round_program(parts), Shape(self.config.max_num_seqs, self.width)))
         torch.cuda.synchronize()
+        gc.collect()  # what an engine before this one left
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()

@@ -42,11 +42,12 @@ _EXACT = """
     abs add bitwise_and bitwise_not bitwise_or bitwise_xor clamp clamp_max clamp_min eq ge gt le logical_and logical_not
     logical_or lt maximum minimum mul ne neg rsub sign sub where masked_fill
     _to_copy arange cat clone constant_pad_nd contiguous copy embedding fill flip full full_like gather index
-    index_copy index_fill index_select new_full new_ones new_zeros ones ones_like pad repeat reshape roll scatter stack
+    index_fill index_select new_full new_ones new_zeros ones ones_like pad repeat reshape roll stack
     to tril triu type_as zeros zeros_like
 """
 EXACT = frozenset(_EXACT.split())
-"""Ops that have one right result, to the bit: they move data, compare, or round one IEEE operation."""
+"""Ops that have one right result, to the bit: they move data, compare, or round one IEEE operation. Not index_copy and
+scatter: of places that are named twice either source may win."""
 
 EXACT_INTEGERS = EXACT | {"all", "any", "cumsum", "floor_divide", "prod", "remainder", "sum"}
 """The same for ops whose arguments are whole numbers. Not searchsorted: on GPUs the compiler takes a slice of the
@@ -287,7 +288,10 @@ def _other_values(function: fx.GraphModule, inputs: list[torch.Tensor]) -> list[
     else:
         given = inputs
     return [
-        _in_layout_of(t, torch.randn(t.shape, generator=device, device=t.device) if t.is_floating_point() else value)
+        _in_layout_of(
+            t,
+            torch.randn(t.shape, generator=device, dtype=t.dtype, device=t.device) if t.is_floating_point() else value,
+        )
         for t, value in zip(inputs, given, strict=True)
     ]
 

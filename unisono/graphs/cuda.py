@@ -143,7 +143,7 @@ class CudaGraph(Segmented):
             except BaseException as error:
                 with suppress(RuntimeError):  # the first error is the one to report
                     session.end()
-                if isinstance(error, RuntimeError) and "stream is capturing" in str(error):
+                if isinstance(error, RuntimeError) and "captur" in str(error):
                     raise refusal(f"the program {self._program.name!r}", str(error).splitlines()[0]) from error
                 raise
             session.end()

@@ -89,6 +89,7 @@ class Planner:
         self.padded_rows: Counter[str] = Counter()
         self.idle_captures = 0
         self.capture_seconds = 0.0
+        self._kept_bytes = 0
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         # By name and width: those of fewest needs first. Of needs that appear at run time: variants of these.
         self._programs: dict[tuple[str, int], list[Buckets]] = {}
@@ -147,8 +148,8 @@ class Planner:
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes that all graphs take."""
-        return sum(graph.cost_bytes for graph in self.graphs())
+        """Bytes that all graphs take, and those that their pool keeps of graphs that were tried and closed."""
+        return self._kept_bytes + sum(graph.cost_bytes for graph in self.graphs())
 
     def graphs(self) -> Iterator[Graph]:
         """Every captured graph."""
@@ -170,7 +171,8 @@ class Planner:
         points = {}
         for shape in reversed(buckets.shapes):  # large ones first: the small ones reuse their memory
             if shape.rows in buckets.edges or shape is small or (shape is large and device < 2 * launches):
-                graph = self._add(buckets, buckets.key(shape))
+                wanted = shape.rows in buckets.edges or shape is small
+                graph = self._add(buckets, buckets.key(shape), tried=not wanted)
                 if graph is not None:
                     points[shape.rows] = graph.replay_ms
                     if graph.replay_ms > host:
@@ -186,9 +188,11 @@ class Planner:
         return self._graphs.get((buckets.program.name, buckets.width), [])
 
     def _close(self, graph: Graph) -> None:
-        self._answers.clear()
+        """Give a graph back. Of its memory others may have what they capture; the pool keeps it as long as it lives."""
         self._graphs[graph.key.program, graph.key.shape.width].remove(graph)
         graph.close()
+        if self._pool is not None:
+            self._kept_bytes = 0 if next(self.graphs(), None) is None else self._kept_bytes + graph.cost_bytes
 
     def _timed(self, buckets: Buckets, shape: Shape) -> tuple[float, float]:
         """Milliseconds of an eager pass on padding: until the host has launched it, and until it is done."""
@@ -205,20 +209,25 @@ class Planner:
         torch.cuda.empty_cache()
         return min(t[0] for t in times), min(t[1] for t in times)
 
-    def _add(self, buckets: Buckets, key: Key) -> Graph | None:
-        """Capture a key unless it is there; None, and the reason noted, where memory does not allow it."""
+    def _add(self, buckets: Buckets, key: Key, tried: bool = False) -> Graph | None:
+        """Capture a key unless it is there; None, and the reason noted, where memory does not allow it.
+
+        tried: it is to be measured, and nothing is lost without it: no reason is noted.
+        """
         graphs = self._graphs.setdefault((key.program, key.shape.width), [])
         if (there := next((g for g in graphs if g.key == key), None)) is not None:
             return there
         try:
             graph = self._capture(buckets, key)
         except torch.OutOfMemoryError:
-            self._drop(key, Reason.NO_MEMORY)
+            if not tried:
+                self._drop(key, Reason.NO_MEMORY)
             return None
         if not self._affordable(buckets, key, graph.cost_bytes):
             graph.close()
             del graph
-            self._drop(key, Reason.OVER_BUDGET)
+            if not tried:
+                self._drop(key, Reason.OVER_BUDGET)
             return None
         self._answers.clear()
         graphs.append(graph)
@@ -433,9 +442,8 @@ class Planner:
         """Free every graph, before the process group and the memory they were captured on."""
         for graph in self.graphs():
             graph.close()
-        self._graphs.clear()
-        self._answers.clear()
-        self._eager_buffers.clear()
+        for held in (self._graphs, self._answers, self._eager_buffers, self._programs, self._variants):
+            held.clear()  # the programs hold the model and the cache that they were made of
 
 
 def _worthwhile(buckets: Buckets, graphs: Sequence[Graph] = ()) -> list[Shape]:

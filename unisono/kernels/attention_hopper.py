@@ -101,9 +101,15 @@ def rehearse(
         _proven.pop(key, None)
 
 
+def proof_lengths(heads: int) -> tuple[int, int]:
+    """Tokens of the requests that kernels are compared on: enough for tiles of ROWS rows on every multiprocessor."""
+    more = max(1, 16 // heads)
+    return 1500 * more, 391 * more
+
+
 def _same_bits(attend: Attend, heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Two requests, whole and behind a prefix; what no token may see is NaN."""
-    lengths, key = (1500, 391), (heads, kv_heads, dtype, device)
+    lengths, key = proof_lengths(heads), (heads, kv_heads, dtype, device)
     generator = torch.Generator(device).manual_seed(0)
     pages = [-(-n // PAGE) for n in lengths]
     order = torch.randperm(sum(pages), generator=generator, device=device).int()

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import zmq
 
 from unisono.server import ipc
+from unisono.server.heap import settle_heap
 from unisono.types import BadRequest, EngineRequest, TokenDelta, UnisonoError
 
 IDLE_MS = 1000
@@ -68,6 +69,7 @@ def main(address: str, factory: str, config: Any) -> None:
         socket.connect(address)
         try:
             engine = load_factory(factory)(config, lambda stage, share: _send(socket, ipc.Loading(stage, share)))
+            settle_heap()
             _Loop(engine, socket).run()
             engine.shutdown()
         except BaseException as error:  # whatever it is, the API process must learn of it

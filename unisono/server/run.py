@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import hashlib
 import json
 import logging
@@ -27,6 +26,7 @@ from starlette.types import ASGIApp
 from unisono.server.app import INSPECT_LIMIT, Service, create_app
 from unisono.server.client import EngineClient, Progress
 from unisono.server.generation import Frontend, ModelFacts
+from unisono.server.heap import settle_heap
 from unisono.server.metrics import ProgressLine, ServerMetrics
 from unisono.tokenizer import Tokenizer
 from unisono.types import ConfigError, EngineDead, UnisonoError
@@ -101,7 +101,7 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reporting = asyncio.create_task(_report_progress(service))
         listener.listen(BACKLOG)  # uvicorn will in a moment; whoever reads the next line may connect at once
-        gc.freeze()  # as the engine's process does: no stream waits while every library's objects are looked through
+        settle_heap()
         host, port = listener.getsockname()[:2]
         logger.info("Serving %s on http://%s:%d/v1 (Ctrl-C stops)", ", ".join(service.names), host, port)
         await stop.wait()
