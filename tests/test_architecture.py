@@ -18,6 +18,7 @@ ALLOWED = {
     "results": set(),
     "types": {"token_tree", "structured_outputs", "results"},
     "program": set(),
+    "heap": set(),
     "catalog": {"types"},
     "vectors": {"types"},
     "config": {"types"},
@@ -37,8 +38,8 @@ ALLOWED = {
         "sampling", "graphs", "cache", "grammar", "distributed",
     },
     "llm": {"types", "vectors", "config", "engine", "tokenizer"},
-    "server": {"types", "vectors", "catalog", "config", "engine", "tokenizer"},
-    "tools": {"types", "catalog", "config", "llm", "tokenizer", "cache", "models", "attention"},
+    "server": {"types", "heap", "vectors", "catalog", "config", "engine", "tokenizer"},
+    "tools": {"types", "heap", "catalog", "config", "llm", "tokenizer", "cache", "models", "attention"},
     "cli": {"types", "catalog", "config", "tokenizer", "llm", "server", "tools"},
 }  # fmt: skip
 

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 import zmq
 
+from unisono.heap import settle_heap
 from unisono.server import ipc
-from unisono.server.heap import settle_heap
 from unisono.types import BadRequest, EngineRequest, TokenDelta, UnisonoError
 
 IDLE_MS = 1000

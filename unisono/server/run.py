@@ -23,10 +23,10 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from unisono.heap import settle_heap
 from unisono.server.app import INSPECT_LIMIT, Service, create_app
 from unisono.server.client import EngineClient, Progress
 from unisono.server.generation import Frontend, ModelFacts
-from unisono.server.heap import settle_heap
 from unisono.server.metrics import ProgressLine, ServerMetrics
 from unisono.tokenizer import Tokenizer
 from unisono.types import ConfigError, EngineDead, UnisonoError

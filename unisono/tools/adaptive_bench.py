@@ -22,6 +22,8 @@ from typing import Annotated, Any
 
 import typer
 
+from unisono.heap import settled_heap
+
 NONE, ADAPTIVE = "none", "adaptive"
 WARM = 6
 """Rounds before the clock starts."""
@@ -155,9 +157,10 @@ def adaptive(
     llm = LLM(model, speculative=spec, synthetic_acceptance_rates=rates, **flags)
     curve = Curve(model, speculative_config, list(rates), _versions(llm), context, llm.engine.start_seconds)
     stretch = Rounds(context, rounds, length) if rates else Problems(max(sizes))
-    for size in sizes:
-        curve.points.append(measure(plain, llm, size, stretch, cycles))
-        print(curve.rows()[-1], flush=True)
+    with settled_heap():
+        for size in sizes:
+            curve.points.append(measure(plain, llm, size, stretch, cycles))
+            print(curve.rows()[-1], flush=True)
     info = llm.engine.info()
     curve.round_ms = info["speculation"]["round_ms"]  # type: ignore[index]
     curve.graph_memory = info["graph_memory"]  # type: ignore[assignment]

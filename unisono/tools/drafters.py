@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unisono.heap import settled_heap
 from unisono.tools.tiny.data import final_answer, test_split
 from unisono.types import SamplingParams, SpeculativeConfig
 
@@ -75,13 +76,14 @@ def _measure(spec: SpeculativeConfig | None, count: int, sizes: list[int], flags
     problems = [problem for _, problem in test_split(count)]
     _ask(llm, [problem.question for problem in problems[-4:]])  # whatever is slow only once
     rates, answers = {}, []
-    for size in sizes:
-        llm.engine.reset_prefix_cache()
-        started, outputs = time.perf_counter(), []
-        for first in range(0, count, size):
-            outputs += _ask(llm, [problem.question for problem in problems[first : first + size]])
-        rates[size] = sum(len(ids) for ids, _ in outputs) / (time.perf_counter() - started)
-        answers += [ids for ids, _ in outputs]
+    with settled_heap():
+        for size in sizes:
+            llm.engine.reset_prefix_cache()
+            started, outputs = time.perf_counter(), []
+            for first in range(0, count, size):
+                outputs += _ask(llm, [problem.question for problem in problems[first : first + size]])
+            rates[size] = sum(len(ids) for ids, _ in outputs) / (time.perf_counter() - started)
+            answers += [ids for ids, _ in outputs]
     right = sum(final_answer(text) == p.final_answer for (_, text), p in zip(outputs, problems, strict=True))
     length = llm.engine.counters.accept_length
     llm.shutdown()

@@ -1,0 +1,27 @@
+"""The Python heap of a process that serves, or measures."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def settle_heap() -> None:
+    """Collect garbage, and have later collections pass over what is left: a model's and its libraries' objects.
+
+    Looking through all of these takes 0.2 s, in which nobody gets a token, at no time that could be told. For processes
+    of the project's own: what is there now is not looked at again.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@contextmanager
+def settled_heap() -> Iterator[None]:
+    """:func:`settle_heap` for a while."""
+    settle_heap()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
