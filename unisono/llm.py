@@ -196,6 +196,7 @@ class _Running:
         self._returned = vectors.Returned()
         self._text = ""
         self._finish = ""
+        self._error: str | None = None
         self.cached = 0
 
     def take(self, delta: TokenDelta) -> bool:
@@ -206,7 +207,7 @@ class _Running:
         self._prompt_logprobs += delta.prompt_logprobs or []
         self._returned.take(delta)
         if delta.finish is not FinishReason.RUNNING:
-            self._finish = delta.finish.text
+            self._finish, self._error = delta.finish.text, delta.error
         if self._detokenizer is not None:
             self._text += self._detokenizer.feed(delta.token_ids, delta.finish)
             if self._detokenizer.stop_string is not None:
@@ -215,7 +216,7 @@ class _Running:
         return bool(self._finish)
 
     def output(self, index: int) -> CompletionOutput:
-        completion = CompletionOutput(index, self._token_ids, self._text, self._finish)
+        completion = CompletionOutput(index, self._token_ids, self._text, self._finish, error=self._error)
         if self.request.params.logprobs is not None:
             completion.logprobs = self._named(self._token_ids, self._logprobs)
             completion.cumulative_logprob = sum(given.logprob for given in self._logprobs)

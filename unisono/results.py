@@ -113,6 +113,7 @@ class CompletionOutput:
 
     ``logprobs`` maps, for each token, ids to their log-probability: the token's own and the likeliest ones'.
     ``hidden_states``: a tensor [tokens - 1, hidden] in the model's dtype, of each token but the last.
+    ``error``: why it could not go on, where ``finish_reason`` is "abort" and nobody asked for that.
     """
 
     index: int
@@ -122,6 +123,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     hidden_states: Any = None
+    error: str | None = None
 
 
 @dataclass(slots=True)

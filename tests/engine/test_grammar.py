@@ -367,6 +367,10 @@ def test_a_request_that_cannot_go_on_fails_alone(certain: LLM) -> None:
     assert [t for d in deltas if d.request_id != "stuck" for t in d.token_ids] == alone
     certain.engine.check_integrity()
     assert certain.engine.pool.usage == 0
+    failed_output, other = certain.generate([[1], PROMPTS[2]], [stuck, free])
+    assert failed_output.outputs[0].finish_reason == "abort"
+    assert failed_output.outputs[0].error == failed.error
+    assert (other.outputs[0].token_ids, other.outputs[0].error) == (alone, None)
 
 
 # ---- passes -----------------------------------------------------------------------------------------
