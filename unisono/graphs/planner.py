@@ -170,8 +170,8 @@ class Planner:
         host = math.inf if buckets.always else max(launches, self._timed(buckets, small)[0])
         points = {}
         for shape in reversed(buckets.shapes):  # large ones first: the small ones reuse their memory
-            if shape.rows in buckets.edges or shape is small or (shape is large and device < 2 * launches):
-                wanted = shape.rows in buckets.edges or shape is small
+            wanted = shape.rows in buckets.edges or shape is small
+            if wanted or (shape is large and device < 2 * launches):
                 graph = self._add(buckets, buckets.key(shape), tried=not wanted)
                 if graph is not None:
                     points[shape.rows] = graph.replay_ms

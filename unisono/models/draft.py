@@ -18,6 +18,7 @@ target's, V' draft vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -59,7 +60,38 @@ class DraftConfig:
     norm_output: bool = False
 
 
-class DraftHead(nn.Module):
+class DraftBlock(nn.Module):
+    """A pass of any head, over what it makes of its inputs; by default through a decoder layer ``layer``."""
+
+    backend: AttentionBackend
+    layer: nn.Module
+    cos_sin: torch.Tensor
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        inputs: AttentionInputs,
+        kv: KV,
+        ends: Ends | None = None,
+    ) -> torch.Tensor:
+        """token_ids [T] i32, hidden [T, H] of the positions before -> [T, H], with ``ends`` [E, H]."""
+        self.backend.plan(inputs if ends is None else ends.inputs)
+        return self.block(self.joined(token_ids, hidden), hidden, inputs, kv, ends)
+
+    def joined(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """What the block reads: [T, H], or as wide as it takes."""
+        raise NotImplementedError
+
+    def block(
+        self, x: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, kv: KV, ends: Ends | None
+    ) -> torch.Tensor:
+        """x as ``joined`` made it -> [T, H], with ``ends`` [E, H]."""
+        layer = cast(DecoderLayer, self.layer)
+        return layer(x, layer.attention_norm(x), None, self.cos_sin, inputs, *kv, ends)[0]
+
+
+class DraftHead(DraftBlock):
     """What both heads have: embedding and LM head, own or the target's, and the rotary table.
 
     ids [V'] int32 names the target's token of each logit; None where they are the same.
@@ -109,18 +141,8 @@ class EagleHead(DraftHead):
         """The target's hidden states as they are: [T, H]."""
         return seen
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        inputs: AttentionInputs,
-        kv: KV,
-        ends: Ends | None = None,
-    ) -> torch.Tensor:
-        """token_ids [T] i32, hidden [T, H] of the positions before -> [T, H], with ``ends`` [E, H]."""
-        self.backend.plan(inputs if ends is None else ends.inputs)
-        x = self.fc(torch.cat((self.embed(token_ids), hidden), dim=1))
-        return self.layer(x, self.layer.attention_norm(x), None, self.cos_sin, inputs, *kv, ends)[0]
+    def joined(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return self.fc(torch.cat((self.embed(token_ids), hidden), dim=1))
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """out [R, H] -> (hidden state for the next step [R, H], logits [R, V'])."""
@@ -156,16 +178,13 @@ class _WideLayer(nn.Module):
 
     def forward(
         self,
-        token_ids: torch.Tensor,
-        embed: Embedding,
+        x: torch.Tensor,
         hidden: torch.Tensor,
         cos_sin: torch.Tensor,
         inputs: AttentionInputs,
         kv: KV,
         ends: Ends | None,
     ) -> torch.Tensor:
-        weights = self.attention_norm.weight, self.hidden_norm.weight
-        x = join_norms(token_ids, embed.weight, hidden, *weights, self.hidden_norm.eps)
         residual = x[:, hidden.shape[1] :] if self.norm_before_residual else hidden
         residual = residual if ends is None else ends.of(residual)
         attended = self.attention(x, cos_sin, inputs, *kv, ends)
@@ -209,17 +228,16 @@ class Eagle3Head(DraftHead):
             seen = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=1)
         return self.fc(seen)
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        inputs: AttentionInputs,
-        kv: KV,
-        ends: Ends | None = None,
+    def joined(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Both normed, side by side: [T, 2 H]."""
+        layer = cast(_WideLayer, self.layer)
+        weights = layer.attention_norm.weight, layer.hidden_norm.weight
+        return join_norms(token_ids, self.embed.weight, hidden, *weights, layer.hidden_norm.eps)
+
+    def block(
+        self, x: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, kv: KV, ends: Ends | None
     ) -> torch.Tensor:
-        """token_ids [T] i32, hidden [T, H] of the positions before -> [T, H], with ``ends`` [E, H]."""
-        self.backend.plan(inputs if ends is None else ends.inputs)
-        return self.layer(token_ids, self.embed, hidden, self.cos_sin, inputs, kv, ends)
+        return self.layer(x, hidden, self.cos_sin, inputs, kv, ends)
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """out [R, H] -> (hidden state for the next step [R, H], logits [R, V'])."""

@@ -21,18 +21,17 @@ Shapes: T tokens in a pass, R rows, H hidden, V vocabulary.
 from __future__ import annotations
 
 import torch
-from torch import nn
 
-from unisono.attention.base import AttentionBackend, AttentionInputs, Ends
+from unisono.attention.base import AttentionBackend
 from unisono.layers.embedding import Embedding
 from unisono.layers.linear import Linear
 from unisono.layers.norm import RMSNorm
 from unisono.models.config import DecoderConfig
 from unisono.models.decoder import DecoderLayer
-from unisono.models.draft import KV
+from unisono.models.draft import DraftBlock
 
 
-class MTPModule(nn.Module):
+class MTPModule(DraftBlock):
     """One module: a block of the shape ``config`` between a projection and a norm. Drafters ask of it what they ask
     of any draft head (``models/draft.py``).
 
@@ -67,20 +66,9 @@ class MTPModule(nn.Module):
         """The target's hidden states as they are: [T, H]."""
         return seen
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        inputs: AttentionInputs,
-        kv: KV,
-        ends: Ends | None = None,
-    ) -> torch.Tensor:
-        """token_ids [T] i32 at positions p and hidden [T, H] of p - 1 -> [T, H], with ``ends`` [E, H]; before the final
-        norm."""
-        self.backend.plan(inputs if ends is None else ends.inputs)
+    def joined(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         pair = (self.embed_norm(self.embed(token_ids)), self.hidden_norm(hidden))
-        x = self.project(torch.cat(pair[::-1] if self.hidden_first else pair, dim=1))
-        return self.layer(x, self.layer.attention_norm(x), None, self.cos_sin, inputs, *kv, ends)[0]
+        return self.project(torch.cat(pair[::-1] if self.hidden_first else pair, dim=1))
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """out [R, H] -> (hidden state for the next step [R, H], logits [R, V])."""
