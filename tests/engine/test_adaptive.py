@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from tests.engine.helpers import counted, draw_drafts, engine, prompts, tokens
 from tests.engine.test_speculation import DRAFTERS, PARAMS, PROMPTS, SCARCE, Checkpoints
 from unisono.drafters.base import PausableDrafter
 from unisono.engine.pace import Pace
+from unisono.engine.scheduler import Extend
 from unisono.llm import LLM
 from unisono.types import ConfigError, EngineRequest, SamplingParams, SpeculativeConfig, StructuredOutputs
 
@@ -246,6 +248,28 @@ def test_costs_are_those_of_plain_rounds(more: dict[str, Any], known: bool, ngra
         monkeypatch.setattr(costs, name, lambda rows, drafts, ms: told.append((rows, drafts)))
     tokens(ngram, TEXTS[:1], replace(LONG, **more))
     assert bool(told) is known
+
+
+def test_the_round_behind_a_prompt_tells_nothing_of_costs(ngram: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt's outputs came before its drafter had caught up, which falls into the time of that round."""
+    told: list[int] = []
+    reads: list[tuple[type, int]] = []
+    pace = ngram.engine.pace
+
+    def read(work: Any, result: Any, plain: Any = pace.read) -> None:
+        before = len(told)
+        plain(work, result)
+        reads.append((type(work), len(told) - before))
+
+    monkeypatch.setattr(pace, "read", read)
+    monkeypatch.setattr(pace.policy.costs, "measured", lambda rows, drafts, ms: told.append(drafts))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pace, "_choose", lambda self, sequences: 3)
+        tokens(ngram, TEXTS[:1], LONG)
+        tokens(ngram, TEXTS[1:2], LONG)
+    behind = [count for (before, _), (_, count) in itertools.pairwise(reads) if before is Extend]
+    assert behind == [0, 0]
+    assert len(told) > 4
 
 
 @pytest.fixture(scope="module")

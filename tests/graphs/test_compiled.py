@@ -156,6 +156,16 @@ def test_pieces_end_where_something_is_written() -> None:
     assert [step.kind for step in pieces.steps] == ["piece", "call", "piece", "call"]
 
 
+@pytest.mark.parametrize("run", [aliases, twins], ids=lambda f: f.__name__)
+def test_no_piece_makes_what_is_written_later(run: Callable[[Buffers], Any]) -> None:
+    """For a compiler may give two results, or a result and an input, the same memory."""
+    pieces, _ = pieces_of(run)
+    (write,) = [step for step in pieces.steps if step.run is torch.ops.aten.add_.Tensor]
+    (maker,) = [step for step in pieces.steps if step is not write and write.args[0].number in step.results]
+    assert maker.kind == "call"
+    assert pieces.compiled
+
+
 def test_what_a_pass_made_is_dropped_after_its_last_use() -> None:
     """Or a capture would hold every intermediate, and no memory would be reused."""
 

@@ -36,7 +36,7 @@ class Pace:
         self._limit = None if getattr(runner.drafter, "unlimited", False) else runner.pending
         self._owners: dict[int, Sequence] = {}
         self._launched: Round | None = None  # the round launched last, unless another pass came after it
-        self._read_at = 0.0
+        self._read_at: float | None = None  # when the pass read last was over
         self._put_off: int | None = None  # drafts that wait for a drafter that has more to catch up with
 
     def padding_ms(self, rows: int, drafts: int) -> float | None:
@@ -117,13 +117,14 @@ class Pace:
     def read(self, work: Extend | Round, result: np.ndarray) -> None:
         """A pass was read. result [rows, …] int32: of each row how many tokens it committed, and its status."""
         now, before, after = time.perf_counter(), self._read_at, self._launched
-        self._read_at = now
+        # Of prompts and rounds under masks the outputs come before the drafter has caught up (Buffers.publish).
+        self._read_at = now if isinstance(work, Round) and not work.masked else None
         if not isinstance(work, Round):
             self.policy.costs.interrupted()
             return
         if len(self._runner.choices) == 1:
             return
-        if after is not None:
+        if after is not None and before is not None:
             self._learn_cost(work, after, 1e3 * (now - before))
         if work.drafts:
             asked = [min(work.drafts, _max_drafts(s)) for s in work.sequences]

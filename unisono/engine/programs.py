@@ -202,6 +202,7 @@ def settle_chain(parts: Parts, b: Buffers, drafts: torch.Tensor) -> None:
     if parts.forced is not None:
         b.drafted.fill_(width - 1)
     b.result.copy_(parts.commit(picks, drafts, b.slots))
+    hand_over(parts, b)
     verified = Verified(b.slots, b.result, picks, seen)
     if width == 1 and isinstance(parts.drafter, PausableDrafter):
         parts.drafter.remember(verified)
@@ -244,8 +245,19 @@ def settle_tree(parts: Parts, tree: Tree, b: Buffers, fork: Fork, drafts: torch.
     b.result.copy_(parts.commit(best.picks, best.drafts, b.slots))
     tree.adopt(b.slots, best, b.result)
     return_hidden(b, _rows_of(hidden, len(fork.slots), best.rows))
+    hand_over(parts, b)
     seen = None if seen is None else _rows_of(seen, len(fork.slots), best.rows)
     parts.drafter.observe(Verified(b.slots, b.result, best.picks, seen))
+
+
+def hand_over(parts: Parts, b: Buffers) -> None:
+    """Before the drafter catches up, let the host have the tokens of a round under masks: it waits for them.
+
+    Other rounds it reads one late, so there is nothing to win; and from the outputs of one to those of the next it
+    measures what a round takes, catching up included (``pace.py``).
+    """
+    if parts.width > 1 and b.find("mask") is not None:
+        b.publish()
 
 
 def _verify(
@@ -314,6 +326,7 @@ def extend_program(parts: Parts, max_rows: int, name: str = "extend") -> Program
         parts.score(hidden, b)
         b.result.copy_(parts.commit(picks, drafts, b.sample_slots))
         if parts.width > 1:
+            b.publish()  # somebody waits for the first token, and not for the drafter
             seen = last if parts.drafter.needs.hidden is Hidden.LAST else seen
             next_ids = _with_sampled(b.next_ids, b.last, picks[:, 0], b.sample_slots != slots.padding)
             parts.drafter.observe_prompt(

@@ -367,10 +367,13 @@ class Runner:
 
     def close(self) -> None:
         """Free the graphs, then everything they were captured on."""
+        on_gpu = self.config.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize()  # a drafter may be catching up still
         self.planner.close()
         del self.model, self.kv, self.slots, self._parts
         gc.collect()
-        if self.config.device.type == "cuda":
+        if on_gpu:
             torch.cuda.empty_cache()
 
 

@@ -135,7 +135,7 @@ class _Compilation:
             if isinstance(step, Break):
                 written |= storages(step.args, step.kwargs)
             elif step.op._schema.is_mutable:
-                written |= storages(_written(step))
+                written |= storages(*written_by(step))
             for tensor in _results(step):
                 if not any(tensor is t for t in _inputs(step)):
                     self._numbers.setdefault(id(tensor), len(self._numbers))
@@ -204,7 +204,7 @@ def _results(step: Call | Break) -> Sequence[torch.Tensor]:
     return step.homes if isinstance(step, Break) else step.results
 
 
-def _written(call: Call) -> Iterable[Any]:
+def written_by(call: Call) -> Iterable[Any]:
     """The arguments that an op writes into, by its schema."""
     arguments = call.op._schema.arguments
     for at, argument in enumerate(arguments):

@@ -1,7 +1,7 @@
 """How an op enters the house: one schema, a CUDA implementation, a CPU twin, a shape function.
 
-Owns the ``unisono`` torch.library namespace. Every kernel file calls :func:`define` and
-:func:`register`; the tape (``graphs/tape.py``) then sees each kernel as one op, on any device.
+Owns the ``unisono`` torch.library namespace, but for ``publish`` of ``program/buffers.py``. Every kernel file calls
+:func:`define` and :func:`register`; the tape (``graphs/tape.py``) then sees each kernel as one op, on any device.
 """
 
 from __future__ import annotations

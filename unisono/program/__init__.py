@@ -1,0 +1,35 @@
+"""The seam between what a pass computes and how it is replayed: Program, Buffers, Graph.
+
+A *program* is a function over *buffers*: tensors at fixed addresses that a schema declares once. A
+*graph* is one capture of a program under a :class:`Key`. Rooms that write programs (engine, drafters)
+never import ``graphs``; ``graphs`` imports nothing but this room.
+"""
+
+from unisono.program.breaks import Capture, CaptureError, capturing, eager_break
+from unisono.program.buffers import Buffers, Field, Pending, ProgramError, Schema
+from unisono.program.graph import Eager, Graph, Program, Reason, Replay
+from unisono.program.needs import NO_NEEDS, Hidden, Key, Logits, Needs, Shape, selected_rows
+
+__all__ = [
+    "NO_NEEDS",
+    "Buffers",
+    "Capture",
+    "CaptureError",
+    "Eager",
+    "Field",
+    "Graph",
+    "Hidden",
+    "Key",
+    "Logits",
+    "Needs",
+    "Pending",
+    "Program",
+    "ProgramError",
+    "Reason",
+    "Replay",
+    "Schema",
+    "Shape",
+    "capturing",
+    "eager_break",
+    "selected_rows",
+]

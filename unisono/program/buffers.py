@@ -1,0 +1,254 @@
+"""The tensors of a pass at fixed addresses, which a schema declares once, and their way to the host."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from unisono.program.needs import NO_NEEDS, Logits, Needs, Shape, selected_rows
+
+
+class ProgramError(RuntimeError):
+    """A batch does not fit its program's schema: always a bug of the engine, never of a user."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of a program's buffers.
+
+    dtype: a four-byte type (int32 or float32): all inputs travel as one packed copy.
+    shape: dimensions; ``"rows"``, ``"width"``, ``"drafts"`` (width - 1), ``"result"`` (width + 2) and ``"scored"``
+        (:func:`selected_rows`, or with Logits.ALL all rows) come from the pass's Shape.
+    pad: the value of rows that no request fills.
+    output: written by the program and read by the host, rather than the other way round.
+    need: what a pass has to need, or more, to have this field.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int | str, ...]
+    pad: float = 0
+    output: bool = False
+    need: Needs = NO_NEEDS
+
+    def dims(self, shape: Shape) -> tuple[int, ...]:
+        """The dimensions at this shape."""
+        rows, width = shape.rows, shape.width
+        known = {"rows": rows, "width": width, "drafts": width - 1, "result": width + 2, "scored": selected_rows(rows)}
+        return tuple(known[d] if isinstance(d, str) else d for d in self.shape)
+
+    def of(self, needs: Needs) -> Field:
+        """This field in passes with these needs."""
+        if needs.logits is not Logits.ALL or "scored" not in self.shape:
+            return self
+        return replace(self, shape=tuple("rows" if d == "scored" else d for d in self.shape))
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The fields of a program's buffers, in the order in which they are packed."""
+
+    fields: tuple[Field, ...]
+
+    def __post_init__(self) -> None:
+        names = [f.name for f in self.fields]
+        if len(set(names)) != len(names):
+            raise ProgramError(f"a schema names a field twice: {names}")
+        wrong = [f.name for f in self.fields if f.dtype.itemsize != 4]
+        if wrong:
+            raise ProgramError(f"fields {wrong} are not of a four-byte type")
+
+    def __iter__(self) -> Iterator[Field]:
+        return iter(self.fields)
+
+    def of(self, needs: Needs) -> Schema:
+        """The fields of a pass with these needs."""
+        if needs not in self._variants:
+            self._variants[needs] = Schema(tuple(f.of(needs) for f in self.fields if needs.covers(f.need)))
+        return self._variants[needs]
+
+    @cached_property
+    def _variants(self) -> dict[Needs, Schema]:
+        return {}
+
+    def check(self, batch: Mapping[str, object]) -> None:
+        """Raises ProgramError unless ``batch`` names every input and nothing else."""
+        names = {f.name for f in self.inputs}
+        if batch.keys() != names:
+            unknown, missing = sorted(batch.keys() - names), sorted(names - batch.keys())
+            raise ProgramError(f"batch does not match the schema: unknown {unknown}, missing {missing}")
+
+    @cached_property
+    def inputs(self) -> tuple[Field, ...]:
+        return tuple(f for f in self.fields if not f.output)
+
+    @cached_property
+    def outputs(self) -> tuple[Field, ...]:
+        return tuple(f for f in self.fields if f.output)
+
+    def words(self, shape: Shape, fields: tuple[Field, ...]) -> int:
+        """Four-byte words that these fields take at this shape."""
+        return sum(math.prod(f.dims(shape)) for f in fields)
+
+
+def _carve(arena: torch.Tensor, fields: tuple[Field, ...], shape: Shape) -> dict[str, torch.Tensor]:
+    """Cut a flat int32 arena into one view per field."""
+    views, at = {}, 0
+    for field in fields:
+        dims = field.dims(shape)
+        size = math.prod(dims)
+        views[field.name] = arena[at : at + size].view(field.dtype).view(dims)
+        at += size
+    return views
+
+
+_STAGES = 3
+"""Host copies of the inputs. The engine has two passes under way at most (it launches pass i + 1 after
+reading pass i - 1), so the copy that is being filled is never one that a device copy still reads."""
+
+
+class Buffers:
+    """The tensors of one program at one shape, at fixed addresses.
+
+    Fields are attributes: ``buffers.slots``; :meth:`find` is for those that only some passes have. :meth:`load` fills
+    the inputs, :meth:`fetch` starts the copy of the outputs to the host, from where the pass did :meth:`publish` them.
+    """
+
+    _complete: torch.cuda.Event | None = None  # where the outputs are, in a pass that publishes
+    _published: torch.Tensor | None = None  # the same on a CPU: what they were there
+
+    def __init__(self, schema: Schema, shape: Shape, device: torch.device) -> None:
+        self.schema, self.shape, self.device = schema, shape, device
+        _buffers[id(self)] = self
+        self._input = torch.empty(schema.words(shape, schema.inputs), dtype=torch.int32, device=device)
+        self._output = torch.zeros(schema.words(shape, schema.outputs), dtype=torch.int32, device=device)
+        self._views = _carve(self._input, schema.inputs, shape)
+        self._views |= _carve(self._output, schema.outputs, shape)
+        self._staging: list[tuple[torch.Tensor, dict[str, np.ndarray]]] = []
+        self._turn = 0
+        self.load({f.name: () for f in schema.inputs})
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        try:
+            return self.__dict__["_views"][name]
+        except KeyError:
+            raise AttributeError(f"the schema declares no field {name!r}") from None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self._input.nbytes + self._output.nbytes
+
+    def find(self, name: str) -> torch.Tensor | None:
+        """The field of this name; None where passes with these needs have none."""
+        return self._views.get(name)
+
+    def load(self, batch: Mapping[str, object], needs: Needs | None = None) -> None:
+        """Copy a batch into the input buffers, padding what it does not fill, in one device copy.
+
+        ``batch`` maps every input field to an array whose dimensions are at most the field's. ``needs`` are the
+        batch's own where these buffers may have fields for more: those are padded. Raises ProgramError for a field
+        that the schema lacks, one that is missing, or one that is too large.
+        """
+        (self.schema if needs is None else self.schema.of(needs)).check(batch)
+        host, views = self._stage()
+        for field in self.schema.inputs:
+            view = views[field.name]
+            value = np.asarray(batch.get(field.name, ()), dtype=view.dtype)
+            if value.size and (
+                value.ndim != view.ndim or any(a > b for a, b in zip(value.shape, view.shape, strict=True))
+            ):
+                raise ProgramError(f"field {field.name!r} has shape {value.shape}, its buffer {view.shape}")
+            if value.shape[1:] == view.shape[1:]:  # whole rows: nothing is written twice, for masks are large
+                view[: len(value)] = value
+                view[len(value) :] = field.pad
+                continue
+            view[...] = field.pad
+            if value.size:
+                view[tuple(slice(0, n) for n in value.shape)] = value
+        self._input.copy_(host, non_blocking=True)
+
+    def _stage(self) -> tuple[torch.Tensor, dict[str, np.ndarray]]:
+        """The next host copy of the inputs, and a view of each field; copies are made when first used."""
+        self._turn = (self._turn + 1) % _STAGES
+        if len(self._staging) < _STAGES:
+            host = torch.empty(self._input.shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+            views = {name: view.numpy() for name, view in _carve(host, self.schema.inputs, self.shape).items()}
+            self._staging.append((host, views))
+            self._turn = len(self._staging) - 1
+        return self._staging[self._turn]
+
+    def publish(self) -> None:
+        """For programs: the outputs are complete, so the host may have them while the rest of the pass runs.
+
+        The pass writes none of them from here on. One that does not publish has its outputs read at its end.
+        """
+        torch.ops.unisono.publish(self._output, id(self))
+
+    def _publish(self) -> None:
+        if self.device.type != "cuda":
+            self._published = self._output.clone()
+            return
+        if self._complete is None:
+            self._complete = torch.cuda.Event(external=True)  # one that a graph records whenever it gets there
+        self._complete.record()
+
+    def fetch(self) -> Pending:
+        """Start copying the outputs to the host; :meth:`Pending.wait` returns them."""
+        if self.device.type != "cuda":
+            published, self._published = self._published, None
+            return Pending(self.schema, self.shape, self._output.clone() if published is None else published, None)
+        host = torch.empty(self._output.shape, dtype=torch.int32, pin_memory=True)
+        done = torch.cuda.Event()
+        if self._complete is None:
+            host.copy_(self._output, non_blocking=True)
+            done.record()
+        else:
+            aside = _aside(self.device)
+            aside.wait_event(self._complete)
+            with torch.cuda.stream(aside):
+                host.copy_(self._output, non_blocking=True)
+                done.record()
+            torch.cuda.current_stream().wait_event(done)  # before another pass writes there
+        return Pending(self.schema, self.shape, host, done)
+
+
+_buffers: WeakValueDictionary[int, Buffers] = WeakValueDictionary()
+"""All that are alive, by id: an op's arguments can't name them otherwise."""
+
+
+@functools.cache
+def _aside(device: torch.device) -> torch.cuda.Stream:
+    """The stream that copies published outputs while their passes go on."""
+    return torch.cuda.Stream(device)
+
+
+_library = torch.library.Library("unisono", "FRAGMENT")
+_library.define("publish(Tensor(a!) outputs, int buffers) -> ()")
+_library.impl("publish", lambda outputs, buffers: _buffers[buffers]._publish(), "CompositeExplicitAutograd")
+
+
+@dataclass
+class Pending:
+    """Outputs of a launched pass on their way to the host. Owns its copy: a later replay can't change it.
+
+    done: set when they are there; the pass may go on behind that (:meth:`Buffers.publish`).
+    """
+
+    schema: Schema
+    shape: Shape
+    host: torch.Tensor
+    done: torch.cuda.Event | None
+
+    def wait(self) -> dict[str, np.ndarray]:
+        """Block until the outputs are here; returns each output field as a numpy array."""
+        if self.done is not None:
+            self.done.synchronize()
+        return {n: v.numpy() for n, v in _carve(self.host, self.schema.outputs, self.shape).items()}

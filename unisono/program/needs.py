@@ -1,0 +1,98 @@
+"""What a graph is captured for: a shape, and what the caller wants of the pass beside its tokens."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """What a graph is captured for.
+
+    rows: padded number of requests (rounds) or of tokens (extend).
+    width: tokens per row: 1 + k in a round, 1 in an extend pass.
+    """
+
+    rows: int
+    width: int = 1
+
+
+class Hidden(enum.IntEnum):
+    """Which hidden states a pass must leave behind; a later one covers every earlier one but AUX."""
+
+    NULL = 0  # none
+    LAST = 1  # of a prompt pass each row's last token's, of a round as FULL
+    FULL = 2  # of every token, after the last layer
+    AUX = 3  # of every token, from the layers in Needs.aux_layers
+
+
+class Logits(enum.IntEnum):
+    """Of which prompt tokens a pass computes logits; a later one covers every earlier one."""
+
+    LAST = 0  # of each row's last token, to sample from
+    SELECTED = 1  # also of up to selected_rows(rows) tokens that the batch names
+    ALL = 2  # also of every token, if the batch names it
+
+
+def selected_rows(rows: int) -> int:
+    """Of how many of a pass's ``rows`` tokens Logits.SELECTED has logits: a quarter, but at least a product's tile."""
+    return min(rows, max(16, -(-rows // 4)))
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the caller wants of a pass beside its tokens; part of the graph's key.
+
+    hidden, aux_layers: what the drafter reads. logits: of which prompt tokens. embeddings: the batch brings embeddings
+    that stand in for those of token ids. returned: final hidden states go to the host. masks: positions are sampled
+    under masks that come with the batch.
+    """
+
+    hidden: Hidden = Hidden.NULL
+    aux_layers: tuple[int, ...] = ()
+    logits: Logits = Logits.LAST
+    embeddings: bool = False
+    returned: bool = False
+    masks: bool = False
+
+    @property
+    def label(self) -> str:
+        """For reports: ``NULL``, ``FULL+embeddings`` …"""
+        logits = (f"{self.logits.name} logits",) if self.logits else ()
+        flags = (name for name in ("embeddings", "returned", "masks") if getattr(self, name))
+        return "+".join((self.hidden.name, *logits, *flags))
+
+    def covers(self, other: Needs) -> bool:
+        """True when a graph captured with these needs also serves a pass that needs ``other``."""
+        inputs = self.embeddings >= other.embeddings and self.masks >= other.masks
+        outputs = self.returned >= other.returned and self.logits >= other.logits
+        return inputs and outputs and self._shows(other)
+
+    def _shows(self, other: Needs) -> bool:
+        """Whether the hidden states that ``other`` wants are among these."""
+        if other.hidden is Hidden.NULL:
+            return True
+        if Hidden.AUX in (self.hidden, other.hidden):
+            return self.hidden is other.hidden and set(other.aux_layers) <= set(self.aux_layers)
+        return self.hidden >= other.hidden
+
+
+NO_NEEDS = Needs()
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a graph was captured for; a pass replays only a graph whose key covers its own."""
+
+    program: str
+    shape: Shape
+    needs: Needs = NO_NEEDS
+
+    def covers(self, other: Key) -> bool:
+        return (
+            self.program == other.program
+            and self.shape.width == other.shape.width
+            and self.shape.rows >= other.shape.rows
+            and self.needs.covers(other.needs)
+        )
