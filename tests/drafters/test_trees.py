@@ -167,13 +167,13 @@ def test_paths_see_their_own_drafts(qwen3: Path, monkeypatch: pytest.MonkeyPatch
     def others(logits: torch.Tensor, slots: torch.Tensor, width: int, drafts: torch.Tensor, *rest: Any) -> Any:
         return edit_logits(logits, slots, width, drafts.roll(1, 0) if width == 1 else drafts, *rest)
 
-    params = SamplingParams(temperature=0, frequency_penalty=2.0, max_tokens=32, ignore_eos=True)
+    params = SamplingParams(temperature=0, frequency_penalty=2.0, max_tokens=64, ignore_eos=True)
     lengths = []
     for patched in (False, True):
         if patched:
             monkeypatch.setattr(pipeline, "edit_logits", others)
         with planted("standalone", (qwen3, qwen3), TREES["binary"]) as llm:
-            llm.generate([[1, 2, 3]], params)
+            llm.generate(prompts(8, 250), params)
             lengths.append(llm.engine.counters.accept_length)
     assert lengths[0] > 3.8
     assert lengths[1] < lengths[0]

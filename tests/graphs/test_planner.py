@@ -197,6 +197,17 @@ def test_a_graph_that_is_only_tried_may_not_fit(
     assert answer(planner, 4) == 4
 
 
+def test_where_not_even_the_smallest_fits_every_pass_says_so(
+    no_room: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_room(3)
+    planner = Planner(CPU)
+    monkeypatch.setattr(planner, "_timed", lambda buckets, shape: (10.0, 15.0))
+    planner.capture([Buckets(program(double), shapes(4, 16, 64), passes=1e9, edges=frozenset((16,)), measured=True)])
+    assert [answer(planner, n) for n in (1, 4, 9, 16, 40, 64)] == [Reason.NO_MEMORY] * 6
+    assert answer(planner, 65) is Reason.NOT_CAPTURED
+
+
 def test_launches_that_hide_the_largest_pass_have_it_tried_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model on a GPU: every eager pass takes the host 10 ms, the device 1 ms of them."""
 

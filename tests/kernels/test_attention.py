@@ -345,3 +345,22 @@ def test_what_the_kernel_for_hopper_is_compared_on_has_tiles_that_it_serves(head
         backend.processors = 132  # an H200's
         assert backend._tile_tokens(tokens) * heads == hopper.ROWS
         assert tokens * heads >= 64 * backend.processors, "tiles are walked whole"
+
+
+@pytest.mark.parametrize("heads", [2, 4, 8, 16, 32])
+def test_what_the_kernel_for_hopper_is_compared_on_can_be_read(heads: int) -> None:
+    """NaN stands where no token may look, and nowhere else; a difference to what serves otherwise is seen."""
+    proof, device = (heads, heads, torch.float16, torch.device("cpu")), torch.device("cpu")
+    off = 0.0
+
+    def read(q, k, v, table, kv_len, query_start, positions):
+        seen = [cache[table[row].long()].transpose(1, 2).flatten(0, 1)[:n] for row, n in enumerate(kv_len.tolist())
+                for cache in (k, v)]  # fmt: skip
+        return torch.cat(seen).float() + off * hopper._proven[proof]
+
+    try:
+        assert hopper._same_bits(read, heads, heads, torch.float16, device)
+        off = 1.0
+        assert not hopper._same_bits(read, heads, heads, torch.float16, device)
+    finally:
+        hopper._proven.pop(proof, None)

@@ -177,7 +177,9 @@ class Planner:
                     points[shape.rows] = graph.replay_ms
                     if graph.replay_ms > host:
                         self._close(graph)
-        if graph is None:
+        if graph is None:  # not even the smallest fits
+            if buckets.key(large) not in self._dropped:
+                self._drop(buckets.key(large), self._dropped[buckets.key(small)])
             return dataclasses.replace(buckets, shapes=())
         points.setdefault(large.rows, device)
         known = {"capture_ms": 1e3 * graph.capture_seconds, "graph_bytes": graph.cost_bytes}

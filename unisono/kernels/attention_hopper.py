@@ -118,8 +118,8 @@ def _same_bits(attend: Attend, heads: int, kv_heads: int, dtype: torch.dtype, de
     shape = (sum(pages), kv_heads, PAGE, HEAD_DIM)
     k, v = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(2))
     for row, length in enumerate(lengths):
-        k[table[row, pages[row] - 1].long(), :, length % PAGE :] = torch.nan
-        v[table[row, pages[row] - 1].long(), :, length % PAGE :] = torch.nan
+        for cache in (k, v):
+            cache[table[row, pages[row] - 1].long(), :, length - PAGE * (pages[row] - 1) :] = torch.nan
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
     for starts in ((0, 0), (700, 13)):
         counts = [n - start for n, start in zip(lengths, starts, strict=True)]
