@@ -58,10 +58,10 @@ def _json(value: Any) -> str:
             raise ValueError(f"it is nested deeper than {MAX_DEPTH}") from None
         except ValueError as error:
             raise ValueError(f"it is not valid JSON: {error}") from None
+    if _deeper(value, MAX_DEPTH):  # as of what was too deep to be read, whatever it is: Pythons differ in what that is
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
     if not isinstance(value, (Mapping, bool)):
         raise ValueError("it must be a JSON object")
-    if _deeper(value, MAX_DEPTH):
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:

@@ -41,8 +41,8 @@ def test_only_drafts_that_there_were_count(qwen3: Path, monkeypatch: pytest.Monk
         running = llm.engine.runner.slots.status[slots.long()] == FinishReason.RUNNING
         seen.extend(zip(most[slots.long()][running].tolist(), (drafts >= 0).sum(1)[running].tolist(), strict=True))
 
-    monkeypatch.setattr(programs, "limit_drafts", watched)
     with drafting(qwen3, enforce_eager=True) as llm:
+        monkeypatch.setattr(programs, "limit_drafts", watched)
         entries = play(llm, PROMPTS, PARAMS)
         counters = llm.engine.counters
     drafted = [count for most, count in seen if most > 0]

@@ -106,7 +106,8 @@ def both(logits, slots, width, drafts, batch, device, **options):
     kernel = edits.launch_edit_logits(
         logits.to(device), slots.to(device), width, drafts.to(device), *arguments(batch, device), **options
     )
-    return kernel.cpu(), edits.edit_logits_cpu(logits, slots, width, drafts, *arguments(batch), **options)
+    here = {name: value.cpu() if torch.is_tensor(value) else value for name, value in options.items()}
+    return kernel.cpu(), edits.edit_logits_cpu(logits, slots, width, drafts, *arguments(batch), **here)
 
 
 @pytest.mark.parametrize("width", [1, 3])

@@ -206,7 +206,7 @@ def test_the_chain_of_modules_is_transformers(depth: int, targets: dict[str, Pat
     _, logits, _ = theirs(
         input_ids=ids[:, 1:],
         last_hidden_states=hidden,
-        attention_mask=None,
+        attention_mask=torch.ones(1, 16, dtype=torch.long),  # transformers before 5.23 cannot do without
         position_ids=torch.arange(1, 17)[None],
         mtp_cache=cache_utils.MtpCache(config=theirs.config),
     )

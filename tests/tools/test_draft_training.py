@@ -262,13 +262,13 @@ def test_training_raises_acceptance_and_prints_what_serving_sees(method: str, ta
 
     spec = SpeculativeConfig(method, str(tmp_path / "out"), 3)
     params, prompts = SamplingParams(temperature=0, max_tokens=30, seed=0), [p.token_ids for p in held]
-    with LLM(str(path), max_model_len=96, speculative=spec, **FAST) as llm:
+    with LLM(str(path), max_model_len=96, speculative=spec, device=run.device, **FAST) as llm:
         outputs = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
         served = llm.engine.info()["speculation"]["avg_spec_accept_length"]  # type: ignore[index]
     assert served == pytest.approx(trained.length, rel=0.05)
     assert trained.answers == outputs
     if method == "eagle3":
-        with LLM(str(path), max_model_len=96, **FAST) as llm:
+        with LLM(str(path), max_model_len=96, device=run.device, **FAST) as llm:
             assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == outputs
 
 

@@ -21,6 +21,8 @@ Shapes: N = R * W rows of logits, V vocabulary, S slots.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -187,13 +189,13 @@ def _filter_kernel(
     drawn = (tl.load(status + field) == RUNNING) & (t >= GREEDY_BELOW)
     least = float("-inf")
     if drawn & (((k > 0) & (k < V)) | (p < 1.0) | (floor > 0.0)):
-        in_place = True
         if HAS_EDITS:
-            in_place = tl.load(edits + field) == 0
-        if in_place:
-            least = _least(logits + n.to(tl.int64) * row_stride, k, p, floor, t, V, UNUSED, LANES)
+            if tl.load(edits + field) != 0:
+                least = _least(edited + n.to(tl.int64) * V, k, p, floor, t, V, 0, LANES)
+            else:
+                least = _least(logits + n.to(tl.int64) * row_stride, k, p, floor, t, V, UNUSED, LANES)
         else:
-            least = _least(edited + n.to(tl.int64) * V, k, p, floor, t, V, 0, LANES)
+            least = _least(logits + n.to(tl.int64) * row_stride, k, p, floor, t, V, UNUSED, LANES)
     tl.store(threshold + n, least)
     # What `pick` accumulates into starts here, which saves it a launch.
     tl.store(best + n, -(2**63))
@@ -212,13 +214,13 @@ def ranked_keys(
     ``length``. Columns from V on score -inf.
     """
     token = tl.load(ids + column, mask=column < V, other=0x7FFFFFFF) if HAS_IDS else column
-    in_place = True
     if HAS_EDITS:
-        in_place = tl.load(edits + field) == 0
-    if in_place:
-        score = _load(logits + n.to(tl.int64) * row_stride, column, V)
+        if tl.load(edits + field) != 0:
+            score = _load(edited + n.to(tl.int64) * V, column, V)
+        else:
+            score = _load(logits + n.to(tl.int64) * row_stride, column, V)
     else:
-        score = _load(edited + n.to(tl.int64) * V, column, V)
+        score = _load(logits + n.to(tl.int64) * row_stride, column, V)
     score = tl.where(score == score, score, float("-inf"))
     t = tl.load(temperature + field)
     if t >= GREEDY_BELOW:
@@ -401,8 +403,15 @@ def _signature(logits: str, *, floats: str, ints: str, longs: str, scalars: str)
     return {"logits": f"*{logits}"} | pointers | dict.fromkeys(scalars.split(), "i32")
 
 
+def _case(kernel: Any, signature: dict[str, str], sizes: dict[str, Any], edits: bool, warps: int) -> AotCase:
+    """Without ``edits`` their fields are None, as in a launch."""
+    absent = {} if edits else {"edits": None, "edited": None}
+    given = {name: kind for name, kind in signature.items() if name not in absent}
+    return AotCase(kernel, given, sizes | absent | {"HAS_EDITS": edits}, num_warps=warps)
+
+
 AOT: list[AotCase] = [
-    AotCase(
+    _case(
         _filter_kernel,
         _signature(
             dtype,
@@ -411,12 +420,13 @@ AOT: list[AotCase] = [
             longs="best",
             scalars="stride row_stride width V",
         ),
-        {"UNUSED": unused, "LANES": FILTER_LANES, "HAS_EDITS": has_edits},
-        num_warps=FILTER_WARPS,
+        {"UNUSED": unused, "LANES": FILTER_LANES},
+        has_edits,
+        FILTER_WARPS,
     )
     for dtype, unused, has_edits in (("bf16", 16, False), ("bf16", 16, True), ("fp16", 13, True), ("fp32", 0, True))
 ] + [
-    AotCase(
+    _case(
         _pick_kernel,
         _signature(
             dtype,
@@ -425,10 +435,11 @@ AOT: list[AotCase] = [
             longs="best",
             scalars="stride row_stride width offset V",
         ),
-        {"BLOCK": block, "HAS_IDS": has_ids, "HAS_EDITS": True},
-        num_warps=warps,
+        {"BLOCK": block, "HAS_IDS": has_ids},
+        has_edits,
+        warps,
     )
     for dtype in ("bf16", "fp16", "fp32")
-    for has_ids in (False, True)
+    for has_ids, has_edits in ((False, True), (True, True), (False, False))
     for block, warps in PICK_BLOCKS.values()
 ]
