@@ -8,9 +8,15 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 import traceback
+
+from tests.kernels.test_overlap import overlapped_kernels
+
+TOUCHES = re.compile(r"\b(ld|st|atom|red|cp)\.[\w.:]*global")
+"""An access to the device's memory, in PTX."""
 
 SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory a block can have on Hopper. The compiler does not check it; the launch would fail."""
@@ -41,7 +47,10 @@ def _compile(case) -> dict:
         raise ValueError(f"needs {compiled.metadata.shared} bytes of shared memory; the limit is {SHARED_LIMIT}")
     if ".target sm_90a" not in compiled.asm["ptx"] or not compiled.asm["cubin"]:
         raise ValueError("not sm_90a machine code")
-    return {"shared": compiled.metadata.shared, "cubin": len(compiled.asm["cubin"])}
+    wait = compiled.asm["ptx"].find("griddepcontrol.wait")
+    if wait >= 0 and TOUCHES.search(compiled.asm["ptx"], 0, wait):
+        raise ValueError("touches memory before it waits for the kernel before it")
+    return {"shared": compiled.metadata.shared, "cubin": len(compiled.asm["cubin"]), "waits": wait >= 0}
 
 
 def main() -> None:
@@ -68,6 +77,8 @@ def test_every_kernel_compiles_for_hopper():
     assert not failed, "\n".join(failed)
     covered = {line["case"].split(".")[0] for line in lines}
     assert {"linear", "norm", "activation", "rotary"} <= covered
+    waiting = {line["case"].split()[1] for line in lines if line["waits"]}
+    assert waiting == overlapped_kernels(), "who waits is who is launched before its turn"
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ from unisono.engine.tree import Tree, path_pages
 from unisono.engine.warmup import compiling_only, run_on_padding, size_classes
 from unisono.graphs.planner import Buckets, Planner
 from unisono.kernels.linear import TRITON_ROWS
+from unisono.kernels.overlap import overlaps
 from unisono.layers.linear import prove_linears, rehearse_proofs
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
@@ -156,6 +157,8 @@ class Runner:
             attention.rehearse(head_dim, config.dtype)
         self._prove_exact()
         self.decide("attention of long prompts", *attention.prove(head_dim, config.dtype))
+        launched = "while the one before it ends" if overlaps(config.device) else "when its turn comes"
+        self.decide("a layer's kernel is launched", launched, "the former from compute capability 9.0 on")
         with compiling_only(config.device):
             run_on_padding(self._passes(self._parts(self.kv)), config.device)
 

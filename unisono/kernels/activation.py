@@ -10,12 +10,14 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.library import AotCase, define, differentiable, register
+from unisono.kernels.overlap import follow, overlapped
 
 _BLOCK = 1024
 
 
 @triton.jit
-def _silu_mul_kernel(x, out, I, BLOCK: tl.constexpr):  # noqa: E741
+def _silu_mul_kernel(x, out, I, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # noqa: E741
+    follow(OVERLAP)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(0).to(tl.int64)
     inside = cols < I
@@ -30,7 +32,7 @@ def launch_silu_mul(x: torch.Tensor) -> torch.Tensor:
     rows, width = x.shape
     out = x.new_empty(rows, width // 2)
     grid = (rows, triton.cdiv(width // 2, _BLOCK))
-    _silu_mul_kernel[grid](x, out, width // 2, BLOCK=_BLOCK)
+    _silu_mul_kernel[grid](x, out, width // 2, BLOCK=_BLOCK, **overlapped(x.device))
     return out
 
 
@@ -64,6 +66,6 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 AOT: list[AotCase] = [
-    AotCase(_silu_mul_kernel, {"x": f"*{dtype}", "out": f"*{dtype}", "I": "i32"}, {"BLOCK": _BLOCK})
+    AotCase(_silu_mul_kernel, {"x": f"*{dtype}", "out": f"*{dtype}", "I": "i32"}, {"BLOCK": _BLOCK, "OVERLAP": True})
     for dtype in ("bf16", "fp16", "fp32")
 ]

@@ -25,6 +25,7 @@ from unisono.kernels import attention_hopper
 from unisono.kernels.attention_cpu import SPLIT, attention_cpu, attention_plan_cpu
 from unisono.kernels.attention_triton import attention_kernel, plan_kernel
 from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.overlap import overlapped
 
 KEYS = 64
 """Keys per step of a walk. Like SPLIT it is part of the reduction order: one value everywhere."""
@@ -138,7 +139,7 @@ def launch_attention(
     attention_kernel[(min(programs, items) if partials else items,)](
         q, k_cache, v_cache, page_table, positions, work, count, arrivals, state, acc, out,
         page_table.stride(0), k_cache.stride(0), window, scale * LOG2_E,
-        PAGE=k_cache.shape[2], WINDOW=window > 0, FIRST=first, **sizes, **(launch | options),
+        PAGE=k_cache.shape[2], WINDOW=window > 0, FIRST=first, **sizes, **(launch | options), **overlapped(q.device),
     )  # fmt: skip
     return out
 
@@ -227,7 +228,9 @@ def _case(
     signature |= dict.fromkeys(("table_ptr", "positions_ptr", "work_ptr", "count_ptr", "arrivals_ptr"), "*i32")
     signature |= {"state_ptr": "*fp32", "acc_ptr": "*fp32", "scale": "fp32"}
     signature |= dict.fromkeys(("max_pages", "page_stride", "window"), "i32")
-    return AotCase(attention_kernel, signature, sizes | {"PAGE": 16, "WINDOW": window, "FIRST": first}, **options)
+    return AotCase(
+        attention_kernel, signature, sizes | {"PAGE": 16, "WINDOW": window, "FIRST": first, "OVERLAP": True}, **options
+    )
 
 
 _PLAN = dict.fromkeys(("slots_ptr", "kv_len_ptr", "work_ptr", "count_ptr", "arrivals_ptr", "query_start_ptr"), "*i32")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from unisono.kernels.overlap import follow
+
 
 @triton.jit
 def _merge(m, z, acc, m1, z1, acc1):
@@ -180,7 +182,7 @@ def attention_kernel(
     max_pages, page_stride, window, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, KEYS: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, CUT: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, CUT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A fixed number of programs share the work list × parts of a tile × KV heads. Keys below FIRST are unseen.
 
@@ -188,6 +190,7 @@ def attention_kernel(
     tile's count merges all of them, in order, and sets the count back for the next layer. Without CUT no tile is
     cut: tiles are many, so each bounds its own keys, and attends those that all its rows see without masks.
     """
+    follow(OVERLAP)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     SHARES: tl.constexpr = PARTS * KV_HEADS
     upcoming = _work_item(work_ptr, tl.program_id(0) // SHARES)  # read ahead, here and below
@@ -214,8 +217,7 @@ def attention_kernel(
         if not CUT:
             end = tl.minimum(end, tl.max(position) + 1)
             if not WINDOW and FIRST == 0:
-                seen_by_all = tl.min(tl.where(position >= 0, position, end - 1)) + 1
-                masked = seen_by_all // SPLIT * SPLIT
+                masked = (tl.min(tl.where(position >= 0, position, end - 1)) + 1) // SPLIT * SPLIT
                 m, z, acc = _walk(
                     q, position, pages_ptr, own_k_ptr, own_v_ptr, page_stride, begin, masked, low, window, scale,
                     m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, False, workspace,

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.library import AotCase, define, differentiable, fixed_rows_matmul, register
+from unisono.kernels.overlap import follow, overlapped
 
 TRITON_ROWS = 64
 """Up to this many rows the Triton kernel runs; above it cuBLASLt does, where it is proven exact."""
@@ -66,7 +67,8 @@ def _config(rows: int, n: int, dtype: torch.dtype) -> Tile:
 @triton.jit
 def _linear_kernel(x, weight, bias, residual, out, M, N, K,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                   EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr):  # fmt: skip
+                   EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+                   OVERLAP: tl.constexpr):  # fmt: skip
     # Row tiles of one weight tile run side by side, so that the weight comes from memory once.
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -75,6 +77,7 @@ def _linear_kernel(x, weight, bias, residual, out, M, N, K,
     x_ptrs = x + rows.to(tl.int64)[:, None] * K + ks[None, :]
     # The last weight tile repeats the last row: cheaper than a mask, and what it computes is not stored.
     w_ptrs = weight + tl.minimum(cols, N - 1).to(tl.int64)[None, :] * K + ks[:, None]
+    follow(OVERLAP)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         if EVEN_K:
@@ -104,7 +107,8 @@ def _linear_kernel(x, weight, bias, residual, out, M, N, K,
 
 @triton.jit
 def _add_kernel(y, bias, residual, N, total, BLOCK: tl.constexpr,
-                HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr):  # fmt: skip
+                HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    follow(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < total
     value = tl.load(y + at, mask=inside)
@@ -135,7 +139,7 @@ def launch_linear(
         x, weight, bias, residual, out, rows, n, k,
         BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, EVEN_K=k % tile.k == 0,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **overlapped(x.device),
     )  # fmt: skip
     return out
 
@@ -146,7 +150,7 @@ def launch_add(y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tenso
     grid = (triton.cdiv(y.numel(), 1024),)
     _add_kernel[grid](
         y, bias, residual, y.shape[1], y.numel(),
-        BLOCK=1024, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        BLOCK=1024, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, **overlapped(y.device),
     )  # fmt: skip
     return y
 
@@ -279,7 +283,7 @@ def _aot_linear(dtype: str, rows: int, n: int, even_k: bool, bias: bool, residua
         {**pointers, "M": "i32", "N": "i32", "K": "i32"},
         {
             "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k,
-            "EVEN_K": even_k, "HAS_BIAS": bias, "HAS_RESIDUAL": residual,
+            "EVEN_K": even_k, "HAS_BIAS": bias, "HAS_RESIDUAL": residual, "OVERLAP": True,
         },
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -293,6 +297,6 @@ AOT: list[AotCase] = [
     AotCase(
         _add_kernel,
         {"y": "*bf16", "bias": "*bf16", "residual": "*bf16", "N": "i32", "total": "i32"},
-        {"BLOCK": 1024, "HAS_BIAS": True, "HAS_RESIDUAL": True},
+        {"BLOCK": 1024, "HAS_BIAS": True, "HAS_RESIDUAL": True, "OVERLAP": True},
     ),
 ]

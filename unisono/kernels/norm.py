@@ -13,10 +13,13 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.library import AotCase, define, differentiable, register
+from unisono.kernels.overlap import follow, overlapped
 
 
 @triton.jit
-def _rms_norm_kernel(x, residual, weight, total, out, eps, H, BLOCK_H: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+def _rms_norm_kernel(x, residual, weight, total, out, eps, H,
+                     BLOCK_H: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    follow(OVERLAP)
     cols = tl.arange(0, BLOCK_H)
     row = tl.program_id(0).to(tl.int64) * H
     inside = cols < H
@@ -59,7 +62,7 @@ def _launch(
     block = triton.next_power_of_2(x.shape[1])
     _rms_norm_kernel[(x.shape[0],)](
         x, residual, weight, total, out, eps, x.shape[1],
-        BLOCK_H=block, HAS_RESIDUAL=residual is not None, num_warps=row_warps(block),
+        BLOCK_H=block, HAS_RESIDUAL=residual is not None, num_warps=row_warps(block), **overlapped(x.device),
     )  # fmt: skip
     return out
 
@@ -99,7 +102,7 @@ AOT: list[AotCase] = [
     AotCase(
         _rms_norm_kernel,
         {**dict.fromkeys(("x", "residual", "weight", "total", "out"), f"*{dtype}"), "eps": "fp32", "H": "i32"},
-        {"BLOCK_H": block, "HAS_RESIDUAL": residual},
+        {"BLOCK_H": block, "HAS_RESIDUAL": residual, "OVERLAP": True},
         num_warps=row_warps(block),
     )
     for residual in (False, True)

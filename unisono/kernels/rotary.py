@@ -18,15 +18,17 @@ import triton.language as tl
 
 from unisono.kernels.library import AotCase, define, differentiable, register
 from unisono.kernels.norm import rms_norm_cpu, rms_norm_formula
+from unisono.kernels.overlap import follow, overlapped
 
 
 @triton.jit
 def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, kv_slots, q_out, k_cache, v_cache,
                            HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
                            PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_HALF: tl.constexpr,
-                           BLOCK_REST: tl.constexpr, HAS_NORM: tl.constexpr):  # fmt: skip
+                           BLOCK_REST: tl.constexpr, HAS_NORM: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     # A program's heads are all queries, all keys or all values. A head is three runs of dimensions: ``first``
     # and ``second`` rotate together, element by element; ``rest`` does not rotate (absent if BLOCK_REST is 0).
+    follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP
     each = tl.arange(0, GROUP)[:, None]
@@ -115,7 +117,7 @@ def launch_rope_and_cache(
     _rope_and_cache_kernel[(tokens, heads // blocks["GROUP"])](
         qkv, q_norm, k_norm, eps, cos_sin, positions, kv_slots, q, k_cache, v_cache,
         HQ=num_heads, HKV=num_kv_heads, D=head_dim, HALF=rot_dim // 2, PAGE=k_cache.shape[2],
-        HAS_NORM=q_norm is not None, **blocks, num_warps=_warps(blocks),
+        HAS_NORM=q_norm is not None, **blocks, num_warps=_warps(blocks), **overlapped(qkv.device),
     )  # fmt: skip
     return q
 
@@ -208,7 +210,9 @@ def _aot_rope(dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, rot_
     inputs = {"eps": "fp32", "cos_sin": "*fp32", "positions": "*i32", "kv_slots": "*i32"}
     sizes = {"HQ": num_heads, "HKV": num_kv_heads, "D": head_dim, "HALF": rot_dim // 2, "PAGE": 16, "HAS_NORM": norm}
     blocks = _blocks(num_heads, num_kv_heads, head_dim, rot_dim)
-    return AotCase(_rope_and_cache_kernel, tensors | inputs, sizes | blocks, num_warps=_warps(blocks))
+    return AotCase(
+        _rope_and_cache_kernel, tensors | inputs, sizes | blocks | {"OVERLAP": True}, num_warps=_warps(blocks)
+    )
 
 
 AOT: list[AotCase] = [

@@ -1,0 +1,117 @@
+"""Kernels that may be on the device before their turn: they touch nothing until it is."""
+
+from __future__ import annotations
+
+import ast
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import unisono.kernels
+
+activation, linear, norm, overlap = (
+    import_module(f"unisono.kernels.{name}") for name in ("activation", "linear", "norm", "overlap")
+)
+KERNELS = Path(unisono.kernels.__path__[0])
+HARMLESS = {"program_id", "num_programs", "arange", "minimum", "maximum", "to"}
+
+
+def functions() -> dict[str, ast.FunctionDef]:
+    trees = [ast.parse(path.read_text()) for path in KERNELS.glob("*.py")]
+    return {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def name_of(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def overlapped_kernels() -> set[str]:
+    """Kernels that some launch passes ``**overlapped(…)``."""
+    nodes = (node for function in functions().values() for node in ast.walk(function))
+    launches = (n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Subscript))
+    return {
+        ast.unparse(launch.func.value)
+        for launch in launches
+        if any(k.arg is None and ast.unparse(k.value).startswith("overlapped(") for k in launch.keywords)
+    }
+
+
+def calls(statement: ast.stmt) -> list[str]:
+    return [name_of(node) for node in ast.walk(statement) if isinstance(node, ast.Call)]
+
+
+def test_what_a_layer_runs_is_overlapped() -> None:
+    assert overlapped_kernels() == {
+        "_linear_kernel", "_add_kernel", "_rms_norm_kernel", "_silu_mul_kernel", "_rope_and_cache_kernel",
+        "attention_kernel",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", sorted(overlapped_kernels()))
+def test_it_follows_before_it_touches_anything(kernel: str) -> None:
+    """What the compiler makes of it: tests/kernels/test_aot.py."""
+    before: list[str] = []
+    for statement in functions()[kernel].body:
+        if calls(statement) == ["follow"]:
+            break
+        before += calls(statement)
+    else:
+        pytest.fail("it does not follow")
+    assert set(before) <= HARMLESS
+
+
+@pytest.mark.parametrize(("capability", "able"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
+def test_only_devices_that_can_are_asked_to(
+    capability: tuple[int, int], able: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(overlap, "overlaps", overlap.overlaps.__wrapped__)
+    cuda, cpu = overlap.overlapped(torch.device("cuda", 0)), overlap.overlapped(torch.device("cpu"))
+    assert cuda == ({"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False})
+    assert cpu == {"OVERLAP": False}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU runs one after the other")
+def test_a_chain_has_the_bits_of_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 kernels in a graph, each a few microseconds, each reading what the one before it wrote."""
+    torch.manual_seed(0)
+    size, rows = 1024, 5
+    up, down = (
+        torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5 for n, k in ((2 * size, size), (size, size))
+    )
+    scale, x = (
+        torch.ones(size, device="cuda", dtype=torch.bfloat16),
+        torch.empty(rows, size, device="cuda", dtype=torch.bfloat16),
+    )
+
+    def run() -> None:
+        y = x
+        for _ in range(50):
+            total, h = norm.launch_add_rms_norm(y, x, scale, 1e-6)
+            h = activation.launch_silu_mul(linear.launch_linear(h, up, None, None))
+            y = linear.launch_linear(h, down, None, total)
+        x.copy_(y)
+
+    def replayed() -> torch.Tensor:
+        x.copy_(torch.linspace(-1, 1, rows * size, device="cuda").view_as(x))
+        kept = x.clone()
+        run()
+        x.copy_(kept)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        x.copy_(kept)
+        states = []
+        for _ in range(20):
+            graph.replay()
+            states.append(x.clone())
+        return torch.stack(states)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(overlap, "overlaps", lambda device: False)
+        expected = replayed()
+    got = replayed()
+    assert expected.isfinite().all()
+    assert torch.equal(got, expected)
