@@ -229,6 +229,7 @@ def test_what_cannot_be_compiled(grammars: Grammars, kind: str, value: Any, says
         ({"json": "5"}, "JSON object"),
         ({"json": {"a": {1, 2}}}, "not JSON"),
         ({"json": "[" * 5000 + "]" * 5000}, "deeper than 64"),
+        ({"json": "[" * 100 + "]" * 100}, "deeper than 64"),
     ],
 )
 def test_what_makes_no_sense(given: dict[str, Any], says: str) -> None:

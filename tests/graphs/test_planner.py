@@ -203,9 +203,28 @@ def test_where_not_even_the_smallest_fits_every_pass_says_so(
     no_room(3)
     planner = Planner(CPU)
     monkeypatch.setattr(planner, "_timed", lambda buckets, shape: (10.0, 15.0))
-    planner.capture([Buckets(program(double), shapes(4, 16, 64), passes=1e9, edges=frozenset((16,)), measured=True)])
-    assert [answer(planner, n) for n in (1, 4, 9, 16, 40, 64)] == [Reason.NO_MEMORY] * 6
-    assert answer(planner, 65) is Reason.NOT_CAPTURED
+    plain = Buckets(program(double), shapes(4, 16, 64), passes=1e9, edges=frozenset((16,)), measured=True)
+    planner.capture([plain, replace(plain, needs=Needs(masks=True))])
+    for needs in (Needs(), Needs(masks=True), Needs(returned=True)):  # the last is seen at run time only
+        said = [planner.plan(Key("p", Shape(n), needs)) for n in (1, 4, 9, 16, 40, 64)]
+        assert said == [Eager(Reason.NO_MEMORY)] * 6
+
+
+def test_a_larger_size_may_fit_where_the_smallest_does_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was captured first, and the budget is spent: it serves, and is not told as dropped."""
+    planner = Planner(CPU)
+    monkeypatch.setattr(planner, "_timed", lambda buckets, shape: (10.0, 15.0))
+    tried = Buckets(program(double), shapes(4, 64), passes=1e9, edges=frozenset((64,)), measured=True)
+    planner.capture([tried])
+    planner.budget = next(g.cost_bytes for g in planner.graphs() if g.key.shape.rows == 64)
+    planner.close()
+    with caplog.at_level("INFO"):
+        planner.capture([tried])
+    assert [answer(planner, n) for n in (1, 4, 40, 64)] == [64] * 4
+    assert "4 rows for p" in caplog.text
+    assert "64 rows" not in caplog.text
 
 
 def test_launches_that_hide_the_largest_pass_have_it_tried_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 
 from tests.engine.helpers import engine, prompts, tokens
 from tests.engine.test_speculation import DRAFTERS, drafting
+from tests.engine.test_trees import MAKE, TREES, planted
 from tests.graphs.programs import DEVICE, batch, graph_of, program, run_graph
 from unisono.graphs.compiled import written_by
 from unisono.graphs.planner import Buckets, Planner
 from unisono.graphs.recorder import Call
 from unisono.graphs.segments import storages
 from unisono.graphs.tape import Tape
+from unisono.llm import LLM
 from unisono.program import Buffers, Key, Pending, Shape
 from unisono.types import SamplingParams, StructuredOutputs
 
@@ -85,27 +88,67 @@ def launches(run: Callable[[Buffers], None], how: dict[str, bool] | None) -> Cal
 
 
 LETTERS = SamplingParams(max_tokens=6, structured_outputs=StructuredOutputs(regex="[a-z]{6}"))
+CASES = [("none", None), *((method, None) for method in DRAFTERS), *((method, TREES["binary"]) for method in MAKE)]
+"""Each method with chains, and those that can with a tree."""
+
+
+@contextmanager
+def opened(
+    method: str, tree: dict[str, Any] | None, checkpoints: dict[str, Path], folder: Path, **flags: Any
+) -> Iterator[LLM]:
+    flags |= {"max_num_seqs": 1, "max_num_batched_tokens": 32}
+    if method == "none":
+        llm = engine(checkpoints["qwen3"], **flags)
+    elif tree is None:
+        llm = drafting(method, DRAFTERS[method](checkpoints, folder), 3, **flags)
+    else:
+        llm = planted(method, MAKE[method](checkpoints, folder), tree, **flags)
+    with llm:
+        yield llm
+
+
+@pytest.mark.parametrize(("method", "tree"), CASES[1:], ids=str)
+def test_who_waits_does_not_wait_for_the_drafter(
+    method: str, tree: dict[str, Any] | None, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Prompts and rounds under masks publish before their drafter is told; other rounds do not publish."""
+    told: list[str] = []
+
+    def watch(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: (told.append(name), real(*given))[1])
+
+    def heard(params: SamplingParams) -> list[str]:
+        told.clear()
+        tokens(llm, prompts(1, 200, low=40), params)
+        return told.copy()
+
+    with opened(method, tree, checkpoints, tmp_path, enforce_eager=True) as llm:
+        watch(Buffers, "_publish")
+        for name in ("observe_prompt", "observe"):
+            watch(llm.engine.runner.drafter, name)
+        masked = heard(LETTERS)
+        assert set(masked[::2]) == {"_publish"}
+        assert set(masked[1::2]) == {"observe_prompt", "observe"}
+        free = heard(SamplingParams(max_tokens=6, ignore_eos=True))
+        assert set(free) == {"_publish", "observe_prompt", "observe"}
+        assert {after for before, after in pairwise(free) if before == "_publish"} == {"observe_prompt"}
+        assert free.count("_publish") == free.count("observe_prompt")
 
 
 @pytest.mark.skipif(CUDA, reason="reads tapes")
-@pytest.mark.parametrize("method", ["none", *DRAFTERS])
-def test_who_waits_does_not_wait_for_the_drafter(
-    method: str, checkpoints: dict[str, Path], tmp_path: Path, qwen3: Path
+@pytest.mark.parametrize(("method", "tree"), CASES, ids=str)
+def test_what_is_published_is_left_alone(
+    method: str, tree: dict[str, Any] | None, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Prompts and rounds under masks publish before their drafter catches up, and then leave the outputs alone."""
-    flags: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 32}
-    opened = drafting(method, DRAFTERS[method](checkpoints, tmp_path), 3, **flags) if method in DRAFTERS else None
-    with opened or engine(qwen3, **flags) as llm:
+    with opened(method, tree, checkpoints, tmp_path) as llm:
         tokens(llm, prompts(1, 200), LETTERS)
-        seen: Counter[str] = Counter()
         for graph in llm.engine.runner.planner.graphs():
             assert isinstance(graph, Tape)
             calls = [step for step in graph.parts if isinstance(step, Call) and not step.view]
             places = [i for i, call in enumerate(calls) if call.op is torch.ops.unisono.publish.default]
             assert len(places) == (method != "none" and graph.key.program in ("extend", "score", "verify")), graph.key
             for at in places:
-                after, outputs = calls[at + 1 :], storages(calls[at].args)
-                assert not any(outputs & storages(*written_by(call)) for call in after)
-                seen[graph.key.program] += any("attention" in str(call.op) for call in after)
-        if method not in ("none", "ngram", "suffix", "mtp_frozen"):  # these have no keys and values of their own
-            assert set(+seen) >= {"extend", "score"}
+                outputs = storages(calls[at].args)
+                assert outputs & storages(*(t for call in calls[:at] for t in written_by(call)))
+                assert not outputs & storages(*(t for call in calls[at + 1 :] for t in written_by(call)))

@@ -79,8 +79,8 @@ class Launched:
     def wait(self) -> dict[str, np.ndarray]:
         """int32 arrays: ``result [rows, width + 2]``: count, status, tokens; ``drafted [rows]``, of a round: drafts
         verified; ``logprobs [rows, width, words]``: what ``kernels/logprobs.py`` reports, of rows that asked;
-        ``prompt_logprobs [tokens, words]`` the same of prompt tokens, where the pass scores. Blocks until the pass is
-        done."""
+        ``prompt_logprobs [tokens, words]`` the same of prompt tokens, where the pass scores. Blocks until they are
+        here; a drafter may be catching up still."""
         return self.pending.wait()
 
 
@@ -158,7 +158,7 @@ class Runner:
         self._prove_exact()
         self.decide("attention of long prompts", *attention.prove(head_dim, config.dtype))
         launched = "while the one before it ends" if overlaps(config.device) else "when its turn comes"
-        self.decide("a layer's kernel is launched", launched, "the former from compute capability 9.0 on")
+        self.decide("a layer's kernel is launched", launched, "ahead of its turn from compute capability 9.0 on")
         with compiling_only(config.device):
             run_on_padding(self._passes(self._parts(self.kv)), config.device)
 

@@ -43,6 +43,7 @@ class Buckets:
     cost: what a pass takes; None: nothing is known, and every pass that fits a graph replays it. measured: find it out.
     always: replay even where a graph would save nothing.
     on_demand: capture nothing at start, but a size before the first pass that wants it: where passes do not overlap.
+    unfit: why not even the smallest shape could be captured, and so none is; None where it could, or was not tried.
     share: of the memory budget that the program's graphs may take.
     width: the shapes'.
     """
@@ -58,6 +59,7 @@ class Buckets:
     measured: bool = False
     always: bool = False
     on_demand: bool = False
+    unfit: Reason | None = None
     share: float = 1.0
     width: int = 1
 
@@ -116,7 +118,7 @@ class Planner:
             if self.enabled and buckets.measured and self._captures(buckets):
                 # More needs leave a pass's cost as it is, near enough.
                 like = variants[0] if variants else self._measure(buckets)
-                buckets = dataclasses.replace(buckets, cost=like.cost, shapes=like.shapes)
+                buckets = dataclasses.replace(buckets, cost=like.cost, shapes=like.shapes, unfit=like.unfit)
             if buckets.on_demand:
                 buckets = dataclasses.replace(buckets, shapes=tuple(_worthwhile(buckets)))
             variants.append(buckets)
@@ -177,10 +179,8 @@ class Planner:
                     points[shape.rows] = graph.replay_ms
                     if graph.replay_ms > host:
                         self._close(graph)
-        if graph is None:  # not even the smallest fits
-            if buckets.key(large) not in self._dropped:
-                self._drop(buckets.key(large), self._dropped[buckets.key(small)])
-            return dataclasses.replace(buckets, shapes=())
+        if graph is None:
+            return dataclasses.replace(buckets, shapes=(), unfit=self._dropped[buckets.key(small)])
         points.setdefault(large.rows, device)
         known = {"capture_ms": 1e3 * graph.capture_seconds, "graph_bytes": graph.cost_bytes}
         return dataclasses.replace(buckets, cost=PassCost.measured(points, buckets.flat, eager_ms=host, **known))
@@ -309,6 +309,8 @@ class Planner:
                 if cost is None or cost.replay(graph.key.shape.rows) <= cost.eager(rows):
                     return Replay(graph)
                 return Eager(Reason.UNPROFITABLE)
+        if buckets.unfit is not None:
+            return Eager(buckets.unfit)
         for dropped, reason in self._dropped.items():
             if dropped.needs == buckets.needs and dropped.covers(key):
                 return Eager(reason)

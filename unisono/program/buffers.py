@@ -111,7 +111,8 @@ def _carve(arena: torch.Tensor, fields: tuple[Field, ...], shape: Shape) -> dict
 
 _STAGES = 3
 """Host copies of the inputs. The engine has two passes under way at most (it launches pass i + 1 after
-reading pass i - 1), so the copy that is being filled is never one that a device copy still reads."""
+reading the outputs of pass i - 1, which had its inputs long before), so the copy that is being filled is never one that
+a device copy still reads."""
 
 
 class Buffers:
@@ -230,6 +231,7 @@ def _aside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+# It writes nothing, but has to stay behind what writes the outputs: hence the mutable argument.
 _library = torch.library.Library("unisono", "FRAGMENT")
 _library.define("publish(Tensor(a!) outputs, int buffers) -> ()")
 _library.impl("publish", lambda outputs, buffers: _buffers[buffers]._publish(), "CompositeExplicitAutograd")
