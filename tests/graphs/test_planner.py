@@ -35,6 +35,13 @@ def planned(*rows: int, planner: Planner | None = None, **how: Any) -> Planner:
     return planner
 
 
+def clocked(monkeypatch: pytest.MonkeyPatch, device_ms: Callable[[int], float] = lambda rows: 15.0) -> Planner:
+    """A planner for which every eager pass takes the host 10 ms to launch, and the device ``device_ms(rows)``."""
+    planner = Planner(CPU)
+    monkeypatch.setattr(planner, "_timed", lambda buckets, shape: (10.0, device_ms(shape.rows)))
+    return planner
+
+
 def launch(planner: Planner, rows: int) -> Pending:
     return planner.launch(Key("p", Shape(rows)), batch([[1, 2]] * rows))
 
@@ -135,9 +142,8 @@ def test_what_a_pass_costs_is_measured_where_tiles_end(monkeypatch: pytest.Monke
             super().__init__(*args)
             self.replay_ms = device[self.key.shape.rows]
 
-    planner, edges = Planner(CPU), frozenset((2, 4, 16))
+    planner, edges = clocked(monkeypatch, device.__getitem__), frozenset((2, 4, 16))
     monkeypatch.setattr(planner_module, "Tape", Timed)
-    monkeypatch.setattr(planner, "_timed", lambda buckets, shape: (10.0, device[shape.rows]))
     tried = Buckets(program(double), shapes(1, 2, 4, 8, 16, 32), edges=edges, flat=4, measured=True)
     planner.capture([replace(tried, passes=1e-6)])
     assert {g.key.shape.rows for g in planner.graphs()} == {1, 2, 4}
@@ -147,8 +153,7 @@ def test_what_a_pass_costs_is_measured_where_tiles_end(monkeypatch: pytest.Monke
     assert answers[4:] == [Reason.ABOVE_BUCKETS, Reason.UNPROFITABLE, Reason.UNPROFITABLE]
     planner.capture([replace(tried, passes=1e9)])
     assert {g.key.shape.rows for g in planner.graphs()} == {1, 2, 4, 8}, "the 8 for the many that will come"
-    planner = Planner(CPU)
-    monkeypatch.setattr(planner, "_timed", lambda buckets, shape: (10.0, device[shape.rows]))
+    planner = clocked(monkeypatch, device.__getitem__)
     planner.capture([replace(tried, shapes=shapes(1), passes=1e-6)])
     assert answer(planner, 1) == 1, "one size is all there is where one request runs at a time"
 
@@ -173,9 +178,8 @@ def test_a_pool_is_not_used_after_its_last_graph_was_closed(monkeypatch: pytest.
 
     monkeypatch.setattr(planner_module, "CudaGraph", Pooled)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
-    planner = Planner(CPU)
+    planner = clocked(monkeypatch)
     planner._pool = torch.cuda.graph_pool_handle()
-    monkeypatch.setattr(planner, "_timed", lambda buckets, shape: (10.0, 15.0))
     tried = Buckets(program(double), shapes(1, 4, 64), passes=1e9, measured=True)
     planner.capture([tried])
     assert list(alive.values()) == [0, 2], "the graph of 64 rows was tried first, and closed"
@@ -190,8 +194,7 @@ def test_a_graph_that_is_only_tried_may_not_fit(
     no_room: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_room(8)
-    planner = Planner(CPU)
-    monkeypatch.setattr(planner, "_timed", lambda buckets, shape: (10.0, 15.0))
+    planner = clocked(monkeypatch)
     planner.capture([Buckets(program(double), shapes(1, 4, 64), passes=1e9, measured=True)])
     assert answer(planner, 64) is not Reason.NO_MEMORY, "nothing is lost without it"
     assert answer(planner, 4) == 4
@@ -201,8 +204,7 @@ def test_where_not_even_the_smallest_fits_every_pass_says_so(
     no_room: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_room(3)
-    planner = Planner(CPU)
-    monkeypatch.setattr(planner, "_timed", lambda buckets, shape: (10.0, 15.0))
+    planner = clocked(monkeypatch)
     plain = Buckets(program(double), shapes(4, 16, 64), passes=1e9, edges=frozenset((16,)), measured=True)
     planner.capture([plain, replace(plain, needs=Needs(masks=True))])
     for needs in (Needs(), Needs(masks=True), Needs(returned=True)):  # the last is seen at run time only
@@ -214,8 +216,7 @@ def test_a_larger_size_may_fit_where_the_smallest_does_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was captured first, and the budget is spent: it serves, and is not told as dropped."""
-    planner = Planner(CPU)
-    monkeypatch.setattr(planner, "_timed", lambda buckets, shape: (10.0, 15.0))
+    planner = clocked(monkeypatch)
     tried = Buckets(program(double), shapes(4, 64), passes=1e9, edges=frozenset((64,)), measured=True)
     planner.capture([tried])
     planner.budget = next(g.cost_bytes for g in planner.graphs() if g.key.shape.rows == 64)
@@ -236,9 +237,8 @@ def test_launches_that_hide_the_largest_pass_have_it_tried_as_a_graph(monkeypatc
             self.replay_ms = 1.0
 
     def measured(device_ms: float) -> Planner:
-        planner = Planner(CPU)
+        planner = clocked(monkeypatch, lambda rows: device_ms)
         monkeypatch.setattr(planner_module, "Tape", Timed)
-        monkeypatch.setattr(planner, "_timed", lambda buckets, shape: (10.0, device_ms))
         planner.capture([Buckets(program(double), shapes(1, 64), passes=1.0, measured=True)])
         return planner
 

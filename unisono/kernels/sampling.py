@@ -189,7 +189,7 @@ def _filter_kernel(
     drawn = (tl.load(status + field) == RUNNING) & (t >= GREEDY_BELOW)
     least = float("-inf")
     if drawn & (((k > 0) & (k < V)) | (p < 1.0) | (floor > 0.0)):
-        if HAS_EDITS:
+        if HAS_EDITS:  # a test of its own, here and below: without edits what reads them must not be compiled
             if tl.load(edits + field) != 0:
                 least = _least(edited + n.to(tl.int64) * V, k, p, floor, t, V, 0, LANES)
             else:
