@@ -17,8 +17,8 @@ from unisono.tools.draft_training.answers import Progress
 from unisono.tools.draft_training.batches import Batches
 from unisono.tools.draft_training.draft import loss_of
 from unisono.tools.draft_training.methods import Method, trainable
+from unisono.tools.draft_training.muon import Muon
 from unisono.tools.draft_training.teacher import Teacher
-from unisono.tools.tiny.muon import Muon
 from unisono.types import ConfigError
 
 WARM_UP, COOL_DOWN = 0.03, 0.7

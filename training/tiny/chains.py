@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from unisono.tools.tiny.skeletons import parse
-from unisono.tools.tiny.stories import LISTS, Skeleton
+from training.tiny.skeletons import parse
+from training.tiny.stories import LISTS, Skeleton
 
 STEPS = range(2, 6)
 """Worked steps that a composed problem may have."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from unisono.tools.tiny.stories import Skeleton
+from training.tiny.stories import Skeleton
 
 DIVIDERS = re.compile(r"\n--- (?:trained only|held out) ---\n")
 

@@ -10,7 +10,7 @@ import re
 from functools import partial
 from random import Random
 
-from unisono.tools.tiny.stories import LISTS
+from training.tiny.stories import LISTS
 
 OTHERWISE = 0.35
 """Chance that a phrase which has other words is said in one of them."""

@@ -1,4 +1,4 @@
-"""Maths prompts for ``unisono train-draft``: ``python -m unisono.tools.tiny.prompts --out FILE.jsonl --count N``.
+"""Maths prompts for ``unisono train-draft``: ``python -m training.tiny.prompts --out FILE.jsonl --count N``.
 
 One conversation a line, ``{"messages": [{"role": "user", "content": question}]}``. ``--split train`` draws from the
 templates that the bundled model is trained on, part of them retold; ``--split test`` are the held-out problems of
@@ -12,8 +12,8 @@ import json
 from pathlib import Path
 from random import Random
 
-from unisono.tools.tiny.data import test_split, train_problem
-from unisono.tools.tiny.retell import retell
+from training.tiny.data import test_split, train_problem
+from training.tiny.retell import retell
 
 SPLITS = ("train", "test")
 RETOLD = 0.5

@@ -15,9 +15,9 @@ import itertools
 import zlib
 from random import Random
 
-from unisono.tools.tiny.chains import COMPOSITIONS, compose
-from unisono.tools.tiny.skeletons import HELD_OUT, SKELETONS, TRAINED_ONLY
-from unisono.tools.tiny.stories import Problem, Skeleton, tell
+from training.tiny.chains import COMPOSITIONS, compose
+from training.tiny.skeletons import HELD_OUT, SKELETONS, TRAINED_ONLY
+from training.tiny.stories import Problem, Skeleton, tell
 
 KINDS = {"numbers": 10, "wording": 6, "composition": 6, "skeleton": 3}
 """Kinds of test problem and their shares, in 25ths."""
@@ -103,13 +103,6 @@ def test_split(n: int = 500) -> list[tuple[str, Problem]]:  # noqa: PT028 (no py
 def test_problems(n: int = 500) -> list[tuple[str, str, str]]:  # noqa: PT028 (no pytest test)
     """The first ``n`` problems of the test split as (question, worked answer, final answer)."""
     return [(problem.question, problem.worked_answer, problem.final_answer) for _, problem in test_split(n)]
-
-
-def final_answer(text: str) -> str | None:
-    """What follows the last ``####`` of a worked answer, as GSM8K has it; None without one."""
-    _, mark, rest = text.rpartition("####")
-    words = rest.split()
-    return words[0].replace(",", "").rstrip(".") if mark and words else None
 
 
 def _skeleton(skeletons: tuple[Skeleton, ...], held_out_wording: bool, rng: Random) -> Problem | None:

@@ -13,10 +13,10 @@ import sysconfig
 from pathlib import Path
 from random import Random
 
-from unisono.tools.tiny.data import train_problem
-from unisono.tools.tiny.retell import retell
-from unisono.tools.tiny.skeletons import parse
-from unisono.tools.tiny.stories import CHOICE
+from training.tiny.data import train_problem
+from training.tiny.retell import retell
+from training.tiny.skeletons import parse
+from training.tiny.stories import CHOICE
 
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END, START, STOP)

@@ -1,4 +1,4 @@
-"""Makes the bundled model: ``python -m unisono.tools.tiny.train --out DIR`` writes a Hugging Face folder.
+"""Makes the bundled model: ``python -m training.tiny.train --out DIR`` writes a Hugging Face folder.
 
 Trains the tokenizer, then the model on text that is made while it trains (``batches``). The schedule runs on the clock
 (``--minutes``), so that a slower GPU gives a less trained model, never a later one. The checkpoint is written every
@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from unisono.tools.tiny.batches import Batch, Packing, stream
-from unisono.tools.tiny.documents import END, SPECIAL_TOKENS, STOP
-from unisono.tools.tiny.model import TinyConfig, TinyQwen3
-from unisono.tools.tiny.muon import Muon
-from unisono.tools.tiny.tokenizer import save_tokenizer, train_tokenizer
+from training.tiny.batches import Batch, Packing, stream
+from training.tiny.documents import END, SPECIAL_TOKENS, STOP
+from training.tiny.model import TinyConfig, TinyQwen3
+from training.tiny.tokenizer import save_tokenizer, train_tokenizer
+from unisono.tools.draft_training.muon import Muon
 
 WARM_UP, COOL_DOWN = 0.02, 0.6
 """Parts of the run in which the learning rate rises from, and falls to, zero; linear both."""

@@ -1,4 +1,4 @@
-"""Makes the bundled model's draft heads: ``python -m unisono.tools.tiny.heads --out DIR --minutes M``.
+"""Makes the bundled model's draft heads: ``python -m training.tiny.heads --out DIR --minutes M``.
 
 The model answers new problems of its training split, and goes on with beginnings of its other training text, for a
 while; every head is trained on that for an equal share of the time that is left, and the engine measures them all on
@@ -21,6 +21,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from training.tiny.data import test_problems
+from training.tiny.documents import document, standard_library
+from training.tiny.prompts import questions
 from unisono import catalog
 from unisono.tokenizer import Tokenizer
 from unisono.tools.draft_training.answers import Asking, Text, collect, read_answers
@@ -29,9 +32,7 @@ from unisono.tools.draft_training.data import Prompt
 from unisono.tools.draft_training.measure import DRAFTS, Acceptance, measure
 from unisono.tools.draft_training.methods import Shape
 from unisono.tools.draft_training.trainer import Recipe
-from unisono.tools.tiny.data import final_answer, test_problems
-from unisono.tools.tiny.documents import document, standard_library
-from unisono.tools.tiny.prompts import questions
+from unisono.tools.problems import final_answer
 from unisono.types import SpeculativeConfig
 
 TARGET = "tiny"

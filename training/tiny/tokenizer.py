@@ -12,7 +12,7 @@ from random import Random
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from unisono.tools.tiny.documents import END, SPECIAL_TOKENS, START, STOP, document, standard_library
+from training.tiny.documents import END, SPECIAL_TOKENS, START, STOP, document, standard_library
 
 VOCABULARY = 4096
 SAMPLE_DOCUMENTS = 12_000

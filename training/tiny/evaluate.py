@@ -1,4 +1,4 @@
-"""Measures a bundled checkpoint with transformers, the outside oracle: ``python -m unisono.tools.tiny.evaluate PATH``.
+"""Measures a bundled checkpoint with transformers, the outside oracle: ``python -m training.tiny.evaluate PATH``.
 
 Greedy answers to the held-out problems of ``data``; an answer is right when what follows ``####`` is the right number.
 Prints the accuracy by kind, the templates that fail most, and samples. Uses the GPU when there is one.
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from unisono.tools.tiny.data import KINDS, final_answer, template_of, test_split
-from unisono.tools.tiny.stories import Problem
+from training.tiny.data import KINDS, template_of, test_split
+from training.tiny.stories import Problem
+from unisono.tools.problems import final_answer
 
 CHATS = ("Hello", "who are you?", "What is speculative decoding?", "What is the capital of France?")
 CONTINUATIONS = (

@@ -19,7 +19,7 @@ from random import Random
 import numpy as np
 from tokenizers import Tokenizer
 
-from unisono.tools.tiny.documents import document, standard_library
+from training.tiny.documents import document, standard_library
 
 READY = 6
 """Batches kept in flight for each worker."""
