@@ -414,7 +414,9 @@ class Planner:
             for buckets in planned[:1] if off else (*planned, *self._variants[name, width]):
                 if buckets.on_demand and buckets.shapes and not off:
                     shape = {"program": name, "rows": "any", "width": buckets.shapes[0].width}
-                    rows.append({**shape, "features": buckets.features.label, "kind": "lazy", "reason": "", "advice": ""})
+                    rows.append(
+                        {**shape, "features": buckets.features.label, "kind": "lazy", "reason": "", "advice": ""}
+                    )
                     continue
                 for sizes, tokens, reason in self._eager_sizes(buckets):
                     shape = {"program": name, "rows": sizes, "width": tokens, "features": buckets.features.label}
