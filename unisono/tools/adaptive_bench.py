@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono.heap import settled_heap
+from unisono.heap import frozen_heap
 
 NONE, ADAPTIVE = "none", "adaptive"
 WARM = 6
@@ -163,7 +163,7 @@ def adaptive(
         flags["gpu_memory_utilization"] = 0.8
     llm = LLM(model, speculative=spec, synthetic_acceptance_rates=rates, **flags)
     curve = Curve(model, speculative_config, list(rates), _versions(llm), context, llm.engine.start_seconds)
-    with settled_heap():
+    with frozen_heap():
         for size in sizes:
             curve.points.append(measure(plain, llm, size, workload, cycles))
             print(curve.rows()[-1], flush=True)
@@ -209,10 +209,10 @@ def _run_with(llm: Any, k: int | None, workload: Workload, size: int) -> tuple[i
     """Run the workload with ``k`` drafts per round (None: adaptive) -> (tokens, seconds, number of rounds by k)."""
     engine = llm.engine
     engine.pin_drafts(k)
-    before = engine.pace.rounds.copy()
+    before = engine.draft_controller.rounds.copy()
     tokens, seconds = workload(llm, size)
     engine.pin_drafts(None)
-    return tokens, seconds, engine.pace.rounds - before
+    return tokens, seconds, engine.draft_controller.rounds - before
 
 
 def _timed_rounds(rounds: int, size: int) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unisono.heap import settled_heap
+from unisono.heap import frozen_heap
 from unisono.tools.problems import COUNT, final_answer, held_out_problems
 from unisono.types import SamplingParams, SpeculativeConfig
 
@@ -82,7 +82,7 @@ def _measure(spec: SpeculativeConfig | None, count: int, sizes: list[int], flags
     problems = held_out_problems(count)
     _ask(llm, [problem.question for problem in problems[-4:]])  # warm up: compile kernels, fill caches
     rates, answers = {}, []
-    with settled_heap():
+    with frozen_heap():
         for size in sizes:
             llm.engine.reset_prefix_cache()
             started, outputs = time.perf_counter(), []
