@@ -27,7 +27,7 @@ class Paged:
     """State of every page.
 
     shape: of one page. dtype: of its elements. lifetime: ALL, or n > 0 where only the last n positions of a request are
-    ever read. by_token: the page holds something for each token, and PAGE_SIZE is the shape's second to last dimension, so
+    ever read. by_token: the page holds something for each token, with PAGE_SIZE as the second to last dimension, so
     that a range of positions can be copied. Otherwise it holds one thing for the whole page.
     """
 
