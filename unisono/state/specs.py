@@ -1,7 +1,7 @@
 """What state a module keeps on the device, as data.
 
-A module's ``state_specs()`` returns a tree (dicts, lists, tuples) of specs. The store allocates it and gives back the same
-tree with tensors in place of the specs.
+A module's ``state_specs()`` returns a tree (dicts, lists, tuples) of specs. The store allocates it and gives back the
+same tree with tensors in place of the specs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Paged:
     """State of every page.
 
     shape: of one page. dtype: of its elements. lifetime: ALL, or n > 0 where only the last n positions of a request are
-    ever read. by_token: the page holds something for each token, with PAGE_SIZE as the shape's second to last dimension,
-    so that a range of positions can be copied. Otherwise it holds one thing for the whole page.
+    ever read. by_token: the page holds something for each token, with PAGE_SIZE as the second to last dimension, so
+    that a range of positions can be copied. Otherwise it holds one thing for the whole page.
     """
 
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class PerSlot:
 
 @dataclass(frozen=True)
 class Tail:
-    """State of a recurrence: a snapshot at a multiple of PAGE_SIZE positions, and the raw inputs of the positions since.
+    """State of a recurrence: a snapshot at a multiple of PAGE_SIZE positions, and the raw inputs since.
 
     snapshot, inputs: shape and dtype of a snapshot, and of what one position puts in.
     """
