@@ -28,7 +28,7 @@ def checkpoints_of(
     checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], tuple[Path, Path | None]]:
     """Each drafter's checkpoints, made once: the target's, and the draft's."""
-    from tests.engine.test_speculation import DRAFTERS
+    from tests.engine.matrix import DRAFTERS
 
     return functools.cache(lambda method: DRAFTERS[method](checkpoints, tmp_path_factory.mktemp(method)))
 
@@ -36,7 +36,7 @@ def checkpoints_of(
 @pytest.fixture(scope="session")
 def plain() -> Callable[[Path], list[list[int]]]:
     """What a target says without speculation to the requests of test_speculation."""
-    from tests.engine.test_speculation import PARAMS, PROMPTS
+    from tests.engine.matrix import PARAMS, PROMPTS
 
     @functools.cache
     def run(target: Path) -> list[list[int]]:

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine.helpers import counted, draw_drafts, engine, idle, mixed_params, prompts, tokens
-from tests.engine.test_speculation import DRAFTERS, drafting
+from tests.engine.matrix import DRAFTERS, drafting
 from unisono.llm import LLM
 from unisono.types import BadRequest, EngineRequest, SamplingParams, SpeculativeConfig, StructuredOutputs
 
