@@ -26,8 +26,8 @@ from training.tiny.documents import document, standard_library
 from training.tiny.prompts import questions
 from unisono import catalog
 from unisono.tokenizer import Tokenizer
-from unisono.tools.draft_training.answers import Asking, Text, collect, read_answers
-from unisono.tools.draft_training.command import GPU_SHARE, Run, learn, make_llm
+from unisono.tools.draft_training.answers import AnswerConfig, Text, collect, read_answers
+from unisono.tools.draft_training.command import GPU_SHARE, Run, make_llm, train_on_texts
 from unisono.tools.draft_training.data import Prompt
 from unisono.tools.draft_training.measure import DRAFTS, Acceptance, measure
 from unisono.tools.draft_training.methods import Shape
@@ -94,9 +94,10 @@ def train_all(options: argparse.Namespace, texts: list[Text], work: Path, until:
         recipe = Recipe(
             options.steps, minutes, options.batch_tokens, options.lr, options.muon_lr, save_every=1e9, seed=options.seed
         )
-        run = Run(method, TARGET, out, recipe, Shape(tokenizer=False), Asking(longest=LONGEST), options.device, work)
+        asking = AnswerConfig(longest=LONGEST)
+        run = Run(method, TARGET, out, recipe, Shape(tokenizer=False), asking, options.device, work)
         run.check(resume=False)
-        learn(run, texts, False, lambda stage, share: None, _say)
+        train_on_texts(run, texts, False, lambda stage, share: None, _say)
         (work / "recipe.json").unlink()
         (work / "state.pt").unlink()
         size = sum(file.stat().st_size for file in out.iterdir())
@@ -167,7 +168,7 @@ def main() -> None:
     _say(f"{len(prompts)} prompts")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        asking = Asking(max_tokens=MAX_TOKENS, longest=LONGEST, seed=options.seed, seconds=budget * ANSWERS_SHARE)
+        asking = AnswerConfig(max_tokens=MAX_TOKENS, longest=LONGEST, seed=options.seed, seconds=budget * ANSWERS_SHARE)
         answers = options.answers or work / "answers.jsonl"
         run = Run("eagle3", TARGET, work, Recipe(steps=1), Shape(), asking, options.device, work)
         collect(lambda: make_llm(run), prompts, replace(asking), answers, lambda stage, share: None)
