@@ -462,7 +462,7 @@ def test_bad_flags_are_one_line_and_a_status(target: Path, tmp_path: Path) -> No
         (["eagle3", *common, "--aux-layers", "1"], 2, "give three layer numbers"),
         (["standalone", *common, "--hidden-size", "100"], 2, "give a multiple of 64"),
         (["eagle", *common, "--max-model-len", "4096"], 2, "above the target's context of 512"),
-        (["eagle", *common[:2], "--data", "no/file", *common[4:]], 1, "no/file is no file"),
+        (["eagle", *common[:2], "--data", "no/file", *common[4:]], 1, "no/file is not a file"),
         (["eagle", "--target", "no/model", *common[2:]], 1, "no/model"),
         (["eagle", "--target", str(tmp_path / "alone"), *common[2:]], 2, "has no tokenizer"),
     ]
