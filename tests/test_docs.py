@@ -51,7 +51,7 @@ def test_training_commands_are_named() -> None:
 @pytest.mark.parametrize("module", training_commands())
 def test_training_commands(module: str) -> None:
     """The module runs from a checkout and knows every flag that is printed with it."""
-    shown = shell(f"{sys.executable} -m {module} --help")
+    shown = shell(f"{sys.executable} -m {module} --help").partition("\noptions:")[2]
     for flag in re.findall(r"--[\w-]+", training_commands()[module]):
         assert re.search(rf"{flag}(?![\w-])", shown), flag
 
