@@ -10,9 +10,9 @@ import torch
 
 from tests.engine.helpers import tensors_of
 from tests.engine.matrix import DRAFTERS, TREE_DRAFTERS, TREES, Checkpoints, drafting, drafting_tree
-from unisono.cache.kv import PADDING_PAGE
 from unisono.llm import LLM
 from unisono.program import Buffers
+from unisono.state.specs import PADDING_PAGE
 
 
 @pytest.mark.parametrize("method", list(DRAFTERS))
@@ -32,10 +32,10 @@ def check(made: LLM) -> None:
         runner = llm.engine.runner
         llm.generate([[1, 2, 3] * 8, [4, 5] * 9])  # so that state is not all zeros
         state = tensors_of(runner.drafter) | {f"slots.{n}": t for n, t in tensors_of(runner.slots).items()}
-        pages = [t for layer in runner.kv.layers for t in layer]
+        pages = [t for layer in runner.store.view("target").tree for t in layer]
         before = {name: tensor.clone() for name, tensor in state.items()}
         kv = [tensor.clone() for tensor in pages]
-        for program, shape in runner._passes(runner._parts(runner.kv)):
+        for program, shape in runner._passes(runner._parts()):
             program.run(Buffers(program.schema, shape, runner.config.device))
         for tensor, old in zip(pages, kv, strict=True):
             assert PADDING_PAGE == 0

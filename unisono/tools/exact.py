@@ -97,8 +97,8 @@ def _tokens(llm: Any, prompts: list[list[int]], params: list[Any]) -> list[list[
 
 def _modes(llm: Any, chunk: int) -> dict[str, Callable[[], Any]]:
     """Name -> a context manager that sets the engine up to run requests in that mode."""
-    from unisono.cache.kv import PAGE_SIZE
-    from unisono.cache.pages import pages_for
+    from unisono.state.pages import pages_for
+    from unisono.state.specs import PAGE_SIZE
 
     engine = llm.engine
     scheduler, planner = engine.scheduler, engine.runner.planner
