@@ -38,6 +38,8 @@ class Requests:
     page: int = 16
     window: int = 0
     first: int = 0
+    soft_cap: float = 0.0
+    sinks: bool = False
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,6 +62,7 @@ class Requests:
         self.k_cache, self.v_cache = caches.to(self.device, self.dtype)
         self.table = table.to(self.device, torch.int32)
         self.scale = self.dim**-0.5
+        self.sink = torch.randn(self.heads).mul(3) if self.sinks else None
 
     def _int32(self, values) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
@@ -72,7 +75,9 @@ class Requests:
         plan, attend = TRITON if self.triton else TWIN
         planned = plan(slots, kv_len, query_start, len(q), tile_tokens, self.kv_heads, partials, programs)
         caches = (self.k_cache, self.v_cache, self.table)
+        sink = None if self.sink is None else self.sink.to(self.device)
         args = (q, *caches, self._int32(positions), *planned, partials, self.scale, self.window, self.first)
+        args += (self.soft_cap, sink)
         out = attend(*args)
         if partials:
             assert torch.equal(out, attend(*args)), "the plan does not serve a second layer"
@@ -103,8 +108,13 @@ class Requests:
         k, v = (t[row][:end].double().transpose(0, 1).repeat_interleave(group, 0) for t in (self.k, self.v))
         position, key = torch.arange(first, end)[:, None], torch.arange(end)[None]
         seen = (key <= position) & (key >= self.first) & ((key > position - self.window) | (self.window == 0))
-        scores = (q @ k.mT * self.scale).masked_fill(~seen, float("-inf"))
-        return (scores.softmax(-1).nan_to_num(0) @ v).transpose(0, 1)
+        scores = q @ k.mT * self.scale
+        if self.soft_cap:
+            scores = self.soft_cap * (scores / self.soft_cap).tanh()
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if self.sink is not None:
+            scores = torch.cat((scores, self.sink.double()[:, None, None].expand(-1, end - first, 1)), -1)
+        return (scores.softmax(-1).nan_to_num(0)[..., :end] @ v).transpose(0, 1)
 
 
 @IMPLEMENTATIONS
@@ -119,6 +129,54 @@ def test_matches_float64(triton, heads, kv_heads, dim, window, dtype, assert_clo
     assert_close(case.extend(spans, 4), want)
     got = case.round([(1, 17), (2, 600), (0, 299)], 2)
     assert_close(got, torch.stack([case.oracle(1, 15, 17), case.oracle(2, 598, 600), case.oracle(0, 297, 299)]))
+
+
+CAPS_AND_SINKS = pytest.mark.parametrize(
+    ("soft_cap", "sinks"), [(0.7, False), (0.0, True), (50.0, True)], ids=["cap", "sinks", "both"]
+)
+
+
+@IMPLEMENTATIONS
+@CAPS_AND_SINKS
+@pytest.mark.parametrize(("window", "first"), [(0, 0), (40, 13)])
+def test_soft_cap_and_sinks_match_float64(triton, window, first, soft_cap, sinks, dtype, assert_close):
+    case = Requests([300, 17, 530], triton, dtype, 3, 1, 24, 16, window, first, soft_cap, sinks)
+    spans = [(0, 280, 300), (2, 520, 530), (1, 0, 17)]
+    assert_close(case.extend(spans, 4, padding=2)[:-2], torch.cat([case.oracle(*span) for span in spans]))
+    want = torch.stack([case.oracle(1, 15, 17), case.oracle(2, 528, 530), case.oracle(0, 297, 299)])
+    assert_close(case.round([(1, 17), (2, 530), (0, 299)], 2), want)
+    case.soft_cap, case.sink = 0.0, None
+    assert (torch.stack([case.oracle(1, 15, 17)]) - want[:1]).abs().max() > 1e-3, "they change what is attended"
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-4, 0.1, 0.2499, 0.25, 0.3, 1.0, 5.0, 40.0])
+def test_the_soft_cap_of_the_kernel_is_tanh(value, device, assert_close):
+    """One key's score against a sink of 0 tells its capped value: weight = 1 / (1 + exp(-capped))."""
+    for score in (value, -value):
+        case = Requests([1], True, heads=1, kv_heads=1, dim=16, soft_cap=2.0, sinks=True)
+        case.q[0] = torch.tensor([score * 2.0 * 4] + [0.0] * 15)[None, None]
+        case.k_cache[case.table[0, 0], 0, 0] = torch.eye(16, device=case.device)[0]
+        case.v_cache[case.table[0, 0], 0, 0] = 1.0
+        case.sink.zero_()
+        weight = torch.full((1, 1, 16), score).double().tanh().mul(2).sigmoid()
+        assert_close(case.round([(0, 1)], 1)[0], weight)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(("soft_cap", "sinks", "window"), [(0.7, False, 0), (50.0, True, 100)])
+def test_soft_cap_and_sinks_keep_the_bits_of_every_pass(triton, window, soft_cap, sinks):
+    """Extend, chunks, rounds of width 1 to 8, cut or whole: the same bits, padding included."""
+    case = Requests([300, 530], triton, heads=2, kv_heads=1, window=window, soft_cap=soft_cap, sinks=sinks)
+    want = case.extend([(0, 292, 300), (1, 522, 530)], 8)
+    chunks = [(0, 292, 293), (0, 293, 300), (1, 522, 527), (1, 527, 530)]
+    assert torch.equal(torch.cat([case.extend([chunk], 8) for chunk in chunks]), want)
+    assert torch.equal(case.extend([(1, 522, 530), (0, 292, 300)], 8, 3, ALWAYS_CUT, 64)[:-3].roll(8, 0), want)
+    want = want.view(2, 8, case.heads, case.dim)
+    for width in range(1, 9):
+        programs, partials = ((ALWAYS_CUT, 64), (NEVER_CUT, 64), (16, 64), (ALWAYS_CUT, 3))[width % 4]
+        got = case.round([(0, 300), None, (1, 530)], width, programs, partials)
+        assert torch.equal(got[[0, 2]], want[:, 8 - width :]), f"width {width}"
+        assert not got[1].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -97,10 +97,14 @@ class AttentionBackend(Protocol):
         scale: float,
         window: int,
         first: int = 0,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend. q [T, Hq, D]; k_cache, v_cache [NP, Hkv, P, D]; ``window`` 0 sees everything.
 
         Keys at positions below ``first`` are invisible; a token that stands there yields zeros.
+        soft_cap > 0: scores become soft_cap · tanh(score / soft_cap), before they are masked.
+        sinks [Hq] fp32: exp(sink) is added to the denominator of its head's softmax.
         The pass's own keys and values are already in the cache. Returns [T, Hq · D] in q's dtype.
         """
         ...
@@ -163,10 +167,12 @@ class BreakingAttention:
         scale: float,
         window: int,
         first: int = 0,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :class:`AttentionBackend`."""
         attend = _attend_where_split if self.backend.capturable else _attend
-        return attend(self.backend, q, k_cache, v_cache, inputs, scale, window, first)
+        return attend(self.backend, q, k_cache, v_cache, inputs, scale, window, first, soft_cap, sinks)
 
 
 def _call(backend: AttentionBackend, *args: Any) -> torch.Tensor:

@@ -96,6 +96,9 @@ class TritonAttention:
         scale: float,
         window: int,
         first: int = 0,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :class:`unisono.attention.base.AttentionBackend`."""
-        return attention(q, k_cache, v_cache, inputs.page_table, inputs.positions, inputs.plan, scale, window, first)
+        cache = k_cache, v_cache, inputs.page_table
+        return attention(q, *cache, inputs.positions, inputs.plan, scale, window, first, soft_cap, sinks)

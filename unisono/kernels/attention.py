@@ -23,14 +23,12 @@ import triton
 
 from unisono.kernels import attention_hopper
 from unisono.kernels.attention_cpu import SPLIT, attention_cpu, attention_plan_cpu
-from unisono.kernels.attention_triton import attention_kernel, plan_kernel
+from unisono.kernels.attention_triton import LOG2_E, attention_kernel, plan_kernel
 from unisono.kernels.library import AotCase, define, register
 from unisono.kernels.overlap import overlapped
 
 KEYS = 64
 """Keys per step of a walk. Like SPLIT it is part of the reduction order: one value everywhere."""
-
-LOG2_E = 1.4426950408889634
 
 
 def _plan_shapes(
@@ -122,14 +120,17 @@ def launch_attention(
     scale: float,
     window: int,
     first: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     **options: int,
 ) -> torch.Tensor:
     """See :func:`attention`. ``options`` override the launch's (for tuning)."""
     _, heads, head_dim = q.shape
     capacity, tile_tokens, kv_heads = arrivals.shape
-    if partials == 0 and not options and attention_hopper.serves(q, k_cache, tile_tokens, window, first):
+    plain = not options and soft_cap == 0 and sinks is None
+    if partials == 0 and plain and attention_hopper.serves(q, k_cache, tile_tokens, window, first):
         whole = q, k_cache, v_cache, page_table, positions, work, count
-        return attention_hopper.launch_prompt_attention(*whole, scale * LOG2_E, KEYS)
+        return attention_hopper.launch_prompt_attention(*whole, scale * LOG2_E.value, KEYS)
     state = q.new_empty(partials, tile_tokens, heads, 2, dtype=torch.float32)
     acc = q.new_empty(partials, tile_tokens, heads, head_dim, dtype=torch.float32)
     out = _attended(q)
@@ -138,8 +139,9 @@ def launch_attention(
     programs = options.pop("programs", _programs(q.device))
     attention_kernel[(min(programs, items) if partials else items,)](
         q, k_cache, v_cache, page_table, positions, work, count, arrivals, state, acc, out,
-        page_table.stride(0), k_cache.stride(0), window, scale * LOG2_E,
-        PAGE=k_cache.shape[2], WINDOW=window > 0, FIRST=first, **sizes, **(launch | options), **overlapped(q.device),
+        sinks, page_table.stride(0), k_cache.stride(0), window, (soft_cap or scale) * LOG2_E.value,
+        PAGE=k_cache.shape[2], WINDOW=window > 0, FIRST=first, TO_CAP=scale / soft_cap if soft_cap else 0.0,
+        **sizes, **(launch | options), **overlapped(q.device),
     )  # fmt: skip
     return out
 
@@ -151,7 +153,7 @@ define(
 define(
     "attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor positions, Tensor work,"
     " Tensor count, Tensor(a!) arrivals, int partials, float scale, int window,"
-    " int first=0) -> Tensor"
+    " int first=0, float soft_cap=0.0, Tensor? sinks=None) -> Tensor"
 )
 register("attention_plan", cuda=launch_attention_plan, cpu=attention_plan_cpu, meta=_plan_shapes)
 register("attention", cuda=launch_attention, cpu=attention_cpu, meta=_attended)
@@ -209,28 +211,37 @@ def attention(
     scale: float,
     window: int = 0,
     first: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend the tokens of a planned pass over the paged cache.
 
     q [T, Hq, D]; k_cache, v_cache [NP, Hkv, P, D] of q's dtype and equal strides; page_table [S, MP]; positions [T].
     A token sees keys at first ≤ p ≤ its position (p > position - window where window > 0); one below ``first``, as
     at position -1, sees nothing and yields zeros. fp32 accumulation, probabilities rounded to the cache's dtype.
+    soft_cap > 0: scores become soft_cap · tanh(score / soft_cap), before they are masked.
+    sinks [Hq] fp32: exp(sink) is added to the denominator of its head's softmax.
     Returns [T, Hq · D] in q's dtype.
     """
-    return torch.ops.unisono.attention(q, k_cache, v_cache, page_table, positions, *plan, scale, window, first)
+    return torch.ops.unisono.attention(
+        q, k_cache, v_cache, page_table, positions, *plan, scale, window, first, soft_cap, sinks
+    )
 
 
 def _case(
-    heads: int, kv_heads: int, head_dim: int, tile_tokens: int, cut: bool, window: bool = False, first: int = 0
-) -> AotCase:
+    heads: int, kv_heads: int, head_dim: int, tile_tokens: int, cut: bool, window: bool = False, first: int = 0,
+    soft_cap: float = 0.0, sinks: bool = False,
+) -> AotCase:  # fmt: skip
     sizes, options = _geometry(heads, kv_heads, head_dim, torch.bfloat16, tile_tokens, cut)
     signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
     signature |= dict.fromkeys(("table_ptr", "positions_ptr", "work_ptr", "count_ptr", "arrivals_ptr"), "*i32")
     signature |= {"state_ptr": "*fp32", "acc_ptr": "*fp32", "scale": "fp32"}
     signature |= dict.fromkeys(("max_pages", "page_stride", "window"), "i32")
-    return AotCase(
-        attention_kernel, signature, sizes | {"PAGE": 16, "WINDOW": window, "FIRST": first, "OVERLAP": True}, **options
-    )
+    sizes |= {"PAGE": 16, "WINDOW": window, "FIRST": first, "OVERLAP": True}
+    sizes["TO_CAP"] = head_dim**-0.5 / soft_cap if soft_cap else 0.0
+    if sinks:
+        signature["sinks_ptr"] = "*fp32"
+    return AotCase(attention_kernel, signature, sizes if sinks else sizes | {"sinks_ptr": None}, **options)
 
 
 _PLAN = dict.fromkeys(("slots_ptr", "kv_len_ptr", "work_ptr", "count_ptr", "arrivals_ptr", "query_start_ptr"), "*i32")
@@ -245,5 +256,9 @@ AOT = [
     _case(14, 2, 64, 18, cut=False),
     _case(8, 4, 256, 6, cut=True),
     _case(8, 4, 256, 64, cut=False),
+    *(_case(8, 4, 256, 4, True, window, soft_cap=50.0) for window in (False, True)),  # Gemma 2
+    *(_case(8, 4, 256, 16, False, window, soft_cap=50.0) for window in (False, True)),
+    *(_case(64, 8, 64, 4, True, window, sinks=True) for window in (False, True)),  # gpt-oss
+    *(_case(64, 8, 64, 16, False, window, sinks=True) for window in (False, True)),
     AotCase(plan_kernel, _PLAN, {"WIDTH": 0, "TOKENS": 32, "KV_HEADS": 8, "SPLIT": SPLIT, "BLOCK": 64}),
 ]

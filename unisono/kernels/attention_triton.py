@@ -10,6 +10,8 @@ import triton.language as tl
 
 from unisono.kernels.overlap import follow
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def _merge(m, z, acc, m1, z1, acc1):
@@ -46,15 +48,28 @@ def _keep(workspace, split, m, z, acc, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
+def _tanh(x):
+    """tanh(x) in fp32: a polynomial below 0.25, where 1 - exp(-2 |x|) would cancel. No sum that could be contracted."""
+    size, square = tl.abs(x), x * x
+    term = tl.fma(square, tl.full(x.shape, 62 / 2835, tl.float32), -17 / 315)
+    term = tl.fma(square, tl.fma(square, term, 2 / 15), -1 / 3)
+    near = tl.fma(size, square * term, size)
+    decay = tl.exp2(size * (-2 * LOG2_E))
+    result = tl.where(size < 0.25, near, (1.0 - decay) / (1.0 + decay))
+    return tl.where(x < 0, -result, result)
+
+
+@triton.jit
 def _walk(
     q, position, pages_ptr, k_ptr, v_ptr, page_stride, begin, end, low, window, scale, m, z, acc,
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, FIRST: tl.constexpr, MASKED: tl.constexpr, workspace,
+    WINDOW: tl.constexpr, FIRST: tl.constexpr, MASKED: tl.constexpr, TO_CAP: tl.constexpr, workspace,
 ):  # fmt: skip
     """Attend keys ``begin … end`` in steps of KEYS and merge each split into the state (m, z, acc).
 
     ``begin`` is a multiple of KEYS. Keys below ``low`` and from ``end`` on are seen by no row of the tile and may
     be stale, NaN included: they are not read. MASKED False promises that every row sees every key.
+    TO_CAP > 0 soft-caps the scores: tanh(TO_CAP · score) takes the place of each score, and ``scale`` holds the cap.
     A tile with a place in the ``workspace`` (or None) leaves each split but the last there instead.
     """
     ROWS: tl.constexpr = q.shape[0]
@@ -88,6 +103,8 @@ def _walk(
             k = tl.load(k_ptr + offset, mask=(dims < HEAD_DIM)[None, :], other=0.0)
             v = tl.load(v_ptr + offset, mask=(dims < HEAD_DIM)[None, :], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if TO_CAP > 0:
+            scores = _tanh(scores * TO_CAP)
         if MASKED:
             visible = keys[None, :] <= position[:, None]
             if WINDOW:
@@ -121,6 +138,14 @@ def _first_seen(position, window):
 
 
 @triton.jit
+def _merge_sinks(sinks_ptr, index, in_use, m, z, acc, HEADS: tl.constexpr):
+    """Merge each row's sink, after all splits: a key with the sink as score and zeros as value."""
+    sink = tl.load(sinks_ptr + index % HEADS, mask=in_use, other=0.0)
+    score = tl.fma(sink, tl.full(sink.shape, LOG2_E, tl.float32), 0.0)  # a plain product could be contracted in _merge
+    return _merge(m, z, acc, score, tl.full(sink.shape, 1.0, tl.float32), tl.zeros(acc.shape, tl.float32))
+
+
+@triton.jit
 def _store(
     out_ptr, index, position, in_use, z, acc, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, FIRST: tl.constexpr
 ):  # fmt: skip
@@ -132,7 +157,7 @@ def _store(
 
 @triton.jit
 def _merge_kept(
-    positions_ptr, state_ptr, acc_ptr, out_ptr, first, last, head, place, stride, first_split, end_split,
+    positions_ptr, state_ptr, acc_ptr, out_ptr, sinks_ptr, first, last, head, place, stride, first_split, end_split,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -152,6 +177,8 @@ def _merge_kept(
             z1 = tl.load(state_ptr + at * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")
             acc1 = tl.load(acc_ptr + offset, mask=mask, other=0.0, cache_modifier=".cg")
             m, z, acc = _merge(m, z, acc, m1, z1, acc1)
+    if sinks_ptr is not None:
+        m, z, acc = _merge_sinks(sinks_ptr, index, in_use, m, z, acc, HEADS)
     _store(out_ptr, index, position, in_use, z, acc, HEAD_DIM, DIM, FIRST)
 
 
@@ -179,12 +206,14 @@ def _work_item(work_ptr, i):
 @triton.jit
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, positions_ptr, work_ptr, count_ptr, arrivals_ptr, state_ptr, acc_ptr, out_ptr,
-    max_pages, page_stride, window, scale,
+    sinks_ptr, max_pages, page_stride, window, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, KEYS: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, CUT: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, TO_CAP: tl.constexpr, CUT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A fixed number of programs share the work list × parts of a tile × KV heads. Keys below FIRST are unseen.
+    ``sinks_ptr`` None: no sinks. TO_CAP: see ``_walk``; 0 does not cap.
 
     A whole tile's splits are merged in registers. A cut tile's go to the workspace; the program that completes the
     tile's count merges all of them, in order, and sets the count back for the next layer. Without CUT no tile is
@@ -220,21 +249,23 @@ def attention_kernel(
                 masked = (tl.min(tl.where(position >= 0, position, end - 1)) + 1) // SPLIT * SPLIT
                 m, z, acc = _walk(
                     q, position, pages_ptr, own_k_ptr, own_v_ptr, page_stride, begin, masked, low, window, scale,
-                    m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, False, workspace,
+                    m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, False, TO_CAP, workspace,
                 )  # fmt: skip
                 begin = masked
         m, z, acc = _walk(
             q, position, pages_ptr, own_k_ptr, own_v_ptr, page_stride, begin, end, low, window, scale,
-            m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, True, workspace,
+            m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, True, TO_CAP, workspace,
         )  # fmt: skip
         if partial < 0:
+            if sinks_ptr is not None:
+                m, z, acc = _merge_sinks(sinks_ptr, index, in_use, m, z, acc, HEADS)
             _store(out_ptr, index, position, in_use, z, acc, HEAD_DIM, DIM, FIRST)
         elif CUT:
             _keep(workspace, end_split - 1, m, z, acc, HEAD_DIM)
             arrivals = arrivals_ptr + (counter * TOKENS + part) * KV_HEADS + head
             if _complete(arrivals, end_split - first_split, tl.cdiv(length, SPLIT)):
                 _merge_kept(
-                    positions_ptr, state_ptr, acc_ptr, out_ptr, first, last, head, place, TOKENS * HEADS,
+                    positions_ptr, state_ptr, acc_ptr, out_ptr, sinks_ptr, first, last, head, place, TOKENS * HEADS,
                     low // SPLIT, tl.cdiv(length, SPLIT), HEADS, GROUP, USED, HEAD_DIM, DIM, FIRST,
                 )  # fmt: skip
 
