@@ -16,7 +16,7 @@ Hq / Hkv query / KV heads, G = Hq / Hkv, D head dim. Index tensors are int32.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -237,11 +237,13 @@ def _case(
     signature |= dict.fromkeys(("table_ptr", "positions_ptr", "work_ptr", "count_ptr", "arrivals_ptr"), "*i32")
     signature |= {"state_ptr": "*fp32", "acc_ptr": "*fp32", "scale": "fp32"}
     signature |= dict.fromkeys(("max_pages", "page_stride", "window"), "i32")
-    sizes |= {"PAGE": 16, "WINDOW": window, "FIRST": first, "OVERLAP": True}
-    sizes["TO_CAP"] = head_dim**-0.5 / soft_cap if soft_cap else 0.0
+    constants: dict[str, Any] = sizes | {"PAGE": 16, "WINDOW": window, "FIRST": first, "OVERLAP": True}
+    constants["TO_CAP"] = head_dim**-0.5 / soft_cap if soft_cap else 0.0
     if sinks:
         signature["sinks_ptr"] = "*fp32"
-    return AotCase(attention_kernel, signature, sizes if sinks else sizes | {"sinks_ptr": None}, **options)
+    else:
+        constants["sinks_ptr"] = None
+    return AotCase(attention_kernel, signature, constants, **options)
 
 
 _PLAN = dict.fromkeys(("slots_ptr", "kv_len_ptr", "work_ptr", "count_ptr", "arrivals_ptr", "query_start_ptr"), "*i32")
@@ -256,9 +258,9 @@ AOT = [
     _case(14, 2, 64, 18, cut=False),
     _case(8, 4, 256, 6, cut=True),
     _case(8, 4, 256, 64, cut=False),
-    *(_case(8, 4, 256, 4, True, window, soft_cap=50.0) for window in (False, True)),  # Gemma 2
-    *(_case(8, 4, 256, 16, False, window, soft_cap=50.0) for window in (False, True)),
-    *(_case(64, 8, 64, 4, True, window, sinks=True) for window in (False, True)),  # gpt-oss
-    *(_case(64, 8, 64, 16, False, window, sinks=True) for window in (False, True)),
+    _case(8, 4, 256, 4, cut=True, window=True, soft_cap=50.0),  # Gemma 2
+    _case(8, 4, 256, 64, cut=False, soft_cap=50.0),
+    _case(64, 8, 64, 4, cut=True, sinks=True),  # gpt-oss
+    _case(64, 8, 64, 16, cut=False, window=True, sinks=True),
     AotCase(plan_kernel, _PLAN, {"WIDTH": 0, "TOKENS": 32, "KV_HEADS": 8, "SPLIT": SPLIT, "BLOCK": 64}),
 ]
