@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, define, ints, register
 
 NEVER = tl.constexpr(2**31 - 1)
 
@@ -313,14 +313,10 @@ def keep_rows(out: Tensor, rows: Tensor, source: Tensor) -> None:
     torch.ops.unisono.keep_rows(out, rows, source)
 
 
-def _ints(names: str, scalars: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), "*i32") | dict.fromkeys(scalars.split(), "i32")
-
-
 AOT: list[AotCase] = [
     AotCase(
         _catch_up_kernel,
-        _ints(
+        ints(
             "slots result sampled length page_table token_ids positions slot_mapping kv_len last owners pages",
             "stride max_pages W",
         ),
@@ -329,7 +325,7 @@ AOT: list[AotCase] = [
     ),
     AotCase(
         _catch_up_extend_kernel,
-        _ints(
+        ints(
             "slots query_start start given_ids next_ids given_positions page_table token_ids positions slot_mapping"
             " row_slots kv_len row_start last owners sources pages",
             "max_pages E T",

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, define, ints, register
 from unisono.types import FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
@@ -243,15 +243,11 @@ def draft_extend_inputs(
     )
 
 
-def _ints(names: str, scalars: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), "*i32") | dict.fromkeys(scalars.split(), "i32")
-
-
 AOT: list[AotCase] = [
     *(
         AotCase(
             _draft_inputs_kernel,
-            _ints(
+            ints(
                 "slots tables drafts history length max_length status page_table token_ids positions slot_mapping"
                 " kv_len",
                 "stride max_tokens max_pages K first W vocab_size",
@@ -263,7 +259,7 @@ AOT: list[AotCase] = [
     ),
     AotCase(
         _draft_extend_inputs_kernel,
-        _ints(
+        ints(
             "slots query_start start history page_table token_ids positions slot_mapping kv_len draft_start",
             "max_tokens max_pages R T vocab_size",
         ),

@@ -63,6 +63,11 @@ class AotCase:
     num_stages: int = 3
 
 
+def ints(pointers: str, scalars: str) -> dict[str, str]:
+    """The signature of an AotCase's int32 arguments, from their names: tensors, then numbers."""
+    return dict.fromkeys(pointers.split(), "*i32") | dict.fromkeys(scalars.split(), "i32")
+
+
 def one_stride(*fields: torch.Tensor) -> int:
     """The stride that all slot fields share: kernels take it once. Raises ValueError for fields of several arenas."""
     stride = fields[0].stride(0)

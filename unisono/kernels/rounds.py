@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, one_stride, register
+from unisono.kernels.library import AotCase, define, ints, one_stride, register
 from unisono.types import MAX_STOP_IDS, FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
@@ -367,14 +367,10 @@ def commit(
     return torch.ops.unisono.commit(tokens, drafts, slots, length, max_length, status, last_token, stop_ids, history)
 
 
-def _ints(names: str, scalars: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), "*i32") | dict.fromkeys(scalars.split(), "i32")
-
-
 AOT: list[AotCase] = [
     AotCase(
         _round_inputs_kernel,
-        _ints(
+        ints(
             "slots tables drafts length max_length status last_token page_table token_ids positions slot_mapping"
             " kv_len",
             "stride max_pages W",
@@ -384,14 +380,14 @@ AOT: list[AotCase] = [
     ),
     AotCase(
         _extend_inputs_kernel,
-        _ints("slots query_start start page_table positions slot_mapping kv_len", "max_pages R T"),
+        ints("slots query_start start page_table positions slot_mapping kv_len", "max_pages R T"),
         {"PAGE": 16, "BLOCK_T": TOKENS_PER_PROGRAM, "BLOCK_R": 16},
     ),
     AotCase(
         _commit_kernel,
-        _ints("tokens drafts slots length max_length status last_token stop_ids history result", "stride max_tokens W"),
+        ints("tokens drafts slots length max_length status last_token stop_ids history result", "stride max_tokens W"),
         {"BLOCK_W": 8},
         num_warps=1,
     ),
-    AotCase(_limit_drafts_kernel, _ints("drafts slots max_drafts drafted", "stride K"), {"BLOCK_K": 4}, num_warps=1),
+    AotCase(_limit_drafts_kernel, ints("drafts slots max_drafts drafted", "stride K"), {"BLOCK_K": 4}, num_warps=1),
 ]

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, one_stride, register
+from unisono.kernels.library import AotCase, define, ints, one_stride, register
 from unisono.types import FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
@@ -287,14 +287,10 @@ def best_path(sampled: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> Be
     return Best(*torch.ops.unisono.best_path(sampled, drafts, tables, paths))
 
 
-def _ints(names: str, scalars: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), "*i32") | dict.fromkeys(scalars.split(), "i32")
-
-
 AOT: list[AotCase] = [
     AotCase(
         _fork_kernel,
-        _ints(
+        ints(
             "page_table slots length status owners tables sources first last",
             "stride max_pages first_row first_page P pages",
         ),
@@ -304,14 +300,14 @@ AOT: list[AotCase] = [
         AotCase(
             _copy_span_kernel,
             {"kv": f"*{dtype}", "layer_stride": "i64"}
-            | _ints("page_table sources tables first last", "page_stride max_pages H D"),
+            | ints("page_table sources tables first last", "page_stride max_pages H D"),
             {"PAGE": 16, "BLOCK": SPAN_BLOCK, "BLOCK_D": dim},
         )
         for dtype, dim in (("bf16", 128), ("fp16", 64), ("fp32", 64))
     ),
     AotCase(
         _best_path_kernel,
-        _ints("sampled drafts tables rows best_tables best_sampled best_drafts drafted", "P W"),
+        ints("sampled drafts tables rows best_tables best_sampled best_drafts drafted", "P W"),
         {"BLOCK_P": 8, "BLOCK_W": 4},
         num_warps=1,
     ),

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, define, ints, register
 
 STASH_BLOCK = 1024
 
@@ -165,20 +165,16 @@ def take_unobserved(
     return torch.ops.unisono.take_unobserved(observed, slots, length, history, width, lag)
 
 
-def _ints(names: str, scalars: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), "*i32") | dict.fromkeys(scalars.split(), "i32")
-
-
 AOT: list[AotCase] = [
-    AotCase(_mark_observed_kernel, _ints("observed slots length", "stride"), num_warps=1),
+    AotCase(_mark_observed_kernel, ints("observed slots length", "stride"), num_warps=1),
     AotCase(
         _stash_kernel,
-        {**_ints("slots result length", "words stride W size"), "ring": "*bf16", "source": "*bf16"},
+        {**ints("slots result length", "words stride W size"), "ring": "*bf16", "source": "*bf16"},
         {"BLOCK": STASH_BLOCK},
     ),
     AotCase(
         _take_unobserved_kernel,
-        _ints("observed slots length history result sampled rows", "stride max_tokens W lag"),
+        ints("observed slots length history result sampled rows", "stride max_tokens W lag"),
         {"BLOCK_W": 32},
         num_warps=1,
     ),
