@@ -36,6 +36,7 @@ class Requests:
     first: int = 0
     soft_cap: float = 0.0
     sinks: bool = False
+    planned_window: bool = False
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,7 +70,8 @@ class Requests:
 
     def _attend(self, q, positions, slots, kv_len, query_start, tile_tokens, programs, partials) -> torch.Tensor:
         plan, attend = TRITON if self.triton else TWIN
-        planned = plan(slots, kv_len, query_start, len(q), tile_tokens, self.kv_heads, partials, programs)
+        window = self.window if self.planned_window else 0
+        planned = plan(slots, kv_len, query_start, len(q), tile_tokens, self.kv_heads, partials, programs, window)
         caches = (self.k_cache, self.v_cache, self.table)
         sink = None if self.sink is None else self.sink.to(self.device)
         args = (q, *caches, self._int32(positions), *planned, partials, self.scale, self.window, self.first)

@@ -131,10 +131,10 @@ def plan_case(device, ragged):
 @pytest.mark.parametrize("partials", [0, 1, 2, 5, 20, 64])
 @pytest.mark.parametrize("programs", [1, 2, 7, 20, 1000])
 @pytest.mark.parametrize("tile_tokens", [1, 3, 32])
-@pytest.mark.parametrize("ragged", [False, True])
-def test_plans_agree(ragged, tile_tokens, programs, partials, device):
+@pytest.mark.parametrize(("ragged", "window"), [(False, 0), (True, 0), (False, 300), (True, 1)])
+def test_plans_agree(ragged, window, tile_tokens, programs, partials, device):
     """Kernel and twin list the same work: each token's splits once, cut tiles in workspace of their own."""
-    sizes = (tile_tokens, 2, partials, programs)
+    sizes = (tile_tokens, 2, partials, programs, window)
     work, count, arrivals = (t.cpu() for t in ops.launch_attention_plan(*plan_case(device, ragged), *sizes))
     slots, kv_len, query_start, tokens = plan_case("cpu", ragged)
     expected = twin.attention_plan_cpu(slots, kv_len, query_start, tokens, *sizes)
@@ -154,9 +154,10 @@ def test_plans_agree(ragged, tile_tokens, programs, partials, device):
         covered += range(first, last)
         row = max(r for r, start in enumerate(starts) if start <= first)
         assert (slot, length) == ((slots[row].item(), kv_len[row].item()) if row < len(slots) else (0, 0))
-        splits = list(range(-(-length // ops.SPLIT)))
+        seen = length - (starts[row + 1] - starts[row]) - window + 1 if window and row < len(slots) else 0
+        splits = list(range(max(seen, 0) // ops.SPLIT, -(-length // ops.SPLIT)))
         assert [split for item in pieces for split in range(item[4], item[5])] == splits
-        places += [partial + split for split in splits] if partial >= 0 else []
+        places += [partial + i for i in range(len(splits))] if partial >= 0 else []
         assert partial >= 0 or len(pieces) == 1
     assert sorted(covered) == list(range(tokens))
     assert sorted(places) == list(range(len(places)))

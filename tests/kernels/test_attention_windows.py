@@ -55,6 +55,19 @@ def test_rounds_read_nothing_behind_the_window(triton, value, window, soft_cap, 
 
 
 @IMPLEMENTATIONS
+@pytest.mark.parametrize("window", [1, 300])
+def test_a_plan_without_the_splits_before_the_window_has_the_same_bits(triton, window):
+    """Rounds and chunks, cut or whole, in a workspace that holds all, some or no splits."""
+    case = requests(triton, window)
+    ends, spans = [(0, 570), None, (1, 40), (2, 513)], [(0, 552, 570), (1, 35, 40)]
+    want = case.round(ends, 3), case.extend(spans, 8)
+    case.planned_window = True
+    for programs, partials in ((ALWAYS_CUT, 64), (ALWAYS_CUT, 3), (2, 64)):
+        assert torch.equal(case.round(ends, 3, programs, partials), want[0])
+        assert torch.equal(case.extend(spans, 8, 0, programs, partials), want[1])
+
+
+@IMPLEMENTATIONS
 @VALUES
 def test_extend_reads_nothing_behind_the_window(triton, value):
     """A chunk of several tiles, cut or whole; each pass frees what is behind its first token's window."""

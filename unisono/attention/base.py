@@ -84,8 +84,11 @@ class AttentionBackend(Protocol):
         """Whether ``plan`` and ``forward`` can be captured. If not, they run eagerly between captured segments."""
         ...
 
-    def plan(self, inputs: AttentionInputs) -> None:
-        """Fill ``inputs.plan``, once per pass, before the layers. Where ``capturable``, no host sync."""
+    def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
+        """Fill ``inputs.plan``, once per pass, before the layers. Where ``capturable``, no host sync.
+
+        window > 0 promises that each layer that uses the plan has this window or a smaller one.
+        """
         ...
 
     def forward(
@@ -151,12 +154,12 @@ class BreakingAttention:
             return self.backend.prove(head_dim, dtype)
         return "as all attention", f"the backend {self.name!r} has one way"
 
-    def plan(self, inputs: AttentionInputs) -> None:
+    def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         """See :class:`AttentionBackend`."""
         if self.backend.capturable:
-            self.backend.plan(inputs)
+            self.backend.plan(inputs, window)
         else:
-            _plan(self.backend, inputs)
+            _plan(self.backend, inputs, window)
 
     def forward(
         self,
@@ -180,8 +183,8 @@ def _call(backend: AttentionBackend, *args: Any) -> torch.Tensor:
 
 
 @eager_break
-def _plan(backend: AttentionBackend, inputs: AttentionInputs) -> None:
-    backend.plan(inputs)
+def _plan(backend: AttentionBackend, inputs: AttentionInputs, window: int) -> None:
+    backend.plan(inputs, window)
 
 
 _attend = eager_break(_call)

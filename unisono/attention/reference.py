@@ -23,7 +23,7 @@ class ReferenceAttention:
     def __init__(self, num_heads: int, num_kv_heads: int, device: torch.device | str) -> None:
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
 
-    def plan(self, inputs: AttentionInputs) -> None:
+    def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         """Fill ``inputs.plan`` with (token, position, its row's page table [MP]) of each token that is no padding."""
         positions, slots = inputs.positions.tolist(), inputs.slots.tolist()
         if inputs.width is not None:

@@ -60,7 +60,7 @@ class TritonAttention:
         self.plan(inputs)
         return self.forward(q, k_cache, v_cache, inputs, q.shape[2] ** -0.5, 0)
 
-    def plan(self, inputs: AttentionInputs) -> None:
+    def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         """Fill ``inputs.plan``: which program walks what. One launch, no host sync."""
         if (inputs.width is None) == (inputs.query_start is None):
             raise ValueError(f"Set width or query_start, not both: got {inputs.width} and {inputs.query_start}.")
@@ -78,6 +78,7 @@ class TritonAttention:
             self.num_kv_heads,
             partials,
             self.processors * PROGRAMS_PER_PROCESSOR,
+            window,
         )
 
     def _tile_tokens(self, tokens: int) -> int:

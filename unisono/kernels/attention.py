@@ -40,6 +40,7 @@ def _plan_shapes(
     num_kv_heads: int,
     partials: int,
     programs: int,
+    window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     bound = triton.cdiv(num_tokens, tile_tokens) + slots.shape[0] + 1 + partials
     shapes = (bound, 8), (1,), (bound, tile_tokens, num_kv_heads)
@@ -56,6 +57,7 @@ def launch_attention_plan(
     num_kv_heads: int,
     partials: int,
     programs: int,
+    window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :func:`attention_plan`."""
     rows = slots.shape[0]
@@ -64,7 +66,7 @@ def launch_attention_plan(
     listed = rows if width else rows + 1
     plan_kernel[(listed,)](
         slots, kv_len, query_start, *planned, rows, num_tokens, partials, programs,
-        width, tile_tokens, num_kv_heads, SPLIT, triton.next_power_of_2(listed),
+        window or None, width, tile_tokens, num_kv_heads, SPLIT, triton.next_power_of_2(listed),
     )  # fmt: skip
     return planned
 
@@ -148,7 +150,7 @@ def launch_attention(
 
 define(
     "attention_plan(Tensor slots, Tensor kv_len, Tensor? query_start, int num_tokens, int tile_tokens,"
-    " int num_kv_heads, int partials, int programs) -> (Tensor, Tensor, Tensor)"
+    " int num_kv_heads, int partials, int programs, int window=0) -> (Tensor, Tensor, Tensor)"
 )
 define(
     "attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor positions, Tensor work,"
@@ -185,6 +187,7 @@ def attention_plan(
     num_kv_heads: int,
     partials: int,
     programs: int,
+    window: int = 0,
 ) -> AttentionPlan:
     """Plan a pass over R rows: slots [R], kv_len [R] (keys a row may see: its highest position + 1, or 0).
 
@@ -193,10 +196,12 @@ def attention_plan(
     tile_tokens: tokens per query tile, at most.
     programs: programs the device runs at a time. A tile longer than a program's fair share of all splits is cut into
         pieces of that share, unless the workspace has no room left; it has ``partials`` places.
-    What is cut moves time, never bits.
+    window: > 0 where each attention of the plan has this window or a smaller one, and a row's tokens stand at positions
+        ≥ kv_len - their number. Splits before the window of a row's first token are then left out of the plan.
+    The plan decides about time, never about bits.
     """
     work, num_items, arrivals = torch.ops.unisono.attention_plan(
-        slots, kv_len, query_start, num_tokens, tile_tokens, num_kv_heads, partials, programs
+        slots, kv_len, query_start, num_tokens, tile_tokens, num_kv_heads, partials, programs, window
     )
     return AttentionPlan(work, num_items, arrivals, partials)
 
@@ -248,6 +253,7 @@ def _case(
 
 _PLAN = dict.fromkeys(("slots_ptr", "kv_len_ptr", "work_ptr", "count_ptr", "arrivals_ptr", "query_start_ptr"), "*i32")
 _PLAN |= dict.fromkeys(("rows", "num_tokens", "partials", "programs"), "i32")
+_PLAN_SIZES = {"WIDTH": 0, "TOKENS": 32, "KV_HEADS": 8, "SPLIT": SPLIT, "BLOCK": 64}
 
 AOT = [
     *(_case(32, 8, 128, width, cut=True) for width in (1, 4, 6, 17)),  # Qwen3-8B: rounds
@@ -262,5 +268,6 @@ AOT = [
     _case(8, 4, 256, 64, cut=False, soft_cap=50.0),
     _case(64, 8, 64, 4, cut=True, sinks=True),  # gpt-oss
     _case(64, 8, 64, 16, cut=False, window=True, sinks=True),
-    AotCase(plan_kernel, _PLAN, {"WIDTH": 0, "TOKENS": 32, "KV_HEADS": 8, "SPLIT": SPLIT, "BLOCK": 64}),
+    AotCase(plan_kernel, _PLAN, _PLAN_SIZES | {"window": None}),
+    AotCase(plan_kernel, _PLAN | {"window": "i32"}, _PLAN_SIZES),
 ]

@@ -30,6 +30,7 @@ def attention_plan_cpu(
     num_kv_heads: int,
     partials: int,
     programs: int,
+    window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Twin of ``attention_plan``: the same work list."""
     rows = len(slots)
@@ -39,11 +40,15 @@ def attention_plan_cpu(
         starts = [*query_start.tolist(), num_tokens]
     lengths = [*kv_len.tolist(), 0]  # the tokens behind the last row see nothing
     spans = list(zip([*slots.tolist(), 0], lengths, starts, starts[1:], strict=False))
-    sizes = [(-(-(end - first) // tile_tokens), -(-length // SPLIT)) for _, length, first, end in spans]
+    skips = [max(length - (end - first) - window + 1, 0) // SPLIT if window else 0 for _, length, first, end in spans]
+    sizes = [
+        (-(-(end - first) // tile_tokens), -(-length // SPLIT) - skipped)
+        for (_, length, first, end), skipped in zip(spans, skips, strict=True)
+    ]
     share = max(-(-sum(tiles * splits for tiles, splits in sizes) * num_kv_heads // programs), 1)
     work: list[tuple[int, ...]] = []
     room = 0
-    for (slot, length, first, end), (tiles, splits) in zip(spans, sizes, strict=True):
+    for (slot, length, first, end), skipped, (tiles, splits) in zip(spans, skips, sizes, strict=True):
         room += tiles * splits if splits > share else 0
         cut = splits > share and room <= partials
         pieces = -(-splits // share) if cut else 1
@@ -52,7 +57,7 @@ def attention_plan_cpu(
             begin, counter = first + tile * tile_tokens, len(work)
             partial = room - (tiles - tile) * splits if cut else -1
             item = (slot, length, begin, min(begin + tile_tokens, end))
-            ranges = [(i * size, min(i * size + size, splits)) for i in range(pieces)]
+            ranges = [(skipped + i * size, skipped + min(i * size + size, splits)) for i in range(pieces)]
             work += [(*item, *of, partial, counter) for of in ranges]
     bound = -(-num_tokens // tile_tokens) + rows + 1 + partials
     padded = torch.full((bound, 8), -1, dtype=torch.int32)
@@ -79,7 +84,7 @@ def attention_cpu(
 ) -> torch.Tensor:
     """Twin of ``attention``: each tile of the work list once, whatever pieces the plan cut it into."""
     items = work[: count.item()].tolist()
-    spans = [(slot, begin, end) for slot, _, begin, end, first_split, *_ in items if first_split == 0]
+    spans = [(slot, begin, end) for i, (slot, _, begin, end, *_, counter) in enumerate(items) if counter == i]
     return _attend(q, k_cache, v_cache, page_table, positions, spans, scale, window, first, soft_cap, sinks)
 
 

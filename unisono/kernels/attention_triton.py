@@ -235,7 +235,10 @@ def attention_kernel(
         q = tl.load(q_ptr + offset, mask=mask, other=0.0)
         pages_ptr = table_ptr + slot.to(tl.int64) * max_pages
         own_k_ptr, own_v_ptr = k_ptr + head * PAGE * HEAD_DIM, v_ptr + head * PAGE * HEAD_DIM
-        place = (partial.to(tl.int64) * TOKENS - tile) * HEADS  # of the tile's split 0 in the workspace
+        skipped = 0  # splits that the plan leaves out, before the window of the row's first token
+        if WINDOW and CUT:
+            skipped = tl.load(work_ptr + counter * 8 + 4)
+        place = ((partial.to(tl.int64) - skipped) * TOKENS - tile) * HEADS  # of the tile's split 0 in the workspace
         stride = tl.where(partial >= 0, TOKENS * HEADS, 0)
         workspace = (state_ptr, acc_ptr, index + place, in_use, stride) if CUT else None
         begin, end, low = first_split * SPLIT, tl.minimum(end_split * SPLIT, length), FIRST
@@ -263,16 +266,17 @@ def attention_kernel(
         elif CUT:
             _keep(workspace, end_split - 1, m, z, acc, HEAD_DIM)
             arrivals = arrivals_ptr + (counter * TOKENS + part) * KV_HEADS + head
-            if _complete(arrivals, end_split - first_split, tl.cdiv(length, SPLIT)):
+            if _complete(arrivals, end_split - first_split, tl.cdiv(length, SPLIT) - skipped):
                 _merge_kept(
                     positions_ptr, state_ptr, acc_ptr, out_ptr, sinks_ptr, first, last, head, place, TOKENS * HEADS,
                     low // SPLIT, tl.cdiv(length, SPLIT), HEADS, GROUP, USED, HEAD_DIM, DIM, FIRST,
                 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "num_tokens", "partials", "programs"])
+@triton.jit(do_not_specialize=["rows", "num_tokens", "partials", "programs", "window"])
 def plan_kernel(
     slots_ptr, kv_len_ptr, query_start_ptr, work_ptr, count_ptr, arrivals_ptr, rows, num_tokens, partials, programs,
+    window,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, KV_HEADS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program ``row`` lists its row's tiles, last tokens first, each whole or in pieces.
@@ -288,6 +292,9 @@ def plan_kernel(
         stop = tl.load(query_start_ptr + each + 1, mask=each < rows, other=num_tokens)
     length = tl.load(kv_len_ptr + each, mask=each < rows, other=0)
     splits = (length + SPLIT - 1) // SPLIT
+    if window is not None:  # only splits from the one on that the row's first token sees
+        skipped = tl.maximum(length - (stop - start) - window + 1, 0) // SPLIT
+        splits -= skipped
     tiles = tl.where(each < tl.num_programs(0), (stop - start + TOKENS - 1) // TOKENS, 0)
     share = tl.maximum((tl.sum(tiles * splits) * KV_HEADS + programs - 1) // programs, 1)
     room = tl.cumsum(tl.where(splits > share, tiles * splits, 0))
@@ -305,6 +312,9 @@ def plan_kernel(
     own_length, own_splits = tl.sum(tl.where(me, length, 0)), tl.sum(tl.where(me, splits, 0))
     slot = tl.load(slots_ptr + row, mask=row < rows, other=0)
     size = (own_splits + per_tile - 1) // per_tile
+    own_skipped = 0
+    if window is not None:
+        own_skipped = tl.sum(tl.where(me, skipped, 0))
     for base in range(0, count, 32):
         i = base + tl.arange(0, 32)
         tile, piece = (count - 1 - i) // per_tile, i % per_tile
@@ -313,8 +323,8 @@ def plan_kernel(
         tl.store(entry + 1, tl.zeros_like(i) + own_length, mask=mask)
         tl.store(entry + 2, first + tile * TOKENS, mask=mask)
         tl.store(entry + 3, tl.minimum(first + tile * TOKENS + TOKENS, last), mask=mask)
-        tl.store(entry + 4, tl.minimum(piece * size, own_splits), mask=mask)
-        tl.store(entry + 5, tl.minimum(piece * size + size, own_splits), mask=mask)
+        tl.store(entry + 4, own_skipped + tl.minimum(piece * size, own_splits), mask=mask)
+        tl.store(entry + 5, own_skipped + tl.minimum(piece * size + size, own_splits), mask=mask)
         tl.store(entry + 6, tl.where(partial < 0, -1, partial + tile * own_splits), mask=mask)
         tl.store(entry + 7, at + i - piece, mask=mask)
     for base in range(at * TOKENS * KV_HEADS, (at + count) * TOKENS * KV_HEADS, 128):
