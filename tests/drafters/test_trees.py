@@ -15,7 +15,7 @@ import torch
 
 from tests.engine.helpers import engine, mixed_params, prompts
 from tests.engine.test_trees import MAKE, TREES, planted
-from tests.kernels.test_lookup_paths import paths_of
+from tests.kernels.test_lookup_tree import paths_of
 from unisono import SamplingParams
 from unisono.engine import tree
 from unisono.kernels.edits import edit_logits

@@ -1,14 +1,14 @@
 """Paged attention whose bits depend on a token's own query and keys alone.
 
-One op serves every pass. KV is walked in splits of SPLIT keys at absolute positions, each split with fresh
-accumulators, and splits merge in order by one formula (``attention_triton._merge``): whether one program walks them
-all and merges in registers, or many share them and the last one merges, the bits are the same. Row sums are taken by
-the tensor core (a dot with ones), whose order, unlike a reduction's, is the same in every layout. Each multiply-add a
-compiler might contract is an explicit fma. PEERS.md ("Bits") has the measurements.
+One op serves every pass. It walks KV in splits of SPLIT keys at absolute positions. Each split has fresh accumulators,
+and splits are merged in order by one formula (``attention_triton._merge``). One program may walk all splits and merge
+them in registers, or several programs may share them and the last one merges: the bits are the same. The tensor core
+computes row sums (a dot with ones), because its order is the same in every layout; a reduction's is not. Each
+multiply-add that a compiler might contract is an explicit fma. PEERS.md ("Bits") has the measurements.
 
-What the host must know of a pass is its shapes. Lengths are read on the device, by a plan made once per pass and
-used by all layers: tiles of query tokens × the query heads that share a KV head, cut along KV where tiles alone
-would leave the device idle (a small batch, a short chunk behind a long prefix).
+The host knows only the shapes of a pass. The device reads lengths when it makes a plan, once per pass for all layers.
+A tile is a few query tokens × the query heads that share a KV head. Tiles are cut along KV where whole tiles would
+leave the device idle: a small batch, or a short chunk after a long prefix.
 
 Called by the attention backends. Shapes: T tokens, R rows, S slots, NP pages, MP pages per request, P page size,
 Hq / Hkv query / KV heads, G = Hq / Hkv, D head dim. Index tensors are int32.
@@ -76,8 +76,8 @@ def _geometry(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """The kernel's compile-time sizes and launch options; only speed depends on them.
 
-    A query tile is a power of two of rows, one token's heads at least. Two accumulators per row must fit the
-    registers, and the buffers of keys and values shared memory.
+    The rows of a query tile are a power of two and hold at least one token's heads. Two accumulators per row must fit
+    into registers, and the buffers of keys and values into shared memory.
     """
     group, dim = heads // kv_heads, max(triton.next_power_of_2(head_dim), 16)
     fits = 16 if dtype == torch.float32 else min(64 if cut else 128, 2**14 // dim)
@@ -162,7 +162,7 @@ register("attention", cuda=launch_attention, cpu=attention_cpu, meta=_attended)
 
 
 class AttentionPlan(NamedTuple):
-    """How the work of a pass is shared out.
+    """How programs share the work of a pass.
 
     work [ceil(T / tile_tokens) + R + 1 + partials, 8]: per item (slot, kv_len, first token, end token, first split,
         end split, partial, counter). ``partial`` is the place of the tile's first split in the workspace, -1 for a

@@ -1,8 +1,8 @@
 """CPU twins of the attention ops: the same walk over KV splits, in plain torch.
 
-Called only through the ops that kernels/attention.py registers. The twins cut queries into tiles of exactly
-ROW_TILE rows and keys into splits of exactly SPLIT, zero-padded, so that every product has one shape and a
-row's bits depend on its own query and keys alone. They may read values on the host: an op is opaque.
+Called only through the ops that kernels/attention.py registers. The twins cut queries into tiles of exactly ROW_TILE
+rows and keys into splits of exactly SPLIT, zero-padded. So every product has one shape, and a row's bits depend on its
+own query and keys alone. The twins may read values on the host, because an op is opaque to the tape.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from unisono.kernels.library import ROW_TILE
 
 SPLIT = 256
-"""Keys per split. Splits begin at its multiples; it is part of the reduction order, hence of the bits."""
+"""Keys per split. Splits begin at multiples of it. It is part of the reduction order, hence of the bits."""
 
 TILES_AT_ONCE = 64
 """Query tiles attended together; bounds the gathered keys to 64 · Hkv · SPLIT · D floats."""
@@ -38,7 +38,7 @@ def attention_plan_cpu(
         starts = list(range(0, num_tokens + 1, num_tokens // rows))
     else:
         starts = [*query_start.tolist(), num_tokens]
-    lengths = [*kv_len.tolist(), 0]  # the tokens behind the last row see nothing
+    lengths = [*kv_len.tolist(), 0]  # the tokens after the last row see nothing
     spans = list(zip([*slots.tolist(), 0], lengths, starts, starts[1:], strict=False))
     skips = [max(length - (end - first) - window + 1, 0) // SPLIT if window else 0 for _, length, first, end in spans]
     sizes = [

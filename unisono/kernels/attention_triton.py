@@ -163,7 +163,7 @@ def _merge_kept(
 ):  # fmt: skip
     """Merge splits ``first_split … end_split`` of a tile out of the workspace, in order, and write its outputs.
 
-    They are read ahead, in stages of 8 KiB or more; past L1, which may hold an older layer's.
+    Splits are read ahead, in stages of 8 KiB or more. The reads bypass L1, which may hold an older layer's values.
     """
     AT_ONCE: tl.constexpr = max(2048 // (ROWS * DIM), 1)
     in_use, index, position = _rows(positions_ptr, first, last, head, HEADS, GROUP, ROWS)
@@ -184,7 +184,7 @@ def _merge_kept(
 
 @triton.jit
 def _complete(arrivals_ptr, mine, splits):
-    """Count in the splits that this program has kept. True for the last to arrive, which sets the count back."""
+    """Count in the splits that this program has kept. True for the last program to arrive, which resets the count."""
     tl.debug_barrier()  # all of the program's stores come before its arrival
     last = tl.atomic_add(arrivals_ptr, mine, sem="acq_rel") + mine == splits
     if last:
@@ -194,7 +194,7 @@ def _complete(arrivals_ptr, mine, splits):
 
 @triton.jit
 def _work_item(work_ptr, i):
-    """Entry ``i`` of the work list. Volatile, or the compiler would move the read behind the wait for the count."""
+    """Entry ``i`` of the work list. Volatile, or the compiler would move the read after the wait for the count."""
     entry = work_ptr + i * 8
     slot, length = tl.load(entry, volatile=True), tl.load(entry + 1, volatile=True)
     first, last = tl.load(entry + 2, volatile=True), tl.load(entry + 3, volatile=True)
@@ -212,12 +212,12 @@ def attention_kernel(
     SPLIT: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, TO_CAP: tl.constexpr, CUT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A fixed number of programs share the work list × parts of a tile × KV heads. Keys below FIRST are unseen.
+    """A fixed number of programs share the work list × parts of a tile × KV heads. Keys below FIRST are invisible.
     ``sinks_ptr`` None: no sinks. TO_CAP: see ``_walk``; 0 does not cap.
 
-    A whole tile's splits are merged in registers. A cut tile's go to the workspace; the program that completes the
-    tile's count merges all of them, in order, and sets the count back for the next layer. Without CUT no tile is
-    cut: tiles are many, so each bounds its own keys, and attends those that all its rows see without masks.
+    The splits of a whole tile are merged in registers. The splits of a cut tile go to the workspace; the program that
+    completes the tile's count merges all of them, in order, and resets the count for the next layer. Without CUT no
+    tile is cut: there are many tiles, so each bounds its own keys and needs no masks for keys that all its rows see.
     """
     follow(OVERLAP)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -235,10 +235,10 @@ def attention_kernel(
         q = tl.load(q_ptr + offset, mask=mask, other=0.0)
         pages_ptr = table_ptr + slot.to(tl.int64) * max_pages
         own_k_ptr, own_v_ptr = k_ptr + head * PAGE * HEAD_DIM, v_ptr + head * PAGE * HEAD_DIM
-        skipped = 0  # splits that the plan leaves out, before the window of the row's first token
+        place = (partial.to(tl.int64) * TOKENS - tile) * HEADS  # of the tile's split 0 in the workspace
         if WINDOW and CUT:
-            skipped = tl.load(work_ptr + counter * 8 + 4)
-        place = ((partial.to(tl.int64) - skipped) * TOKENS - tile) * HEADS  # of the tile's split 0 in the workspace
+            skipped = tl.load(work_ptr + counter * 8 + 4)  # splits before the window, which the plan leaves out
+            place -= skipped.to(tl.int64) * (TOKENS * HEADS)
         stride = tl.where(partial >= 0, TOKENS * HEADS, 0)
         workspace = (state_ptr, acc_ptr, index + place, in_use, stride) if CUT else None
         begin, end, low = first_split * SPLIT, tl.minimum(end_split * SPLIT, length), FIRST
@@ -266,7 +266,10 @@ def attention_kernel(
         elif CUT:
             _keep(workspace, end_split - 1, m, z, acc, HEAD_DIM)
             arrivals = arrivals_ptr + (counter * TOKENS + part) * KV_HEADS + head
-            if _complete(arrivals, end_split - first_split, tl.cdiv(length, SPLIT) - skipped):
+            mine, splits = end_split - first_split, tl.cdiv(length, SPLIT)
+            if WINDOW:
+                splits -= skipped
+            if _complete(arrivals, mine, splits):
                 _merge_kept(
                     positions_ptr, state_ptr, acc_ptr, out_ptr, sinks_ptr, first, last, head, place, TOKENS * HEADS,
                     low // SPLIT, tl.cdiv(length, SPLIT), HEADS, GROUP, USED, HEAD_DIM, DIM, FIRST,
@@ -281,7 +284,7 @@ def plan_kernel(
 ):  # fmt: skip
     """Program ``row`` lists its row's tiles, last tokens first, each whole or in pieces.
 
-    WIDTH 0: rows begin where ``query_start`` says, and one more program lists the tokens that belong to no row.
+    WIDTH 0: ``query_start`` says where rows begin, and one more program lists the tokens that belong to no row.
     """
     row = tl.program_id(0)
     each = tl.arange(0, BLOCK)
