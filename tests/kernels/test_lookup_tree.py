@@ -8,18 +8,18 @@ import torch
 
 from tests.kernels.lookup_cases import random_texts, slots_of
 from tests.kernels.lookup_oracle import drafts_of, paths_of
-from unisono.kernels import lookup_paths
+from unisono.kernels import lookup_tree
 from unisono.kernels.lookup import lookup_scratch
 
 
 @pytest.fixture(params=["kernel", "twin"])
 def ops(request, device, monkeypatch) -> SimpleNamespace:
     """The op, and ``tensor`` for its arguments. Blocks are small, so that rows take several programs."""
-    monkeypatch.setattr(lookup_paths, "BLOCK", 16)
+    monkeypatch.setattr(lookup_tree, "BLOCK", 16)
     twin = request.param == "twin"
     device = torch.device("cpu") if twin else device
     return SimpleNamespace(
-        lookup_path=lookup_paths.lookup_path if twin else lookup_paths.launch_lookup_path,
+        lookup_path=lookup_tree.lookup_path if twin else lookup_tree.launch_lookup_path,
         device=device,
         tensor=lambda values: torch.as_tensor(values, dtype=torch.int32).to(device),
     )
