@@ -23,6 +23,8 @@ ALLOWED = {
     "vectors": {"types"},
     "config": {"types"},
     "tokenizer": {"types"},
+    "request_checks": {"types"},
+    "frontend": {"types", "vectors", "tokenizer", "request_checks"},
     "kernels": {"types"},
     "distributed": {"types"},
     "graphs": {"program"},
@@ -35,12 +37,12 @@ ALLOWED = {
     "grammar": {"types", "tokenizer"},
     "engine": {
         "types", "program", "vectors", "catalog", "config", "kernels", "layers", "attention", "models", "drafters",
-        "sampling", "graphs", "cache", "grammar", "distributed",
+        "sampling", "graphs", "cache", "grammar", "distributed", "request_checks",
     },
-    "llm": {"types", "vectors", "config", "engine", "tokenizer"},
-    "server": {"types", "heap", "vectors", "catalog", "config", "engine", "tokenizer"},
+    "llm": {"types", "config", "engine", "tokenizer", "frontend"},
+    "server": {"types", "heap", "tokenizer", "frontend"},
     "tools": {"types", "heap", "catalog", "config", "llm", "tokenizer", "cache", "models", "attention"},
-    "cli": {"types", "catalog", "config", "tokenizer", "llm", "server", "tools"},
+    "cli": {"types", "catalog", "config", "frontend", "llm", "server", "tools"},
 }  # fmt: skip
 
 

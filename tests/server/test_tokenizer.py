@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.server import tokenizers_
-from unisono.tokenizer import MAX_WINDOW, Detokenizer, Tokenizer
+from unisono.frontend.detokenizer import MAX_WINDOW, Detokenizer
+from unisono.tokenizer import Tokenizer
 from unisono.types import BadRequest, CheckpointError, FinishReason
 
 RUNNING, STOP, LENGTH = FinishReason.RUNNING, FinishReason.STOP, FinishReason.LENGTH
