@@ -343,7 +343,7 @@ def _stream(llm: LLM, prompt: list[int], params: SamplingParams, stop: Callable[
     from unisono.frontend.detokenizer import Detokenizer
 
     assert llm.tokenizer is not None
-    detokenizer = Detokenizer(llm.tokenizer, prompt_token_ids=prompt)
+    detokenizer = Detokenizer(llm.tokenizer, params, prompt)
     answer = ""
     for delta in llm.stream(prompt, params):
         piece = detokenizer.feed(delta.token_ids, delta.finish)

@@ -181,10 +181,8 @@ class _Running:
         """Return the prompt's result, of whose sequences this is the first."""
         request, params = self.request, self.request.params
         assert params.seed is not None
-        result = RequestOutput(
-            request.request_id, self.prompt, request.prompt_token_ids, completions, params.seed,
-            self.output.cached_tokens,
-        )  # fmt: skip
+        ids, cached = request.prompt_token_ids, self.output.cached_tokens
+        result = RequestOutput(request.request_id, self.prompt, ids, completions, params.seed, cached)
         if params.prompt_logprobs is not None:
             result.prompt_logprobs = self.output.prompt_logprobs(self._prompt_logprobs, MAX_LOGPROBS)
         if params.return_hidden_states:

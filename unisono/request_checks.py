@@ -17,25 +17,7 @@ def check_request(
 
     param: the caller's name of the prompt, which errors cite.
     """
-    embedded = _check_overrides(request, hidden_size)
-    _check_prompt(request.prompt_token_ids, max_model_len, param)
-    params = request.params
-    _check_token_ids(request.prompt_token_ids, vocab_size, param, embedded)
-    _check_token_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
-    _check_token_ids(tuple(params.logit_bias), vocab_size, "logit_bias")
-    _check_token_ids(params.allowed_token_ids or (), vocab_size, "allowed_token_ids")
-    _check_bad_words(request.bad_words, vocab_size)
-    if len(request.stop_ids) > MAX_STOP_IDS:
-        raise BadRequest(
-            f"the request has {len(request.stop_ids)} stop token ids, EOS ids included; at most {MAX_STOP_IDS} are "
-            "supported. Give fewer stop_token_ids.",
-            "stop_token_ids",
-        )
-    if params.prompt_logprobs is not None:
-        _check_prompt_logprobs(request, embedded)
-
-
-def _check_prompt(prompt: Sequence[int], max_model_len: int, param: str) -> None:
+    prompt, params, overrides = request.prompt_token_ids, request.params, request.overrides
     if not prompt:
         raise BadRequest(f"{param} has no tokens; give at least 1.", param)
     if len(prompt) >= max_model_len:
@@ -45,6 +27,26 @@ def _check_prompt(prompt: Sequence[int], max_model_len: int, param: str) -> None
             param,
             "context_length_exceeded",
         )
+    if overrides is not None and overrides.vectors.size != hidden_size:
+        raise BadRequest(
+            f"the embeddings have {overrides.vectors.size} numbers each; the model's hidden size is {hidden_size}.",
+            "prompt_embeds" if len(overrides.positions) == len(prompt) else "embedding_overrides",
+        )
+    embedded = set() if overrides is None else set(overrides.positions)
+    _check_token_ids(prompt, vocab_size, param, embedded)
+    _check_token_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
+    _check_token_ids(tuple(params.logit_bias), vocab_size, "logit_bias")
+    _check_token_ids(params.allowed_token_ids or (), vocab_size, "allowed_token_ids")
+    _check_token_ids([token for word in request.bad_words for token in word], vocab_size, "bad_words")
+    _check_bad_words(request.bad_words)
+    if len(request.stop_ids) > MAX_STOP_IDS:
+        raise BadRequest(
+            f"the request has {len(request.stop_ids)} stop token ids, EOS ids included; at most {MAX_STOP_IDS} are "
+            "supported. Give fewer stop_token_ids.",
+            "stop_token_ids",
+        )
+    if params.prompt_logprobs is not None:
+        _check_prompt_logprobs(request, embedded)
 
 
 def _check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str, embedded: Collection[int] = ()) -> None:
@@ -56,8 +58,7 @@ def _check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str, embe
         raise BadRequest(f"{param} has token id {wrong}; the vocabulary's ids are 0 to {vocab_size - 1}.", param)
 
 
-def _check_bad_words(bad_words: Sequence[Sequence[int]], vocab_size: int) -> None:
-    _check_token_ids([token for word in bad_words for token in word], vocab_size, "bad_words")
+def _check_bad_words(bad_words: Sequence[Sequence[int]]) -> None:
     if len(bad_words) > MAX_BAD_WORDS:
         raise BadRequest(
             f"bad_words make {len(bad_words)} token sequences; at most {MAX_BAD_WORDS} are supported.", "bad_words"
@@ -65,20 +66,6 @@ def _check_bad_words(bad_words: Sequence[Sequence[int]], vocab_size: int) -> Non
     wrong = next((len(word) for word in bad_words if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS), None)
     if wrong is not None:
         raise BadRequest(f"one of bad_words has {wrong} tokens; 1 to {MAX_BAD_WORD_TOKENS} are supported.", "bad_words")
-
-
-def _check_overrides(request: EngineRequest, hidden_size: int) -> Collection[int]:
-    """Return the prompt positions that have an embedding instead of a token."""
-    given = request.overrides
-    if given is None:
-        return ()
-    if given.vectors.size != hidden_size:
-        whole = len(given.positions) == len(request.prompt_token_ids)
-        raise BadRequest(
-            f"the embeddings have {given.vectors.size} numbers each; the model's hidden size is {hidden_size}.",
-            "prompt_embeds" if whole else "embedding_overrides",
-        )
-    return set(given.positions)
 
 
 def _check_prompt_logprobs(request: EngineRequest, embedded: Collection[int]) -> None:

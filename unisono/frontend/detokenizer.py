@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from unisono.tokenizer import Tokenizer
-from unisono.types import EngineRequest, FinishReason
+from unisono.types import FinishReason, SamplingParams
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_PENDING = 3
@@ -17,46 +17,27 @@ PROMPT_CONTEXT = 6
 
 
 class Detokenizer:
-    """Text of one request, token by token: pieces join to the text whatever the rounds that brought them.
+    """Text of one request, token by token. The pieces join to the same text however the tokens are grouped.
 
     Holds back what later tokens may still change: an incomplete character, the beginning of a stop string.
 
-    stop: strings that end the text, if they end after the first ``min_tokens`` tokens. They are part of it only with
-    ``include_stop``, which also keeps the text of a stop token.
+    params: ``stop`` strings end the text, if they end after the first ``min_tokens`` tokens. They are part of it only
+    with ``include_stop_str_in_output``, which also keeps the text of a stop token.
     prompt_token_ids: the prompt; its last tokens are context (a leading space, half a character).
 
-    ``stop_string`` is the one that ended the text, or None. ``num_tokens`` counts the tokens up to the text's
-    end, a stop token included; what the engine generated after a stop string does not count.
+    ``stop_string`` is the one that ended the text, or None. ``num_tokens`` counts the tokens up to the text's end, a
+    stop token included; what the engine generated after a stop string does not count.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
-        skip_special_tokens: bool = True,
-        prompt_token_ids: Sequence[int] = (),
-        min_tokens: int = 0,
-        include_stop: bool = False,
-    ) -> None:
-        self._min_tokens, self._include_stop = min_tokens, include_stop
-        self._silent = lambda token_id: tokenizer.is_silent(token_id, skip_special_tokens)
-        context = [i for i in prompt_token_ids[-PROMPT_CONTEXT:] if not self._silent(i)]
-        self._window = _Window(lambda ids: tokenizer.decode(ids, skip_special_tokens), context)
-        self._stops = _StopStrings(stop, include_stop)
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+        self._min_tokens, self._include_stop = params.min_tokens, params.include_stop_str_in_output
+        skip = params.skip_special_tokens
+        self._silent = lambda token_id: tokenizer.is_silent(token_id, skip)
+        prompt = [i for i in prompt_token_ids if i >= 0][-PROMPT_CONTEXT:]  # embeddings have no text
+        context = [i for i in prompt if not self._silent(i)]
+        self._window = _Window(lambda ids: tokenizer.decode(ids, skip), context)
+        self._stops = _StopStrings(params.stop, self._include_stop)
         self.num_tokens = 0
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, request: EngineRequest) -> Detokenizer:
-        """The detokenizer that a request's parameters ask for."""
-        p = request.params
-        return cls(
-            tokenizer,
-            p.stop,
-            p.skip_special_tokens,
-            [token_id for token_id in request.prompt_token_ids if token_id >= 0],  # embeddings have no text
-            p.min_tokens,
-            p.include_stop_str_in_output,
-        )
 
     @property
     def stop_string(self) -> str | None:
@@ -84,7 +65,7 @@ class Detokenizer:
 
 
 class _Window:
-    """Decodes the newest tokens behind a few that are already text, since a token's text depends on its neighbours.
+    """Decodes the newest tokens after a few that are already text, since a token's text depends on its neighbours.
 
     tokens  [ context | new tokens       ]
     text    [ given out    | uncertain   ]

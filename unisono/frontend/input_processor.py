@@ -83,22 +83,21 @@ class InputProcessor:
         _check_keys(given)
         dtype = DTYPES[self.model.dtype]
         if "prompt_embeds" in given:
-            ids, overrides = embedded_prompt(given["prompt_embeds"], dtype)
-            return Prompt(ids, overrides=overrides)
-        text = given.get("prompt")
+            embedded = embedded_prompt(given["prompt_embeds"], dtype)
+            return Prompt(embedded[0], overrides=embedded[1])
+        text, overrides = given.get("prompt"), None
         if "prompt_token_ids" in given:
-            prompt = Prompt(list(given["prompt_token_ids"]), text)
+            ids = list(given["prompt_token_ids"])
         elif isinstance(text, str):
-            prompt = Prompt(self._encode(text, "prompt"), text)
+            ids = self._encode(text, "prompt")
         else:
             raise BadRequest(
                 f"a prompt mapping needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'; it has {sorted(given)}.",
                 "prompt",
             )
         if "embedding_overrides" in given:
-            ids, some = overridden(prompt.token_ids, given["embedding_overrides"], dtype)
-            prompt = replace(prompt, token_ids=ids, overrides=some)
-        return prompt
+            ids, overrides = overridden(ids, given["embedding_overrides"], dtype)
+        return Prompt(ids, text, overrides)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
         """Write one conversation as a prompt. ``options``: see ``Tokenizer.apply_chat_template``. Raises BadRequest."""

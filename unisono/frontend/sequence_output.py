@@ -37,7 +37,8 @@ class SequenceOutput:
         self.request = request
         self.num_tokens = self.cached_tokens = 0
         self._tokenizer = tokenizer
-        self._detokenizer = None if tokenizer is None else Detokenizer.of(tokenizer, request)
+        prompt, params = request.prompt_token_ids, request.params
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params, prompt)
         self._hidden: list[Vectors] = []
         self._prompt_hidden = Vectors("float32", 0, b"")
 

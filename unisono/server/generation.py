@@ -37,7 +37,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Echo:
-    """The prompt's text, which begins the answer; ``alone``: it is all of it."""
+    """The prompt's text, with which the answer begins. alone: nothing follows it."""
 
     text: str
     alone: bool
@@ -92,12 +92,12 @@ class Generation:
         self._stream = await self._client.submit(self._request)
 
     def close(self) -> None:
-        """Abort it if it runs."""
+        """Abort the request if it runs."""
         if self._stream is not None:
             self._stream.close()
 
     async def pieces(self) -> AsyncGenerator[Piece]:
-        """Text as it becomes certain; the last piece has ``finish``. Raises EngineDead, or ApiError if it failed."""
+        """Yield text as it becomes certain; the last piece has ``finish``. Raises EngineDead and ApiError."""
         assert self._stream is not None
         reason = FinishReason.RUNNING
         try:
@@ -109,12 +109,10 @@ class Generation:
                     raise ApiError(500, f"The engine failed on this request: {delta.error}", "server_error")
                 scores = await self._prompt_scores(delta)
                 if self._echo is not None:
-                    piece = self._prompt_piece(self._echo, scores)
-                    self._echo = None
-                    if piece.finish is not None:
-                        reason = FinishReason.LENGTH
-                    yield piece
-                    if piece.finish is not None:
+                    echo, self._echo = self._echo, None
+                    reason = FinishReason.LENGTH if echo.alone else reason
+                    yield self._prompt_piece(echo, scores)
+                    if echo.alone:
                         return
                 new = self._output.detokenize(delta)
                 self._drafted += delta.drafted_tokens
@@ -142,7 +140,7 @@ class Generation:
         return scores
 
     def _prompt_piece(self, echo: Echo, scores: list[TokenLogprobs] | None) -> Piece:
-        """The piece before the first token's."""
+        """The piece that echoes the prompt."""
         reports, most = None, self._request.params.logprobs
         if scores is not None and most is not None:
             ids = self._request.prompt_token_ids

@@ -143,14 +143,14 @@ def _fingerprint(config: Any) -> str:
 
 
 def _public(settings: ServerSettings, facts: ModelFacts) -> dict[str, Any]:
-    """What /server_info says of the server; not its key."""
+    """What /server_info tells of the server: everything but its key."""
     shown = dataclasses.asdict(settings) | {"model_path": str(settings.model_path)}
     shown["api_key"] = settings.api_key is not None
     return shown | {"model": dataclasses.asdict(facts)}
 
 
 async def _drain(service: Service, limit: float) -> None:
-    """Let what is in flight finish, for ``limit`` seconds at most; then end it with an error."""
+    """Wait up to ``limit`` seconds for requests in flight; then end them with an error."""
     service.draining = True
     if service.in_flight:
         logger.info("Finishing %d requests, %g s at most (Ctrl-C stops at once)", service.in_flight, limit)
@@ -164,7 +164,7 @@ async def _drain(service: Service, limit: float) -> None:
 
 
 async def _report_progress(service: Service) -> None:
-    """A log line now and then while there is work."""
+    """Log a line every PROGRESS_SECONDS while there is work."""
     progress = ProgressLine()
     while True:
         await asyncio.sleep(PROGRESS_SECONDS)

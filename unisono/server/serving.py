@@ -18,7 +18,7 @@ from unisono.server.client import EngineClient
 from unisono.server.embeds import load_embeds
 from unisono.server.generation import Echo, Generation
 from unisono.server.metrics import ServerMetrics
-from unisono.server.protocol import ChatRequest, CompletionRequest, EmbeddingOverrides
+from unisono.server.protocol import ChatRequest, CompletionRequest
 from unisono.types import BadRequest, EngineRequest, SamplingParams
 
 T = TypeVar("T")
@@ -69,27 +69,24 @@ class Serving:
     async def _prompts(self, request: CompletionRequest) -> list[Prompt]:
         """Return the prompts in the order of their choices: embeddings first, as in vLLM. Raises BadRequest."""
         request.check_embeds(self.inputs.model.prompt_embeds)
-        written, overrides = request.prompts(), request.embedding_overrides
-        prompts = [await self._in_thread(self._embedded_prompt, text) for text in request.embeds()]
-        for given in written:
-            if isinstance(given, str) or overrides is not None:
-                prompts.append(await self._in_thread(self._written_prompt, given, overrides))
-            else:
-                prompts.append(self.inputs.prompt(given))
-        return prompts
+        written = request.prompts()
+        given: list[dict[str, Any]] = [{"prompt_embeds": text} for text in request.embeds()]
+        given += [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in written]
+        if request.embedding_overrides is not None:  # then there is one prompt
+            given[0]["embedding_overrides"] = request.embedding_overrides
+        return [
+            self.inputs.prompt(one) if one.keys() == {"prompt_token_ids"} else await self._in_thread(self._load, one)
+            for one in given
+        ]
 
-    def _embedded_prompt(self, text: str) -> Prompt:
-        return self.inputs.prompt({"prompt_embeds": self._load(text, "prompt_embeds")})
-
-    def _written_prompt(self, given: str | list[int], overrides: EmbeddingOverrides | None) -> Prompt:
-        prompt: dict[str, Any] = {"prompt" if isinstance(given, str) else "prompt_token_ids": given}
-        if overrides is not None:
-            rows = self._load(overrides.embeddings, "embedding_overrides")
-            prompt["embedding_overrides"] = overrides.positions, rows
-        return self.inputs.prompt(prompt)
-
-    def _load(self, text: str, param: str) -> Any:
-        return load_embeds(text, self.inputs.model.max_model_len, self.inputs.model.hidden_size, param)
+    def _load(self, given: dict[str, Any]) -> Prompt:
+        """Prepare a prompt, with the body's encoded embeddings made tensors."""
+        sizes = self.inputs.model.max_model_len, self.inputs.model.hidden_size
+        if (whole := given.get("prompt_embeds")) is not None:
+            given["prompt_embeds"] = load_embeds(whole, *sizes, "prompt_embeds")
+        if (some := given.get("embedding_overrides")) is not None:
+            given["embedding_overrides"] = some.positions, load_embeds(some.embeddings, *sizes, "embedding_overrides")
+        return self.inputs.prompt(given)
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
@@ -131,11 +128,9 @@ def with_max_tokens(params: SamplingParams, prompt: int, context: int) -> Sampli
     Raises BadRequest for more than that. A prompt that leaves nothing is for :meth:`InputProcessor.request` to refuse.
     """
     room, asked = context - prompt, params.max_tokens
-    if room < 1:
-        return params
-    if asked is None:
+    if asked is None and room > 0:
         return replace(params, max_tokens=room)
-    if asked > room:
+    if asked is not None and asked > room > 0:
         raise BadRequest(
             f"The prompt has {prompt} tokens and max_tokens is {asked}, together {prompt + asked}; the model's context "
             f"is {context} tokens. Ask for at most {room} tokens or shorten the prompt.",
