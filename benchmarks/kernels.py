@@ -110,7 +110,7 @@ def rope_inputs(tokens: int, heads: int = 32, kv_heads: int = 8, head_dim: int =
         "eps": 1e-6,
         "cos_sin": torch.randn(4096, head_dim, device=DEVICE),
         "positions": torch.randint(0, 4096, (tokens,), device=DEVICE, dtype=torch.int32),
-        "kv_slots": torch.arange(16, 16 + tokens, device=DEVICE, dtype=torch.int32),
+        "slot_mapping": torch.arange(16, 16 + tokens, device=DEVICE, dtype=torch.int32),
         "k_cache": cache,
         "v_cache": cache.clone(),
         "num_heads": heads,
@@ -121,9 +121,9 @@ def rope_inputs(tokens: int, heads: int = 32, kv_heads: int = 8, head_dim: int =
 def rope(qkv: torch.Tensor, inputs: dict) -> torch.Tensor:
     """q, k and v of each token of qkv, [M, (Hq + 2 Hkv) D], as the op wrote them."""
     rows = qkv.shape[0]
-    part = {**inputs, "positions": inputs["positions"][:rows], "kv_slots": inputs["kv_slots"][:rows]}
+    part = {**inputs, "positions": inputs["positions"][:rows], "slot_mapping": inputs["slot_mapping"][:rows]}
     q = rope_and_cache(qkv, **part)
-    slots = part["kv_slots"].long()
+    slots = part["slot_mapping"].long()
     k, v = (inputs[c][slots // 16, :, slots % 16].flatten(1) for c in ("k_cache", "v_cache"))
     return torch.cat((q.flatten(1), k, v), dim=1)
 

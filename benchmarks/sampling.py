@@ -146,9 +146,9 @@ def timed_round(kind: str, setting: dict, rows: int, width: int, whole: bool = T
             round_inputs(f.slots, drafts, f.length, f.limit, f.status, f.last_token, f.page_table, 16)
         tokens = pick(logits, f.slots, width, f)
         if whole:
-            picks = tokens.view(rows, width)
+            sampled = tokens.view(rows, width)
             state = (f.length, f.limit, f.status, f.last_token, f.stop_ids, f.history)
-            commit(picks, drafts, f.slots, *state)
+            commit(sampled, drafts, f.slots, *state)
 
     return microseconds(call)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from unisono.heap import settled_heap
+from unisono.heap import frozen_heap
 
 
 class Ring:
@@ -17,7 +17,7 @@ def test_garbage_goes_and_the_rest_is_passed_over_for_a_while() -> None:
     gc.disable()
     try:
         garbage, kept = weakref.ref(Ring()), Ring()
-        with settled_heap():
+        with frozen_heap():
             assert garbage() is None
             assert gc.get_freeze_count() > 1000
             assert not any(known is kept for known in gc.get_objects()), "not looked at again"

@@ -38,14 +38,14 @@ from unisono.types import (
 if TYPE_CHECKING:
     from unisono.llm import LLM
 
-SHORT_COLUMNS = ("program", "rows", "width", "needs", "kind", "breaks", "MiB", "ms", "capture")
+SHORT_COLUMNS = ("program", "rows", "width", "features", "kind", "breaks", "MiB", "ms", "capture")
 
 stdout = Console()
 stderr = Console(stderr=True)
 
 
 class _Commands(TyperGroup):
-    """Ends every command that raises on purpose with one red line and the right status."""
+    """LastTokens every command that raises on purpose with one red line and the right status."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -230,13 +230,13 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
     gpu = hardware.device.type == "cuda"
     decisions: list[Decision] = []
 
-    def settle(name: str, asked: Any, value: Any, reason: str) -> Any:
+    def resolve_auto(name: str, asked: Any, value: Any, reason: str) -> Any:
         if asked not in (None, "auto"):
             return asked
         decisions.append(Decision(name, str(value).removeprefix("torch."), reason))
         return value
 
-    device = settle("device", config.device, str(hardware.device), f"found: {hardware.name}")
+    device = resolve_auto("device", config.device, str(hardware.device), f"found: {hardware.name}")
     stored = checkpoint.dtype or torch.float32
     if not gpu:
         auto = (
@@ -247,7 +247,7 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
         auto = (torch.bfloat16, "the checkpoint holds float32; bfloat16 halves what each step reads")
     else:
         auto = (stored, "the checkpoint's own")
-    dtype = settle("dtype", config.dtype, *auto)
+    dtype = resolve_auto("dtype", config.dtype, *auto)
     limit = checkpoint.config.max_positions
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
@@ -260,12 +260,12 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
         asked=config,
         device=torch.device(device),
         dtype=DTYPES.get(dtype, dtype),
-        max_model_len=settle("max_model_len", config.max_model_len, limit, "the model's context"),
-        max_num_seqs=settle("max_num_seqs", config.max_num_seqs, seqs, f"the default on {kind}"),
-        max_num_batched_tokens=settle(
+        max_model_len=resolve_auto("max_model_len", config.max_model_len, limit, "the model's context"),
+        max_num_seqs=resolve_auto("max_num_seqs", config.max_num_seqs, seqs, f"the default on {kind}"),
+        max_num_batched_tokens=resolve_auto(
             "max_num_batched_tokens", config.max_num_batched_tokens, tokens, f"the default on {kind}"
         ),
-        attention_backend=settle(
+        attention_backend=resolve_auto(
             "attention_backend", config.attention_backend, "triton", "exact at any width, batch and chunking"
         ),
         graphs=dict.fromkeys(GRAPH_PROGRAMS, "off") if config.enforce_eager else parse_graphs(config.graphs),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def settle_heap() -> None:
+def freeze_heap() -> None:
     """Collect garbage, and have later collections pass over what is left: a model's and its libraries' objects.
 
     Looking through all of these takes 0.2 s, in which nobody gets a token, at no time that could be told. For processes
@@ -18,9 +18,9 @@ def settle_heap() -> None:
 
 
 @contextmanager
-def settled_heap() -> Iterator[None]:
-    """:func:`settle_heap` for a while."""
-    settle_heap()
+def frozen_heap() -> Iterator[None]:
+    """:func:`freeze_heap` for a while."""
+    freeze_heap()
     try:
         yield
     finally:

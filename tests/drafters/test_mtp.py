@@ -89,9 +89,9 @@ def record(llm: LLM, texts: Sequence[list[int]] = ()) -> list[tuple[list[int], l
         propose(rows, drafts)
         for slot, row in zip(rows.tolist(), drafts, strict=True):
             if slots.status[slot] == FinishReason.RUNNING:
-                length, limit = int(slots.length[slot]), int(slots.limit[slot])
+                length, max_length = int(slots.length[slot]), int(slots.max_length[slot])
                 ids = slots.history[slot, :length].tolist()
-                seen.append((ids, row[: limit - length].tolist()))
+                seen.append((ids, row[: max_length - length].tolist()))
                 text = next((t for t in texts if t[:length] == ids), [])
                 truth = text[length:][: length % (len(row) + 1)]
                 row[: len(truth)] = torch.tensor(truth, dtype=row.dtype)

@@ -21,8 +21,8 @@ from tests.drafters.noisy import noisy, resized
 from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
 from unisono.llm import LLM
-from unisono.program import NO_NEEDS
-from unisono.sampling.pipeline import DraftPicker
+from unisono.program import NO_FEATURES
+from unisono.sampling.pipeline import DraftSampler
 from unisono.types import CheckpointError, ConfigError, SamplingParams, SpeculativeConfig
 
 PROMPTS = prompts(8, 250)
@@ -159,9 +159,11 @@ def test_shared_noise_is_what_gets_drawn_drafts_accepted(
     qwen3: Path, nearly: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: drafts drawn with the noise of another position are as good a sample, and rarely the target's."""
-    rates, pick = [], DraftPicker.__call__
+    rates, sample = [], DraftSampler.__call__
     for shift in (0, 10_000):
-        monkeypatch.setattr(DraftPicker, "__call__", lambda self, *a, at=shift: pick(self, a[0], a[1], a[2] + at, a[3]))
+        monkeypatch.setattr(
+            DraftSampler, "__call__", lambda self, *a, at=shift: sample(self, a[0], a[1], a[2] + at, a[3])
+        )
         with drafting(qwen3, nearly) as llm:
             play(llm, PROMPTS, SAMPLED)
             rates.append(acceptance(llm))
@@ -268,4 +270,4 @@ def test_what_cannot_be_drafted_is_refused(refused: Any, tmp_path: Path) -> None
 
 def test_it_asks_for_no_hidden_states(qwen3: Path) -> None:
     with drafting(qwen3, qwen3) as llm:
-        assert llm.engine.runner.needs == NO_NEEDS
+        assert llm.engine.runner.features == NO_FEATURES

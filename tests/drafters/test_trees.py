@@ -34,8 +34,8 @@ class Retrace:
     def __init__(self, llm: LLM) -> None:
         runner = llm.engine.runner
         self.drafter, self.slots, self.paths = runner.drafter, runner.slots, runner.config.asked.speculative.paths
-        self._host = self.drafter._host
-        self._pick, self._propose = self._host.pick, self.drafter.propose
+        self._context = self.drafter._context
+        self._pick, self._propose = self._context.sample, self.drafter.propose
         self.drafter.propose = self.propose
         self.compared, self.pages, self._given = 0, set(), {}
 
@@ -48,7 +48,7 @@ class Retrace:
             if self.slots.status[slot] == FinishReason.RUNNING:
                 self._check(slot, path, asked[row : row + 1], {step: logits[row] for step, logits in drafted.items()})
         self._recorded(None)
-        object.__setattr__(self._host, "pick", self._pick)
+        object.__setattr__(self._context, "sample", self._pick)
 
     def _recorded(self, forced: torch.Tensor | None) -> dict[int, torch.Tensor]:
         """Have picks recorded by step, and where ``forced [1, k]`` are given taken from there."""
@@ -58,11 +58,11 @@ class Retrace:
             given[offset] = logits.clone()
             return self._pick(logits, slots, offset, ids) if forced is None else forced[:, offset]
 
-        object.__setattr__(self._host, "pick", pick)
+        object.__setattr__(self._context, "sample", pick)
         return given
 
     def _check(self, slot: int, path: tuple[int, ...], forced: torch.Tensor, drafted: dict[int, torch.Tensor]) -> None:
-        room = int(self.slots.limit[slot] - self.slots.length[slot])  # beyond, positions are not what they seem
+        room = int(self.slots.max_length[slot] - self.slots.length[slot])  # beyond, positions are not what they seem
         rows, kept = forced.new_tensor([slot]), getattr(self.drafter, "_draft", None)
         before = None if kept is None else kept[slot].clone()
         if kept is not None:

@@ -64,7 +64,7 @@ class Watch:
         for row, slot in enumerate(rows.tolist()):
             if s.status[slot] != FinishReason.RUNNING:
                 continue
-            length, most = int(s.length[slot]), int(s.limit[slot] - s.length[slot])
+            length, most = int(s.length[slot]), int(s.max_length[slot] - s.length[slot])
             ids = s.history[slot, :length].tolist()
             steps = [self._kept[slot], *((hidden[row], logits[row]) for hidden, logits in self._steps)]
             self.rounds.append(Seen(ids, bool(s.temperature[slot] == 0), drafts[row, :most].tolist(), steps[:most]))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from unisono.engine.pace import Pace
+from unisono.engine.draft_controller import DraftController
 from unisono.llm import LLM
 from unisono.types import SamplingParams
 
@@ -28,7 +28,7 @@ def draw_drafts(
 ) -> None:
     """Replace the policy: every round's number of drafts is drawn, by default from all there are."""
     rng = random.Random(7)
-    monkeypatch.setattr(Pace, "_choose", lambda self, sequences: draw(rng, self._runner.choices))
+    monkeypatch.setattr(DraftController, "_choose", lambda self, sequences: draw(rng, self._runner.choices))
 
 
 def prompts(count: int, vocab: int, low: int = 3, high: int = 60, seed: int = 0) -> list[list[int]]:

@@ -17,7 +17,7 @@ from tests.drafters.ledger import play
 from tests.engine.helpers import counted, draw_drafts, engine, prompts, tokens
 from tests.engine.test_speculation import DRAFTERS, PARAMS, PROMPTS, SCARCE, Checkpoints
 from unisono.drafters.base import PausableDrafter
-from unisono.engine.pace import Pace
+from unisono.engine.draft_controller import DraftController
 from unisono.engine.scheduler import Extend
 from unisono.llm import LLM
 from unisono.types import ConfigError, EngineRequest, SamplingParams, SpeculativeConfig, StructuredOutputs
@@ -45,7 +45,7 @@ def check(method: str, checkpoints: Checkpoints, expected: list[Any], **flags: A
         before = llm.engine.scheduler.prefix_hits
         assert tokens(llm, PROMPTS[:count][newest], PARAMS[:count][newest]) == expected[newest], "after a prefix hit"
         assert llm.engine.scheduler.prefix_hits > before
-        assert set(llm.engine.pace.rounds) == set(llm.engine.runner.choices)
+        assert set(llm.engine.draft_controller.rounds) == set(llm.engine.runner.choices)
         assert llm.engine.counters.accepted_tokens > 0
         if "num_pages" in flags:
             assert llm.engine.scheduler.preemptions > 0
@@ -151,7 +151,7 @@ def test_a_paused_drafter_drafts_as_if_it_had_not_been(
     monkeypatch.setattr("unisono.engine.runner.draft_choices", lambda config, most: ((0, most), "a test"))
     with drafting(method, checkpoints, **eager) as llm:
         now_and_then = proposals(llm, LONG, monkeypatch)
-        rounds, each = llm.engine.pace.rounds, llm.engine.runner.pending
+        rounds, each = llm.engine.draft_controller.rounds, llm.engine.runner.max_unobserved
     assert len(now_and_then) >= 6
     assert rounds[0] > 5 * each
     assert now_and_then == {at: always[at] for at in now_and_then}
@@ -181,7 +181,7 @@ def test_what_a_pause_leaves_in_the_prefix_cache_is_whole(qwen3: Path, paused: i
 def test_a_resumed_request_has_every_draft_accepted(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As before the pause: what a user would see of it, tokens a round."""
     turns = iter([3] * 3 + [0] * 21 + [3] * 99)
-    monkeypatch.setattr(Pace, "_choose", lambda self, sequences: next(turns))
+    monkeypatch.setattr(DraftController, "_choose", lambda self, sequences: next(turns))
     with drafting("standalone", (qwen3, qwen3), max_num_batched_tokens=512) as llm:
         (entry,) = play(llm, [[1, 2, 3]], [replace(CERTAIN, max_tokens=1 + 12 + 21 + 40)])
     assert entry.rounds == [4] * 3 + [1] * 21 + [4] * 10
@@ -216,9 +216,9 @@ def test_only_those_behind_catch_up(qwen3: Path, monkeypatch: pytest.MonkeyPatch
 def test_where_nobody_drafts_rounds_are_plain(method: str, qwen3: Path) -> None:
     """Speculation is off for every request: k = 0, whatever drafting might bring, and nothing to catch up with."""
     with drafting(method, (qwen3, qwen3 if method == "standalone" else None)) as llm:
-        before = llm.engine.pace.rounds.copy()
+        before = llm.engine.draft_controller.rounds.copy()
         tokens(llm, TEXTS, replace(LONG, max_drafts=0))
-        assert set(llm.engine.pace.rounds - before) == {0}
+        assert set(llm.engine.draft_controller.rounds - before) == {0}
         assert ("catch_up", GRAPH, "") not in counted(llm)
 
 
@@ -227,7 +227,7 @@ def test_it_can_be_fixed_and_says_so(qwen3: Path) -> None:
         with drafting("ngram", (qwen3, None), **flags) as llm:
             assert llm.engine.runner.choices == (3,)
             tokens(llm, TEXTS, LONG)
-            assert set(llm.engine.pace.rounds) == {3}
+            assert set(llm.engine.draft_controller.rounds) == {3}
             (decision,) = [d for d in llm.engine.config.decisions if d.name == "drafts per round"]
             assert why in decision.reason
             assert llm.engine.info()["speculation"]["round_ms"] == []  # type: ignore[index]
@@ -243,7 +243,7 @@ def test_it_can_be_fixed_and_says_so(qwen3: Path) -> None:
 def test_costs_are_those_of_plain_rounds(more: dict[str, Any], known: bool, ngram: LLM, monkeypatch: Any) -> None:
     """Other rounds are other passes: what they take says nothing of the graphs whose times are known."""
     told: list[tuple[int, int]] = []
-    costs = ngram.engine.pace.policy.costs
+    costs = ngram.engine.draft_controller.policy.costs
     for name in ("measured", "probed"):
         monkeypatch.setattr(costs, name, lambda rows, drafts, ms: told.append((rows, drafts)))
     tokens(ngram, TEXTS[:1], replace(LONG, **more))
@@ -254,17 +254,17 @@ def test_the_round_behind_a_prompt_tells_nothing_of_costs(ngram: LLM, monkeypatc
     """The prompt's outputs came before its drafter had caught up, which falls into the time of that round."""
     told: list[int] = []
     reads: list[tuple[type, int]] = []
-    pace = ngram.engine.pace
+    draft_controller = ngram.engine.draft_controller
 
-    def read(work: Any, result: Any, plain: Any = pace.read) -> None:
+    def read(work: Any, result: Any, plain: Any = draft_controller.read) -> None:
         before = len(told)
         plain(work, result)
         reads.append((type(work), len(told) - before))
 
-    monkeypatch.setattr(pace, "read", read)
-    monkeypatch.setattr(pace.policy.costs, "measured", lambda rows, drafts, ms: told.append(drafts))
+    monkeypatch.setattr(draft_controller, "read", read)
+    monkeypatch.setattr(draft_controller.policy.costs, "measured", lambda rows, drafts, ms: told.append(drafts))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pace, "_choose", lambda self, sequences: 3)
+        patch.setattr(DraftController, "_choose", lambda self, sequences: 3)
         tokens(ngram, TEXTS[:1], LONG)
         tokens(ngram, TEXTS[1:2], LONG)
     behind = [count for (before, _), (_, count) in itertools.pairwise(reads) if before is Extend]
@@ -285,7 +285,11 @@ def test_what_it_tells(qwen3: Path) -> None:
         samples = [sample for sample in llm.engine.metrics() if sample[0] == "spec_decode_num_rounds"]
         counts = {int(labels["num_speculative_tokens"]): value for _, _, labels, value, _ in samples}
         assert llm.engine.runner.choices == (0, 1, 2, 3, 5, 7)
-        assert counts == dict(llm.engine.pace.rounds) == {int(k): n for k, n in info["rounds_by_drafts"].items()}
+        assert (
+            counts
+            == dict(llm.engine.draft_controller.rounds)
+            == {int(k): n for k, n in info["rounds_by_drafts"].items()}
+        )
         assert info["adaptive"]
         assert {1, 2, 4} <= {row["requests"] for row in info["round_ms"]}
         for row in info["round_ms"]:
@@ -301,7 +305,7 @@ def test_a_tree_is_drafted_whole_or_not_at_all(qwen3: Path, plain: Any, at_rando
     with engine(qwen3, speculative=spec, adaptive=True) as llm:
         assert llm.engine.runner.choices == (0, 3)
         assert tokens(llm, PROMPTS[:12], PARAMS[:12]) == plain(qwen3)[:12]
-        assert set(llm.engine.pace.rounds) == {0, 3}
+        assert set(llm.engine.draft_controller.rounds) == {0, 3}
 
 
 def test_what_a_round_without_drafts_costs_a_paused_drafter(checkpoints_of: Any) -> None:
@@ -312,10 +316,10 @@ def test_what_a_round_without_drafts_costs_a_paused_drafter(checkpoints_of: Any)
         path = {} if model is None else {"model": str(model)}
         spec = SpeculativeConfig.parse({"method": method, "num_speculative_tokens": 3, **path})
         with engine(target, speculative=spec, adaptive=True) as llm:
-            runner, pace = llm.engine.runner, llm.engine.pace
-            costs[method] = pace._standby_ms(2)
+            runner, draft_controller = llm.engine.runner, llm.engine.draft_controller
+            costs[method] = draft_controller._standby_ms(2)
             if method == "eagle":
                 whole = runner.planner.expected_ms(runner.catch_up_key(2))
                 assert whole > 0
-                assert costs[method] == whole / runner.pending
+                assert costs[method] == whole / runner.max_unobserved
     assert costs["standalone"] == costs["ngram"] == 0

@@ -83,7 +83,7 @@ def test_the_text_is_that_of_the_ids(qwen3: Path, expected: list[list[int]], fla
         if not flags.get("enforce_eager"):
             eager = {key: n - before.get(key, 0) for key, n in counted(llm).items() if key[1] == "eager"}
             assert sum(eager.values()) == 0, eager
-            assert any(g.key.needs.embeddings and g.key.needs.masks for g in llm.engine.runner.planner.graphs())
+            assert any(g.key.features.embeddings and g.key.features.masks for g in llm.engine.runner.planner.graphs())
         llm.engine.check_integrity()
 
 
@@ -286,7 +286,7 @@ def llm(qwen3: Path) -> Any:
 
 def test_no_overrides_are_a_plain_prompt(llm: LLM) -> None:
     assert tokens(llm, [bad(embedding_overrides={})], GREEDY) == tokens(llm, [[1, 2, 3]], GREEDY)
-    assert all(key.needs.embeddings is False for key in llm.engine.runner.planner._eager_buffers)
+    assert all(key.features.embeddings is False for key in llm.engine.runner.planner._eager_buffers)
 
 
 def test_the_docs_code_runs() -> None:

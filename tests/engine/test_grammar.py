@@ -448,8 +448,8 @@ def test_masks_that_wait_for_nothing_would_be_seen(qwen3: Path, plain: Any, monk
 
 def test_explain_shows_the_passes(certain: LLM) -> None:
     told: Any = certain.engine.info()
-    needs = {(row["program"], row["needs"]) for row in told["graphs"]}
-    assert {("draft", "NULL"), ("verify", "NULL+masks"), ("extend", "NULL+masks"), ("extend", "NULL")} <= needs
+    features = {(row["program"], row["features"]) for row in told["graphs"]}
+    assert {("draft", "NULL"), ("verify", "NULL+masks"), ("extend", "NULL+masks"), ("extend", "NULL")} <= features
 
 
 # ---- bad input --------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def test_graphs_of_it_are_captured_when_idle(qwen3: Path) -> None:
     """Starting up captures none, the first passes say why they ran eagerly, and later ones replay."""
     params = [SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, return_hidden_states=True)]
     with engine(qwen3, graphs="full") as llm:  # whatever a graph saves of so small a model
-        assert not any(graph.key.needs.returned for graph in llm.engine.runner.planner.graphs())
+        assert not any(graph.key.features.returned for graph in llm.engine.runner.planner.graphs())
         llm.generate([PROMPTS[0]], params)
         eager = {key: n for key, n in counted(llm).items() if key[1] == "eager"}
         assert eager == {("extend", "eager", "NOT_CAPTURED"): 1, ("round", "eager", "NOT_CAPTURED"): 8}
@@ -90,7 +90,7 @@ def test_graphs_of_it_are_captured_when_idle(qwen3: Path) -> None:
         passes = counted(llm)
         assert {key: passes.pop(key) for key in eager} == eager
         assert passes == {("extend", GRAPH, ""): 1, ("round", GRAPH, ""): 8}
-        labels = {row.get("needs") for row in llm.engine.runner.planner.report()}
+        labels = {row.get("features") for row in llm.engine.runner.planner.report()}
         assert "NULL+returned" in labels
 
 
@@ -134,7 +134,7 @@ def test_drafted(
         assert llm.engine.counters.accepted_tokens > 0
         planner = llm.engine.runner.planner
         keys = {*planner._missing, *(graph.key for graph in planner.graphs())}
-        returned = {(key.program, key.shape.width) for key in keys if key.needs.returned}
+        returned = {(key.program, key.shape.width) for key in keys if key.features.returned}
         assert {("round", 4), ("verify", 4)} <= returned
         assert not adaptive or {("round", 1), ("verify", 1)} <= returned
     for one, other, params in zip(plain, drafted, narrow, strict=True):
@@ -175,8 +175,8 @@ def test_the_lm_head_reads_them(qwen3: Path) -> None:
         output = llm.generate([PROMPTS[2]], given)[0]
         model = llm.engine.runner.model
         with torch.inference_mode():
-            picks = model.logits(states(output).to(model.lm_head.weight.device)).argmax(1).tolist()
-    assert picks[len(PROMPTS[2]) - 1 :] == output.outputs[0].token_ids
+            sampled = model.logits(states(output).to(model.lm_head.weight.device)).argmax(1).tolist()
+    assert sampled[len(PROMPTS[2]) - 1 :] == output.outputs[0].token_ids
 
 
 def test_streamed_deltas_add_up(llm: LLM) -> None:

@@ -81,7 +81,7 @@ def test_graphs(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(qwen3, graphs="full") as llm:  # whatever a graph saves of so small a model
         keys.clear()
         assert prompt_logprobs(llm, [PROMPT], given) == expected
-        assert [key.needs.logits for key in keys] == [Logits.SELECTED] + [Logits.LAST] * ROUNDS
+        assert [key.features.logits for key in keys] == [Logits.SELECTED] + [Logits.LAST] * ROUNDS
         assert {reason for _, _, reason in counted(llm)} == {""}, "all of them replays"
         program = keys[0].program
         assert program == "score"

@@ -183,10 +183,10 @@ def test_the_comparison_can_fail(checkpoints_of: Any, plain: Any, monkeypatch: p
     assert not all(same[None])
 
 
-def accept_everything(picks: torch.Tensor, drafts: torch.Tensor, *rest: Any, commit: Any = programs.commit) -> Any:
+def accept_everything(sampled: torch.Tensor, drafts: torch.Tensor, *rest: Any, commit: Any = programs.commit) -> Any:
     """A broken accept rule: the target is asked only where nothing was drafted."""
     width = drafts.shape[1]
-    believed = torch.cat((torch.where(drafts >= 0, drafts, picks[:, :width]), picks[:, width:]), 1)
+    believed = torch.cat((torch.where(drafts >= 0, drafts, sampled[:, :width]), sampled[:, width:]), 1)
     return commit(believed, drafts, *rest)
 
 

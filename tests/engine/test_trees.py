@@ -23,7 +23,7 @@ from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
 from tests.engine.test_speculation import DRAFTERS, GRAPH, PARAMS, PROMPTS, SCARCE, Checkpoints, Way, with_modules
 from tests.models.make import make_checkpoint
 from unisono.engine import tree as tree_module
-from unisono.kernels.paths import Best
+from unisono.kernels.tree_paths import Best
 from unisono.llm import LLM
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
 
@@ -264,9 +264,9 @@ def test_more_paths_accept_more(qwen3: Path, tmp_path: Path) -> None:
 def test_the_best_path_is_chosen(always_second: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: committing the first path whatever it holds accepts nothing, and changes no text."""
 
-    def first(picks: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor, paths: int) -> Best:
-        rows = torch.arange(0, len(picks), paths, dtype=torch.int32, device=picks.device)
-        best = (t.index_select(0, rows) for t in (tables, picks, drafts))
+    def first(sampled: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor, paths: int) -> Best:
+        rows = torch.arange(0, len(sampled), paths, dtype=torch.int32, device=sampled.device)
+        best = (t.index_select(0, rows) for t in (tables, sampled, drafts))
         return Best(rows, *best, torch.ones_like(rows))
 
     params = SamplingParams(temperature=0, max_tokens=13, ignore_eos=True)

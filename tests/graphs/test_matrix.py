@@ -171,7 +171,9 @@ def run(llm: LLM, features: dict[str, Run], monkeypatch: pytest.MonkeyPatch) -> 
     llm.engine.check_integrity()
     counters, scheduler = llm.engine.counters, llm.engine.scheduler
     planned = llm.engine.runner.planner._programs.items()
-    sizes = {(*name, b.needs.masks): [shape.rows for shape in b.shapes] for name, buckets in planned for b in buckets}
+    sizes = {
+        (*name, b.features.masks): [shape.rows for shape in b.shapes] for name, buckets in planned for b in buckets
+    }
     return Ran(outputs, keys, counted(llm), counters.accepted_tokens, scheduler.preemptions, sizes)
 
 
@@ -238,11 +240,11 @@ def accounts(ran: Ran, kind: Kind, method: str, largest: int | None) -> list[tup
             missing.clear()
             continue
         told.append(account(key, kind, method, largest))
-        rich = key.needs.embeddings or key.needs.returned
+        rich = key.features.embeddings or key.features.returned
         if rich and told[-1][1] != "eager" and not any(graph.covers(key) for graph in captured):
-            sizes = ran.sizes[key.program, key.shape.width, key.needs.masks]
+            sizes = ran.sizes[key.program, key.shape.width, key.features.masks]
             graph = replace(key, shape=Shape(min(n for n in sizes if n >= key.shape.rows), key.shape.width))
-            if key.needs.masks:
+            if key.features.masks:
                 captured.append(graph)
             else:
                 told[-1] = key.program, "eager", "NOT_CAPTURED"
@@ -293,7 +295,7 @@ def test_cells(
     ran = check(method, KINDS[kind], checkpoints_of(method), features, monkeypatch)
     assert {"extend", "round", "score"} <= {key.program for key in ran.keys if key is not None}
     masked = {"grammar", "everything"}.intersection(features)
-    assert any(key.needs.masks for key in ran.keys if key is not None) == bool(masked)
+    assert any(key.features.masks for key in ran.keys if key is not None) == bool(masked)
     assert CUDA or sum(poisoned) > 1000
     assert method == "none" or ran.accepted > 0, "where no draft is accepted, none can be lost"
 
@@ -340,13 +342,13 @@ def test_a_drafters_needs_cost_prompt_passes_no_graph(
 ) -> None:
     """By default flags. Other engines run prompt passes eagerly where a drafter wants the target's hidden states."""
     with opened(method, checkpoints_of(method), **FLAGS) as llm:
-        needs, planner = llm.engine.runner.needs, llm.engine.runner.planner
+        features, planner = llm.engine.runner.features, llm.engine.runner.planner
         ran = run(llm, {"chunks": FEATURES["chunks"]}, monkeypatch)
     extends = [key for key in ran.keys if key is not None and key.program == "extend"]
     assert len(extends) >= 4
-    assert all(key.needs == needs for key in extends)
-    assert all(graph.key.needs.covers(needs) for graph in planner.graphs())
-    assert (needs.hidden is not Hidden.NULL) == (method in ("eagle", "eagle3", "mtp", "mtp_frozen"))
+    assert all(key.features == features for key in extends)
+    assert all(graph.key.features.covers(features) for graph in planner.graphs())
+    assert (features.hidden is not Hidden.NULL) == (method in ("eagle", "eagle3", "mtp", "mtp_frozen"))
     assert {(k, r): n for (p, k, r), n in ran.passes.items() if p == "extend"} == {(FULL, ""): len(extends)}
 
 

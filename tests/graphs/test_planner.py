@@ -17,7 +17,7 @@ from unisono.graphs import planner as planner_module
 from unisono.graphs.cost import PassCost
 from unisono.graphs.planner import Buckets, Planner
 from unisono.graphs.tape import Tape
-from unisono.program import Buffers, Eager, Hidden, Key, Needs, Pending, Reason, Replay, Shape, eager_break
+from unisono.program import Buffers, Eager, Features, Hidden, Key, PendingOutputs, Reason, Replay, Shape, eager_break
 
 
 def double(b: Buffers) -> None:
@@ -42,7 +42,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch, device_ms: Callable[[int], float] =
     return planner
 
 
-def launch(planner: Planner, rows: int) -> Pending:
+def launch(planner: Planner, rows: int) -> PendingOutputs:
     return planner.launch(Key("p", Shape(rows)), batch([[1, 2]] * rows))
 
 
@@ -206,9 +206,9 @@ def test_where_not_even_the_smallest_fits_every_pass_says_so(
     no_room(3)
     planner = clocked(monkeypatch)
     plain = Buckets(program(double), shapes(4, 16, 64), passes=1e9, edges=frozenset((16,)), measured=True)
-    planner.capture([plain, replace(plain, needs=Needs(masks=True))])
-    for needs in (Needs(), Needs(masks=True), Needs(returned=True)):  # the last is seen at run time only
-        said = [planner.plan(Key("p", Shape(n), needs)) for n in (1, 4, 9, 16, 40, 64)]
+    planner.capture([plain, replace(plain, features=Features(masks=True))])
+    for features in (Features(), Features(masks=True), Features(returned=True)):  # the last is seen at run time only
+        said = [planner.plan(Key("p", Shape(n), features)) for n in (1, 4, 9, 16, 40, 64)]
         assert said == [Eager(Reason.NO_MEMORY)] * 6
 
 
@@ -288,7 +288,7 @@ def test_what_an_idle_capture_could_not_have_is_told_from_then_on() -> None:
 
 def test_needs_that_no_graph_covers_are_captured_when_idle() -> None:
     planner = planned(2, 4)
-    key = Key("p", Shape(2), Needs(Hidden.FULL))
+    key = Key("p", Shape(2), Features(Hidden.FULL))
     assert planner.plan(key) == Eager(Reason.NOT_CAPTURED)
     planner.launch(key, batch([[1, 2]]))
     assert planner.capture_missing() == 1
@@ -335,7 +335,7 @@ def test_every_reason_has_advice() -> None:
 
 
 def test_outputs_that_nobody_copied_are_gone_with_the_next_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Pending owns its copy. Broken on purpose: without the copy an older pass shows the newer one's outputs."""
+    """PendingOutputs owns its copy: without it an older pass would show the newer one's outputs."""
     planner = planned(2)
 
     def two() -> tuple[Any, Any]:
@@ -344,7 +344,7 @@ def test_outputs_that_nobody_copied_are_gone_with_the_next_replay(monkeypatch: p
         return first.wait()["result"][0].tolist(), second.wait()["result"][0].tolist()
 
     assert two() == ([1, 2], [3, 4])
-    monkeypatch.setattr(Buffers, "fetch", lambda self: Pending(self.schema, self.shape, self._output, None))
+    monkeypatch.setattr(Buffers, "fetch", lambda self: PendingOutputs(self.schema, self.shape, self._output, None))
     assert two() == ([3, 4], [3, 4])
 
 

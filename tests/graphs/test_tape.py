@@ -15,11 +15,11 @@ from unisono.program import (
     Buffers,
     CaptureError,
     Eager,
+    Features,
     Field,
     Hidden,
     Key,
     Logits,
-    Needs,
     Program,
     ProgramError,
     Reason,
@@ -147,7 +147,7 @@ def test_planner_replays_the_smallest_covering_graph_and_counts_reasons() -> Non
     assert isinstance(answer, Replay)
     assert answer.graph.key.shape == Shape(8)
     assert planner.plan(Key("p", Shape(9))) == Eager(Reason.ABOVE_BUCKETS)
-    assert planner.plan(Key("p", Shape(2), Needs(Hidden.FULL))) == Eager(Reason.NOT_CAPTURED)
+    assert planner.plan(Key("p", Shape(2), Features(Hidden.FULL))) == Eager(Reason.NOT_CAPTURED)
     assert planner.plan(Key("q", Shape(1))) == Eager(Reason.NOT_CAPTURED)
     batch = {"x": [[1, 2]] * 9, "scale": [1.0] * 9}
     assert planner.launch(Key("p", Shape(9)), batch).wait()["result"].shape == (9, 2)
@@ -160,11 +160,11 @@ def test_planner_replays_the_smallest_covering_graph_and_counts_reasons() -> Non
 
 
 def test_needs_cover() -> None:
-    null, last, full = Needs(), Needs(Hidden.LAST), Needs(Hidden.FULL)
-    aux = Needs(Hidden.AUX, (1, 2))
+    null, last, full = Features(), Features(Hidden.LAST), Features(Hidden.FULL)
+    aux = Features(Hidden.AUX, (1, 2))
     assert full.covers(last)
     assert full.covers(null)
-    assert aux.covers(Needs(Hidden.AUX, (2,)))
+    assert aux.covers(Features(Hidden.AUX, (2,)))
     assert aux.covers(null)
     assert not last.covers(full)
     assert not null.covers(last)
@@ -175,17 +175,17 @@ def test_needs_cover() -> None:
 @pytest.mark.parametrize(
     ("richer", "poorer"),
     [
-        (Needs(logits=Logits.SELECTED), Needs()),
-        (Needs(logits=Logits.ALL), Needs(logits=Logits.SELECTED)),
-        (Needs(embeddings=True), Needs()),
-        (Needs(returned=True), Needs()),
-        (Needs(masks=True), Needs()),
-        (Needs(Hidden.FULL, returned=True), Needs(Hidden.LAST)),
-        (Needs(Hidden.AUX, (1, 2), Logits.ALL, True, True, True), Needs(Hidden.AUX, (2,), Logits.SELECTED, True)),
-        (Needs(Hidden.FULL), Needs()),
+        (Features(logits=Logits.SELECTED), Features()),
+        (Features(logits=Logits.ALL), Features(logits=Logits.SELECTED)),
+        (Features(embeddings=True), Features()),
+        (Features(returned=True), Features()),
+        (Features(masks=True), Features()),
+        (Features(Hidden.FULL, returned=True), Features(Hidden.LAST)),
+        (Features(Hidden.AUX, (1, 2), Logits.ALL, True, True, True), Features(Hidden.AUX, (2,), Logits.SELECTED, True)),
+        (Features(Hidden.FULL), Features()),
     ],
 )
-def test_the_richer_need_serves_the_poorer_never_the_reverse(richer: Needs, poorer: Needs) -> None:
+def test_the_richer_need_serves_the_poorer_never_the_reverse(richer: Features, poorer: Features) -> None:
     shape = Shape(4)
     assert Key("p", shape, richer).covers(Key("p", shape, poorer))
     assert not Key("p", shape, poorer).covers(Key("p", shape, richer))
@@ -194,8 +194,8 @@ def test_the_richer_need_serves_the_poorer_never_the_reverse(richer: Needs, poor
 
 
 def test_needs_of_different_kinds_cover_neither() -> None:
-    flags = [Needs(embeddings=True), Needs(returned=True), Needs(masks=True)]
-    some = (*flags, Needs(logits=Logits.SELECTED), Needs(Hidden.FULL))
+    flags = [Features(embeddings=True), Features(returned=True), Features(masks=True)]
+    some = (*flags, Features(logits=Logits.SELECTED), Features(Hidden.FULL))
     for one, other in itertools.permutations(some, 2):
         assert not one.covers(other)
 

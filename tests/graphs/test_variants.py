@@ -13,10 +13,10 @@ from unisono.graphs.planner import Buckets, Planner
 from unisono.program import (
     Buffers,
     Eager,
+    Features,
     Field,
     Key,
     Logits,
-    Needs,
     Program,
     ProgramError,
     Reason,
@@ -25,14 +25,14 @@ from unisono.program import (
     selected_rows,
 )
 
-EMBEDS, BOTH = Needs(embeddings=True), Needs(embeddings=True, returned=True)
+EMBEDS, BOTH = Features(embeddings=True), Features(embeddings=True, returned=True)
 
 
 VARYING = Schema(
     (
         *SCHEMA.fields,
-        Field("shift", torch.float32, ("rows",), need=EMBEDS),
-        Field("twice", torch.float32, ("rows", 2), output=True, need=Needs(returned=True)),
+        Field("shift", torch.float32, ("rows",), feature=EMBEDS),
+        Field("twice", torch.float32, ("rows", 2), output=True, feature=Features(returned=True)),
     )
 )
 
@@ -53,21 +53,21 @@ def planned(*rows: int, **how: Any) -> Planner:
     return planner
 
 
-def batch(rows: int, needs: Needs = Needs()) -> dict[str, Any]:  # noqa: B008
-    shift = {"shift": [10.0] * rows} if needs.embeddings else {}
+def batch(rows: int, features: Features = Features()) -> dict[str, Any]:  # noqa: B008
+    shift = {"shift": [10.0] * rows} if features.embeddings else {}
     return {"x": [[1, 2]] * rows, "scale": [1.0] * rows, **shift}
 
 
-def outputs(planner: Planner, rows: int, needs: Needs = Needs()) -> dict[str, Any]:  # noqa: B008
-    given = planner.launch(Key("p", Shape(rows), needs), batch(rows, needs)).wait()
+def outputs(planner: Planner, rows: int, features: Features = Features()) -> dict[str, Any]:  # noqa: B008
+    given = planner.launch(Key("p", Shape(rows), features), batch(rows, features)).wait()
     return {name: value[:rows].tolist() for name, value in given.items()}
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["eager", "replayed"])
 def test_a_pass_has_the_fields_of_its_needs(warm: bool) -> None:
     planner = planned(2, 4)
-    for needs in (EMBEDS, BOTH):
-        outputs(planner, 3, needs)
+    for features in (EMBEDS, BOTH):
+        outputs(planner, 3, features)
     while warm and planner.capture_missing():
         pass
     planner.forget()
@@ -101,13 +101,13 @@ def test_a_graph_of_its_own_needs_goes_first() -> None:
     assert answer.graph.key == Key("p", Shape(4))
 
 
-@pytest.mark.parametrize("needs", [Needs(), EMBEDS])
-def test_a_batch_brings_what_its_needs_say(needs: Needs) -> None:
+@pytest.mark.parametrize("features", [Features(), EMBEDS])
+def test_a_batch_brings_what_its_needs_say(features: Features) -> None:
     planner = planned(2)
-    other = EMBEDS if needs == Needs() else Needs()
+    other = EMBEDS if features == Features() else Features()
     for _ in range(2):  # eagerly, and replayed
         with pytest.raises(ProgramError, match="shift"):
-            planner.launch(Key("p", Shape(2), needs), batch(2, other))
+            planner.launch(Key("p", Shape(2), features), batch(2, other))
         outputs(planner, 2, EMBEDS)
         planner.capture_missing()
 
@@ -121,8 +121,8 @@ def test_selected_rows_fit_a_larger_pass() -> None:
 
 def test_scored_rows_are_some_or_all() -> None:
     """A batch that scores some tokens fits the buffers of a pass that could score all; without scores it has none."""
-    some, every = Needs(logits=Logits.SELECTED), Needs(logits=Logits.ALL)
-    schema = Schema((Field("scored", torch.int32, ("scored", 2), need=some),))
+    some, every = Features(logits=Logits.SELECTED), Features(logits=Logits.ALL)
+    schema = Schema((Field("scored", torch.int32, ("scored", 2), feature=some),))
     assert Buffers(schema.of(some), Shape(100), CPU).scored.shape == (25, 2)
     buffers = Buffers(schema.of(every), Shape(100), CPU)
     assert buffers.scored.shape == (100, 2)
@@ -140,8 +140,8 @@ def test_large_buffers_of_eager_passes_are_not_kept() -> None:
     assert [key.shape.rows for key in planner._eager_buffers] == [1]
 
 
-MASKED, EVERY = Needs(masks=True), Needs(logits=Logits.ALL)
-ANY = Schema((*VARYING.fields, Field("mask", torch.float32, ("rows",), pad=1, need=MASKED)))
+MASKED, EVERY = Features(masks=True), Features(logits=Logits.ALL)
+ANY = Schema((*VARYING.fields, Field("mask", torch.float32, ("rows",), pad=1, feature=MASKED)))
 
 
 def on_demand(scoring: bool) -> Planner:
@@ -156,22 +156,22 @@ def on_demand(scoring: bool) -> Planner:
     return planner
 
 
-def launch(planner: Planner, needs: Needs, rows: int = 3) -> None:
-    mask = {"mask": [1.0] * rows} if needs.masks else {}
-    planner.launch(Key("p", Shape(rows), needs), batch(rows, needs) | mask)
+def launch(planner: Planner, features: Features, rows: int = 3) -> None:
+    mask = {"mask": [1.0] * rows} if features.masks else {}
+    planner.launch(Key("p", Shape(rows), features), batch(rows, features) | mask)
 
 
-def captured(planner: Planner) -> set[Needs]:
-    return {graph.key.needs for graph in planner.graphs()} - {Needs(), EVERY}
+def captured(planner: Planner) -> set[Features]:
+    return {graph.key.features for graph in planner.graphs()} - {Features(), EVERY}
 
 
 @pytest.mark.parametrize("logits", [Logits.LAST, Logits.SELECTED])
 def test_needs_beside_those_on_demand_are_on_demand_too(logits: Logits) -> None:
-    planner, needs = on_demand(scoring=bool(logits)), replace(BOTH, masks=True, logits=logits)
-    launch(planner, needs)
-    assert captured(planner) == {needs}
+    planner, features = on_demand(scoring=bool(logits)), replace(BOTH, masks=True, logits=logits)
+    launch(planner, features)
+    assert captured(planner) == {features}
     assert planner.passes == {("p", "tape", ""): 1}
-    assert {row["needs"] for row in planner.report() if row["kind"] == "lazy"} >= {needs.label}
+    assert {row["features"] for row in planner.report() if row["kind"] == "lazy"} >= {features.label}
     launch(planner, BOTH)
     assert planner.passes == {("p", "tape", ""): 2}, "which also serves passes without masks"
 
@@ -179,7 +179,7 @@ def test_needs_beside_those_on_demand_are_on_demand_too(logits: Logits) -> None:
 def test_what_is_planned_with_more_serves_passes_with_less() -> None:
     """No graphs for some logits beside those for all."""
     planner = on_demand(scoring=True)
-    launch(planner, Needs(logits=Logits.SELECTED))
+    launch(planner, Features(logits=Logits.SELECTED))
     assert captured(planner) == set()
     launch(planner, replace(MASKED, logits=Logits.SELECTED))
     assert captured(planner) == {replace(EVERY, masks=True)}
@@ -190,6 +190,6 @@ def test_what_nobody_planned_is_reported() -> None:
     planner = planned(4)
     outputs(planner, 3, EMBEDS)
     (row,) = (row for row in planner.report() if row["kind"] == "eager")
-    assert (row["needs"], row["rows"], row["reason"]) == ("NULL+embeddings", "1-4", Reason.NOT_CAPTURED.value)
+    assert (row["features"], row["rows"], row["reason"]) == ("NULL+embeddings", "1-4", Reason.NOT_CAPTURED.value)
     planner.capture_missing()
     assert all(row["kind"] == "tape" for row in planner.report())

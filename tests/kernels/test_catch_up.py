@@ -46,20 +46,20 @@ def test_a_rounds_entries_are_its_committed_tokens(case, width):
     after = list(before)
     for slot, count in zip(slots, counts, strict=True):
         after[slot] += count
-    picks = [[rng.randrange(99) for _ in range(width)] for _ in slots]
-    result = [[count, 0, *row] for count, row in zip(counts, picks, strict=True)]
+    sampled = [[rng.randrange(99) for _ in range(width)] for _ in slots]
+    result = [[count, 0, *row] for count, row in zip(counts, sampled, strict=True)]
     arena = case.tensor([[n, -5] for n in after])  # a strided field
     got = case.round(
-        case.tensor(slots), case.tensor(result), case.tensor(picks), arena[:, 0], case.page_table, PAGE
+        case.tensor(slots), case.tensor(result), case.tensor(sampled), arena[:, 0], case.page_table, PAGE
     )  # fmt: skip
 
     rows = list(zip(slots, counts, strict=True))
     want = [
-        entry(case.table[slot], picks[r][j], before[slot] + j if j < count else -1, j)
+        entry(case.table[slot], sampled[r][j], before[slot] + j if j < count else -1, j)
         for r, (slot, count) in enumerate(rows)
         for j in range(width)
     ]
-    fields = (got.token_ids, got.positions, got.kv_slots, got.pages)
+    fields = (got.token_ids, got.positions, got.slot_mapping, got.pages)
     assert list(zip(*(field.tolist() for field in fields), strict=True)) == want
     assert got.kv_len.tolist() == [after[slot] if count else 0 for slot, count in rows]
     assert got.last.tolist() == [r * width + max(count - 1, 0) for r, count in enumerate(counts)]
@@ -91,7 +91,7 @@ def test_a_prompt_pass_makes_the_next_tokens_entries(case, tokens):
         entry(case.table[slot], following[t], at + 1 if at >= 0 else -1, t)
         for t, (slot, at) in enumerate(owned + padding)
     ]
-    fields = (got.token_ids, got.positions, got.kv_slots)
+    fields = (got.token_ids, got.positions, got.slot_mapping)
     assert list(zip(*(f.tolist() for f in fields), strict=True)) == [e[:3] for e in leading + own]
     assert got.sources.tolist() == [max(e[3], 0) for e in leading]
     assert got.pages.tolist() == [e[3] for e in own]

@@ -54,7 +54,7 @@ def test_draft_inputs_equal_the_oracle(ops, first, width, apart):
     order = [3, 0, 9, 10, 7, 1, 2, 8, 4, 5, 6, 10]
     rows = order[::-1] if apart else order
     drafts = [[rng.randrange(-1, VOCAB + 5) for _ in range(3)] for _ in order]
-    token_ids, positions, kv_slots, kv_len = ops.draft_inputs(
+    token_ids, positions, slot_mapping, kv_len = ops.draft_inputs(
         ops.tensor(order), ops.tensor(drafts), ops.tensor(history), fields[:, 0], fields[:, 2], fields[:, 3],
         ops.tensor(table), PAGE, VOCAB, first, width, ops.tensor(rows) if apart else None,
     )  # fmt: skip
@@ -65,7 +65,7 @@ def test_draft_inputs_equal_the_oracle(ops, first, width, apart):
         for j in range(width):
             at = row * width + j
             position = lengths[slot] + first + j
-            got = (int(token_ids[at]), int(positions[at]), int(kv_slots[at]))
+            got = (int(token_ids[at]), int(positions[at]), int(slot_mapping[at]))
             if not active or position < 0:
                 assert got == (0, -1, j % PAGE)
                 continue
@@ -82,7 +82,7 @@ def test_draft_extend_inputs_equal_the_oracle(ops, num_tokens):
     counts, starts, order = [4, 3, 1, 3, 0, 0], [0, 4, 13, 7, 0, 0], [2, 4, 0, 1, SLOTS, SLOTS]
     history, table = tables(random.Random(num_tokens))
     query_start = torch.tensor([0, *counts]).cumsum(0)
-    token_ids, positions, kv_slots, kv_len, draft_start = ops.draft_extend_inputs(
+    token_ids, positions, slot_mapping, kv_len, draft_start = ops.draft_extend_inputs(
         ops.tensor(order), ops.tensor(query_start), ops.tensor(starts), ops.tensor(history), ops.tensor(table), PAGE,
         VOCAB, num_tokens,
     )  # fmt: skip
@@ -93,7 +93,7 @@ def test_draft_extend_inputs_equal_the_oracle(ops, num_tokens):
             token = (known(history[slot][position]), position, kv_slot(table, slot, max(position, 0)))
             expected.append(token if position >= 0 else padding)
     expected += [(0, -1, t % PAGE) for t in range(len(expected), num_tokens + len(order))]
-    assert list(zip(token_ids.tolist(), positions.tolist(), kv_slots.tolist(), strict=True)) == expected
+    assert list(zip(token_ids.tolist(), positions.tolist(), slot_mapping.tolist(), strict=True)) == expected
     assert kv_len.tolist() == [s + n for s, n in zip(starts, counts, strict=True)]
     assert draft_start.tolist() == [int(query_start[r]) + r for r in range(len(order) + 1)]
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.make_mtp import norm, rotate
 from unisono.kernels import linear, linear_norm, rms_norm, rope_and_cache, silu_mul
-from unisono.kernels.join import join_norms
+from unisono.kernels.concat_norm import concat_norm
 
 EPS = 1e-3
 GENERATOR = torch.Generator().manual_seed(0)
@@ -83,7 +83,7 @@ def test_join_norms() -> None:
     def oracle(table, hidden, table_weight, hidden_weight):
         return torch.cat((norm(table[ids.long()], table_weight, EPS), norm(hidden, hidden_weight, EPS)), 1)
 
-    compare(lambda *t: join_norms(ids, *t, EPS), oracle, (draw(7, 30), draw(4, 30), draw(30), draw(30)))
+    compare(lambda *t: concat_norm(ids, *t, EPS), oracle, (draw(7, 30), draw(4, 30), draw(30), draw(30)))
 
 
 @pytest.mark.parametrize("norms", [True, False])

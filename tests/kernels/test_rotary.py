@@ -88,7 +88,7 @@ def test_matches_float64_and_writes_only_its_slots(op, head_dim, rot_dim, norm, 
     assert torch.equal(v_cache[pages, :, offsets].double().cpu(), want_v)
     for cache in (k_cache, v_cache):
         cache[pages, :, offsets] = torch.nan
-        assert cache.isnan().all(), "written outside kv_slots"
+        assert cache.isnan().all(), "written outside slot_mapping"
 
 
 @pytest.mark.parametrize("norm", [True, False])

@@ -14,13 +14,13 @@ PAGE, MAX_PAGES, STOP_IDS, MAX_TOKENS = 4, 6, 16, 32
 
 def slots_of(rows: list[dict], device: str | torch.device = "cpu") -> SimpleNamespace:
     """One slot per row and the padding slot behind them, as views of one arena with fields in between."""
-    rows = [*rows, {"length": 0, "limit": 0, "status": FinishReason.FREE, "last_token": 0, "stops": ()}]
+    rows = [*rows, {"length": 0, "max_length": 0, "status": FinishReason.FREE, "last_token": 0, "stops": ()}]
     block = torch.full((len(rows), 5 + STOP_IDS), -1, dtype=torch.int32)
     for i, row in enumerate(rows):
-        block[i, :4] = torch.tensor([row["length"], row["limit"], row["status"], row["last_token"]])
+        block[i, :4] = torch.tensor([row["length"], row["max_length"], row["status"], row["last_token"]])
         block[i, 5 : 5 + len(row["stops"])] = torch.tensor(row["stops"])
     block = block.to(device)
-    views = {name: block[:, i] for i, name in enumerate(("length", "limit", "status", "last_token"))}
+    views = {name: block[:, i] for i, name in enumerate(("length", "max_length", "status", "last_token"))}
     history = torch.full((len(rows), MAX_TOKENS), -7, dtype=torch.int32, device=device)
     return SimpleNamespace(**views, stop_ids=block[:, 5:], history=history, block=block)
 
@@ -35,7 +35,7 @@ def random_rows(rng: random.Random, count: int) -> list[dict]:
         rows.append(
             {
                 "length": length,
-                "limit": length + rng.choice([1, 2, 3, 9]),
+                "max_length": length + rng.choice([1, 2, 3, 9]),
                 "status": status,
                 "last_token": rng.randint(0, 3),
                 "stops": stops,
@@ -53,7 +53,7 @@ def commit_oracle(row: dict, tokens: list[int], drafts: list[int]) -> tuple[list
         committed.append(token)
         if token in row["stops"]:
             return committed, FinishReason.STOP
-        if row["length"] + len(committed) == row["limit"]:
+        if row["length"] + len(committed) == row["max_length"]:
             return committed, FinishReason.LENGTH
         if token != draft:
             break
@@ -89,7 +89,7 @@ def test_commit_equals_the_oracle(ops, width, trial):
     tokens = torch.randint(0, 4, (len(order), width), dtype=torch.int32)
     drafts = torch.where(torch.rand(tokens.shape) < 0.75, tokens, -1)[:, : width - 1]
     result = ops.commit(
-        ops.tensor(tokens), ops.tensor(drafts), ops.tensor(order), fields.length, fields.limit, fields.status,
+        ops.tensor(tokens), ops.tensor(drafts), ops.tensor(order), fields.length, fields.max_length, fields.status,
         fields.last_token, fields.stop_ids, fields.history,
     )  # fmt: skip
     history = torch.full((13, MAX_TOKENS), -7, dtype=torch.int32)
@@ -110,7 +110,7 @@ def test_commit_equals_the_oracle(ops, width, trial):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "drafts", "limit", "stops", "expected"),
+    ("tokens", "drafts", "max_length", "stops", "expected"),
     [
         ([5, 6, 7], [5, 6], 99, (), [3, 0, 5, 6, 7]),
         ([5, 6, 7], [5, 9], 99, (), [2, 0, 5, 6, -1]),
@@ -123,13 +123,24 @@ def test_commit_equals_the_oracle(ops, width, trial):
         ([5, 6, 7], [5, 6], 11, (6,), [1, 2, 5, -1, -1]),
         ([5, 6, 7], [5, 6], 10, (), [0, 2, -1, -1, -1]),
     ],
-    ids=["all", "prefix", "none", "undrafted", "stop", "unreached", "limit", "stop-at-limit", "limit-first", "no-room"],
+    ids=[
+        "all",
+        "prefix",
+        "none",
+        "undrafted",
+        "stop",
+        "unreached",
+        "max_length",
+        "stop-at-limit",
+        "limit-first",
+        "no-room",
+    ],
 )
-def test_commit_by_the_book(ops, tokens, drafts, limit, stops, expected):
-    row = {"length": 10, "limit": limit, "status": FinishReason.RUNNING, "last_token": 4, "stops": stops}
+def test_commit_by_the_book(ops, tokens, drafts, max_length, stops, expected):
+    row = {"length": 10, "max_length": max_length, "status": FinishReason.RUNNING, "last_token": 4, "stops": stops}
     fields = slots_of([row], ops.device)
     result = ops.commit(
-        ops.tensor([tokens]), ops.tensor([drafts]), ops.tensor([0]), fields.length, fields.limit, fields.status,
+        ops.tensor([tokens]), ops.tensor([drafts]), ops.tensor([0]), fields.length, fields.max_length, fields.status,
         fields.last_token, fields.stop_ids, fields.history,
     )  # fmt: skip
     assert result.tolist() == [expected]
@@ -151,25 +162,25 @@ def test_round_inputs_equal_the_oracle(ops, width, apart):
     order = [3, 0, 9, 10, 7, 1, 2, 10]
     tables = [5, 4, 3, 2, 1, 0, 9, 8] if apart else order
     drafts = torch.randint(-1, 9, (len(order), width - 1), dtype=torch.int32)
-    token_ids, positions, kv_slots, kv_len = ops.round_inputs(
-        ops.tensor(order), ops.tensor(drafts), fields.length, fields.limit, fields.status, fields.last_token,
+    token_ids, positions, slot_mapping, kv_len = ops.round_inputs(
+        ops.tensor(order), ops.tensor(drafts), fields.length, fields.max_length, fields.status, fields.last_token,
         ops.tensor(table), PAGE, ops.tensor(tables) if apart else None,
     )  # fmt: skip
     for r, slot in enumerate(order):
         row = rows[slot] if slot < 10 else {"status": FinishReason.FREE}
         active = row["status"] == FinishReason.RUNNING
-        assert kv_len[r] == (min(row["length"] - 1 + width, row["limit"]) if active else 0)
+        assert kv_len[r] == (min(row["length"] - 1 + width, row["max_length"]) if active else 0)
         for j in range(width):
             at = r * width + j
-            got = (int(token_ids[at]), int(positions[at]), int(kv_slots[at]))
+            got = (int(token_ids[at]), int(positions[at]), int(slot_mapping[at]))
             if not active:
                 assert got == (0, -1, j % PAGE)
                 continue
             position = row["length"] - 1 + j
             token = row["last_token"] if j == 0 else max(int(drafts[r, j - 1]), 0)
-            inside = position < row["limit"]
+            inside = position < row["max_length"]
             place = kv_slot(table, tables[r], position) if inside else j % PAGE
-            assert got == (token, position if inside else row["limit"] - 1, place)
+            assert got == (token, position if inside else row["max_length"] - 1, place)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 11, 12, 200])
@@ -180,13 +191,13 @@ def test_extend_inputs_equal_the_oracle(ops, num_tokens):
         lengths = [0] * 6
     query_start = torch.tensor([0, *lengths]).cumsum(0).int()
     table = torch.randint(1, 50, (6, MAX_PAGES), dtype=torch.int32)
-    positions, kv_slots, kv_len = ops.extend_inputs(
+    positions, slot_mapping, kv_len = ops.extend_inputs(
         ops.tensor(order), ops.tensor(query_start), ops.tensor(starts), ops.tensor(table), PAGE, num_tokens
     )  # fmt: skip
     expected = [(s + i, kv_slot(table, slot, s + i)) for slot, s, n in zip(order, starts, lengths, strict=True)
                 for i in range(n)]  # fmt: skip
     expected += [(-1, t % PAGE) for t in range(len(expected), num_tokens)]
-    assert list(zip(positions.tolist(), kv_slots.tolist(), strict=True)) == expected
+    assert list(zip(positions.tolist(), slot_mapping.tolist(), strict=True)) == expected
     assert kv_len.tolist() == [s + n for s, n in zip(starts, lengths, strict=True)]
 
 
@@ -200,13 +211,13 @@ def test_fields_of_different_arenas_are_refused():
 
 
 def test_ops_declare_what_they_write():
-    row = {"length": 10, "limit": 20, "status": FinishReason.RUNNING, "last_token": 4, "stops": (3,)}
+    row = {"length": 10, "max_length": 20, "status": FinishReason.RUNNING, "last_token": 4, "stops": (3,)}
     f = slots_of([row, row])
     slots, drafts, table = torch.tensor([1, 0]).int(), torch.zeros(2, 2).int(), torch.ones(3, 9).int()
-    state = (f.length, f.limit, f.status, f.last_token, f.stop_ids, f.history)
+    state = (f.length, f.max_length, f.status, f.last_token, f.stop_ids, f.history)
     committed = (torch.ones(2, 3).int(), drafts, slots, *state)
     torch.library.opcheck(torch.ops.unisono.commit.default, committed, test_utils="test_schema")
-    given = (slots, drafts, f.length, f.limit, f.status, f.last_token, table, PAGE)
+    given = (slots, drafts, f.length, f.max_length, f.status, f.last_token, table, PAGE)
     torch.library.opcheck(torch.ops.unisono.round_inputs.default, given)
     given = (slots, torch.tensor([0, 3, 5]).int(), slots, table, PAGE, 8)
     torch.library.opcheck(torch.ops.unisono.extend_inputs.default, given)

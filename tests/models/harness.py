@@ -54,52 +54,52 @@ class Session:
         self.length = [0] * slots
 
     def extend(
-        self, chunks: Mapping[int, Sequence[int]], padding: int = 0, ends: bool = False
+        self, chunks: Mapping[int, Sequence[int]], padding: int = 0, last_tokens: bool = False
     ) -> dict[int, torch.Tensor]:
         """A ragged pass: each slot in ``chunks`` appends its tokens; ``padding`` tokens of no row follow.
 
         ends: of each row the logits of its last token only.
         """
         positions: list[int] = []
-        kv_slots: list[int] = []
+        slot_mapping: list[int] = []
         starts = [0]
         for slot, tokens in chunks.items():
-            self._append(slot, len(tokens), positions, kv_slots)
+            self._append(slot, len(tokens), positions, slot_mapping)
             starts.append(len(positions))
         tokens = [t for chunk in chunks.values() for t in chunk] + [0] * padding
         positions += [-1] * padding
-        kv_slots += [i % PAGE for i in range(padding)]
+        slot_mapping += [i % PAGE for i in range(padding)]
         rows = list(chunks)
-        logits = self._run(tokens, rows, positions, kv_slots, width=None, starts=starts, ends=ends)
-        if ends:
+        logits = self._run(tokens, rows, positions, slot_mapping, width=None, starts=starts, last_tokens=last_tokens)
+        if last_tokens:
             return {slot: logits[i : i + 1] for i, slot in enumerate(rows)}
         return {slot: logits[a:b] for slot, a, b in zip(rows, starts, starts[1:], strict=False)}
 
     def round(self, width: int, chunks: Mapping[int, Sequence[int]], padding: int = 0) -> dict[int, torch.Tensor]:
         """``width`` tokens per row, a shorter chunk padded; ``padding`` rows of the padding slot follow."""
         positions: list[int] = []
-        kv_slots: list[int] = []
+        slot_mapping: list[int] = []
         tokens: list[int] = []
         for slot, chunk in chunks.items():
-            self._append(slot, len(chunk), positions, kv_slots)
-            self._pad(width - len(chunk), positions, kv_slots)
+            self._append(slot, len(chunk), positions, slot_mapping)
+            self._pad(width - len(chunk), positions, slot_mapping)
             tokens += [*chunk, *[0] * (width - len(chunk))]
-        self._pad(width * padding, positions, kv_slots)
+        self._pad(width * padding, positions, slot_mapping)
         tokens += [0] * (width * padding)
         rows = list(chunks) + [len(self.length)] * padding
-        logits = self._run(tokens, rows, positions, kv_slots, width=width, starts=None)
+        logits = self._run(tokens, rows, positions, slot_mapping, width=width, starts=None)
         return {slot: logits[i * width :][: len(chunk)] for i, (slot, chunk) in enumerate(chunks.items())}
 
-    def _append(self, slot: int, count: int, positions: list[int], kv_slots: list[int]) -> None:
+    def _append(self, slot: int, count: int, positions: list[int], slot_mapping: list[int]) -> None:
         for position in range(self.length[slot], self.length[slot] + count):
             positions.append(position)
-            kv_slots.append(self.pages[slot][position // PAGE] * PAGE + position % PAGE)
+            slot_mapping.append(self.pages[slot][position // PAGE] * PAGE + position % PAGE)
         self.length[slot] += count
 
     @staticmethod
-    def _pad(count: int, positions: list[int], kv_slots: list[int]) -> None:
+    def _pad(count: int, positions: list[int], slot_mapping: list[int]) -> None:
         positions += [-1] * count
-        kv_slots += [i % PAGE for i in range(count)]
+        slot_mapping += [i % PAGE for i in range(count)]
 
     @torch.no_grad()
     def _run(
@@ -107,22 +107,22 @@ class Session:
         tokens: list[int],
         rows: list[int],
         positions: list[int],
-        kv_slots: list[int],
+        slot_mapping: list[int],
         width: int | None,
         starts: list[int] | None,
-        ends: bool = False,
+        last_tokens: bool = False,
     ) -> torch.Tensor:
         inputs = AttentionInputs(
             slots=torch.tensor(rows, **self.ints),
             positions=torch.tensor(positions, **self.ints),
-            kv_slots=torch.tensor(kv_slots, **self.ints),
+            slot_mapping=torch.tensor(slot_mapping, **self.ints),
             kv_len=torch.tensor([(*self.length, 0)[row] for row in rows], **self.ints),
             page_table=self.page_table,
             width=width,
             query_start=None if starts is None else torch.tensor(starts, **self.ints),
         )
-        alone = inputs.ends(inputs.query_start[1:] - 1) if ends else None
-        hidden, _ = self.decoder(torch.tensor(tokens, **self.ints), inputs, self.kv, ends=alone)
+        alone = inputs.last_tokens(inputs.query_start[1:] - 1) if last_tokens else None
+        hidden, _ = self.decoder(torch.tensor(tokens, **self.ints), inputs, self.kv, last_tokens=alone)
         return self.decoder.logits(hidden)
 
 

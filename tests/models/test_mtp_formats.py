@@ -57,7 +57,7 @@ def run(module: MTPModule, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.
     inputs = AttentionInputs(
         slots=torch.zeros(1, dtype=torch.int32),
         positions=positions,
-        kv_slots=PAGE + positions,
+        slot_mapping=PAGE + positions,
         kv_len=torch.tensor([count], dtype=torch.int32),
         page_table=torch.arange(1, pages + 1, dtype=torch.int32)[None],
         width=None,

@@ -90,7 +90,7 @@ def test_the_ends_of_rows_alone_have_the_same_bits(case, prompts):
     halves = [len(p) // 2 for p in prompts]
     for second in (False, True):
         edges = [(half, len(p) - 1) if second else (0, half) for half, p in zip(halves, prompts, strict=True)]
-        logits = session.extend({i: prompts[i][a:b] for i, (a, b) in enumerate(edges)}, padding=3, ends=True)
+        logits = session.extend({i: prompts[i][a:b] for i, (a, b) in enumerate(edges)}, padding=3, last_tokens=True)
         for i, (_, end) in enumerate(edges):
             assert torch.equal(logits[i], expected[i][end - 1 : end])
     for i, last in session.round(1, {i: p[-1:] for i, p in enumerate(prompts)}).items():

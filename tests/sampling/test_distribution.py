@@ -5,7 +5,7 @@ import torch
 
 from tests.sampling.arena import arena
 from unisono.kernels import sampling
-from unisono.sampling.pipeline import pick
+from unisono.sampling.pipeline import sample_tokens
 
 SLOTS, WIDTH, VOCAB = 250, 96, 50  # 24,000 draws: 250 seeds at 96 positions each
 REJECT = 1e-4
@@ -41,7 +41,7 @@ def reference(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0
 def draw(logits: torch.Tensor, **settings: float) -> torch.Tensor:
     fields = arena(SLOTS, seed_lo=torch.arange(SLOTS) * 7919, seed_hi=torch.arange(SLOTS) % 3, **settings)
     slots = torch.arange(SLOTS, dtype=torch.int32)
-    return pick(logits.expand(SLOTS * WIDTH, VOCAB), slots, WIDTH, fields)
+    return sample_tokens(logits.expand(SLOTS * WIDTH, VOCAB), slots, WIDTH, fields)
 
 
 def p_value(tokens: torch.Tensor, p: torch.Tensor) -> float:

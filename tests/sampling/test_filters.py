@@ -6,7 +6,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from tests.sampling.arena import arena
 from unisono.kernels.sampling import sample, thresholds_cpu
-from unisono.sampling.pipeline import pick
+from unisono.sampling.pipeline import sample_tokens
 
 
 def kept_by_transformers(logits, temperature, top_k, top_p, min_p):
@@ -44,7 +44,7 @@ def test_ties_at_a_boundary_are_kept_whole():
 
 def choose(logits: torch.Tensor, **settings: float) -> list[int]:
     rows = logits.shape[0]
-    return pick(logits, torch.arange(rows, dtype=torch.int32), 1, arena(rows, **settings)).tolist()
+    return sample_tokens(logits, torch.arange(rows, dtype=torch.int32), 1, arena(rows, **settings)).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-40])
@@ -73,14 +73,14 @@ def test_a_row_depends_on_no_other(settings):
     logits = torch.randn(rows * width, vocab, generator=torch.Generator().manual_seed(9)) * 2
     length = torch.tensor([3, 900, 17, 40, 5, 77])
     fields = arena(rows, seed_lo=torch.arange(rows) - 3, length=length, **settings)
-    whole = pick(logits, torch.arange(rows, dtype=torch.int32), width, fields)
+    whole = sample_tokens(logits, torch.arange(rows, dtype=torch.int32), width, fields)
     order = [4, 1, 5, 0]
-    part = pick(logits.view(rows, width, -1)[order].flatten(0, 1), torch.tensor(order).int(), width, fields)
+    part = sample_tokens(logits.view(rows, width, -1)[order].flatten(0, 1), torch.tensor(order).int(), width, fields)
     assert torch.equal(part, whole.view(rows, width)[order].flatten())
     for row in range(rows):
         for j in range(width):
             fields.length[row] = length[row] + j
-            alone = pick(logits[row * width + j][None], torch.tensor([row]).int(), 1, fields)
+            alone = sample_tokens(logits[row * width + j][None], torch.tensor([row]).int(), 1, fields)
             assert alone.item() == whole[row * width + j]
 
 
@@ -88,7 +88,7 @@ def test_width_moves_the_position():
     """Equal logits at successive positions draw afresh; at an equal position they draw the same."""
     logits = torch.zeros(8, 500)
     slots = torch.zeros(2, dtype=torch.int32)
-    tokens = pick(logits, slots, 4, arena(1)).view(2, 4)
+    tokens = sample_tokens(logits, slots, 4, arena(1)).view(2, 4)
     assert torch.equal(tokens[0], tokens[1])
     assert len(set(tokens[0].tolist())) == 4
 

@@ -23,7 +23,7 @@ class AttentionInputs:
 
     slots [R]: each row's slot, an index into ``page_table``.
     positions [T]: each token's absolute position; -1 marks a padding token, which sees nothing.
-    kv_slots [T]: where each token's key and value are written, page · P + offset.
+    slot_mapping [T]: where each token's key and value are written, page · P + offset.
     kv_len [R]: keys a row may see: its highest position + 1; 0 for a padding row.
     page_table [S, MP]: the pages of each slot in order of position.
     width: tokens per row when all rows have equally many (a round: T = R · width, row-major), else None.
@@ -34,21 +34,23 @@ class AttentionInputs:
 
     slots: torch.Tensor
     positions: torch.Tensor
-    kv_slots: torch.Tensor
+    slot_mapping: torch.Tensor
     kv_len: torch.Tensor
     page_table: torch.Tensor
     width: int | None
     query_start: torch.Tensor | None = None
     plan: Any = None
 
-    def ends(self, last: torch.Tensor) -> Ends:
+    def last_tokens(self, last: torch.Tensor) -> LastTokens:
         """Of the pass's last E rows each one's last token; last [E] int32: where they stand among the pass's tokens."""
         slots, kv_len = self.slots[-len(last) :], self.kv_len[-len(last) :]
-        return Ends(last, AttentionInputs(slots, kv_len - 1, self.kv_slots[:0], kv_len, self.page_table, width=1))
+        return LastTokens(
+            last, AttentionInputs(slots, kv_len - 1, self.slot_mapping[:0], kv_len, self.page_table, width=1)
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class LastTokens:
     """The tokens of a pass whose outputs are read, one of each row, where no other's are.
 
     A layer behind which nothing else is read writes the keys and values of all tokens, and computes the rest for these
@@ -61,7 +63,7 @@ class Ends:
     last: torch.Tensor
     inputs: AttentionInputs
 
-    def of(self, x: torch.Tensor) -> torch.Tensor:
+    def select(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, …] -> [E, …]."""
         return x.index_select(0, self.last)
 

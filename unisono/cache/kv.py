@@ -32,7 +32,7 @@ class KVCache:
     """Per layer a pair (keys, values), each ``[pages, kv_heads, PAGE_SIZE, head_dim]``.
 
     A page of one head is contiguous: attention streams it, and a page is the unit of ownership. Of the pages the first
-    ``num_pages`` are the pool's; ``path_pages`` behind them belong to the paths of a tree (``kernels/paths.py``).
+    ``num_pages`` are the pool's; ``path_pages`` behind them belong to the paths of a tree (``kernels/tree_paths.py``).
     """
 
     def __init__(self, shape: KVShape, num_pages: int, device: torch.device, path_pages: int = 0) -> None:

@@ -7,10 +7,10 @@ whose target KV the round computes.
 
     position         n-1        n          n+1        …   n+k-1
     verified token   last       draft 0    draft 1    …   draft k-1
-    target's pick    pick 0     pick 1     pick 2     …   pick k        pick j is for position n + j
+    target's pick    sample 0     sample 1     sample 2     …   sample k        sample j is for position n + j
     hidden           h n-1      h n        h n+1      …   h n+k-1
 
-Draft j is proposed for position n + j and accepted iff it equals pick j; after a accepted drafts the
+Draft j is proposed for position n + j and accepted iff it equals sample j; after a accepted drafts the
 picks 0 … a are committed. Everything here is captured inside the round's graph: device tensors at fixed
 addresses, no host synchronisation. Shapes: R rows, W = 1 + k, T tokens, S slots, NP pages, d hidden size.
 """
@@ -25,19 +25,19 @@ import torch
 
 from unisono.attention.base import AttentionBackend
 from unisono.models.decoder import Decoder
-from unisono.program import Needs
+from unisono.program import Features
 
 Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Host:
+class DrafterContext:
     """What the engine lends a drafter: built once, after the target's weights are loaded.
 
     target: embedding and LM head may be shared from it. slots: the fields of ``engine.slots.Slots`` as
-    attributes (length, limit, status, last_token, history, page_table, sampling parameters), each [S, …];
+    attributes (length, max_length, status, last_token, history, page_table, sampling parameters), each [S, …];
     the last slot is the padding slot. attention: makes a backend for (query heads, KV heads).
-    pick: ``pick(logits [R, V], slots [R], offset, ids)``: the sampling rule with the request's own parameters
+    sample: ``sample(logits [R, V], slots [R], offset, ids)``: the sampling rule with the request's own parameters
     and noise, for position length + offset; ``ids`` maps columns to target token ids (None: the same).
     best: ``best(logits [R, V], slots [R], count, ids)``: that rule's ``count`` best tokens for position length,
     [R, count], best first, -1 where there are no more.
@@ -51,7 +51,7 @@ class Host:
     target: Decoder
     slots: Any
     attention: Callable[[int, int], AttentionBackend]
-    pick: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
+    sample: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
     best: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
     kv: Callable[[], Layers]
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class Host:
     page_size: int
     progress: Callable[[float], None]
     decide: Callable[[str, object, str], None]
-    pending: int = 0
+    max_unobserved: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ class Verified:
     """What a round left behind, for :meth:`Drafter.observe`.
 
     slots [R] int32. result [R, W + 2] int32: count, status, committed tokens (-1 behind ``count``); a row that
-    held no active request has count 0. picks [R, W] int32. hidden [R·W, d] of the verified positions, as
-    ``Drafter.needs`` asked (None where it asked for none). ``slots.length`` is already n + count.
+    held no active request has count 0. sampled [R, W] int32. hidden [R·W, d] of the verified positions, as
+    ``Drafter.features`` asked (None where it asked for none). ``slots.length`` is already n + count.
     """
 
     slots: torch.Tensor
     result: torch.Tensor
-    picks: torch.Tensor
+    sampled: torch.Tensor
     hidden: torch.Tensor | None
 
 
@@ -115,7 +115,7 @@ class Span:
     """KV to be copied between rows of the page table, for :meth:`TreeDrafter.fork` and :meth:`TreeDrafter.adopt`.
 
     Of entry m positions first[m] … last[m] - 1 go from page-table row sources[m] to row tables[m]; all [M] int32, as
-    :func:`unisono.kernels.paths.copy_span` takes them.
+    :func:`unisono.kernels.tree_paths.copy_span` takes them.
     """
 
     sources: torch.Tensor
@@ -137,11 +137,11 @@ class Drafter(Protocol):
 
     name: str
     num_drafts: int
-    needs: Needs
+    features: Features
     page_bytes: int
     self_test: SelfTest | None
 
-    def bind(self, host: Host) -> None:
+    def bind(self, context: DrafterContext) -> None:
         """Load weights, share what the checkpoint says is shared, allocate per-slot state [S, …]."""
 
     def allocate(self, num_pages: int) -> None:
@@ -165,7 +165,7 @@ class PausableDrafter(Drafter, Protocol):
     """A drafter whose ``observe`` is dear: while rounds draft nothing it only remembers, and catches up later.
 
     It is one by having ``remember`` and ``resume``. Others are told to ``observe`` rounds of width 1 like any other.
-    unlimited: any number of tokens may be pending; else ``host.pending`` at most.
+    unlimited: any number of tokens may be pending; else ``context.max_unobserved`` at most.
     """
 
     unlimited: bool
@@ -174,7 +174,7 @@ class PausableDrafter(Drafter, Protocol):
         """Instead of ``observe``, after a round of width 1: keep what is needed to catch up, at next to no cost."""
 
     def resume(self, slots: torch.Tensor) -> None:
-        """Catch up with the first ``host.pending`` tokens that are pending of slots [R]; before it drafts again.
+        """Catch up with the first ``context.max_unobserved`` unobserved tokens of slots [R], before it drafts again.
 
         Its state is then what it would be had it observed every round. Rows without any, padding too, stay as they are.
         """
@@ -191,7 +191,7 @@ class TreeDrafter(Drafter, Protocol):
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor | None = None) -> None:
         """Write ``drafts [R, k]`` int32 of paths: slots [R] names each one's request, tables [R] its page-table row.
 
-        With ``host.pick`` a path gets the candidate of its own digit. What is drafted behind a path's end is ignored.
+        ``context.sample`` gives a path the candidate of its own digit. Drafts after a path's end are ignored.
         Without ``tables`` it is a chain's: each slot's own row, and the best candidate.
         """
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from unisono.drafters.base import Host, SelfTest
+from unisono.drafters.base import DrafterContext, SelfTest
 from unisono.drafters.hidden import OTHER_TARGET, RANDOM, DraftModule, HiddenDrafter
 from unisono.drafters.options import LOAD_FORMAT, read_options, required_model
 from unisono.models.config import DecoderConfig
 from unisono.models.draft_checkpoint import open_eagle
-from unisono.program import Hidden, Needs
+from unisono.program import Features, Hidden
 from unisono.types import SpeculativeConfig
 
 
@@ -19,7 +19,7 @@ class EagleDrafter(HiddenDrafter):
     """
 
     name = "eagle"
-    needs = Needs(Hidden.FULL)
+    features = Features(Hidden.FULL)
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
         super().__init__(spec)
@@ -27,7 +27,7 @@ class EagleDrafter(HiddenDrafter):
         self._checkpoint = open_eagle(required_model(spec, "a head made for this target"), target, dummy=dummy)
         self.self_test = SelfTest(OTHER_TARGET, RANDOM if dummy else None)
 
-    def build(self, host: Host) -> DraftModule:
-        head = self.build_head(host, self._checkpoint)
+    def build(self, context: DrafterContext) -> DraftModule:
+        head = self.build_head(context, self._checkpoint)
         del self._checkpoint
         return head

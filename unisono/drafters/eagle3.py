@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from unisono.drafters.base import Host, SelfTest
+from unisono.drafters.base import DrafterContext, SelfTest
 from unisono.drafters.hidden import OTHER_TARGET, RANDOM, DraftModule, HiddenDrafter
 from unisono.drafters.options import LOAD_FORMAT, read_options, required_model
 from unisono.models.config import DecoderConfig
 from unisono.models.draft_checkpoint import CONVENTIONS, open_eagle3
-from unisono.program import Hidden, Needs
+from unisono.program import Features, Hidden
 from unisono.types import SpeculativeConfig
 
 
@@ -26,7 +26,7 @@ class Eagle3Drafter(HiddenDrafter):
         options = read_options(spec, {**LOAD_FORMAT, "aux_layers": CONVENTIONS}, takes_model=True)
         dummy, model = options["load_format"] == "dummy", required_model(spec, "a head made for this target")
         self._checkpoint = opened = open_eagle3(model, target, dummy=dummy, convention=options["aux_layers"])
-        self.needs = Needs(Hidden.AUX, opened.config.aux_layers)
+        self.features = Features(Hidden.AUX, opened.config.aux_layers)
         causes = (
             f"{OTHER_TARGET}; or its layer ids number something else: it is given the inputs of layers "
             f'{list(opened.config.aux_layers)} ({opened.why}); set "aux_layers" to "input" or "output" in the '
@@ -34,7 +34,7 @@ class Eagle3Drafter(HiddenDrafter):
         )
         self.self_test = SelfTest(causes, RANDOM if dummy else None)
 
-    def build(self, host: Host) -> DraftModule:
-        head = self.build_head(host, self._checkpoint)
+    def build(self, context: DrafterContext) -> DraftModule:
+        head = self.build_head(context, self._checkpoint)
         del self._checkpoint
         return head

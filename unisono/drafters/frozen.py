@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from unisono.attention.base import AttentionInputs
-from unisono.drafters.base import Host, PromptPass, SelfTest, Verified
+from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.hidden import OTHER_TARGET
 from unisono.drafters.options import read_options, required_model
 from unisono.kernels.catch_up import catch_up, keep_rows
@@ -17,7 +17,7 @@ from unisono.kernels.draft_inputs import draft_inputs
 from unisono.layers.linear import prove_linears
 from unisono.models.config import DecoderConfig
 from unisono.models.mtp_frozen import FrozenCheckpoint
-from unisono.program import Hidden, Needs
+from unisono.program import Features, Hidden
 from unisono.types import SpeculativeConfig
 
 
@@ -28,7 +28,7 @@ class FrozenMTPDrafter:
     """
 
     name = "mtp_frozen"
-    needs = Needs(Hidden.LAST)
+    features = Features(Hidden.LAST)
     page_bytes = 0
     self_test = SelfTest(OTHER_TARGET)
 
@@ -37,38 +37,41 @@ class FrozenMTPDrafter:
         self.num_drafts = spec.num_speculative_tokens
         self._checkpoint = FrozenCheckpoint.open(required_model(spec, "a drafter made for this target"), target)
 
-    def bind(self, host: Host) -> None:
+    def bind(self, context: DrafterContext) -> None:
         config = self._checkpoint.config
-        backend = host.attention(config.num_heads, config.num_kv_heads)
-        self._host, self._head = host, self._checkpoint.load(host.target, backend, host.dtype, host.progress)
-        host.decide("layers whose KV the drafter reads", list(self._checkpoint.reads), self._checkpoint.why)
+        backend = context.attention(config.num_heads, config.num_kv_heads)
+        self._context, self._head = (
+            context,
+            self._checkpoint.load(context.target, backend, context.dtype, context.progress),
+        )
+        context.decide("layers whose KV the drafter reads", list(self._checkpoint.reads), self._checkpoint.why)
         prove_linears(self._head.modules())
-        slots, width = host.slots.length.shape[0], host.target.config.hidden_size
-        self._hidden = torch.zeros((slots, width), dtype=host.dtype, device=host.device)
+        slots, width = context.slots.length.shape[0], context.target.config.hidden_size
+        self._hidden = torch.zeros((slots, width), dtype=context.dtype, device=context.device)
 
     def allocate(self, num_pages: int) -> None:
         """Nothing: the keys and values are the target's."""
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
-        host, s, head = self._host, self._host.slots, self._head
-        token_ids, positions, kv_slots, kv_len = draft_inputs(
-            slots, drafts, s.history, s.length, s.limit, s.status, s.page_table, host.page_size,
-            host.target.config.vocab_size, -1, 1,
+        context, s, head = self._context, self._context.slots, self._head
+        token_ids, positions, slot_mapping, kv_len = draft_inputs(
+            slots, drafts, s.history, s.length, s.max_length, s.status, s.page_table, context.page_size,
+            context.target.config.vocab_size, -1, 1,
         )  # fmt: skip
         # Of the last committed token the target has no key yet: what is seen ends before it.
         seen, known = (positions - 1).clamp_min(-1), (kv_len - 1).clamp_min(0)
-        inputs = AttentionInputs(slots, seen, kv_slots, known, s.page_table, width=1)
+        inputs = AttentionInputs(slots, seen, slot_mapping, known, s.page_table, width=1)
         head.backend.plan(inputs)
-        hidden, kv = self._hidden.index_select(0, slots), host.kv()
+        hidden, kv = self._hidden.index_select(0, slots), context.kv()
         for step in range(drafts.shape[1]):
             hidden, logits = head(token_ids, hidden, positions, inputs, kv)
-            token_ids = host.pick(logits, slots, step, None)
+            token_ids = context.sample(logits, slots, step, None)
             drafts[:, step].copy_(token_ids)
 
     def observe(self, verified: Verified) -> None:
         assert verified.hidden is not None
-        s, page_size = self._host.slots, self._host.page_size
-        new = catch_up(verified.slots, verified.result, verified.picks, s.length, s.page_table, page_size)
+        s, page_size = self._context.slots, self._context.page_size
+        new = catch_up(verified.slots, verified.result, verified.sampled, s.length, s.page_table, page_size)
         keep_rows(self._hidden, new.owners, verified.hidden.index_select(0, new.last))
 
     def observe_prompt(self, prompt: PromptPass) -> None:

@@ -22,16 +22,16 @@ from typing import Any, Protocol
 
 import torch
 
-from unisono.attention.base import AttentionBackend, AttentionInputs, Ends
-from unisono.drafters.base import Host, PromptPass, SelfTest, Span, Verified
-from unisono.drafters.pending import Pending
+from unisono.attention.base import AttentionBackend, AttentionInputs, LastTokens
+from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Span, Verified
+from unisono.drafters.unobserved import Unobserved
 from unisono.kernels.catch_up import catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
-from unisono.kernels.paths import copy_span
+from unisono.kernels.tree_paths import copy_span
 from unisono.layers.linear import prove_linears
 from unisono.models.config import DecoderConfig
 from unisono.models.draft_checkpoint import DraftCheckpoint
-from unisono.program import Needs
+from unisono.program import Features
 from unisono.types import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,9 @@ FIRST_ENTRY = 1
 """Position 0 has no hidden state before it, hence no entry, and no key that may be seen."""
 
 
-def seen_size(needs: Needs, host: Host) -> int:
+def seen_size(features: Features, context: DrafterContext) -> int:
     """Elements of what the target shows of a token to a drafter with these needs."""
-    return host.target.config.hidden_size * max(1, len(needs.aux_layers))
+    return context.target.config.hidden_size * max(1, len(features.aux_layers))
 
 
 class DraftModule(Protocol):
@@ -62,7 +62,7 @@ class DraftModule(Protocol):
         hidden: torch.Tensor,
         inputs: AttentionInputs,
         kv: tuple[torch.Tensor, torch.Tensor],
-        ends: Ends | None = None,
+        last_tokens: LastTokens | None = None,
     ) -> torch.Tensor: ...
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -99,10 +99,10 @@ class FromFirstEntry:
 
 
 class HiddenDrafter:
-    """Base of the drafters of this kind. They give ``name``, ``needs`` and :meth:`build`."""
+    """Base of the drafters of this kind. They give ``name``, ``features`` and :meth:`build`."""
 
     name: str
-    needs: Needs
+    features: Features
     page_bytes = 0  # known once the engine's dtype is
     self_test: SelfTest | None = SelfTest(OTHER_TARGET)
     unlimited = False
@@ -111,106 +111,114 @@ class HiddenDrafter:
         self.num_drafts = spec.num_speculative_tokens
         self._firsts = [path[0] for path in spec.paths]
 
-    def build(self, host: Host) -> DraftModule:
-        """The module, loaded, on the host's device; its attention is ``self.attention(host, …)``."""
+    def build(self, context: DrafterContext) -> DraftModule:
+        """The module, loaded, on the host's device; its attention is ``self.attention(context, …)``."""
         raise NotImplementedError
 
-    def build_head(self, host: Host, checkpoint: DraftCheckpoint) -> DraftModule:
+    def build_head(self, context: DrafterContext, checkpoint: DraftCheckpoint) -> DraftModule:
         """:meth:`build` for a head that is opened."""
-        attention = self.attention(host, checkpoint.config.layer)
-        head = checkpoint.build(host.target, attention, host.max_model_len, host.dtype, host.device, host.progress)
-        for choice in checkpoint.choices(head, host.target):
-            host.decide(*choice)
+        attention = self.attention(context, checkpoint.config.layer)
+        head = checkpoint.build(
+            context.target, attention, context.max_model_len, context.dtype, context.device, context.progress
+        )
+        for choice in checkpoint.choices(head, context.target):
+            context.decide(*choice)
         return head
 
     @staticmethod
-    def attention(host: Host, config: DecoderConfig) -> AttentionBackend:
+    def attention(context: DrafterContext, config: DecoderConfig) -> AttentionBackend:
         """The backend for a module of these sizes."""
-        return FromFirstEntry(host.attention(config.num_heads, config.num_kv_heads))
+        return FromFirstEntry(context.attention(config.num_heads, config.num_kv_heads))
 
-    def bind(self, host: Host) -> None:
-        self._host, self.module = host, self.build(host)
+    def bind(self, context: DrafterContext) -> None:
+        self._context, self.module = context, self.build(context)
         prove_linears(self.module.modules())
         c = self.module.config
-        if host.max_model_len > c.max_positions:
+        if context.max_model_len > c.max_positions:
             logger.warning(
                 "The %s head was made for %d positions, the engine serves %d: beyond, drafts will seldom be accepted.",
-                self.name, c.max_positions, host.max_model_len,
+                self.name, c.max_positions, context.max_model_len,
             )  # fmt: skip
-        slots = host.slots.length.shape[0]
-        self._pending = Pending(host, seen_size(self.needs, host))
-        self._hidden = torch.zeros((slots, c.hidden_size), dtype=host.dtype, device=host.device)
+        slots = context.slots.length.shape[0]
+        self._unobserved = Unobserved(context, seen_size(self.features, context))
+        self._hidden = torch.zeros((slots, c.hidden_size), dtype=context.dtype, device=context.device)
         kept = 1 + max(self._firsts, default=0)
-        self._draft = torch.zeros((slots, kept), dtype=torch.int32, device=host.device)
-        self._first = torch.tensor(self._firsts or [0], device=host.device)  # of each path, its place in there
-        keys = 2 * c.num_kv_heads * host.page_size * c.head_dim
-        self.page_bytes = (keys + c.hidden_size) * host.dtype.itemsize
+        self._draft = torch.zeros((slots, kept), dtype=torch.int32, device=context.device)
+        self._first = torch.tensor(self._firsts or [0], device=context.device)  # of each path, its place in there
+        keys = 2 * c.num_kv_heads * context.page_size * c.head_dim
+        self.page_bytes = (keys + c.hidden_size) * context.dtype.itemsize
 
     def allocate(self, num_pages: int) -> None:
         """KV, and of every page the hidden state of its last position: a prefix hit continues from there."""
-        c, host = self.module.config, self._host
-        shape = (2, num_pages, c.num_kv_heads, host.page_size, c.head_dim)
-        self._storage = torch.zeros(shape, dtype=host.dtype, device=host.device)
+        c, context = self.module.config, self._context
+        shape = (2, num_pages, c.num_kv_heads, context.page_size, c.head_dim)
+        self._storage = torch.zeros(shape, dtype=context.dtype, device=context.device)
         self._kv = self._storage[0], self._storage[1]
-        self._page_hidden = torch.zeros((num_pages, c.hidden_size), dtype=host.dtype, device=host.device)
+        self._page_hidden = torch.zeros((num_pages, c.hidden_size), dtype=context.dtype, device=context.device)
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor | None = None) -> None:
-        host, s, vocab = self._host, self._host.slots, self.module.config.vocab_size
+        context, s, vocab = self._context, self._context.slots, self.module.config.vocab_size
         hidden = self._hidden.index_select(0, slots)
         drafts[:, :1].copy_(self._first_drafts(slots, of_paths=tables is not None))
         rows = slots if tables is None else tables
         for step in range(1, drafts.shape[1]):
-            token_ids, positions, kv_slots, kv_len = draft_inputs(
-                slots, drafts, s.history, s.length, s.limit, s.status, s.page_table, host.page_size, vocab, step - 1, 1,
-                tables,
+            token_ids, positions, slot_mapping, kv_len = draft_inputs(
+                slots, drafts, s.history, s.length, s.max_length, s.status, s.page_table, context.page_size, vocab,
+                step - 1, 1, tables,
             )  # fmt: skip
-            inputs = AttentionInputs(rows, positions, kv_slots, kv_len, s.page_table, width=1)
+            inputs = AttentionInputs(rows, positions, slot_mapping, kv_len, s.page_table, width=1)
             hidden, logits = self.module.finish(self.module(token_ids, hidden, inputs, self._kv))
-            drafts[:, step].copy_(host.pick(logits, slots, step, self.module.ids))
+            drafts[:, step].copy_(context.sample(logits, slots, step, self.module.ids))
 
     def fork(self, span: Span) -> None:
-        copy_span(self._storage, self._host.slots.page_table, span.sources, span.tables, span.first, span.last)
+        copy_span(self._storage, self._context.slots.page_table, span.sources, span.tables, span.first, span.last)
 
     def adopt(self, span: Span) -> None:
         """Nothing: ``observe`` writes these entries."""
 
     def observe(self, verified: Verified) -> None:
         self._catch_up(verified)
-        self._pending.settle(verified.slots)
+        self._unobserved.mark_observed(verified.slots)
 
     def remember(self, verified: Verified) -> None:
-        self._pending.keep(verified)
+        self._unobserved.keep(verified)
 
     def resume(self, slots: torch.Tensor) -> None:
-        self._catch_up(self._pending.take(slots))
+        self._catch_up(self._unobserved.take(slots))
 
     def _catch_up(self, verified: Verified) -> None:
         """Write the entries that committed tokens make known; only each row's last goes through the whole module."""
         assert verified.hidden is not None
-        s, slots, width = self._host.slots, verified.slots, verified.picks.shape[1]
-        new = catch_up(slots, verified.result, verified.picks, s.length, s.page_table, self._host.page_size)
+        s, slots, width = self._context.slots, verified.slots, verified.sampled.shape[1]
+        new = catch_up(slots, verified.result, verified.sampled, s.length, s.page_table, self._context.page_size)
         hidden = self.module.encode(verified.hidden)
         keep_rows(self._page_hidden, new.pages, hidden)
-        inputs = AttentionInputs(slots, new.positions, new.kv_slots, new.kv_len, s.page_table, width)
-        out = self.module(new.token_ids, hidden, inputs, self._kv, inputs.ends(new.last))
+        inputs = AttentionInputs(slots, new.positions, new.slot_mapping, new.kv_len, s.page_table, width)
+        out = self.module(new.token_ids, hidden, inputs, self._kv, inputs.last_tokens(new.last))
         self._keep(out, slots, new.owners)
 
     def observe_prompt(self, prompt: PromptPass) -> None:
         assert prompt.hidden is not None
-        s = self._host.slots
+        s = self._context.slots
         new = catch_up_extend(
             prompt.slots, prompt.query_start, prompt.start, prompt.token_ids, prompt.next_ids, prompt.positions,
-            s.page_table, self._host.page_size,
+            s.page_table, self._context.page_size,
         )  # fmt: skip
         hidden = self.module.encode(prompt.hidden)
         before = self._page_hidden.index_select(0, new.sources)
         keep_rows(self._page_hidden, new.pages, hidden)
         inputs = AttentionInputs(
-            new.slots, new.positions, new.kv_slots, new.kv_len, s.page_table, width=None, query_start=new.query_start
+            new.slots,
+            new.positions,
+            new.slot_mapping,
+            new.kv_len,
+            s.page_table,
+            width=None,
+            query_start=new.query_start,
         )
-        out = self.module(new.token_ids, torch.cat((before, hidden)), inputs, self._kv, inputs.ends(new.last))
+        out = self.module(new.token_ids, torch.cat((before, hidden)), inputs, self._kv, inputs.last_tokens(new.last))
         self._keep(out, prompt.slots, new.owners)
-        self._pending.settle(prompt.slots)
+        self._unobserved.mark_observed(prompt.slots)
 
     def _keep(self, out: torch.Tensor, slots: torch.Tensor, owners: torch.Tensor) -> None:
         """From the module's last outputs [R, H] of the requests in slots [R], what the next round begins with."""
@@ -218,9 +226,9 @@ class HiddenDrafter:
         keep_rows(self._hidden, owners, hidden)
         count, ids = self._draft.shape[1], self.module.ids
         if count > 1:
-            best = self._host.best(logits, slots, count, ids)
+            best = self._context.best(logits, slots, count, ids)
         else:
-            best = self._host.pick(logits, slots, 0, ids)[:, None]
+            best = self._context.sample(logits, slots, 0, ids)[:, None]
         keep_rows(self._draft, owners, best)
 
     def _first_drafts(self, slots: torch.Tensor, of_paths: bool) -> torch.Tensor:

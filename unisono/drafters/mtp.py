@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.drafters.base import Host
+from unisono.drafters.base import DrafterContext
 from unisono.drafters.hidden import HiddenDrafter
 from unisono.drafters.mtp_multi import MultiMTPDrafter
 from unisono.drafters.options import read_options
 from unisono.models.config import DecoderConfig
 from unisono.models.mtp import MTPModule
 from unisono.models.mtp_checkpoint import MTPCheckpoint
-from unisono.program import Hidden, Needs
+from unisono.program import Features, Hidden
 from unisono.types import SpeculativeConfig
 
 
@@ -24,7 +24,7 @@ class MTPDrafter(HiddenDrafter):
     """
 
     name = "mtp"
-    needs = Needs(Hidden.FULL)
+    features = Features(Hidden.FULL)
 
     def __new__(cls, spec: SpeculativeConfig, target: DecoderConfig) -> Any:
         read_options(spec, {}, takes_model=True)
@@ -39,9 +39,9 @@ class MTPDrafter(HiddenDrafter):
         super().__init__(spec)
         self._checkpoint: MTPCheckpoint
 
-    def build(self, host: Host) -> MTPModule:
-        attention = self.attention(host, self._checkpoint.config)
-        module = self._checkpoint.load(host.target, 0, attention, host.dtype, host.progress)
-        for choice in self._checkpoint.choices([module], host.target):
-            host.decide(*choice)
+    def build(self, context: DrafterContext) -> MTPModule:
+        attention = self.attention(context, self._checkpoint.config)
+        module = self._checkpoint.load(context.target, 0, attention, context.dtype, context.progress)
+        for choice in self._checkpoint.choices([module], context.target):
+            context.decide(*choice)
         return module

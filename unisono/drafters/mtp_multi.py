@@ -24,17 +24,17 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.attention.base import AttentionInputs, Ends
-from unisono.drafters.base import Host, PromptPass, SelfTest, Verified
+from unisono.attention.base import AttentionInputs, LastTokens
+from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.hidden import OTHER_TARGET, FromFirstEntry, seen_size
-from unisono.drafters.pending import Pending
+from unisono.drafters.unobserved import Unobserved
 from unisono.kernels.catch_up import CatchUp, CatchUpExtend, catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
 from unisono.layers.linear import prove_linears
 from unisono.models.draft import KV
 from unisono.models.mtp import MTPModule
 from unisono.models.mtp_checkpoint import MTPCheckpoint
-from unisono.program import Hidden, Needs
+from unisono.program import Features, Hidden
 from unisono.types import SpeculativeConfig
 
 
@@ -49,17 +49,21 @@ class _Stage:
     page_hidden: torch.Tensor
 
     def run(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, ends: Ends | None = None
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        inputs: AttentionInputs,
+        last_tokens: LastTokens | None = None,
     ) -> torch.Tensor:
-        """Entries [T] -> their states [T, H], or with ``ends`` theirs [E, H]."""
-        return self.module.norm(self.module(token_ids, hidden, inputs, self.kv, ends))
+        """Entries [T] -> their states [T, H], or with ``last_tokens`` theirs [E, H]."""
+        return self.module.norm(self.module(token_ids, hidden, inputs, self.kv, last_tokens))
 
 
 class MultiMTPDrafter:
     """A chain of k drafts from the first k modules of a checkpoint, coupled with the target's noise."""
 
     name = "mtp"
-    needs = Needs(Hidden.FULL)
+    features = Features(Hidden.FULL)
     page_bytes = 0  # known once the engine's dtype is
     self_test = SelfTest(OTHER_TARGET)
     unlimited = False
@@ -69,112 +73,114 @@ class MultiMTPDrafter:
         self._checkpoint = checkpoint
         self._depth = min(checkpoint.depth, self.num_drafts)  # modules beyond k would never draft
 
-    def bind(self, host: Host) -> None:
-        self._host, c = host, self._checkpoint.config
-        slots = host.slots.length.shape[0]
-        backend = host.attention(c.num_heads, c.num_kv_heads)
-        nothing = torch.empty(0, dtype=host.dtype, device=host.device)
+    def bind(self, context: DrafterContext) -> None:
+        self._context, c = context, self._checkpoint.config
+        slots = context.slots.length.shape[0]
+        backend = context.attention(c.num_heads, c.num_kv_heads)
+        nothing = torch.empty(0, dtype=context.dtype, device=context.device)
         self._stages = []
         for i in range(self._depth):
             attention = FromFirstEntry(backend, since=i + 1)
-            module = self._checkpoint.load(host.target, i, attention, host.dtype)
-            host.progress((i + 1) / self._depth)
+            module = self._checkpoint.load(context.target, i, attention, context.dtype)
+            context.progress((i + 1) / self._depth)
             hidden = nothing.new_zeros(slots, c.hidden_size)
             self._stages.append(_Stage(module, hidden, (nothing, nothing), nothing))
-        for choice in self._checkpoint.choices([stage.module for stage in self._stages], host.target):
-            host.decide(*choice)
+        for choice in self._checkpoint.choices([stage.module for stage in self._stages], context.target):
+            context.decide(*choice)
         prove_linears(m for stage in self._stages for m in stage.module.modules())
-        self._pending = Pending(host, seen_size(self.needs, host))
-        self._draft = torch.zeros((slots, 1), dtype=torch.int32, device=host.device)
-        keys = 2 * c.num_kv_heads * host.page_size * c.head_dim
-        self.page_bytes = self._depth * (keys + c.hidden_size) * host.dtype.itemsize
+        self._unobserved = Unobserved(context, seen_size(self.features, context))
+        self._draft = torch.zeros((slots, 1), dtype=torch.int32, device=context.device)
+        keys = 2 * c.num_kv_heads * context.page_size * c.head_dim
+        self.page_bytes = self._depth * (keys + c.hidden_size) * context.dtype.itemsize
 
     def allocate(self, num_pages: int) -> None:
-        c, host = self._checkpoint.config, self._host
-        shape = (2, num_pages, c.num_kv_heads, host.page_size, c.head_dim)
+        c, context = self._checkpoint.config, self._context
+        shape = (2, num_pages, c.num_kv_heads, context.page_size, c.head_dim)
         for stage in self._stages:
-            keys, values = torch.zeros(shape, dtype=host.dtype, device=host.device)
+            keys, values = torch.zeros(shape, dtype=context.dtype, device=context.device)
             stage.kv = keys, values
             stage.page_hidden = keys.new_zeros(num_pages, c.hidden_size)
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
-        host, s, vocab = self._host, self._host.slots, self._checkpoint.config.vocab_size
+        context, s, vocab = self._context, self._context.slots, self._checkpoint.config.vocab_size
         drafts[:, :1].copy_(self._draft.index_select(0, slots))
         hidden = self._stages[0].hidden.index_select(0, slots)[:, None]  # of what the next step's entries join
         for step in range(1, drafts.shape[1]):
             stage, width = self._stages[min(step, self._depth - 1)], hidden.shape[1]
-            token_ids, positions, kv_slots, kv_len = draft_inputs(
-                slots, drafts, s.history, s.length, s.limit, s.status, s.page_table, host.page_size, vocab,
+            token_ids, positions, slot_mapping, kv_len = draft_inputs(
+                slots, drafts, s.history, s.length, s.max_length, s.status, s.page_table, context.page_size, vocab,
                 step - width, width,
             )  # fmt: skip
-            inputs = AttentionInputs(slots, positions, kv_slots, kv_len, s.page_table, width)
+            inputs = AttentionInputs(slots, positions, slot_mapping, kv_len, s.page_table, width)
             states = stage.run(token_ids, hidden.flatten(0, 1), inputs).view_as(hidden)
             last = states[:, -1].contiguous()
-            drafts[:, step].copy_(host.pick(stage.module.lm_head(last), slots, step, None))
+            drafts[:, step].copy_(context.sample(stage.module.lm_head(last), slots, step, None))
             hidden = last[:, None]
             if step + 1 < self._depth:
                 hidden = torch.cat((stage.hidden.index_select(0, slots)[:, None], states), dim=1)
 
     def observe(self, verified: Verified) -> None:
         self._catch_up(verified)
-        self._pending.settle(verified.slots)
+        self._unobserved.mark_observed(verified.slots)
 
     def remember(self, verified: Verified) -> None:
-        self._pending.keep(verified)
+        self._unobserved.keep(verified)
 
     def resume(self, slots: torch.Tensor) -> None:
-        self._catch_up(self._pending.take(slots))
+        self._catch_up(self._unobserved.take(slots))
 
     def _catch_up(self, verified: Verified) -> None:
         assert verified.hidden is not None
-        s, slots, (rows, width) = self._host.slots, verified.slots, verified.picks.shape
-        new = catch_up(slots, verified.result, verified.picks, s.length, s.page_table, self._host.page_size)
-        inputs = AttentionInputs(slots, new.positions, new.kv_slots, new.kv_len, s.page_table, width)
-        ends, hidden = inputs.ends(new.last), verified.hidden
+        s, slots, (rows, width) = self._context.slots, verified.slots, verified.sampled.shape
+        new = catch_up(slots, verified.result, verified.sampled, s.length, s.page_table, self._context.page_size)
+        inputs = AttentionInputs(slots, new.positions, new.slot_mapping, new.kv_len, s.page_table, width)
+        last_tokens, hidden = inputs.last_tokens(new.last), verified.hidden
         for stage in self._stages[:-1]:
             keep_rows(stage.page_hidden, new.pages, hidden)
             states = stage.run(new.token_ids, hidden, inputs)
             before = stage.hidden.index_select(0, slots)[:, None]
             hidden = torch.cat((before, states.view(rows, width, -1)[:, :-1]), dim=1).flatten(0, 1)
-            keep_rows(stage.hidden, new.owners, ends.of(states))
-        self._finish(new, hidden, inputs, ends)
+            keep_rows(stage.hidden, new.owners, last_tokens.select(states))
+        self._finish(new, hidden, inputs, last_tokens)
         self._keep_draft(slots, new.owners)
 
     def observe_prompt(self, prompt: PromptPass) -> None:
         assert prompt.hidden is not None
-        s = self._host.slots
+        s = self._context.slots
         new = catch_up_extend(
             prompt.slots, prompt.query_start, prompt.start, prompt.token_ids, prompt.next_ids, prompt.positions,
-            s.page_table, self._host.page_size,
+            s.page_table, self._context.page_size,
         )  # fmt: skip
         before = _states_before(new, prompt.query_start)
         hidden = torch.cat((self._stages[0].page_hidden.index_select(0, new.sources), prompt.hidden))
         inputs = AttentionInputs(
-            new.slots, new.positions, new.kv_slots, new.kv_len, s.page_table, None, new.query_start
+            new.slots, new.positions, new.slot_mapping, new.kv_len, s.page_table, None, new.query_start
         )
-        ends = inputs.ends(new.last)
+        last_tokens = inputs.last_tokens(new.last)
         for stage, following in itertools.pairwise(self._stages):
             keep_rows(stage.page_hidden, new.pages, hidden[len(new.sources) :])
             states = stage.run(new.token_ids, hidden, inputs)
             carried = stage.hidden.index_select(0, prompt.slots)
             cached = following.page_hidden.index_select(0, new.sources)
             hidden = torch.cat((states, carried, cached)).index_select(0, before)
-            keep_rows(stage.hidden, new.owners, ends.of(states))
-        self._finish(new, hidden, inputs, ends)
+            keep_rows(stage.hidden, new.owners, last_tokens.select(states))
+        self._finish(new, hidden, inputs, last_tokens)
         self._keep_draft(prompt.slots, new.owners)
-        self._pending.settle(prompt.slots)
+        self._unobserved.mark_observed(prompt.slots)
 
-    def _finish(self, new: CatchUp | CatchUpExtend, hidden: torch.Tensor, inputs: AttentionInputs, ends: Ends) -> None:
+    def _finish(
+        self, new: CatchUp | CatchUpExtend, hidden: torch.Tensor, inputs: AttentionInputs, last_tokens: LastTokens
+    ) -> None:
         """The last module's entries, of which only each row's last state is kept. hidden: [N, H], what they join."""
         stage = self._stages[-1]
         keep_rows(stage.page_hidden, new.pages, hidden[-len(new.pages) :])
-        keep_rows(stage.hidden, new.owners, stage.run(new.token_ids, hidden, inputs, ends))
+        keep_rows(stage.hidden, new.owners, stage.run(new.token_ids, hidden, inputs, last_tokens))
 
     def _keep_draft(self, slots: torch.Tensor, owners: torch.Tensor) -> None:
         """Draft 0 of the next round, from module 0's states that were just kept."""
         stage = self._stages[0]
         logits = stage.module.lm_head(stage.hidden.index_select(0, slots))
-        keep_rows(self._draft, owners, self._host.pick(logits, slots, 0, None)[:, None])
+        keep_rows(self._draft, owners, self._context.sample(logits, slots, 0, None)[:, None])
 
 
 def _states_before(new: CatchUpExtend, query_start: torch.Tensor) -> torch.Tensor:

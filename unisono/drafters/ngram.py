@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import torch
 
-from unisono.drafters.base import Host, PromptPass, Span, Verified
+from unisono.drafters.base import DrafterContext, PromptPass, Span, Verified
 from unisono.drafters.options import in_range, read_options
 from unisono.drafters.shared import MOST_SHARED, SHARED_TOKENS, SharedTexts
 from unisono.kernels.lookup import lookup, lookup_scratch
 from unisono.kernels.lookup_paths import lookup_path
 from unisono.models.config import DecoderConfig
-from unisono.program import Needs
+from unisono.program import Features
 from unisono.types import ConfigError, SpeculativeConfig
 
 LONGEST_MATCH = 64
@@ -38,7 +38,7 @@ class NgramDrafter:
     """
 
     name = "ngram"
-    needs = Needs()
+    features = Features()
     page_bytes = 0
     self_test = None
 
@@ -55,10 +55,10 @@ class NgramDrafter:
         self.num_drafts = spec.num_speculative_tokens
         self._sizes = [len(path) for path in spec.paths]
 
-    def bind(self, host: Host) -> None:
-        self._slots = host.slots
-        self._scratch = lookup_scratch(host.slots.history.shape[0], 1, host.device)
-        self.shared = SharedTexts(self.shared_tokens, host)
+    def bind(self, context: DrafterContext) -> None:
+        self._slots = context.slots
+        self._scratch = lookup_scratch(context.slots.history.shape[0], 1, context.device)
+        self.shared = SharedTexts(self.shared_tokens, context)
 
     def allocate(self, num_pages: int) -> None:
         pass

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from unisono.drafters.base import Host, PromptPass, Verified
+from unisono.drafters.base import DrafterContext, PromptPass, Verified
 from unisono.drafters.options import read_options
 from unisono.models.config import DecoderConfig
-from unisono.program import Needs
+from unisono.program import Features
 from unisono.types import SpeculativeConfig
 
 
@@ -16,14 +16,14 @@ class NoDrafter:
 
     name = "none"
     num_drafts = 0
-    needs = Needs()
+    features = Features()
     page_bytes = 0
     self_test = None
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
         read_options(spec, {})
 
-    def bind(self, host: Host) -> None:
+    def bind(self, context: DrafterContext) -> None:
         pass
 
     def allocate(self, num_pages: int) -> None:

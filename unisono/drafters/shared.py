@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from unisono.drafters.base import Host, PromptPass, Verified
+from unisono.drafters.base import DrafterContext, PromptPass, Verified
 from unisono.kernels.lookup import remember
 
 SHARED_TOKENS, MOST_SHARED = 1 << 16, 1 << 24
@@ -19,8 +19,8 @@ SHARED_TOKENS, MOST_SHARED = 1 << 16, 1 << 24
 class SharedTexts:
     """The last ``size`` tokens of ended outputs; with 0 nothing is shared. S slots."""
 
-    def __init__(self, size: int, host: Host) -> None:
-        self._slots, history = host.slots, host.slots.history
+    def __init__(self, size: int, context: DrafterContext) -> None:
+        self._slots, history = context.slots, context.slots.history
         self._prompt = history.new_zeros(history.shape[0])  # [S]: where each slot's output begins
         self.ring: torch.Tensor | None = None  # [size] int32
         self.head: torch.Tensor | None = None  # [1] int32: where the next token goes

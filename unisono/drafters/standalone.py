@@ -18,18 +18,18 @@ from pathlib import Path
 import torch
 
 from unisono.attention.base import AttentionInputs
-from unisono.drafters.base import Host, PromptPass, SelfTest, Span, Verified
+from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Span, Verified
 from unisono.drafters.options import LOAD_FORMAT, read_options, required_model
-from unisono.drafters.pending import Pending
+from unisono.drafters.unobserved import Unobserved
 from unisono.kernels.catch_up import catch_up
 from unisono.kernels.draft_inputs import draft_extend_inputs, draft_inputs
-from unisono.kernels.paths import copy_span
+from unisono.kernels.tree_paths import copy_span
 from unisono.layers.linear import prove_linears
 from unisono.models import vocabulary
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
-from unisono.program import Needs
+from unisono.program import Features
 from unisono.types import ConfigError, SpeculativeConfig
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class StandaloneDrafter:
     """
 
     name = "standalone"
-    needs = Needs()
+    features = Features()
     unlimited = True  # what is pending is tokens
     page_bytes = 0  # known once the engine's dtype is
 
@@ -60,85 +60,87 @@ class StandaloneDrafter:
         random = "the draft model's weights are random (load_format dummy)" if self._load_format == "dummy" else None
         self.self_test = SelfTest("the draft model was trained on other text, or its files are damaged", random)
 
-    def bind(self, host: Host) -> None:
+    def bind(self, context: DrafterContext) -> None:
         c = self._checkpoint.config
-        if host.max_model_len > c.max_positions:
+        if context.max_model_len > c.max_positions:
             logger.warning(
                 "The draft model in %s was trained for %d positions, the engine serves %d: beyond, its drafts will "
                 "seldom be accepted. Lower --max-model-len if no request is that long.",
-                self._checkpoint.path, c.max_positions, host.max_model_len,
+                self._checkpoint.path, c.max_positions, context.max_model_len,
             )  # fmt: skip
-        self._host = host
+        self._context = context
         self._model = load_model(
             self._checkpoint,
-            backend=host.attention(c.num_heads, c.num_kv_heads),
-            dtype=host.dtype,
-            device=host.device,
-            max_positions=host.max_model_len,
+            backend=context.attention(c.num_heads, c.num_kv_heads),
+            dtype=context.dtype,
+            device=context.device,
+            max_positions=context.max_model_len,
             load_format=self._load_format,
-            progress=lambda stage, share: host.progress(share),
+            progress=lambda stage, share: context.progress(share),
         )
-        host.decide("draft vocabulary", f"{self._shared_ids} token ids, as the target's", self._vocabulary)
+        context.decide("draft vocabulary", f"{self._shared_ids} token ids, as the target's", self._vocabulary)
         prove_linears(self._model.modules())
-        self._pending = Pending(host)
-        page = c.num_kv_heads * host.page_size * c.head_dim
-        self.page_bytes = 2 * c.num_layers * page * host.dtype.itemsize
+        self._unobserved = Unobserved(context)
+        page = c.num_kv_heads * context.page_size * c.head_dim
+        self.page_bytes = 2 * c.num_layers * page * context.dtype.itemsize
 
     def allocate(self, num_pages: int) -> None:
-        c, host = self._checkpoint.config, self._host
-        shape = (c.num_layers, 2, num_pages, c.num_kv_heads, host.page_size, c.head_dim)
-        storage = torch.zeros(shape, dtype=host.dtype, device=host.device)
+        c, context = self._checkpoint.config, self._context
+        shape = (c.num_layers, 2, num_pages, c.num_kv_heads, context.page_size, c.head_dim)
+        storage = torch.zeros(shape, dtype=context.dtype, device=context.device)
         self._storage = storage.flatten(0, 1)
         self._kv = [(k, v) for k, v in storage]
 
     def fork(self, span: Span) -> None:
-        copy_span(self._storage, self._host.slots.page_table, span.sources, span.tables, span.first, span.last)
+        copy_span(self._storage, self._context.slots.page_table, span.sources, span.tables, span.first, span.last)
 
     adopt = fork
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor | None = None) -> None:
         rows = slots if tables is None else tables
-        host, s, vocab = self._host, self._host.slots, self._checkpoint.config.vocab_size
+        context, s, vocab = self._context, self._context.slots, self._checkpoint.config.vocab_size
         for step in range(drafts.shape[1]):
             first, width = (step - 1, 1) if step else (-LAG, LAG)
-            token_ids, positions, kv_slots, kv_len = draft_inputs(
-                slots, drafts, s.history, s.length, s.limit, s.status, s.page_table, host.page_size, vocab, first,
-                width, tables,
+            token_ids, positions, slot_mapping, kv_len = draft_inputs(
+                slots, drafts, s.history, s.length, s.max_length, s.status, s.page_table, context.page_size, vocab,
+                first, width, tables,
             )  # fmt: skip
-            inputs = AttentionInputs(rows, positions, kv_slots, kv_len, s.page_table, width)
+            inputs = AttentionInputs(rows, positions, slot_mapping, kv_len, s.page_table, width)
             hidden, _ = self._model(token_ids, inputs, self._kv)
             newest = hidden.view(-1, width, hidden.shape[1])[:, -1].contiguous()
             logits = self._model.logits(newest)[:, : self._shared_ids]
-            drafts[:, step].copy_(host.pick(logits, slots, step, None))
+            drafts[:, step].copy_(context.sample(logits, slots, step, None))
 
     def observe(self, verified: Verified) -> None:
         """Nothing but a note: the next round begins with what this one left out."""
-        self._pending.settle(verified.slots)
+        self._unobserved.mark_observed(verified.slots)
 
     def remember(self, verified: Verified) -> None:
         """Nothing: the tokens are in the history."""
 
     def resume(self, slots: torch.Tensor) -> None:
         """Keys and values of pending tokens, moved two positions back, where a round begins."""
-        host, s = self._host, self._host.slots
-        behind = self._pending.take(slots, LAG)
-        lengths = self._pending.observed - LAG
-        new = catch_up(slots, behind.result, behind.picks, lengths, s.page_table, host.page_size)
-        inputs = AttentionInputs(slots, new.positions, new.kv_slots, new.kv_len, s.page_table, behind.picks.shape[1])
+        context, s = self._context, self._context.slots
+        missing = self._unobserved.take(slots, LAG)
+        lengths = self._unobserved.observed - LAG
+        new = catch_up(slots, missing.result, missing.sampled, lengths, s.page_table, context.page_size)
+        inputs = AttentionInputs(
+            slots, new.positions, new.slot_mapping, new.kv_len, s.page_table, missing.sampled.shape[1]
+        )
         known = new.token_ids < self._checkpoint.config.vocab_size
-        self._model(new.token_ids.where(known, 0), inputs, self._kv, ends=inputs.ends(new.last))
+        self._model(new.token_ids.where(known, 0), inputs, self._kv, last_tokens=inputs.last_tokens(new.last))
 
     def observe_prompt(self, prompt: PromptPass) -> None:
         """Keys and values of the pass, and of the token before each chunk: a cached page may lack its last one."""
-        host, s = self._host, self._host.slots
-        token_ids, positions, kv_slots, kv_len, query_start = draft_extend_inputs(
-            prompt.slots, prompt.query_start, prompt.start, s.history, s.page_table, host.page_size,
+        context, s = self._context, self._context.slots
+        token_ids, positions, slot_mapping, kv_len, query_start = draft_extend_inputs(
+            prompt.slots, prompt.query_start, prompt.start, s.history, s.page_table, context.page_size,
             self._checkpoint.config.vocab_size, prompt.token_ids.shape[0],
         )  # fmt: skip
-        inputs = AttentionInputs(prompt.slots, positions, kv_slots, kv_len, s.page_table, None, query_start)
-        ends = inputs.ends((query_start[1:] - 1).clamp_min(0))  # nothing is read of them either
-        self._model(token_ids, inputs, self._kv, ends=ends)
-        self._pending.settle(prompt.slots)
+        inputs = AttentionInputs(prompt.slots, positions, slot_mapping, kv_len, s.page_table, None, query_start)
+        last_tokens = inputs.last_tokens((query_start[1:] - 1).clamp_min(0))  # nothing is read of them either
+        self._model(token_ids, inputs, self._kv, last_tokens=last_tokens)
+        self._unobserved.mark_observed(prompt.slots)
 
 
 def check_vocabulary(target: DecoderConfig, draft: Checkpoint) -> str:

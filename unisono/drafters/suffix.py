@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import torch
 
-from unisono.drafters.base import Host, PromptPass, Verified
+from unisono.drafters.base import DrafterContext, PromptPass, Verified
 from unisono.drafters.options import in_range, read_options
 from unisono.drafters.shared import MOST_SHARED, SHARED_TOKENS, SharedTexts
 from unisono.kernels.lookup import lookup, lookup_scratch
 from unisono.models.config import DecoderConfig
-from unisono.program import Needs
+from unisono.program import Features
 from unisono.types import SpeculativeConfig
 
 VOTERS = 16
@@ -50,7 +50,7 @@ class SuffixDrafter:
     """
 
     name = "suffix"
-    needs = Needs()
+    features = Features()
     page_bytes = 0
     self_test = None
 
@@ -66,10 +66,10 @@ class SuffixDrafter:
         self.share = options["suffix_decoding_min_token_prob"]
         self.shared_tokens = int(options["shared_tokens"])
 
-    def bind(self, host: Host) -> None:
-        self._slots = host.slots
-        self._scratch = lookup_scratch(host.slots.history.shape[0], VOTERS, host.device)
-        self.shared = SharedTexts(self.shared_tokens, host)
+    def bind(self, context: DrafterContext) -> None:
+        self._slots = context.slots
+        self._scratch = lookup_scratch(context.slots.history.shape[0], VOTERS, context.device)
+        self.shared = SharedTexts(self.shared_tokens, context)
 
     def allocate(self, num_pages: int) -> None:
         pass

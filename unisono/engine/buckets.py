@@ -13,7 +13,7 @@ from unisono.config import ResolvedConfig, parse_graphs
 from unisono.graphs.cost import PassCost, candidates
 from unisono.graphs.planner import Buckets
 from unisono.kernels.linear import ROW_TILES
-from unisono.program import Graph, Needs, Program, Shape
+from unisono.program import Features, Graph, Program, Shape
 from unisono.types import ConfigError
 
 GPU_PASSES = {"round": 10_000, "extend": 2_000, "score": 20, "catch_up": 20, "draft": 2_000, "verify": 2_000}
@@ -42,7 +42,7 @@ SHARES = {"round": 1.0, "extend": 0.8, "score": 0.5, "catch_up": 0.2, "draft": 0
 CHAIN_DRAFTS = (0, 1, 2, 3, 5, 8, 11)
 """Numbers of drafts that rounds of a chain are captured for, below k."""
 
-MOST_PENDING = 32
+MAX_UNOBSERVED = 32
 """Tokens of a request that a paused drafter may be behind by, where each of them costs memory."""
 
 LEAST_TOKENS = 16
@@ -68,10 +68,10 @@ def draft_choices(config: ResolvedConfig, most: int) -> tuple[tuple[int, ...], s
     return choices, "each round what brings most tokens a second, as costs and acceptance go"
 
 
-def pending_tokens(config: ResolvedConfig) -> int:
+def max_unobserved_tokens(config: ResolvedConfig) -> int:
     """Tokens of each request that a drafter catches up with at once: as many as fit a prompt pass."""
     fit = max(4, config.max_num_batched_tokens // config.max_num_seqs)
-    return min(MOST_PENDING, 1 << (fit.bit_length() - 1))
+    return min(MAX_UNOBSERVED, 1 << (fit.bit_length() - 1))
 
 
 def tile_edges(width: int, limit: int) -> frozenset[int]:
@@ -138,11 +138,13 @@ def gpu_graph_bytes(config: ResolvedConfig, free: int) -> ResolvedConfig:
     return config
 
 
-def round_buckets(program: Program, config: ResolvedConfig, choices: Sequence[int], needs: Needs) -> list[Buckets]:
+def round_buckets(
+    program: Program, config: ResolvedConfig, choices: Sequence[int], features: Features
+) -> list[Buckets]:
     """What may be captured of rounds with each number of drafts. Widths between the extremes get few sizes, and all."""
     if len(choices) == 1:
-        return [buckets_of(program, config, 1 + choices[0], needs)]
-    buckets = [buckets_of(program, config, 1 + k, needs, part=0.5) for k in choices]
+        return [buckets_of(program, config, 1 + choices[0], features)]
+    buckets = [buckets_of(program, config, 1 + k, features, part=0.5) for k in choices]
     for i in range(1, len(choices) - 1):  # nothing is chosen among their sizes, so nothing has to be measured
         buckets[i] = replace(_sparse(buckets[i], config.max_num_seqs), passes=None, measured=False)
     return buckets
@@ -170,22 +172,22 @@ def _sparse(buckets: Buckets, limit: int) -> Buckets:
     return replace(buckets, shapes=chosen, edges=frozenset())
 
 
-def buckets_of(program: Program, config: ResolvedConfig, width: int, needs: Needs, part: float = 1.0) -> Buckets:
+def buckets_of(program: Program, config: ResolvedConfig, width: int, features: Features, part: float = 1.0) -> Buckets:
     """What may be captured of one of the engine's programs. part: of its passes are expected in this width."""
     name, gpu = program.name, config.device.type == "cuda"
     each, limit, least = (
         (width, config.max_num_seqs, 1) if name in ROUNDS else (1, config.max_num_batched_tokens, LEAST_TOKENS)
     )
-    on_demand = needs.masks or name == "draft"
+    on_demand = features.masks or name == "draft"
     edges = tile_edges(each, limit) if gpu and name in ("round", "extend") and not on_demand else frozenset()
     passes = part * (GPU_PASSES if gpu else CPU_PASSES)[name]
     shapes = tuple(Shape(rows, each) for rows in sorted({*candidates(limit, least), *edges}))
     buckets = Buckets(
         program,
         shapes,
-        needs,
+        features,
         mode=config.graphs[asked_as(name)],
-        passes=passes * (MASKED_SHARE if needs.masks and name not in ROUNDS else 1.0),
+        passes=passes * (MASKED_SHARE if features.masks and name not in ROUNDS else 1.0),
         edges=edges,
         flat=ROW_TILES[-1] // each if gpu else 0,
         cost=None if gpu else CPU_COST,

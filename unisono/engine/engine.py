@@ -18,9 +18,9 @@ import torch
 from unisono.cache.pages import PagePool
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.engine import report
+from unisono.engine.draft_controller import DraftController
 from unisono.engine.hidden import HiddenStates
 from unisono.engine.overrides import Embedded
-from unisono.engine.pace import Pace
 from unisono.engine.runner import Launched, Runner
 from unisono.engine.scheduler import Extend, Round, Scheduler, Sequence
 from unisono.engine.self_test import run_self_test
@@ -66,7 +66,7 @@ class Engine:
             self.config.max_num_batched_tokens,
             self.runner.max_extend_rows,
         )
-        self.pace = Pace(self.runner)
+        self.draft_controller = DraftController(self.runner)
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: Launched | None = None
         self._order = itertools.count()
@@ -165,14 +165,14 @@ class Engine:
 
         Where a request needs masks it is the other way round.
         """
-        deltas = self._settle() if self.scheduler.waits_for_tokens else []
-        work = self.pace.launching(self.scheduler.schedule())
+        deltas = self._read_in_flight() if self.scheduler.waits_for_tokens else []
+        work = self.draft_controller.launching(self.scheduler.schedule())
         launched = self.runner.launch(work) if work is not None else None
-        deltas += self._settle()
+        deltas += self._read_in_flight()
         self._in_flight = launched
         return deltas
 
-    def _settle(self) -> list[TokenDelta]:
+    def _read_in_flight(self) -> list[TokenDelta]:
         """Read the pass in flight, if there is one."""
         launched, self._in_flight = self._in_flight, None
         return self._read(launched) if launched is not None else []
@@ -181,7 +181,7 @@ class Engine:
         outputs = launched.wait()
         result, logprobs = outputs["result"], outputs["logprobs"]
         work = launched.work
-        self.pace.read(work, result)
+        self.draft_controller.read(work, result)
         if isinstance(work, Extend):
             for chunk in work.chunks:
                 if chunk.sequence.finish is FinishReason.RUNNING:
@@ -260,7 +260,7 @@ class Engine:
         """Have every round draft so many tokens, one of ``runner.choices``; None: as many as pay. For measurements."""
         if drafts is not None and drafts not in self.runner.choices:
             raise ConfigError(f"{drafts} drafts a round: this engine has captured rounds with {self.runner.choices}.")
-        self.pace.pin(drafts)
+        self.draft_controller.pin(drafts)
 
     def check_integrity(self) -> None:
         """Prove the page bookkeeping; the idle engine calls this. Raises RuntimeError naming the breach."""

@@ -18,15 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from unisono.engine.needs import mask_field
+from unisono.engine.feature_fields import mask_field
 from unisono.engine.programs import (
     Parts,
     draft_chain,
     draft_tree,
     growth_fields,
     outcome_fields,
-    settle_chain,
-    settle_tree,
+    verify_chain,
+    verify_tree,
 )
 from unisono.engine.scheduler import Extend, Round
 from unisono.grammar.matcher import ALL, Matcher
@@ -79,12 +79,12 @@ def verify_program(parts: Parts) -> Program:
         slots, held = parts.slots, _held(parts, b)
         grow_pages(slots.page_table, b.slots, b.columns, b.pages)
         if b.shape.width == 1:
-            settle_chain(parts, b, held)
+            verify_chain(parts, b, held)
         elif parts.tree is None:
             limit_drafts(held, b.slots, slots.max_drafts, b.drafted)  # they are limited: it counts them
-            settle_chain(parts, b, held)
+            verify_chain(parts, b, held)
         else:
-            settle_tree(parts, parts.tree, b, parts.tree.rows(b.slots), held)
+            verify_tree(parts, parts.tree, b, parts.tree.rows(b.slots), held)
 
     return Program("verify", schema, run)
 

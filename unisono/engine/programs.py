@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.attention.base import AttentionInputs, Ends
+from unisono.attention.base import AttentionInputs, LastTokens
 from unisono.cache.kv import PAGE_SIZE
 from unisono.cache.pages import pages_for
 from unisono.drafters.base import Drafter, PausableDrafter, PromptPass, Verified
-from unisono.engine.needs import (
+from unisono.engine.feature_fields import (
     Overriding,
     embedding_fields,
     hidden_field,
@@ -26,15 +26,15 @@ from unisono.engine.needs import (
     score_fields,
 )
 from unisono.engine.slots import Slots
-from unisono.engine.synthetic import Force
+from unisono.engine.synthetic import AcceptanceRule
 from unisono.engine.tree import Tree
 from unisono.kernels.logprobs import WORDS as LOGPROB_WORDS
 from unisono.kernels.pages import grow_pages
-from unisono.kernels.paths import Fork
 from unisono.kernels.rounds import commit, extend_inputs, limit_drafts, round_inputs
+from unisono.kernels.tree_paths import Fork
 from unisono.models.decoder import Decoder
 from unisono.program import Buffers, Field, Hidden, Program, Schema
-from unisono.sampling.pipeline import DraftPicker, edit_and_pick, report_logprobs, report_prompt_logprobs
+from unisono.sampling.pipeline import DraftSampler, edit_and_sample, report_logprobs, report_prompt_logprobs
 
 Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -45,7 +45,7 @@ SCORED_TOKENS = 256
 
 @dataclass(frozen=True)
 class Parts:
-    """What a pass is made of. ``kv`` holds (keys, values) of each layer; ``picker`` is the drafter's ``host.pick``.
+    """What a pass is made of. ``kv`` holds (keys, values) of each layer; ``sampler`` is ``context.sample`` of drafters.
 
     processed: report log-probabilities of what tokens were drawn from rather than of the model's own logits.
     forced: benchmarks only, overwrites drafts with what will be accepted; None verifies in earnest.
@@ -56,10 +56,10 @@ class Parts:
     model: Decoder
     drafter: Drafter
     slots: Slots
-    picker: DraftPicker
+    sampler: DraftSampler
     kv: Layers
     processed: bool = False
-    forced: Force | None = None
+    forced: AcceptanceRule | None = None
     tree: Tree | None = None
     held: torch.Tensor | None = None
 
@@ -81,20 +81,20 @@ class Parts:
         token_ids: torch.Tensor,
         inputs: AttentionInputs,
         given: Overriding | None = None,
-        ends: Ends | None = None,
+        last_tokens: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The target: hidden states [T, H] for the LM head, or those of ``ends``, and what the drafter asked to see."""
-        needs = self.drafter.needs
-        hidden, aux = self.model(token_ids, inputs, self.kv, needs.aux_layers, given, ends)
-        return hidden, {Hidden.NULL: None, Hidden.AUX: aux}.get(needs.hidden, hidden)
+        """The target's hidden states [T, H], or those of ``last_tokens``, and what the drafter asked to see."""
+        features = self.drafter.features
+        hidden, aux = self.model(token_ids, inputs, self.kv, features.aux_layers, given, last_tokens)
+        return hidden, {Hidden.NULL: None, Hidden.AUX: aux}.get(features.hidden, hidden)
 
-    def reads_ends_only(self, b: Buffers) -> bool:
+    def reads_last_tokens_only(self, b: Buffers) -> bool:
         """Whether of a prompt pass nobody reads the target's output but that of each row's last token."""
-        needs = self.drafter.needs
-        drafted = needs.hidden is Hidden.FULL or self.model.config.num_layers in needs.aux_layers
+        features = self.drafter.features
+        drafted = features.hidden is Hidden.FULL or self.model.config.num_layers in features.aux_layers
         return not drafted and b.find("hidden") is None and b.find("score_rows") is None
 
-    def pick(
+    def sample(
         self,
         logits: torch.Tensor,
         rows: torch.Tensor,
@@ -108,7 +108,7 @@ class Parts:
         """
         width = logprobs.shape[1]
         mask = None if mask is None else mask.reshape(logits.shape[0], -1)
-        picked = edit_and_pick(logits, rows, width, drafts, self.slots, mask=mask)
+        picked = edit_and_sample(logits, rows, width, drafts, self.slots, mask=mask)
         report_logprobs(logits, rows, width, picked, self.slots, self.processed, logprobs)
         return picked.tokens.view(-1, width)
 
@@ -127,10 +127,10 @@ class Parts:
             logits, out = self.model.logits(hidden.index_select(0, token[part])), b.prompt_logprobs[part]
             report_prompt_logprobs(logits, slots[part], next_ids[part], self.slots, out)
 
-    def commit(self, picks: torch.Tensor, drafts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def commit(self, sampled: torch.Tensor, drafts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Accept and commit; see :func:`unisono.kernels.rounds.commit`."""
         s = self.slots
-        return commit(picks, drafts, rows, s.length, s.limit, s.status, s.last_token, s.stop_ids, s.history)
+        return commit(sampled, drafts, rows, s.length, s.max_length, s.status, s.last_token, s.stop_ids, s.history)
 
 
 def growth_columns(width: int) -> int:
@@ -182,28 +182,28 @@ def _chain_round(parts: Parts, b: Buffers) -> None:
     """One row of drafts for each request."""
     drafts = torch.full((b.shape.rows, b.shape.width - 1), -1, dtype=torch.int32, device=b.device)
     draft_chain(parts, b.slots, drafts, b.drafted)
-    settle_chain(parts, b, drafts)
+    verify_chain(parts, b, drafts)
 
 
 def draft_chain(parts: Parts, slots: torch.Tensor, drafts: torch.Tensor, drafted: torch.Tensor) -> None:
     """Fill ``drafts [R, k]``, all -1 before, and ``drafted [R]`` with how many there are."""
     if drafts.shape[1]:
-        with parts.picker.seeing(drafts):
+        with parts.sampler.seeing(drafts):
             parts.drafter.propose(slots, drafts)
         limit_drafts(drafts, slots, parts.slots.max_drafts, drafted)
 
 
-def settle_chain(parts: Parts, b: Buffers, drafts: torch.Tensor) -> None:
+def verify_chain(parts: Parts, b: Buffers, drafts: torch.Tensor) -> None:
     """Verify and commit ``drafts [R, k]``, and let the drafter catch up."""
     width = b.shape.width
     mask = b.find("mask")
-    picks, hidden, seen = _verify(parts, b.slots, b.slots, drafts, b.logprobs, None if mask is None else mask[:, 0])
+    sampled, hidden, seen = _verify(parts, b.slots, b.slots, drafts, b.logprobs, None if mask is None else mask[:, 0])
     return_hidden(b, hidden)
     if parts.forced is not None:
         b.drafted.fill_(width - 1)
-    b.result.copy_(parts.commit(picks, drafts, b.slots))
-    hand_over(parts, b)
-    verified = Verified(b.slots, b.result, picks, seen)
+    b.result.copy_(parts.commit(sampled, drafts, b.slots))
+    _outputs_ready_before_catch_up(parts, b)
+    verified = Verified(b.slots, b.result, sampled, seen)
     if width == 1 and isinstance(parts.drafter, PausableDrafter):
         parts.drafter.remember(verified)
     elif parts.width > 1:
@@ -221,43 +221,43 @@ def _tree_round(parts: Parts, tree: Tree, b: Buffers) -> None:
     fork = tree.fork(b.slots)
     drafts = torch.full((len(fork.slots), b.shape.width - 1), -1, dtype=torch.int32, device=b.device)
     draft_tree(parts, tree, fork, drafts)
-    settle_tree(parts, tree, b, fork, drafts)
+    verify_tree(parts, tree, b, fork, drafts)
 
 
 def draft_tree(parts: Parts, tree: Tree, fork: Fork, drafts: torch.Tensor) -> None:
     """Fill ``drafts [R · P, k]``, all -1 before."""
-    with parts.picker.seeing(drafts):
+    with parts.sampler.seeing(drafts):
         tree.propose(fork, drafts)
     limit_drafts(drafts, fork.slots, parts.slots.max_drafts, torch.empty_like(fork.slots))
 
 
-def settle_tree(parts: Parts, tree: Tree, b: Buffers, fork: Fork, drafts: torch.Tensor) -> None:
+def verify_tree(parts: Parts, tree: Tree, b: Buffers, fork: Fork, drafts: torch.Tensor) -> None:
     """Verify every path, commit the best one, and let the drafter catch up."""
     logprobs = b.logprobs.new_empty(len(fork.slots), *b.logprobs.shape[1:])
-    picks, hidden, seen = _verify(parts, fork.slots, fork.tables, drafts, logprobs, b.find("mask"))
+    sampled, hidden, seen = _verify(parts, fork.slots, fork.tables, drafts, logprobs, b.find("mask"))
     if parts.forced is not None:
         tree.leave_one(fork, drafts)
-    best = tree.best(fork, picks, drafts)
+    best = tree.best(fork, sampled, drafts)
     b.logprobs.copy_(logprobs.index_select(0, best.rows))
     b.drafted.copy_(best.drafted)
     if parts.forced is not None:
         b.drafted.fill_(b.shape.width - 1)
-    b.result.copy_(parts.commit(best.picks, best.drafts, b.slots))
+    b.result.copy_(parts.commit(best.sampled, best.drafts, b.slots))
     tree.adopt(b.slots, best, b.result)
     return_hidden(b, _rows_of(hidden, len(fork.slots), best.rows))
-    hand_over(parts, b)
+    _outputs_ready_before_catch_up(parts, b)
     seen = None if seen is None else _rows_of(seen, len(fork.slots), best.rows)
-    parts.drafter.observe(Verified(b.slots, b.result, best.picks, seen))
+    parts.drafter.observe(Verified(b.slots, b.result, best.sampled, seen))
 
 
-def hand_over(parts: Parts, b: Buffers) -> None:
+def _outputs_ready_before_catch_up(parts: Parts, b: Buffers) -> None:
     """Before the drafter catches up, let the host have the tokens of a round under masks: it waits for them.
 
     Other rounds it reads one late, so there is nothing to win; and from the outputs of one to those of the next it
-    measures what a round takes, catching up included (``pace.py``).
+    measures what a round takes, catching up included (``draft_controller.py``).
     """
     if parts.width > 1 and b.find("mask") is not None:
-        b.publish()
+        b.outputs_ready()
 
 
 def _verify(
@@ -268,20 +268,28 @@ def _verify(
     logprobs: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The target's picks [R, W] behind drafts [R, k], its hidden states [R · W, H], and what the drafter asked to see.
+    """The target's tokens [R, W] after drafts [R, k], its hidden states [R · W, H], and what the drafter asked to see.
 
     rows [R]: each row's slot; tables [R]: its row of the page table.
     """
     slots, width = parts.slots, 1 + drafts.shape[1]
-    token_ids, positions, kv_slots, kv_len = round_inputs(
-        rows, drafts, slots.length, slots.limit, slots.status, slots.last_token, slots.page_table, PAGE_SIZE, tables
+    token_ids, positions, slot_mapping, kv_len = round_inputs(
+        rows,
+        drafts,
+        slots.length,
+        slots.max_length,
+        slots.status,
+        slots.last_token,
+        slots.page_table,
+        PAGE_SIZE,
+        tables,
     )
-    inputs = AttentionInputs(tables, positions, kv_slots, kv_len, slots.page_table, width)
+    inputs = AttentionInputs(tables, positions, slot_mapping, kv_len, slots.page_table, width)
     hidden, seen = parts.forward(token_ids, inputs)
-    picks = parts.pick(parts.model.logits(hidden), rows, drafts, logprobs, mask)
+    sampled = parts.sample(parts.model.logits(hidden), rows, drafts, logprobs, mask)
     if parts.forced is not None:
-        parts.forced(drafts, picks, rows)
-    return picks, hidden, seen
+        parts.forced(drafts, sampled, rows)
+    return sampled, hidden, seen
 
 
 def extend_program(parts: Parts, max_rows: int, name: str = "extend") -> Program:
@@ -312,23 +320,23 @@ def extend_program(parts: Parts, max_rows: int, name: str = "extend") -> Program
     )
 
     def run(b: Buffers) -> None:
-        positions, kv_slots, kv_len = extend_inputs(
+        positions, slot_mapping, kv_len = extend_inputs(
             b.slots, b.query_start, b.start, slots.page_table, PAGE_SIZE, b.shape.rows
         )
-        inputs = AttentionInputs(b.slots, positions, kv_slots, kv_len, slots.page_table, None, b.query_start)
-        ends = inputs.ends(b.last)
-        only = ends if b.shape.rows > max_rows and parts.reads_ends_only(b) else None
+        inputs = AttentionInputs(b.slots, positions, slot_mapping, kv_len, slots.page_table, None, b.query_start)
+        last_tokens = inputs.last_tokens(b.last)
+        only = last_tokens if b.shape.rows > max_rows and parts.reads_last_tokens_only(b) else None
         hidden, seen = parts.forward(b.token_ids, inputs, overriding(b, parts.vectors[1]), only)
         return_hidden(b, hidden)
         drafts = torch.empty((max_rows, 0), dtype=torch.int32, device=b.device)
-        last = hidden if only else ends.of(hidden)
-        picks = parts.pick(parts.model.logits(last), b.sample_slots, drafts, b.logprobs, b.find("mask"))
+        last = hidden if only else last_tokens.select(hidden)
+        sampled = parts.sample(parts.model.logits(last), b.sample_slots, drafts, b.logprobs, b.find("mask"))
         parts.score(hidden, b)
-        b.result.copy_(parts.commit(picks, drafts, b.sample_slots))
+        b.result.copy_(parts.commit(sampled, drafts, b.sample_slots))
         if parts.width > 1:
-            b.publish()  # somebody waits for the first token, and not for the drafter
-            seen = last if parts.drafter.needs.hidden is Hidden.LAST else seen
-            next_ids = _with_sampled(b.next_ids, b.last, picks[:, 0], b.sample_slots != slots.padding)
+            b.outputs_ready()  # somebody waits for the first token, and not for the drafter
+            seen = last if parts.drafter.features.hidden is Hidden.LAST else seen
+            next_ids = _with_sampled(b.next_ids, b.last, sampled[:, 0], b.sample_slots != slots.padding)
             parts.drafter.observe_prompt(
                 PromptPass(b.slots, b.query_start, b.start, b.token_ids, next_ids, positions, b.last, seen)
             )
@@ -342,9 +350,9 @@ def _rows_of(states: torch.Tensor, rows: int, chosen: torch.Tensor) -> torch.Ten
 
 
 def _with_sampled(
-    next_ids: torch.Tensor, last: torch.Tensor, picks: torch.Tensor, sampled: torch.Tensor
+    next_ids: torch.Tensor, last: torch.Tensor, sampled: torch.Tensor, samples: torch.Tensor
 ) -> torch.Tensor:
-    """``next_ids [T]`` with ``picks [E]`` put at ``last [E]`` where ``sampled [E]``."""
+    """``next_ids [T]`` with ``sampled [E]`` put at ``last [E]`` where ``samples [E]``."""
     spare = next_ids.shape[0]  # rows that sample nothing write behind the end
     padded = torch.cat((next_ids, next_ids[:1]))
-    return padded.index_copy(0, last.masked_fill(~sampled, spare).long(), picks)[:spare]
+    return padded.index_copy(0, last.masked_fill(~samples, spare).long(), sampled)[:spare]

@@ -82,7 +82,7 @@ def info(engine: Engine) -> dict[str, object]:
         "paths": runner.paths,
         "tree_nodes": len(spec.token_tree) if spec is not None else 0,
         "adaptive": len(runner.choices) > 1,
-        "rounds_by_drafts": {str(k): count for k, count in sorted(engine.pace.rounds.items())},
+        "rounds_by_drafts": {str(k): count for k, count in sorted(engine.draft_controller.rounds.items())},
         "round_ms": round_costs(engine),
     }
     return {
@@ -124,7 +124,7 @@ def round_costs(engine: Engine) -> list[dict[str, object]]:
     if len(choices) == 1:
         return []
     rows = sorted({graph.key.shape.rows for graph in planner.graphs() if graph.key.program == "round"})
-    table = [{k: engine.pace.padding_ms(count, k) for k in choices} for count in rows]
+    table = [{k: engine.draft_controller.padding_ms(count, k) for k in choices} for count in rows]
     return [
         {"requests": count, **{f"k={k}": "" if ms is None else round(ms, 3) for k, ms in costs.items()}}
         for count, costs in zip(rows, table, strict=True)
@@ -154,7 +154,7 @@ def metrics(engine: Engine) -> list[Metric]:
     for place, accepted in enumerate(c.accepted_per_position):
         name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were accepted, by their place."
         samples.append((name, "counter", {"position": str(place)}, accepted, text))
-    for drafts, rounds in sorted(engine.pace.rounds.items()):
+    for drafts, rounds in sorted(engine.draft_controller.rounds.items()):
         name, text = "spec_decode_num_rounds", "Rounds by the number of tokens drafted for each request, at most."
         if c.accepted_per_position:
             samples.append((name, "counter", {"num_speculative_tokens": str(drafts)}, rounds, text))

@@ -20,7 +20,7 @@ from unisono.attention.base import BreakingAttention
 from unisono.cache.kv import PAGE_SIZE, KVCache, KVShape
 from unisono.cache.pages import pages_for
 from unisono.config import ResolvedConfig
-from unisono.drafters.base import Drafter, Host, PausableDrafter, TreeDrafter
+from unisono.drafters.base import Drafter, DrafterContext, PausableDrafter, TreeDrafter
 from unisono.engine.buckets import (
     CPU_GRAPH_BYTES,
     buckets_of,
@@ -29,10 +29,11 @@ from unisono.engine.buckets import (
     draft_choices,
     gpu_graph_bytes,
     graph_modes,
-    pending_tokens,
+    max_unobserved_tokens,
     round_buckets,
     with_graph_bytes,
 )
+from unisono.engine.feature_fields import logits_feature, mask_words
 from unisono.engine.masked import (
     draft_program,
     extend_masks,
@@ -40,7 +41,6 @@ from unisono.engine.masked import (
     round_masks,
     verify_program,
 )
-from unisono.engine.needs import logits_need, mask_words
 from unisono.engine.overrides import override_fields
 from unisono.engine.programs import Parts, catch_up_program, extend_program, round_program
 from unisono.engine.scheduler import Chunk, Extend, Round
@@ -55,8 +55,8 @@ from unisono.layers.linear import prove_linears, rehearse_proofs
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
-from unisono.program import Buffers, Key, Logits, Pending, Program, Shape
-from unisono.sampling.pipeline import DraftPicker
+from unisono.program import Buffers, Key, Logits, PendingOutputs, Program, Shape
+from unisono.sampling.pipeline import DraftSampler
 from unisono.types import ConfigError, SpeculativeConfig
 
 MAX_EXTEND_ROWS = 32
@@ -74,14 +74,14 @@ class Launched:
     """A pass on the device: whose it is, row by row, and its outputs on their way to the host."""
 
     work: Extend | Round
-    pending: Pending
+    outputs: PendingOutputs
 
     def wait(self) -> dict[str, np.ndarray]:
         """int32 arrays: ``result [rows, width + 2]``: count, status, tokens; ``drafted [rows]``, of a round: drafts
         verified; ``logprobs [rows, width, words]``: what ``kernels/logprobs.py`` reports, of rows that asked;
         ``prompt_logprobs [tokens, words]`` the same of prompt tokens, where the pass scores. Blocks until they are
         here; a drafter may be catching up still."""
-        return self.pending.wait()
+        return self.outputs.wait()
 
 
 class Runner:
@@ -116,16 +116,16 @@ class Runner:
             )
         self.paths = paths = max(1, len(spec.paths))
         self.slots = slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, config.device, paths)
-        self.picker = picker = DraftPicker(slots, spec.paths)
+        self.sampler = sampler = DraftSampler(slots, spec.paths)
         self.choices, why = draft_choices(self.config, drafter.num_drafts)
         if drafter.num_drafts:
             self.decide("drafts per round", ", ".join(map(str, self.choices)), why)
         pausable = len(self.choices) > 1 and isinstance(drafter, PausableDrafter)
-        self.pending = pending_tokens(config) if pausable else 0
-        drafter.bind(self._host(progress))
+        self.max_unobserved = max_unobserved_tokens(config) if pausable else 0
+        drafter.bind(self._context(progress))
         shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
-        self.width, self.needs = 1 + drafter.num_drafts, drafter.needs
-        self.masked = replace(drafter.needs, masks=True)
+        self.width, self.features = 1 + drafter.num_drafts, drafter.features
+        self.masked = replace(drafter.features, masks=True)
         held = held_drafts(config.max_num_seqs, paths, self.width, config.device)
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
         forced = forcing(config.asked, slots)
@@ -133,7 +133,7 @@ class Runner:
 
         def parts(kv: KVCache) -> Parts:
             tree = Tree.of(spec.paths, drafter, slots, kv) if isinstance(drafter, TreeDrafter) and spec.paths else None
-            return Parts(self.model, drafter, slots, picker, kv.layers, processed, forced, tree, held)
+            return Parts(self.model, drafter, slots, sampler, kv.layers, processed, forced, tree, held)
 
         self._parts = parts
         self._hold_pages(shape, 2)  # for padding, until it is known how many fit
@@ -183,15 +183,15 @@ class Runner:
             )
         return drafter
 
-    def _host(self, progress: Callable[[str, float], None]) -> Host:
+    def _context(self, progress: Callable[[str, float], None]) -> DrafterContext:
         """What the drafter is lent."""
         config = self.config
-        return Host(
+        return DrafterContext(
             target=self.model,
             slots=self.slots,
             attention=self._attention,
-            pick=self.picker,
-            best=self.picker.best,
+            sample=self.sampler,
+            best=self.sampler.best,
             kv=lambda: self.kv.layers,
             dtype=config.dtype,
             device=config.device,
@@ -199,7 +199,7 @@ class Runner:
             page_size=PAGE_SIZE,
             progress=lambda share: progress("load draft", share),
             decide=self.decide,
-            pending=self.pending,
+            max_unobserved=self.max_unobserved,
         )
 
     def decide(self, name: str, value: object, reason: str) -> None:
@@ -221,27 +221,29 @@ class Runner:
 
     def _buckets(self, parts: Parts) -> list[Buckets]:
         """What may be captured of each program; see ``engine/buckets.py``."""
-        config, needs, masked = self.config, self.needs, self.masked
+        config, features, masked = self.config, self.features, self.masked
         extend, score = (extend_program(parts, self.max_extend_rows, name) for name in ("extend", "score"))
-        buckets = round_buckets(round_program(parts), config, self.choices, needs)
-        for variant in (needs, masked):
+        buckets = round_buckets(round_program(parts), config, self.choices, features)
+        for variant in (features, masked):
             buckets.append(buckets_of(extend, config, 1, variant))
             buckets.append(buckets_of(score, config, 1, replace(variant, logits=Logits.ALL)))
         for drafts in {self.choices[0], self.choices[-1]}:
             buckets.append(buckets_of(verify_program(parts), config, 1 + drafts, masked))
         if self.width > 1:
-            buckets.append(buckets_of(draft_program(parts), config, self.width, needs))
-        if self.pending and isinstance(self.drafter, PausableDrafter):
-            buckets.append(catch_up_buckets(catch_up_program(self.drafter, self.slots), config, self.pending))
+            buckets.append(buckets_of(draft_program(parts), config, self.width, features))
+        if self.max_unobserved and isinstance(self.drafter, PausableDrafter):
+            buckets.append(catch_up_buckets(catch_up_program(self.drafter, self.slots), config, self.max_unobserved))
         return buckets
 
     def _passes(self, parts: Parts) -> list[tuple[Program, Shape]]:
         """Every small pass, and one of each size class of larger ones, the longest included."""
         passes: list[tuple[Program, Shape]] = []
         for b in self._buckets(parts):
-            common = b.needs == self.needs and b.program.name in ("round", "extend", "catch_up")
+            common = b.features == self.features and b.program.name in ("round", "extend", "catch_up")
             # Of the others one suffices: one kernel has a variant for masks.
-            passes += [(b.program.of(b.needs), shape) for shape in (size_classes(b.shapes) if common else b.shapes[:1])]
+            passes += [
+                (b.program.of(b.features), shape) for shape in (size_classes(b.shapes) if common else b.shapes[:1])
+            ]
         return passes
 
     def _hold_pages(self, shape: KVShape, num_pages: int, path_pages: int = 0) -> None:
@@ -318,7 +320,7 @@ class Runner:
         pending = self._launch_extend(work) if isinstance(work, Extend) else self._launch_round(work)
         return Launched(work, pending)
 
-    def _launch_round(self, work: Round) -> Pending:
+    def _launch_round(self, work: Round) -> PendingOutputs:
         if work.behind:
             slots = [s.slot for s in work.behind]
             self.planner.launch(self.catch_up_key(len(slots)), {"slots": slots})
@@ -327,22 +329,22 @@ class Runner:
         batch: dict[str, object] = {"slots": [s.slot for s in work.sequences], "columns": columns, "pages": pages}
         if not work.masked:
             key = self.round_key(rows, work.drafts)
-            return self.planner.launch(replace(key, needs=replace(key.needs, returned=work.returns)), batch)
+            return self.planner.launch(replace(key, features=replace(key.features, returned=work.returns)), batch)
         shape, drafts = Shape(rows, 1 + work.drafts), np.empty((rows, self.paths, 0), dtype=np.int32)
         if work.drafts:
-            drafts = self.planner.launch(Key("draft", shape, self.needs), batch).wait()["drafts"][:rows]
+            drafts = self.planner.launch(Key("draft", shape, self.features), batch).wait()["drafts"][:rows]
         batch["mask"] = round_masks(work, drafts, mask_words(self.model.config.vocab_size))
         return self.planner.launch(Key("verify", shape, replace(self.masked, returned=work.returns)), batch)
 
     def round_key(self, rows: int, drafts: int) -> Key:
         """Of a round of so many requests with so many drafts each."""
-        return Key("round", Shape(rows, 1 + drafts), self.needs)
+        return Key("round", Shape(rows, 1 + drafts), self.features)
 
     def catch_up_key(self, rows: int) -> Key:
         """Of a pass in which the drafter catches up with so many requests."""
-        return Key("catch_up", Shape(rows, self.pending))
+        return Key("catch_up", Shape(rows, self.max_unobserved))
 
-    def _launch_extend(self, work: Extend) -> Pending:
+    def _launch_extend(self, work: Extend) -> PendingOutputs:
         chunks = work.chunks
         lengths = [c.end - c.start for c in chunks]
         edges = np.cumsum([0, *lengths])
@@ -360,13 +362,15 @@ class Runner:
             "last": edges[1:] - 1,
         }
         embeddings = override_fields(chunks)
-        needs = replace(self.needs, embeddings=bool(embeddings), returned=work.returns, masks=work.masked)
-        if needs.masks:
+        features = replace(self.features, embeddings=bool(embeddings), returned=work.returns, masks=work.masked)
+        if features.masks:
             batch["mask"] = extend_masks(work, mask_words(self.model.config.vocab_size))
         if work.scores:
             batch["score_rows"] = rows = _score_rows(chunks, edges)
-            needs = replace(needs, logits=logits_need(len(rows), total))
-        return self.planner.launch(Key("score" if work.scores else "extend", Shape(total), needs), batch | embeddings)
+            features = replace(features, logits=logits_feature(len(rows), total))
+        return self.planner.launch(
+            Key("score" if work.scores else "extend", Shape(total), features), batch | embeddings
+        )
 
     def close(self) -> None:
         """Free the graphs, then everything they were captured on."""

@@ -29,14 +29,14 @@ class Sequence:
 
     request: EngineRequest
     tokens: list[int]
-    limit: int
+    max_length: int
     order: int  # of arrival
     slot: int = -1
     pages: Reservation | None = None
     extended: int = 0  # tokens whose KV is written or being written by launched prompt passes
     mapped: int = 0  # leading pages that the slot's page table on the device holds
     in_flight: int = 0  # launched passes that commit tokens and are not read yet
-    pending: int = 0  # its last tokens of which the drafter has only been told; see engine/pace.py
+    unobserved: int = 0  # its last tokens of which the drafter has only been told; see engine/draft_controller.py
     finish: FinishReason = FinishReason.RUNNING
     cached_tokens: int | None = None  # prompt tokens that the prefix cache served at first admission
     preemptions: int = 0
@@ -210,11 +210,11 @@ class Scheduler:
         extending = sequence in self.extending
         written = min(sequence.extended, len(sequence.tokens) - 1) if extending else len(sequence.tokens) - 1
         # A page that the drafter has not read would be drafted from badly for good.
-        written = max(0, written - sequence.pending)
+        written = max(0, written - sequence.unobserved)
         sequence.pages.commit(sequence.keys[:written], settled=extending)
         sequence.pages.release()
         self.slots.free(sequence.slot)
-        sequence.pages, sequence.slot, sequence.extended, sequence.mapped, sequence.pending = None, -1, 0, 0, 0
+        sequence.pages, sequence.slot, sequence.extended, sequence.mapped, sequence.unobserved = None, -1, 0, 0, 0
 
     def _admit(self) -> None:
         while self.waiting and self.slots.available:
@@ -226,7 +226,7 @@ class Scheduler:
             # One page of headroom per running request, or admission would be undone by preemption.
             headroom = len(self.active)
             # The first sampled token's page too: drafters may look one token ahead.
-            tokens = min(len(sequence.tokens) + 1, sequence.limit)
+            tokens = min(len(sequence.tokens) + 1, sequence.max_length)
             need = pages_for(tokens) - len(pages.entries)
             if need + headroom > self.pool.available:
                 pages.release()
@@ -239,7 +239,7 @@ class Scheduler:
         request = sequence.request
         tokens = sequence.tokens
         sequence.pages, sequence.extended = pages, pages.cached_tokens
-        sequence.slot = self.slots.claim(request, tokens, sequence.limit)
+        sequence.slot = self.slots.claim(request, tokens, sequence.max_length)
         self.slots.write_pages(sequence.slot, pages.pages)
         sequence.mapped = len(pages.entries)
         if sequence.cached_tokens is None:
@@ -267,7 +267,7 @@ class Scheduler:
 
     def _next_round(self) -> Round | None:
         # A pass in flight commits one token at least: these may go on, the others end when it is read.
-        able = [s for s in self.running if len(s.tokens) + s.in_flight < s.limit]
+        able = [s for s in self.running if len(s.tokens) + s.in_flight < s.max_length]
         for sequence in able:
             if sequence.pages is not None and not self._grow(sequence):
                 return None
@@ -282,7 +282,7 @@ class Scheduler:
         worst = len(sequence.tokens) + (sequence.in_flight + 1) * self.width
         while sequence.pages is not None:
             try:
-                sequence.pages.reserve(min(worst, sequence.limit))
+                sequence.pages.reserve(min(worst, sequence.max_length))
                 return True
             except OutOfPages:
                 if any(s.in_flight for s in self.running):

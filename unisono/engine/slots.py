@@ -23,7 +23,7 @@ from unisono.types import MAX_DRAFTS, MAX_STOP_IDS, EngineRequest, FinishReason
 SLOT_SCHEMA = Schema(
     (
         Field("length", torch.int32, ()),  # committed tokens; the last one's KV is not written yet
-        Field("limit", torch.int32, ()),  # total length at which the request ends
+        Field("max_length", torch.int32, ()),  # total length at which the request ends
         Field("status", torch.int32, (), pad=FinishReason.FREE),
         Field("last_token", torch.int32, ()),
         Field("temperature", torch.float32, ()),
@@ -49,11 +49,11 @@ class Slots:
     Each field is an attribute: a strided view of the arena, ``[S]`` or ``[S, n]``, float32 ones bitcast.
     Beside it, int32: ``page_table [S, pages]``; ``history [S, max_model_len]``, every committed token at its
     position; ``edit_table [S, words]``, see ``kernels/edits.py``. Where rounds try several paths for each request
-    (``kernels/paths.py``), the page table has a row for each path but the first of each slot, behind the slots' own.
+    (``kernels/tree_paths.py``), the page table also has a row for each further path of each slot, after the slots' own.
     """
 
     length: torch.Tensor
-    limit: torch.Tensor
+    max_length: torch.Tensor
     status: torch.Tensor
     last_token: torch.Tensor
     temperature: torch.Tensor
@@ -100,10 +100,10 @@ class Slots:
     def available(self) -> int:
         return len(self._free)
 
-    def claim(self, request: EngineRequest, tokens: Sequence[int], limit: int) -> int:
+    def claim(self, request: EngineRequest, tokens: Sequence[int], max_length: int) -> int:
         """Take a free slot and write its row, history and edits; returns the slot.
 
-        tokens: the committed ones; limit: total length at which the request ends.
+        tokens: the committed ones; max_length: total length at which the request ends.
         """
         slot = self._free.pop()
         params, stop_ids = request.params, request.stop_ids
@@ -112,7 +112,7 @@ class Slots:
         row = self._row(
             {
                 "length": len(tokens),
-                "limit": limit,
+                "max_length": max_length,
                 "status": FinishReason.RUNNING,
                 "last_token": tokens[-1],
                 "temperature": params.temperature,

@@ -15,27 +15,27 @@ from unisono.config import EngineConfig
 from unisono.engine.slots import Slots
 from unisono.kernels.rounds import force_drafts
 
-Force = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""(drafts [R, k], picks [R, 1 + k], slots [R]), all int32: overwrite the drafts, from the picks."""
+AcceptanceRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""(drafts [R, k], sampled [R, 1 + k], slots [R]), all int32: overwrite the drafts, from the picks."""
 
 
-def forcing(config: EngineConfig, slots: Slots) -> Force | None:
+def forcing(config: EngineConfig, slots: Slots) -> AcceptanceRule | None:
     """What was asked for; None verifies in earnest."""
     mean, rates = config.synthetic_acceptance_length, config.synthetic_acceptance_rates
     if mean is not None:
-        return lambda drafts, picks, rows: force_drafts(drafts, picks, rows, slots.length, mean)
+        return lambda drafts, sampled, rows: force_drafts(drafts, sampled, rows, slots.length, mean)
     if not rates:
         return None
     # Of each place, the share where those before it were accepted.
     conditional = [rate / before if before else 0.0 for before, rate in pairwise((1.0, *rates))]
     shares = torch.tensor([*conditional, 0.0], device=slots.length.device)
 
-    def force(drafts: torch.Tensor, picks: torch.Tensor, rows: torch.Tensor) -> None:
+    def force(drafts: torch.Tensor, sampled: torch.Tensor, rows: torch.Tensor) -> None:
         place = torch.arange(drafts.shape[1], dtype=torch.int32, device=drafts.device)
         at = slots.length.index_select(0, rows)[:, None] + place
         chance = uniform(slots.seed_lo.index_select(0, rows)[:, None], at)
         right = chance < shares.index_select(0, place.clamp_max(len(rates)))
-        drafts.copy_(torch.where(right.cumprod(1).bool(), picks[:, :-1], -1))
+        drafts.copy_(torch.where(right.cumprod(1).bool(), sampled[:, :-1], -1))
 
     return force
 

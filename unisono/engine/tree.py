@@ -15,7 +15,7 @@ import torch
 from unisono.cache.kv import PAGE_SIZE, KVCache
 from unisono.drafters.base import Span, TreeDrafter
 from unisono.engine.slots import Slots
-from unisono.kernels.paths import Best, Fork, best_path, copy_span, fork_paths, span_pages
+from unisono.kernels.tree_paths import Best, Fork, best_path, copy_span, fork_paths, span_pages
 
 
 def path_pages(paths: int, drafts: int, num_slots: int) -> int:
@@ -64,9 +64,9 @@ class Tree:
         path = torch.arange(len(fork.slots), dtype=torch.int32, device=drafts.device) % paths
         drafts.masked_fill_((path != turn)[:, None], -1)
 
-    def best(self, fork: Fork, picks: torch.Tensor, drafts: torch.Tensor) -> Best:
-        """The path of each request that the target's picks [R · P, W] agree with longest."""
-        return best_path(picks, drafts, fork.tables, len(self.paths))
+    def best(self, fork: Fork, sampled: torch.Tensor, drafts: torch.Tensor) -> Best:
+        """The path of each request that the target's sampled [R · P, W] agree with longest."""
+        return best_path(sampled, drafts, fork.tables, len(self.paths))
 
     def adopt(self, slots: torch.Tensor, best: Best, result: torch.Tensor) -> None:
         """Bring the best paths' accepted drafts home: their keys and values to the requests' own pages.

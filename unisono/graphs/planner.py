@@ -21,7 +21,20 @@ import torch
 from unisono.graphs.cost import PassCost, choose
 from unisono.graphs.cuda import CudaGraph
 from unisono.graphs.tape import Tape
-from unisono.program import NO_NEEDS, Buffers, Eager, Graph, Key, Logits, Needs, Pending, Program, Reason, Replay, Shape
+from unisono.program import (
+    NO_FEATURES,
+    Buffers,
+    Eager,
+    Features,
+    Graph,
+    Key,
+    Logits,
+    PendingOutputs,
+    Program,
+    Reason,
+    Replay,
+    Shape,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +63,7 @@ class Buckets:
 
     program: Program
     shapes: tuple[Shape, ...] = ()
-    needs: Needs = NO_NEEDS
+    features: Features = NO_FEATURES
     mode: str = "full"
     passes: float | None = None
     edges: frozenset[int] = frozenset()
@@ -68,7 +81,7 @@ class Buckets:
             object.__setattr__(self, "width", self.shapes[0].width)
 
     def key(self, shape: Shape) -> Key:
-        return Key(self.program.name, shape, self.needs)
+        return Key(self.program.name, shape, self.features)
 
 
 class Planner:
@@ -198,7 +211,7 @@ class Planner:
 
     def _timed(self, buckets: Buckets, shape: Shape) -> tuple[float, float]:
         """Milliseconds of an eager pass on padding: until the host has launched it, and until it is done."""
-        buffers = Buffers(buckets.program.schema.of(buckets.needs), shape, self.device)
+        buffers = Buffers(buckets.program.schema.of(buckets.features), shape, self.device)
         times = []
         for _ in range(2):
             torch.cuda.synchronize()
@@ -253,7 +266,7 @@ class Planner:
         logger.log(level, "No graph of %s for %s: %s. Advice: %s.", shape, key.program, reason.value, reason.advice)
 
     def _capture(self, buckets: Buckets, key: Key) -> Graph:
-        buffers = Buffers(buckets.program.schema.of(key.needs), key.shape, self.device)
+        buffers = Buffers(buckets.program.schema.of(key.features), key.shape, self.device)
         splits = buckets.mode == "segmented"
         if self._pool is None:
             return Tape(buckets.program, key, buffers, splits, self.compile)
@@ -279,12 +292,12 @@ class Planner:
         Where nothing is, they are what was planned with most of these needs, with the rest of them added.
         """
         planned, variants = (of[key.program, key.shape.width] for of in (self._programs, self._variants))
-        same = (b for b in (*planned, *variants) if b.needs == key.needs)
-        more = (b for b in planned if b.needs.covers(key.needs))
+        same = (b for b in (*planned, *variants) if b.features == key.features)
+        more = (b for b in planned if b.features.covers(key.features))
         if (found := next(itertools.chain(same, more), None)) is None:
-            most = dataclasses.replace(key.needs, logits=Logits.ALL)  # graphs with all of them serve any
-            *_, base = (planned[0], *(b for b in planned if most.covers(b.needs)))
-            found = dataclasses.replace(base, needs=key.needs)
+            most = dataclasses.replace(key.features, logits=Logits.ALL)  # graphs with all of them serve any
+            *_, base = (planned[0], *(b for b in planned if most.covers(b.features)))
+            found = dataclasses.replace(base, features=key.features)
             variants.append(found)
         return found
 
@@ -304,7 +317,7 @@ class Planner:
         rows, cost = key.shape.rows, buckets.cost
         graphs = self._graphs.get((key.program, key.shape.width), [])
         large = [graph for graph in graphs if graph.key.shape.rows >= rows]  # ascending, as all graphs are
-        for graph in (*(g for g in large if g.key.needs == key.needs), *large):
+        for graph in (*(g for g in large if g.key.features == key.features), *large):
             if graph.key.covers(key):
                 if cost is None or cost.replay(graph.key.shape.rows) <= cost.eager(rows):
                     return Replay(graph)
@@ -312,16 +325,16 @@ class Planner:
         if buckets.unfit is not None:
             return Eager(buckets.unfit)
         for dropped, reason in self._dropped.items():
-            if dropped.needs == buckets.needs and dropped.covers(key):
+            if dropped.features == buckets.features and dropped.covers(key):
                 return Eager(reason)
         if cost is not None and cost.eager(rows) <= cost.replay(rows):
             return Eager(Reason.UNPROFITABLE)
-        able = [graph for graph in graphs if graph.key.needs.covers(key.needs)]
+        able = [graph for graph in graphs if graph.key.features.covers(key.features)]
         if able and all(graph.key.shape.rows < rows for graph in able):
             return Eager(Reason.ABOVE_BUCKETS)
         return Eager(Reason.NOT_CAPTURED)
 
-    def launch(self, key: Key, batch: Mapping[str, object]) -> Pending:
+    def launch(self, key: Key, batch: Mapping[str, object]) -> PendingOutputs:
         """Load the batch, run the pass as planned, count it, and start fetching its outputs."""
         buckets = self._buckets(key)
         if buckets.on_demand:
@@ -329,7 +342,7 @@ class Planner:
         answer = self.plan(key)
         if isinstance(answer, Replay):
             graph = answer.graph
-            graph.buffers.load(batch, key.needs)
+            graph.buffers.load(batch, key.features)
             graph.replay()
             self.passes[key.program, graph.kind, ""] += 1
             self.padded_rows[key.program] += graph.key.shape.rows - key.shape.rows
@@ -375,7 +388,7 @@ class Planner:
         """Buffers of exactly this shape: an eager pass pays for no padding."""
         buffers = self._eager_buffers.get(key)
         if buffers is None:
-            buffers = Buffers(program.schema.of(key.needs), key.shape, self.device)
+            buffers = Buffers(program.schema.of(key.features), key.shape, self.device)
             if buffers.nbytes <= KEPT_EAGER_BYTES:
                 if len(self._eager_buffers) >= KEPT_EAGER_BUFFERS:  # prompts come in every length
                     self._eager_buffers.pop(next(iter(self._eager_buffers)))
@@ -393,7 +406,7 @@ class Planner:
         """One row per captured key and per range of sizes that runs eagerly: why, and what the user could change."""
         rows: list[dict[str, Any]] = []
         for g in self.graphs():
-            shape = {"program": g.key.program, **dataclasses.asdict(g.key.shape), "needs": g.key.needs.label}
+            shape = {"program": g.key.program, **dataclasses.asdict(g.key.shape), "features": g.key.features.label}
             cost = {"bytes": g.cost_bytes, "ms": round(g.replay_ms, 3), "capture_ms": round(1e3 * g.capture_seconds, 1)}
             rows.append({**shape, "kind": g.kind, "breaks": g.breaks, **cost, "reason": "", "advice": ""})
         for (name, width), planned in self._programs.items():
@@ -401,10 +414,12 @@ class Planner:
             for buckets in planned[:1] if off else (*planned, *self._variants[name, width]):
                 if buckets.on_demand and buckets.shapes and not off:
                     shape = {"program": name, "rows": "any", "width": buckets.shapes[0].width}
-                    rows.append({**shape, "needs": buckets.needs.label, "kind": "lazy", "reason": "", "advice": ""})
+                    rows.append(
+                        {**shape, "features": buckets.features.label, "kind": "lazy", "reason": "", "advice": ""}
+                    )
                     continue
                 for sizes, tokens, reason in self._eager_sizes(buckets):
-                    shape = {"program": name, "rows": sizes, "width": tokens, "needs": buckets.needs.label}
+                    shape = {"program": name, "rows": sizes, "width": tokens, "features": buckets.features.label}
                     rows.append({**shape, "kind": "eager", "reason": reason.value, "advice": reason.advice})
         return rows
 
@@ -454,6 +469,6 @@ def _worthwhile(buckets: Buckets, graphs: Sequence[Graph] = ()) -> list[Shape]:
     """The shapes worth capturing beside ``graphs``, which are there."""
     if buckets.passes is None or buckets.cost is None:
         return list(buckets.shapes)
-    there = {graph.key.shape.rows for graph in graphs if graph.key.needs == buckets.needs}
+    there = {graph.key.shape.rows for graph in graphs if graph.key.features == buckets.features}
     chosen = choose([shape.rows for shape in buckets.shapes], buckets.cost, buckets.passes, there)
     return [shape for shape in buckets.shapes if shape.rows in chosen]

@@ -30,14 +30,14 @@ KEEP_BLOCK = 1024
 class CatchUp(NamedTuple):
     """The entries of a round, W per row; those behind what a row committed are padding. All int32.
 
-    token_ids, positions (-1: padding), kv_slots [R · W]; kv_len [R].
+    token_ids, positions (-1: padding), slot_mapping [R · W]; kv_len [R].
     last [R]: index of each row's last entry. owners [R]: whose it is: a slot, or -1 where nothing was committed.
     pages [R · W]: the page that ends with the position before the entry's, or -1 where none does.
     """
 
     token_ids: Tensor
     positions: Tensor
-    kv_slots: Tensor
+    slot_mapping: Tensor
     kv_len: Tensor
     last: Tensor
     owners: Tensor
@@ -47,14 +47,14 @@ class CatchUp(NamedTuple):
 class CatchUpExtend(NamedTuple):
     """The entries of a prompt pass, N = E + T: one per row that a cached page precedes, then one per token.
 
-    As in CatchUp: token_ids, positions, kv_slots [N]; last, owners [E]; pages [T], of the tokens' own positions.
+    As in CatchUp: token_ids, positions, slot_mapping [N]; last, owners [E]; pages [T], of the tokens' own positions.
     slots, kv_len [2 E] and query_start [2 E + 1] describe 2 E rows: the E leading entries, then each row's tokens.
     sources [E]: the page that ends before a row's leading entry; the padding page where the row has none.
     """
 
     token_ids: Tensor
     positions: Tensor
-    kv_slots: Tensor
+    slot_mapping: Tensor
     slots: Tensor
     kv_len: Tensor
     query_start: Tensor
@@ -66,7 +66,7 @@ class CatchUpExtend(NamedTuple):
 
 @triton.jit
 def _catch_up_kernel(
-    slots, result, picks, length, page_table, token_ids, positions, kv_slots, kv_len, last, owners, pages,
+    slots, result, sampled, length, page_table, token_ids, positions, slot_mapping, kv_len, last, owners, pages,
     stride, max_pages, W, PAGE: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -81,9 +81,9 @@ def _catch_up_kernel(
     page = tl.load(table + at // PAGE, mask=real, other=0)
     behind = real & (at % PAGE == 0)
     out = row * W + j
-    tl.store(token_ids + out, tl.load(picks + out, mask=real, other=0), mask=j < W)
+    tl.store(token_ids + out, tl.load(sampled + out, mask=real, other=0), mask=j < W)
     tl.store(positions + out, tl.where(real, at, -1), mask=j < W)
-    tl.store(kv_slots + out, tl.where(real, page * PAGE + at % PAGE, j % PAGE), mask=j < W)
+    tl.store(slot_mapping + out, tl.where(real, page * PAGE + at % PAGE, j % PAGE), mask=j < W)
     tl.store(pages + out, tl.load(table + at // PAGE - 1, mask=behind, other=-1), mask=j < W)
     tl.store(kv_len + row, tl.where(count > 0, end, 0))
     tl.store(last + row, row * W + tl.maximum(count - 1, 0))
@@ -93,7 +93,7 @@ def _catch_up_kernel(
 @triton.jit
 def _catch_up_extend_kernel(
     slots, query_start, start, given_ids, next_ids, given_positions, page_table,
-    token_ids, positions, kv_slots, row_slots, kv_len, row_start, last, owners, sources, pages,
+    token_ids, positions, slot_mapping, row_slots, kv_len, row_start, last, owners, sources, pages,
     max_pages, E, T, PAGE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, BLOCK_E)
@@ -108,7 +108,7 @@ def _catch_up_extend_kernel(
         page = tl.load(table, mask=leads, other=0)
         tl.store(token_ids + r, tl.load(given_ids + begins, mask=leads, other=0), mask=r < E)
         tl.store(positions + r, tl.where(leads, first, -1), mask=r < E)
-        tl.store(kv_slots + r, tl.where(leads, page * PAGE, r % PAGE), mask=r < E)
+        tl.store(slot_mapping + r, tl.where(leads, page * PAGE, r % PAGE), mask=r < E)
         tl.store(sources + r, tl.load(table - 1, mask=leads, other=0), mask=r < E)
         tl.store(row_slots + r, slot, mask=r < E)
         tl.store(row_slots + E + r, slot, mask=r < E)
@@ -130,7 +130,7 @@ def _catch_up_extend_kernel(
     out = E + t
     tl.store(token_ids + out, tl.load(next_ids + t, mask=real, other=0), mask=t < T)
     tl.store(positions + out, tl.where(real, at, -1), mask=t < T)
-    tl.store(kv_slots + out, tl.where(real, page * PAGE + at % PAGE, t % PAGE), mask=t < T)
+    tl.store(slot_mapping + out, tl.where(real, page * PAGE + at % PAGE, t % PAGE), mask=t < T)
     tl.store(pages + t, tl.load(table - 1, mask=behind, other=-1), mask=t < T)
 
 
@@ -144,20 +144,20 @@ def _keep_rows_kernel(out, rows, source, size, BLOCK: tl.constexpr):
 
 
 def _catch_up_meta(
-    slots: Tensor, result: Tensor, picks: Tensor, length: Tensor, page_table: Tensor, page_size: int
+    slots: Tensor, result: Tensor, sampled: Tensor, length: Tensor, page_table: Tensor, page_size: int
 ) -> CatchUp:
-    rows, entries = slots.shape[0], picks.numel()
+    rows, entries = slots.shape[0], sampled.numel()
     return CatchUp(*(slots.new_empty(n) for n in (entries, entries, entries, rows, rows, rows, entries)))
 
 
 def launch_catch_up(
-    slots: Tensor, result: Tensor, picks: Tensor, length: Tensor, page_table: Tensor, page_size: int
+    slots: Tensor, result: Tensor, sampled: Tensor, length: Tensor, page_table: Tensor, page_size: int
 ) -> CatchUp:
     """Triton implementation of :func:`catch_up`."""
-    out = _catch_up_meta(slots, result, picks, length, page_table, page_size)
-    rows, width = picks.shape
+    out = _catch_up_meta(slots, result, sampled, length, page_table, page_size)
+    rows, width = sampled.shape
     _catch_up_kernel[(rows,)](
-        slots, result.contiguous(), picks.contiguous(), length, page_table, *out,
+        slots, result.contiguous(), sampled.contiguous(), length, page_table, *out,
         length.stride(0), page_table.stride(0), width,
         PAGE=page_size, BLOCK_W=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
@@ -165,29 +165,29 @@ def launch_catch_up(
 
 
 def catch_up_cpu(
-    slots: Tensor, result: Tensor, picks: Tensor, length: Tensor, page_table: Tensor, page_size: int
+    slots: Tensor, result: Tensor, sampled: Tensor, length: Tensor, page_table: Tensor, page_size: int
 ) -> CatchUp:
     """CPU twin of :func:`catch_up`."""
     slot, count = slots.long(), result[:, :1]
     end = length[slot][:, None]
-    j = torch.arange(picks.shape[1], dtype=torch.int32)
+    j = torch.arange(sampled.shape[1], dtype=torch.int32)
     real = j < count
     at = (end - count + j).where(real, -1)
-    kv_slots, pages = _places_cpu(page_table, slot[:, None], at, j, page_size)
+    slot_mapping, pages = _places_cpu(page_table, slot[:, None], at, j, page_size)
     moved = real[:, 0]
-    last = torch.arange(len(slots), dtype=torch.int32) * picks.shape[1] + (result[:, 0] - 1).clamp_min(0)
+    last = torch.arange(len(slots), dtype=torch.int32) * sampled.shape[1] + (result[:, 0] - 1).clamp_min(0)
     return CatchUp(
-        picks.where(real, 0).flatten(), at.flatten(), kv_slots.flatten(), end[:, 0].where(moved, 0), last,
+        sampled.where(real, 0).flatten(), at.flatten(), slot_mapping.flatten(), end[:, 0].where(moved, 0), last,
         slots.where(moved, -1), pages.flatten(),
     )  # fmt: skip
 
 
 def _places_cpu(page_table: Tensor, slot: Tensor, at: Tensor, spare: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """kv_slots of entries at positions ``at`` (-1: padding), and the pages that end right before them."""
+    """slot_mapping of entries at positions ``at`` (-1: padding), and the pages that end right before them."""
     real, column = at >= 0, (at // page_size).clamp_min(0).long()
-    kv_slots = (page_table[slot, column] * page_size + at % page_size).where(real, spare % page_size)
+    slot_mapping = (page_table[slot, column] * page_size + at % page_size).where(real, spare % page_size)
     behind = real & (at % page_size == 0)
-    return kv_slots, page_table[slot, (column - 1).clamp_min(0)].where(behind, -1)
+    return slot_mapping, page_table[slot, (column - 1).clamp_min(0)].where(behind, -1)
 
 
 def _catch_up_extend_meta(
@@ -231,11 +231,11 @@ def catch_up_extend_cpu(
     row = torch.searchsorted(query_start[1:].contiguous(), t, right=True).clamp_max(rows - 1)
     real = positions >= 0
     at = (positions + 1).where(real, -1)
-    kv_slots, pages = _places_cpu(page_table, slots[row].long(), at, t, page_size)
+    slot_mapping, pages = _places_cpu(page_table, slots[row].long(), at, t, page_size)
     return CatchUpExtend(
         torch.cat((token_ids[begins].where(leads, 0), next_ids.where(real, 0))),
         torch.cat((first, at)),
-        torch.cat((lead_slots, kv_slots)),
+        torch.cat((lead_slots, slot_mapping)),
         torch.cat((slots, slots)),
         torch.cat(((first + 1), (start + counts + 1).where(owns, 0))),
         torch.cat((each, query_start + rows)),
@@ -260,7 +260,7 @@ def keep_rows_cpu(out: Tensor, rows: Tensor, source: Tensor) -> None:
 
 
 define(
-    "catch_up(Tensor slots, Tensor result, Tensor picks, Tensor length, Tensor page_table, int page_size)"
+    "catch_up(Tensor slots, Tensor result, Tensor sampled, Tensor length, Tensor page_table, int page_size)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 register("catch_up", cuda=launch_catch_up, cpu=catch_up_cpu, meta=_catch_up_meta)
@@ -275,16 +275,16 @@ register("keep_rows", cuda=launch_keep_rows, cpu=keep_rows_cpu, meta=lambda *arg
 
 
 def catch_up(
-    slots: Tensor, result: Tensor, picks: Tensor, length: Tensor, page_table: Tensor, page_size: int
+    slots: Tensor, result: Tensor, sampled: Tensor, length: Tensor, page_table: Tensor, page_size: int
 ) -> CatchUp:
     """The entries that a round makes known: those of the tokens it committed.
 
-    slots [R], result [R, W + 2] as ``kernels.rounds.commit`` returns it (count first), picks [R, W], length [S]
+    slots [R], result [R, W + 2] as ``kernels.rounds.commit`` returns it (count first), sampled [R, W], length [S]
     (already with what was committed), page_table [S, MP]; all int32. Entry j of a row, j < count, is picks[:, j] at
     position length - count + j, where the round's j-th hidden state is the one before it. Padding entries write
     to padding page 0.
     """
-    return CatchUp(*torch.ops.unisono.catch_up(slots, result, picks, length, page_table, page_size))
+    return CatchUp(*torch.ops.unisono.catch_up(slots, result, sampled, length, page_table, page_size))
 
 
 def catch_up_extend(
@@ -321,7 +321,7 @@ AOT: list[AotCase] = [
     AotCase(
         _catch_up_kernel,
         _ints(
-            "slots result picks length page_table token_ids positions kv_slots kv_len last owners pages",
+            "slots result sampled length page_table token_ids positions slot_mapping kv_len last owners pages",
             "stride max_pages W",
         ),
         {"PAGE": 16, "BLOCK_W": 4},
@@ -330,7 +330,7 @@ AOT: list[AotCase] = [
     AotCase(
         _catch_up_extend_kernel,
         _ints(
-            "slots query_start start given_ids next_ids given_positions page_table token_ids positions kv_slots"
+            "slots query_start start given_ids next_ids given_positions page_table token_ids positions slot_mapping"
             " row_slots kv_len row_start last owners sources pages",
             "max_pages E T",
         ),

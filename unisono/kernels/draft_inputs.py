@@ -39,14 +39,14 @@ def _kv_slot(page_table, slot, max_pages, at, written, spare, PAGE: tl.constexpr
 
 @triton.jit(do_not_specialize=["first"])
 def _draft_inputs_kernel(
-    slots, tables, drafts, history, length, limit, status, page_table, token_ids, positions, kv_slots, kv_len,
+    slots, tables, drafts, history, length, max_length, status, page_table, token_ids, positions, slot_mapping, kv_len,
     stride, max_tokens, max_pages, K, first, W, vocab_size, PAGE: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     field = slot * stride
     tokens = tl.load(length + field)
-    end = tl.load(limit + field)
+    end = tl.load(max_length + field)
     active = tl.load(status + field) == RUNNING
 
     j = tl.arange(0, BLOCK_W)
@@ -61,13 +61,13 @@ def _draft_inputs_kernel(
     out = row * W + j
     tl.store(token_ids + out, tl.where(known, token, 0), mask=j < W)
     tl.store(positions + out, tl.where(real, tl.minimum(at, end - 1), -1), mask=j < W)
-    tl.store(kv_slots + out, place, mask=j < W)
+    tl.store(slot_mapping + out, place, mask=j < W)
     tl.store(kv_len + row, tl.where(active, tl.maximum(tl.minimum(tokens + first + W, end), 0), 0))
 
 
 @triton.jit
 def _draft_extend_inputs_kernel(
-    slots, query_start, start, history, page_table, token_ids, positions, kv_slots, kv_len, draft_start,
+    slots, query_start, start, history, page_table, token_ids, positions, slot_mapping, kv_len, draft_start,
     max_tokens, max_pages, R, T, vocab_size, PAGE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, BLOCK_R)
@@ -89,28 +89,28 @@ def _draft_extend_inputs_kernel(
     known = (token >= 0) & (token < vocab_size)
     tl.store(token_ids + t, tl.where(known, token, 0), mask=t < T)
     tl.store(positions + t, tl.where(real, at, -1), mask=t < T)
-    tl.store(kv_slots + t, _kv_slot(page_table, slot, max_pages, at, real, t, PAGE), mask=t < T)
+    tl.store(slot_mapping + t, _kv_slot(page_table, slot, max_pages, at, real, t, PAGE), mask=t < T)
 
 
 def _draft_inputs_meta(
-    slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, limit: Tensor, status: Tensor,
+    slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
     page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int, tables: Tensor | None = None,
 ) -> DraftInputs:  # fmt: skip
-    token_ids, positions, kv_slots = (slots.new_empty(slots.shape[0] * width) for _ in range(3))
-    return token_ids, positions, kv_slots, slots.new_empty(slots.shape[0])
+    token_ids, positions, slot_mapping = (slots.new_empty(slots.shape[0] * width) for _ in range(3))
+    return token_ids, positions, slot_mapping, slots.new_empty(slots.shape[0])
 
 
 def launch_draft_inputs(
-    slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, limit: Tensor, status: Tensor,
+    slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
     page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int, tables: Tensor | None = None,
 ) -> DraftInputs:  # fmt: skip
-    if not length.stride(0) == limit.stride(0) == status.stride(0):
+    if not length.stride(0) == max_length.stride(0) == status.stride(0):
         raise ValueError("slot fields have different strides: make them views of one arena")
     out = _draft_inputs_meta(
-        slots, drafts, history, length, limit, status, page_table, page_size, vocab_size, first, width
+        slots, drafts, history, length, max_length, status, page_table, page_size, vocab_size, first, width
     )
     _draft_inputs_kernel[(slots.shape[0],)](
-        slots, slots if tables is None else tables, drafts, history, length, limit, status, page_table, *out,
+        slots, slots if tables is None else tables, drafts, history, length, max_length, status, page_table, *out,
         length.stride(0), history.stride(0), page_table.stride(0), drafts.stride(0), first, width, vocab_size,
         PAGE=page_size, BLOCK_W=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
@@ -118,11 +118,11 @@ def launch_draft_inputs(
 
 
 def draft_inputs_cpu(
-    slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, limit: Tensor, status: Tensor,
+    slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
     page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int, tables: Tensor | None = None,
 ) -> DraftInputs:  # fmt: skip
     slot = slots.long()[:, None]
-    tokens, end, active = length[slot], limit[slot], status[slot] == RUNNING.value
+    tokens, end, active = length[slot], max_length[slot], status[slot] == RUNNING.value
     j = torch.arange(width, dtype=torch.int32)
     at = tokens + first + j
     real = active & (at >= 0)
@@ -132,10 +132,10 @@ def draft_inputs_cpu(
     token = token.where((token >= 0) & (token < vocab_size), 0)
     written = real & (at < end)
     table = slot if tables is None else tables.long()[:, None]
-    kv_slots = _kv_slots_cpu(page_table, table, at, written, j, page_size)
+    slot_mapping = _kv_slots_cpu(page_table, table, at, written, j, page_size)
     kv_len = torch.minimum(tokens + first + width, end).clamp_min(0).where(active, 0)
     positions = torch.minimum(at, end - 1).where(real, -1)
-    return token.flatten(), positions.flatten(), kv_slots.flatten(), kv_len.flatten()
+    return token.flatten(), positions.flatten(), slot_mapping.flatten(), kv_len.flatten()
 
 
 def _kv_slots_cpu(
@@ -150,8 +150,8 @@ def _draft_extend_inputs_meta(
     vocab_size: int, num_tokens: int,
 ) -> DraftExtendInputs:  # fmt: skip
     rows = slots.shape[0]
-    token_ids, positions, kv_slots = (slots.new_empty(num_tokens + rows) for _ in range(3))
-    return token_ids, positions, kv_slots, slots.new_empty(rows), slots.new_empty(rows + 1)
+    token_ids, positions, slot_mapping = (slots.new_empty(num_tokens + rows) for _ in range(3))
+    return token_ids, positions, slot_mapping, slots.new_empty(rows), slots.new_empty(rows + 1)
 
 
 def launch_draft_extend_inputs(
@@ -182,13 +182,13 @@ def draft_extend_inputs_cpu(
     real = inside & (at >= 0)
     slot = slots[row].long()
     token = history[slot, at.where(real, 0).long()].where(real, 0)
-    kv_slots = _kv_slots_cpu(page_table, slot, at, real, t, page_size)
+    slot_mapping = _kv_slots_cpu(page_table, slot, at, real, t, page_size)
     token = token.where((token >= 0) & (token < vocab_size), 0)
-    return token, at.where(real, -1), kv_slots, start + query_start.diff(), draft_start
+    return token, at.where(real, -1), slot_mapping, start + query_start.diff(), draft_start
 
 
 define(
-    "draft_inputs(Tensor slots, Tensor drafts, Tensor history, Tensor length, Tensor limit, Tensor status,"
+    "draft_inputs(Tensor slots, Tensor drafts, Tensor history, Tensor length, Tensor max_length, Tensor status,"
     " Tensor page_table, int page_size, int vocab_size, int first, int width, Tensor? tables=None)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
@@ -206,21 +206,21 @@ register(
 
 
 def draft_inputs(
-    slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, limit: Tensor, status: Tensor,
+    slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
     page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int, tables: Tensor | None = None,
 ) -> DraftInputs:  # fmt: skip
     """What a draft model reads at positions ``length + first … length + first + width - 1`` of each row.
 
-    slots [R], drafts [R, k], history [S, N]; length, limit, status [S]; page_table [S, MP]; tables [R]: each row's row
-    of it (None: its slot's); all int32. The token at position p is history[p] below ``length`` and drafts[p - length]
-    from there on, so first + width ≤ k. One that is no id below ``vocab_size`` reads as 0. Returns int32
-    (token_ids [R * width], positions [R * width], kv_slots [R * width], kv_len [R]).
+    slots [R], drafts [R, k], history [S, N]; length, max_length, status [S]; page_table [S, MP]; tables [R]: the row
+    of it that each row reads (None: its slot's); all int32. The token at position p is history[p] below ``length`` and
+    drafts[p - length] from there on, so first + width ≤ k. An id of ``vocab_size`` or more reads as 0. Returns int32
+    (token_ids [R * width], positions [R * width], slot_mapping [R * width], kv_len [R]).
 
-    At and beyond ``limit``, where no page is reserved, a token keeps the last position and writes to padding
+    At and beyond ``max_length``, where no page is reserved, a token keeps the last position and writes to padding
     page 0. Negative positions and inactive rows have position -1 and token 0; an inactive row has kv_len 0.
     """
     return torch.ops.unisono.draft_inputs(
-        slots, drafts, history, length, limit, status, page_table, page_size, vocab_size, first, width, tables
+        slots, drafts, history, length, max_length, status, page_table, page_size, vocab_size, first, width, tables
     )
 
 
@@ -232,7 +232,7 @@ def draft_extend_inputs(
 
     slots [R], query_start [R + 1] and start [R] describe the target's pass of ``num_tokens`` tokens, as in
     :func:`unisono.kernels.rounds.extend_inputs`; history [S, N], page_table [S, MP]; all int32. Returns int32
-    (token_ids [T], positions [T], kv_slots [T], kv_len [R], query_start [R + 1]) of T = num_tokens + R.
+    (token_ids [T], positions [T], slot_mapping [T], kv_len [R], query_start [R + 1]) of T = num_tokens + R.
 
     Row r owns tokens query_start[r] + r … query_start[r + 1] + r + 1, from position start[r] - 1 on; where that
     is -1, it is padding, as are tokens of no row: position -1, token 0, KV into padding page 0. A token that
@@ -252,7 +252,8 @@ AOT: list[AotCase] = [
         AotCase(
             _draft_inputs_kernel,
             _ints(
-                "slots tables drafts history length limit status page_table token_ids positions kv_slots kv_len",
+                "slots tables drafts history length max_length status page_table token_ids positions slot_mapping"
+                " kv_len",
                 "stride max_tokens max_pages K first W vocab_size",
             ),
             {"PAGE": 16, "BLOCK_W": width},
@@ -263,7 +264,7 @@ AOT: list[AotCase] = [
     AotCase(
         _draft_extend_inputs_kernel,
         _ints(
-            "slots query_start start history page_table token_ids positions kv_slots kv_len draft_start",
+            "slots query_start start history page_table token_ids positions slot_mapping kv_len draft_start",
             "max_tokens max_pages R T vocab_size",
         ),
         {"PAGE": 16, "BLOCK_T": TOKENS_PER_PROGRAM, "BLOCK_R": 64},

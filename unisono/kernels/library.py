@@ -1,6 +1,6 @@
 """How an op enters the house: one schema, a CUDA implementation, a CPU twin, a shape function.
 
-Owns the ``unisono`` torch.library namespace, but for ``publish`` of ``program/buffers.py``. Every kernel file calls
+Owns the ``unisono`` torch.library namespace, except ``outputs_ready`` of ``program/buffers.py``. Kernel files call
 :func:`define` and :func:`register`; the tape (``graphs/tape.py``) then sees each kernel as one op, on any device.
 """
 

@@ -1,8 +1,8 @@
-"""Log-probabilities of picked tokens and of the likeliest ones, for the rows that ask.
+"""Log-probabilities of sampled tokens and of the likeliest ones, for the rows that ask.
 
 Owns the op ``logprobs``; the engine's programs call it behind `sampling/pipeline.py`, inside the graph, and rows
 whose slot wants none cost a program that returns at once. Two launches: *blocks* leaves, of every block of columns,
-its maximum, its sum of exponentials, how many logits reach the picked one, and its likeliest ids; *merge* puts the
+its maximum, its sum of exponentials, how many logits reach the sampled one, and its likeliest ids; *merge* puts the
 blocks of a row together in order. Blocks are cut by the vocabulary alone, so a row's bits depend on nothing else.
 
 ``raw`` log-probabilities are the softmax of the model's own logits; ``processed`` ones of what the token was drawn
@@ -59,10 +59,10 @@ def _block(row, block, token, wanted, t, least, partial, keys, V, SCALED: tl.con
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < V
     value = _read(row, column, t, least, V, SCALED)
-    picked = tl.max(_read(row, token + tl.zeros((1,), tl.int32), t, least, V, SCALED))
+    sampled = tl.max(_read(row, token + tl.zeros((1,), tl.int32), t, least, V, SCALED))
     top = tl.max(value)
     mass = tl.sum(tl.where(value == float("-inf"), 0.0, tl.exp(value - top)))
-    reach = tl.sum((inside & (value >= picked)).to(tl.int32))
+    reach = tl.sum((inside & (value >= sampled)).to(tl.int32))
     tl.store(partial + 3 * block, top)
     tl.store(partial + 3 * block + 1, mass)
     tl.store(partial + 3 * block + 2, reach.to(tl.float32, bitcast=True))
@@ -126,11 +126,11 @@ def _merge_kernel(
         if PROCESSED:
             in_place = tl.load(edits + field) == 0
         if in_place:
-            picked = tl.max(_read(logits + n.to(tl.int64) * row_stride, at, t, least, V, PROCESSED))
+            sampled = tl.max(_read(logits + n.to(tl.int64) * row_stride, at, t, least, V, PROCESSED))
         else:
-            picked = tl.max(_read(edited + n.to(tl.int64) * V, at, t, least, V, PROCESSED))
+            sampled = tl.max(_read(edited + n.to(tl.int64) * V, at, t, least, V, PROCESSED))
         out += n * (2 + 2 * TOP)
-        tl.store(out, ((picked - most) - logarithm).to(tl.int32, bitcast=True))
+        tl.store(out, ((sampled - most) - logarithm).to(tl.int32, bitcast=True))
         tl.store(out + 1, tl.sum(reach))
 
         i = tl.arange(0, BLOCK_TOP)[None, :]
@@ -204,9 +204,9 @@ def logprobs(
 ) -> None:  # fmt: skip
     """Write the log-probabilities of N = R * width picks into ``out [N, WORDS]`` int32, contiguous.
 
-    logits [N, V], last dimension contiguous; slots [R], tokens [N] int32: what was picked; wanted (alternatives, at
+    logits [N, V], last dimension contiguous; slots [R], tokens [N] int32: what was sampled; wanted (alternatives, at
     most MAX_LOGPROBS; -1: the row is not written), status, edits int32 and temperature fp32: slot fields [S] of one
-    stride; edited [N, V], threshold [N] fp32: what editing and sampling left (:class:`Picked`).
+    stride; edited [N, V], threshold [N] fp32: what editing and sampling left (:class:`Sampled`).
 
     A row: logprob of its token; its rank, the number of logits at or above its own; ``wanted`` ids, likeliest first,
     ties to the lowest id; their logprobs. Words behind them keep their values.

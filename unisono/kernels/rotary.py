@@ -22,7 +22,7 @@ from unisono.kernels.overlap import follow, overlapped
 
 
 @triton.jit
-def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, kv_slots, q_out, k_cache, v_cache,
+def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, q_out, k_cache, v_cache,
                            HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
                            PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_HALF: tl.constexpr,
                            BLOCK_REST: tl.constexpr, HAS_NORM: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
@@ -61,7 +61,7 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, kv_slot
         second = second * cos + first * sin
         first = turned
 
-    slot = tl.load(kv_slots + token).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
     cached = ((slot // PAGE * HKV + (head - HQ) % (HKV if HKV > 0 else 1) + each) * PAGE + slot % PAGE) * D
     out = q_out + (token * HQ + head + each) * D
     if head >= HQ + HKV:
@@ -103,7 +103,7 @@ def launch_rope_and_cache(
     eps: float,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
-    kv_slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     num_heads: int,
@@ -115,7 +115,7 @@ def launch_rope_and_cache(
     q = qkv.new_empty(tokens, num_heads, head_dim)
     blocks = _blocks(num_heads, num_kv_heads, head_dim, rot_dim)
     _rope_and_cache_kernel[(tokens, heads // blocks["GROUP"])](
-        qkv, q_norm, k_norm, eps, cos_sin, positions, kv_slots, q, k_cache, v_cache,
+        qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, q, k_cache, v_cache,
         HQ=num_heads, HKV=num_kv_heads, D=head_dim, HALF=rot_dim // 2, PAGE=k_cache.shape[2],
         HAS_NORM=q_norm is not None, **blocks, num_warps=_warps(blocks), **overlapped(qkv.device),
     )  # fmt: skip
@@ -138,7 +138,7 @@ def rope_and_cache_cpu(
     eps: float,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
-    kv_slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     num_heads: int,
@@ -149,7 +149,7 @@ def rope_and_cache_cpu(
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     angles = cos_sin[positions.clamp(min=0)]
     page = k_cache.shape[2]
-    pages, offsets = kv_slots // page, kv_slots % page
+    pages, offsets = slot_mapping // page, slot_mapping % page
     if q_norm is not None and k_norm is not None:
         q, k = norm(q, q_norm, eps), norm(k, k_norm, eps)
     k_cache[pages, :, offsets] = _rotated(k, angles)
@@ -158,7 +158,7 @@ def rope_and_cache_cpu(
 
 
 def _rope_and_cache_meta(
-    qkv, q_norm, k_norm, eps, cos_sin, positions, kv_slots, k_cache, v_cache, num_heads, num_kv_heads
+    qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads
 ):
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     return qkv.new_empty(qkv.shape[0], num_heads, head_dim)
@@ -166,7 +166,7 @@ def _rope_and_cache_meta(
 
 define(
     "rope_and_cache(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos_sin, "
-    "Tensor positions, Tensor kv_slots, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "Tensor positions, Tensor slot_mapping, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "int num_heads, int num_kv_heads) -> Tensor"
 )
 register("rope_and_cache", cuda=launch_rope_and_cache, cpu=rope_and_cache_cpu, meta=_rope_and_cache_meta)
@@ -180,7 +180,7 @@ def rope_and_cache(
     eps: float,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
-    kv_slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     num_heads: int,
@@ -194,20 +194,20 @@ def rope_and_cache(
     dimensions of a head rotate in the NeoX order (d with d + rot_dim / 2; Su et al., arXiv 2104.09864),
     in fp32 with one rounding at the end; the others pass unchanged.
     positions [T] i32: absolute; -1 marks a padding token, which rotates as position 0.
-    kv_slots [T] i32: flat cache slot, ``page * P + offset``; padding tokens point into page 0.
+    slot_mapping [T] i32: flat cache slot, ``page * P + offset``; padding tokens point into page 0.
     k_cache, v_cache [NP, Hkv, P, D]: contiguous, written in place. With num_kv_heads 0 (queries of other keys)
     qkv holds query heads only and nothing is written.
 
     Returns q [T, Hq, D] in qkv's dtype.
     """
     return torch.ops.unisono.rope_and_cache(
-        qkv, q_norm, k_norm, eps, cos_sin, positions, kv_slots, k_cache, v_cache, num_heads, num_kv_heads
+        qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads
     )
 
 
 def _aot_rope(dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, rot_dim: int, norm: bool) -> AotCase:
     tensors = dict.fromkeys(("qkv", "q_norm", "k_norm", "q_out", "k_cache", "v_cache"), f"*{dtype}")
-    inputs = {"eps": "fp32", "cos_sin": "*fp32", "positions": "*i32", "kv_slots": "*i32"}
+    inputs = {"eps": "fp32", "cos_sin": "*fp32", "positions": "*i32", "slot_mapping": "*i32"}
     sizes = {"HQ": num_heads, "HKV": num_kv_heads, "D": head_dim, "HALF": rot_dim // 2, "PAGE": 16, "HAS_NORM": norm}
     blocks = _blocks(num_heads, num_kv_heads, head_dim, rot_dim)
     return AotCase(

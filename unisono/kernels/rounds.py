@@ -31,14 +31,14 @@ TOKENS_PER_PROGRAM = 128
 
 @triton.jit
 def _round_inputs_kernel(
-    slots, tables, drafts, length, limit, status, last_token, page_table, token_ids, positions, kv_slots, kv_len,
-    stride, max_pages, W, PAGE: tl.constexpr, BLOCK_W: tl.constexpr,
+    slots, tables, drafts, length, max_length, status, last_token, page_table, token_ids, positions, slot_mapping,
+    kv_len, stride, max_pages, W, PAGE: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     field = slot * stride
     tokens = tl.load(length + field)
-    end = tl.load(limit + field)
+    end = tl.load(max_length + field)
     active = tl.load(status + field) == RUNNING
 
     j = tl.arange(0, BLOCK_W)
@@ -53,13 +53,13 @@ def _round_inputs_kernel(
     out = row * W + j
     tl.store(token_ids + out, tl.where(active, token, 0), mask=inside)
     tl.store(positions + out, tl.where(active, tl.minimum(at, end - 1), -1), mask=inside)
-    tl.store(kv_slots + out, tl.where(written, page * PAGE + at % PAGE, j % PAGE), mask=inside)
+    tl.store(slot_mapping + out, tl.where(written, page * PAGE + at % PAGE, j % PAGE), mask=inside)
     tl.store(kv_len + row, tl.where(active, tl.minimum(tokens - 1 + W, end), 0))
 
 
 @triton.jit
 def _extend_inputs_kernel(
-    slots, query_start, start, page_table, positions, kv_slots, kv_len,
+    slots, query_start, start, page_table, positions, slot_mapping, kv_len,
     max_pages, R, T, PAGE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, BLOCK_R)
@@ -76,12 +76,12 @@ def _extend_inputs_kernel(
     slot = tl.load(slots + row, mask=real, other=0)
     page = tl.load(page_table + slot * max_pages + at // PAGE, mask=real, other=0)
     tl.store(positions + t, at, mask=t < T)
-    tl.store(kv_slots + t, tl.where(real, page * PAGE + at % PAGE, t % PAGE), mask=t < T)
+    tl.store(slot_mapping + t, tl.where(real, page * PAGE + at % PAGE, t % PAGE), mask=t < T)
 
 
 @triton.jit
 def _commit_kernel(
-    tokens, drafts, slots, length, limit, status, last_token, stop_ids, history, result,
+    tokens, drafts, slots, length, max_length, status, last_token, stop_ids, history, result,
     stride, max_tokens, W, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -90,7 +90,7 @@ def _commit_kernel(
     before = tl.load(length + field)
     state = tl.load(status + field)
     active = state == RUNNING
-    room = tl.maximum(tl.load(limit + field) - before, 0)
+    room = tl.maximum(tl.load(max_length + field) - before, 0)
 
     j = tl.arange(0, BLOCK_W)
     token = tl.load(tokens + row * W + j, mask=j < W, other=-1)
@@ -132,38 +132,38 @@ ExtendInputs = tuple[Tensor, Tensor, Tensor]
 
 
 def _round_inputs_meta(
-    slots: Tensor, drafts: Tensor, length: Tensor, limit: Tensor, status: Tensor,
+    slots: Tensor, drafts: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
     last_token: Tensor, page_table: Tensor, page_size: int, tables: Tensor | None = None,
 ) -> RoundInputs:  # fmt: skip
     tokens = slots.shape[0] * (drafts.shape[1] + 1)
-    token_ids, positions, kv_slots = (slots.new_empty(tokens) for _ in range(3))
-    return token_ids, positions, kv_slots, slots.new_empty(slots.shape[0])
+    token_ids, positions, slot_mapping = (slots.new_empty(tokens) for _ in range(3))
+    return token_ids, positions, slot_mapping, slots.new_empty(slots.shape[0])
 
 
 def launch_round_inputs(
-    slots: Tensor, drafts: Tensor, length: Tensor, limit: Tensor, status: Tensor,
+    slots: Tensor, drafts: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
     last_token: Tensor, page_table: Tensor, page_size: int, tables: Tensor | None = None,
 ) -> RoundInputs:  # fmt: skip
-    out = _round_inputs_meta(slots, drafts, length, limit, status, last_token, page_table, page_size)
+    out = _round_inputs_meta(slots, drafts, length, max_length, status, last_token, page_table, page_size)
     width = drafts.shape[1] + 1
     _round_inputs_kernel[(slots.shape[0],)](
         slots, slots if tables is None else tables, drafts.contiguous(),
-        length, limit, status, last_token, page_table, *out,
-        one_stride(length, limit, status, last_token), page_table.stride(0), width,
+        length, max_length, status, last_token, page_table, *out,
+        one_stride(length, max_length, status, last_token), page_table.stride(0), width,
         PAGE=page_size, BLOCK_W=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
     return out
 
 
 def round_inputs_cpu(
-    slots: Tensor, drafts: Tensor, length: Tensor, limit: Tensor, status: Tensor,
+    slots: Tensor, drafts: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
     last_token: Tensor, page_table: Tensor, page_size: int, tables: Tensor | None = None,
 ) -> RoundInputs:  # fmt: skip
     slot = slots.long()
     width = drafts.shape[1] + 1
     j = torch.arange(width, dtype=torch.int32)
     active = (status[slot] == RUNNING.value)[:, None]
-    tokens, end = length[slot][:, None], limit[slot][:, None]
+    tokens, end = length[slot][:, None], max_length[slot][:, None]
     at = tokens - 1 + j
     token_ids = torch.cat((last_token[slot][:, None], drafts.clamp_min(0)), 1).where(active, 0)
     positions = torch.minimum(at, end - 1).where(active, -1)
@@ -171,9 +171,9 @@ def round_inputs_cpu(
     index = at.where(written, 0).long()
     table = slot if tables is None else tables.long()
     page = page_table[table[:, None], index // page_size]
-    kv_slots = (page * page_size + at % page_size).where(written, j % page_size)
+    slot_mapping = (page * page_size + at % page_size).where(written, j % page_size)
     kv_len = torch.minimum(tokens - 1 + width, end).where(active, 0)
-    return token_ids.flatten(), positions.flatten(), kv_slots.flatten(), kv_len.flatten()
+    return token_ids.flatten(), positions.flatten(), slot_mapping.flatten(), kv_len.flatten()
 
 
 def _extend_inputs_meta(
@@ -207,39 +207,40 @@ def extend_inputs_cpu(
     positions = (start[row] - query_start[row] + t).where(real, -1)
     at = positions.clamp_min(0)
     page = page_table[slots[row].long(), (at // page_size).long()]
-    kv_slots = (page * page_size + at % page_size).where(real, t % page_size)
-    return positions, kv_slots, start + query_start.diff()
+    slot_mapping = (page * page_size + at % page_size).where(real, t % page_size)
+    return positions, slot_mapping, start + query_start.diff()
 
 
 def _commit_meta(
-    tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, limit: Tensor,
+    tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, max_length: Tensor,
     status: Tensor, last_token: Tensor, stop_ids: Tensor, history: Tensor,
 ) -> Tensor:  # fmt: skip
     return tokens.new_empty(tokens.shape[0], tokens.shape[1] + 2)
 
 
 def launch_commit(
-    tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, limit: Tensor,
+    tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, max_length: Tensor,
     status: Tensor, last_token: Tensor, stop_ids: Tensor, history: Tensor,
 ) -> Tensor:  # fmt: skip
-    result = _commit_meta(tokens, drafts, slots, length, limit, status, last_token, stop_ids, history)
+    result = _commit_meta(tokens, drafts, slots, length, max_length, status, last_token, stop_ids, history)
     rows, width = tokens.shape
     _commit_kernel[(rows,)](
-        tokens.contiguous(), drafts.contiguous(), slots, length, limit, status, last_token, stop_ids, history, result,
-        one_stride(length, limit, status, last_token, stop_ids), history.stride(0), width,
+        tokens.contiguous(), drafts.contiguous(), slots, length, max_length, status, last_token, stop_ids, history,
+        result,
+        one_stride(length, max_length, status, last_token, stop_ids), history.stride(0), width,
         BLOCK_W=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
     return result
 
 
 def commit_cpu(
-    tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, limit: Tensor,
+    tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, max_length: Tensor,
     status: Tensor, last_token: Tensor, stop_ids: Tensor, history: Tensor,
 ) -> Tensor:  # fmt: skip
     slot = slots.long()
     before, state = length[slot], status[slot]
     active = state == RUNNING.value
-    room = (limit[slot] - before).clamp_min(0)
+    room = (max_length[slot] - before).clamp_min(0)
     j = torch.arange(tokens.shape[1])
 
     accepted = (tokens[:, :-1] == drafts).cumprod(1).sum(1)
@@ -272,17 +273,17 @@ def limit_drafts_cpu(drafts: Tensor, slots: Tensor, max_drafts: Tensor, drafted:
     drafted.copy_((drafts >= 0).sum(1))
 
 
-def force_drafts(drafts: Tensor, picks: Tensor, slots: Tensor, length: Tensor, mean: float) -> None:
+def force_drafts(drafts: Tensor, sampled: Tensor, slots: Tensor, length: Tensor, mean: float) -> None:
     """Benchmarks only: overwrite drafts [R, k] so that ``mean`` tokens a round are committed on average.
 
     The accepted count of a row is floor or ceil of ``mean`` - 1, by a hash of its length: no host value, so
-    that it can be captured. picks [R, 1 + k], slots [R], length [S]; all int32.
+    that it can be captured. sampled [R, 1 + k], slots [R], length [S]; all int32.
     """
     whole, part = divmod(mean - 1, 1.0)
     mixed = (length.index_select(0, slots).long() * 40503 + slots.long() * 9973) % 65536
     accepted = (whole + (mixed < part * 65536).long())[:, None]
     column = torch.arange(drafts.shape[1], device=drafts.device)
-    drafts.copy_(torch.where(column < accepted, picks[:, :-1], -1))
+    drafts.copy_(torch.where(column < accepted, sampled[:, :-1], -1))
 
 
 define("limit_drafts(Tensor(a!) drafts, Tensor slots, Tensor max_drafts, Tensor(b!) drafted) -> ()")
@@ -298,7 +299,7 @@ def limit_drafts(drafts: Tensor, slots: Tensor, max_drafts: Tensor, drafted: Ten
 
 
 define(
-    "round_inputs(Tensor slots, Tensor drafts, Tensor length, Tensor limit, Tensor status, Tensor last_token,"
+    "round_inputs(Tensor slots, Tensor drafts, Tensor length, Tensor max_length, Tensor status, Tensor last_token,"
     " Tensor page_table, int page_size, Tensor? tables=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 register("round_inputs", cuda=launch_round_inputs, cpu=round_inputs_cpu, meta=_round_inputs_meta)
@@ -308,29 +309,29 @@ define(
 )
 register("extend_inputs", cuda=launch_extend_inputs, cpu=extend_inputs_cpu, meta=_extend_inputs_meta)
 define(
-    "commit(Tensor tokens, Tensor drafts, Tensor slots, Tensor(a!) length, Tensor limit, Tensor(b!) status,"
+    "commit(Tensor tokens, Tensor drafts, Tensor slots, Tensor(a!) length, Tensor max_length, Tensor(b!) status,"
     " Tensor(c!) last_token, Tensor stop_ids, Tensor(d!) history) -> Tensor"
 )
 register("commit", cuda=launch_commit, cpu=commit_cpu, meta=_commit_meta)
 
 
 def round_inputs(
-    slots: Tensor, drafts: Tensor, length: Tensor, limit: Tensor, status: Tensor,
+    slots: Tensor, drafts: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
     last_token: Tensor, page_table: Tensor, page_size: int, tables: Tensor | None = None,
 ) -> RoundInputs:  # fmt: skip
     """What a round of W = 1 + drafts tokens per row feeds the target.
 
-    slots [R], drafts [R, W - 1] (-1: none); length, limit, status, last_token [S]; page_table [S, MP]; tables [R]:
+    slots [R], drafts [R, W - 1] (-1: none); length, max_length, status, last_token [S]; page_table [S, MP]; tables [R]:
     each row's row of it (None: its slot's); all int32. Returns int32 (token_ids [R * W], positions [R * W],
-    kv_slots [R * W], kv_len [R]).
+    slot_mapping [R * W], kv_len [R]).
 
     Row r, column j is the token at position length - 1 + j: the last committed one, then the drafts. At and
-    beyond ``limit``, where no page is reserved, a token keeps the last position and writes to padding page
+    beyond ``max_length``, where no page is reserved, a token keeps the last position and writes to padding page
     0; ``commit`` never takes what it leads to. An inactive row has position -1, kv_len 0 and token 0, which
     also stands in for a missing draft.
     """
     return torch.ops.unisono.round_inputs(
-        slots, drafts, length, limit, status, last_token, page_table, page_size, tables
+        slots, drafts, length, max_length, status, last_token, page_table, page_size, tables
     )
 
 
@@ -342,28 +343,28 @@ def extend_inputs(
 
     slots [R], query_start [R + 1] (row r owns tokens query_start[r] … query_start[r + 1]), start [R]
     (position of the row's first token in this pass), page_table [S, MP]; all int32. Returns int32
-    (positions [num_tokens], kv_slots [num_tokens], kv_len [R]). Tokens from query_start[R] on are padding:
+    (positions [num_tokens], slot_mapping [num_tokens], kv_len [R]). Tokens from query_start[R] on are padding:
     position -1, KV into padding page 0.
     """
     return torch.ops.unisono.extend_inputs(slots, query_start, start, page_table, page_size, num_tokens)
 
 
 def commit(
-    tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, limit: Tensor,
+    tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, max_length: Tensor,
     status: Tensor, last_token: Tensor, stop_ids: Tensor, history: Tensor,
 ) -> Tensor:  # fmt: skip
     """Accept the drafts that equal the target's picks and write the outcome into the slots.
 
-    tokens [R, W] (the target's picks), drafts [R, W - 1], slots [R]; length, limit, status, last_token [S],
+    tokens [R, W] (the target's picks), drafts [R, W - 1], slots [R]; length, max_length, status, last_token [S],
     stop_ids [S, 16] (-1: none), history [S, max_tokens]; all int32. Writes length, status, last_token, and the
     committed tokens into history at their positions.
     Returns result [R, W + 2] int32: count, status, then the committed tokens, -1 after ``count``.
 
     A row commits the picks behind its longest matching prefix of drafts and one more, cut after the first
-    stop id (STOP) and at ``limit`` (LENGTH; STOP wins on the same token). An inactive row commits nothing
+    stop id (STOP) and at ``max_length`` (LENGTH; STOP wins on the same token). An inactive row commits nothing
     and reports its status. No active slot may occur in two rows.
     """
-    return torch.ops.unisono.commit(tokens, drafts, slots, length, limit, status, last_token, stop_ids, history)
+    return torch.ops.unisono.commit(tokens, drafts, slots, length, max_length, status, last_token, stop_ids, history)
 
 
 def _ints(names: str, scalars: str) -> dict[str, str]:
@@ -374,7 +375,8 @@ AOT: list[AotCase] = [
     AotCase(
         _round_inputs_kernel,
         _ints(
-            "slots tables drafts length limit status last_token page_table token_ids positions kv_slots kv_len",
+            "slots tables drafts length max_length status last_token page_table token_ids positions slot_mapping"
+            " kv_len",
             "stride max_pages W",
         ),
         {"PAGE": 16, "BLOCK_W": 8},
@@ -382,12 +384,12 @@ AOT: list[AotCase] = [
     ),
     AotCase(
         _extend_inputs_kernel,
-        _ints("slots query_start start page_table positions kv_slots kv_len", "max_pages R T"),
+        _ints("slots query_start start page_table positions slot_mapping kv_len", "max_pages R T"),
         {"PAGE": 16, "BLOCK_T": TOKENS_PER_PROGRAM, "BLOCK_R": 16},
     ),
     AotCase(
         _commit_kernel,
-        _ints("tokens drafts slots length limit status last_token stop_ids history result", "stride max_tokens W"),
+        _ints("tokens drafts slots length max_length status last_token stop_ids history result", "stride max_tokens W"),
         {"BLOCK_W": 8},
         num_warps=1,
     ),

@@ -241,7 +241,7 @@ def token_of(key):
 
 
 @triton.jit
-def _pick_kernel(
+def _argmax_kernel(
     logits, slots, length, status, temperature, seed_lo, seed_hi, ids, edits, edited, threshold, best, arrived, tokens,
     stride, row_stride, width, offset, V, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -290,7 +290,7 @@ def launch_sample(
         logits, slots, width, status, temperature, top_k, top_p, min_p, edits, edited, threshold
     )
     block, warps = next(launch for most, launch in PICK_BLOCKS.items() if rows <= most)
-    _pick_kernel[(rows, triton.cdiv(vocab, block))](
+    _argmax_kernel[(rows, triton.cdiv(vocab, block))](
         logits, slots, length, status, temperature, seed_lo, seed_hi, ids, edits, edited, threshold, best, arrived,
         tokens, status.stride(0), logits.stride(0), width, offset, vocab,
         HAS_IDS=ids is not None, HAS_EDITS=edits is not None, BLOCK=block, num_warps=warps,
@@ -427,7 +427,7 @@ AOT: list[AotCase] = [
     for dtype, unused, has_edits in (("bf16", 16, False), ("bf16", 16, True), ("fp16", 13, True), ("fp32", 0, True))
 ] + [
     _case(
-        _pick_kernel,
+        _argmax_kernel,
         _signature(
             dtype,
             floats="temperature edited threshold",

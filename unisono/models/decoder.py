@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from unisono.attention.base import AttentionBackend, AttentionInputs, Ends
+from unisono.attention.base import AttentionBackend, AttentionInputs, LastTokens
 from unisono.kernels import rope_and_cache
 from unisono.layers.embedding import Embedding
 from unisono.layers.linear import Linear, QKVLinear
@@ -54,9 +54,9 @@ class Attention(nn.Module):
         inputs: AttentionInputs,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
-        ends: Ends | None = None,
+        last_tokens: LastTokens | None = None,
     ) -> torch.Tensor:
-        """x [T, H] -> [T, Hq · D], which ``o`` reads, or with ``ends`` [E, Hq · D]; writes T keys and values."""
+        """x [T, H] -> [T, Hq · D], which ``o`` reads, or with ``last_tokens`` [E, Hq · D]; writes T keys and values."""
         config = self.config
         q = rope_and_cache(
             self.qkv(x),
@@ -65,14 +65,14 @@ class Attention(nn.Module):
             config.rms_eps,
             cos_sin,
             inputs.positions,
-            inputs.kv_slots,
+            inputs.slot_mapping,
             k_cache,
             v_cache,
             config.num_heads,
             config.num_kv_heads,
         )
-        if ends is not None:
-            q, inputs = ends.of(q), ends.inputs
+        if last_tokens is not None:
+            q, inputs = last_tokens.select(q), last_tokens.inputs
         return self.backend.forward(q, k_cache, v_cache, inputs, config.scale, self.window)
 
 
@@ -104,15 +104,15 @@ class DecoderLayer(nn.Module):
         inputs: AttentionInputs,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
-        ends: Ends | None = None,
+        last_tokens: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, H] and ``attention_norm`` of it -> (the layer's output [T, H], ``after`` of it).
 
         after: the next layer's norm or the model's last, None for none. ends: of these tokens only, [E, H]. Writes the
         T tokens' keys and values.
         """
-        attended = self.attention(normed, cos_sin, inputs, k_cache, v_cache, ends)
-        x = x if ends is None else ends.of(x)
+        attended = self.attention(normed, cos_sin, inputs, k_cache, v_cache, last_tokens)
+        x = x if last_tokens is None else last_tokens.select(x)
         x, normed = self.attention.o.then_norm(attended, x, self.mlp_norm)
         return self.mlp.down.then_norm(self.mlp.inner(normed), x, after)
 
@@ -149,7 +149,7 @@ class Decoder(nn.Module):
         kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
         aux_layers: Sequence[int] = (),
         overriding: tuple[torch.Tensor, torch.Tensor] | None = None,
-        ends: Ends | None = None,
+        last_tokens: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run T tokens through all layers and the final norm, writing their keys and values.
 
@@ -161,8 +161,8 @@ class Decoder(nn.Module):
         [E, H]; ``aux_layers`` may not name the last layer's output then.
         """
         self.backend.plan(inputs)
-        if ends is not None:
-            self.backend.plan(ends.inputs)
+        if last_tokens is not None:
+            self.backend.plan(last_tokens.inputs)
         x = self.embed(token_ids)
         if overriding is not None:
             embeddings, overridden = overriding
@@ -173,7 +173,7 @@ class Decoder(nn.Module):
         for number, (layer, (k_cache, v_cache)) in enumerate(zip(self.layers, kv, strict=True)):
             if number in seen:
                 seen[number] = x
-            read = ends if number + 1 == len(self.layers) else None
+            read = last_tokens if number + 1 == len(self.layers) else None
             x, normed = layer(x, normed, norms[number + 1], self.cos_sin, inputs, k_cache, v_cache, read)
         if len(self.layers) in seen:
             seen[len(self.layers)] = x

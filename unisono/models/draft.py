@@ -11,8 +11,8 @@ What drafters ask of a head is the same for both::
     forward(token_ids, hidden, inputs, kv, ends)   one pass, writes T keys and values        [T, H] or [E, H]
     finish(out)                                    (hidden state for the next step, logits)
 
-Shapes: T tokens in a pass, E of them whose output is read (``attention.base.Ends``), H the head's hidden size, Ht the
-target's, V' draft vocabulary.
+Shapes: T tokens in a pass, E of them whose output is read (``attention.base.LastTokens``), H the head's hidden size,
+Ht the target's, V' draft vocabulary.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from unisono.attention.base import AttentionBackend, AttentionInputs, Ends
-from unisono.kernels.join import join_norms
+from unisono.attention.base import AttentionBackend, AttentionInputs, LastTokens
+from unisono.kernels.concat_norm import concat_norm
 from unisono.layers.embedding import Embedding
 from unisono.layers.linear import Linear, QKVLinear
 from unisono.layers.mlp import GatedMLP
@@ -73,22 +73,22 @@ class DraftBlock(nn.Module):
         hidden: torch.Tensor,
         inputs: AttentionInputs,
         kv: KV,
-        ends: Ends | None = None,
+        last_tokens: LastTokens | None = None,
     ) -> torch.Tensor:
-        """token_ids [T] i32, hidden [T, H] of the positions before -> [T, H], with ``ends`` [E, H]."""
-        self.backend.plan(inputs if ends is None else ends.inputs)
-        return self.block(self.joined(token_ids, hidden), hidden, inputs, kv, ends)
+        """token_ids [T] i32, hidden [T, H] of the positions before -> [T, H], with ``last_tokens`` [E, H]."""
+        self.backend.plan(inputs if last_tokens is None else last_tokens.inputs)
+        return self.block(self.joined(token_ids, hidden), hidden, inputs, kv, last_tokens)
 
     def joined(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """What the block reads: [T, H], or as wide as it takes."""
         raise NotImplementedError
 
     def block(
-        self, x: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, kv: KV, ends: Ends | None
+        self, x: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, kv: KV, last_tokens: LastTokens | None
     ) -> torch.Tensor:
-        """x as ``joined`` made it -> [T, H], with ``ends`` [E, H]."""
+        """x as ``joined`` made it -> [T, H], with ``last_tokens`` [E, H]."""
         layer = cast(DecoderLayer, self.layer)
-        return layer(x, layer.attention_norm(x), None, self.cos_sin, inputs, *kv, ends)[0]
+        return layer(x, layer.attention_norm(x), None, self.cos_sin, inputs, *kv, last_tokens)[0]
 
 
 class DraftHead(DraftBlock):
@@ -183,11 +183,11 @@ class _WideLayer(nn.Module):
         cos_sin: torch.Tensor,
         inputs: AttentionInputs,
         kv: KV,
-        ends: Ends | None,
+        last_tokens: LastTokens | None,
     ) -> torch.Tensor:
         residual = x[:, hidden.shape[1] :] if self.norm_before_residual else hidden
-        residual = residual if ends is None else ends.of(residual)
-        attended = self.attention(x, cos_sin, inputs, *kv, ends)
+        residual = residual if last_tokens is None else last_tokens.select(residual)
+        attended = self.attention(x, cos_sin, inputs, *kv, last_tokens)
         x, normed = self.attention.o.then_norm(attended, residual, self.mlp_norm)
         return self.mlp(normed, x)
 
@@ -232,12 +232,12 @@ class Eagle3Head(DraftHead):
         """Both normed, side by side: [T, 2 H]."""
         layer = cast(_WideLayer, self.layer)
         weights = layer.attention_norm.weight, layer.hidden_norm.weight
-        return join_norms(token_ids, self.embed.weight, hidden, *weights, layer.hidden_norm.eps)
+        return concat_norm(token_ids, self.embed.weight, hidden, *weights, layer.hidden_norm.eps)
 
     def block(
-        self, x: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, kv: KV, ends: Ends | None
+        self, x: torch.Tensor, hidden: torch.Tensor, inputs: AttentionInputs, kv: KV, last_tokens: LastTokens | None
     ) -> torch.Tensor:
-        return self.layer(x, hidden, self.cos_sin, inputs, kv, ends)
+        return self.layer(x, hidden, self.cos_sin, inputs, kv, last_tokens)
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """out [R, H] -> (hidden state for the next step [R, H], logits [R, V'])."""

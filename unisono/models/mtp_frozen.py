@@ -95,7 +95,7 @@ class QueryAttention(nn.Module):
         norm = self.q_norm.weight if self.q_norm else None
         nothing = keys[:, :0]  # a cache of no heads
         q = rope_and_cache(
-            self.q(x), norm, norm, config.rms_eps, cos_sin, positions, inputs.kv_slots, nothing, nothing,
+            self.q(x), norm, norm, config.rms_eps, cos_sin, positions, inputs.slot_mapping, nothing, nothing,
             config.num_heads, 0,
         )  # fmt: skip
         return self.o(self.backend.forward(q, keys, values, inputs, config.scale, window), residual)

@@ -6,12 +6,12 @@ never import ``graphs``; ``graphs`` imports nothing but this room.
 """
 
 from unisono.program.breaks import Capture, CaptureError, capturing, eager_break
-from unisono.program.buffers import Buffers, Field, Pending, ProgramError, Schema
+from unisono.program.buffers import Buffers, Field, PendingOutputs, ProgramError, Schema
+from unisono.program.features import NO_FEATURES, Features, Hidden, Key, Logits, Shape, selected_rows
 from unisono.program.graph import Eager, Graph, Program, Reason, Replay
-from unisono.program.needs import NO_NEEDS, Hidden, Key, Logits, Needs, Shape, selected_rows
 
 __all__ = [
-    "NO_NEEDS",
+    "NO_FEATURES",
     "Buffers",
     "Capture",
     "CaptureError",
@@ -21,8 +21,8 @@ __all__ = [
     "Hidden",
     "Key",
     "Logits",
-    "Needs",
-    "Pending",
+    "Features",
+    "PendingOutputs",
     "Program",
     "ProgramError",
     "Reason",

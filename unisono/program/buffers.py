@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from unisono.program.needs import NO_NEEDS, Logits, Needs, Shape, selected_rows
+from unisono.program.features import NO_FEATURES, Features, Logits, Shape, selected_rows
 
 
 class ProgramError(RuntimeError):
@@ -36,7 +36,7 @@ class Field:
     shape: tuple[int | str, ...]
     pad: float = 0
     output: bool = False
-    need: Needs = NO_NEEDS
+    feature: Features = NO_FEATURES
 
     def dims(self, shape: Shape) -> tuple[int, ...]:
         """The dimensions at this shape."""
@@ -44,9 +44,9 @@ class Field:
         known = {"rows": rows, "width": width, "drafts": width - 1, "result": width + 2, "scored": selected_rows(rows)}
         return tuple(known[d] if isinstance(d, str) else d for d in self.shape)
 
-    def of(self, needs: Needs) -> Field:
+    def of(self, features: Features) -> Field:
         """This field in passes with these needs."""
-        if needs.logits is not Logits.ALL or "scored" not in self.shape:
+        if features.logits is not Logits.ALL or "scored" not in self.shape:
             return self
         return replace(self, shape=tuple("rows" if d == "scored" else d for d in self.shape))
 
@@ -68,14 +68,14 @@ class Schema:
     def __iter__(self) -> Iterator[Field]:
         return iter(self.fields)
 
-    def of(self, needs: Needs) -> Schema:
+    def of(self, features: Features) -> Schema:
         """The fields of a pass with these needs."""
-        if needs not in self._variants:
-            self._variants[needs] = Schema(tuple(f.of(needs) for f in self.fields if needs.covers(f.need)))
-        return self._variants[needs]
+        if features not in self._variants:
+            self._variants[features] = Schema(tuple(f.of(features) for f in self.fields if features.covers(f.feature)))
+        return self._variants[features]
 
     @cached_property
-    def _variants(self) -> dict[Needs, Schema]:
+    def _variants(self) -> dict[Features, Schema]:
         return {}
 
     def check(self, batch: Mapping[str, object]) -> None:
@@ -119,11 +119,11 @@ class Buffers:
     """The tensors of one program at one shape, at fixed addresses.
 
     Fields are attributes: ``buffers.slots``; :meth:`find` is for those that only some passes have. :meth:`load` fills
-    the inputs, :meth:`fetch` starts the copy of the outputs to the host, from where the pass did :meth:`publish` them.
+    the inputs, :meth:`fetch` starts the copy of the outputs to the host, from where the pass says that they are ready.
     """
 
     _complete: torch.cuda.Event | None = None  # where the outputs are, in a pass that publishes
-    _published: torch.Tensor | None = None  # the same on a CPU: what they were there
+    _ready_outputs: torch.Tensor | None = None  # the same on a CPU: what they were there
 
     def __init__(self, schema: Schema, shape: Shape, device: torch.device) -> None:
         self.schema, self.shape, self.device = schema, shape, device
@@ -151,14 +151,14 @@ class Buffers:
         """The field of this name; None where passes with these needs have none."""
         return self._views.get(name)
 
-    def load(self, batch: Mapping[str, object], needs: Needs | None = None) -> None:
+    def load(self, batch: Mapping[str, object], features: Features | None = None) -> None:
         """Copy a batch into the input buffers, padding what it does not fill, in one device copy.
 
-        ``batch`` maps every input field to an array whose dimensions are at most the field's. ``needs`` are the
+        ``batch`` maps every input field to an array whose dimensions are at most the field's. ``features`` are the
         batch's own where these buffers may have fields for more: those are padded. Raises ProgramError for a field
         that the schema lacks, one that is missing, or one that is too large.
         """
-        (self.schema if needs is None else self.schema.of(needs)).check(batch)
+        (self.schema if features is None else self.schema.of(features)).check(batch)
         host, views = self._stage()
         for field in self.schema.inputs:
             view = views[field.name]
@@ -186,26 +186,26 @@ class Buffers:
             self._turn = len(self._staging) - 1
         return self._staging[self._turn]
 
-    def publish(self) -> None:
+    def outputs_ready(self) -> None:
         """For programs: the outputs are complete, so the host may have them while the rest of the pass runs.
 
         The pass writes none of them from here on. One that does not publish has its outputs read at its end.
         """
-        torch.ops.unisono.publish(self._output, id(self))
+        torch.ops.unisono.outputs_ready(self._output, id(self))
 
-    def _publish(self) -> None:
+    def _record_outputs_ready(self) -> None:
         if self.device.type != "cuda":
-            self._published = self._output.clone()
+            self._ready_outputs = self._output.clone()
             return
         if self._complete is None:
             self._complete = torch.cuda.Event(external=True)  # one that a graph records whenever it gets there
         self._complete.record()
 
-    def fetch(self) -> Pending:
-        """Start copying the outputs to the host; :meth:`Pending.wait` returns them."""
+    def fetch(self) -> PendingOutputs:
+        """Start copying the outputs to the host; :meth:`PendingOutputs.wait` returns them."""
         if self.device.type != "cuda":
-            published, self._published = self._published, None
-            return Pending(self.schema, self.shape, self._output.clone() if published is None else published, None)
+            ready, self._ready_outputs = self._ready_outputs, None
+            return PendingOutputs(self.schema, self.shape, self._output.clone() if ready is None else ready, None)
         host = torch.empty(self._output.shape, dtype=torch.int32, pin_memory=True)
         done = torch.cuda.Event()
         if self._complete is None:
@@ -218,7 +218,7 @@ class Buffers:
                 host.copy_(self._output, non_blocking=True)
                 done.record()
             torch.cuda.current_stream().wait_event(done)  # before another pass writes there
-        return Pending(self.schema, self.shape, host, done)
+        return PendingOutputs(self.schema, self.shape, host, done)
 
 
 _buffers: WeakValueDictionary[int, Buffers] = WeakValueDictionary()
@@ -227,21 +227,23 @@ _buffers: WeakValueDictionary[int, Buffers] = WeakValueDictionary()
 
 @functools.cache
 def _aside(device: torch.device) -> torch.cuda.Stream:
-    """The stream that copies published outputs while their passes go on."""
+    """The stream that copies ready outputs while their passes go on."""
     return torch.cuda.Stream(device)
 
 
 # It writes nothing, but has to stay behind what writes the outputs: hence the mutable argument.
 _library = torch.library.Library("unisono", "FRAGMENT")
-_library.define("publish(Tensor(a!) outputs, int buffers) -> ()")
-_library.impl("publish", lambda outputs, buffers: _buffers[buffers]._publish(), "CompositeExplicitAutograd")
+_library.define("outputs_ready(Tensor(a!) outputs, int buffers) -> ()")
+_library.impl(
+    "publish", lambda outputs, buffers: _buffers[buffers]._record_outputs_ready(), "CompositeExplicitAutograd"
+)
 
 
 @dataclass
-class Pending:
+class PendingOutputs:
     """Outputs of a launched pass on their way to the host. Owns its copy: a later replay can't change it.
 
-    done: set when they are there; the pass may go on behind that (:meth:`Buffers.publish`).
+    done: set when they are there; the pass may go on behind that (:meth:`Buffers.outputs_ready`).
     """
 
     schema: Schema

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from unisono.program.buffers import Buffers, Schema
-from unisono.program.needs import Key, Needs
+from unisono.program.features import Features, Key
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Program:
     run: Callable[[Buffers], None]
     prepare: Callable[[Buffers], None] | None = None
 
-    def of(self, needs: Needs) -> Program:
+    def of(self, features: Features) -> Program:
         """This program over the fields of passes with these needs."""
-        return replace(self, schema=self.schema.of(needs))
+        return replace(self, schema=self.schema.of(features))
 
 
 class Reason(enum.Enum):

@@ -44,7 +44,7 @@ class EditFields(SamplingFields, Protocol):
 
 
 @dataclass(frozen=True)
-class Picked:
+class Sampled:
     """What came of N rows of logits.
 
     tokens [N] int32. edited [N, V] fp32: the logits of rows whose slot edits. threshold [N] fp32: the least logit
@@ -56,7 +56,7 @@ class Picked:
     threshold: Tensor
 
 
-def pick(
+def sample_tokens(
     logits: Tensor, slots: Tensor, width: int, fields: SamplingFields, offset: int = 0, ids: Tensor | None = None
 ) -> Tensor:
     """A token for every row of logits [R * width, V], slots [R] int32 -> tokens [R * width] int32; edits nothing.
@@ -72,11 +72,11 @@ def pick(
     )  # fmt: skip
 
 
-def edit_and_pick(
+def edit_and_sample(
     logits: Tensor, slots: Tensor, width: int, drafts: Tensor, fields: EditFields, offset: int = 0,
     ids: Tensor | None = None, mask: Tensor | None = None,
-) -> Picked:  # fmt: skip
-    """:func:`pick` by edited logits. Row r * width + j sees drafts[r, : offset + j] as if they were committed.
+) -> Sampled:  # fmt: skip
+    """:func:`sample_tokens` by edited logits. Row r * width + j sees drafts[r, : offset + j] as if they were committed.
 
     drafts [R, at least offset + width - 1] int32; -1 is no draft. mask [R * width, words] int32: what rows of slots
     that edit may pick, a bit for each token; None allows all.
@@ -90,16 +90,16 @@ def edit_and_pick(
         logits, slots, width, fields.length, fields.status, fields.temperature, fields.top_k, fields.top_p,
         fields.min_p, fields.seed_lo, fields.seed_hi, offset, ids, fields.edits, edited, threshold,
     )  # fmt: skip
-    return Picked(tokens, edited, threshold)
+    return Sampled(tokens, edited, threshold)
 
 
 def report_logprobs(
-    logits: Tensor, slots: Tensor, width: int, picked: Picked, fields: EditFields, processed: bool, out: Tensor
+    logits: Tensor, slots: Tensor, width: int, sampled: Sampled, fields: EditFields, processed: bool, out: Tensor
 ) -> None:
     """Write into out [R, width, WORDS] int32 what slots asked to know of the picks; see ``kernels/logprobs.py``."""
     logprobs(
-        logits, slots, width, picked.tokens, fields.logprobs, fields.status, fields.temperature, fields.edits,
-        picked.edited, picked.threshold, processed, out.view(-1, out.shape[-1]),
+        logits, slots, width, sampled.tokens, fields.logprobs, fields.status, fields.temperature, fields.edits,
+        sampled.edited, sampled.threshold, processed, out.view(-1, out.shape[-1]),
     )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def edit_and_rank(
     logits: Tensor, slots: Tensor, count: int, drafts: Tensor, fields: EditFields, offset: int = 0,
     ids: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The ``count`` best tokens [R, count] int32 of logits [R, V] by the rule of :func:`edit_and_pick`, best first.
+    """The ``count`` best tokens [R, count] int32 of logits [R, V] by the rule of :func:`edit_and_sample`, best first.
 
     The first is what that picks; -1 stands where the filters keep no more.
     """
@@ -130,8 +130,8 @@ def edit_and_rank(
     )  # fmt: skip
 
 
-class DraftPicker:
-    """``host.pick`` of drafters: the target's rule, edits and all, for logits of their own.
+class DraftSampler:
+    """``context.sample`` of drafters: the target's rule, edits and all, for logits of their own.
 
     While a round drafts (:meth:`seeing`) position length + offset sees the drafts before it, so that penalties agree
     with verification; a drafter need not know. Elsewhere it sees what is committed.
@@ -165,7 +165,7 @@ class DraftPicker:
         elif offset < len(self._counts):
             count = self._counts[offset]
         if count == 1:
-            return edit_and_pick(logits, slots, 1, drafts, self._fields, offset, ids).tokens
+            return edit_and_sample(logits, slots, 1, drafts, self._fields, offset, ids).tokens
         best = edit_and_rank(logits, slots, count, drafts, self._fields, offset, ids)
         digits = self._digits[offset]
         chosen = digits.expand(slots.shape[0] // digits.shape[0], -1).reshape(-1, 1)

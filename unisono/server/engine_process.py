@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from unisono.heap import settle_heap
+from unisono.heap import freeze_heap
 from unisono.server import ipc
 from unisono.types import BadRequest, EngineRequest, TokenDelta, UnisonoError
 
@@ -69,7 +69,7 @@ def main(address: str, factory: str, config: Any) -> None:
         socket.connect(address)
         try:
             engine = load_factory(factory)(config, lambda stage, share: _send(socket, ipc.Loading(stage, share)))
-            settle_heap()
+            freeze_heap()
             _Loop(engine, socket).run()
             engine.shutdown()
         except BaseException as error:  # whatever it is, the API process must learn of it

@@ -24,7 +24,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from unisono.frontend.input_processor import InputProcessor, ModelFacts
-from unisono.heap import settle_heap
+from unisono.heap import freeze_heap
 from unisono.server.app import INSPECT_LIMIT, Service, create_app
 from unisono.server.client import EngineClient, Progress
 from unisono.server.metrics import ProgressLine, ServerMetrics
@@ -102,7 +102,7 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reporting = asyncio.create_task(_report_progress(service))
         listener.listen(BACKLOG)  # uvicorn will in a moment; whoever reads the next line may connect at once
-        settle_heap()
+        freeze_heap()
         host, port = listener.getsockname()[:2]
         logger.info("Serving %s on http://%s:%d/v1 (Ctrl-C stops)", ", ".join(service.names), host, port)
         await stop.wait()

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono.heap import settled_heap
+from unisono.heap import frozen_heap
 
 NONE, ADAPTIVE = "none", "adaptive"
 WARM = 6
@@ -157,7 +157,7 @@ def adaptive(
     llm = LLM(model, speculative=spec, synthetic_acceptance_rates=rates, **flags)
     curve = Curve(model, speculative_config, list(rates), _versions(llm), context, llm.engine.start_seconds)
     stretch = Rounds(context, rounds, length) if rates else Problems(max(sizes))
-    with settled_heap():
+    with frozen_heap():
         for size in sizes:
             curve.points.append(measure(plain, llm, size, stretch, cycles))
             print(curve.rows()[-1], flush=True)
@@ -199,10 +199,10 @@ def _pinned(llm: Any, k: int | None, stretch: Stretch, size: int) -> tuple[int, 
     """A stretch with k drafts a round, None for as many as pay: tokens, seconds, and rounds by their drafts."""
     engine = llm.engine
     engine.pin_drafts(k)
-    before = engine.pace.rounds.copy()
+    before = engine.draft_controller.rounds.copy()
     tokens, seconds = stretch(llm, size)
     engine.pin_drafts(None)
-    return tokens, seconds, engine.pace.rounds - before
+    return tokens, seconds, engine.draft_controller.rounds - before
 
 
 def _stretch(rounds: int, size: int) -> int:
@@ -276,7 +276,7 @@ def plot(
     results: Annotated[Path, typer.Argument(help="JSON that `unisono bench adaptive --out` wrote.")],
     picture: Annotated[Path, typer.Argument(help="PNG (or SVG, PDF) to draw.")],
 ) -> None:
-    """Draw tokens a second over concurrency, relative to no speculation. Needs matplotlib: the extra "plot"."""
+    """Draw tokens a second over concurrency, relative to no speculation. Features matplotlib: the extra "plot"."""
     from unisono.types import ConfigError
 
     try:

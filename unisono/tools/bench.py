@@ -144,7 +144,7 @@ def _sizes(graphs: Any) -> dict[str, list[int]]:
     sizes: dict[str, list[int]] = {}
     for graph in graphs:
         if isinstance(graph["rows"], int):
-            name = f"{graph['program']} × {graph['width']} ({graph['needs']})"
+            name = f"{graph['program']} × {graph['width']} ({graph['features']})"
             sizes.setdefault(name, []).append(graph["rows"])
     return sizes
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unisono.heap import settled_heap
+from unisono.heap import frozen_heap
 from unisono.tools.tiny.data import final_answer, test_split
 from unisono.types import SamplingParams, SpeculativeConfig
 
@@ -76,7 +76,7 @@ def _measure(spec: SpeculativeConfig | None, count: int, sizes: list[int], flags
     problems = [problem for _, problem in test_split(count)]
     _ask(llm, [problem.question for problem in problems[-4:]])  # whatever is slow only once
     rates, answers = {}, []
-    with settled_heap():
+    with frozen_heap():
         for size in sizes:
             llm.engine.reset_prefix_cache()
             started, outputs = time.perf_counter(), []

@@ -89,7 +89,7 @@ def new_pass(
     inputs = AttentionInputs(
         slots=slots,
         positions=each % length + first,
-        kv_slots=each,
+        slot_mapping=each,
         kv_len=slots.new_full((rows,), first + length),
         page_table=slots[:, None],
         width=length,

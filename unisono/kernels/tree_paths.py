@@ -55,12 +55,12 @@ class Fork(NamedTuple):
 
 
 class Best(NamedTuple):
-    """Of each row the path with most accepted drafts: rows [R] (indices into M), tables [R]; its picks [R, W] and
+    """Of each row the path with most accepted drafts: rows [R] (indices into M), tables [R]; its sampled [R, W] and
     drafts [R, W - 1]; and drafted [R]: how many tokens all paths draft, a shared prefix counted once. All int32."""
 
     rows: Tensor
     tables: Tensor
-    picks: Tensor
+    sampled: Tensor
     drafts: Tensor
     drafted: Tensor
 
@@ -123,14 +123,14 @@ def _copy_span_kernel(
 
 @triton.jit
 def _best_path_kernel(
-    picks, drafts, tables, rows, best_tables, best_picks, best_drafts, drafted, P, W,
+    sampled, drafts, tables, rows, best_tables, best_sampled, best_drafts, drafted, P, W,
     BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
     path, j = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_W)
     m = (r * P + path)[:, None]
     inside = (path < P)[:, None] & (j < W - 1)[None, :]
-    pick = tl.load(picks + m * W + j[None, :], mask=inside, other=-1)
+    pick = tl.load(sampled + m * W + j[None, :], mask=inside, other=-1)
     draft = tl.load(drafts + m * (W - 1) + j[None, :], mask=inside, other=-1)
     right = inside & (pick == draft)
     accepted = tl.min(tl.where(right, BLOCK_W, j[None, :]), axis=1)
@@ -138,7 +138,7 @@ def _best_path_kernel(
     row = r * P + BLOCK_P - 1 - best % BLOCK_P
     tl.store(rows + r, row)
     tl.store(best_tables + r, tl.load(tables + row))
-    tl.store(best_picks + r * W + j, tl.load(picks + row * W + j, mask=j < W), mask=j < W)
+    tl.store(best_sampled + r * W + j, tl.load(sampled + row * W + j, mask=j < W), mask=j < W)
     k = W - 1
     tl.store(best_drafts + r * k + j, tl.load(drafts + row * k + j, mask=j < k), mask=j < k)
 
@@ -218,31 +218,31 @@ def copy_span_cpu(kv: Tensor, page_table: Tensor, sources: Tensor, tables: Tenso
 BestTuple = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _best_meta(picks: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> BestTuple:
-    rows, width = picks.shape[0] // paths, picks.shape[1]
-    best, at, drafted = (picks.new_empty(rows) for _ in range(3))
-    return best, at, picks.new_empty(rows, width), picks.new_empty(rows, width - 1), drafted
+def _best_meta(sampled: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> BestTuple:
+    rows, width = sampled.shape[0] // paths, sampled.shape[1]
+    best, at, drafted = (sampled.new_empty(rows) for _ in range(3))
+    return best, at, sampled.new_empty(rows, width), sampled.new_empty(rows, width - 1), drafted
 
 
-def launch_best_path(picks: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> BestTuple:
+def launch_best_path(sampled: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> BestTuple:
     """Triton implementation of :func:`best_path`."""
-    out, width = _best_meta(picks, drafts, tables, paths), picks.shape[1]
-    _best_path_kernel[(picks.shape[0] // paths,)](
-        picks.contiguous(), drafts.contiguous(), tables, *out, paths, width,
+    out, width = _best_meta(sampled, drafts, tables, paths), sampled.shape[1]
+    _best_path_kernel[(sampled.shape[0] // paths,)](
+        sampled.contiguous(), drafts.contiguous(), tables, *out, paths, width,
         BLOCK_P=triton.next_power_of_2(paths), BLOCK_W=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
     return out
 
 
-def best_path_cpu(picks: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> BestTuple:
+def best_path_cpu(sampled: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> BestTuple:
     """CPU twin of :func:`best_path`."""
-    accepted = (picks[:, :-1] == drafts).int().cumprod(1).sum(1).view(-1, paths)
+    accepted = (sampled[:, :-1] == drafts).int().cumprod(1).sum(1).view(-1, paths)
     rows = (accepted.argmax(1) + torch.arange(len(accepted)) * paths).int()
     best = rows.long()
     same = (drafts.view(-1, paths, 1, drafts.shape[1]) == drafts.view(-1, 1, paths, drafts.shape[1])).cumprod(-1)
     before = torch.ones(paths, paths).tril(-1).bool()[:, :, None]  # of each path, those before it
     new = ~(same.bool() & before).any(2) & (drafts.view(-1, paths, drafts.shape[1]) >= 0)
-    return rows, tables[best], picks[best], drafts[best], new.sum((1, 2)).int()
+    return rows, tables[best], sampled[best], drafts[best], new.sum((1, 2)).int()
 
 
 define(
@@ -252,7 +252,7 @@ define(
 register("fork_paths", cuda=launch_fork_paths, cpu=fork_paths_cpu, meta=_fork_meta)
 define("copy_span(Tensor(a!) kv, Tensor page_table, Tensor sources, Tensor tables, Tensor first, Tensor last) -> ()")
 register("copy_span", cuda=launch_copy_span, cpu=copy_span_cpu, meta=lambda *args: None)
-define("best_path(Tensor picks, Tensor drafts, Tensor tables, int paths) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+define("best_path(Tensor sampled, Tensor drafts, Tensor tables, int paths) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 register("best_path", cuda=launch_best_path, cpu=best_path_cpu, meta=_best_meta)
 
 
@@ -279,12 +279,12 @@ def copy_span(kv: Tensor, page_table: Tensor, sources: Tensor, tables: Tensor, f
     torch.ops.unisono.copy_span(kv, page_table, sources, tables, first, last)
 
 
-def best_path(picks: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> Best:
+def best_path(sampled: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> Best:
     """Of each row's ``paths`` paths the one whose longest prefix of drafts equals its picks; ties go to the lowest.
 
-    picks [R · paths, W], drafts [R · paths, W - 1], tables [R · paths]; all int32.
+    sampled [R · paths, W], drafts [R · paths, W - 1], tables [R · paths]; all int32.
     """
-    return Best(*torch.ops.unisono.best_path(picks, drafts, tables, paths))
+    return Best(*torch.ops.unisono.best_path(sampled, drafts, tables, paths))
 
 
 def _ints(names: str, scalars: str) -> dict[str, str]:
@@ -311,7 +311,7 @@ AOT: list[AotCase] = [
     ),
     AotCase(
         _best_path_kernel,
-        _ints("picks drafts tables rows best_tables best_picks best_drafts drafted", "P W"),
+        _ints("sampled drafts tables rows best_tables best_sampled best_drafts drafted", "P W"),
         {"BLOCK_P": 8, "BLOCK_W": 4},
         num_warps=1,
     ),

@@ -21,7 +21,7 @@ from unisono.graphs.recorder import Call
 from unisono.graphs.segments import storages
 from unisono.graphs.tape import Tape
 from unisono.llm import LLM
-from unisono.program import Buffers, Key, Pending, Shape
+from unisono.program import Buffers, Key, PendingOutputs, Shape
 from unisono.types import SamplingParams, StructuredOutputs
 
 CUDA = torch.cuda.is_available()
@@ -30,7 +30,7 @@ KINDS = ({}, {"splits": True}, {"compile": True})
 
 def publishing(b: Buffers) -> None:
     b.result.copy_(b.x * b.scale[:, None])
-    b.publish()
+    b.outputs_ready()
 
 
 @pytest.mark.skipif(CUDA, reason="on a GPU the copy and what follows race: nobody may write there")
@@ -71,7 +71,9 @@ def test_a_later_pass_does_not_change_them(how: dict[str, bool] | None) -> None:
         before = after
 
 
-def launches(run: Callable[[Buffers], None], how: dict[str, bool] | None) -> Callable[[list[list[int]]], Pending]:
+def launches(
+    run: Callable[[Buffers], None], how: dict[str, bool] | None
+) -> Callable[[list[list[int]]], PendingOutputs]:
     """Launches of a batch of one row: of a graph of that kind, or None: eagerly, as the planner does it."""
     if how is None:
         planner = Planner(DEVICE, enabled=False)
@@ -79,7 +81,7 @@ def launches(run: Callable[[Buffers], None], how: dict[str, bool] | None) -> Cal
         return lambda x: planner.launch(Key("p", Shape(1)), batch(x))
     graph = graph_of(run, rows=1, first=batch([[9, 9]]), **how)
 
-    def launch(x: list[list[int]]) -> Pending:
+    def launch(x: list[list[int]]) -> PendingOutputs:
         graph.buffers.load(batch(x))
         graph.replay()
         return graph.buffers.fetch()
@@ -124,16 +126,16 @@ def test_who_waits_does_not_wait_for_the_drafter(
         return told.copy()
 
     with opened(method, tree, checkpoints, tmp_path, enforce_eager=True) as llm:
-        watch(Buffers, "_publish")
+        watch(Buffers, "_record_outputs_ready")
         for name in ("observe_prompt", "observe"):
             watch(llm.engine.runner.drafter, name)
         masked = heard(LETTERS)
-        assert set(masked[::2]) == {"_publish"}
+        assert set(masked[::2]) == {"_record_outputs_ready"}
         assert set(masked[1::2]) == {"observe_prompt", "observe"}
         free = heard(SamplingParams(max_tokens=6, ignore_eos=True))
-        assert set(free) == {"_publish", "observe_prompt", "observe"}
-        assert {after for before, after in pairwise(free) if before == "_publish"} == {"observe_prompt"}
-        assert free.count("_publish") == free.count("observe_prompt")
+        assert set(free) == {"_record_outputs_ready", "observe_prompt", "observe"}
+        assert {after for before, after in pairwise(free) if before == "_record_outputs_ready"} == {"observe_prompt"}
+        assert free.count("_record_outputs_ready") == free.count("observe_prompt")
 
 
 @pytest.mark.skipif(CUDA, reason="reads tapes")
@@ -146,7 +148,7 @@ def test_what_is_published_is_left_alone(
         for graph in llm.engine.runner.planner.graphs():
             assert isinstance(graph, Tape)
             calls = [step for step in graph.parts if isinstance(step, Call) and not step.view]
-            places = [i for i, call in enumerate(calls) if call.op is torch.ops.unisono.publish.default]
+            places = [i for i, call in enumerate(calls) if call.op is torch.ops.unisono.outputs_ready.default]
             assert len(places) == (method != "none" and graph.key.program in ("extend", "score", "verify")), graph.key
             for at in places:
                 outputs = storages(calls[at].args)

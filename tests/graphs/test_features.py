@@ -1,4 +1,4 @@
-"""Needs that bring inputs of their own: which graph serves which pass, and that no such input is lost or made up."""
+"""Features that bring inputs of their own: which graph serves which pass, and that no such input is lost or made up."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from unisono.graphs.planner import Buckets, Planner
 from unisono.program import (
     Buffers,
     Eager,
+    Features,
     Field,
     Hidden,
     Key,
-    Needs,
     Program,
     ProgramError,
     Reason,
@@ -26,11 +26,11 @@ from unisono.program import (
     Shape,
 )
 
-MASKED = Needs(masks=True)
+MASKED = Features(masks=True)
 SCHEMA = Schema(
     (
         Field("x", torch.int32, ("rows",), pad=-1),
-        Field("mask", torch.int32, ("rows",), pad=7, need=MASKED),
+        Field("mask", torch.int32, ("rows",), pad=7, feature=MASKED),
         Field("result", torch.int32, ("rows",), output=True),
     )
 )
@@ -42,7 +42,7 @@ def run(b: Buffers) -> None:
     b.result.copy_(b.x if mask is None else b.x & mask)
 
 
-def planned(*variants: tuple[Needs, tuple[int, ...]], **how: Any) -> Planner:
+def planned(*variants: tuple[Features, tuple[int, ...]], **how: Any) -> Planner:
     planner = Planner(CPU)
     planner.capture([Buckets(Program("p", SCHEMA, run), tuple(map(Shape, rows)), n, **how) for n, rows in variants])
     return planner
@@ -50,56 +50,56 @@ def planned(*variants: tuple[Needs, tuple[int, ...]], **how: Any) -> Planner:
 
 def launch(planner: Planner, x: list[int], mask: list[int] | None = None) -> list[int]:
     batch = {"x": x} if mask is None else {"x": x, "mask": mask}
-    key = Key("p", Shape(len(x)), Needs() if mask is None else MASKED)
+    key = Key("p", Shape(len(x)), Features() if mask is None else MASKED)
     return planner.launch(key, batch).wait()["result"][: len(x)].tolist()
 
 
-def served(planner: Planner, rows: int, needs: Needs) -> tuple[int, Needs] | Reason:
-    answer = planner.plan(Key("p", Shape(rows), needs))
+def served(planner: Planner, rows: int, features: Features) -> tuple[int, Features] | Reason:
+    answer = planner.plan(Key("p", Shape(rows), features))
     if isinstance(answer, Eager):
         return answer.reason
-    return answer.graph.key.shape.rows, answer.graph.key.needs
+    return answer.graph.key.shape.rows, answer.graph.key.features
 
 
 def test_more_masks_cover_fewer_whatever_else_is_needed() -> None:
-    hidden = [Needs(Hidden.NULL), Needs(Hidden.LAST), Needs(Hidden.FULL)]
+    hidden = [Features(Hidden.NULL), Features(Hidden.LAST), Features(Hidden.FULL)]
     for (poorer, richer), ours, theirs in product(pairwise(hidden), (False, True), (False, True)):
-        a = Needs(richer.hidden, masks=ours)
-        assert a.covers(Needs(poorer.hidden, masks=theirs)) == (ours or not theirs)
-        assert not Needs(poorer.hidden, masks=True).covers(Needs(richer.hidden, masks=theirs))
-    aux = Needs(Hidden.AUX, (1, 2), masks=True)
-    assert aux.covers(Needs(Hidden.AUX, (2,)))
-    assert not Needs(Hidden.AUX, (1, 2)).covers(aux)
+        a = Features(richer.hidden, masks=ours)
+        assert a.covers(Features(poorer.hidden, masks=theirs)) == (ours or not theirs)
+        assert not Features(poorer.hidden, masks=True).covers(Features(richer.hidden, masks=theirs))
+    aux = Features(Hidden.AUX, (1, 2), masks=True)
+    assert aux.covers(Features(Hidden.AUX, (2,)))
+    assert not Features(Hidden.AUX, (1, 2)).covers(aux)
 
 
 def test_a_graph_with_masks_serves_a_pass_without_and_allows_all() -> None:
     planner = planned((MASKED, (4,)))
-    assert served(planner, 2, Needs()) == (4, MASKED)
+    assert served(planner, 2, Features()) == (4, MASKED)
     assert launch(planner, [5, 6], mask=[1, 2]) == [1, 2]
     assert launch(planner, [5, 6]) == [5, 6], "padded, with no bit of the batch before"
     assert planner.passes == {("p", "tape", ""): 2}
 
 
 def test_a_graph_without_masks_serves_none_that_needs_them() -> None:
-    planner = planned((Needs(), (4,)))
+    planner = planned((Features(), (4,)))
     assert served(planner, 2, MASKED) is Reason.NOT_CAPTURED
     assert launch(planner, [5, 6], mask=[1, 2]) == [1, 2]
     assert planner.passes == {("p", "eager", "NOT_CAPTURED"): 1}
     assert planner.capture_missing() == 1
     assert served(planner, 2, MASKED) == (4, MASKED)
-    assert served(planner, 2, Needs()) == (4, Needs())
+    assert served(planner, 2, Features()) == (4, Features())
 
 
 def test_a_pass_takes_the_graph_of_its_own_needs_before_a_smaller_one_of_more() -> None:
-    planner = planned((Needs(), (8,)), (MASKED, (2, 4)))
-    assert served(planner, 2, Needs()) == (8, Needs())
+    planner = planned((Features(), (8,)), (MASKED, (2, 4)))
+    assert served(planner, 2, Features()) == (8, Features())
     assert served(planner, 3, MASKED) == (4, MASKED)
     assert served(planner, 5, MASKED) is Reason.ABOVE_BUCKETS, "not the one of 8 rows"
 
 
 @pytest.mark.parametrize("rows", [(4,), ()], ids=["replayed", "eager"])
 def test_a_batch_has_what_its_needs_say(rows: tuple[int, ...]) -> None:
-    planner = planned((Needs(), rows), (MASKED, rows))
+    planner = planned((Features(), rows), (MASKED, rows))
     with pytest.raises(ProgramError, match="missing \\['mask'\\]"):
         planner.launch(Key("p", Shape(1), MASKED), {"x": [1]})
     with pytest.raises(ProgramError, match="unknown \\['mask'\\]"):
@@ -114,7 +114,7 @@ def test_what_is_captured_on_demand() -> None:
     planner = planned((MASKED, (2, 4)), cost=COST, passes=1e6, on_demand=True)
     assert not list(planner.graphs())
     (row,) = planner.report()
-    assert (row["kind"], row["needs"], row["reason"]) == ("lazy", "NULL+masks", "")
+    assert (row["kind"], row["features"], row["reason"]) == ("lazy", "NULL+masks", "")
     for _ in range(2):
         assert launch(planner, [5, 6, 7], mask=[1, 2, 3]) == [1, 2, 3]
     assert [graph.key for graph in planner.graphs()] == [Key("p", Shape(4), MASKED)]
@@ -144,7 +144,7 @@ def test_on_demand_is_not_off() -> None:
 
 
 def test_the_programs_needs_are_a_replay_apart() -> None:
-    planner = planned((Needs(), (2,)), (MASKED, (2,)))
-    answers = [planner.plan(Key("p", Shape(1), needs)) for needs in (Needs(), MASKED)]
+    planner = planned((Features(), (2,)), (MASKED, (2,)))
+    answers = [planner.plan(Key("p", Shape(1), features)) for features in (Features(), MASKED)]
     assert all(isinstance(answer, Replay) for answer in answers)
-    assert {row["needs"] for row in planner.report()} == {"NULL", "NULL+masks"}
+    assert {row["features"] for row in planner.report()} == {"NULL", "NULL+masks"}

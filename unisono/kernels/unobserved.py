@@ -1,8 +1,9 @@
 """How far a draft model is behind, and what is kept until it catches up.
 
-While nobody drafts, a draft model need not run: what it would have read is *pending*. Owns the ops ``settle`` (nothing
-is pending), ``stash`` (keep the target's hidden state that the newest token goes with) and ``take_pending`` (the tokens
-and hidden states to catch up with, as a round would have left them). Drafters call them inside graphs.
+A draft model does not run while rounds draft nothing: the tokens that it would have read are *unobserved*. Owns the ops
+``mark_observed`` (nothing is unobserved), ``stash`` (keep the target's hidden state of the newest token) and
+``take_unobserved`` (the tokens and hidden states to catch up with, as a round would have left them). Drafters call them
+inside graphs.
 
 ``observed [S]`` is the length up to which a draft model knows each slot's text; positions observed … length - 1 are
 pending. Hidden states lie in a ring of W rows for each slot: that of the token at p at row p % W.
@@ -23,7 +24,7 @@ STASH_BLOCK = 1024
 
 
 @triton.jit
-def _settle_kernel(observed, slots, length, stride):
+def _mark_observed_kernel(observed, slots, length, stride):
     slot = tl.load(slots + tl.program_id(0))
     tl.store(observed + slot, tl.load(length + slot * stride))
 
@@ -40,8 +41,8 @@ def _stash_kernel(ring, slots, result, length, source, words, stride, W, size, B
 
 
 @triton.jit
-def _take_pending_kernel(
-    observed, slots, length, history, result, picks, rows, stride, max_tokens, W, lag, BLOCK_W: tl.constexpr
+def _take_unobserved_kernel(
+    observed, slots, length, history, result, sampled, rows, stride, max_tokens, W, lag, BLOCK_W: tl.constexpr
 ):
     row = tl.program_id(0)
     slot = tl.load(slots + row)
@@ -52,7 +53,7 @@ def _take_pending_kernel(
     at = first + j
     token = tl.load(history + slot.to(tl.int64) * max_tokens + at - lag, mask=real & (at >= lag), other=0)
     token = tl.maximum(token, 0)
-    tl.store(picks + row * W + j, token, mask=j < W)
+    tl.store(sampled + row * W + j, token, mask=j < W)
     tl.store(rows + row * W + j, slot * W + tl.where(real, at, j) % W, mask=j < W)
     out = result + row * (W + 2)
     tl.store(out + 2 + j, tl.where(real, token, -1), mask=j < W)
@@ -61,13 +62,13 @@ def _take_pending_kernel(
     tl.store(observed + slot, first + count)
 
 
-def launch_settle(observed: Tensor, slots: Tensor, length: Tensor) -> None:
-    """Triton implementation of :func:`settle`."""
-    _settle_kernel[(slots.shape[0],)](observed, slots, length, length.stride(0), num_warps=1)
+def launch_mark_observed(observed: Tensor, slots: Tensor, length: Tensor) -> None:
+    """Triton implementation of :func:`mark_observed`."""
+    _mark_observed_kernel[(slots.shape[0],)](observed, slots, length, length.stride(0), num_warps=1)
 
 
-def settle_cpu(observed: Tensor, slots: Tensor, length: Tensor) -> None:
-    """CPU twin of :func:`settle`."""
+def mark_observed_cpu(observed: Tensor, slots: Tensor, length: Tensor) -> None:
+    """CPU twin of :func:`mark_observed`."""
     slot = slots.long()
     observed[slot] = length[slot]
 
@@ -88,29 +89,29 @@ def stash_cpu(ring: Tensor, slots: Tensor, result: Tensor, length: Tensor, sourc
     ring[slot, (length[slot].long() - 1) % ring.shape[1]] = source[moved]
 
 
-def _take_pending_meta(
+def _take_unobserved_meta(
     observed: Tensor, slots: Tensor, length: Tensor, history: Tensor, width: int, lag: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = slots.shape[0]
     return slots.new_empty(rows, width + 2), slots.new_empty(rows, width), slots.new_empty(rows * width)
 
 
-def launch_take_pending(
+def launch_take_unobserved(
     observed: Tensor, slots: Tensor, length: Tensor, history: Tensor, width: int, lag: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Triton implementation of :func:`take_pending`."""
-    result, picks, rows = _take_pending_meta(observed, slots, length, history, width, lag)
-    _take_pending_kernel[(slots.shape[0],)](
-        observed, slots, length, history, result, picks, rows, length.stride(0), history.stride(0), width, lag,
+    """Triton implementation of :func:`take_unobserved`."""
+    result, sampled, rows = _take_unobserved_meta(observed, slots, length, history, width, lag)
+    _take_unobserved_kernel[(slots.shape[0],)](
+        observed, slots, length, history, result, sampled, rows, length.stride(0), history.stride(0), width, lag,
         BLOCK_W=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
-    return result, picks, rows
+    return result, sampled, rows
 
 
-def take_pending_cpu(
+def take_unobserved_cpu(
     observed: Tensor, slots: Tensor, length: Tensor, history: Tensor, width: int, lag: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """CPU twin of :func:`take_pending`."""
+    """CPU twin of :func:`take_unobserved`."""
     slot = slots.long()
     first = observed[slot][:, None]
     count = (length[slot][:, None] - first).clamp(0, width)
@@ -124,20 +125,20 @@ def take_pending_cpu(
     return result, token.where(real, 0), (slots[:, None] * width + at % width).flatten()
 
 
-define("settle(Tensor(a!) observed, Tensor slots, Tensor length) -> ()")
-register("settle", cuda=launch_settle, cpu=settle_cpu, meta=lambda *args: None)
+define("mark_observed(Tensor(a!) observed, Tensor slots, Tensor length) -> ()")
+register("mark_observed", cuda=launch_mark_observed, cpu=mark_observed_cpu, meta=lambda *args: None)
 define("stash(Tensor(a!) ring, Tensor slots, Tensor result, Tensor length, Tensor source) -> ()")
 register("stash", cuda=launch_stash, cpu=stash_cpu, meta=lambda *args: None)
 define(
-    "take_pending(Tensor(a!) observed, Tensor slots, Tensor length, Tensor history, int width, int lag)"
+    "take_unobserved(Tensor(a!) observed, Tensor slots, Tensor length, Tensor history, int width, int lag)"
     " -> (Tensor, Tensor, Tensor)"
 )
-register("take_pending", cuda=launch_take_pending, cpu=take_pending_cpu, meta=_take_pending_meta)
+register("take_unobserved", cuda=launch_take_unobserved, cpu=take_unobserved_cpu, meta=_take_unobserved_meta)
 
 
-def settle(observed: Tensor, slots: Tensor, length: Tensor) -> None:
+def mark_observed(observed: Tensor, slots: Tensor, length: Tensor) -> None:
     """``observed[slots] = length[slots]``: observed [S], slots [R], length [S], all int32."""
-    torch.ops.unisono.settle(observed, slots, length)
+    torch.ops.unisono.mark_observed(observed, slots, length)
 
 
 def stash(ring: Tensor, slots: Tensor, result: Tensor, length: Tensor, source: Tensor) -> None:
@@ -149,7 +150,7 @@ def stash(ring: Tensor, slots: Tensor, result: Tensor, length: Tensor, source: T
     torch.ops.unisono.stash(ring, slots, result, length, source)
 
 
-def take_pending(
+def take_unobserved(
     observed: Tensor, slots: Tensor, length: Tensor, history: Tensor, width: int, lag: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The first ``width`` pending tokens of each row, W = width, which count as observed from now on.
@@ -157,11 +158,11 @@ def take_pending(
     observed [S], slots [R], length [S], history [S, N]; all int32. lag: the tokens are those so many positions
     before, for draft models that begin a round with the last tokens they know; where an embedding stands, -1, it is 0.
     Returns int32 (result [R, W + 2],
-    picks [R, W], rows [R · W]): result and picks as a round would have left them that committed these tokens, and the
+    sampled [R, W], rows [R · W]): result and picks as a round would have left them that committed these tokens, and the
     row of the ring, seen as [S · W, d], that each of them was stashed in; behind a row's tokens any valid one. Of slots
     that occur twice nothing may be pending.
     """
-    return torch.ops.unisono.take_pending(observed, slots, length, history, width, lag)
+    return torch.ops.unisono.take_unobserved(observed, slots, length, history, width, lag)
 
 
 def _ints(names: str, scalars: str) -> dict[str, str]:
@@ -169,15 +170,15 @@ def _ints(names: str, scalars: str) -> dict[str, str]:
 
 
 AOT: list[AotCase] = [
-    AotCase(_settle_kernel, _ints("observed slots length", "stride"), num_warps=1),
+    AotCase(_mark_observed_kernel, _ints("observed slots length", "stride"), num_warps=1),
     AotCase(
         _stash_kernel,
         {**_ints("slots result length", "words stride W size"), "ring": "*bf16", "source": "*bf16"},
         {"BLOCK": STASH_BLOCK},
     ),
     AotCase(
-        _take_pending_kernel,
-        _ints("observed slots length history result picks rows", "stride max_tokens W lag"),
+        _take_unobserved_kernel,
+        _ints("observed slots length history result sampled rows", "stride max_tokens W lag"),
         {"BLOCK_W": 32},
         num_warps=1,
     ),

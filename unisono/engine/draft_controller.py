@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from unisono.engine.runner import Runner
 
 
-class Pace:
+class DraftController:
     """Chooses for the rounds of one engine. ``pinned``: draft so many whatever seems best; None: adapt.
 
     ``rounds[k]`` counts rounds with k drafts.
@@ -32,8 +32,8 @@ class Pace:
         self.pinned: int | None = choices[0] if len(choices) == 1 else None
         self.rounds: Counter[int] = Counter()
         acceptance = Acceptance(runner.slots.padding + 1, runner.drafter.num_drafts)
-        self.policy = AdaptiveK(choices, acceptance, RoundCosts(self.padding_ms), down=not runner.pending)
-        self._limit = None if getattr(runner.drafter, "unlimited", False) else runner.pending
+        self.policy = AdaptiveK(choices, acceptance, RoundCosts(self.padding_ms), down=not runner.max_unobserved)
+        self._limit = None if getattr(runner.drafter, "unlimited", False) else runner.max_unobserved
         self._owners: dict[int, Sequence] = {}
         self._launched: Round | None = None  # the round launched last, unless another pass came after it
         self._read_at: float | None = None  # when the pass read last was over
@@ -60,14 +60,14 @@ class Pace:
         drafts = self._choose(work.sequences) if wanted is None else wanted
         if drafts and work.masked:
             drafts = self._runner.choices[-1]  # their passes have no widths between
-        work = self._with_pending(replace(work, drafts=drafts))
+        work = self._with_catch_up(replace(work, drafts=drafts))
         self.rounds[work.drafts] += 1
         self._launched = work
         return work
 
     def _choose(self, sequences: list[Sequence]) -> int:
         slots = np.array([s.slot for s in sequences])
-        most = np.array([min(_max_drafts(s), max(0, s.limit - len(s.tokens) - 1)) for s in sequences])
+        most = np.array([min(_max_drafts(s), max(0, s.max_length - len(s.tokens) - 1)) for s in sequences])
         return self.policy.choose(slots, most, self._catch_up_ms(sequences), self._standby_ms(len(sequences)))
 
     def _know(self, sequences: list[Sequence]) -> None:
@@ -78,38 +78,38 @@ class Pace:
 
     def _catch_up_ms(self, sequences: list[Sequence]) -> float:
         """What catching up would take now: whole passes, however little is pending."""
-        rows, most = sum(s.pending > 0 for s in sequences), max(s.pending for s in sequences)
+        rows, most = sum(s.unobserved > 0 for s in sequences), max(s.unobserved for s in sequences)
         if not rows:
             return 0.0
         runner = self._runner
-        return runner.planner.expected_ms(runner.catch_up_key(rows)) * -(-most // runner.pending)
+        return runner.planner.expected_ms(runner.catch_up_key(rows)) * -(-most // runner.max_unobserved)
 
     def _standby_ms(self, rows: int) -> float:
         """What each round without drafts adds to a drafter's catching up, which it has to before it forgets."""
         runner = self._runner
-        if not runner.pending or self._limit is None:
+        if not runner.max_unobserved or self._limit is None:
             return 0.0
-        return runner.planner.expected_ms(runner.catch_up_key(rows)) / runner.pending
+        return runner.planner.expected_ms(runner.catch_up_key(rows)) / runner.max_unobserved
 
-    def _with_pending(self, work: Round) -> Round:
+    def _with_catch_up(self, work: Round) -> Round:
         """Have drafters catch up before a round that drafts, or before they can remember no more.
 
         One pass of catching up before each round: where more is pending than it takes, the round drafts nothing yet.
         """
         self._put_off = None
-        if not self._runner.pending:
+        if not self._runner.max_unobserved:
             return work
-        most, each = max(s.pending for s in work.sequences), self._runner.pending
+        most, each = max(s.unobserved for s in work.sequences), self._runner.max_unobserved
         full = self._limit is not None and most >= self._limit
         if most and (work.drafts or full):
-            work = replace(work, behind=tuple(s for s in work.sequences if s.pending))
+            work = replace(work, behind=tuple(s for s in work.sequences if s.unobserved))
             for sequence in work.behind:
-                sequence.pending = max(0, sequence.pending - each)
+                sequence.unobserved = max(0, sequence.unobserved - each)
             if most > each:
                 self._put_off, work = work.drafts, replace(work, drafts=0)
         if not work.drafts:
             for sequence in work.sequences:
-                sequence.pending += 1
+                sequence.unobserved += 1
         return work
 
     # ---- after a pass -------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class Pace:
     def read(self, work: Extend | Round, result: np.ndarray) -> None:
         """A pass was read. result [rows, …] int32: of each row how many tokens it committed, and its status."""
         now, before, after = time.perf_counter(), self._read_at, self._launched
-        # Of prompts and rounds under masks the outputs come before the drafter has caught up (Buffers.publish).
+        # Of prompts and rounds under masks the outputs come before the drafter has caught up (Buffers.outputs_ready).
         self._read_at = now if isinstance(work, Round) and not work.masked else None
         if not isinstance(work, Round):
             self.policy.costs.interrupted()

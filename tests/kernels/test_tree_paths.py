@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unisono.kernels import paths as ops_of
+from unisono.kernels import tree_paths as ops_of
 from unisono.types import FinishReason
 
 PAGE, MAX_PAGES, SLOTS = 4, 6, 7  # and the padding slot behind them
@@ -99,24 +99,24 @@ def test_spans_are_copied(ops, dtype, block, monkeypatch):
 @pytest.mark.parametrize(("paths", "drafts"), [(2, 1), (3, 3), (5, 4), (32, 2)])
 def test_the_best_path_equals_the_oracle(ops, paths, drafts):
     rng = random.Random(paths)
-    picks = [[rng.randrange(3) for _ in range(drafts + 1)] for _ in range(9 * paths)]
-    tried = [[t if rng.random() < 0.6 else rng.choice([-1, 3]) for t in row[:-1]] for row in picks]
-    tables = [rng.randrange(500) for _ in picks]
-    rows, best_tables, best_picks, best_drafts, drafted = ops.best(
-        ops.tensor(picks), ops.tensor(tried), ops.tensor(tables), paths
+    sampled = [[rng.randrange(3) for _ in range(drafts + 1)] for _ in range(9 * paths)]
+    tried = [[t if rng.random() < 0.6 else rng.choice([-1, 3]) for t in row[:-1]] for row in sampled]
+    tables = [rng.randrange(500) for _ in sampled]
+    rows, best_tables, best_sampled, best_drafts, drafted = ops.best(
+        ops.tensor(sampled), ops.tensor(tried), ops.tensor(tables), paths
     )
     seen = set()
     for r in range(9):
         accepted = []
         for m in range(r * paths, (r + 1) * paths):
             right = 0
-            while right < drafts and tried[m][right] == picks[m][right]:
+            while right < drafts and tried[m][right] == sampled[m][right]:
                 right += 1
             accepted.append(right)
         best = r * paths + accepted.index(max(accepted))
         seen.add(best % paths)
         assert (int(rows[r]), int(best_tables[r])) == (best, tables[best])
-        assert best_picks[r].tolist() == picks[best]
+        assert best_sampled[r].tolist() == sampled[best]
         assert best_drafts[r].tolist() == tried[best]
         nodes = {
             tuple(row[: j + 1]) for row in tried[r * paths : r * paths + paths] for j in range(drafts) if row[j] >= 0
@@ -133,5 +133,5 @@ def test_ops_declare_what_they_write():
     kv, table = torch.randn(2, 9, 1, PAGE, 2), torch.tensor([[1, 2], [3, 4]]).int()
     given = (kv, table, slots, slots.flip(0), torch.tensor([1, 0]).int(), torch.tensor([3, 0]).int())
     torch.library.opcheck(torch.ops.unisono.copy_span.default, given, test_utils="test_schema")
-    picks = torch.ones(4, 3).int()
-    torch.library.opcheck(torch.ops.unisono.best_path.default, (picks, picks[:, 1:], picks[:, 0], 2))
+    sampled = torch.ones(4, 3).int()
+    torch.library.opcheck(torch.ops.unisono.best_path.default, (sampled, sampled[:, 1:], sampled[:, 0], 2))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from unisono.kernels.join import join_norms_cpu, launch_join_norms
+from unisono.kernels.concat_norm import concat_norm_cpu, launch_concat_norm
 from unisono.kernels.norm import launch_rms_norm, rms_norm_cpu
 
 
@@ -11,7 +11,7 @@ from unisono.kernels.norm import launch_rms_norm, rms_norm_cpu
 @pytest.mark.parametrize("size", [24, 257, 4096])
 def test_bits_are_the_norms(twin, size, dtype, device):
     device = "cpu" if twin else device
-    join, norm = (join_norms_cpu, rms_norm_cpu) if twin else (launch_join_norms, launch_rms_norm)
+    join, norm = (concat_norm_cpu, rms_norm_cpu) if twin else (launch_concat_norm, launch_rms_norm)
     shapes = (11, size), (5, size), (size,), (size,)
     table, hidden, one, other = (torch.randn(shape).to(device, dtype) for shape in shapes)
     ids = torch.tensor([3, 10, 0, 3, 7], dtype=torch.int32, device=device)
@@ -21,4 +21,4 @@ def test_bits_are_the_norms(twin, size, dtype, device):
 
 def test_op_traces_by_shape():
     given = (torch.tensor([1, 0]).int(), *(torch.randn(shape) for shape in ((4, 6), (2, 6), (6,), (6,))), 1e-5)
-    torch.library.opcheck(torch.ops.unisono.join_norms.default, given)
+    torch.library.opcheck(torch.ops.unisono.concat_norm.default, given)

@@ -1,4 +1,4 @@
-"""What a draft module reads of a token: its normed embedding beside a normed hidden state. Owns the ``join_norms`` op.
+"""What a draft module reads of a token: its normed embedding beside a normed hidden state. Owns the ``concat_norm`` op.
 
 One launch instead of a gather, two norms and a concatenation, with the bits of ``rms_norm``. Draft heads call it.
 
@@ -33,10 +33,10 @@ def _join_norms_kernel(
     tl.store(out + (2 * row + half) * H + cols, (normed * w).to(out.dtype.element_ty), mask=inside)
 
 
-def launch_join_norms(
+def launch_concat_norm(
     token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
 ) -> Tensor:
-    """Triton implementation of :func:`join_norms`."""
+    """Triton implementation of :func:`concat_norm`."""
     tokens, size = hidden.shape
     out = hidden.new_empty(tokens, 2 * size)
     block = triton.next_power_of_2(size)
@@ -47,10 +47,10 @@ def launch_join_norms(
     return out
 
 
-def join_norms_cpu(
+def concat_norm_cpu(
     token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
 ) -> Tensor:
-    """CPU twin of :func:`join_norms`."""
+    """CPU twin of :func:`concat_norm`."""
     embedding = table[token_ids.long()]
     return torch.cat((rms_norm_cpu(embedding, table_weight, eps), rms_norm_cpu(hidden, hidden_weight, eps)), 1)
 
@@ -69,14 +69,14 @@ def _join_norms_formula(
 
 
 define(
-    "join_norms(Tensor token_ids, Tensor table, Tensor hidden, Tensor table_weight, Tensor hidden_weight, float eps)"
+    "concat_norm(Tensor token_ids, Tensor table, Tensor hidden, Tensor table_weight, Tensor hidden_weight, float eps)"
     " -> Tensor"
 )
-register("join_norms", cuda=launch_join_norms, cpu=join_norms_cpu, meta=_join_norms_meta)
-differentiable("join_norms", _join_norms_formula)
+register("concat_norm", cuda=launch_concat_norm, cpu=concat_norm_cpu, meta=_join_norms_meta)
+differentiable("concat_norm", _join_norms_formula)
 
 
-def join_norms(
+def concat_norm(
     token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
 ) -> Tensor:
     """``[rms_norm(table[token_ids]), rms_norm(hidden)]``, side by side.
@@ -84,7 +84,7 @@ def join_norms(
     token_ids [T] int32, in range; table [V, H] and hidden [T, H]; their norms' weights [H]; all but the ids of one
     dtype. Returns [T, 2 H]. H up to 16384.
     """
-    return torch.ops.unisono.join_norms(token_ids, table, hidden, table_weight, hidden_weight, eps)
+    return torch.ops.unisono.concat_norm(token_ids, table, hidden, table_weight, hidden_weight, eps)
 
 
 AOT: list[AotCase] = [

@@ -24,7 +24,7 @@ class Hidden(enum.IntEnum):
     NULL = 0  # none
     LAST = 1  # of a prompt pass each row's last token's, of a round as FULL
     FULL = 2  # of every token, after the last layer
-    AUX = 3  # of every token, from the layers in Needs.aux_layers
+    AUX = 3  # of every token, from the layers in Features.aux_layers
 
 
 class Logits(enum.IntEnum):
@@ -41,7 +41,7 @@ def selected_rows(rows: int) -> int:
 
 
 @dataclass(frozen=True)
-class Needs:
+class Features:
     """What the caller wants of a pass beside its tokens; part of the graph's key.
 
     hidden, aux_layers: what the drafter reads. logits: of which prompt tokens. embeddings: the batch brings embeddings
@@ -63,13 +63,13 @@ class Needs:
         flags = (name for name in ("embeddings", "returned", "masks") if getattr(self, name))
         return "+".join((self.hidden.name, *logits, *flags))
 
-    def covers(self, other: Needs) -> bool:
+    def covers(self, other: Features) -> bool:
         """True when a graph captured with these needs also serves a pass that needs ``other``."""
         inputs = self.embeddings >= other.embeddings and self.masks >= other.masks
         outputs = self.returned >= other.returned and self.logits >= other.logits
         return inputs and outputs and self._shows(other)
 
-    def _shows(self, other: Needs) -> bool:
+    def _shows(self, other: Features) -> bool:
         """Whether the hidden states that ``other`` wants are among these."""
         if other.hidden is Hidden.NULL:
             return True
@@ -78,7 +78,7 @@ class Needs:
         return self.hidden >= other.hidden
 
 
-NO_NEEDS = Needs()
+NO_FEATURES = Features()
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class Key:
 
     program: str
     shape: Shape
-    needs: Needs = NO_NEEDS
+    features: Features = NO_FEATURES
 
     def covers(self, other: Key) -> bool:
         return (
             self.program == other.program
             and self.shape.width == other.shape.width
             and self.shape.rows >= other.shape.rows
-            and self.needs.covers(other.needs)
+            and self.features.covers(other.features)
         )

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unisono.kernels import pending as ops
+from unisono.kernels import unobserved as ops
 
 SLOTS, WIDTH, TOKENS = 6, 4, 40
-NAMES = ("settle", "stash", "take_pending")
+NAMES = ("mark_observed", "stash", "take_unobserved")
 
 
 @pytest.fixture(params=["kernel", "twin"])
@@ -34,7 +34,7 @@ def strided(case: SimpleNamespace, values: list[int]) -> torch.Tensor:
 
 def test_settle(case):
     observed = case.tensor([1, 2, 3, 4, 5, 6])
-    case.settle(observed, case.tensor([4, 0]), strided(case, [10, 11, 12, 13, 14, 15]))
+    case.mark_observed(observed, case.tensor([4, 0]), strided(case, [10, 11, 12, 13, 14, 15]))
     assert observed.tolist() == [10, 2, 3, 4, 14, 6]
 
 
@@ -57,12 +57,14 @@ def test_take_pending(case, lag):
     observed, length = [5, 7, 9, 2, 4, 0], [8, 20, 9, 3, 4, 0]
     slots = [1, 0, 5, 3, 2, 5]
     moving = case.tensor(observed)
-    result, picks, rows = case.take_pending(moving, case.tensor(slots), strided(case, length), case.history, WIDTH, lag)
+    result, sampled, rows = case.take_unobserved(
+        moving, case.tensor(slots), strided(case, length), case.history, WIDTH, lag
+    )
     for r, slot in enumerate(slots):
         count = min(length[slot] - observed[slot], WIDTH)
         tokens = [100 * slot + observed[slot] + j - lag for j in range(count)]
         assert result[r].tolist() == [count, 0, *tokens, *[-1] * (WIDTH - count)]
-        assert picks[r].tolist() == tokens + [0] * (WIDTH - count)
+        assert sampled[r].tolist() == tokens + [0] * (WIDTH - count)
         given = rows.view(-1, WIDTH)[r].tolist()
         assert given[:count] == [slot * WIDTH + (observed[slot] + j) % WIDTH for j in range(count)]
         assert all(slot * WIDTH <= row < (slot + 1) * WIDTH for row in given)
@@ -74,9 +76,9 @@ def test_where_an_embedding_stands_token_0_is_taken(case):
     history = case.history.clone()
     history[1, :7] = -1
     observed, length = case.tensor([0, 7, 0]), strided(case, [0, 11, 0])
-    result, picks, _ = case.take_pending(observed, case.tensor([1]), length, history, WIDTH, 2)
+    result, sampled, _ = case.take_unobserved(observed, case.tensor([1]), length, history, WIDTH, 2)
     assert result.tolist() == [[4, 0, 0, 0, 107, 108]]
-    assert picks.tolist() == [[0, 0, 107, 108]]
+    assert sampled.tolist() == [[0, 0, 107, 108]]
 
 
 def test_a_stash_is_what_is_taken():
@@ -86,15 +88,15 @@ def test_a_stash_is_what_is_taken():
     for value in (1.0, 2.0, 3.0):
         length[0] += 1
         ops.stash(ring, slots, torch.tensor([[1, 0, 5]]).int(), length, torch.tensor([[value]]))
-    _, _, rows = ops.take_pending(observed, slots, length, torch.zeros(2, 40).int(), WIDTH, 0)
+    _, _, rows = ops.take_unobserved(observed, slots, length, torch.zeros(2, 40).int(), WIDTH, 0)
     assert ring.flatten(0, 1)[rows.long()][:3, 0].tolist() == [1.0, 2.0, 3.0]
 
 
 def test_ops_trace_by_shape():
     slots, length = torch.tensor([1, 0]).int(), torch.tensor([5, 6, 0]).int()
     observed = torch.tensor([4, 3, 0]).int()
-    torch.library.opcheck(torch.ops.unisono.settle.default, (observed.clone(), slots, length))
+    torch.library.opcheck(torch.ops.unisono.mark_observed.default, (observed.clone(), slots, length))
     given = (torch.zeros(3, 4, 2), slots, torch.ones(2, 3).int(), length, torch.ones(2, 2))
     torch.library.opcheck(torch.ops.unisono.stash.default, given)
     given = (observed, slots, length, torch.ones(3, 9).int(), 4, 1)
-    torch.library.opcheck(torch.ops.unisono.take_pending.default, given)
+    torch.library.opcheck(torch.ops.unisono.take_unobserved.default, given)

@@ -1,0 +1,101 @@
+"""What state a module keeps on the device, as data.
+
+A module's ``state_specs()`` returns a tree (dicts, lists, tuples) of specs. The store allocates it and gives back the
+same tree with tensors in place of the specs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PAGE_SIZE = 16
+"""Tokens per page."""
+
+PADDING_PAGE = 0
+"""Takes the writes of padding tokens; never owned by a request."""
+
+ALL = 0
+"""Lifetime of a page that lives as long as its request."""
+
+
+@dataclass(frozen=True)
+class Paged:
+    """State of every page.
+
+    shape: of one page. dtype: of its elements. lifetime: ALL, or n > 0 where only the last n positions of a request are
+    ever read. by_token: the page holds something for each token, with PAGE_SIZE as the second to last dimension, so
+    that a range of positions can be copied. Otherwise it holds one thing for the whole page.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    lifetime: int = ALL
+    by_token: bool = True
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return _bytes(self.shape, self.dtype)
+
+
+@dataclass(frozen=True)
+class PerSlot:
+    """State of every slot: a tensor [slots, *shape], filled with ``fill`` at the start."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fill: float = 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return _bytes(self.shape, self.dtype)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """State of a recurrence: a snapshot at a multiple of PAGE_SIZE positions, and the raw inputs since.
+
+    snapshot, inputs: shape and dtype of a snapshot, and of what one position puts in.
+    """
+
+    snapshot: tuple[tuple[int, ...], torch.dtype]
+    inputs: tuple[tuple[int, ...], torch.dtype]
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of one snapshot."""
+        return _bytes(*self.snapshot)
+
+
+Spec = Paged | PerSlot | Tail
+Tree = Any
+"""Dicts, lists and tuples of specs, or of what stands in their place."""
+
+
+def leaves(tree: Tree) -> Iterator[Spec]:
+    """Every spec of a tree, in order."""
+    found: list[Spec] = []
+    map_tree(tree, found.append)
+    return iter(found)
+
+
+def map_tree(tree: Tree, change: Callable[[Spec], Any]) -> Tree:
+    """The same tree with ``change(spec)`` in place of each spec. Raises TypeError for anything else."""
+    if isinstance(tree, (Paged, PerSlot, Tail)):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {name: map_tree(part, change) for name, part in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_tree(part, change) for part in tree)
+    raise TypeError(
+        f"{type(tree).__name__} is no state spec: give Paged, PerSlot, Tail, or dicts, lists and tuples of them"
+    )
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
