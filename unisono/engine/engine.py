@@ -15,7 +15,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from unisono.cache.pages import PagePool
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.engine import report
 from unisono.engine.draft_controller import DraftController
@@ -29,6 +28,7 @@ from unisono.grammar.matcher import GrammarError, Matcher
 from unisono.models.checkpoint import Checkpoint
 from unisono.request_checks import check_request
 from unisono.sampling.logprobs import unpack_logprobs
+from unisono.state.pages import PagePool
 from unisono.types import BadRequest, ConfigError, EngineRequest, FinishReason, SamplingParams, TokenDelta
 
 
@@ -58,7 +58,7 @@ class Engine:
 
     def _begin(self) -> None:
         """Have no requests, no cached prefixes, nothing counted."""
-        self.pool = PagePool(self.runner.kv.num_pages)
+        self.pool = PagePool(self.runner.num_pages)
         self.scheduler = Scheduler(
             self.pool,
             self.runner.slots,
