@@ -26,6 +26,8 @@ ALLOWED = {
     "vectors": {"types"},
     "config": {"types"},
     "tokenizer": {"types"},
+    "request_checks": {"types"},
+    "frontend": {"types", "vectors", "tokenizer", "request_checks"},
     "kernels": {"types"},
     "distributed": {"types"},
     "graphs": {"program"},
@@ -34,17 +36,16 @@ ALLOWED = {
     "models": {"types", "program", "state", "catalog", "kernels", "layers", "attention", "distributed"},
     "drafters": {"types", "program", "state", "kernels", "layers", "attention", "models"},
     "sampling": {"types", "kernels"},
-    "cache": {"types"},
     "state": {"types", "program", "kernels"},
     "grammar": {"types", "tokenizer"},
     "engine": {
         "types", "program", "vectors", "catalog", "config", "kernels", "layers", "attention", "models", "drafters",
-        "sampling", "graphs", "cache", "state", "grammar", "distributed",
+        "sampling", "graphs", "state", "grammar", "distributed", "request_checks",
     },
-    "llm": {"types", "vectors", "config", "engine", "tokenizer"},
-    "server": {"types", "heap", "vectors", "catalog", "config", "engine", "tokenizer"},
+    "llm": {"types", "config", "engine", "tokenizer", "frontend"},
+    "server": {"types", "heap", "tokenizer", "frontend"},
     "tools": {"types", "heap", "catalog", "config", "llm", "tokenizer", "state", "models", "attention"},
-    "cli": {"types", "catalog", "config", "tokenizer", "llm", "server", "tools"},
+    "cli": {"types", "catalog", "config", "frontend", "llm", "server", "tools"},
 }  # fmt: skip
 
 
