@@ -11,9 +11,9 @@ import torch
 
 from tests.engine.test_speculation import DRAFTERS, Checkpoints, drafting
 from tests.engine.test_trees import MAKE, TREES, planted
-from unisono.cache.kv import PADDING_PAGE
 from unisono.llm import LLM
 from unisono.program import Buffers
+from unisono.state.specs import PADDING_PAGE
 
 
 def kept(owner: Any) -> dict[str, torch.Tensor]:
@@ -46,10 +46,10 @@ def check(made: LLM) -> None:
         runner = llm.engine.runner
         llm.generate([[1, 2, 3] * 8, [4, 5] * 9])  # so that state is not all zeros
         state = kept(runner.drafter) | {f"slots.{n}": t for n, t in kept(runner.slots).items()}
-        pages = [t for layer in runner.kv.layers for t in layer]
+        pages = [t for layer in runner.store.view("target").tree for t in layer]
         before = {name: tensor.clone() for name, tensor in state.items()}
         kv = [tensor.clone() for tensor in pages]
-        for program, shape in runner._passes(runner._parts(runner.kv)):
+        for program, shape in runner._passes(runner._parts()):
             program.run(Buffers(program.schema, shape, runner.config.device))
         for tensor, old in zip(pages, kv, strict=True):
             assert PADDING_PAGE == 0

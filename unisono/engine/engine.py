@@ -16,7 +16,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from unisono.cache.pages import PagePool
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.engine import report
 from unisono.engine.draft_controller import DraftController
@@ -30,6 +29,7 @@ from unisono.grammar.matcher import GrammarError, Matcher
 from unisono.models.checkpoint import Checkpoint
 from unisono.sampling.edits import check_edits
 from unisono.sampling.logprobs import unpack_logprobs
+from unisono.state.pages import PagePool
 from unisono.types import MAX_STOP_IDS, BadRequest, ConfigError, EngineRequest, FinishReason, SamplingParams, TokenDelta
 
 
@@ -59,7 +59,7 @@ class Engine:
 
     def _begin(self) -> None:
         """Have no requests, no cached prefixes, nothing counted."""
-        self.pool = PagePool(self.runner.kv.num_pages)
+        self.pool = PagePool(self.runner.num_pages)
         self.scheduler = Scheduler(
             self.pool,
             self.runner.slots,
