@@ -40,7 +40,7 @@ ALLOWED = {
     },
     "llm": {"types", "vectors", "config", "engine", "tokenizer"},
     "server": {"types", "heap", "vectors", "catalog", "config", "engine", "tokenizer"},
-    "tools": {"types", "heap", "catalog", "config", "llm", "tokenizer", "cache", "models", "attention"},
+    "tools": {"types", "heap", "catalog", "config", "llm", "tokenizer", "state", "models", "attention"},
     "cli": {"types", "catalog", "config", "tokenizer", "llm", "server", "tools"},
 }  # fmt: skip
 

@@ -121,7 +121,12 @@ class HiddenDrafter:
     def build_head(self, context: DrafterContext, checkpoint: DraftCheckpoint) -> DraftModule:
         """:meth:`build` for a head that is opened."""
         head = checkpoint.build(
-            context.target, self.attention(context), context.max_model_len, context.dtype, context.device, context.progress
+            context.target,
+            self.attention(context),
+            context.max_model_len,
+            context.dtype,
+            context.device,
+            context.progress,
         )
         for choice in checkpoint.choices(head, context.target):
             context.decide(*choice)

@@ -60,8 +60,8 @@ WHOLE = Share()
 class Stored:
     """One tensor of a weight format.
 
-    dtype: of the parameter. accepts: safetensors' names of the dtypes that it is read from. outputs, inputs: how many of
-    the layer's outputs one of its rows serves, and inputs one of its columns; ``inputs`` 0: it has rows only.
+    dtype: of the parameter. accepts: safetensors' names of the dtypes that it is read from. outputs: how many of the
+    layer's outputs one of its rows serves. inputs: how many of its inputs one column serves; 0: it has rows only.
     """
 
     dtype: torch.dtype

@@ -43,9 +43,7 @@ class FeedForward(Protocol):
         """[T, H] -> what :meth:`project` reads."""
         ...
 
-    def project(
-        self, y: Any, residual: torch.Tensor, norm: nn.Module | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def project(self, y: Any, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(residual + the block's output, ``norm`` of it); without a norm the sum twice."""
         ...
 
@@ -57,9 +55,7 @@ class Mixer(Protocol):
         """x [T, H] -> what :meth:`project` reads, of T tokens or of ``context.last_tokens``; updates the state."""
         ...
 
-    def project(
-        self, y: Any, residual: torch.Tensor, norm: nn.Module | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def project(self, y: Any, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`FeedForward.project`."""
         ...
 
@@ -319,7 +315,7 @@ class DecoderLayer(nn.Module):
 
 
 def build_layers(specs: Sequence[LayerSpec], builder: Builder, norm: nn.Module) -> nn.ModuleList:
-    """The layers ``layers.0`` … of a model; each ends with the norm that the next one reads, the last one with ``norm``."""
+    """The layers ``layers.0`` … of a model: each ends with the norm that the next one reads, the last with ``norm``."""
     layers = [spec.build(builder.at(f"layers.{number}")) for number, spec in enumerate(specs)]
     for layer in reversed(layers):
         norm = layer.then(norm)

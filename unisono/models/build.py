@@ -66,9 +66,7 @@ class Builder:
     def beside(self, attention: AttentionFactory, dtype: torch.dtype, hidden_size: int | None = None) -> Builder:
         """The builder of a module that drafts for this model: plain, with this model's rotary tables."""
         size = hidden_size or self.hidden_size
-        return replace(
-            self, hidden_size=size, dtype=dtype, attention=attention, format=plain, path="", _backends={}
-        )
+        return replace(self, hidden_size=size, dtype=dtype, attention=attention, format=plain, path="", _backends={})
 
     def linear(
         self, name: str, inputs: int, outputs: int | Mapping[str, int], bias: bool = False, empty: bool = False

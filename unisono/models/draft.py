@@ -19,6 +19,7 @@ Ht the target's, V' draft vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from unisono.attention.context import PassContext
 from unisono.kernels.concat_norm import concat_norm
 from unisono.layers.embedding import Embedding
 from unisono.layers.linear import Linear
+from unisono.layers.norm import RMSNorm
 from unisono.models.blocks import KV, DecoderLayer, LayerSpec, Stream
 from unisono.models.build import Builder
 from unisono.models.config import DecoderConfig
@@ -139,7 +141,7 @@ class Eagle3Head(DraftBlock):
 
     def begin(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> Stream:
         """Both normed, side by side [T, 2 H], and the residual [T, H]."""
-        of_embedding, of_hidden = self.layer.mixer_norm.weight, self.hidden_norm.weight
+        of_embedding, of_hidden = cast(RMSNorm, self.layer.mixer_norm).weight, self.hidden_norm.weight
         both = concat_norm(token_ids, self.embed.weight, hidden, of_embedding, of_hidden, self.hidden_norm.eps)
         return Stream(both[:, hidden.shape[1] :] if self.norm_before_residual else hidden, both)
 

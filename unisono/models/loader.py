@@ -23,7 +23,7 @@ Progress = Callable[[str, float], None]
 DUMMY_STD = 0.02
 
 SEED_NAMES = {".mixer.": ".attention.", ".feed_forward.": ".mlp."}
-"""Parts of parameter names -> what they are called where dummy weights are seeded, so that these stay what they were."""
+"""Parts of parameter names -> their names in the seeds of dummy weights, so that these stay what they were."""
 
 
 def load_model(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -198,13 +199,13 @@ class MTPCheckpoint:
         builder = Builder(self.config.hidden_size, self.config.rms_eps, torch.float32, "meta", no_attention, 1)
         for number in self.numbers:
             prefix = self.layout.block.replace("*", str(number))
-            reason = "an MTP module has none like it"
-            weights.check(
-                self._targets(self._module(number, builder), number),
-                self.tensors,
-                self.path,
-                lambda name, prefix=prefix: reason if name.startswith(prefix) else None,  # type: ignore[misc]
-            )
+            wanted = self._targets(self._module(number, builder), number)
+            weights.check(wanted, self.tensors, self.path, partial(_unexpected, prefix))
+
+
+def _unexpected(prefix: str, name: str) -> str | None:
+    """Why a tensor of the module whose names begin with ``prefix`` has no place; None for other tensors."""
+    return "an MTP module has none like it" if name.startswith(prefix) else None
 
 
 def _block_config(

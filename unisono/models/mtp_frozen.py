@@ -60,8 +60,8 @@ UNSUPPORTED = {
 class FrozenHead(nn.Module):
     """The whole drafter model.
 
-    config: its layers, whose mixers attend over keys and values of the target; reads: for each, the target's layer whose
-    they are. embed: the target's embedding.
+    config: its layers, whose mixers attend over keys and values of the target. reads: for each, the number of the
+    target's layer that wrote these. embed: the target's embedding.
     """
 
     def __init__(self, config: DecoderConfig, reads: Sequence[int], embed: Embedding, builder: Builder) -> None:

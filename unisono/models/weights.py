@@ -93,7 +93,7 @@ def check(
 ) -> None:
     """Raise CheckpointError naming the first tensor that is missing, misshapen, of another dtype or has no place.
 
-    where: the checkpoint, for messages. unexpected: of a tensor that nothing wants, why it has no place; None ignores it.
+    where: the checkpoint, for messages. unexpected: why a tensor that nothing wants has no place; None ignores it.
     """
     missing = [name for name in wanted if name not in tensors]
     if missing:

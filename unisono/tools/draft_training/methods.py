@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from unisono.layers.formats import Place
 from unisono.models.blocks import MLPSpec
 from unisono.models.build import Builder
 from unisono.models.checkpoint import WEIGHTS, Checkpoint, read_json
@@ -25,6 +24,7 @@ from unisono.models.draft_checkpoint import DraftCheckpoint, open_eagle, open_ea
 from unisono.models.loader import checkpoint_names
 from unisono.models.mtp import MTPModule
 from unisono.models.mtp_checkpoint import LAYOUTS
+from unisono.models.weights import Places
 from unisono.tools.draft_training import export
 from unisono.tools.draft_training.answers import Text
 from unisono.tools.draft_training.draft import Draft, ModulePerStep, UnrolledHead, WholeModel
@@ -275,7 +275,7 @@ def _target(teacher: Teacher) -> tuple[dict[str, Any], Any]:
     return read_json(teacher.checkpoint.path / "config.json"), teacher.decoder.config
 
 
-def _parameters(places: Mapping[str, Place]) -> dict[str, torch.Tensor]:
+def _parameters(places: Places) -> dict[str, torch.Tensor]:
     """The parameters, or rows of one, that a checkpoint's tensors go to."""
     return {name: place.parameter for name, place in places.items()}
 
