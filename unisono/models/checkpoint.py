@@ -68,7 +68,7 @@ class Checkpoint:
         hf_config, config = _parse_config(directory, family)
         generation_file = directory / "generation_config.json"
         generation = _generation_defaults(generation_file) if generation_file.exists() else GenerationDefaults()
-        eos = _token_ids(hf_config.eos_token_id, directory / "config.json")
+        eos = _token_ids(getattr(hf_config, "eos_token_id", None), directory / "config.json")
         dtype = hf_config.dtype
         return cls(
             path=directory,
