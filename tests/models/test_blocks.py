@@ -99,7 +99,7 @@ class Recorder:
         self.plans = 0
         self.calls: list[tuple[float, int, dict[str, Any]]] = []
 
-    def plan(self, inputs: AttentionInputs) -> None:
+    def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         self.plans += 1
 
     def forward(self, q: torch.Tensor, k: Any, v: Any, inputs: Any, scale: float, window: int, **options: Any) -> Any:
