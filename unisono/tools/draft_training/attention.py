@@ -14,7 +14,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from unisono.attention.base import AttentionInputs
 from unisono.models.config import DecoderConfig
 from unisono.types import ConfigError
-from unisono.types import ConfigError
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -46,8 +45,6 @@ class TrainingAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [B · L, Hq, D] -> [B · L, Hq · D]; see :class:`unisono.attention.base.AttentionBackend`."""
-        if soft_cap or sinks is not None:
-            raise ConfigError("train-draft does not support targets with attention sinks or a soft cap.")
         if soft_cap or sinks is not None:
             raise ConfigError("draft heads cannot be trained for a model whose attention has a soft cap or sinks yet.")
         rows = inputs.slots.shape[0]
