@@ -99,7 +99,7 @@ class Recorder:
         self.plans = 0
         self.calls: list[tuple[float, int, dict[str, Any]]] = []
 
-    def plan(self, inputs: AttentionInputs) -> None:
+    def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         self.plans += 1
 
     def forward(self, q: torch.Tensor, k: Any, v: Any, inputs: Any, scale: float, window: int, **options: Any) -> Any:
@@ -119,7 +119,7 @@ def test_the_backend_is_told_what_the_spec_says() -> None:
     scale, window, options = made.calls[1]
     assert (scale, window, sorted(options), options["soft_cap"]) == (1.0, 9, ["sinks", "soft_cap"], 30.0)
     assert options["sinks"] is rich.sinks
-    assert made.plans == 1  # both lifetimes are in one group here
+    assert made.plans == 2  # one for each window
 
 
 def test_plans_are_made_once_for_each_group_and_backend() -> None:

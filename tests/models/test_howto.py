@@ -1,4 +1,4 @@
-"""docs/adding-a-model.md and docs/adding-a-weight-format.md work as written: found by entry points, one command each."""
+"""docs/adding-a-model.md and docs/adding-a-weight-format.md work as written, each with one command."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_ranks_read_their_part_only(file: Path, format: WeightFormat, monkeypatc
 
 
 def test_what_cannot_be_divided() -> None:
-    with pytest.raises(ConfigError, match="16 outputs .* among 3 ranks"):
+    with pytest.raises(ConfigError, match=r"16 outputs .* among 3 ranks"):
         Linear(INPUTS, SIZES, False, torch.float32, "cpu", share=Share(0, 3))
 
 

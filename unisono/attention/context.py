@@ -29,7 +29,7 @@ class PassContext:
     groups: Mapping[int, AttentionInputs]
     rotary_positions: torch.Tensor | None = None
     last_tokens: LastTokens | None = None
-    _plans: dict[tuple[AttentionBackend, int], AttentionInputs] = field(default_factory=dict, repr=False)
+    _plans: dict[tuple[AttentionBackend, int, int], AttentionInputs] = field(default_factory=dict, repr=False)
     _queries: PassContext | None = field(default=None, repr=False)
 
     @classmethod
@@ -41,13 +41,16 @@ class PassContext:
         """The group of a page lifetime, without a plan."""
         return self.groups.get(lifetime, self.groups[ALL])
 
-    def plan(self, backend: AttentionBackend, lifetime: int = ALL) -> AttentionInputs:
-        """The group of a page lifetime with the backend's plan, which is made once per backend, group and pass."""
+    def plan(self, backend: AttentionBackend, lifetime: int = ALL, window: int = 0) -> AttentionInputs:
+        """The group of a page lifetime with the backend's plan for layers with this window.
+
+        It is made once for each backend, group and window of a pass.
+        """
         lifetime = lifetime if lifetime in self.groups else ALL
-        key = backend, lifetime
+        key = backend, lifetime, window
         if key not in self._plans:
             planned = dataclasses.replace(self.groups[lifetime])
-            backend.plan(planned)
+            backend.plan(planned, window)
             self._plans[key] = planned
         return self._plans[key]
 

@@ -85,8 +85,8 @@ class FromFirstEntry:
     def capturable(self) -> bool:
         return self.backend.capturable
 
-    def plan(self, inputs: AttentionInputs) -> None:
-        self.backend.plan(inputs)
+    def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
+        self.backend.plan(inputs, window)
 
     def forward(
         self,
@@ -97,8 +97,11 @@ class FromFirstEntry:
         scale: float,
         window: int,
         first: int = 0,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.backend.forward(q, k_cache, v_cache, inputs, scale, window, max(first, self.since))
+        since = max(first, self.since)
+        return self.backend.forward(q, k_cache, v_cache, inputs, scale, window, since, soft_cap, sinks)
 
 
 class HiddenDrafter:

@@ -191,7 +191,7 @@ class Attention(nn.Module):
     def _attend(
         self, q: torch.Tensor, context: PassContext, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
-        inputs = context.plan(self.backend, self.spec.lifetime)
+        inputs = context.plan(self.backend, self.spec.lifetime, self.spec.window)
         options: dict[str, Any] = {"soft_cap": self.spec.soft_cap} if self.spec.soft_cap else {}
         if self.sinks is not None:
             options["sinks"] = self.sinks
