@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.kernels.lookup_oracle import drafts_of, followed, matched
-from tests.kernels.test_lookup import random_texts, slots_of
+from tests.kernels.lookup_cases import random_texts, slots_of
+from tests.kernels.lookup_oracle import drafts_of, paths_of
 from unisono.kernels import lookup_tree
 from unisono.kernels.lookup import lookup_scratch
 
@@ -23,18 +23,6 @@ def ops(request, device, monkeypatch) -> SimpleNamespace:
         device=device,
         tensor=lambda values: torch.as_tensor(values, dtype=torch.int32).to(device),
     )
-
-
-def paths_of(own: list[int], sizes: list[int], k: int, longest: int, shortest: int) -> list[list[int]]:
-    """What each path drafts of a request's tokens, -1 behind."""
-    ends = [(matched(own, end, own, longest), end) for end in range(len(own) - 1)]
-    ends = sorted((m, end) for m, end in ends if m >= shortest)[::-1]
-    paths: list[list[int]] = []
-    for size in sizes:
-        tokens = (followed(own, end, size, loops=True) for _, end in ends)
-        new = next((t for t in tokens if all(path[:size] != t for path in paths)), [])
-        paths.append(new + [-1] * (k - len(new)))
-    return paths
 
 
 def run(ops: SimpleNamespace, rows: list[list[int]], order: list[int], sizes: list[int], k: int, *bounds: int):

@@ -6,6 +6,7 @@ decides nothing about who runs.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import time
@@ -100,7 +101,8 @@ class Runner:
         elif "OMP_NUM_THREADS" not in os.environ:
             self._leave_a_core()
         c = checkpoint.config
-        attention = self._attention(c.num_heads, c.num_kv_heads)
+        make_attention = functools.cache(self._attention)
+        attention = make_attention(c.num_heads, c.num_kv_heads)
         self.config = config = graph_modes(self.config, attention)
         spec = config.asked.speculative or SpeculativeConfig()
         self.drafter = drafter = self._drafter(spec, c)  # what cannot be is refused before loading
@@ -110,7 +112,7 @@ class Runner:
                 dtype=config.dtype,
                 device=config.device,
                 load_format=config.asked.load_format,
-                backend=attention,
+                attention=make_attention,
                 max_positions=config.max_model_len,
                 seed=config.asked.seed,
                 progress=progress,

@@ -142,7 +142,8 @@ def mark_observed(observed: Tensor, slots: Tensor, length: Tensor) -> None:
 
 
 def stash(ring: Tensor, slots: Tensor, result: Tensor, length: Tensor, source: Tensor) -> None:
-    """Keep hidden states ``source [R, d]`` of rounds that committed one token each, in ``ring [S, W, d]``, of one dtype.
+    """Keep hidden states ``source [R, d]`` of rounds that committed one token each, in ``ring [S, W, d]``, of the same
+    dtype.
 
     slots [R], result [R, 3] as ``kernels.rounds.commit`` returns it, length [S] already with the token; all int32.
     A row that committed nothing keeps nothing.
