@@ -82,7 +82,7 @@ def record(llm: LLM, texts: Sequence[list[int]] = ()) -> list[tuple[list[int], l
     Random modules are hardly ever right. So after they were recorded, some of the drafts, by the number of tokens that
     are committed, are made right: ``texts`` are the requests' tokens from first to last.
     """
-    drafter, slots = llm.engine.runner.drafter, llm.engine.runner.slots
+    drafter, slots = llm.engine.worker.drafter, llm.engine.worker.slots
     propose, seen = drafter.propose, []
 
     def recording(rows: torch.Tensor, drafts: torch.Tensor) -> None:
@@ -140,7 +140,7 @@ def test_one_state_for_all_modules_is_noticed(tmp_path: Path) -> None:
     with engine(case.path, speculative=spec(4), enforce_eager=True) as llm:
         texts = [p + t for p, t in zip(batch, case.greedy(batch), strict=True)]
         seen = record(llm, texts)
-        first, *others = llm.engine.runner.drafter._stages
+        first, *others = llm.engine.worker.drafter._stages
         for stage in others:
             stage.hidden = first.hidden
         assert tokens(llm, batch, GREEDY) == case.greedy(batch)
@@ -247,7 +247,7 @@ def test_the_modules_come_from_their_own_directory_too(sure: Sure, tmp_path: Pat
 def test_wrong_states_lose_acceptance(tmp_path: Path) -> None:
     """The construction can fail: with one hidden state kept for all modules most drafts are refused."""
     with engine(certain(tmp_path, 3), speculative=spec(5), enforce_eager=True) as llm:
-        first, *others = llm.engine.runner.drafter._stages
+        first, *others = llm.engine.worker.drafter._stages
         for stage in others:
             stage.hidden = first.hidden
         play(llm, BATCH, PARAMS)

@@ -5,7 +5,7 @@ Called by the runner at start; the planner measures, chooses and captures.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from unisono.attention.base import AttentionBackend
@@ -13,7 +13,7 @@ from unisono.config import ResolvedConfig, parse_graphs
 from unisono.graphs.cost import PassCost, candidates
 from unisono.graphs.planner import Buckets
 from unisono.kernels.linear import ROW_TILES
-from unisono.program import Features, Graph, Program, Shape
+from unisono.program import Features, Graph, Logits, Program, Shape
 from unisono.types import ConfigError
 
 GPU_PASSES = {"round": 10_000, "extend": 2_000, "score": 20, "catch_up": 20, "draft": 2_000, "verify": 2_000}
@@ -138,6 +138,28 @@ def gpu_graph_bytes(config: ResolvedConfig, free: int) -> ResolvedConfig:
     return config
 
 
+def engine_buckets(
+    programs: Mapping[str, Program],
+    config: ResolvedConfig,
+    choices: Sequence[int],
+    features: Features,
+    max_unobserved: int,
+) -> list[Buckets]:
+    """What may be captured of every program. features: the drafter's. choices: numbers of drafts of a round."""
+    masked = replace(features, masks=True)
+    buckets = round_buckets(programs["round"], config, choices, features)
+    for variant in (features, masked):
+        buckets.append(buckets_of(programs["extend"], config, 1, variant))
+        buckets.append(buckets_of(programs["score"], config, 1, replace(variant, logits=Logits.ALL)))
+    for drafts in {choices[0], choices[-1]}:
+        buckets.append(buckets_of(programs["verify"], config, 1 + drafts, masked))
+    if "draft" in programs:
+        buckets.append(buckets_of(programs["draft"], config, 1 + choices[-1], features))
+    if "catch_up" in programs:
+        buckets.append(catch_up_buckets(programs["catch_up"], config, max_unobserved))
+    return buckets
+
+
 def round_buckets(
     program: Program, config: ResolvedConfig, choices: Sequence[int], features: Features
 ) -> list[Buckets]:
@@ -145,7 +167,7 @@ def round_buckets(
     if len(choices) == 1:
         return [buckets_of(program, config, 1 + choices[0], features)]
     buckets = [buckets_of(program, config, 1 + k, features, part=0.5) for k in choices]
-    for i in range(1, len(choices) - 1):  # nothing is chosen among their sizes, so nothing has to be measured
+    for i in range(1, len(choices) - 1):  # all of their sizes are captured, so no cost has to be measured
         buckets[i] = replace(_sparse(buckets[i], config.max_num_seqs), passes=None, measured=False)
     return buckets
 

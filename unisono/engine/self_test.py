@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from unisono.config import ResolvedConfig
+from unisono.engine.report import Counters
+from unisono.engine.runner import Runner
+from unisono.models.checkpoint import Checkpoint
 from unisono.models.vocabulary import encode
 from unisono.types import EngineRequest, SamplingParams
-
-if TYPE_CHECKING:
-    from unisono.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +43,26 @@ TEXTS = (
 )
 
 
-def run_self_test(engine: Engine) -> bool:
+class Tested(Protocol):
+    """What the test uses of an engine."""
+
+    runner: Runner
+    checkpoint: Checkpoint
+    counters: Counters
+
+    @property
+    def config(self) -> ResolvedConfig: ...
+    def add(self, request: EngineRequest) -> None: ...
+    def has_work(self) -> bool: ...
+    def step(self) -> object: ...
+
+
+def run_self_test(engine: Tested) -> bool:
     """Run the test where the drafter asks for one, and note the outcome among the engine's decisions.
 
     Returns whether requests ran, so that the engine has to forget them.
     """
-    test = engine.runner.drafter.self_test
+    test = engine.runner.worker.drafter.self_test
     if test is None:
         return False
     prompts = _prompts(engine)
@@ -77,9 +92,9 @@ def run_self_test(engine: Engine) -> bool:
     return True
 
 
-def _prompts(engine: Engine) -> list[list[int]] | str:
+def _prompts(engine: Tested) -> list[list[int]] | str:
     """The texts' token ids, cut to fit; or why there is nothing to test with."""
-    config, test = engine.config, engine.runner.drafter.self_test
+    config, test = engine.config, engine.runner.worker.drafter.self_test
     if test is not None and test.skip is not None:
         return test.skip
     if config.asked.load_format == "dummy":

@@ -18,7 +18,8 @@ import torch
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel, active_mode
 from triton.runtime.jit import KernelInterface
 
-from unisono.program import Buffers, Program, Shape
+from unisono.graphs.planner import Buckets
+from unisono.program import Buffers, Features, Program, Shape
 
 SMALL = 128
 """Tokens of a pass up to which kernels choose tiles by more than the octave."""
@@ -66,6 +67,19 @@ def size_classes(shapes: Sequence[Shape]) -> list[Shape]:
     small = [shape for shape in shapes if shape.rows * shape.width <= SMALL]
     large = {(shape.rows * shape.width).bit_length(): shape for shape in shapes if shape not in small}
     return [*small, *large.values()]
+
+
+def warmup_passes(plan: Sequence[Buckets], features: Features) -> list[tuple[Program, Shape]]:
+    """The passes that together need every kernel: of each program all small shapes and one of each larger size class.
+
+    features: those of most passes. Of others one pass suffices, since one kernel alone has a variant for masks.
+    """
+    passes: list[tuple[Program, Shape]] = []
+    for b in plan:
+        common = b.features == features and b.program.name in ("round", "extend", "catch_up")
+        shapes = size_classes(b.shapes) if common else b.shapes[:1]
+        passes += [(b.program.of(b.features), shape) for shape in shapes]
+    return passes
 
 
 @torch.inference_mode()

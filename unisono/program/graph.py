@@ -16,13 +16,11 @@ class Program:
     """A pass as data: its name, its buffers' schema and the function that runs it.
 
     run: works in place on the buffers, at fixed addresses, without a host synchronisation.
-    prepare: host work before each replay (host planners, grammar masks), or None.
     """
 
     name: str
     schema: Schema
     run: Callable[[Buffers], None]
-    prepare: Callable[[Buffers], None] | None = None
 
     def of(self, features: Features) -> Program:
         """This program over the fields of passes with these needs."""
