@@ -235,7 +235,7 @@ def _aside(device: torch.device) -> torch.cuda.Stream:
 _library = torch.library.Library("unisono", "FRAGMENT")
 _library.define("outputs_ready(Tensor(a!) outputs, int buffers) -> ()")
 _library.impl(
-    "publish", lambda outputs, buffers: _buffers[buffers]._record_outputs_ready(), "CompositeExplicitAutograd"
+    "outputs_ready", lambda outputs, buffers: _buffers[buffers]._record_outputs_ready(), "CompositeExplicitAutograd"
 )
 
 
