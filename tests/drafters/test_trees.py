@@ -181,5 +181,5 @@ def test_paths_see_their_own_drafts(qwen3: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_engines_without_trees_have_no_pages_for_paths(qwen3: Path) -> None:
     with engine(qwen3) as llm:
-        assert llm.engine.worker.kv.path_pages == 0
+        assert llm.engine.worker.path_pages == 0
         assert llm.engine.worker.slots.page_table.shape[0] == 9

@@ -11,10 +11,10 @@ import torch
 
 from tests.engine.test_speculation import DRAFTERS, Checkpoints, drafting
 from tests.engine.test_trees import MAKE, TREES, planted
-from unisono.cache.kv import PADDING_PAGE
 from unisono.engine.warmup import warmup_passes
 from unisono.llm import LLM
 from unisono.program import Buffers
+from unisono.state.specs import PADDING_PAGE
 
 
 def kept(owner: Any) -> dict[str, torch.Tensor]:
@@ -47,7 +47,7 @@ def check(made: LLM) -> None:
         runner, worker = llm.engine.runner, llm.engine.worker
         llm.generate([[1, 2, 3] * 8, [4, 5] * 9])  # so that state is not all zeros
         state = kept(worker.drafter) | {f"slots.{n}": t for n, t in kept(worker.slots).items()}
-        pages = [t for layer in worker.kv.layers for t in layer]
+        pages = [t for layer in worker.store.view("target").tree for t in layer]
         before = {name: tensor.clone() for name, tensor in state.items()}
         kv = [tensor.clone() for tensor in pages]
         for program, shape in warmup_passes(runner.buckets(), runner.features):

@@ -310,7 +310,7 @@ def test_a_tree_of_one_path_is_a_chain(checkpoints_of: Any) -> None:
     with planted("suffix", (checkpoints_of("ngram")[0], None), {"topk": 1, "num_draft_tokens": 2}) as llm:
         assert llm.engine.runner.width == 3
         assert llm.engine.runner.paths == 1
-        assert llm.engine.worker.kv.path_pages == 0
+        assert llm.engine.worker.path_pages == 0
         assert llm.engine.worker.slots.page_table.shape[0] == 9
 
 

@@ -75,7 +75,7 @@ def tensors(owner: Any, name: str, seen: set[int]) -> Iterator[tuple[str, torch.
 def state(worker: Worker) -> dict[str, torch.Tensor]:
     """The device state of a worker, weights and buffers of graphs included; not what passes leave in between."""
     buffers = [graph.buffers for graph in worker.graphs]
-    parts = {"slots": worker.slots, "kv": worker.kv, "drafter": worker.drafter, "buffers": buffers}
+    parts = {"slots": worker.slots, "store": worker.store, "drafter": worker.drafter, "buffers": buffers}
     return dict(tensors(parts, "", set()))
 
 

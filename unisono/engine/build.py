@@ -15,7 +15,6 @@ import torch
 
 from unisono import catalog
 from unisono.attention.base import BreakingAttention
-from unisono.cache.kv import PAGE_SIZE, KVShape
 from unisono.config import ResolvedConfig
 from unisono.drafters.base import Drafter, DrafterContext, PausableDrafter, TreeDrafter
 from unisono.engine.buckets import draft_choices, engine_buckets, graph_modes, max_unobserved_tokens
@@ -37,6 +36,8 @@ from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
 from unisono.program import Program, Shape
 from unisono.sampling.pipeline import DraftSampler
+from unisono.state.specs import ALL, PAGE_SIZE, whole_requests
+from unisono.state.store import StateStore
 from unisono.types import ConfigError, SpeculativeConfig
 
 MAX_EXTEND_ROWS = 32
@@ -78,8 +79,11 @@ class Build:
             )
         self.width, self.paths = 1 + drafter.num_drafts, max(1, len(spec.paths))
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
-        slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, config.device, self.paths)
-        self.worker = Worker(model, drafter, slots, GraphSet(config.device, {}, config.asked.compile))
+        ring = PAGE_SIZE + 2 * self.width
+        store = StateStore(config.max_num_seqs + 1, self.paths, config.max_model_len, ring, config.device)
+        slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, store)
+        store.declare("target", whole_requests(model.state_specs()))
+        self.worker = Worker(model, drafter, store, slots, GraphSet(config.device, {}, config.asked.compile))
         self.choices, why = draft_choices(self.config, drafter.num_drafts)
         if drafter.num_drafts:
             self.decide("drafts per round", ", ".join(map(str, self.choices)), why)
@@ -87,14 +91,14 @@ class Build:
         self.max_unobserved = max_unobserved_tokens(config) if pausable else 0
         sampler = DraftSampler(slots, spec.paths)
         drafter.bind(self._context(sampler, progress))
-        shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
-        self.worker.hold_pages(shape, 2)  # for padding, until the number of pages is known
+        store.declare("drafter", drafter.state_specs())
+        self.worker.hold_pages(2)  # for padding, until the number of pages is known
         held = held_drafts(config.max_num_seqs, self.paths, self.width, config.device)
         if config.device.type == "cuda":
             with self.stage("compile"):
                 self._compile(attention, c.head_dim, self._programs(spec, sampler, held))
         with self.stage("size the KV cache"):
-            self._size(shape, lambda: self._programs(spec, sampler, held))
+            self._size(lambda: self._programs(spec, sampler, held))
         self.worker.graphs.programs = self._programs(spec, sampler, held)
 
     @contextmanager
@@ -133,7 +137,8 @@ class Build:
             attention=self._attention,
             sample=sampler,
             best=sampler.best,
-            kv=lambda: worker.kv.layers,
+            state=worker.store.view("drafter"),
+            target_state=worker.store.view("target"),
             dtype=config.dtype,
             device=config.device,
             max_model_len=config.max_model_len,
@@ -148,9 +153,10 @@ class Build:
         w, asked = self.worker, self.config.asked
         tree = None
         if isinstance(w.drafter, TreeDrafter) and spec.paths:
-            tree = Tree.of(spec.paths, w.drafter, w.slots, w.kv)
+            tree = Tree.of(spec.paths, w.drafter, w.slots, w.store, w.num_pages)
         processed, forced = asked.logprobs_mode == "processed_logprobs", forcing(asked, w.slots)
-        parts = Parts(w.model, w.drafter, w.slots, sampler, w.kv.layers, processed, forced, tree, held)
+        kv = w.store.view("target").tree
+        parts = Parts(w.model, w.drafter, w.slots, sampler, kv, processed, forced, tree, held)
         programs = [round_program(parts), verify_program(parts)]
         programs += [extend_program(parts, self.max_extend_rows, name) for name in ("extend", "score")]
         if self.width > 1:
@@ -180,13 +186,13 @@ class Build:
         reason = f"bits compared with the Triton kernel's for {len(proven)} shapes, {len(failed)} differ"
         self.decide(f"products above {TRITON_ROWS} rows", value, reason)
 
-    def _size(self, shape: KVShape, programs: Callable[[], dict[str, Program]]) -> None:
+    def _size(self, programs: Callable[[], dict[str, Program]]) -> None:
         """Allocate as many pages as fit."""
         config, worker = self.config, self.worker
         reserved = path_pages(self.paths, self.width - 1, config.max_num_seqs)
         logits = 4 * config.max_num_seqs * self.width * worker.model.config.vocab_size
         demand = PageDemand(
-            page_bytes=shape.page_bytes + worker.drafter.page_bytes,
+            page_bytes=worker.store.page_bytes(ALL),
             paths=self.paths,
             path_pages=reserved,
             logits_bytes=logits if self.paths == 1 else 0,  # the rounds of a tree are measured
@@ -200,7 +206,7 @@ class Build:
             return peak_bytes(largest, config.device)
 
         pages, self.config = fit_pages(config, demand, measure)
-        worker.hold_pages(shape, pages, reserved)
+        worker.hold_pages(pages, reserved)
 
 
 def _drafter(spec: SpeculativeConfig, target: DecoderConfig) -> Drafter:

@@ -16,7 +16,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from unisono.cache.pages import PagePool
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.engine import report
 from unisono.engine.draft_controller import DraftController
@@ -31,6 +30,7 @@ from unisono.grammar.matcher import GrammarError, Matcher
 from unisono.models.checkpoint import Checkpoint
 from unisono.sampling.edits import check_edits
 from unisono.sampling.logprobs import unpack_logprobs
+from unisono.state.pages import PagePool
 from unisono.types import MAX_STOP_IDS, BadRequest, ConfigError, EngineRequest, FinishReason, SamplingParams, TokenDelta
 
 
@@ -61,7 +61,7 @@ class Engine:
 
     def _begin(self) -> None:
         """Have no requests, no cached prefixes, nothing counted."""
-        self.pool = PagePool(self.worker.kv.num_pages)
+        self.pool = PagePool(self.worker.num_pages)
         self.scheduler = Scheduler(
             self.pool,
             SlotPool(self.config.max_num_seqs, self.checkpoint.config.vocab_size, self.runner.send),

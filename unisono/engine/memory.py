@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.cache.kv import PAGE_SIZE
-from unisono.cache.pages import pages_for
 from unisono.config import ResolvedConfig
 from unisono.engine.buckets import CPU_GRAPH_BYTES, gpu_graph_bytes, with_graph_bytes
 from unisono.program import Buffers, Program, Shape
+from unisono.state.pages import pages_for
+from unisono.state.specs import PAGE_SIZE
 from unisono.types import ConfigError
 
 GPU_SLACK = 1 << 29

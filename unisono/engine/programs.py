@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from unisono.attention.base import AttentionInputs, LastTokens
-from unisono.cache.kv import PAGE_SIZE
-from unisono.cache.pages import pages_for
 from unisono.drafters.base import Drafter, PausableDrafter, PromptPass, Verified
 from unisono.engine.feature_fields import (
     Overriding,
@@ -35,6 +33,8 @@ from unisono.kernels.tree_paths import Fork
 from unisono.models.decoder import Decoder
 from unisono.program import Buffers, Field, Hidden, Program, Schema
 from unisono.sampling.pipeline import DraftSampler, edit_and_sample, report_logprobs, report_prompt_logprobs
+from unisono.state.pages import pages_for
+from unisono.state.specs import PAGE_SIZE
 
 Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 

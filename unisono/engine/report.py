@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
-from unisono.cache.kv import PAGE_SIZE
-from unisono.cache.pages import PagePool
 from unisono.config import ResolvedConfig
 from unisono.engine.draft_controller import DraftController
 from unisono.engine.runner import Runner
 from unisono.engine.scheduler import Scheduler
 from unisono.models.checkpoint import Checkpoint
+from unisono.state.pages import PagePool
+from unisono.state.specs import PAGE_SIZE
 
 Metric = tuple[str, str, dict[str, str], float, str]
 """(name, "counter" or "gauge", labels, value, help)."""
@@ -94,10 +94,10 @@ class Reported(Protocol):
 def info(engine: Reported) -> dict[str, object]:
     """See :meth:`unisono.engine.engine.Engine.info`."""
     runner, scheduler, config = engine.runner, engine.scheduler, engine.checkpoint.config
-    kv, drafter = runner.worker.kv, runner.worker.drafter
+    worker = runner.worker
     spec = engine.config.asked.speculative
     speculation = {
-        "drafter": drafter.name,
+        "drafter": worker.drafter.name,
         "num_speculative_tokens": runner.width - 1,
         "paths": runner.paths,
         "tree_nodes": len(spec.token_tree) if spec is not None else 0,
@@ -114,12 +114,12 @@ def info(engine: Reported) -> dict[str, object]:
         "generation_defaults": engine.generation_defaults(),
         "kv_cache": {
             "page_size": PAGE_SIZE,
-            "pages": kv.num_pages,
-            "path_pages": kv.path_pages,
-            "bytes": kv.nbytes,
-            "drafter_bytes": (kv.num_pages + kv.path_pages) * drafter.page_bytes,
+            "pages": worker.num_pages,
+            "path_pages": worker.path_pages,
+            "bytes": worker.store.nbytes("target"),
+            "drafter_bytes": worker.store.nbytes("drafter"),
             "usage": round(engine.pool.usage, 4),
-            "cached_pages": engine.pool.radix.pages,
+            "cached_pages": engine.pool.tree.pages,
         },
         "graphs": runner.planner.report(),
         "graph_memory": runner.planner.costs(),

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from unisono.cache.pages import OutOfPages, PagePool, Reservation, pages_for
-from unisono.cache.radix import Token
 from unisono.engine.hidden import HiddenStates
 from unisono.engine.overrides import Embedded
 from unisono.engine.slots import SlotPool
 from unisono.grammar.matcher import Matcher
+from unisono.state.pages import OutOfPages, PagePool, Reservation, pages_for
+from unisono.state.prefix_tree import Token
 from unisono.types import EngineRequest, FinishReason, TokenLogprobs
 
 MAX_EXTEND_STREAK = 8
@@ -213,7 +213,7 @@ class Scheduler:
         written = min(sequence.extended, len(sequence.tokens) - 1) if extending else len(sequence.tokens) - 1
         # A page that the drafter has not read would be drafted from badly for good.
         written = max(0, written - sequence.unobserved)
-        sequence.pages.commit(sequence.keys[:written], settled=extending)
+        sequence.pages.commit(sequence.keys[:written], complete=written if extending else written - 1)
         sequence.pages.release()
         self.slots.free(sequence.slot)
         sequence.pages, sequence.slot, sequence.extended, sequence.mapped, sequence.unobserved = None, -1, 0, 0, 0

@@ -1,6 +1,6 @@
 """The worker: one rank's device state, and the commands that change it.
 
-A worker owns the model, the drafter, the KV cache, the slots and the captured graphs. ``engine/build.py`` makes one.
+A worker owns the model, the drafter, the state store, the slots and the captured graphs. ``engine/build.py`` makes one.
 After that it only executes commands (``engine/commands.py``) and decides nothing itself.
 """
 
@@ -10,27 +10,31 @@ import gc
 
 import torch
 
-from unisono.cache.kv import KVCache, KVShape
 from unisono.drafters.base import Drafter
 from unisono.engine.commands import Command, ResetSlots, WriteSlot
 from unisono.engine.slots import Slots
 from unisono.graphs.graph_set import GraphSet
 from unisono.models.decoder import Decoder
 from unisono.program import PendingOutputs
+from unisono.state.specs import ALL
+from unisono.state.store import StateStore
 
 
 class Worker:
-    """One device with everything on it. Use it in inference mode."""
+    """One device with everything on it. Use it in inference mode.
 
-    kv: KVCache
+    num_pages: of the page pool; path_pages: beside these, for the paths of trees.
+    """
 
-    def __init__(self, model: Decoder, drafter: Drafter, slots: Slots, graphs: GraphSet) -> None:
-        self.model, self.drafter, self.slots, self.graphs = model, drafter, slots, graphs
+    num_pages = path_pages = 0
 
-    def hold_pages(self, shape: KVShape, num_pages: int, path_pages: int = 0) -> None:
-        """Allocate the KV cache of the target and that of its drafter, in place of smaller ones."""
-        self.kv = KVCache(shape, num_pages, self.graphs.device, path_pages)
-        self.drafter.allocate(num_pages + path_pages)
+    def __init__(self, model: Decoder, drafter: Drafter, store: StateStore, slots: Slots, graphs: GraphSet) -> None:
+        self.model, self.drafter, self.store, self.slots, self.graphs = model, drafter, store, slots, graphs
+
+    def hold_pages(self, num_pages: int, path_pages: int = 0) -> None:
+        """Allocate the pages of target and drafter, in place of fewer ones."""
+        self.num_pages, self.path_pages = num_pages, path_pages
+        self.store.allocate({ALL: num_pages + path_pages})
 
     def execute(self, command: Command) -> PendingOutputs | None:
         """Execute a command and return at once, with the outputs of a launched pass on their way to the host.
@@ -51,7 +55,7 @@ class Worker:
         if on_gpu:
             torch.cuda.synchronize()  # the drafter's part of the last pass may still run
         self.graphs.close()
-        del self.model, self.drafter, self.kv, self.slots
+        del self.model, self.drafter, self.store, self.slots
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()

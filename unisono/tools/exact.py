@@ -95,8 +95,8 @@ def _tokens(llm: Any, prompts: list[list[int]], params: list[Any]) -> list[list[
 
 
 def _ways(llm: Any, chunk: int) -> dict[str, Callable[[], Any]]:
-    from unisono.cache.kv import PAGE_SIZE
-    from unisono.cache.pages import pages_for
+    from unisono.state.pages import pages_for
+    from unisono.state.specs import PAGE_SIZE
 
     engine = llm.engine
     scheduler, planner = engine.scheduler, engine.runner.planner

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from unisono.cache.kv import PADDING_PAGE, PAGE_SIZE
-from unisono.cache.pages import OutOfPages, PagePool, pages_for
+from unisono.state.pages import OutOfPages, PagePool, pages_for
+from unisono.state.specs import PADDING_PAGE, PAGE_SIZE
 
 
 def prompt(*words: int) -> list[int]:
@@ -66,14 +66,14 @@ def test_two_requests_committing_the_same_tokens() -> None:
     for r in (a, b):
         r.reserve(len(tokens) + 1)
         r.commit(tokens)
-    assert pool.radix.pages == 2
+    assert pool.tree.pages == 2
     b.commit([*tokens, *prompt(3)][: 3 * PAGE_SIZE])  # b goes on below a's nodes, with a page of its own
     a.release()
     pool.check_integrity()
     assert pool.available == 11 - 6 + 1, "a's private third page is free, its two cached ones are locked by b"
 
 
-@pytest.mark.parametrize("meanwhile", ["nothing", "held", "gone on from", "settled"])
+@pytest.mark.parametrize("meanwhile", ["nothing", "held", "gone on from", "complete"])
 def test_the_page_of_a_request_that_went_on_replaces_the_end_of_one(meanwhile: str) -> None:
     """Unless another request holds it, or began behind it and so completed it."""
     pool, ending, longer = PagePool(20), prompt(1, 2), prompt(1, 2, 3)
@@ -81,7 +81,7 @@ def test_the_page_of_a_request_that_went_on_replaces_the_end_of_one(meanwhile: s
     for r in (a, b):
         r.reserve(len(longer))
     theirs, ours = a.pages[:2], b.pages[:2]
-    a.commit(ending, settled=meanwhile == "settled")
+    a.commit(ending, complete=None if meanwhile == "complete" else len(ending) - 1)
     if meanwhile != "held":
         a.release()
     if meanwhile == "gone on from":
@@ -112,7 +112,7 @@ def test_eviction_takes_the_least_recently_used_leaf() -> None:
 def test_eviction_is_by_last_use_whatever_came_before(seed: int) -> None:
     """Against brute force: of all unlocked leaves the one that was used first."""
     rng, pool = random.Random(seed), PagePool(41)
-    radix, held, evicted = pool.radix, [], 0
+    radix, held, evicted = pool.tree, [], 0
     for _ in range(600):
         if held and rng.random() < 0.5:
             reservation, tokens = held.pop(rng.randrange(len(held)))
@@ -123,7 +123,7 @@ def test_eviction_is_by_last_use_whatever_came_before(seed: int) -> None:
         reservation = pool.open(tokens)
         missing = pages_for(len(tokens)) - len(reservation.entries) - len(pool.free)
         wanted = []
-        while len(wanted) < missing <= pool.radix.unlocked:
+        while len(wanted) < missing <= pool.tree.unlocked:
             leaves = [
                 n
                 for n in radix.nodes()
@@ -151,7 +151,7 @@ def test_a_prefix_that_is_used_over_and_over_leaves_no_trace() -> None:
         reservation.reserve(len(tokens))
         reservation.commit(tokens)
         reservation.release()
-    assert len(pool.radix._leaves) + len(pool.radix._bared) <= 8
+    assert len(pool.tree._leaves) + len(pool.tree._bared) <= 8
 
 
 def test_locked_pages_are_not_evicted() -> None:
@@ -171,7 +171,7 @@ def test_random_traffic_keeps_every_page_owned_once() -> None:
     for _ in range(3000):
         if live and rng.random() < 0.5:
             reservation, tokens = live.pop(rng.randrange(len(live)))
-            reservation.commit(tokens[: rng.randrange(len(tokens) + 1)], settled=rng.random() < 0.5)
+            reservation.commit(tokens[: rng.randrange(len(tokens) + 1)], complete=rng.randrange(2) or None)
             if rng.random() < 0.8:
                 reservation.release()
             else:
@@ -202,7 +202,7 @@ def test_the_integrity_check_finds_breaches(breach: str) -> None:
     elif breach == "twice":
         pool.free.append(r.pages[1])
     else:
-        next(pool.radix.nodes()).locks += 1
+        next(pool.tree.nodes()).locks += 1
     with pytest.raises(RuntimeError, match=r"without an owner|owned by both|locks"):
         pool.check_integrity()
 
