@@ -7,7 +7,6 @@ versions, the machine and the settings that produced it.
 from __future__ import annotations
 
 import json
-import platform
 import random
 import statistics
 import time
@@ -18,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono.tools.adaptive_bench import adaptive, plot
+from unisono.tools.adaptive_bench import adaptive, plot, versions
 from unisono.tools.drafters import drafters
 from unisono.tools.exact import exact
 
@@ -151,18 +150,6 @@ def _sizes(graphs: Any) -> dict[str, list[int]]:
 
 def _numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",") if n.strip()]
-
-
-def versions(llm: Any) -> dict[str, str]:
-    """The machine, and what a figure depends on."""
-    import torch
-    import triton
-
-    import unisono
-
-    device = llm.engine.config.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
-    return {"on": name, "unisono": unisono.__version__, "torch": torch.__version__, "triton": triton.__version__}
 
 
 def _fill(llm: Any, size: int, context: int, output_len: int) -> list[str]:
