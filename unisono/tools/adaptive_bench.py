@@ -11,6 +11,7 @@ Without, they are the bundled problems, answered to their ends, prompts included
 from __future__ import annotations
 
 import json
+import platform
 import random
 import statistics
 import time
