@@ -296,6 +296,17 @@ def test_needs_that_no_graph_covers_are_captured_when_idle() -> None:
     assert answer(planner, 2) == 2
 
 
+def test_graphs_can_be_switched_off_at_any_time() -> None:
+    planner = planned(2)
+    launch(planner, 1)
+    planner.enabled = False
+    assert answer(planner, 1) is Reason.DISABLED
+    launch(planner, 1)
+    planner.enabled = True
+    launch(planner, 1)
+    assert planner.passes == {("p", "tape", ""): 2, ("p", "eager", "DISABLED"): 1}
+
+
 def test_modes() -> None:
     def run(b: Buffers) -> None:
         b.result.copy_(eager_break(optional=True)(torch.relu)(b.x.float()))

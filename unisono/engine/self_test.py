@@ -1,9 +1,9 @@
-"""A start-up test of speculation: does the drafter guess what the target says on ordinary text?
+"""A start-up test of speculation: does the target accept the drafter's drafts on ordinary text?
 
-A draft head wired wrongly, or made for another target, changes no text and fails no check of shapes: it merely drafts
-in vain. So the engine, before it takes requests, continues a few texts greedily through its own passes and looks at the
-share of first drafts that were accepted. It warns where a random draft could have done as well. What ran is forgotten:
-slots, prefix tree and counters are as if it had not. Called by ``engine`` once, at start.
+A draft head that was loaded wrongly, or made for another target, changes no text and fails no check of shapes, but its
+drafts are rejected. So the engine continues a few texts greedily before it takes requests, and looks at the share of
+first drafts that were accepted. It warns where a random draft would do as well. Slots, prefix tree and counters are
+reset afterwards. Called by ``engine`` once, at start.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 NAME = "draft self-test"
 
 PLAUSIBLE = 0.05
-"""Share of accepted first drafts that always naming the commonest token may reach. Heads that fit exceed 0.3."""
+"""The share of accepted first drafts that a constant draft may reach. Heads that fit the target exceed 0.3."""
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 17
-"""Of each text, at most; and what is written behind it: one token by the prompt's pass, 16 by rounds."""
+"""Tokens of each text, at most, and tokens generated after it: one by the prompt pass, 16 by rounds."""
 
 TEXTS = (
     "The river bends twice before it reaches the village. On the outer bank the water is deep and fast, so children "
@@ -58,9 +58,9 @@ class Tested(Protocol):
 
 
 def run_self_test(engine: Tested) -> bool:
-    """Run the test where the drafter asks for one, and note the outcome among the engine's decisions.
+    """Run the test where the drafter has one, and add the outcome to the engine's decisions.
 
-    Returns whether requests ran, so that the engine has to forget them.
+    Returns whether requests ran; the engine then has to reset itself.
     """
     test = engine.runner.worker.drafter.self_test
     if test is None:
@@ -93,7 +93,7 @@ def run_self_test(engine: Tested) -> bool:
 
 
 def _prompts(engine: Tested) -> list[list[int]] | str:
-    """The texts' token ids, cut to fit; or why there is nothing to test with."""
+    """The texts' token ids, truncated to fit; or the reason why there are none."""
     config, test = engine.config, engine.runner.worker.drafter.self_test
     if test is not None and test.skip is not None:
         return test.skip
