@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.state.test_store import made
-from tests.state.test_window_pages import run, tokens_of
+from tests.state.helpers import made, run, tokens_of
 from unisono.state.pages import PagePool
 from unisono.state.specs import ALL, PAGE_SIZE
 from unisono.state.transfer import export_prefix, import_prefix

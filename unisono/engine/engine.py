@@ -7,7 +7,6 @@ round needs is on the device; the host learns of tokens, stops and lengths one r
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,7 +19,7 @@ from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.engine import report
 from unisono.engine.draft_controller import DraftController
 from unisono.engine.hidden import HiddenStates
-from unisono.engine.overrides import Embedded, check_scored
+from unisono.engine.overrides import Embedded
 from unisono.engine.runner import Launched, Runner
 from unisono.engine.scheduler import Extend, Round, Scheduler, Sequence
 from unisono.engine.self_test import run_self_test
@@ -28,10 +27,10 @@ from unisono.engine.slots import SlotPool
 from unisono.grammar.compiler import Compiled, Grammars
 from unisono.grammar.matcher import GrammarError, Matcher
 from unisono.models.checkpoint import Checkpoint
-from unisono.sampling.edits import check_edits
+from unisono.request_checks import check_request
 from unisono.sampling.logprobs import unpack_logprobs
 from unisono.state.pages import PagePool
-from unisono.types import MAX_STOP_IDS, BadRequest, ConfigError, EngineRequest, FinishReason, SamplingParams, TokenDelta
+from unisono.types import BadRequest, ConfigError, EngineRequest, FinishReason, SamplingParams, TokenDelta
 
 
 class Engine:
@@ -84,18 +83,14 @@ class Engine:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises BadRequest, leaving the engine as it was, for one that cannot run."""
-        embedded, compiled = self._checked(request)
-        if request.params.seed is None:
-            request = replace(request, params=replace(request.params, seed=secrets.randbits(53)))
-        if compiled is not None:
-            request = replace(request, stop_ids=_with_eos(request.stop_ids, compiled))
+        request, compiled = self._checked(request)
         limit = self.config.max_model_len
         if request.params.max_tokens is not None:
             limit = min(limit, len(request.prompt_token_ids) + request.params.max_tokens)
         sequence = Sequence(request, list(request.prompt_token_ids), limit, next(self._order))
         if request.params.prompt_logprobs is not None:
             sequence.prompt_logprobs = {}
-        sequence.embedded = embedded
+        sequence.embedded = Embedded.of(request, self.config.dtype)
         if request.params.return_hidden_states:
             # Those of a prompt with several sequences come with the first of them.
             known = 0 if request.shares_with is None else sequence.prompt_len
@@ -134,43 +129,22 @@ class Engine:
         """
         self._checked(request)
 
-    def _checked(self, request: EngineRequest) -> tuple[Embedded | None, Compiled | None]:
-        """:meth:`check`; returns what it had to make of the request: its embeddings and its grammar."""
-        prompt, vocab = request.prompt_token_ids, self.checkpoint.config.vocab_size
-        longest = self.config.max_model_len - 1
+    def _checked(self, request: EngineRequest) -> tuple[EngineRequest, Compiled | None]:
+        """:meth:`check`; returns the request with the stop ids that its grammar needs, and the grammar."""
+        params, model = request.params, self.checkpoint.config
         if request.request_id in self._sequences:
             raise BadRequest(f"request id {request.request_id!r} is running already.", param="request_id")
-        if not prompt:
-            raise BadRequest("the prompt has no tokens; give at least 1.", param="prompt")
-        if len(prompt) > longest:
+        if params.n != 1 or params.seed is None:
             raise BadRequest(
-                f"the prompt has {len(prompt)} tokens; the context of {self.config.max_model_len} leaves room for "
-                f"{longest} and one new token. Shorten it, or raise --max-model-len.",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        embedded = Embedded.of(request, self.checkpoint.config.hidden_size, self.config.dtype)
-        positions = set() if embedded is None else set(embedded.positions.tolist())
-        wrong = next((t for i, t in enumerate(prompt) if not 0 <= t < vocab and i not in positions), None)
-        if wrong is not None:
-            raise BadRequest(
-                f"token id {wrong} is outside the vocabulary of {vocab} (0 … {vocab - 1}).", param="prompt"
+                f"n={params.n}, seed={params.seed}: one request is one sequence here, with a seed; see "
+                "EngineRequest.sequences.",
+                "n" if params.n != 1 else "seed",
             )
         compiled = self._grammar(request)
-        stop_ids = request.stop_ids if compiled is None else _with_eos(request.stop_ids, compiled)
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise BadRequest(
-                f"{len(stop_ids)} stop token ids, EOS ids included; at most {MAX_STOP_IDS} are supported.",
-                param="stop_token_ids",
-            )
-        if request.params.n != 1:
-            raise BadRequest(
-                f"n={request.params.n}: one request is one sequence here; see EngineRequest.sequences.", "n"
-            )
-        if request.params.prompt_logprobs is not None:
-            check_scored(request, positions)
-        check_edits(request.params, request.bad_words, vocab)
-        return embedded, compiled
+        if compiled is not None:
+            request = replace(request, stop_ids=_with_eos(request.stop_ids, compiled))
+        check_request(request, self.config.max_model_len, model.vocab_size, model.hidden_size)
+        return request, compiled
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its pages; unknown ids are ignored, for it may just have ended."""

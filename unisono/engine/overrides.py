@@ -7,7 +7,7 @@ prefix cache knows it by a digest of its embedding: equal embeddings share pages
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from unisono import vectors
-from unisono.types import BadRequest, EngineRequest
+from unisono.types import EngineRequest
 
 DIGEST_BYTES = 16
 
@@ -33,27 +33,12 @@ class Embedded:
     token_ids: Sequence[int]
 
     @classmethod
-    def of(cls, request: EngineRequest, hidden_size: int, dtype: torch.dtype) -> Embedded | None:
-        """In the model's dtype; None for a request without any. Raises BadRequest for what this model cannot read."""
+    def of(cls, request: EngineRequest, dtype: torch.dtype) -> Embedded | None:
+        """A checked request's overrides in the model's dtype; None for a request without any."""
         given = request.overrides
         if given is None:
             return None
-        whole = len(given.positions) == len(request.prompt_token_ids)
-        param = "prompt_embeds" if whole else "embedding_overrides"
-        if given.vectors.size != hidden_size:
-            raise BadRequest(
-                f"the embeddings have {given.vectors.size} numbers each; the model's hidden size is {hidden_size}.",
-                param,
-            )
         rows = vectors.unpack(given.vectors).to(dtype)
-        wrong = (~rows.isfinite().all(dim=1)).nonzero()
-        if len(wrong):
-            name = str(dtype).removeprefix("torch.")
-            raise BadRequest(
-                f"the embedding at position {given.positions[int(wrong[0])]} has numbers that are not finite in "
-                f"{name}, the model's dtype; give numbers up to {torch.finfo(dtype).max:.4g}.",
-                param,
-            )
         return cls(np.asarray(given.positions), rows.view(torch.int32).numpy(), request.prompt_token_ids)
 
     @cached_property
@@ -68,18 +53,6 @@ class Embedded:
         """(positions, words) of those from ``start`` to ``end``."""
         low, high = np.searchsorted(self.positions, (start, end))
         return self.positions[low:high], self.words[low:high]
-
-
-def check_scored(request: EngineRequest, positions: Collection[int]) -> None:
-    """Raises BadRequest where a prompt log-probability is wanted at one of ``positions``, which have no token."""
-    first = request.first_scored
-    wrong = next((p for p in range(first, len(request.prompt_token_ids)) if p in positions), None)
-    if wrong is not None:
-        raise BadRequest(
-            f"prompt_logprobs are wanted from position {first} on, and at {wrong} stands an embedding, which has none. "
-            f"Set logprob_start_len to {max(positions) + 1} or more, or leave out prompt_logprobs.",
-            "prompt_logprobs",
-        )
 
 
 class Part(Protocol):

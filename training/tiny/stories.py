@@ -1,14 +1,13 @@
 """A small language for word problems, and the renderer that fills it with names, things and numbers.
 
-A ``Skeleton`` is a story with holes: variables with ranges, wordings of the question, and worked steps. ``tell`` draws
-numbers until every step is a whole number in bounds, then fills one wording. Used by ``skeletons`` (written by hand),
-``chains`` (composed) and ``data``.
+A ``Skeleton`` is a template: variables with ranges, wordings of the question, and worked steps. ``tell`` draws
+numbers until the result of every step is a whole number in bounds, then fills in one wording.
 
     variables   "a=2-12 d=2|4|5 t=a*d thing=:cakes,plum_pies"   range, choice, product of earlier ones, word
-    wordings    "{N} buys {a} (boxes|crates) of {items}."       {hole}, (one|of|these); "!" first: for the test split
+    wordings    "{N} buys {a} (boxes|crates) of {items}."       {hole}, (one|of|these); leading "!": test split only
     steps       "{N} has [x=a*b] {items}."                      defines x, prints "3 * 4 = 12"; the last is the answer
 
-Holes that the renderer knows: N, F, G, H four people; he, He, his, him; item(s), item2/items2, food(s), shop;
+Predefined holes: N, F, G, H four people; he, He, his, him; item(s), item2/items2, food(s), shop;
 frac_d ("a third" for d = 3), times_k ("twice" for k = 2).
 """
 
@@ -23,13 +22,13 @@ from pathlib import Path
 from random import Random
 
 TRIES = 400
-"""Draws of numbers before a story is given up (``tell`` then returns None)."""
+"""Draws of numbers before ``tell`` gives up and returns None."""
 
 SMALLEST, LARGEST = 2, 999
-"""Bounds of every step's result: no "1 apples", and nothing a tiny model could not compute."""
+"""Bounds of the result of every step. They avoid "1 apples" and numbers that are too large for a tiny model."""
 
 LISTS: dict[str, list[str]] = defaultdict(list)
-"""The lists of ``words.txt``: people, things, foods, places; some are used by ``chains`` and ``retell``."""
+"""The word lists of ``words.txt``: names, things, foods, places and more."""
 for _line in (Path(__file__).parent / "words.txt").read_text().splitlines():
     LISTS[_line.split(":")[0]] += _line.split(":")[1].split()
 
@@ -49,7 +48,7 @@ _HOLE = re.compile(r"(\$?)\{(\w+)\}(%?)")
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A word problem with holes; ``held_out`` keeps all of it for the test split."""
+    """A template of a word problem. held_out: it belongs to the test split."""
 
     name: str
     variables: str
@@ -60,7 +59,7 @@ class Skeleton:
 
 @dataclass(frozen=True)
 class Problem:
-    """A told story. ``template`` names skeleton and wording; ``numbers`` are the values drawn, in order."""
+    """A rendered word problem. template: names of skeleton and wording. numbers: the values drawn, in order."""
 
     template: str
     numbers: tuple[int, ...]
@@ -70,7 +69,7 @@ class Problem:
 
 
 def tell(skeleton: Skeleton, wording: int, rng: Random) -> Problem | None:
-    """Fill one wording of a skeleton; None when no numbers in bounds were found."""
+    """Render one wording of a skeleton; None if no numbers in bounds were found."""
     for _ in range(TRIES):
         values = _draw(skeleton.variables, rng)
         numbers = tuple(v for v in values.values() if isinstance(v, int))
@@ -100,7 +99,7 @@ def _parse(variables: str) -> tuple[tuple[str, str, str], ...]:
 
 
 def _sort(value: str) -> str:
-    """What a variable's right side is: word, choice, range or expression."""
+    """The kind of a variable's definition: word, choice, range or expression."""
     if value.startswith(":"):
         return "word"
     if "|" in value:
@@ -129,14 +128,14 @@ def _number(text: str, values: dict[str, int | str]) -> int:
 
 
 def _calculate(left: int, operator: str, right: int) -> int:
-    """The result, or -1 where a division leaves a remainder."""
+    """The result, or -1 if a division leaves a remainder."""
     if operator == "/":
         return left // right if left % right == 0 else -1
     return left * right if operator == "*" else left + right if operator == "+" else left - right
 
 
 def _work(steps: tuple[str, ...], values: dict[str, int | str]) -> bool:
-    """Compute every step into ``values``; False when one is out of bounds."""
+    """Compute the result of every step into ``values``; False if one is out of bounds."""
     if any(isinstance(v, int) and v < SMALLEST for v in values.values()):
         return False
     for step in steps:
@@ -154,7 +153,7 @@ def _equation(match: re.Match[str], values: dict[str, int | str]) -> str:
 
 
 def _cast(rng: Random) -> dict[str, str]:
-    """People, things and places of one story."""
+    """Random people, things and places for one problem."""
     people = rng.sample(LISTS["he"], 3) + rng.sample(LISTS["she"], 3)
     rng.shuffle(people)
     first, friend, third = people[:3]

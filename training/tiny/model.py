@@ -1,6 +1,6 @@
 """A Qwen3 in plain torch, written for training speed, with the parameter names of transformers' ``Qwen3ForCausalLM``.
 
-Used by ``train`` only: the engine serves the trained weights with its own decoder. Shapes: B rows, T tokens, H hidden,
+Only ``train`` uses it. The engine serves the trained weights with its own decoder. Shapes: B rows, T tokens, H hidden,
 D head dim.
 """
 
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class TinyConfig:
-    """Shape of the model; ``to_hf`` is its config.json."""
+    """Sizes of the model."""
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -29,7 +29,7 @@ class TinyConfig:
     rms_norm_eps: float = 1e-6
 
     def to_hf(self, pad: int, eos: int) -> dict[str, object]:
-        """config.json as transformers reads it."""
+        """The config.json for transformers; ``pad`` and ``eos`` are token ids."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",

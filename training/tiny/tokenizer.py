@@ -1,7 +1,6 @@
 """The bundled model's tokenizer: byte-level BPE with single digits, and the ChatML template.
 
-``train_tokenizer`` makes it from the training text, ``save_tokenizer`` writes the files that transformers reads. Used
-by ``train`` alone; ``batches`` encodes with what it made.
+``train_tokenizer`` trains it on the training text. ``save_tokenizer`` writes the files that transformers reads.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from random import Random
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from unisono.tools.tiny.documents import END, SPECIAL_TOKENS, START, STOP, document, standard_library
+from training.tiny.documents import END, SPECIAL_TOKENS, START, STOP, document, standard_library
 
 VOCABULARY = 4096
 SAMPLE_DOCUMENTS = 12_000
@@ -37,7 +36,9 @@ def train_tokenizer(seed: int, documents: int = SAMPLE_DOCUMENTS) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split("\n", "isolated"),  # so that a prompt may end with a line
+            pre_tokenizers.Split(
+                "\n", "isolated"
+            ),  # a newline is a token of its own, so that a prompt may end with one
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]

@@ -1,7 +1,6 @@
-"""Packs documents into training rows, on worker processes, in an order that depends on the seed alone.
+"""Packs documents into training batches in worker processes.
 
-``stream`` yields batches to ``train``; no other caller. Batch n is a pure function of (seed, n): the number of workers
-only changes when it is ready.
+``train`` reads them from ``stream``. Batch n depends on the seed and n only, not on the number of workers.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from random import Random
 import numpy as np
 from tokenizers import Tokenizer
 
-from unisono.tools.tiny.documents import document, standard_library
+from training.tiny.documents import document, standard_library
 
 READY = 6
-"""Batches kept in flight for each worker."""
+"""Batches in flight per worker."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Packing:
-    """Shape of a batch: rows of ``length`` tokens, their positions below ``max_position``."""
+    """Shape of a batch: ``rows`` rows of ``length`` tokens, with positions below ``max_position``."""
 
     rows: int
     length: int
@@ -45,9 +44,9 @@ class Packing:
 
 @contextmanager
 def stream(tokenizer: Tokenizer, packing: Packing, seed: int, workers: int) -> Iterator[Iterator[Batch]]:
-    """An endless iterator of batches, made ahead by ``workers`` processes.
+    """An endless iterator of batches, which ``workers`` processes make in advance.
 
-    Enter it before CUDA is initialised: it forks.
+    Enter it before CUDA is initialised, because it forks.
     """
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, context, _start, (tokenizer.to_str(),)) as pool:
@@ -65,7 +64,7 @@ def stream(tokenizer: Tokenizer, packing: Packing, seed: int, workers: int) -> I
 
 
 def make_batch(seed: str, packing: Packing) -> Batch:
-    """The batch of one seed; runs in a worker (after ``_start``)."""
+    """The batch of one seed. Runs in a worker process that ``_start`` has initialised."""
     rng = Random(seed)
     shape = (packing.rows, packing.length + 1)
     batch = Batch(
@@ -79,7 +78,7 @@ def make_batch(seed: str, packing: Packing) -> Batch:
 
 @dataclass
 class _Worker:
-    """What a process keeps from one batch to the next."""
+    """The state of a worker process."""
 
     tokenizer: Tokenizer
     library: list[str]
@@ -95,7 +94,7 @@ def _start(tokenizer: str) -> None:
 
 
 def _fill_row(ids: np.ndarray, weights: np.ndarray, rng: Random) -> list[int]:
-    """Fill a row with documents, the last one cut; returns where they start."""
+    """Fill a row with documents, truncating the last; returns their start indices."""
     at, starts = 0, []
     while at < len(ids):
         texts, parts_weights = zip(*document(rng, _worker.library), strict=True)
@@ -109,7 +108,7 @@ def _fill_row(ids: np.ndarray, weights: np.ndarray, rng: Random) -> list[int]:
 
 
 def _positions(starts: list[int], packing: Packing, rng: Random) -> np.ndarray:
-    """Positions of a row's tokens; about every other row has gaps between documents, to see all of ``max_position``."""
+    """Positions of a row's tokens. About half of the rows have gaps between documents, to train all positions."""
     steps = np.ones(packing.length, np.int64)
     steps[0] = 0
     inner = [start for start in starts[1:] if start < packing.length]

@@ -1,7 +1,7 @@
-"""Says a question in other words: what keeps a tiny model from learning the wordings by heart.
+"""Rewords training questions, so that the model does not memorise their wordings.
 
-``retell`` changes words, order and padding of a training question, never its numbers nor its answer. Used by
-``documents`` for training text only; test problems are asked as they were written.
+``retell`` changes words and the order of sentences, and adds or drops words. It never changes numbers or the answer.
+Only training text is reworded; test problems stay as they are.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import re
 from functools import partial
 from random import Random
 
-from unisono.tools.tiny.stories import LISTS
+from training.tiny.stories import LISTS
 
 OTHERWISE = 0.35
-"""Chance that a phrase which has other words is said in one of them."""
+"""Probability that a phrase with known synonyms is replaced by one."""
 
 WORDS = {
     r"\bbuys\b": "gets|purchases|picks up|brings home|takes",
@@ -107,11 +107,11 @@ PADDING = (
 )
 
 KEPT = frozenset(LISTS["kept"])
-"""Words that ``_drop`` leaves alone: without them the question may be another one."""
+"""Words that ``_drop`` keeps, because the meaning of a question may depend on them."""
 
 
 def retell(question: str, rng: Random) -> str:
-    """The question in other words; about four in ten are left as they are."""
+    """The question in other words; 40 % of the questions stay unchanged."""
     if rng.random() < 0.4:
         return question
     for pattern, words in _RULES:
@@ -139,13 +139,13 @@ def _question_first(question: str) -> str:
 
 
 def _pad(question: str, rng: Random) -> str:
-    """A sentence that says nothing, put before the question."""
+    """Put a sentence without information before the question."""
     names = re.findall(r"(?<![.?] )\b([A-Z][a-z]+)\b", question)
     return f"{rng.choice(PADDING).format(N=names[-1] if names else 'Somebody')} {question}"
 
 
 def _drop(question: str, rng: Random) -> str:
-    """The question with some words missing, as in a hurried note; names, numbers and the words of ``KEPT`` stay."""
+    """Drop some words at random; names, numbers and the words in ``KEPT`` stay."""
     chance = rng.choice((0.08, 0.15, 0.3))
 
     def stays(word: str) -> bool:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from random import Random
 
 import pytest
 
-from unisono.tools.tiny import data, documents, retell, skeletons
-from unisono.tools.tiny.chains import COMPOSITIONS
-from unisono.tools.tiny.stories import NUMBER_WORDS, Problem
+from training.tiny import data, documents, problems, retell, skeletons
+from training.tiny.chains import COMPOSITIONS
+from training.tiny.stories import NUMBER_WORDS, Problem
+from unisono.tools.problems import COUNT, FILE
+
+ROOT = Path(__file__).parent.parent.parent
 
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 
@@ -79,10 +84,10 @@ def test_split_is_deterministic_and_prefix_stable() -> None:
 
 def test_split_is_the_same_in_a_fresh_process_and_needs_no_torch() -> None:
     code = (
-        "import sys; from unisono.tools.tiny.data import test_problems; "
+        "import sys; from training.tiny.data import test_problems; "
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; print(test_problems(30))"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert shown.strip() == str(data.test_problems(30))
 
 
@@ -148,9 +153,10 @@ def test_documents_are_well_formed() -> None:
         assert all(0 <= weight <= 1 for _, weight in pieces)
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [("1 + 2 = 3\n#### 3", "3"), ("#### 4\nmore\n#### 1,234.", "1234"), ("no mark 5", None), ("####", None)],
-)
-def test_final_answer(text: str, answer: str | None) -> None:
-    assert data.final_answer(text) == answer
+def test_the_package_ships_the_test_split() -> None:
+    """``unisono/tools/problems.jsonl`` is what ``python -m training.tiny.problems`` writes."""
+    assert FILE.read_text(encoding="utf-8").splitlines() == problems.lines(COUNT)
+    shipped = [json.loads(line) for line in problems.lines(20)]
+    assert [(p["kind"], p["question"], p["final_answer"]) for p in shipped] == [
+        (kind, problem.question, problem.final_answer) for kind, problem in data.test_split(20)
+    ]

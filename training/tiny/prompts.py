@@ -1,8 +1,8 @@
-"""Maths prompts for ``unisono train-draft``: ``python -m unisono.tools.tiny.prompts --out FILE.jsonl --count N``.
+"""Maths prompts for ``unisono train-draft``: ``python -m training.tiny.prompts --out FILE.jsonl --count N``.
 
-One conversation a line, ``{"messages": [{"role": "user", "content": question}]}``. ``--split train`` draws from the
-templates that the bundled model is trained on, part of them retold; ``--split test`` are the held-out problems of
-``unisono eval``, in its order.
+Each line is a conversation, ``{"messages": [{"role": "user", "content": question}]}``. ``--split train`` draws problems
+of the bundled model's training split and rewords half of them. ``--split test`` gives the held-out problems of
+``unisono eval``, in the same order.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import json
 from pathlib import Path
 from random import Random
 
-from unisono.tools.tiny.data import test_split, train_problem
-from unisono.tools.tiny.retell import retell
+from training.tiny.data import test_split, train_problem
+from training.tiny.retell import retell
 
 SPLITS = ("train", "test")
 RETOLD = 0.5
-"""Share of training prompts that are told in other words, as the model saw them."""
+"""Share of training prompts that are reworded, as in the training text."""
 
 
 def questions(split: str, count: int, seed: int = 0) -> list[str]:
-    """``count`` different questions of a split; the same for the same arguments. ``seed`` is of the training split."""
+    """``count`` different questions of a split; they depend on the arguments only. seed: for the training split."""
     if split == "test":
         return [problem.question for _, problem in test_split(count)]
     rng = Random(f"prompts {seed}")
@@ -33,7 +33,7 @@ def questions(split: str, count: int, seed: int = 0) -> list[str]:
 
 
 def write_prompts(file: Path, split: str, count: int, seed: int = 0) -> None:
-    """One JSON line for each question."""
+    """Write one JSON line per question."""
     with file.open("w", encoding="utf-8") as out:
         for question in questions(split, count, seed):
             out.write(json.dumps({"messages": [{"role": "user", "content": question}]}) + "\n")
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--split", choices=SPLITS, default="train")
-    parser.add_argument("--seed", type=int, default=0, help="of the training split")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the training split")
     options = parser.parse_args()
     if options.count < 1:
         parser.error(f"--count {options.count}: give at least 1")

@@ -1,6 +1,6 @@
-"""The text that the bundled model reads: chat, maths and Python, each a document with a weight for every part.
+"""The training text of the bundled model: chat, maths and Python. Each part of a document has a loss weight.
 
-Importable without torch. ``batches`` draws ``document``, and each of its workers reads ``standard_library`` once.
+This module does not import torch. The workers of ``batches`` call ``document``, and ``standard_library`` once each.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import sysconfig
 from pathlib import Path
 from random import Random
 
-from unisono.tools.tiny.data import train_problem
-from unisono.tools.tiny.retell import retell
-from unisono.tools.tiny.skeletons import parse
-from unisono.tools.tiny.stories import CHOICE
+from training.tiny.data import train_problem
+from training.tiny.retell import retell
+from training.tiny.skeletons import parse
+from training.tiny.stories import CHOICE
 
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END, START, STOP)
 
 ASKED = 0.1
-"""Weight in the loss of what the user says; what the assistant says, and plain text, weighs 1."""
+"""Loss weight of user turns. Assistant turns and plain text have weight 1."""
 
 Document = list[tuple[str, float]]
-"""Pieces of text, each with its weight in the loss."""
+"""(text, loss weight) of each part."""
 
 SYSTEMS = (
     "You are a helpful assistant.",
@@ -62,7 +62,7 @@ CONTINUE = (
     "Complete this function: {}",
     "```python\n{}\n```",
 )
-"""How a user hands over the beginning of a function."""
+"""User turns that ask to continue the beginning of a function."""
 
 _NAME = re.compile(r"\b[a-z_][a-z0-9_]{2,}\b")
 _RESERVED = frozenset({*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self", "cls"})
@@ -73,7 +73,7 @@ _SNIPPETS = [block.split("\n", 1) for block in ("\n" + (_HERE / "snippets.txt").
 
 
 def document(rng: Random, library: list[str]) -> Document:
-    """One document: mostly maths in chat form, then small talk, snippets and the standard library."""
+    """A random document: mostly maths in chat form; also small talk, code snippets and the standard library."""
     draw = rng.random()
     if draw < 0.87:
         return _conversation(rng)
@@ -87,7 +87,7 @@ def document(rng: Random, library: list[str]) -> Document:
 
 
 def standard_library() -> list[str]:
-    """The running interpreter's Python sources, generated tables left out."""
+    """The Python sources of the interpreter's standard library, without generated tables."""
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
     texts = []
@@ -130,7 +130,7 @@ def _exchange(rng: Random) -> tuple[str, str]:
 
 
 def _library_part(rng: Random, library: list[str]) -> Document:
-    """A source file from its top or from one of its lines, cut where it grows too long; some with other names in it."""
+    """A part of a source file, from its top or from a random line; some parts get other names."""
     text = rng.choice(library)
     size = rng.randint(500, 4000)
     start = 0 if rng.random() < 0.3 else text.find("\n", rng.randrange(len(text))) + 1
@@ -141,7 +141,7 @@ def _library_part(rng: Random, library: list[str]) -> Document:
 
 
 def _rename(text: str, rng: Random, source: str) -> str:
-    """Give some of the names in a text those of another one, so that the library cannot be learnt by heart."""
+    """Replace some names in a text by names from ``source``, so that the model cannot memorise the library."""
     names, others = (sorted(set(_NAME.findall(t)) - _RESERVED) for t in (text, source[:20_000]))
     if not others:
         return text

@@ -6,35 +6,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.kernels.lookup_oracle import drafts_of, followed, matched
-from tests.kernels.test_lookup import random_texts, slots_of
-from unisono.kernels import lookup_paths
+from tests.kernels.lookup_cases import random_texts, slots_of
+from tests.kernels.lookup_oracle import drafts_of, paths_of
+from unisono.kernels import lookup_tree
 from unisono.kernels.lookup import lookup_scratch
 
 
 @pytest.fixture(params=["kernel", "twin"])
 def ops(request, device, monkeypatch) -> SimpleNamespace:
     """The op, and ``tensor`` for its arguments. Blocks are small, so that rows take several programs."""
-    monkeypatch.setattr(lookup_paths, "BLOCK", 16)
+    monkeypatch.setattr(lookup_tree, "BLOCK", 16)
     twin = request.param == "twin"
     device = torch.device("cpu") if twin else device
     return SimpleNamespace(
-        lookup_path=lookup_paths.lookup_path if twin else lookup_paths.launch_lookup_path,
+        lookup_path=lookup_tree.lookup_path if twin else lookup_tree.launch_lookup_path,
         device=device,
         tensor=lambda values: torch.as_tensor(values, dtype=torch.int32).to(device),
     )
-
-
-def paths_of(own: list[int], sizes: list[int], k: int, longest: int, shortest: int) -> list[list[int]]:
-    """What each path drafts of a request's tokens, -1 behind."""
-    ends = [(matched(own, end, own, longest), end) for end in range(len(own) - 1)]
-    ends = sorted((m, end) for m, end in ends if m >= shortest)[::-1]
-    paths: list[list[int]] = []
-    for size in sizes:
-        tokens = (followed(own, end, size, loops=True) for _, end in ends)
-        new = next((t for t in tokens if all(path[:size] != t for path in paths)), [])
-        paths.append(new + [-1] * (k - len(new)))
-    return paths
 
 
 def run(ops: SimpleNamespace, rows: list[list[int]], order: list[int], sizes: list[int], k: int, *bounds: int):

@@ -1,8 +1,8 @@
-"""Reads ``skeletons.txt``: the word problems written by hand, in the language of ``stories``.
+"""Reads ``skeletons.txt``: word problems written by hand, in the language of ``stories``.
 
-A block is a line "name | variables", then "? wording" and "= step" lines; a blank line ends it. A wording that begins
-with "!" is asked in the test split only; so is every skeleton below the line "--- held out ---". Skeletons between the
-line "--- trained only ---" and that one are never asked: they widen the training, and the test split stays what it was.
+A block is a line "name | variables" followed by lines "? wording" and "= step"; blank lines separate blocks. Wordings
+that begin with "!" and all skeletons below the line "--- held out ---" belong to the test split. Skeletons between the
+line "--- trained only ---" and that line occur in the training split only.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from unisono.tools.tiny.stories import Skeleton
+from training.tiny.stories import Skeleton
 
 DIVIDERS = re.compile(r"\n--- (?:trained only|held out) ---\n")
 
 
 def parse(source: str, held_out: bool) -> tuple[Skeleton, ...]:
-    """The skeletons of a text in the format above; ValueError names a block that is not in it."""
+    """The skeletons of a text in this format. Raises ValueError that names an invalid block."""
     found = []
     for block in source.strip().split("\n\n"):
         head, *rest = block.splitlines()

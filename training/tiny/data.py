@@ -1,12 +1,13 @@
-"""The maths problems of the bundled model: what it is trained on and, kept apart from that, what it is tested on.
+"""The maths problems of the bundled model: the training split, and a test split that does not overlap with it.
 
-A problem is *held out* by its numbers (a hash of skeleton or composition and numbers), and in three of the four kinds
-of test problem by its template too. Importable without torch; ``test_problems`` is what ``unisono eval`` asks.
+A problem belongs to the test split if a hash of its template and numbers says so. In three of the four kinds of test
+problem the template does not occur in training either. This module does not import torch. ``problems`` writes the test
+split to the file that ``unisono eval`` reads.
 
-    numbers      a template of the training split with numbers that it never had there
-    wording      a skeleton of the training split in words that never occur there
-    composition  a chain of events whose sequence never occurs there
-    skeleton     a story that never occurs there in any words (its sequence of operations may)
+    numbers      a template of the training split, with other numbers
+    wording      a skeleton of the training split, in a wording that training does not use
+    composition  a sequence of events that does not occur in training
+    skeleton     a story that does not occur in training (its sequence of operations may)
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ import itertools
 import zlib
 from random import Random
 
-from unisono.tools.tiny.chains import COMPOSITIONS, compose
-from unisono.tools.tiny.skeletons import HELD_OUT, SKELETONS, TRAINED_ONLY
-from unisono.tools.tiny.stories import Problem, Skeleton, tell
+from training.tiny.chains import COMPOSITIONS, compose
+from training.tiny.skeletons import HELD_OUT, SKELETONS, TRAINED_ONLY
+from training.tiny.stories import Problem, Skeleton, tell
 
 KINDS = {"numbers": 10, "wording": 6, "composition": 6, "skeleton": 3}
-"""Kinds of test problem and their shares, in 25ths."""
+"""Kinds of test problem, and how many of 25 problems are of each kind."""
 
 HELD_OUT_NUMBERS = 16
-"""One in so many number draws belongs to the test split."""
+"""One in this many draws of numbers belongs to the test split."""
 
 HELD_OUT_COMPOSITIONS = 7
+"""One in this many compositions belongs to the test split."""
 
 DRILLS = (
     ("add", "a=2-500 b=2-400", "a+b"),
@@ -41,12 +43,12 @@ _TEST_SEED = 20_261_120
 
 
 def template_of(problem: Problem) -> str:
-    """The skeleton's or composition's name, without the wording."""
+    """The name of the skeleton or composition, without the wording."""
     return problem.template.rpartition("/")[0]
 
 
 def numbers_held_out(problem: Problem) -> bool:
-    """Whether these numbers, in this skeleton or composition, belong to the test split."""
+    """Whether the problem's numbers belong to the test split, for its skeleton or composition."""
     return _hash(f"{template_of(problem)} {problem.numbers}") % HELD_OUT_NUMBERS == 0
 
 
@@ -56,7 +58,7 @@ def composition_held_out(composition: str) -> bool:
 
 
 def train_problem(rng: Random) -> Problem:
-    """A problem of the training split."""
+    """A random problem of the training split."""
     while True:
         draw = rng.random()
         if draw < 0.06:
@@ -68,7 +70,7 @@ def train_problem(rng: Random) -> Problem:
 
 
 def test_problem(kind: str, rng: Random) -> Problem:
-    """A problem of the test split; ``kind`` is one of ``KINDS``."""
+    """A random problem of the test split; ``kind`` is one of ``KINDS``."""
     makers = {
         "numbers": lambda: _chain(rng, False) if rng.random() < 0.5 else _skeleton(SKELETONS, False, rng),
         "wording": lambda: _skeleton(SKELETONS, True, rng),
@@ -84,7 +86,7 @@ def test_problem(kind: str, rng: Random) -> Problem:
 def test_split(n: int = 500) -> list[tuple[str, Problem]]:  # noqa: PT028 (no pytest test)
     """The first ``n`` (kind, problem) pairs of the test split.
 
-    Always the same, no question twice, kinds in the shares of ``KINDS``.
+    The result is always the same. Questions are unique, and kinds have the shares of ``KINDS``.
     """
     rng = Random(_TEST_SEED)
     order = [kind for kind, share in KINDS.items() for _ in range(share)]
@@ -105,13 +107,6 @@ def test_problems(n: int = 500) -> list[tuple[str, str, str]]:  # noqa: PT028 (n
     return [(problem.question, problem.worked_answer, problem.final_answer) for _, problem in test_split(n)]
 
 
-def final_answer(text: str) -> str | None:
-    """What follows the last ``####`` of a worked answer, as GSM8K has it; None without one."""
-    _, mark, rest = text.rpartition("####")
-    words = rest.split()
-    return words[0].replace(",", "").rstrip(".") if mark and words else None
-
-
 def _skeleton(skeletons: tuple[Skeleton, ...], held_out_wording: bool, rng: Random) -> Problem | None:
     skeleton = rng.choice(skeletons)
     wordings = [i for i, wording in enumerate(skeleton.wordings) if wording.startswith("!") == held_out_wording]
@@ -126,7 +121,7 @@ def _chain(rng: Random, held_out: bool) -> Problem | None:
 
 
 def _drill(rng: Random) -> Problem | None:
-    """Bare arithmetic, the scales that a player practises."""
+    """A problem of bare arithmetic."""
     name, variables, operation = rng.choice(DRILLS)
     shown = f"{{{operation[0]}}} {operation[1]} {{{operation[2]}}}"
     asked = (

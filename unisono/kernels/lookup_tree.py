@@ -1,9 +1,9 @@
-"""Looking up what else followed: several continuations of a request's last tokens, each unlike those before it.
+"""Prompt lookup for draft trees: several different continuations of a request's last tokens.
 
-Owns the op ``lookup_path``; a drafter that draws a tree from text calls it once for each path, in order. Matches are
-those of ``kernels/lookup.py`` in the request's own text, without a vote: path 0 copies what followed the longest
-match, of equals the latest, and path l what followed the best match whose tokens differ from those of all paths
-before it, as far as path l is long. One launch for each path, spread over blocks of the text as ``lookup`` is.
+Owns the op ``lookup_path``. A drafter that drafts a tree from text calls it once for each path, in order. Matches are
+those of ``kernels/lookup.py`` in the request's own text, without a vote. Path 0 copies the tokens after the longest
+match, the latest of equally long ones. Path l copies the tokens after the best match whose first ``size`` tokens differ
+from those of all paths before it. There is one launch for each path, spread over blocks of the text as in ``lookup``.
 
 Shapes: R rows, P paths, S slots, K drafts a path.
 """
@@ -22,8 +22,8 @@ BLOCK, WARPS = 1024, 4
 
 
 @triton.jit
-def _behind(own, last, at, i):
-    """Token ``i`` behind position ``at``: a copy that reaches the text's end goes on with what it has copied."""
+def _token_after(own, last, at, i):
+    """Token ``i`` after position ``at``. A copy that reaches the end of the text repeats what it has copied."""
     return tl.load(own + at + 1 + i % tl.maximum(last - at, 1), mask=at < last, other=END)
 
 
@@ -53,7 +53,7 @@ def _lookup_path_kernel(
             same = new
             for i in range(size):
                 taken = tl.load(drafts + (row * P + other) * K + i)
-                same = same & (_behind(own, last, at, i) == taken)
+                same = same & (_token_after(own, last, at, i) == taken)
             new = new & ~same
     best = tl.max(tl.where(new, (matched.to(tl.int64) << 32) | at.to(tl.int64), 0))
     cell = scratch + row * 2
@@ -66,7 +66,7 @@ def _lookup_path_kernel(
         i = tl.arange(0, BLOCK_K)
         from_match = (i < size) & (chosen > 0)
         place = (chosen & 0x7FFFFFFF).to(tl.int32) + tl.zeros((BLOCK_K,), tl.int32)
-        token = tl.where(from_match, _behind(own, last, place, i), END)
+        token = tl.where(from_match, _token_after(own, last, place, i), END)
         tl.store(drafts + (row * P + path) * K + i, token, mask=i < K)
 
 
@@ -99,11 +99,11 @@ def lookup_path_cpu(
             known = own[(at - j).clamp_min(0)] == own[-1 - j].where(own[-1 - j] >= 0, OUTSIDE.value)
             matched += (matched == j) & (at >= j) & known
         at, matched = at[matched >= shortest], matched[matched >= shortest]
-        behind = own[at[:, None] + 1 + torch.arange(size) % (count - 1 - at)[:, None]]
-        taken = (behind[:, None] == drafts[row, :path, :size]).all(-1).any(1)
+        following = own[at[:, None] + 1 + torch.arange(size) % (count - 1 - at)[:, None]]
+        taken = (following[:, None] == drafts[row, :path, :size]).all(-1).any(1)
         keys = ((matched << 32) | at).masked_fill(taken, 0)
         if len(keys) and keys.max() > 0:
-            drafts[row, path, :size] = behind[keys.argmax()]
+            drafts[row, path, :size] = following[keys.argmax()]
 
 
 define(
@@ -117,13 +117,13 @@ def lookup_path(
     drafts: Tensor, path: int, size: int, slots: Tensor, history: Tensor, length: Tensor, scratch: Tensor,
     longest: int, shortest: int,
 ) -> None:  # fmt: skip
-    """Write into drafts[:, path] what followed the best match that no path before it, 0 … path - 1, has taken.
+    """Write into drafts[:, path] the tokens after the best match that no earlier path, 0 … path - 1, has taken.
 
     drafts [R, P, K] int32, contiguous, those paths filled in; size: tokens that this path drafts, 1 … K; slots [R],
     history [S, max tokens], length [S] (a strided slot field): int32; scratch: of
     :func:`unisono.kernels.lookup.lookup_scratch` with one voter. ``longest`` and ``shortest`` bound a match as they do
-    in :func:`unisono.kernels.lookup.lookup`. A path has taken a match when its first ``size`` drafts are what follows
-    there. Behind ``size`` drafts, and where no match is left, -1 is written.
+    in :func:`unisono.kernels.lookup.lookup`. A path has taken a match when its first ``size`` drafts are the tokens
+    after it. After ``size`` drafts, and where no match is left, -1 is written.
     """
     torch.ops.unisono.lookup_path(drafts, path, size, slots, history, length, scratch, longest, shortest)
 

@@ -1,7 +1,7 @@
-"""Measures a bundled checkpoint with transformers, the outside oracle: ``python -m unisono.tools.tiny.evaluate PATH``.
+"""Measures a checkpoint with transformers, independently of the engine: ``python -m training.tiny.evaluate PATH``.
 
-Greedy answers to the held-out problems of ``data``; an answer is right when what follows ``####`` is the right number.
-Prints the accuracy by kind, the templates that fail most, and samples. Uses the GPU when there is one.
+The model answers the test split of ``data`` greedily. An answer is right when the number after ``####`` is right. The
+command prints the accuracy by kind, the templates with most failures, and samples. It uses a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from unisono.tools.tiny.data import KINDS, final_answer, template_of, test_split
-from unisono.tools.tiny.stories import Problem
+from training.tiny.data import KINDS, template_of, test_split
+from training.tiny.stories import Problem
+from unisono.tools.problems import final_answer
 
 CHATS = ("Hello", "who are you?", "What is speculative decoding?", "What is the capital of France?")
 CONTINUATIONS = (
@@ -29,7 +30,7 @@ CONTINUATIONS = (
 
 @dataclass(frozen=True)
 class Report:
-    """Accuracy in [0, 1], over all and by kind; ``failures`` are (kind, problem, answer)."""
+    """Accuracy from 0 to 1, in total and by kind. failures: (kind, problem, answer)."""
 
     problems: int
     accuracy: float
@@ -38,7 +39,7 @@ class Report:
 
 
 class Oracle:
-    """A checkpoint in transformers, answering greedily in batches; bf16 on a GPU, fp32 on a CPU."""
+    """A checkpoint in transformers that answers greedily in batches; bf16 on a GPU, fp32 on a CPU."""
 
     def __init__(self, path: str, device: str) -> None:
         self.device = device
@@ -48,7 +49,7 @@ class Oracle:
         self.model: Any = torch.nn.Module.to(model, device).eval()
 
     def chat(self, questions: list[str], max_new_tokens: int = 220) -> list[str]:
-        """One answer to each question, asked alone and without a system prompt."""
+        """The answer to each question, as a conversation of one turn without a system prompt."""
         turns = [[{"role": "user", "content": question}] for question in questions]
         template = self.tokenizer.apply_chat_template
         return self.complete(
@@ -57,7 +58,7 @@ class Oracle:
 
     @torch.inference_mode()
     def complete(self, prompts: list[str], max_new_tokens: int, batch: int = 256) -> list[str]:
-        """The text that follows each prompt."""
+        """The completion of each prompt."""
         texts: list[str] = []
         for start in range(0, len(prompts), batch):
             some = prompts[start : start + batch]
@@ -69,7 +70,7 @@ class Oracle:
 
 
 def evaluate(oracle: Oracle, problems: int) -> Report:
-    """Ask the first ``problems`` of the test split."""
+    """Ask the first ``problems`` problems of the test split."""
     split = test_split(problems)
     answers = oracle.chat([problem.question for _, problem in split])
     failures = [
@@ -83,15 +84,14 @@ def evaluate(oracle: Oracle, problems: int) -> Report:
 
 
 def print_report(report: Report, shown: int) -> None:
-    """The table, the templates that fail most, and the first ``shown`` failures in full."""
+    """Print accuracies, the templates with most failures, and the first ``shown`` failures in full."""
     print(f"{report.problems} held-out problems, greedy: {report.accuracy:.1%} right")
     for kind, accuracy in report.by_kind.items():
         print(f"  {kind:12} {accuracy:6.1%}")
     print("most failures:", Counter(template_of(problem) for _, problem, _ in report.failures).most_common(12))
     for kind, problem, answer in report.failures[:shown]:
-        print(
-            f"--- {kind} {problem.template}\n{problem.question}\nwanted: {problem.worked_answer!r}\ngot:    {answer!r}"
-        )
+        print(f"--- {kind} {problem.template}\n{problem.question}")
+        print(f"expected: {problem.worked_answer!r}\ngot:      {answer!r}")
 
 
 def main() -> None:

@@ -1,9 +1,8 @@
-"""Makes the bundled model's draft heads: ``python -m unisono.tools.tiny.heads --out DIR --minutes M``.
+"""Trains the bundled model's draft heads: ``python -m training.tiny.heads --out DIR --minutes M``.
 
-The model answers new problems of its training split, and goes on with beginnings of its other training text, for a
-while; every head is trained on that for an equal share of the time that is left, and the engine measures them all on
-held-out problems. DIR/tiny-eagle3, tiny-eagle,
-tiny-mtp and tiny-draft hold a config.json and a model.safetensors each; nothing else is kept.
+First the model answers problems of the training split and continues beginnings of its other training text. Then each
+head is trained on these answers, all for the same time. Finally the engine measures the heads on held-out problems.
+The command writes config.json and model.safetensors to DIR/tiny-eagle3, tiny-eagle, tiny-mtp and tiny-draft.
 """
 
 from __future__ import annotations
@@ -21,34 +20,35 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from training.tiny.data import test_problems
+from training.tiny.documents import document, standard_library
+from training.tiny.prompts import questions
 from unisono import catalog
 from unisono.tokenizer import Tokenizer
-from unisono.tools.draft_training.answers import Asking, Text, collect, read_answers
-from unisono.tools.draft_training.command import GPU_SHARE, Run, learn, make_llm
+from unisono.tools.draft_training.answers import AnswerConfig, Text, collect, read_answers
+from unisono.tools.draft_training.command import GPU_SHARE, Run, make_llm, train_on_texts
 from unisono.tools.draft_training.data import Prompt
 from unisono.tools.draft_training.measure import DRAFTS, Acceptance, measure
 from unisono.tools.draft_training.methods import Shape
 from unisono.tools.draft_training.trainer import Recipe
-from unisono.tools.tiny.data import final_answer, test_problems
-from unisono.tools.tiny.documents import document, standard_library
-from unisono.tools.tiny.prompts import questions
+from unisono.tools.problems import final_answer
 from unisono.types import SpeculativeConfig
 
 TARGET = "tiny"
 NAMES = {"eagle3": "tiny-eagle3", "eagle": "tiny-eagle", "mtp": "tiny-mtp", "standalone": "tiny-draft"}
 
 MEASURING_SHARE, ANSWERS_SHARE = 0.25, 0.2
-"""Parts of the time: kept for the end, and what answers take after the engine has started."""
+"""Shares of the time: for measuring, and for generating answers once the engine has started."""
 
 LONGEST, MAX_TOKENS = 512, 256
-"""Tokens of a text, and of an answer."""
+"""Limits in tokens: of prompt and answer together, and of an answer."""
 
 CHUNK = 1000
-"""Questions that a worker makes at a time; their seed is the chunk's number."""
+"""Prompts per task of a worker; the seed is the number of the chunk."""
 
 
 def make_prompts(count: int, workers: int) -> list[Prompt]:
-    """``count`` different prompts of the training split, about; the same for the same count."""
+    """About ``count`` different prompts of the training split; they depend on ``count`` only."""
     chunks = range(1, 1 + -(-count // CHUNK))
     size = min(CHUNK, count)
     context = multiprocessing.get_context("fork")  # CUDA is not initialised yet
@@ -58,7 +58,7 @@ def make_prompts(count: int, workers: int) -> list[Prompt]:
 
 
 def _chunk(number: int, size: int) -> list[list[int]]:
-    """Problems in chat form, and a tenth as many beginnings of documents: talk, code, the standard library."""
+    """Token ids of problems in chat form, and a tenth as many beginnings of training documents."""
     tokenizer, rng = _tokenizer(), Random(f"beginnings {number}")
     found = _prompt_ids(questions("train", size - size // 11, seed=number))
     for _ in range(size // 11):
@@ -85,7 +85,7 @@ def _prompt_ids(asked: Sequence[str]) -> list[list[int]]:
 
 
 def train_all(options: argparse.Namespace, texts: list[Text], work: Path, until: float) -> None:
-    """Train and export each head; ``until``: of the monotonic clock."""
+    """Train and export every head. until: the end, by the monotonic clock."""
     for done, method in enumerate(options.methods):
         minutes = max(0.02, (until - time.monotonic()) / 60 / (len(options.methods) - done))
         out = options.out / NAMES[method]
@@ -93,17 +93,18 @@ def train_all(options: argparse.Namespace, texts: list[Text], work: Path, until:
         recipe = Recipe(
             options.steps, minutes, options.batch_tokens, options.lr, options.muon_lr, save_every=1e9, seed=options.seed
         )
-        run = Run(method, TARGET, out, recipe, Shape(tokenizer=False), Asking(longest=LONGEST), options.device, work)
+        asking = AnswerConfig(longest=LONGEST)
+        run = Run(method, TARGET, out, recipe, Shape(tokenizer=False), asking, options.device, work)
         run.check(resume=False)
-        learn(run, texts, False, lambda stage, share: None, _say)
+        train_on_texts(run, texts, False, lambda stage, share: None, _log)
         (work / "recipe.json").unlink()
         (work / "state.pt").unlink()
         size = sum(file.stat().st_size for file in out.iterdir())
-        _say(f"{out}: {size / 2**20:.1f} MiB in {len(list(out.iterdir()))} files")
+        _log(f"{out}: {size / 2**20:.1f} MiB in {len(list(out.iterdir()))} files")
 
 
 def measure_all(options: argparse.Namespace) -> bool:
-    """Print the table; True if every text is what it is without speculation."""
+    """Print the table of acceptance. Returns True if no head changes a text."""
     problems = test_problems(options.problems)
     prompts = [Prompt(ids) for ids in _prompt_ids([question for question, _, _ in problems])]
     specs: dict[str, SpeculativeConfig | None] = {"none": None, "ngram": SpeculativeConfig("ngram", None, DRAFTS)}
@@ -111,50 +112,52 @@ def measure_all(options: argparse.Namespace) -> bool:
         specs[method] = SpeculativeConfig(method, str(options.out / NAMES[method]), DRAFTS)
     flags: dict[str, Any] = {"device": options.device, "gpu_memory_utilization": GPU_SHARE, "max_num_seqs": 32}
     plain: list[list[int]] = []
-    _say(f"| method | accept length | by position | right of {len(problems)} | same tokens as without |")
-    _say("|---|---|---|---|---|")
+    _log(f"| method | accept length | by position | right of {len(problems)} | same tokens as without |")
+    _log("|---|---|---|---|---|")
     same = True
     for method, spec in specs.items():
-        found = measure(TARGET, prompts, spec, max_tokens=MAX_TOKENS, longest=LONGEST, **flags)
-        got = found.answers
-        plain = plain or got
-        same &= got == plain
-        _say(_row(method, found, _right(got, problems), got == plain))
+        acceptance = measure(TARGET, prompts, spec, max_tokens=MAX_TOKENS, longest=LONGEST, **flags)
+        answers = acceptance.answers
+        plain = plain or answers
+        same &= answers == plain
+        _log(_row(method, acceptance, _count_right(answers, problems), answers == plain))
     return same
 
 
-def _row(method: str, found: Acceptance, right: int, same: bool) -> str:
-    positions = " ".join(f"{share:.3f}" for share in found.positions)
-    return f"| {method} | {found.length:.3f} | {positions} | {right} | {'yes' if same else 'NO'} |"
+def _row(method: str, acceptance: Acceptance, right: int, same: bool) -> str:
+    positions = " ".join(f"{share:.3f}" for share in acceptance.positions)
+    return f"| {method} | {acceptance.length:.3f} | {positions} | {right} | {'yes' if same else 'NO'} |"
 
 
-def _right(answers: Sequence[list[int]], problems: Sequence[tuple[str, str, str]]) -> int:
+def _count_right(answers: Sequence[list[int]], problems: Sequence[tuple[str, str, str]]) -> int:
     texts = [_tokenizer().decode(answer) for answer in answers]
-    return sum(final_answer(text) == wanted for text, (_, _, wanted) in zip(texts, problems, strict=True))
+    return sum(final_answer(text) == expected for text, (_, _, expected) in zip(texts, problems, strict=True))
 
 
 _STARTED = time.monotonic()
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(f"{time.monotonic() - _STARTED:6.1f} s  {line}" if not line.startswith("|") else line, flush=True)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory for the four heads")
-    parser.add_argument("--minutes", type=float, default=7.0, help="time for everything")
+    parser.add_argument("--minutes", type=float, default=7.0, help="time limit for everything")
     parser.add_argument("--methods", nargs="+", choices=list(NAMES), default=list(NAMES))
     parser.add_argument("--prompts", type=int, default=100_000, help="prompts to answer, if time allows")
     parser.add_argument("--problems", type=int, default=100, help="held-out problems to measure on")
-    parser.add_argument("--steps", type=int, help="of each head at most")
+    parser.add_argument("--steps", type=int, help="limit of training steps per head")
     parser.add_argument("--batch-tokens", type=int, default=16_384)
     parser.add_argument("--lr", type=float, default=Recipe.lr)
     parser.add_argument("--muon-lr", type=float, default=Recipe.muon_lr)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=min(16, len(os.sched_getaffinity(0))), help="making prompts")
+    parser.add_argument(
+        "--workers", type=int, default=min(16, len(os.sched_getaffinity(0))), help="processes that make prompts"
+    )
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--answers", type=Path, help="keep the answers in this file, and use those it holds")
+    parser.add_argument("--answers", type=Path, help="file to store answers in and to reuse them from")
     return parser.parse_args()
 
 
@@ -163,19 +166,19 @@ def main() -> None:
     options = _options()
     budget = 60 * options.minutes
     prompts = make_prompts(options.prompts, options.workers)
-    _say(f"{len(prompts)} prompts")
+    _log(f"{len(prompts)} prompts")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        asking = Asking(max_tokens=MAX_TOKENS, longest=LONGEST, seed=options.seed, seconds=budget * ANSWERS_SHARE)
+        asking = AnswerConfig(max_tokens=MAX_TOKENS, longest=LONGEST, seed=options.seed, seconds=budget * ANSWERS_SHARE)
         answers = options.answers or work / "answers.jsonl"
         run = Run("eagle3", TARGET, work, Recipe(steps=1), Shape(), asking, options.device, work)
         collect(lambda: make_llm(run), prompts, replace(asking), answers, lambda stage, share: None)
         texts = read_answers(answers)
-        _say(f"{len(texts)} answers, {sum(len(t.token_ids) for t in texts)} tokens with their prompts")
+        _log(f"{len(texts)} answers, {sum(len(t.token_ids) for t in texts)} tokens with their prompts")
         train_all(options, texts, work, _STARTED + budget * (1 - MEASURING_SHARE))
     if not measure_all(options):
         raise SystemExit("speculation changed a text")
-    _say("done")
+    _log("done")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Makes the bundled model: ``python -m unisono.tools.tiny.train --out DIR`` writes a Hugging Face folder.
+"""Trains the bundled model: ``python -m training.tiny.train --out DIR`` writes a Hugging Face directory.
 
-Trains the tokenizer, then the model on text that is made while it trains (``batches``). The schedule runs on the clock
-(``--minutes``), so that a slower GPU gives a less trained model, never a later one. The checkpoint is written every
-minute and at the end; training.json beside it says what was done.
+The command trains the tokenizer, then the model. The training text is generated during training (``batches``). The
+learning-rate schedule follows the clock (``--minutes``), so that a slower GPU does fewer steps in the same time. The
+checkpoint is written every minute and at the end, with the settings and figures of the run in training.json.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from unisono.tools.tiny.batches import Batch, Packing, stream
-from unisono.tools.tiny.documents import END, SPECIAL_TOKENS, STOP
-from unisono.tools.tiny.model import TinyConfig, TinyQwen3
-from unisono.tools.tiny.muon import Muon
-from unisono.tools.tiny.tokenizer import save_tokenizer, train_tokenizer
+from training.tiny.batches import Batch, Packing, stream
+from training.tiny.documents import END, SPECIAL_TOKENS, STOP
+from training.tiny.model import TinyConfig, TinyQwen3
+from training.tiny.tokenizer import save_tokenizer, train_tokenizer
+from unisono.tools.draft_training.muon import Muon
 
 WARM_UP, COOL_DOWN = 0.02, 0.6
-"""Parts of the run in which the learning rate rises from, and falls to, zero; linear both."""
+"""Shares of the run in which the learning rate rises linearly from zero, and falls linearly to zero."""
 
 WARMING_STEPS = 3
-"""Steps that compile; the clock starts after them."""
+"""Steps that compile. The clock starts after them."""
 
 SYNC_STEPS = 20
-"""The host waits for the device once in so many steps, so that the clock it reads is the device's."""
+"""Steps between synchronisations of host and device. Without them the host would measure only launch times."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a run depends on besides the code; rows and length are those of a batch."""
+    """The settings of a run. rows, length: shape of a batch."""
 
     seed: int = 0
     minutes: float = 6.0
@@ -57,7 +57,7 @@ def learning_rate(progress: float) -> float:
 
 
 def train(recipe: Recipe, batches: Iterator[Batch], device: str, save: Save) -> dict[str, float]:
-    """Train until the clock says so, saving now and then; returns steps, tokens, loss and speed."""
+    """Train for the recipe's time, saving at intervals; returns steps, tokens, loss and speed."""
     torch.manual_seed(recipe.seed)
     torch.set_float32_matmul_precision("high")
     model = TinyQwen3(TinyConfig()).to(device)
@@ -90,7 +90,7 @@ def train(recipe: Recipe, batches: Iterator[Batch], device: str, save: Save) -> 
 
 
 class Save:
-    """Writes a checkpoint folder: bf16 safetensors and the files around them."""
+    """Writes a checkpoint directory: bf16 weights, config, tokenizer and training.json."""
 
     def __init__(self, out: Path, tokenizer: Tokenizer, recipe: Recipe) -> None:
         self.out, self.tokenizer, self.recipe = out, tokenizer, recipe
@@ -99,7 +99,7 @@ class Save:
     def __call__(self, model: TinyQwen3, figures: dict[str, float]) -> None:
         tensors = {name: tensor.detach().bfloat16().cpu().contiguous() for name, tensor in model.state_dict().items()}
         save_file(tensors, self.out / "model.safetensors", {"format": "pt"})
-        end, stop = SPECIAL_TOKENS.index(END), SPECIAL_TOKENS.index(STOP)  # the tokenizer has them first
+        end, stop = SPECIAL_TOKENS.index(END), SPECIAL_TOKENS.index(STOP)  # they are the first ids of the tokenizer
         self._json("config.json", model.config.to_hf(pad=end, eos=stop))
         self._json("generation_config.json", {"eos_token_id": [stop, end], "pad_token_id": end})
         save_tokenizer(self.tokenizer, self.out)
@@ -121,7 +121,7 @@ def _optimizers(model: TinyQwen3, recipe: Recipe) -> list[tuple[torch.optim.Opti
 
 
 def _loss_function(model: TinyQwen3, device: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """ids, targets, weights, positions -> loss. One layer is compiled for all of them, which keeps the start short."""
+    """A function (ids, targets, weights, positions) -> loss. Layers share one compiled graph, for a short start."""
     head_loss = model.head_loss
     if device == "cuda":
         for layer in model.model.layers:
@@ -143,7 +143,7 @@ def _to_device(batch: Batch, device: str) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def _figures(step: int, recipe: Recipe, losses: list[Tensor], start: float) -> dict[str, float]:
-    loss = float(torch.stack(losses).mean())  # waits for the device: before the clock is read
+    loss = float(torch.stack(losses).mean())  # waits for the device, so it comes before reading the clock
     tokens, seconds = step * recipe.rows * recipe.length, time.monotonic() - start
     return {"steps": step, "tokens": tokens, "loss": loss, "seconds": seconds, "tokens_per_s": tokens / seconds}
 
@@ -155,8 +155,10 @@ def _line(figures: dict[str, float]) -> str:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes making text")
+    parser.add_argument("--out", type=Path, required=True, help="directory for the checkpoint")
+    parser.add_argument(
+        "--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes that generate text"
+    )
     for name, default in asdict(Recipe()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     options = vars(parser.parse_args())

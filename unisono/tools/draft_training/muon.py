@@ -1,6 +1,6 @@
 """Muon: momentum whose update is made orthogonal by Newton-Schulz iterations (Jordan et al., 2024).
 
-Used by ``train``, and to train draft heads.
+Trains draft models, and the bundled model (``training/tiny``).
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""The quintic of the published method: steepest at zero while every singular value ends near one."""
+"""Coefficients of the quintic polynomial of the published method: a large slope at 0, and singular values near 1 after
+all iterations."""
 
 
 class Muon(torch.optim.Optimizer):
-    """For matrices [out, in] only; embeddings and norms belong to AdamW. Equal shapes share one batched product."""
+    """Optimizes matrices [out, in]; use AdamW for embeddings and norms. Equal shapes are updated in one batch."""
 
     def __init__(
         self, parameters: Iterable[Tensor], lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.1
@@ -25,7 +26,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Apply one update from the gradients."""
+        """Update the parameters from their gradients."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
@@ -42,7 +43,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly; [n, out, in] in, bf16 out."""
+    """The approximately nearest semi-orthogonal matrices: [n, out, in] -> the same shape in bf16."""
     a, b, c = COEFFICIENTS
     x = matrices.bfloat16()
     tall = x.shape[-2] > x.shape[-1]

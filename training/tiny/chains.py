@@ -1,11 +1,11 @@
-"""Word problems composed from events: what a person holds, how people compare, a shopping list, a pay day.
+"""Word problems composed from events. The families are: holding things, comparing people, shopping, and earning pay.
 
-``compose`` makes a ``Skeleton`` out of parts of ``chains.txt``, so that a *composition* (family and sequence of parts)
-is a template of its own and the templates run into the hundreds; ``data`` holds some out for the test split.
+``compose`` joins parts of ``chains.txt`` into a ``Skeleton``. A *composition* is a family and a sequence of parts. Of
+the several hundred compositions ``data`` holds some out for the test split.
 
-Parts are written like skeletons, named "family.role.kind", and act on a running amount: ``#`` stands for the part's
-place ("v#" becomes "v1"), ``@`` for the amount before it, a step's target ``!`` for the amount after it; {A} and {B}
-are the people being compared.
+Parts are written like skeletons and named "family.role.kind". They change a running amount. In their text ``#`` is the
+index of the part ("v#" becomes "v1"), ``@`` is the amount before the part, and the step target ``!`` is the amount
+after it. {A} and {B} are the people being compared.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from unisono.tools.tiny.skeletons import parse
-from unisono.tools.tiny.stories import LISTS, Skeleton
+from training.tiny.skeletons import parse
+from training.tiny.stories import LISTS, Skeleton
 
 STEPS = range(2, 6)
-"""Worked steps that a composed problem may have."""
+"""Allowed numbers of worked steps."""
 
 PEOPLE = "NFGH"
 _PARTS: dict[str, dict[str, Skeleton]] = defaultdict(dict)
@@ -42,7 +42,7 @@ def _compositions() -> Iterator[str]:
 
 
 def compose(composition: str, rng: Random) -> Skeleton:
-    """The composition as a skeleton with one wording, its phrases drawn from each part's."""
+    """A skeleton for the composition, with one wording: a random phrase of each part."""
     family, _, kinds = composition.partition(":")
     story = _Story(family, rng)
     *heads, end = kinds.split("-")
@@ -59,7 +59,7 @@ def compose(composition: str, rng: Random) -> Skeleton:
 
 
 class _Story:
-    """A skeleton in the making; ``amounts`` are the names of the running amounts so far, newest last."""
+    """A skeleton under construction. amounts: names of the running amounts so far, newest last."""
 
     def __init__(self, family: str, rng: Random) -> None:
         self.rng, self.place = rng, 0
@@ -69,7 +69,7 @@ class _Story:
         self.amounts = ["v"] if family in ("hold", "compare") else []
 
     def add(self, part: Skeleton, end: bool = False) -> None:
-        """Append one of the part's phrases, its variables and its steps."""
+        """Append a random phrase of the part, its variables and its steps."""
         place, amount = str(self.place), self.amounts[-1] if self.amounts else ""
         people = {"{A}": f"{{{PEOPLE[max(self.place - 1, 0)]}}}", "{B}": f"{{{PEOPLE[self.place - end]}}}"}
 
@@ -86,7 +86,7 @@ class _Story:
         self.place += 1
 
     def shop(self, lines: list[Skeleton]) -> None:
-        """A sentence that lists what is bought, and the steps that add it up."""
+        """Append a sentence that lists the purchases, and the steps that add up their prices."""
         goods, singles = self.rng.sample(LISTS["goods"], len(lines)), self.rng.sample(LISTS["singles"], len(lines))
         for line in lines:
             self.variables += [f"thing{self.place}=:{goods[self.place]}", f"single{self.place}=:{singles[self.place]}"]
@@ -101,7 +101,7 @@ class _Story:
             self.amounts.append(f"s{place}")
 
     def sum_people(self) -> None:
-        """The steps that add up what the people have."""
+        """Append the steps that add up the amounts of all people."""
         each, total = self.amounts, self.amounts[0]
         for place in range(1, len(each)):
             self.steps.append(f"Together that is [t{place}={total}+{each[place]}] {{items}}.")

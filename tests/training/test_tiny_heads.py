@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from training.tiny import data
+from training.tiny.heads import NAMES, make_prompts
+from training.tiny.prompts import questions, write_prompts
 from unisono import catalog
 from unisono.tokenizer import Tokenizer
-from unisono.tools.tiny import data
-from unisono.tools.tiny.heads import NAMES, make_prompts
-from unisono.tools.tiny.prompts import questions, write_prompts
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def test_prompts_are_conversations(tmp_path: Path) -> None:
@@ -56,10 +58,10 @@ def test_bundled_names_are_directories() -> None:
 @pytest.mark.full
 def test_one_command_makes_and_measures_them(tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "unisono.tools.tiny.heads", "--out", str(tmp_path), "--minutes", "1", "--prompts", "22",
+        sys.executable, "-m", "training.tiny.heads", "--out", str(tmp_path), "--minutes", "1", "--prompts", "22",
         "--problems", "2", "--steps", "1", "--batch-tokens", "512", "--workers", "1", "--device", "cpu",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     assert [row.split()[1] for row in rows] == ["method", "none", "ngram", *NAMES]
