@@ -33,7 +33,7 @@ ALLOWED = {
     "distributed": {"types"},
     "graphs": {"program"},
     "layers": {"types", "kernels", "distributed"},
-    "attention": {"types", "program", "kernels", "layers"},
+    "attention": {"types", "program", "state", "kernels", "layers"},
     "models": {"types", "program", "state", "catalog", "kernels", "layers", "attention", "distributed"},
     "drafters": {"types", "program", "state", "kernels", "layers", "attention", "models"},
     "sampling": {"types", "kernels"},

@@ -5,6 +5,7 @@ Every rank is built the same way. Rank 0 then plans and captures graphs through 
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -62,7 +63,8 @@ class Build:
         elif "OMP_NUM_THREADS" not in os.environ:
             self._leave_a_core()
         c = checkpoint.config
-        attention = self._attention(c.num_heads, c.num_kv_heads)
+        make_attention = functools.cache(self._attention)
+        attention = make_attention(c.num_heads, c.num_kv_heads)
         self.config = config = graph_modes(self.config, attention)
         spec = config.asked.speculative or SpeculativeConfig()
         drafter = _drafter(spec, c)  # raises before weights are loaded
@@ -72,7 +74,7 @@ class Build:
                 dtype=config.dtype,
                 device=config.device,
                 load_format=config.asked.load_format,
-                backend=attention,
+                attention=make_attention,
                 max_positions=config.max_model_len,
                 seed=config.asked.seed,
                 progress=progress,

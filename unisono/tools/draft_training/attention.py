@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from unisono.attention.base import AttentionInputs
 from unisono.models.config import DecoderConfig
+from unisono.types import ConfigError
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -29,7 +30,7 @@ class TrainingAttention:
     name = "training"
     capturable = True
 
-    def plan(self, inputs: AttentionInputs) -> None:
+    def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         """Does nothing: the caller has set ``inputs.plan``."""
 
     def forward(
@@ -41,8 +42,12 @@ class TrainingAttention:
         scale: float,
         window: int,
         first: int = 0,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [B · L, Hq, D] -> [B · L, Hq · D]; see :class:`unisono.attention.base.AttentionBackend`."""
+        if soft_cap or sinks is not None:
+            raise ConfigError("draft heads cannot be trained for a model whose attention has a soft cap or sinks yet.")
         rows = inputs.slots.shape[0]
         queries = q.view(rows, -1, *q.shape[1:]).transpose(1, 2)
         length, heads = queries.shape[2], q.shape[1]

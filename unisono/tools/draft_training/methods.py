@@ -16,12 +16,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from unisono.models.blocks import MLPSpec
+from unisono.models.build import Builder
 from unisono.models.checkpoint import WEIGHTS, Checkpoint, read_json
 from unisono.models.decoder import Decoder
 from unisono.models.draft_checkpoint import DraftCheckpoint, open_eagle, open_eagle3
 from unisono.models.loader import checkpoint_names
 from unisono.models.mtp import MTPModule
 from unisono.models.mtp_checkpoint import LAYOUTS
+from unisono.models.weights import Places
 from unisono.tools.draft_training import export
 from unisono.tools.draft_training.answers import Text
 from unisono.tools.draft_training.draft import Draft, ModulePerStep, UnrolledHead, WholeModel
@@ -93,7 +96,8 @@ class Eagle:
         self.draft = UnrolledHead(head, shape.unroll)
 
     def save(self) -> None:
-        export.write_tensors(self.out / WEIGHTS, self.checkpoint.targets(self.draft.module), self.dtype)  # type: ignore[arg-type]
+        tensors = _parameters(self.checkpoint.targets(self.draft.module))  # type: ignore[arg-type]
+        export.write_tensors(self.out / WEIGHTS, tensors, self.dtype)
 
 
 class Eagle3:
@@ -130,7 +134,7 @@ class Eagle3:
         self.draft = UnrolledHead(head, shape.unroll, tuple(layers))
 
     def save(self) -> None:
-        tensors = export.original_names(self.checkpoint.targets(self.draft.module))  # type: ignore[arg-type]
+        tensors = export.original_names(_parameters(self.checkpoint.targets(self.draft.module)))  # type: ignore[arg-type]
         tensors |= export.vocabulary_maps(self.checkpoint.ids, self.draft_vocab, self.vocab)
         export.write_tensors(self.out / WEIGHTS, tensors, self.dtype)
 
@@ -142,18 +146,14 @@ class MTP:
         self.out, self.shape, self.teacher, self.dtype = out, shape, teacher, stored_dtype(teacher)
         target, last = teacher.decoder, teacher.decoder.layers[-1]
         c = target.config
-        block = dataclasses.replace(
-            c,
-            num_layers=1,
-            windows=c.windows[-1:],
-            intermediate_size=shape.intermediate_size or c.intermediate_size,
-        )
+        layer = c.layers[-1]
+        if shape.intermediate_size:
+            layer = dataclasses.replace(layer, feed_forward=MLPSpec(shape.intermediate_size))
+        block = dataclasses.replace(c, layers=(layer,))
+        builder = target.builder.beside(teacher.attention, torch.float32)
         modules = nn.ModuleList()
         for _ in range(shape.modules):
-            module = MTPModule(
-                block, False, target.embed, target.lm_head, target.cos_sin, teacher.backend, torch.float32,
-                teacher.device,
-            )  # fmt: skip
+            module = MTPModule(block, target.embed, target.lm_head, builder)
             _initialize(module, shared=teacher)
             with torch.no_grad():
                 own = module.layer.state_dict()
@@ -176,7 +176,7 @@ class MTP:
             first = self.teacher.decoder.config.num_layers
         tensors: dict[str, torch.Tensor] = {}
         for number, module in enumerate(self.modules, first):
-            tensors |= layout.targets(module, number)  # type: ignore[arg-type]
+            tensors |= _parameters(layout.targets(module, number))  # type: ignore[arg-type]
         if self.shape.beside_target:
             export.write_beside_target(self.teacher.checkpoint.path, self.out, tensors, self.dtype)
         else:
@@ -214,13 +214,15 @@ class Standalone:
         if shape.tokenizer:
             export.copy_tokenizer(teacher.checkpoint.path, out)
         self.checkpoint = Checkpoint.open(out)
-        model = Decoder(self.checkpoint.config, teacher.backend, teacher.longest, torch.float32, teacher.device)
+        c, longest = self.checkpoint.config, teacher.longest
+        builder = Builder(c.hidden_size, c.rms_eps, torch.float32, teacher.device, teacher.attention, longest)
+        model = Decoder(c, builder)
         _initialize(model)
         self.draft = WholeModel(model)
 
     def save(self) -> None:
-        names = checkpoint_names(self.draft.module, self.checkpoint.family)
-        export.write_tensors(self.out / WEIGHTS, names, self.dtype)
+        tensors = _parameters(checkpoint_names(self.draft.module, self.checkpoint.family))
+        export.write_tensors(self.out / WEIGHTS, tensors, self.dtype)
 
 
 METHODS: dict[str, Any] = {"eagle": Eagle, "eagle3": Eagle3, "mtp": MTP, "standalone": Standalone}
@@ -249,7 +251,7 @@ def trainable_parameters(draft: Draft, teacher: Teacher) -> dict[str, nn.Paramet
 
 def _new_head(checkpoint: DraftCheckpoint, teacher: Teacher) -> Any:
     """A randomly initialised fp32 head that shares the embedding and, with the full vocabulary, the LM head."""
-    head = checkpoint.build(teacher.decoder, teacher.backend, teacher.longest, torch.float32, teacher.device)
+    head = checkpoint.build(teacher.decoder, teacher.attention, teacher.longest, torch.float32, teacher.device)
     _initialize(head, shared=teacher)
     return head
 
@@ -261,7 +263,7 @@ def _initialize(module: nn.Module, shared: Teacher | None = None) -> None:
     generator = torch.Generator(device=next(module.parameters()).device).manual_seed(torch.initial_seed() % 2**63)
     for name, parameter in module.named_parameters():
         if parameter.ndim == 2 and id(parameter) not in kept:
-            last = name.endswith(("attention.o.weight", "mlp.down.weight"))
+            last = name.endswith(("mixer.o.weight", "feed_forward.down.weight"))
             parameter.normal_(0, STD / (4 if last else 1), generator=generator)
         elif name.endswith("bias") and id(parameter) not in kept:
             parameter.zero_()
@@ -275,6 +277,11 @@ def _default_layers(count: int) -> tuple[int, ...]:
 def _target_config(teacher: Teacher) -> tuple[dict[str, Any], Any]:
     """(the target's config.json, its DecoderConfig)."""
     return read_json(teacher.checkpoint.path / "config.json"), teacher.decoder.config
+
+
+def _parameters(places: Places) -> dict[str, torch.Tensor]:
+    """The parameters, or rows of one, that a checkpoint's tensors go to."""
+    return {name: place.parameter for name, place in places.items()}
 
 
 def _without_none(**values: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import torch
 
+from unisono.attention.context import PassContext
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.decoder import Decoder
@@ -48,8 +49,12 @@ class Teacher:
         self.device, self.dtype, self.longest = self.resolved.device, self.resolved.dtype, longest
         self.backend = TrainingAttention()
         self.decoder: Decoder = load_model(
-            checkpoint, backend=self.backend, dtype=self.dtype, device=self.device, max_positions=longest
+            checkpoint, attention=self.attention, dtype=self.dtype, device=self.device, max_positions=longest
         )
+
+    def attention(self, num_heads: int, num_kv_heads: int) -> TrainingAttention:
+        """The backend of every layer."""
+        return self.backend
 
     @torch.no_grad()
     def run(self, batch: Batch, aux_layers: tuple[int, ...] = ()) -> TeacherOutputs:
@@ -58,7 +63,7 @@ class Teacher:
         (rows, length), c = ids.shape, self.decoder.config
         inputs, kv = new_pass(c, rows, length, 0, PAGE, c.num_layers, self.dtype, self.device)
         with torch.autocast(self.device.type, enabled=False):
-            hidden, aux = self.decoder(ids.flatten(), inputs, kv, aux_layers)
+            hidden, aux = self.decoder(ids.flatten(), PassContext.of(inputs), kv, aux_layers)
             logits = self.decoder.logits(hidden[loss_mask.flatten()]).float()
         aux = None if aux is None else aux.view(rows, length, -1)
         return TeacherOutputs(ids, loss_mask, hidden.view(rows, length, -1), aux, logits)
