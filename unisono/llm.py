@@ -194,6 +194,7 @@ class _Running:
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._returned = vectors.Returned()
+        self._extra: dict[str, list[Any]] = {}
         self._text = ""
         self._finish = ""
         self._error: str | None = None
@@ -206,6 +207,8 @@ class _Running:
         self._logprobs += delta.logprobs or []
         self._prompt_logprobs += delta.prompt_logprobs or []
         self._returned.take(delta)
+        for name, values in (delta.extra or {}).items():
+            self._extra.setdefault(name, []).extend(values)
         if delta.finish is not FinishReason.RUNNING:
             self._finish, self._error = delta.finish.text, delta.error
         if self._detokenizer is not None:
@@ -216,7 +219,9 @@ class _Running:
         return bool(self._finish)
 
     def output(self, index: int) -> CompletionOutput:
-        completion = CompletionOutput(index, self._token_ids, self._text, self._finish, error=self._error)
+        completion = CompletionOutput(
+            index, self._token_ids, self._text, self._finish, error=self._error, extra=self._extra
+        )
         if self.request.params.logprobs is not None:
             completion.logprobs = self._named(self._token_ids, self._logprobs)
             completion.cumulative_logprob = sum(given.logprob for given in self._logprobs)

@@ -17,7 +17,7 @@ from tests.engine.helpers import engine, mixed_params, prompts
 from tests.engine.test_trees import MAKE, TREES, planted
 from tests.kernels.test_lookup_paths import paths_of
 from unisono import SamplingParams
-from unisono.engine import tree
+from unisono.passes import tree
 from unisono.kernels.edits import edit_logits
 from unisono.llm import LLM
 from unisono.types import FinishReason

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from unisono.engine.adaptive import Acceptance, AdaptiveK, RoundCosts
-from unisono.engine.scheduler import Extend, Round, Sequence
+from unisono.engine.sequence import Extend, Round, Sequence
 from unisono.types import MAX_DRAFTS, FinishReason
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class DraftController:
         self._know(work.sequences)
         wanted = self._put_off if self.pinned is None else self.pinned
         drafts = self._choose(work.sequences) if wanted is None else wanted
-        if drafts and work.masked:
+        if drafts and work.reads_drafts:
             drafts = self._runner.choices[-1]  # their passes have no widths between
         work = self._with_catch_up(replace(work, drafts=drafts))
         self.rounds[work.drafts] += 1
@@ -117,8 +117,9 @@ class DraftController:
     def read(self, work: Extend | Round, result: np.ndarray) -> None:
         """A pass was read. result [rows, …] int32: of each row how many tokens it committed, and its status."""
         now, before, after = time.perf_counter(), self._read_at, self._launched
-        # Of prompts and rounds under masks the outputs come before the drafter has caught up (Buffers.outputs_ready).
-        self._read_at = now if isinstance(work, Round) and not work.masked else None
+        # Of prompts and rounds whose drafts the host reads the outputs come before the drafter has caught up
+        # (Buffers.outputs_ready).
+        self._read_at = now if isinstance(work, Round) and not work.reads_drafts else None
         if not isinstance(work, Round):
             self.policy.costs.interrupted()
             return
@@ -142,7 +143,7 @@ class DraftController:
             return
         # On a GPU that is the time of this pass; a CPU has run the next one meanwhile.
         timed = after if self._runner.config.device.type == "cpu" else work
-        if self.pinned is None and _plain(timed) and timed.drafts != self.policy.drafts:
+        if self.pinned is None and timed.plain and timed.drafts != self.policy.drafts:
             self.policy.costs.probed(len(timed.sequences), timed.drafts, ms)
 
 
@@ -154,9 +155,4 @@ def _max_drafts(sequence: Sequence) -> int:
 def _alike(one: Round, other: Round) -> bool:
     """Whether two rounds are of the same kind, so that the time between them is that of either."""
     same = one.drafts == other.drafts and len(one.sequences) == len(other.sequences)
-    return same and _plain(one) and _plain(other)
-
-
-def _plain(work: Round) -> bool:
-    """Whether it is a pass of the program whose graphs' times are known, and no other pass."""
-    return not (work.masked or work.returns or work.behind)
+    return same and one.plain and other.plain

@@ -1,7 +1,6 @@
 """The runner: the device side of the engine. Owns the model, the KV cache, the slots and the graphs.
 
-It turns a scheduled pass into a batch, has the planner launch it, and hands back what is pending. It
-decides nothing about who runs.
+It builds them at start; ``batch.py`` launches passes. It decides nothing about who runs.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import torch
 
 from unisono import catalog
@@ -33,20 +31,8 @@ from unisono.engine.buckets import (
     round_buckets,
     with_graph_bytes,
 )
-from unisono.engine.feature_fields import logits_feature, mask_words
-from unisono.engine.masked import (
-    draft_program,
-    extend_masks,
-    held_drafts,
-    round_masks,
-    verify_program,
-)
-from unisono.engine.overrides import override_fields
-from unisono.engine.programs import Parts, catch_up_program, extend_program, round_program
-from unisono.engine.scheduler import Chunk, Extend, Round
 from unisono.engine.slots import Slots
-from unisono.engine.synthetic import forcing
-from unisono.engine.tree import Tree, path_pages
+from unisono.engine.synthetic import acceptance_rule
 from unisono.engine.warmup import compiling_only, run_on_padding, size_classes
 from unisono.graphs.planner import Buckets, Planner
 from unisono.kernels.linear import TRITON_ROWS
@@ -55,7 +41,12 @@ from unisono.layers.linear import prove_linears, rehearse_proofs
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
-from unisono.program import Buffers, Key, Logits, PendingOutputs, Program, Shape
+from unisono.passes.extend import extend_program
+from unisono.passes.features.base import FeatureContext
+from unisono.passes.modules import Modules
+from unisono.passes.round import catch_up_program, draft_program, held_drafts, round_program, verify_program
+from unisono.passes.tree import Tree, path_pages
+from unisono.program import Buffers, Key, Logits, Program, Shape
 from unisono.sampling.pipeline import DraftSampler
 from unisono.types import ConfigError, SpeculativeConfig
 
@@ -69,23 +60,8 @@ CPU_KV_BYTES = 1 << 30
 """The KV cache on a CPU: enough for the bundled models, at most."""
 
 
-@dataclass(frozen=True)
-class Launched:
-    """A pass on the device: whose it is, row by row, and its outputs on their way to the host."""
-
-    work: Extend | Round
-    outputs: PendingOutputs
-
-    def wait(self) -> dict[str, np.ndarray]:
-        """int32 arrays: ``result [rows, width + 2]``: count, status, tokens; ``drafted [rows]``, of a round: drafts
-        verified; ``logprobs [rows, width, words]``: what ``kernels/logprobs.py`` reports, of rows that asked;
-        ``prompt_logprobs [tokens, words]`` the same of prompt tokens, where the pass scores. Blocks until they are
-        here; a drafter may be catching up still."""
-        return self.outputs.wait()
-
-
 class Runner:
-    """Builds everything on the device, then launches passes.
+    """Builds everything on the device.
 
     ``progress`` is called with a stage's name and its share done, 0 … 1, while loading and capturing.
     Raises ConfigError when the card's memory does not hold the model and one request.
@@ -128,12 +104,13 @@ class Runner:
         self.masked = replace(drafter.features, masks=True)
         held = held_drafts(config.max_num_seqs, paths, self.width, config.device)
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
-        forced = forcing(config.asked, slots)
-        processed = config.asked.logprobs_mode == "processed_logprobs"
+        rule = acceptance_rule(config.asked, slots)
+        lent = self._feature_context(checkpoint)
+        self.request_features = features = [catalog.features.load(name)(lent) for name in catalog.features.listed]
 
-        def parts(kv: KVCache) -> Parts:
+        def parts(kv: KVCache) -> Modules:
             tree = Tree.of(spec.paths, drafter, slots, kv) if isinstance(drafter, TreeDrafter) and spec.paths else None
-            return Parts(self.model, drafter, slots, sampler, kv.layers, processed, forced, tree, held)
+            return Modules(self.model, drafter, slots, sampler, kv.layers, features, rule, tree, held)
 
         self._parts = parts
         self._hold_pages(shape, 2)  # for padding, until it is known how many fit
@@ -148,6 +125,23 @@ class Runner:
         with _Stage(self, "capture"):
             self.planner.capture(self._buckets(self._parts(self.kv)), lambda share: progress("capture", share))
         check_full(self.config, self.planner.graphs())
+
+    def _feature_context(self, checkpoint: Checkpoint) -> FeatureContext:
+        """What features are told and lent."""
+        c, asked = checkpoint.config, self.config.asked
+        return FeatureContext(
+            directory=checkpoint.path,
+            eos=checkpoint.eos_token_ids,
+            vocab_size=c.vocab_size,
+            hidden_size=c.hidden_size,
+            dtype=self.config.dtype,
+            max_rows=self.max_extend_rows,
+            paths=self.paths,
+            processed_logprobs=asked.logprobs_mode == "processed_logprobs",
+            synthetic=asked.synthetic,
+            slots=self.slots,
+            logits=self.model.logits,
+        )
 
     def _compile(self, attention: BreakingAttention, head_dim: int) -> None:
         """Compile the kernels of all passes; first those that decide, by their bits, what the larger passes run."""
@@ -219,7 +213,7 @@ class Runner:
         reason = f"bits compared with the Triton kernel's for {len(proven)} shapes, {len(failed)} differ"
         self.config = self.config.decide(f"products above {TRITON_ROWS} rows", value, reason)
 
-    def _buckets(self, parts: Parts) -> list[Buckets]:
+    def _buckets(self, parts: Modules) -> list[Buckets]:
         """What may be captured of each program; see ``engine/buckets.py``."""
         config, features, masked = self.config, self.features, self.masked
         extend, score = (extend_program(parts, self.max_extend_rows, name) for name in ("extend", "score"))
@@ -235,7 +229,7 @@ class Runner:
             buckets.append(catch_up_buckets(catch_up_program(self.drafter, self.slots), config, self.max_unobserved))
         return buckets
 
-    def _passes(self, parts: Parts) -> list[tuple[Program, Shape]]:
+    def _passes(self, parts: Modules) -> list[tuple[Program, Shape]]:
         """Every small pass, and one of each size class of larger ones, the longest included."""
         passes: list[tuple[Program, Shape]] = []
         for b in self._buckets(parts):
@@ -315,27 +309,6 @@ class Runner:
         torch.cuda.empty_cache()
         return used
 
-    def launch(self, work: Extend | Round) -> Launched:
-        """Put a pass on the device and return at once."""
-        pending = self._launch_extend(work) if isinstance(work, Extend) else self._launch_round(work)
-        return Launched(work, pending)
-
-    def _launch_round(self, work: Round) -> PendingOutputs:
-        if work.behind:
-            slots = [s.slot for s in work.behind]
-            self.planner.launch(self.catch_up_key(len(slots)), {"slots": slots})
-        columns, pages = _growth_arrays(work)
-        rows = len(work.sequences)
-        batch: dict[str, object] = {"slots": [s.slot for s in work.sequences], "columns": columns, "pages": pages}
-        if not work.masked:
-            key = self.round_key(rows, work.drafts)
-            return self.planner.launch(replace(key, features=replace(key.features, returned=work.returns)), batch)
-        shape, drafts = Shape(rows, 1 + work.drafts), np.empty((rows, self.paths, 0), dtype=np.int32)
-        if work.drafts:
-            drafts = self.planner.launch(Key("draft", shape, self.features), batch).wait()["drafts"][:rows]
-        batch["mask"] = round_masks(work, drafts, mask_words(self.model.config.vocab_size))
-        return self.planner.launch(Key("verify", shape, replace(self.masked, returned=work.returns)), batch)
-
     def round_key(self, rows: int, drafts: int) -> Key:
         """Of a round of so many requests with so many drafts each."""
         return Key("round", Shape(rows, 1 + drafts), self.features)
@@ -344,71 +317,18 @@ class Runner:
         """Of a pass in which the drafter catches up with so many requests."""
         return Key("catch_up", Shape(rows, self.max_unobserved))
 
-    def _launch_extend(self, work: Extend) -> PendingOutputs:
-        chunks = work.chunks
-        lengths = [c.end - c.start for c in chunks]
-        edges = np.cumsum([0, *lengths])
-        total = int(edges[-1])
-        # The rows that no request uses are empty: they begin where the tokens end.
-        query_start = np.full(self.max_extend_rows + 1, total)
-        query_start[: len(edges)] = edges
-        batch: dict[str, object] = {  # where an embedding stands, an id in range is as good as any
-            "token_ids": np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks]).clip(0),
-            "next_ids": np.concatenate([_following(c) for c in chunks]).clip(0),
-            "slots": [c.sequence.slot for c in chunks],
-            "query_start": query_start,
-            "start": [c.start for c in chunks],
-            "sample_slots": [c.sequence.slot if c.last else self.slots.padding for c in chunks],
-            "last": edges[1:] - 1,
-        }
-        embeddings = override_fields(chunks)
-        features = replace(self.features, embeddings=bool(embeddings), returned=work.returns, masks=work.masked)
-        if features.masks:
-            batch["mask"] = extend_masks(work, mask_words(self.model.config.vocab_size))
-        if work.scores:
-            batch["score_rows"] = rows = _score_rows(chunks, edges)
-            features = replace(features, logits=logits_feature(len(rows), total))
-        return self.planner.launch(
-            Key("score" if work.scores else "extend", Shape(total), features), batch | embeddings
-        )
-
     def close(self) -> None:
         """Free the graphs, then everything they were captured on."""
+        for feature in self.request_features:
+            feature.close()
         on_gpu = self.config.device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize()  # a drafter may be catching up still
         self.planner.close()
-        del self.model, self.kv, self.slots, self._parts
+        del self.model, self.kv, self.slots, self._parts, self.request_features
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
-
-
-def _following(chunk: Chunk) -> list[int]:
-    """The token after each of a chunk's; 0 where it is not sampled yet."""
-    following = chunk.sequence.tokens[chunk.start + 1 : chunk.end + 1]
-    return following + [0] * (chunk.end - chunk.start - len(following))
-
-
-def _score_rows(chunks: list[Chunk], edges: np.ndarray) -> np.ndarray:
-    """The tokens of a pass whose logits score the prompt token behind them; chunk i's begin at edges[i]."""
-    return np.concatenate(
-        [
-            np.arange(edge, edge + len(c.scored)) + (c.scored.start - c.start)
-            for c, edge in zip(chunks, edges, strict=False)
-        ]
-    )
-
-
-def _growth_arrays(work: Round) -> tuple[np.ndarray, np.ndarray]:
-    """``columns`` and ``pages`` [rows, most pages added]; column -1 where a row adds fewer."""
-    most = max(len(pages) for _, pages in work.growth)
-    columns = np.full((len(work.growth), most), -1, dtype=np.int32)
-    pages = np.zeros_like(columns)
-    for row, (first, added) in enumerate(work.growth):
-        columns[row, : len(added)] = range(first, first + len(added))
-        pages[row, : len(added)] = added
-    return columns, pages
 
 
 class _Stage:

@@ -9,141 +9,14 @@ later, with the same bytes: its noise and its keys depend on positions, not on w
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 from unisono.cache.pages import OutOfPages, PagePool, Reservation, pages_for
-from unisono.cache.radix import Token
-from unisono.engine.hidden import HiddenStates
-from unisono.engine.overrides import Embedded
+from unisono.engine.sequence import Chunk, Extend, Round, Sequence
 from unisono.engine.slots import Slots
-from unisono.grammar.matcher import Matcher
-from unisono.types import EngineRequest, FinishReason, TokenLogprobs
+from unisono.types import FinishReason
 
 MAX_EXTEND_STREAK = 8
 """Prompt passes in a row while requests are running."""
-
-
-@dataclass(eq=False)
-class Sequence:
-    """One request on its way. ``tokens`` is the prompt and every output token the host has read."""
-
-    request: EngineRequest
-    tokens: list[int]
-    max_length: int
-    order: int  # of arrival
-    slot: int = -1
-    pages: Reservation | None = None
-    extended: int = 0  # tokens whose KV is written or being written by launched prompt passes
-    mapped: int = 0  # leading pages that the slot's page table on the device holds
-    in_flight: int = 0  # launched passes that commit tokens and are not read yet
-    unobserved: int = 0  # its last tokens of which the drafter has only been told; see engine/draft_controller.py
-    finish: FinishReason = FinishReason.RUNNING
-    cached_tokens: int | None = None  # prompt tokens that the prefix cache served at first admission
-    preemptions: int = 0
-    leader: Sequence | None = None  # of the same prompt, ahead in the queue
-    prompt_logprobs: dict[int, TokenLogprobs] | None = None  # by position, as far as they are read; None: not wanted
-    hidden: HiddenStates | None = None  # as far as they are read; None: not wanted
-    embedded: Embedded | None = None  # what stands in for token embeddings
-    matcher: Matcher | None = None  # says what each position may sample; None: anything
-
-    @property
-    def waits_for_leader(self) -> bool:
-        """Whether the prefix cache will soon have the prompt: the leader is computing it."""
-        leader = self.leader
-        return leader is not None and leader.finish is FinishReason.RUNNING and len(leader.tokens) == leader.prompt_len
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
-    def keys(self) -> list[Token]:
-        """``tokens`` as the prefix cache knows them."""
-        if self.embedded is None:
-            return self.tokens  # type: ignore[return-value]
-        return [*self.embedded.keys, *self.tokens[self.prompt_len :]]
-
-    @property
-    def reusable(self) -> int:
-        """Leading tokens of which the request wants nothing but their keys and values, which may be cached."""
-        known = len(self.tokens)
-        if self.scored:
-            known = min(known, self.scored.start - 1)
-        if self.hidden is not None:
-            known = min(known, self.hidden.known)
-        return known
-
-    @property
-    def scored(self) -> range:
-        """Prompt positions whose log-probability is wanted and not reported yet."""
-        if self.prompt_logprobs is None or len(self.tokens) > self.prompt_len:
-            return range(0)
-        return range(self.request.first_scored, self.prompt_len)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens ``start … end`` of a sequence in a prompt pass; the ``last`` one samples."""
-
-    sequence: Sequence
-    start: int
-    end: int
-    last: bool
-
-    @property
-    def scored(self) -> range:
-        """Positions of the chunk whose logits score the prompt token behind them."""
-        wanted = self.sequence.scored
-        return range(max(self.start, wanted.start - 1), min(self.end, wanted.stop - 1))
-
-    @property
-    def embedded(self) -> Embedded | None:
-        return self.sequence.embedded
-
-
-@dataclass(frozen=True)
-class Extend:
-    """A prompt pass."""
-
-    chunks: list[Chunk]
-
-    @property
-    def scores(self) -> bool:
-        """Whether a request wants log-probabilities of prompt tokens behind these."""
-        return any(chunk.scored for chunk in self.chunks)
-
-    @property
-    def masked(self) -> bool:
-        """Whether it samples behind the prompt of a request with a matcher."""
-        return any(chunk.last and chunk.sequence.matcher is not None for chunk in self.chunks)
-
-    @property
-    def returns(self) -> bool:
-        """Whether a request wants hidden states of these tokens."""
-        return any(c.sequence.hidden is not None and c.end > c.sequence.hidden.known for c in self.chunks)
-
-
-@dataclass(frozen=True)
-class Round:
-    """A round, with the pages each sequence's table grows by: ``(first column, pages)``.
-
-    drafts: of each sequence, at most. behind: those whose drafter catches up before it.
-    """
-
-    sequences: list[Sequence]
-    growth: list[tuple[int, list[int]]]
-    drafts: int
-    behind: tuple[Sequence, ...] = ()
-
-    @property
-    def masked(self) -> bool:
-        """Whether a sequence is sampled under masks."""
-        return any(sequence.matcher is not None for sequence in self.sequences)
-
-    @property
-    def returns(self) -> bool:
-        """Whether a request wants hidden states."""
-        return any(sequence.hidden is not None for sequence in self.sequences)
 
 
 class Scheduler:
@@ -174,8 +47,8 @@ class Scheduler:
 
     @property
     def waits_for_tokens(self) -> bool:
-        """Whether the next round can be launched only when every token before it is read: masks depend on them."""
-        return any(sequence.matcher is not None for sequence in self.running)
+        """Whether the next round can be launched only when every token before it is read."""
+        return any(sequence.reads_drafts for sequence in self.running)
 
     def schedule(self) -> Extend | Round | None:
         """The next pass; None when there is nothing to run before the pass in flight is read."""
@@ -272,7 +145,10 @@ class Scheduler:
             if sequence.pages is not None and not self._grow(sequence):
                 return None
         able = [s for s in able if s.pages is not None]  # growing one may have preempted another
-        return Round(able, [self._map(s) for s in able], self.width - 1) if able else None
+        if not able:
+            return None
+        reads_drafts = any(s.reads_drafts for s in able)
+        return Round(able, [self._map(s) for s in able], self.width - 1, reads_drafts=reads_drafts)
 
     def _grow(self, sequence: Sequence) -> bool:
         """Reserve the worst case of one more round; False when that has to wait for the pass in flight.
@@ -293,10 +169,10 @@ class Scheduler:
     def _map(self, sequence: Sequence) -> tuple[int, list[int]]:
         """The columns and pages that this sequence's table on the device still lacks."""
         assert sequence.pages is not None
-        first, pages = sequence.mapped, sequence.pages.pages
-        sequence.mapped = len(pages)
+        first, entries = sequence.mapped, sequence.pages.entries
+        sequence.mapped = len(entries)
         sequence.in_flight += 1
-        return first, pages[first:]
+        return first, [entry.page for entry in entries[first:]]
 
     def _preempt(self, sequence: Sequence) -> None:
         queue = self._queue_of(sequence)

@@ -1,8 +1,8 @@
 """A round over several paths for each request: what it does before its target pass and after.
 
-Owns the order of a tree's steps inside the round; ``programs.py`` calls it where a tree was asked for. A path is a row
-of the round like any other, with the request's own slot and a page-table row of its own, so it computes the bits that
-it would compute alone, and the best one is committed as a chain would be.
+Owns the order of a tree's steps inside the round; ``round.py`` and ``verify.py`` call it where a tree was asked for. A
+path is a row of the round like any other, with the request's own slot and a page-table row of its own, so it computes
+the bits that it would compute alone, and the best one is committed as a chain would be.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 from unisono.cache.kv import PAGE_SIZE, KVCache
 from unisono.drafters.base import Span, TreeDrafter
-from unisono.engine.slots import Slots
 from unisono.kernels.tree_paths import Best, Fork, best_path, copy_span, fork_paths, span_pages
+from unisono.passes.modules import SlotTensors
 
 
 def path_pages(paths: int, drafts: int, num_slots: int) -> int:
@@ -29,12 +29,12 @@ class Tree:
 
     paths: Sequence[Sequence[int]]
     drafter: TreeDrafter
-    slots: Slots
+    slots: SlotTensors
     kv: KVCache
     unused: torch.Tensor  # bool [P, k]: behind each path's end
 
     @staticmethod
-    def of(paths: Sequence[Sequence[int]], drafter: TreeDrafter, slots: Slots, kv: KVCache) -> Tree:
+    def of(paths: Sequence[Sequence[int]], drafter: TreeDrafter, slots: SlotTensors, kv: KVCache) -> Tree:
         unused = [[step >= len(path) for step in range(drafter.num_drafts)] for path in paths]
         return Tree(paths, drafter, slots, kv, torch.tensor(unused, device=slots.length.device))
 
@@ -56,13 +56,6 @@ class Tree:
         """Write ``drafts [R · P, k]``, -1 behind each path's end."""
         self.drafter.propose(fork.slots, drafts, fork.tables)
         drafts.view(-1, *self.unused.shape).masked_fill_(self.unused, -1)
-
-    def leave_one(self, fork: Fork, drafts: torch.Tensor) -> None:
-        """Benchmarks only: of forced ``drafts [R · P, k]`` leave one path's, now this one's, now that one's."""
-        paths = len(self.paths)
-        turn = self.slots.length.index_select(0, fork.slots) % paths
-        path = torch.arange(len(fork.slots), dtype=torch.int32, device=drafts.device) % paths
-        drafts.masked_fill_((path != turn)[:, None], -1)
 
     def best(self, fork: Fork, sampled: torch.Tensor, drafts: torch.Tensor) -> Best:
         """The path of each request that the target's sampled [R · P, W] agree with longest."""
