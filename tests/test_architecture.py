@@ -127,3 +127,18 @@ def test_no_package_cycles() -> None:
 
     for name in edges:
         visit(name, ())
+
+
+def test_nothing_names_a_feature() -> None:
+    """What makes, runs and reads passes knows the Feature protocol, never a feature by name."""
+    named = re.compile(
+        r"grammar|matcher|\bmasked|logprob|log-prob|embedd|overrid|return_hidden|structured", re.IGNORECASE
+    )
+    engine = ("scheduler", "sequence", "engine", "batch", "draft_controller")
+    passes = ("modules", "extend", "round", "verify", "tree", "acceptance")
+    for path in [PACKAGE / "engine" / f"{name}.py" for name in engine] + [
+        PACKAGE / "passes" / f"{name}.py" for name in passes
+    ]:
+        text = path.read_text().replace("override_embeddings", "").replace("Overriding", "")
+        hit = named.search(text)
+        assert hit is None, f"{path} names {hit.group(0)!r}"

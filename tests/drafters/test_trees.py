@@ -17,9 +17,9 @@ from tests.engine.helpers import engine, mixed_params, prompts
 from tests.engine.test_trees import MAKE, TREES, planted
 from tests.kernels.test_lookup_paths import paths_of
 from unisono import SamplingParams
-from unisono.passes import tree
 from unisono.kernels.edits import edit_logits
 from unisono.llm import LLM
+from unisono.passes import tree
 from unisono.types import FinishReason
 
 DEEP = {"speculative_token_tree": "[(0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0), (1, 1, 0)]"}

@@ -26,12 +26,12 @@ from tests.engine.helpers import counted, engine, prompts, tokens
 from tests.models.make import make_checkpoint
 from tests.models.make_mtp import named, random_modules, write_alone, write_beside
 from unisono import catalog
-from unisono.passes import modules
 from unisono.graphs.cuda import CudaGraph
 from unisono.graphs.tape import Tape
 from unisono.llm import LLM
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
+from unisono.passes import modules
 from unisono.types import SamplingParams, SpeculativeConfig
 
 CUDA = torch.cuda.is_available()

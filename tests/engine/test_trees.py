@@ -22,9 +22,9 @@ from tests.drafters.noisy import noisy
 from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
 from tests.engine.test_speculation import DRAFTERS, GRAPH, PARAMS, PROMPTS, SCARCE, Checkpoints, Way, with_modules
 from tests.models.make import make_checkpoint
-from unisono.engine import tree as tree_module
 from unisono.kernels.tree_paths import Best
 from unisono.llm import LLM
+from unisono.passes import tree as tree_module
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
 
 MAKE: dict[str, Callable[[dict[str, Path], Path], Checkpoints]] = {

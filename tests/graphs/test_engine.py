@@ -11,8 +11,8 @@ import torch
 from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
 from tests.graphs.programs import FULL, SEGMENTED
 from unisono.config import EngineConfig, parse_graphs
-from unisono.passes.features import output_logprobs
 from unisono.llm import LLM
+from unisono.passes.features import output_logprobs
 from unisono.program import Reason, eager_break
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
 

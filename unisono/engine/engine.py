@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from unisono.cache.pages import PagePool
@@ -21,10 +22,11 @@ from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.engine import report
 from unisono.engine.batch import Launched, Launcher
 from unisono.engine.draft_controller import DraftController
+from unisono.engine.prompt_budget import PromptBudget
 from unisono.engine.runner import Runner
 from unisono.engine.scheduler import Scheduler
 from unisono.engine.self_test import run_self_test
-from unisono.engine.sequence import Extend, Round, Sequence, States
+from unisono.engine.sequence import Extend, Pass, Round, Sequence, States
 from unisono.models.checkpoint import Checkpoint
 from unisono.passes.features.base import Committed
 from unisono.sampling.edits import check_edits
@@ -57,14 +59,16 @@ class Engine:
     def _begin(self) -> None:
         """Have no requests, no cached prefixes, nothing counted."""
         self.pool = PagePool(self.runner.kv.num_pages)
-        self.scheduler = Scheduler(
-            self.pool,
-            self.runner.slots,
-            self.runner.width,
+        runner = self.runner
+        self.draft_controller = DraftController(runner)
+        budget = PromptBudget(
+            self.config.asked.max_stall_ms,
             self.config.max_num_batched_tokens,
-            self.runner.max_extend_rows,
+            runner.extend_ms,
+            self.draft_controller.round_ms,
+            learns=self.config.device.type == "cuda",
         )
-        self.draft_controller = DraftController(self.runner)
+        self.scheduler = Scheduler(self.pool, runner.slots, runner.width, runner.max_extend_rows, budget)
         self._launcher = Launcher(self.runner)
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: Launched | None = None
@@ -169,14 +173,25 @@ class Engine:
     def step(self) -> list[TokenDelta]:
         """Launch the next pass, then read the one before it; returns the tokens that it brought.
 
-        Where the host reads a round's drafts it is the other way round.
+        Where the next pass depends on what the one before it brings, it is the other way round.
         """
-        deltas = self._read_in_flight() if self.scheduler.waits_for_tokens else []
-        work = self.draft_controller.launching(self.scheduler.schedule())
-        launched = self._launcher.launch(work) if work is not None else None
+        deltas: list[TokenDelta] = []
+        work = self._next_pass()
+        if work is None and self._in_flight is not None:
+            deltas, work = self._read_in_flight(), self._next_pass()
+        launched = self._launch(work) if work is not None else None
         deltas += self._read_in_flight()
         self._in_flight = launched
         return deltas
+
+    def _next_pass(self) -> Pass | None:
+        return self.draft_controller.launching(self.scheduler.schedule())
+
+    def _launch(self, work: Pass) -> Launched:
+        launched = self._launcher.launch(work)
+        if launched.kind == "draft" and isinstance(work, Round):
+            self.scheduler.drafting(work)
+        return launched
 
     def _read_in_flight(self) -> list[TokenDelta]:
         """Read the pass in flight, if there is one."""
@@ -185,8 +200,12 @@ class Engine:
 
     def _read(self, launched: Launched) -> list[TokenDelta]:
         outputs, work = launched.wait(), launched.work
+        if launched.kind == "draft":
+            self.scheduler.drafted(outputs["drafts"])
+            return []
         result = outputs["result"]
         self.draft_controller.read(work, result)
+        self.scheduler.budget.read(work)
         if isinstance(work, Extend):
             for chunk in work.chunks:
                 if chunk.sequence.finish is FinishReason.RUNNING:
@@ -199,22 +218,29 @@ class Engine:
             count, status = int(result[row, 0]), FinishReason(int(result[row, 1]))
             # A row that ended before this pass, as the host has learnt since, brings nothing.
             if sequence.finish is FinishReason.RUNNING and count:
-                tokens, position = result[row, 2 : 2 + count].tolist(), len(sequence.tokens)
-                first = position == sequence.prompt_len
-                delta = self._commit(sequence, Committed(launched.kind, row, tokens, position, first, outputs), status)
+                delta = self._commit(sequence, launched, row, outputs, result[row, 2 : 2 + count].tolist(), status)
                 if isinstance(work, Round) and sequence.request.params.max_drafts != 0:
                     delta.drafted_tokens, delta.accepted_tokens = int(outputs["drafted"][row]), count - 1
                     self.counters.count_round(work.drafts, delta.drafted_tokens, delta.accepted_tokens)
                 deltas.append(delta)
         return deltas
 
-    def _commit(self, sequence: Sequence, committed: Committed, status: FinishReason) -> TokenDelta:
-        tokens = list(committed.tokens)
+    def _commit(
+        self,
+        sequence: Sequence,
+        launched: Launched,
+        row: int,
+        outputs: Mapping[str, np.ndarray],
+        tokens: list[int],
+        status: FinishReason,
+    ) -> TokenDelta:
         delta = TokenDelta(sequence.request.request_id, tokens, status, sequence.cached_tokens or 0)
-        if committed.first:
+        position = len(sequence.tokens)
+        first = position == sequence.prompt_len
+        if first:
             self.counters.prompt_tokens += sequence.prompt_len
         for state in sequence.states.values():
-            state.deliver(delta, committed)
+            state.deliver(delta, Committed(launched.kind, row, tokens, position, first, outputs))
         sequence.tokens.extend(tokens)
         self.counters.generation_tokens += len(tokens)
         if delta.finish is not FinishReason.RUNNING:

@@ -20,6 +20,7 @@ from unisono.cache.pages import pages_for
 from unisono.config import ResolvedConfig
 from unisono.drafters.base import Drafter, DrafterContext, PausableDrafter, TreeDrafter
 from unisono.engine.buckets import (
+    CPU_COST,
     CPU_GRAPH_BYTES,
     buckets_of,
     catch_up_buckets,
@@ -312,6 +313,12 @@ class Runner:
     def round_key(self, rows: int, drafts: int) -> Key:
         """Of a round of so many requests with so many drafts each."""
         return Key("round", Shape(rows, 1 + drafts), self.features)
+
+    def extend_ms(self, tokens: int) -> float:
+        """What a prompt pass of so many tokens takes on padding; on a CPU a fixed figure, for runs to be repeatable."""
+        if self.config.device.type == "cpu":
+            return CPU_COST.replay(tokens)
+        return self.planner.expected_ms(Key("extend", Shape(tokens), self.features))
 
     def catch_up_key(self, rows: int) -> Key:
         """Of a pass in which the drafter catches up with so many requests."""

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from unisono.cache.pages import Reservation
 from unisono.cache.radix import Token
 from unisono.passes.features.base import Feature, RequestState, Row
@@ -84,9 +86,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Extend:
-    """A prompt pass."""
+    """A prompt pass. full: whether it has as many tokens as it may have."""
 
     chunks: list[Chunk]
+    full: bool = True
 
     @cached_property
     def tokens(self) -> int:
@@ -143,3 +146,14 @@ class Round:
     def committing(self) -> list[tuple[int, Sequence]]:
         """(row, sequence) of all."""
         return list(enumerate(self.sequences))
+
+
+@dataclass(frozen=True)
+class Verify:
+    """The second pass of a round whose drafts the host has read. drafts [rows, P, k] int32: -1 for none."""
+
+    round: Round
+    drafts: np.ndarray
+
+
+Pass = Extend | Round | Verify

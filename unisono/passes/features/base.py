@@ -123,7 +123,7 @@ class Committed:
     request's first tokens.
     """
 
-    kind: PassKind
+    kind: str
     index: int
     tokens: Sequence[int]
     position: int
