@@ -132,7 +132,7 @@ def test_no_package_cycles() -> None:
 def test_nothing_names_a_feature() -> None:
     """What makes, runs and reads passes knows the Feature protocol, never a feature by name."""
     named = re.compile(
-        r"grammar|matcher|\bmasked|logprob|log-prob|embedd|overrid|return_hidden|structured", re.IGNORECASE
+        r"grammar|matcher|\bmasked\b|logprob|log-prob|embedd|overrid|return_hidden|structured", re.IGNORECASE
     )
     engine = ("scheduler", "sequence", "engine", "batch", "draft_controller")
     passes = ("modules", "extend", "round", "verify", "tree", "acceptance")
