@@ -54,7 +54,6 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "ngram tree": {"method": "ngram", **TREE},
     "standalone tree": {"method": "standalone", "model": "tiny-draft", **TREE},
     "eagle3 tree": {"method": "eagle3", "model": "tiny-eagle3", **TREE},
-    "mtp tree": {"method": "mtp", "model": "tiny-mtp", **TREE},
 }
 WAYS: dict[str, dict[str, Any]] = {
     "batched": {},
@@ -122,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="write the answers here, JSON")
     parser.add_argument("--compare", help="answers of another run, JSON; exit 1 where one differs")
-    parser.add_argument("--requests", type=int, default=18, help="prompts for each engine")
+    parser.add_argument("--requests", type=int, default=12, help="prompts for each engine")
     parser.add_argument("--methods", default=",".join(METHODS), help="drafters, comma-separated")
     args = parser.parse_args()
     found = record(args.requests, args.methods.split(","))

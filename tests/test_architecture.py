@@ -1,4 +1,4 @@
-"""The house's rules, enforced on the AST: import directions, sizes, no algorithm names where none belong."""
+"""The rules of the code base, enforced on syntax trees: import directions, sizes, no algorithm names in the engine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "unisono"
 FILES = sorted(PACKAGE.rglob("*.py"))
+ROOT = PACKAGE.parent
+TRAINING = sorted((ROOT / "training").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
-# What each room may import of the project. Lazy imports count. A room may always import itself.
+# What each package may import from the project, lazy imports included. A package may always import itself.
 ALLOWED = {
     "token_tree": set(),
     "structured_outputs": set(),
@@ -23,6 +26,8 @@ ALLOWED = {
     "vectors": {"types"},
     "config": {"types"},
     "tokenizer": {"types"},
+    "request_checks": {"types"},
+    "frontend": {"types", "vectors", "tokenizer", "request_checks"},
     "kernels": {"types"},
     "distributed": {"types"},
     "graphs": {"program"},
@@ -31,21 +36,20 @@ ALLOWED = {
     "models": {"types", "program", "state", "catalog", "kernels", "layers", "attention", "distributed"},
     "drafters": {"types", "program", "state", "kernels", "layers", "attention", "models"},
     "sampling": {"types", "kernels"},
-    "cache": {"types"},
     "state": {"types", "program", "kernels"},
     "grammar": {"types", "tokenizer"},
     "passes": {
-        "types", "program", "vectors", "cache", "state", "kernels", "models", "drafters", "sampling", "attention",
+        "types", "program", "vectors", "state", "kernels", "models", "drafters", "sampling", "attention",
         "grammar",
     },
     "engine": {
         "types", "program", "catalog", "config", "kernels", "layers", "attention", "models", "drafters", "passes",
-        "sampling", "graphs", "cache", "state", "distributed",
+        "sampling", "graphs", "state", "distributed", "request_checks",
     },
-    "llm": {"types", "vectors", "config", "engine", "tokenizer"},
-    "server": {"types", "heap", "vectors", "catalog", "config", "engine", "tokenizer"},
-    "tools": {"types", "heap", "catalog", "config", "llm", "tokenizer", "cache", "models", "attention"},
-    "cli": {"types", "catalog", "config", "tokenizer", "llm", "server", "tools"},
+    "llm": {"types", "config", "engine", "tokenizer", "frontend"},
+    "server": {"types", "heap", "tokenizer", "frontend"},
+    "tools": {"types", "heap", "catalog", "config", "llm", "tokenizer", "state", "models", "attention"},
+    "cli": {"types", "catalog", "config", "frontend", "llm", "server", "tools"},
 }  # fmt: skip
 
 
@@ -54,16 +58,19 @@ def room(path: Path) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Rooms that a file imports, wherever in the file the import stands."""
-    found = set()
+    """The packages and top-level modules of ``unisono`` that a file imports, lazy imports included."""
+    return {name.split(".")[1] for name in modules(path) if name.startswith("unisono.")}
+
+
+def modules(path: Path) -> set[str]:
+    """Dotted names of everything that a file imports, lazy imports included. ``from a import b`` gives a and a.b."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        names: list[str] = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names = [node.module] if node.module != "unisono" else [f"unisono.{a.name}" for a in node.names]
-        found |= {name.split(".")[1] for name in names if name.startswith("unisono.")}
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
 
 
@@ -76,10 +83,26 @@ def test_import_directions(path: Path) -> None:
     assert not wrong, f"{name} may not import {sorted(wrong)}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_the_package_needs_no_checkout() -> None:
+    """``training`` and ``tests`` are not installed."""
+    for path in FILES:
+        outside = {name for name in modules(path) if name.split(".")[0] in ("training", "tests", "benchmarks")}
+        assert not outside, f"{path} imports {sorted(outside)}"
+
+
+def test_test_modules_import_no_test_module() -> None:
+    """What several test modules share belongs into a helper module, whose name does not begin with ``test_``."""
+    names = {str(path.relative_to(ROOT).with_suffix("")).replace("/", "."): path for path in TESTS}
+    tests = {name for name, path in names.items() if path.name.startswith("test_")}
+    for name, path in names.items():
+        wrong = modules(path) & tests
+        assert not wrong, f"{name} imports {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("path", [*FILES, *TRAINING], ids=lambda p: str(p.relative_to(ROOT)))
 def test_sizes(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= 500, "a file past 500 lines: the design is telling you something"
+    assert len(text.splitlines()) <= 500, "a file has at most 500 lines"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno is not None
@@ -87,7 +110,7 @@ def test_sizes(path: Path) -> None:
             assert size <= 60, f"{node.name} has {size} lines"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", [*FILES, *TRAINING], ids=lambda p: str(p.relative_to(ROOT)))
 def test_modules_say_what_they_are_for(path: Path) -> None:
     text = path.read_text()
     if text.strip():

@@ -343,10 +343,10 @@ def _load(path: str, flags: dict[str, Any]) -> Iterator[LLM]:
 
 def _stream(llm: LLM, prompt: list[int], params: SamplingParams, stop: Callable[[], object] = lambda: False) -> str:
     """Print an answer as it comes, to its end or until ``stop()``; returns it."""
-    from unisono.tokenizer import Detokenizer
+    from unisono.frontend.detokenizer import Detokenizer
 
     assert llm.tokenizer is not None
-    detokenizer = Detokenizer(llm.tokenizer, prompt_token_ids=prompt)
+    detokenizer = Detokenizer(llm.tokenizer, params, prompt)
     answer = ""
     for delta in llm.stream(prompt, params):
         piece = detokenizer.feed(delta.token_ids, delta.finish)

@@ -1,8 +1,6 @@
-"""Text to token ids and back: the only room that knows a tokenizer.
+"""A checkpoint's tokenizer and chat template, read through transformers.
 
-Owns :class:`Tokenizer` (a checkpoint's tokenizer and chat template, read through transformers) and
-:class:`Detokenizer` (token ids of one request to text, as it becomes certain). ``llm``, ``server`` and ``grammar``
-use it; the engine never sees text. Imports types only.
+``frontend`` and the tools turn text into token ids and back with it; ``grammar`` asks what each token spells.
 """
 
 from __future__ import annotations
@@ -13,19 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.types import BadRequest, CheckpointError, EngineRequest, FinishReason
+from unisono.types import BadRequest, CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-MAX_PENDING = 3
-"""Replacement characters at the text's end that later bytes may still turn into one character (UTF-8: 4 bytes)."""
-MAX_WINDOW = 32
-"""Tokens that a detokenizer's window holds before it looks for a place to cut."""
-PROMPT_CONTEXT = 6
-"""Prompt tokens before the first output token: enough for a space or a character that they share."""
 
 
 class Tokenizer:
@@ -142,167 +133,3 @@ class Tokenizer:
         except Exception as error:  # the template is the checkpoint's code, run on the caller's messages
             raise BadRequest(f"The model's chat template refuses these messages: {error}.", param="messages") from error
         return str(text)
-
-
-class Detokenizer:
-    """Text of one request, token by token: pieces join to the text whatever the rounds that brought them.
-
-    Holds back what later tokens may still change: an incomplete character, the beginning of a stop string.
-
-    stop: strings that end the text, if they end after the first ``min_tokens`` tokens. They are part of it only with
-    ``include_stop``, which also keeps the text of a stop token.
-    prompt_token_ids: the prompt; its last tokens are context (a leading space, half a character).
-
-    ``stop_string`` is the one that ended the text, or None. ``num_tokens`` counts the tokens up to the text's
-    end, a stop token included; what the engine generated after a stop string does not count.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
-        skip_special_tokens: bool = True,
-        prompt_token_ids: Sequence[int] = (),
-        min_tokens: int = 0,
-        include_stop: bool = False,
-    ) -> None:
-        self._min_tokens, self._include_stop = min_tokens, include_stop
-        self._silent = lambda token_id: tokenizer.is_silent(token_id, skip_special_tokens)
-        context = [i for i in prompt_token_ids[-PROMPT_CONTEXT:] if not self._silent(i)]
-        self._window = _Window(lambda ids: tokenizer.decode(ids, skip_special_tokens), context)
-        self._stops = _StopStrings(stop, include_stop)
-        self.num_tokens = 0
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, request: EngineRequest) -> Detokenizer:
-        """The detokenizer that a request's parameters ask for."""
-        p = request.params
-        return cls(
-            tokenizer,
-            p.stop,
-            p.skip_special_tokens,
-            [token_id for token_id in request.prompt_token_ids if token_id >= 0],  # embeddings have no text
-            p.min_tokens,
-            p.include_stop_str_in_output,
-        )
-
-    @property
-    def stop_string(self) -> str | None:
-        return self._stops.found
-
-    def feed(self, token_ids: Sequence[int], finish: FinishReason = FinishReason.RUNNING) -> str:
-        """The text that ``token_ids`` make certain. Any ``finish`` but RUNNING also releases what was held back.
-
-        The last id of a delta that finishes with STOP is the stop token: counted, and part of the text only with
-        ``include_stop``.
-        """
-        stopped = finish is FinishReason.STOP and not self._include_stop
-        last = len(token_ids) - 1 if stopped else len(token_ids)
-        text = ""
-        for index, token_id in enumerate(token_ids):
-            if self.stop_string is not None:
-                return text
-            self.num_tokens += 1
-            if index < last and not self._silent(token_id):
-                text += self._stops.push(self._window.push(token_id), self.num_tokens > self._min_tokens)
-        if finish is not FinishReason.RUNNING:
-            text += self._stops.push(self._window.flush(), self.num_tokens > self._min_tokens)
-            text += self._stops.flush()
-        return text
-
-
-class _Window:
-    """Decodes the newest tokens behind a few that are already text, since a token's text depends on its neighbours.
-
-    tokens  [ context | new tokens       ]
-    text    [ given out    | uncertain   ]
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str], context: list[int]) -> None:
-        self._decode = decode
-        self._ids = context
-        self._context = len(context)
-        text = decode(context) if context else ""
-        self._given = text[: _certain(text)]
-
-    def push(self, token_id: int) -> str:
-        self._ids.append(token_id)
-        text = self._decode(self._ids)
-        certain = _certain(text)
-        whole = certain == len(text)
-        piece = ""
-        # A byte-fallback decoder makes one replacement character of every byte of a run that is not UTF-8 as a whole,
-        # so half a character takes the finished ones before it along until its other half comes.
-        if whole or text.startswith(self._given):
-            piece = text[len(self._given) : certain]
-            self._given += piece
-        if piece and whole:
-            self._slide()
-        elif len(self._ids) > MAX_WINDOW:
-            self._cut(text)
-        return piece
-
-    def flush(self) -> str:
-        text = self._decode(self._ids) if self._ids else ""
-        piece = text[len(self._given) :]
-        self._given += piece
-        return piece
-
-    def _slide(self) -> None:
-        """All is certain: the tokens that made the last piece become the context."""
-        self._ids = self._ids[self._context :]
-        self._context = len(self._ids)
-        self._given = self._decode(self._ids)
-
-    def _cut(self, text: str) -> None:
-        """Shorten a window without a clean end (no UTF-8, for long) where its parts' texts join to the whole's."""
-        for cut in range(len(self._ids) - 1, 0, -1):
-            head = self._decode(self._ids[:cut])
-            if len(head) <= len(self._given) and head + self._decode(self._ids[cut:]) == text:
-                self._ids = self._ids[cut:]
-                self._context = 0
-                self._given = self._given[len(head) :]
-                return
-
-
-def _certain(text: str) -> int:
-    """Characters of ``text`` that more tokens cannot change: all but the last few replacement characters."""
-    tail = text[-MAX_PENDING:]
-    return len(text) - (len(tail) - len(tail.rstrip(REPLACEMENT)))
-
-
-class _StopStrings:
-    """Finds the stop string that is complete first; gives out only what no stop string can begin in."""
-
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self._stops, self._include = tuple(stops), include
-        self._longest = max(map(len, self._stops), default=0)
-        self._held = ""
-        self.found: str | None = None
-
-    def push(self, text: str, may_stop: bool = True) -> str:
-        """The text that is certain now. A stop string that ends in ``text`` ends it all, if it may."""
-        if not self._stops:
-            return text
-        if self.found is not None:
-            return ""
-        old, text = len(self._held), self._held + text
-        hits = []
-        for stop in self._stops if may_stop else ():
-            start = text.find(stop, max(0, old - len(stop) + 1))  # one that ended before was not allowed to stop
-            if start >= 0:
-                hits.append((start + len(stop), start, stop))
-        if hits:
-            end, start, self.found = min(hits)
-            self._held = ""
-            return text[: end if self._include else start]
-        held = next((n for n in range(min(self._longest - 1, len(text)), 0, -1) if self._begins(text[-n:])), 0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-    def flush(self) -> str:
-        text, self._held = self._held, ""
-        return text
-
-    def _begins(self, text: str) -> bool:
-        return any(stop.startswith(text) for stop in self._stops)

@@ -371,7 +371,6 @@ class EngineRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     stop_ids: tuple[int, ...] = ()
-    arrival: float = 0.0
     bad_words: tuple[tuple[int, ...], ...] = ()
     shares_with: str | None = None
     overrides: Overrides | None = None

@@ -15,7 +15,7 @@ import torch
 
 from tests.drafters.ledger import play
 from tests.engine.helpers import counted, draw_drafts, engine, prompts, tokens
-from tests.engine.test_speculation import DRAFTERS, PARAMS, PROMPTS, SCARCE, Checkpoints
+from tests.engine.matrix import DRAFTERS, PARAMS, PROMPTS, SCARCE, Checkpoints
 from unisono.drafters.base import PausableDrafter
 from unisono.engine.draft_controller import DraftController
 from unisono.engine.sequence import Extend

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine.helpers import counted, draw_drafts, engine, idle, mixed_params, prompts, tokens
-from tests.engine.test_speculation import DRAFTERS, drafting
+from tests.engine.matrix import DRAFTERS, drafting
 from unisono.llm import LLM
 from unisono.types import BadRequest, EngineRequest, SamplingParams, SpeculativeConfig, StructuredOutputs
 
@@ -269,7 +269,7 @@ ROW = torch.zeros(HIDDEN)
         (bad(embedding_overrides=([0, 1], torch.zeros(3, HIDDEN))), "2 positions and 3 embeddings"),
         (bad(embedding_overrides={0: ROW, 1: ROW[:5]}), "sizes"),
         (bad(embedding_overrides=7), "neither"),
-        ({"prompt_token_ids": [1, -1, 3], "embedding_overrides": {0: ROW}}, "token id -1 is outside"),
+        ({"prompt_token_ids": [1, -1, 3], "embedding_overrides": {0: ROW}}, "token id -1; the vocabulary"),
     ],
 )
 def test_refusals(llm: LLM, prompt: dict[str, Any], says: str) -> None:

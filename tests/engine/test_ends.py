@@ -11,7 +11,7 @@ import torch
 
 from tests.drafters.make_heads import make_eagle3
 from tests.engine.helpers import engine, prompts
-from tests.engine.test_speculation import config_of
+from tests.engine.matrix import config_of
 from unisono.llm import LLM
 from unisono.types import SamplingParams, SpeculativeConfig
 

@@ -114,7 +114,7 @@ def test_bad_requests_are_refused_and_nothing_is_lost(llm: LLM) -> None:
     for prompt, words in (
         ([], "no tokens"),
         ([1] * 256, r"256 tokens; the context of 256 leaves room for 255"),
-        ([1, 263], r"token id 263 is outside the vocabulary of 263"),
+        ([1, 263], r"token id 263; the vocabulary's ids are 0 to 262"),
         ([-1], "token id -1"),
     ):
         with pytest.raises(BadRequest, match=words):

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.drafters.ledger import acceptance, play
 from tests.engine.helpers import counted, draw_drafts, engine, prompts, tokens
-from tests.engine.test_speculation import DRAFTERS, GRAPH, SCARCE, Checkpoints, Way, with_modules
+from tests.engine.matrix import DRAFTERS, GRAPH, SCARCE, Checkpoints, Way, with_modules
 from tests.models.make import END, make_checkpoint, make_tokenizer
 from unisono.drafters.base import PausableDrafter
 from unisono.engine.scheduler import Scheduler

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine.helpers import counted, draw_drafts, engine, idle, mixed_params, prompts, tokens
-from tests.engine.test_speculation import DRAFTERS
+from tests.engine.matrix import DRAFTERS
 from unisono.llm import LLM
 from unisono.types import BadRequest, RequestOutput, SamplingParams, SpeculativeConfig, StructuredOutputs
 

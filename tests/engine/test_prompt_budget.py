@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from tests.engine.helpers import engine, mixed_params, prompts, tokens
-from unisono.cache.pages import PagePool
 from unisono.engine.prompt_budget import PromptBudget
 from unisono.engine.scheduler import Scheduler
 from unisono.engine.sequence import Extend, Pass, Round, Sequence, Verify
 from unisono.engine.slots import Slots
+from unisono.state.pages import PagePool
+from unisono.state.store import StateStore
 from unisono.types import ConfigError, EngineRequest, FinishReason, SamplingParams
 
 BOUND, ROUND_MS, MOST = 40.0, 5.0, 8192
@@ -40,7 +41,8 @@ class Device:
     _order: int = 0
 
     def __post_init__(self) -> None:
-        self.slots = Slots(8, 65536, 64, torch.device("cpu"))
+        store = StateStore(9, 1, 65536, 32, torch.device("cpu"))
+        self.slots = Slots(8, 65536, 64, store)
         given: Any = (self.max_stall_ms, MOST, table, lambda running: ROUND_MS, self.learns)
         budget = PromptBudget(*given, clock=lambda: self.now / 1e3)
         self.scheduler = Scheduler(PagePool(40_000), self.slots, 1, 8, budget)

@@ -128,7 +128,7 @@ def test_an_idle_engine_captures_what_was_missing(qwen3: Path, monkeypatch: pyte
         first = tokens(llm, [[5] * 20], params)
         llm.engine.reset_prefix_cache()
         assert counted(llm)["extend", "eager", "NOT_CAPTURED"] == 1
-        llm.engine.add(llm._prepare([1, 2, 3], params)[0].request)
+        llm.engine.add(llm._request([1, 2, 3], params))
         assert llm.engine.capture_missing() == 0, "not while there is work"
         while llm.engine.has_work():
             llm.engine.step()

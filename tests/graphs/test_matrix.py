@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.engine.helpers import counted, engine, idle, prompts
-from tests.engine.test_speculation import DRAFTERS, Checkpoints
+from tests.engine.matrix import DRAFTERS, Checkpoints
 from tests.graphs.programs import COMPILED, FULL, SEGMENTED, poison
 from unisono.graphs.planner import Planner
 from unisono.graphs.tape import Tape

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tests.engine.helpers import engine, prompts, tokens
-from tests.engine.test_speculation import DRAFTERS, drafting
-from tests.engine.test_trees import MAKE, TREES, planted
+from tests.engine.matrix import DRAFTERS, TREE_DRAFTERS, TREES, drafting, drafting_tree
 from tests.graphs.programs import DEVICE, batch, graph_of, program, run_graph
 from unisono.graphs.compiled import written_by
 from unisono.graphs.planner import Buckets, Planner
@@ -90,7 +89,11 @@ def launches(
 
 
 LETTERS = SamplingParams(max_tokens=6, structured_outputs=StructuredOutputs(regex="[a-z]{6}"))
-CASES = [("none", None), *((method, None) for method in DRAFTERS), *((method, TREES["binary"]) for method in MAKE)]
+CASES = [
+    ("none", None),
+    *((method, None) for method in DRAFTERS),
+    *((method, TREES["binary"]) for method in TREE_DRAFTERS),
+]
 """Each method with chains, and those that can with a tree."""
 
 
@@ -104,7 +107,7 @@ def opened(
     elif tree is None:
         llm = drafting(method, DRAFTERS[method](checkpoints, folder), 3, **flags)
     else:
-        llm = planted(method, MAKE[method](checkpoints, folder), tree, **flags)
+        llm = drafting_tree(method, TREE_DRAFTERS[method](checkpoints, folder), tree, **flags)
     with llm:
         yield llm
 

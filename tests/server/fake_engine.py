@@ -117,6 +117,7 @@ class FakeEngine:
         return {
             "settings": {
                 "max_model_len": self.config.max_model_len,
+                "dtype": "float32",
                 "enable_prompt_embeds": self.config.enable_prompt_embeds,
                 "enable_return_hidden_states": self.config.enable_return_hidden_states,
             },

@@ -241,8 +241,8 @@ def test_the_flags_gate(start: Start) -> None:
     assert_refused(server.http.post(TEXT, json=body), "return_hidden_states", "--enable-return-hidden-states")
 
 
-def test_the_engine_has_the_last_word(tiny: Server) -> None:
-    """What only the model knows: its hidden size, and what is finite in its dtype."""
+def test_embeddings_that_do_not_fit_the_model(tiny: Server) -> None:
+    """The hidden size, and what is finite in the model's dtype."""
     answer = tiny.http.post(TEXT, json={"prompt_embeds": encoded(ROWS)})
     assert_refused(answer, "prompt_embeds", "6 numbers each", "hidden size")
     size = tiny.info()["hidden_size"]
@@ -253,11 +253,11 @@ def test_the_engine_has_the_last_word(tiny: Server) -> None:
 
 
 def test_so_many_hidden_states(fake: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.server import hidden
+    from unisono.server import serving
     from unisono.types import BadRequest
 
-    monkeypatch.setattr(hidden, "MAX_HIDDEN_NUMBERS", 60)
+    monkeypatch.setattr(serving, "MAX_HIDDEN_NUMBERS", 60)
     asked = SamplingParams(return_hidden_states=True, max_tokens=4)
-    hidden.check_hidden_states(True, 6, 6, asked)
+    serving.check_hidden_states(True, 6, 6, asked)
     with pytest.raises(BadRequest, match="7 prompt tokens with max_tokens=4 and n=1 may have 66 numbers; at most 60"):
-        hidden.check_hidden_states(True, 6, 7, asked)
+        serving.check_hidden_states(True, 6, 7, asked)

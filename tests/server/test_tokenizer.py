@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.server import tokenizers_
-from unisono.tokenizer import MAX_WINDOW, Detokenizer, Tokenizer
-from unisono.types import BadRequest, CheckpointError, FinishReason
+from unisono.frontend.detokenizer import MAX_WINDOW, Detokenizer
+from unisono.tokenizer import Tokenizer
+from unisono.types import BadRequest, CheckpointError, FinishReason, SamplingParams
 
 RUNNING, STOP, LENGTH = FinishReason.RUNNING, FinishReason.STOP, FinishReason.LENGTH
 TEXTS = [
@@ -35,7 +36,8 @@ def fallback() -> Tokenizer:
 
 def pieces(tokenizer: Tokenizer, ids: list[int], *, chunk: int = 1, stop: tuple[str, ...] = (), **options) -> list[str]:
     """What a detokenizer gives for ``ids`` in deltas of ``chunk`` tokens, the last of which finishes."""
-    detokenizer = Detokenizer(tokenizer, stop, **options)
+    prompt = options.pop("prompt_token_ids", [])
+    detokenizer = Detokenizer(tokenizer, SamplingParams(stop=stop, **options), prompt)
     starts = range(0, len(ids), chunk)
     return [detokenizer.feed(ids[i : i + chunk], LENGTH if i + chunk >= len(ids) else RUNNING) for i in starts]
 
@@ -55,7 +57,7 @@ def test_endless_broken_text_comes_promptly_and_cheaply(bytes_: Tokenizer) -> No
     """Bytes that never make a character: the text may lag by three characters, the window stays small."""
     start = bytes_.encode("🙂")[0]
     for ids in ([start] * 300, bytes_.encode("🙂")[1:2] * 300):
-        detokenizer = Detokenizer(bytes_)
+        detokenizer = Detokenizer(bytes_, SamplingParams(), [])
         text = ""
         for count, token_id in enumerate(ids, 1):
             text += detokenizer.feed([token_id])
@@ -104,7 +106,7 @@ def test_a_character_begun_in_the_prompt_is_finished(bytes_: Tokenizer) -> None:
 def test_stop_strings(bytes_: Tokenizer, chunk: int, stop: tuple[str, ...], text: str, found: str | None) -> None:
     """Every character is a token or more, so a stop string spans several; what only begins one comes in the end."""
     ids = [i for character in "Hello, world 🙂" for i in bytes_.encode(character)]
-    detokenizer = Detokenizer(bytes_, stop)
+    detokenizer = Detokenizer(bytes_, SamplingParams(stop=stop), [])
     given = [detokenizer.feed(ids[i : i + chunk]) for i in range(0, len(ids), chunk)] + [detokenizer.feed([], LENGTH)]
     assert ("".join(given), detokenizer.stop_string) == (text, found)
     until = "Hello, world 🙂".find(found) + len(found) if found else len("Hello, world 🙂")
@@ -112,14 +114,14 @@ def test_stop_strings(bytes_: Tokenizer, chunk: int, stop: tuple[str, ...], text
 
 
 def test_nothing_that_may_become_a_stop_string_is_given_out_early(bytes_: Tokenizer) -> None:
-    detokenizer = Detokenizer(bytes_, ("abcX",))
+    detokenizer = Detokenizer(bytes_, SamplingParams(stop=("abcX",)), [])
     ids = [bytes_.encode(c)[0] for c in "abcabcX"]
     assert [detokenizer.feed([i]) for i in ids] == ["", "", "", "abc", "", "", ""]
 
 
 def test_the_stop_token_is_counted_and_not_text(bytes_: Tokenizer) -> None:
     ids = [bytes_.encode(c)[0] for c in "ab"]
-    detokenizer = Detokenizer(bytes_, skip_special_tokens=False)
+    detokenizer = Detokenizer(bytes_, SamplingParams(skip_special_tokens=False), [])
     assert detokenizer.feed([*ids, bytes_.eos_token_ids[0]], STOP) == "ab"
     assert detokenizer.num_tokens == 3
 
@@ -160,7 +162,8 @@ def test_a_stop_string_must_end_behind_the_first_tokens(
 ) -> None:
     """One that began before may end it. Another that goes on like it keeps it held back, and does not revive it."""
     ids = [i for letter in "xabxaby" for i in bytes_.encode(letter)]
-    detokenizer = Detokenizer(bytes_, ("ab", "abQ"), min_tokens=minimum, include_stop=include)
+    params = SamplingParams(stop=("ab", "abQ"), min_tokens=minimum, include_stop_str_in_output=include)
+    detokenizer = Detokenizer(bytes_, params, [])
     got = "".join(detokenizer.feed([i]) for i in ids) + detokenizer.feed([], FinishReason.LENGTH)
     stopped = detokenizer.stop_string is not None
     assert got == text + ("ab" if include and stopped else "")

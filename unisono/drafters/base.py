@@ -7,17 +7,17 @@ whose target KV the round computes.
 
     position         n-1        n          n+1        …   n+k-1
     verified token   last       draft 0    draft 1    …   draft k-1
-    target's pick    sample 0     sample 1     sample 2     …   sample k        sample j is for position n + j
+    sampled          s 0        s 1        s 2        …   s k            the target's token for position n + j is s j
     hidden           h n-1      h n        h n+1      …   h n+k-1
 
-Draft j is proposed for position n + j and accepted iff it equals sample j; after a accepted drafts the
-picks 0 … a are committed. Everything here is captured inside the round's graph: device tensors at fixed
+Draft j is proposed for position n + j and accepted iff it equals s j. After a accepted drafts
+s 0 … s a are committed. Everything here is captured inside the round's graph: device tensors at fixed
 addresses, no host synchronisation. Shapes: R rows, W = 1 + k, T tokens, S slots, NP pages, d hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,26 +26,29 @@ import torch
 from unisono.attention.base import AttentionBackend
 from unisono.models.decoder import Decoder
 from unisono.program import Features
-
-Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
+from unisono.state.specs import Tree
+from unisono.state.store import StateView
 
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What the engine lends a drafter: built once, after the target's weights are loaded.
+    """What the engine lends a drafter. It is made once, after the target's weights are loaded.
 
-    target: embedding and LM head may be shared from it. slots: the fields of ``engine.slots.Slots`` as
-    attributes (length, max_length, status, last_token, history, page_table, sampling parameters), each [S, …];
-    the last slot is the padding slot. attention: makes a backend for (query heads, KV heads).
-    sample: ``sample(logits [R, V], slots [R], offset, ids)``: the sampling rule with the request's own parameters
-    and noise, for position length + offset; ``ids`` maps columns to target token ids (None: the same).
+    target: embedding and LM head may be shared from it.
+    slots: the fields of ``engine.slots.Slots`` as attributes (length, max_length, status, last_token, history,
+    page_table, sampling parameters), each [S, …]; the last slot is the padding slot.
+    attention: makes a backend for (query heads, KV heads).
+    sample: ``sample(logits [R, V], slots [R], offset, ids)``: the sampling rule with the request's own parameters and
+    noise, for position length + offset; ``ids`` maps columns to target token ids (None: the same).
     best: ``best(logits [R, V], slots [R], count, ids)``: that rule's ``count`` best tokens for position length,
     [R, count], best first, -1 where there are no more.
-    kv: the target's (keys, values) of each layer, to read; called from the first round on.
+    state: the drafter's own state, the tree of its ``state_specs()`` with tensors in place of specs; from the first
+    pass on.
+    target_state: the same of the target, one entry for each layer; only to be read.
     dtype, device: of weights and KV. max_model_len, page_size: of the cache that page tables index.
-    progress: called with the share of the drafter's weights that is in place, 0 … 1, while it loads.
+    progress: called with the share of the drafter's weights that is loaded, 0 … 1.
     decide: called with (name, value, reason) of each choice that the drafter made by itself; ``explain`` shows them.
-    pending: tokens of a request that :meth:`PausableDrafter.resume` takes at once; 0: no drafter is ever paused.
+    max_unobserved: tokens of a request that :meth:`PausableDrafter.resume` takes at once; 0: no drafter is ever paused.
     """
 
     target: Decoder
@@ -53,7 +56,8 @@ class DrafterContext:
     attention: Callable[[int, int], AttentionBackend]
     sample: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
     best: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
-    kv: Callable[[], Layers]
+    state: StateView
+    target_state: StateView
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
@@ -110,42 +114,26 @@ class PromptPass:
     hidden: torch.Tensor | None
 
 
-@dataclass(frozen=True)
-class Span:
-    """KV to be copied between rows of the page table, for :meth:`TreeDrafter.fork` and :meth:`TreeDrafter.adopt`.
-
-    Of entry m positions first[m] … last[m] - 1 go from page-table row sources[m] to row tables[m]; all [M] int32, as
-    :func:`unisono.kernels.tree_paths.copy_span` takes them.
-    """
-
-    sources: torch.Tensor
-    tables: torch.Tensor
-    first: torch.Tensor
-    last: torch.Tensor
-
-
 class Drafter(Protocol):
     """Proposes tokens and catches up with what the target committed.
 
     Made by ``DrafterClass(spec, target)`` of the :class:`unisono.types.SpeculativeConfig` and the target's
     DecoderConfig, before any weights are loaded; raises ConfigError or CheckpointError for what cannot be drafted.
 
-    name: as in the catalog. num_drafts: k. needs: what it wants captured from the target's passes.
-    page_bytes: bytes of its own KV and per-page state for each page of the cache.
-    self_test: of a drafter with weights of its own, which may not fit the target; None where there are none to doubt.
+    name: as in the catalog. num_drafts: k. features: what it wants captured from the target's passes.
+    self_test: of a drafter with weights of its own, which may not fit the target; None without weights.
     """
 
     name: str
     num_drafts: int
     features: Features
-    page_bytes: int
     self_test: SelfTest | None
 
     def bind(self, context: DrafterContext) -> None:
-        """Load weights, share what the checkpoint says is shared, allocate per-slot state [S, …]."""
+        """Load weights, share what the checkpoint says is shared."""
 
-    def allocate(self, num_pages: int) -> None:
-        """Allocate KV and per-page state. Called once to measure memory, then for good; before any capture."""
+    def state_specs(self) -> Tree:
+        """What it keeps on the device (``unisono/state/specs.py``). Called once, after :meth:`bind`."""
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
         """Write ``drafts [R, k]`` int32 for the requests in ``slots [R]`` int32; -1 drafts nothing.
@@ -184,9 +172,13 @@ class PausableDrafter(Drafter, Protocol):
 class TreeDrafter(Drafter, Protocol):
     """A drafter that can also draft trees: several paths for each request, row r · P + l being path l of row r.
 
-    It is one by having ``fork`` and ``adopt``. ``spec.paths`` has the paths, empty for a chain. In a round with
-    paths the KV of each is found by a page-table row of its own, ``tables``, while ``slots`` names the request.
+    It is one by having ``drafts_trees``. ``spec.paths`` has the paths, empty for a chain. In a round with paths the
+    pages of each are found by a page-table row of its own, ``tables``, while ``slots`` names the request. The engine
+    copies the state of the last committed positions to the paths' pages before ``propose``, and that of accepted drafts
+    back before ``observe``.
     """
+
+    drafts_trees: bool
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor | None = None) -> None:
         """Write ``drafts [R, k]`` int32 of paths: slots [R] names each one's request, tables [R] its page-table row.
@@ -194,9 +186,3 @@ class TreeDrafter(Drafter, Protocol):
         ``context.sample`` gives a path the candidate of its own digit. Drafts after a path's end are ignored.
         Without ``tables`` it is a chain's: each slot's own row, and the best candidate.
         """
-
-    def fork(self, span: Span) -> None:
-        """Before ``propose``: copy the drafter's own KV of the last committed positions to the paths' pages."""
-
-    def adopt(self, span: Span) -> None:
-        """After verification, before ``observe``: copy that of the accepted drafts back, where it outlives a round."""

@@ -18,6 +18,7 @@ from unisono.layers.linear import prove_linears
 from unisono.models.config import DecoderConfig
 from unisono.models.mtp_frozen import FrozenCheckpoint
 from unisono.program import Features, Hidden
+from unisono.state.specs import PerSlot, Tree
 from unisono.types import SpeculativeConfig
 
 
@@ -29,7 +30,6 @@ class FrozenMTPDrafter:
 
     name = "mtp_frozen"
     features = Features(Hidden.LAST)
-    page_bytes = 0
     self_test = SelfTest(OTHER_TARGET)
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
@@ -46,11 +46,10 @@ class FrozenMTPDrafter:
         )
         context.decide("layers whose KV the drafter reads", list(self._checkpoint.reads), self._checkpoint.why)
         prove_linears(self._head.modules())
-        slots, width = context.slots.length.shape[0], context.target.config.hidden_size
-        self._hidden = torch.zeros((slots, width), dtype=context.dtype, device=context.device)
 
-    def allocate(self, num_pages: int) -> None:
-        """Nothing: the keys and values are the target's."""
+    def state_specs(self) -> Tree:
+        """hidden: the target's at the position before the last committed token. Keys and values are the target's."""
+        return {"hidden": PerSlot((self._context.target.config.hidden_size,), self._context.dtype)}
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
         context, s, head = self._context, self._context.slots, self._head
@@ -62,7 +61,7 @@ class FrozenMTPDrafter:
         seen, known = (positions - 1).clamp_min(-1), (kv_len - 1).clamp_min(0)
         inputs = AttentionInputs(slots, seen, slot_mapping, known, s.page_table, width=1)
         head.backend.plan(inputs)
-        hidden, kv = self._hidden.index_select(0, slots), context.kv()
+        hidden, kv = context.state["hidden"].index_select(0, slots), context.target_state.tree
         for step in range(drafts.shape[1]):
             hidden, logits = head(token_ids, hidden, positions, inputs, kv)
             token_ids = context.sample(logits, slots, step, None)
@@ -72,9 +71,9 @@ class FrozenMTPDrafter:
         assert verified.hidden is not None
         s, page_size = self._context.slots, self._context.page_size
         new = catch_up(verified.slots, verified.result, verified.sampled, s.length, s.page_table, page_size)
-        keep_rows(self._hidden, new.owners, verified.hidden.index_select(0, new.last))
+        keep_rows(self._context.state["hidden"], new.owners, verified.hidden.index_select(0, new.last))
 
     def observe_prompt(self, prompt: PromptPass) -> None:
         assert prompt.hidden is not None
         owners = prompt.slots.masked_fill(prompt.query_start.diff() == 0, -1)
-        keep_rows(self._hidden, owners, prompt.hidden)
+        keep_rows(self._context.state["hidden"], owners, prompt.hidden)

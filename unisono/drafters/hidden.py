@@ -11,7 +11,7 @@ With n committed tokens, entry p joining the token at p with the hidden state of
 
 So entries of drafts are provisional: ``observe`` writes every entry that outlives the round from what the target
 showed, and no entry depends on k, on the batch or on which drafts were tried. Of a tree that takes several candidates
-for draft 0, all are kept, and of an accepted path there is nothing to copy back.
+for draft 0, all are kept.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import Any, Protocol
 import torch
 
 from unisono.attention.base import AttentionBackend, AttentionInputs, LastTokens
-from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Span, Verified
-from unisono.drafters.unobserved import Unobserved
+from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
+from unisono.drafters.unobserved import NAME, Unobserved
 from unisono.kernels.catch_up import catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
-from unisono.kernels.tree_paths import copy_span
 from unisono.layers.linear import prove_linears
 from unisono.models.config import DecoderConfig
 from unisono.models.draft_checkpoint import DraftCheckpoint
 from unisono.program import Features
+from unisono.state.specs import Paged, PerSlot, Tree, whole_requests
 from unisono.types import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,8 @@ class DraftModule(Protocol):
     ) -> torch.Tensor: ...
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def state_specs(self) -> Tree: ...
 
     def modules(self) -> Any: ...
 
@@ -103,7 +105,7 @@ class HiddenDrafter:
 
     name: str
     features: Features
-    page_bytes = 0  # known once the engine's dtype is
+    drafts_trees = True
     self_test: SelfTest | None = SelfTest(OTHER_TARGET)
     unlimited = False
 
@@ -139,26 +141,24 @@ class HiddenDrafter:
                 "The %s head was made for %d positions, the engine serves %d: beyond, drafts will seldom be accepted.",
                 self.name, c.max_positions, context.max_model_len,
             )  # fmt: skip
-        slots = context.slots.length.shape[0]
         self._unobserved = Unobserved(context, seen_size(self.features, context))
-        self._hidden = torch.zeros((slots, c.hidden_size), dtype=context.dtype, device=context.device)
-        kept = 1 + max(self._firsts, default=0)
-        self._draft = torch.zeros((slots, kept), dtype=torch.int32, device=context.device)
-        self._first = torch.tensor(self._firsts or [0], device=context.device)  # of each path, its place in there
-        keys = 2 * c.num_kv_heads * context.page_size * c.head_dim
-        self.page_bytes = (keys + c.hidden_size) * context.dtype.itemsize
+        self._first = torch.tensor(self._firsts or [0], device=context.device)  # of each path, its column of ``draft``
 
-    def allocate(self, num_pages: int) -> None:
-        """KV, and of every page the hidden state of its last position: a prefix hit continues from there."""
-        c, context = self.module.config, self._context
-        shape = (2, num_pages, c.num_kv_heads, context.page_size, c.head_dim)
-        self._storage = torch.zeros(shape, dtype=context.dtype, device=context.device)
-        self._kv = self._storage[0], self._storage[1]
-        self._page_hidden = torch.zeros((num_pages, c.hidden_size), dtype=context.dtype, device=context.device)
+    def state_specs(self) -> Tree:
+        """kv: the module's. page_hidden: of every page the hidden state of its last position, from which a prefix hit
+        goes on. hidden, draft: what the next round begins with. Of a tree draft has the candidates for draft 0."""
+        c, dtype = self.module.config, self._context.dtype
+        return {
+            "kv": whole_requests(self.module.state_specs()),
+            "page_hidden": Paged((c.hidden_size,), dtype, by_token=False),
+            "hidden": PerSlot((c.hidden_size,), dtype),
+            "draft": PerSlot((1 + max(self._firsts, default=0),), torch.int32),
+            NAME: self._unobserved.state_specs(),
+        }
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor | None = None) -> None:
         context, s, vocab = self._context, self._context.slots, self.module.config.vocab_size
-        hidden = self._hidden.index_select(0, slots)
+        hidden = self._context.state["hidden"].index_select(0, slots)
         drafts[:, :1].copy_(self._first_drafts(slots, of_paths=tables is not None))
         rows = slots if tables is None else tables
         for step in range(1, drafts.shape[1]):
@@ -167,14 +167,8 @@ class HiddenDrafter:
                 step - 1, 1, tables,
             )  # fmt: skip
             inputs = AttentionInputs(rows, positions, slot_mapping, kv_len, s.page_table, width=1)
-            hidden, logits = self.module.finish(self.module(token_ids, hidden, inputs, self._kv))
+            hidden, logits = self.module.finish(self.module(token_ids, hidden, inputs, self._context.state["kv"]))
             drafts[:, step].copy_(context.sample(logits, slots, step, self.module.ids))
-
-    def fork(self, span: Span) -> None:
-        copy_span(self._storage, self._context.slots.page_table, span.sources, span.tables, span.first, span.last)
-
-    def adopt(self, span: Span) -> None:
-        """Nothing: ``observe`` writes these entries."""
 
     def observe(self, verified: Verified) -> None:
         self._catch_up(verified)
@@ -192,9 +186,9 @@ class HiddenDrafter:
         s, slots, width = self._context.slots, verified.slots, verified.sampled.shape[1]
         new = catch_up(slots, verified.result, verified.sampled, s.length, s.page_table, self._context.page_size)
         hidden = self.module.encode(verified.hidden)
-        keep_rows(self._page_hidden, new.pages, hidden)
+        keep_rows(self._context.state["page_hidden"], new.pages, hidden)
         inputs = AttentionInputs(slots, new.positions, new.slot_mapping, new.kv_len, s.page_table, width)
-        out = self.module(new.token_ids, hidden, inputs, self._kv, inputs.last_tokens(new.last))
+        out = self.module(new.token_ids, hidden, inputs, self._context.state["kv"], inputs.last_tokens(new.last))
         self._keep(out, slots, new.owners)
 
     def observe_prompt(self, prompt: PromptPass) -> None:
@@ -205,8 +199,8 @@ class HiddenDrafter:
             s.page_table, self._context.page_size,
         )  # fmt: skip
         hidden = self.module.encode(prompt.hidden)
-        before = self._page_hidden.index_select(0, new.sources)
-        keep_rows(self._page_hidden, new.pages, hidden)
+        before = self._context.state["page_hidden"].index_select(0, new.sources)
+        keep_rows(self._context.state["page_hidden"], new.pages, hidden)
         inputs = AttentionInputs(
             new.slots,
             new.positions,
@@ -216,24 +210,26 @@ class HiddenDrafter:
             width=None,
             query_start=new.query_start,
         )
-        out = self.module(new.token_ids, torch.cat((before, hidden)), inputs, self._kv, inputs.last_tokens(new.last))
+        out = self.module(
+            new.token_ids, torch.cat((before, hidden)), inputs, self._context.state["kv"], inputs.last_tokens(new.last)
+        )
         self._keep(out, prompt.slots, new.owners)
         self._unobserved.mark_observed(prompt.slots)
 
     def _keep(self, out: torch.Tensor, slots: torch.Tensor, owners: torch.Tensor) -> None:
         """From the module's last outputs [R, H] of the requests in slots [R], what the next round begins with."""
         hidden, logits = self.module.finish(out)
-        keep_rows(self._hidden, owners, hidden)
-        count, ids = self._draft.shape[1], self.module.ids
+        keep_rows(self._context.state["hidden"], owners, hidden)
+        count, ids = self._context.state["draft"].shape[1], self.module.ids
         if count > 1:
             best = self._context.best(logits, slots, count, ids)
         else:
             best = self._context.sample(logits, slots, 0, ids)[:, None]
-        keep_rows(self._draft, owners, best)
+        keep_rows(self._context.state["draft"], owners, best)
 
     def _first_drafts(self, slots: torch.Tensor, of_paths: bool) -> torch.Tensor:
         """Draft 0 of each row [R, 1]: the best candidate that was kept, or its path's own."""
-        kept = self._draft.index_select(0, slots)
+        kept = self._context.state["draft"].index_select(0, slots)
         if not of_paths:
             return kept[:, :1]
         paths = self._first.shape[0]

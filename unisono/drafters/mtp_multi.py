@@ -27,7 +27,7 @@ import torch
 from unisono.attention.base import AttentionInputs, LastTokens
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.hidden import OTHER_TARGET, FromFirstEntry, seen_size
-from unisono.drafters.unobserved import Unobserved
+from unisono.drafters.unobserved import NAME, Unobserved
 from unisono.kernels.catch_up import CatchUp, CatchUpExtend, catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
 from unisono.layers.linear import prove_linears
@@ -35,18 +35,35 @@ from unisono.models.draft import KV
 from unisono.models.mtp import MTPModule
 from unisono.models.mtp_checkpoint import MTPCheckpoint
 from unisono.program import Features, Hidden
+from unisono.state.specs import Paged, PerSlot, Tree, whole_requests
 from unisono.types import SpeculativeConfig
 
 
 @dataclass
 class _Stage:
-    """A module and what it keeps: hidden [S, H], its state at the last committed position; kv; page_hidden [NP, H], of
-    every page the state *before* the module's that the position after the page joins."""
+    """A module and its state: hidden [S, H], its hidden state at the last committed position; kv; page_hidden [NP, H],
+    of every page the hidden state *before* the module's that the position after the page joins."""
 
     module: MTPModule
-    hidden: torch.Tensor
-    kv: KV
-    page_hidden: torch.Tensor
+    context: DrafterContext
+    number: int
+
+    def state_specs(self) -> Tree:
+        size, dtype = self.module.config.hidden_size, self.context.dtype
+        kv = whole_requests(self.module.state_specs())
+        return {"kv": kv, "page_hidden": Paged((size,), dtype, by_token=False), "hidden": PerSlot((size,), dtype)}
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        return self.context.state["stages"][self.number]["hidden"]
+
+    @property
+    def kv(self) -> KV:
+        return self.context.state["stages"][self.number]["kv"]
+
+    @property
+    def page_hidden(self) -> torch.Tensor:
+        return self.context.state["stages"][self.number]["page_hidden"]
 
     def run(
         self,
@@ -64,7 +81,6 @@ class MultiMTPDrafter:
 
     name = "mtp"
     features = Features(Hidden.FULL)
-    page_bytes = 0  # known once the engine's dtype is
     self_test = SelfTest(OTHER_TARGET)
     unlimited = False
 
@@ -75,35 +91,28 @@ class MultiMTPDrafter:
 
     def bind(self, context: DrafterContext) -> None:
         self._context, c = context, self._checkpoint.config
-        slots = context.slots.length.shape[0]
         backend = context.attention(c.num_heads, c.num_kv_heads)
-        nothing = torch.empty(0, dtype=context.dtype, device=context.device)
         self._stages = []
         for i in range(self._depth):
             attention = FromFirstEntry(backend, since=i + 1)
             module = self._checkpoint.load(context.target, i, attention, context.dtype)
             context.progress((i + 1) / self._depth)
-            hidden = nothing.new_zeros(slots, c.hidden_size)
-            self._stages.append(_Stage(module, hidden, (nothing, nothing), nothing))
+            self._stages.append(_Stage(module, context, i))
         for choice in self._checkpoint.choices([stage.module for stage in self._stages], context.target):
             context.decide(*choice)
         prove_linears(m for stage in self._stages for m in stage.module.modules())
         self._unobserved = Unobserved(context, seen_size(self.features, context))
-        self._draft = torch.zeros((slots, 1), dtype=torch.int32, device=context.device)
-        keys = 2 * c.num_kv_heads * context.page_size * c.head_dim
-        self.page_bytes = self._depth * (keys + c.hidden_size) * context.dtype.itemsize
 
-    def allocate(self, num_pages: int) -> None:
-        c, context = self._checkpoint.config, self._context
-        shape = (2, num_pages, c.num_kv_heads, context.page_size, c.head_dim)
-        for stage in self._stages:
-            keys, values = torch.zeros(shape, dtype=context.dtype, device=context.device)
-            stage.kv = keys, values
-            stage.page_hidden = keys.new_zeros(num_pages, c.hidden_size)
+    def state_specs(self) -> Tree:
+        return {
+            "stages": [stage.state_specs() for stage in self._stages],
+            "draft": PerSlot((1,), torch.int32),
+            NAME: self._unobserved.state_specs(),
+        }
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
         context, s, vocab = self._context, self._context.slots, self._checkpoint.config.vocab_size
-        drafts[:, :1].copy_(self._draft.index_select(0, slots))
+        drafts[:, :1].copy_(self._context.state["draft"].index_select(0, slots))
         hidden = self._stages[0].hidden.index_select(0, slots)[:, None]  # of what the next step's entries join
         for step in range(1, drafts.shape[1]):
             stage, width = self._stages[min(step, self._depth - 1)], hidden.shape[1]
@@ -180,7 +189,7 @@ class MultiMTPDrafter:
         """Draft 0 of the next round, from module 0's states that were just kept."""
         stage = self._stages[0]
         logits = stage.module.lm_head(stage.hidden.index_select(0, slots))
-        keep_rows(self._draft, owners, self._context.sample(logits, slots, 0, None)[:, None])
+        keep_rows(self._context.state["draft"], owners, self._context.sample(logits, slots, 0, None)[:, None])
 
 
 def _states_before(new: CatchUpExtend, query_start: torch.Tensor) -> torch.Tensor:

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import torch
 
-from unisono.drafters.base import DrafterContext, PromptPass, Span, Verified
+from unisono.drafters.base import DrafterContext, PromptPass, Verified
 from unisono.drafters.options import in_range, read_options
 from unisono.drafters.shared import MOST_SHARED, SHARED_TOKENS, SharedTexts
 from unisono.kernels.lookup import lookup, lookup_scratch
-from unisono.kernels.lookup_paths import lookup_path
+from unisono.kernels.lookup_tree import lookup_path
 from unisono.models.config import DecoderConfig
 from unisono.program import Features
+from unisono.state.specs import Tree
 from unisono.types import ConfigError, SpeculativeConfig
 
 LONGEST_MATCH = 64
@@ -38,8 +39,8 @@ class NgramDrafter:
     """
 
     name = "ngram"
+    drafts_trees = True
     features = Features()
-    page_bytes = 0
     self_test = None
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
@@ -60,13 +61,8 @@ class NgramDrafter:
         self._scratch = lookup_scratch(context.slots.history.shape[0], 1, context.device)
         self.shared = SharedTexts(self.shared_tokens, context)
 
-    def allocate(self, num_pages: int) -> None:
-        pass
-
-    def fork(self, span: Span) -> None:
-        """Nothing: there is no KV."""
-
-    adopt = fork
+    def state_specs(self) -> Tree:
+        return self.shared.state_specs()
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor | None = None) -> None:
         s = self._slots

@@ -8,6 +8,7 @@ from unisono.drafters.base import DrafterContext, PromptPass, Verified
 from unisono.drafters.options import read_options
 from unisono.models.config import DecoderConfig
 from unisono.program import Features
+from unisono.state.specs import Tree
 from unisono.types import SpeculativeConfig
 
 
@@ -17,7 +18,6 @@ class NoDrafter:
     name = "none"
     num_drafts = 0
     features = Features()
-    page_bytes = 0
     self_test = None
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
@@ -26,8 +26,8 @@ class NoDrafter:
     def bind(self, context: DrafterContext) -> None:
         pass
 
-    def allocate(self, num_pages: int) -> None:
-        pass
+    def state_specs(self) -> Tree:
+        return {}
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
         pass

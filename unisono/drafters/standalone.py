@@ -18,18 +18,18 @@ from pathlib import Path
 import torch
 
 from unisono.attention.base import AttentionInputs
-from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Span, Verified
+from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.options import LOAD_FORMAT, read_options, required_model
-from unisono.drafters.unobserved import Unobserved
+from unisono.drafters.unobserved import NAME, Unobserved
 from unisono.kernels.catch_up import catch_up
 from unisono.kernels.draft_inputs import draft_extend_inputs, draft_inputs
-from unisono.kernels.tree_paths import copy_span
 from unisono.layers.linear import prove_linears
 from unisono.models import vocabulary
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
 from unisono.program import Features
+from unisono.state.specs import Tree, whole_requests
 from unisono.types import ConfigError, SpeculativeConfig
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class StandaloneDrafter:
     name = "standalone"
     features = Features()
     unlimited = True  # what is pending is tokens
-    page_bytes = 0  # known once the engine's dtype is
+    drafts_trees = True
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
         self._load_format = read_options(spec, LOAD_FORMAT, takes_model=True)["load_format"]
@@ -81,20 +81,9 @@ class StandaloneDrafter:
         context.decide("draft vocabulary", f"{self._shared_ids} token ids, as the target's", self._vocabulary)
         prove_linears(self._model.modules())
         self._unobserved = Unobserved(context)
-        page = c.num_kv_heads * context.page_size * c.head_dim
-        self.page_bytes = 2 * c.num_layers * page * context.dtype.itemsize
 
-    def allocate(self, num_pages: int) -> None:
-        c, context = self._checkpoint.config, self._context
-        shape = (c.num_layers, 2, num_pages, c.num_kv_heads, context.page_size, c.head_dim)
-        storage = torch.zeros(shape, dtype=context.dtype, device=context.device)
-        self._storage = storage.flatten(0, 1)
-        self._kv = [(k, v) for k, v in storage]
-
-    def fork(self, span: Span) -> None:
-        copy_span(self._storage, self._context.slots.page_table, span.sources, span.tables, span.first, span.last)
-
-    adopt = fork
+    def state_specs(self) -> Tree:
+        return {"layers": whole_requests(self._model.state_specs()), NAME: self._unobserved.state_specs()}
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor | None = None) -> None:
         rows = slots if tables is None else tables
@@ -106,7 +95,7 @@ class StandaloneDrafter:
                 first, width, tables,
             )  # fmt: skip
             inputs = AttentionInputs(rows, positions, slot_mapping, kv_len, s.page_table, width)
-            hidden, _ = self._model(token_ids, inputs, self._kv)
+            hidden, _ = self._model(token_ids, inputs, self._context.state["layers"])
             newest = hidden.view(-1, width, hidden.shape[1])[:, -1].contiguous()
             logits = self._model.logits(newest)[:, : self._shared_ids]
             drafts[:, step].copy_(context.sample(logits, slots, step, None))
@@ -128,7 +117,12 @@ class StandaloneDrafter:
             slots, new.positions, new.slot_mapping, new.kv_len, s.page_table, missing.sampled.shape[1]
         )
         known = new.token_ids < self._checkpoint.config.vocab_size
-        self._model(new.token_ids.where(known, 0), inputs, self._kv, last_tokens=inputs.last_tokens(new.last))
+        self._model(
+            new.token_ids.where(known, 0),
+            inputs,
+            self._context.state["layers"],
+            last_tokens=inputs.last_tokens(new.last),
+        )
 
     def observe_prompt(self, prompt: PromptPass) -> None:
         """Keys and values of the pass, and of the token before each chunk: a cached page may lack its last one."""
@@ -139,7 +133,7 @@ class StandaloneDrafter:
         )  # fmt: skip
         inputs = AttentionInputs(prompt.slots, positions, slot_mapping, kv_len, s.page_table, None, query_start)
         last_tokens = inputs.last_tokens((query_start[1:] - 1).clamp_min(0))  # nothing is read of them either
-        self._model(token_ids, inputs, self._kv, last_tokens=last_tokens)
+        self._model(token_ids, inputs, self._context.state["layers"], last_tokens=last_tokens)
         self._unobserved.mark_observed(prompt.slots)
 
 

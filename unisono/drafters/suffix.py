@@ -25,6 +25,7 @@ from unisono.drafters.shared import MOST_SHARED, SHARED_TOKENS, SharedTexts
 from unisono.kernels.lookup import lookup, lookup_scratch
 from unisono.models.config import DecoderConfig
 from unisono.program import Features
+from unisono.state.specs import Tree
 from unisono.types import SpeculativeConfig
 
 VOTERS = 16
@@ -51,7 +52,6 @@ class SuffixDrafter:
 
     name = "suffix"
     features = Features()
-    page_bytes = 0
     self_test = None
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
@@ -71,8 +71,8 @@ class SuffixDrafter:
         self._scratch = lookup_scratch(context.slots.history.shape[0], VOTERS, context.device)
         self.shared = SharedTexts(self.shared_tokens, context)
 
-    def allocate(self, num_pages: int) -> None:
-        pass
+    def state_specs(self) -> Tree:
+        return self.shared.state_specs()
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
         s = self._slots

@@ -1,7 +1,7 @@
-"""What a drafter keeps while nobody drafts, so that it can catch up when drafting resumes.
+"""What a drafter keeps while rounds draft nothing, so that it can catch up when drafting resumes.
 
-Owns how far each slot's draft state is behind, and the target's hidden states of the tokens in between. Drafters whose
-``observe`` costs a pass of a model call it; see ``PausableDrafter`` in ``base.py``. Everything is on the device.
+Owns how many tokens of each slot were observed, and the target's hidden states of those after. Drafters whose
+``observe`` costs a pass of a model use it; see ``PausableDrafter`` in ``base.py``. Everything is on the device.
 """
 
 from __future__ import annotations
@@ -10,39 +10,49 @@ import torch
 
 from unisono.drafters.base import DrafterContext, Verified
 from unisono.kernels.unobserved import mark_observed, stash, take_unobserved
+from unisono.state.specs import PerSlot, Tree
+
+NAME = "unobserved"
+"""Where :meth:`Unobserved.state_specs` stand in the drafter's own."""
 
 
 class Unobserved:
-    """Of S slots. size: of the hidden states to keep, 0 where tokens are all that is needed.
+    """size: elements of the hidden states to keep, 0 where tokens are all that is needed.
 
-    Where the engine never pauses (``context.max_unobserved`` is 0) nothing is kept and no kernel runs.
+    Where the engine never pauses drafters (``context.max_unobserved`` is 0) nothing is kept and no kernel runs.
     """
 
     def __init__(self, context: DrafterContext, size: int = 0) -> None:
-        self._slots, self._most = context.slots, context.max_unobserved
-        slots = context.slots.length.shape[0]
-        self.observed = torch.zeros(slots, dtype=torch.int32, device=context.device)
-        self._ring = torch.zeros(
-            (slots, context.max_unobserved if size else 0, size), dtype=context.dtype, device=context.device
-        )
+        self._context, self._size, self._most = context, size, context.max_unobserved
+
+    def state_specs(self) -> Tree:
+        """observed [S]: tokens that the drafter has observed. hidden [S, max_unobserved, size]: states since."""
+        kept = self._most if self._size else 0
+        return {"observed": PerSlot((), torch.int32), "hidden": PerSlot((kept, self._size), self._context.dtype)}
+
+    @property
+    def observed(self) -> torch.Tensor:
+        """Tokens of each slot that the drafter has observed, [S] int32."""
+        return self._context.state[NAME]["observed"]
 
     def mark_observed(self, slots: torch.Tensor) -> None:
-        """Nothing is pending of slots [R]: a round was observed, or a prompt."""
+        """All tokens of slots [R] are observed, after a round or a prompt pass."""
         if self._most:
-            mark_observed(self.observed, slots, self._slots.length)
+            mark_observed(self.observed, slots, self._context.slots.length)
 
     def keep(self, verified: Verified) -> None:
-        """Keep what a round of width 1 showed."""
+        """Keep the hidden states of a round of width 1."""
         if verified.hidden is not None:
-            stash(self._ring, verified.slots, verified.result, self._slots.length, verified.hidden)
+            hidden = self._context.state[NAME]["hidden"]
+            stash(hidden, verified.slots, verified.result, self._context.slots.length, verified.hidden)
 
     def take(self, slots: torch.Tensor, lag: int = 0) -> Verified:
-        """What is pending of slots [R], up to ``context.max_unobserved`` tokens each, as one round would have left it.
+        """Up to ``context.max_unobserved`` unobserved tokens of each of slots [R], as one round would have left them.
 
-        hidden is None where none are kept. ``observed`` has moved on by what was taken. lag: tokens so many positions
-        before those are meant, for a draft model that begins a round with the last ones it knows.
+        They count as observed from now on. hidden is None where none are kept. lag: take the tokens so many positions
+        before those, for a draft model that begins a round with the last tokens it knows.
         """
-        s = self._slots
+        s, hidden = self._context.slots, self._context.state[NAME]["hidden"]
         result, sampled, rows = take_unobserved(self.observed, slots, s.length, s.history, self._most, lag)
-        hidden = self._ring.flatten(0, 1).index_select(0, rows) if self._ring.numel() else None
-        return Verified(slots, result, sampled, hidden)
+        states = hidden.flatten(0, 1).index_select(0, rows) if hidden.numel() else None
+        return Verified(slots, result, sampled, states)

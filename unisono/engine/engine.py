@@ -7,7 +7,6 @@ round needs is on the device; the host learns of tokens, stops and lengths one r
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -17,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.cache.pages import PagePool
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.engine import report
 from unisono.engine.batch import Launched, Launcher
@@ -29,8 +27,9 @@ from unisono.engine.self_test import run_self_test
 from unisono.engine.sequence import Extend, Pass, Round, Sequence, States
 from unisono.models.checkpoint import Checkpoint
 from unisono.passes.features.base import Committed
-from unisono.sampling.edits import check_edits
-from unisono.types import MAX_STOP_IDS, BadRequest, ConfigError, EngineRequest, FinishReason, SamplingParams, TokenDelta
+from unisono.request_checks import check_request
+from unisono.state.pages import PagePool
+from unisono.types import BadRequest, ConfigError, EngineRequest, FinishReason, SamplingParams, TokenDelta
 
 
 class Engine:
@@ -58,7 +57,7 @@ class Engine:
 
     def _begin(self) -> None:
         """Have no requests, no cached prefixes, nothing counted."""
-        self.pool = PagePool(self.runner.kv.num_pages)
+        self.pool = PagePool(self.runner.num_pages)
         runner = self.runner
         self.draft_controller = DraftController(runner)
         budget = PromptBudget(
@@ -85,8 +84,6 @@ class Engine:
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises BadRequest, leaving the engine as it was, for one that cannot run."""
         request, states = self._checked(request)
-        if request.params.seed is None:
-            request = replace(request, params=replace(request.params, seed=secrets.randbits(53)))
         limit = self.config.max_model_len
         if request.params.max_tokens is not None:
             limit = min(limit, len(request.prompt_token_ids) + request.params.max_tokens)
@@ -111,39 +108,20 @@ class Engine:
 
     def _checked(self, request: EngineRequest) -> tuple[EngineRequest, States]:
         """:meth:`check`; returns the request with all its stop ids, and what features keep of it."""
-        prompt, vocab = request.prompt_token_ids, self.checkpoint.config.vocab_size
-        longest = self.config.max_model_len - 1
+        params, model = request.params, self.checkpoint.config
         if request.request_id in self._sequences:
             raise BadRequest(f"request id {request.request_id!r} is running already.", param="request_id")
-        if not prompt:
-            raise BadRequest("the prompt has no tokens; give at least 1.", param="prompt")
-        if len(prompt) > longest:
+        if params.n != 1 or params.seed is None:
             raise BadRequest(
-                f"the prompt has {len(prompt)} tokens; the context of {self.config.max_model_len} leaves room for "
-                f"{longest} and one new token. Shorten it, or raise --max-model-len.",
-                param="prompt",
-                code="context_length_exceeded",
+                f"n={params.n}, seed={params.seed}: one request is one sequence here, with a seed; see "
+                "EngineRequest.sequences.",
+                "n" if params.n != 1 else "seed",
             )
         states = self._begin_features(request)
-        without = {position for state in states.values() for position in state.without_token}
-        wrong = next((t for i, t in enumerate(prompt) if not 0 <= t < vocab and i not in without), None)
-        if wrong is not None:
-            raise BadRequest(
-                f"token id {wrong} is outside the vocabulary of {vocab} (0 … {vocab - 1}).", param="prompt"
-            )
         own = (i for state in states.values() for i in state.stop_ids)
-        stop_ids = tuple(dict.fromkeys((*own, *request.stop_ids)))
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise BadRequest(
-                f"{len(stop_ids)} stop token ids, EOS ids included; at most {MAX_STOP_IDS} are supported.",
-                param="stop_token_ids",
-            )
-        if request.params.n != 1:
-            raise BadRequest(
-                f"n={request.params.n}: one request is one sequence here; see EngineRequest.sequences.", "n"
-            )
-        check_edits(request.params, request.bad_words, vocab)
-        return replace(request, stop_ids=stop_ids), states
+        request = replace(request, stop_ids=tuple(dict.fromkeys((*own, *request.stop_ids))))
+        check_request(request, self.config.max_model_len, model.vocab_size, model.hidden_size)
+        return request, states
 
     def _begin_features(self, request: EngineRequest) -> States:
         """The state of each feature that the request asks for."""

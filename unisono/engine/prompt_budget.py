@@ -16,7 +16,6 @@ from unisono.engine.adaptive import RoundCosts
 from unisono.engine.buckets import LEAST_TOKENS
 from unisono.engine.sequence import Extend, Round, Sequence
 
-
 GUESSED_MS = 0.005
 """Milliseconds of a prompt token where the table says nothing, for nothing is captured; corrected like the table."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from unisono.cache.kv import PAGE_SIZE
+from unisono.state.specs import PAGE_SIZE
 
 if TYPE_CHECKING:
     from unisono.engine.engine import Engine
@@ -94,12 +94,12 @@ def info(engine: Engine) -> dict[str, object]:
         "generation_defaults": engine.generation_defaults(),
         "kv_cache": {
             "page_size": PAGE_SIZE,
-            "pages": runner.kv.num_pages,
-            "path_pages": runner.kv.path_pages,
-            "bytes": runner.kv.nbytes,
-            "drafter_bytes": (runner.kv.num_pages + runner.kv.path_pages) * runner.drafter.page_bytes,
+            "pages": runner.num_pages,
+            "path_pages": runner.path_pages,
+            "bytes": runner.store.nbytes("target"),
+            "drafter_bytes": runner.store.nbytes("drafter"),
             "usage": round(engine.pool.usage, 4),
-            "cached_pages": engine.pool.radix.pages,
+            "cached_pages": engine.pool.tree.pages,
         },
         "graphs": runner.planner.report(),
         "graph_memory": runner.planner.costs(),

@@ -15,8 +15,6 @@ import torch
 
 from unisono import catalog
 from unisono.attention.base import BreakingAttention
-from unisono.cache.kv import PAGE_SIZE, KVCache, KVShape
-from unisono.cache.pages import pages_for
 from unisono.config import ResolvedConfig
 from unisono.drafters.base import Drafter, DrafterContext, PausableDrafter, TreeDrafter
 from unisono.engine.buckets import (
@@ -49,6 +47,9 @@ from unisono.passes.round import catch_up_program, draft_program, held_drafts, r
 from unisono.passes.tree import Tree, path_pages
 from unisono.program import Buffers, Key, Logits, Program, Shape
 from unisono.sampling.pipeline import DraftSampler
+from unisono.state.pages import pages_for
+from unisono.state.specs import ALL, PAGE_SIZE, whole_requests
+from unisono.state.store import StateStore
 from unisono.types import ConfigError, SpeculativeConfig
 
 MAX_EXTEND_ROWS = 32
@@ -92,7 +93,10 @@ class Runner:
                 progress=progress,
             )
         self.paths = paths = max(1, len(spec.paths))
-        self.slots = slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, config.device, paths)
+        ring = PAGE_SIZE + 2 * (1 + drafter.num_drafts)
+        self.store = StateStore(config.max_num_seqs + 1, paths, config.max_model_len, ring, config.device)
+        self.slots = slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, self.store)
+        self.store.declare("target", whole_requests(self.model.state_specs()))
         self.sampler = sampler = DraftSampler(slots, spec.paths)
         self.choices, why = draft_choices(self.config, drafter.num_drafts)
         if drafter.num_drafts:
@@ -100,7 +104,7 @@ class Runner:
         pausable = len(self.choices) > 1 and isinstance(drafter, PausableDrafter)
         self.max_unobserved = max_unobserved_tokens(config) if pausable else 0
         drafter.bind(self._context(progress))
-        shape = KVShape(c.num_layers, c.num_kv_heads, c.head_dim, config.dtype)
+        self.store.declare("drafter", drafter.state_specs())
         self.width, self.features = 1 + drafter.num_drafts, drafter.features
         self.masked = replace(drafter.features, masks=True)
         held = held_drafts(config.max_num_seqs, paths, self.width, config.device)
@@ -109,22 +113,25 @@ class Runner:
         lent = self._feature_context(checkpoint)
         self.request_features = features = [catalog.features.load(name)(lent) for name in catalog.features.listed]
 
-        def parts(kv: KVCache) -> Modules:
-            tree = Tree.of(spec.paths, drafter, slots, kv) if isinstance(drafter, TreeDrafter) and spec.paths else None
-            return Modules(self.model, drafter, slots, sampler, kv.layers, features, rule, tree, held)
+        def parts() -> Modules:
+            tree = None
+            if isinstance(drafter, TreeDrafter) and spec.paths:
+                tree = Tree.of(spec.paths, drafter, slots, self.store, self.num_pages)
+            kv = self.store.view("target").tree
+            return Modules(self.model, drafter, slots, sampler, kv, features, rule, tree, held)
 
         self._parts = parts
-        self._hold_pages(shape, 2)  # for padding, until it is known how many fit
+        self._hold_pages(2)  # for padding, until it is known how many fit
         if config.device.type == "cuda":
             with _Stage(self, "compile"):
                 self._compile(attention, c.head_dim)
         with _Stage(self, "size the KV cache"):
             reserved = path_pages(paths, drafter.num_drafts, config.max_num_seqs)
-            self._hold_pages(shape, self._num_pages(shape, drafter, reserved), reserved)
+            self._hold_pages(self._pages_that_fit(reserved), reserved)
         compile, asked = config.asked.compile, self.config.graph_bytes
         self.planner = Planner(config.device, compile=compile, budget=asked)
         with _Stage(self, "capture"):
-            self.planner.capture(self._buckets(self._parts(self.kv)), lambda share: progress("capture", share))
+            self.planner.capture(self._buckets(self._parts()), lambda share: progress("capture", share))
         check_full(self.config, self.planner.graphs())
 
     def _feature_context(self, checkpoint: Checkpoint) -> FeatureContext:
@@ -155,7 +162,7 @@ class Runner:
         launched = "while the one before it ends" if overlaps(config.device) else "when its turn comes"
         self.decide("a layer's kernel is launched", launched, "ahead of its turn from compute capability 9.0 on")
         with compiling_only(config.device):
-            run_on_padding(self._passes(self._parts(self.kv)), config.device)
+            run_on_padding(self._passes(self._parts()), config.device)
 
     def _leave_a_core(self) -> None:
         """Use all cores but one: waiting threads spin, and would take the API process's turn."""
@@ -187,7 +194,8 @@ class Runner:
             attention=self._attention,
             sample=self.sampler,
             best=self.sampler.best,
-            kv=lambda: self.kv.layers,
+            state=self.store.view("drafter"),
+            target_state=self.store.view("target"),
             dtype=config.dtype,
             device=config.device,
             max_model_len=config.max_model_len,
@@ -241,15 +249,15 @@ class Runner:
             ]
         return passes
 
-    def _hold_pages(self, shape: KVShape, num_pages: int, path_pages: int = 0) -> None:
-        """The cache of the target, ``kv``, and of its drafter; replaces a smaller one."""
-        self.kv = KVCache(shape, num_pages, self.config.device, path_pages)
-        self.drafter.allocate(num_pages + path_pages)
+    def _hold_pages(self, num_pages: int, path_pages: int = 0) -> None:
+        """Allocate the pages of target and drafter; replaces fewer ones."""
+        self.num_pages, self.path_pages = num_pages, path_pages
+        self.store.allocate({ALL: num_pages + path_pages})
 
-    def _num_pages(self, shape: KVShape, drafter: Drafter, path_pages: int) -> int:
+    def _pages_that_fit(self, path_pages: int) -> int:
         """Pages that fit beside those of paths; on a GPU measured, by running the largest passes first."""
         asked, config = self.config.asked.num_pages, self.config
-        page_bytes = shape.page_bytes + drafter.page_bytes
+        page_bytes = self.store.page_bytes(ALL)
         whole = config.max_num_seqs * pages_for(config.max_model_len) + 1  # more can never be used
         if config.device.type == "cpu":
             fit, why = CPU_KV_BYTES // page_bytes, f"{CPU_KV_BYTES >> 20} MiB at most on a CPU"
@@ -290,7 +298,7 @@ class Runner:
 
         A tree's rounds may be larger than any prompt pass: of these the largest counts too.
         """
-        parts = self._parts(self.kv)
+        parts = self._parts()
         passes = [(extend_program(parts, self.max_extend_rows), Shape(self.config.max_num_batched_tokens))]
         if self.paths > 1:
             passes.append((round_program(parts), Shape(self.config.max_num_seqs, self.width)))
@@ -332,7 +340,7 @@ class Runner:
         if on_gpu:
             torch.cuda.synchronize()  # a drafter may be catching up still
         self.planner.close()
-        del self.model, self.kv, self.slots, self._parts, self.request_features
+        del self.model, self.store, self.slots, self._parts, self.request_features
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()

@@ -16,10 +16,10 @@ from collections import deque
 
 import numpy as np
 
-from unisono.cache.pages import OutOfPages, PagePool, Reservation, pages_for
 from unisono.engine.prompt_budget import PromptBudget
 from unisono.engine.sequence import Chunk, Extend, Pass, Round, Sequence, Verify
 from unisono.engine.slots import Slots
+from unisono.state.pages import OutOfPages, PagePool, Reservation, pages_for
 from unisono.types import FinishReason
 
 
@@ -109,7 +109,7 @@ class Scheduler:
         written = min(sequence.extended, len(sequence.tokens) - 1) if extending else len(sequence.tokens) - 1
         # A page that the drafter has not read would be drafted from badly for good.
         written = max(0, written - sequence.unobserved)
-        sequence.pages.commit(sequence.keys[:written], settled=extending)
+        sequence.pages.commit(sequence.keys[:written], complete=written if extending else written - 1)
         sequence.pages.release()
         self.slots.free(sequence.slot)
         sequence.pages, sequence.slot, sequence.extended, sequence.mapped, sequence.unobserved = None, -1, 0, 0, 0

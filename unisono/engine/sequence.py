@@ -10,10 +10,10 @@ from functools import cached_property
 
 import numpy as np
 
-from unisono.cache.pages import Reservation
-from unisono.cache.radix import Token
 from unisono.passes.features.base import Feature, RequestState, Row
 from unisono.program import NO_FEATURES, Features
+from unisono.state.pages import Reservation
+from unisono.state.prefix_tree import Token
 from unisono.types import EngineRequest, FinishReason
 
 States = Mapping[Feature, RequestState]

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.cache.kv import PADDING_PAGE
-from unisono.cache.pages import pages_for
 from unisono.program import Field, Schema, Shape
 from unisono.sampling.edits import pack_edits, row_words
+from unisono.state.specs import ALL, PADDING_PAGE, PerSlot
+from unisono.state.store import StateStore
 from unisono.types import MAX_DRAFTS, MAX_STOP_IDS, EngineRequest, FinishReason
 
 SLOT_SCHEMA = Schema(
@@ -68,23 +68,23 @@ class Slots:
     edits: torch.Tensor
     stop_ids: torch.Tensor
 
-    def __init__(
-        self, num_slots: int, max_model_len: int, vocab_size: int, device: torch.device, paths: int = 1
-    ) -> None:
+    def __init__(self, num_slots: int, max_model_len: int, vocab_size: int, store: StateStore) -> None:
         self.padding = num_slots
-        self._device, self._vocab_size = device, vocab_size
+        self._device, self._vocab_size = store.device, vocab_size
         self._words = SLOT_SCHEMA.words(_ROW, SLOT_SCHEMA.fields)
-        self._arena = torch.empty((num_slots + 1, self._words), dtype=torch.int32, device=device)
+        words, history, edits = (
+            PerSlot((n,), torch.int32) for n in (self._words, max_model_len, row_words(vocab_size))
+        )
+        store.declare("slots", {"fields": words, "history": history, "edit_table": edits})
+        state = store.view("slots")
+        self._arena, self.history, self.edit_table = state["fields"], state["history"], state["edit_table"]
+        self.page_table = store.page_tables[ALL]
         at = 0
         for field in SLOT_SCHEMA:
             size = math.prod(field.dims(_ROW))
             view = self._arena[:, at : at + size].view(field.dtype)
             setattr(self, field.name, view if field.shape else view.squeeze(1))
             at += size
-        tables: Any = {"dtype": torch.int32, "device": device}
-        self.page_table = torch.empty(((num_slots + 1) * paths, pages_for(max_model_len)), **tables)
-        self.history = torch.empty((num_slots + 1, max_model_len), **tables)
-        self.edit_table = torch.empty((num_slots + 1, row_words(vocab_size)), **tables)
         self.reset()
 
     def reset(self) -> None:

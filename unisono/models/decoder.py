@@ -21,6 +21,7 @@ from unisono.layers.mlp import GatedMLP
 from unisono.layers.norm import RMSNorm
 from unisono.layers.rotary import rotary_table
 from unisono.models.config import DecoderConfig
+from unisono.state.specs import PAGE_SIZE, Paged
 
 
 class Attention(nn.Module):
@@ -46,6 +47,12 @@ class Attention(nn.Module):
         self.o = Linear(heads * dim, hidden, config.o_bias, dtype, device)
         self.q_norm = RMSNorm(dim, config.rms_eps, dtype, device) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, config.rms_eps, dtype, device) if config.qk_norm else None
+
+    def state_specs(self) -> tuple[Paged, Paged]:
+        """Keys and values."""
+        weight = self.qkv.weight
+        spec = Paged((self.config.num_kv_heads, PAGE_SIZE, self.config.head_dim), weight.dtype, self.window)
+        return spec, spec
 
     def forward(
         self,
@@ -179,6 +186,10 @@ class Decoder(nn.Module):
             seen[len(self.layers)] = x
         aux = torch.cat([seen[number] for number in aux_layers], dim=1) if aux_layers else None
         return normed, aux
+
+    def state_specs(self) -> list[tuple[Paged, Paged]]:
+        """Keys and values of each layer."""
+        return [cast(DecoderLayer, layer).attention.state_specs() for layer in self.layers]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [M, H] -> logits [M, V], in the model's dtype."""

@@ -32,6 +32,7 @@ from unisono.layers.norm import RMSNorm
 from unisono.layers.rotary import rotary_table
 from unisono.models.config import DecoderConfig
 from unisono.models.decoder import Attention, DecoderLayer
+from unisono.state.specs import Tree
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -78,6 +79,10 @@ class DraftBlock(nn.Module):
         """token_ids [T] i32, hidden [T, H] of the positions before -> [T, H], with ``last_tokens`` [E, H]."""
         self.backend.plan(inputs if last_tokens is None else last_tokens.inputs)
         return self.block(self.joined(token_ids, hidden), hidden, inputs, kv, last_tokens)
+
+    def state_specs(self) -> Tree:
+        """Keys and values."""
+        return cast(DecoderLayer, self.layer).attention.state_specs()
 
     def joined(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """What the block reads: [T, H], or as wide as it takes."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from unisono.attention.base import AttentionInputs
-from unisono.cache.kv import PAGE_SIZE
 from unisono.drafters.base import PromptPass
 from unisono.kernels.rounds import extend_inputs
 from unisono.passes.features.base import Outputs
 from unisono.passes.modules import Modules
 from unisono.program import Buffers, Features, Field, Hidden, Logits, Program, Schema
+from unisono.state.specs import PAGE_SIZE
 
 
 def prompt_program(features: Features) -> str:

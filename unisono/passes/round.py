@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from unisono.cache.pages import pages_for
 from unisono.drafters.base import PausableDrafter
 from unisono.kernels.pages import grow_pages
 from unisono.kernels.rounds import limit_drafts
@@ -19,6 +18,7 @@ from unisono.passes.modules import Modules, SlotTensors
 from unisono.passes.tree import Tree
 from unisono.passes.verify import verify_chain, verify_tree
 from unisono.program import Buffers, Field, Program, Schema
+from unisono.state.pages import pages_for
 
 
 def growth_columns(width: int) -> int:

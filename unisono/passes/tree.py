@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.cache.kv import PAGE_SIZE, KVCache
-from unisono.drafters.base import Span, TreeDrafter
-from unisono.kernels.tree_paths import Best, Fork, best_path, copy_span, fork_paths, span_pages
+from unisono.drafters.base import TreeDrafter
+from unisono.kernels.tree_paths import Best, Fork, best_path, fork_paths, span_pages
 from unisono.passes.modules import SlotTensors
+from unisono.state.specs import ALL, PAGE_SIZE
+from unisono.state.store import StateStore
 
 
 def path_pages(paths: int, drafts: int, num_slots: int) -> int:
@@ -30,27 +31,28 @@ class Tree:
     paths: Sequence[Sequence[int]]
     drafter: TreeDrafter
     slots: SlotTensors
-    kv: KVCache
+    store: StateStore
+    num_pages: int  # of lifetime ALL, without those of the paths
     unused: torch.Tensor  # bool [P, k]: behind each path's end
 
     @staticmethod
-    def of(paths: Sequence[Sequence[int]], drafter: TreeDrafter, slots: SlotTensors, kv: KVCache) -> Tree:
+    def of(
+        paths: Sequence[Sequence[int]], drafter: TreeDrafter, slots: SlotTensors, store: StateStore, num_pages: int
+    ) -> Tree:
         unused = [[step >= len(path) for step in range(drafter.num_drafts)] for path in paths]
-        return Tree(paths, drafter, slots, kv, torch.tensor(unused, device=slots.length.device))
+        return Tree(paths, drafter, slots, store, num_pages, torch.tensor(unused, device=slots.length.device))
 
     def fork(self, slots: torch.Tensor) -> Fork:
         """The R · P rows of a round over ``slots [R]``, with the keys and values that they begin with."""
         fork = self.rows(slots)
-        span = Span(fork.sources, fork.tables, fork.first, fork.last)
-        self._copy(span)
-        self.drafter.fork(span)
+        self.store.copy_span(ALL, fork.sources, fork.tables, fork.first, fork.last)
         return fork
 
     def rows(self, slots: torch.Tensor) -> Fork:
         """The rows alone: within a round, whose paths have what they begin with, they are the same again."""
         s, count = self.slots, len(self.paths)
         pages = span_pages(self.drafter.num_drafts, PAGE_SIZE)
-        return fork_paths(s.page_table, slots, s.length, s.status, count, pages, self.kv.num_pages, PAGE_SIZE)
+        return fork_paths(s.page_table, slots, s.length, s.status, count, pages, self.num_pages, PAGE_SIZE)
 
     def propose(self, fork: Fork, drafts: torch.Tensor) -> None:
         """Write ``drafts [R · P, k]``, -1 behind each path's end."""
@@ -67,9 +69,4 @@ class Tree:
         slots [R], result [R, W + 2] as committed: ``slots.length`` has moved on by the count.
         """
         length = self.slots.length.index_select(0, slots)
-        span = Span(best.tables, slots, length - result[:, 0], length - 1)
-        self._copy(span)
-        self.drafter.adopt(span)
-
-    def _copy(self, span: Span) -> None:
-        copy_span(self.kv.flat, self.slots.page_table, span.sources, span.tables, span.first, span.last)
+        self.store.copy_span(ALL, best.tables, slots, length - result[:, 0], length - 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from unisono.attention.base import AttentionInputs
-from unisono.cache.kv import PAGE_SIZE
 from unisono.drafters.base import PausableDrafter, Verified
 from unisono.kernels.rounds import round_inputs
 from unisono.kernels.tree_paths import Fork
@@ -13,6 +12,7 @@ from unisono.passes.features.base import Outputs
 from unisono.passes.modules import Modules
 from unisono.passes.tree import Tree
 from unisono.program import Buffers
+from unisono.state.specs import PAGE_SIZE
 
 
 def verify_chain(modules: Modules, b: Buffers, drafts: torch.Tensor, early: bool = False) -> None:

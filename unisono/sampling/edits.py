@@ -5,37 +5,17 @@ The engine packs a row when a request that edits claims a slot; requests that do
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from unisono.kernels import edits as layout
-from unisono.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, BadRequest, SamplingParams
+from unisono.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 
 
 def row_words(vocab_size: int) -> int:
     """int32 words of a table row: what is fixed, and a bit for each token."""
     return layout.ALLOWED.value + -(-vocab_size // 32)
-
-
-def check_edits(params: SamplingParams, bad_words: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Raises BadRequest, naming the value and the limit, for edits that a row cannot hold."""
-    named: dict[str, Iterable[int]] = {
-        "logit_bias": params.logit_bias,
-        "allowed_token_ids": params.allowed_token_ids or (),
-    }
-    named["bad_words"] = [token for word in bad_words for token in word]
-    for name, tokens in named.items():
-        wrong = next((t for t in tokens if not 0 <= t < vocab_size), None)
-        if wrong is not None:
-            raise BadRequest(f"{name} has token id {wrong}; the vocabulary's ids are 0 to {vocab_size - 1}.", name)
-    if len(bad_words) > MAX_BAD_WORDS:
-        raise BadRequest(
-            f"bad_words make {len(bad_words)} token sequences; at most {MAX_BAD_WORDS} are supported.", "bad_words"
-        )
-    wrong = next((len(word) for word in bad_words if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS), None)
-    if wrong is not None:
-        raise BadRequest(f"one of bad_words has {wrong} tokens; 1 to {MAX_BAD_WORD_TOKENS} are supported.", "bad_words")
 
 
 def pack_edits(

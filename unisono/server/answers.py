@@ -1,6 +1,6 @@
 """Pieces of text to HTTP answers: one JSON object, or a stream of server-sent events.
 
-Both end the generations they read, however they end: finished, failed, or left by a client that has gone.
+Both close the generations they read, whether these finished, failed, or lost their client.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Choices = list[Any]
 
 @dataclass(frozen=True)
 class Answer:
-    """What all chunks of one answer share, and what the request wants in them."""
+    """What all chunks of one answer share, and the request, which says what they contain."""
 
     shape: Shape
     id: str

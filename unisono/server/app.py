@@ -1,7 +1,7 @@
 """The HTTP surface: OpenAI's endpoints, health, server info and metrics.
 
 :func:`create_app` makes the ASGI application of a :class:`Service`; ``run`` serves it. Handlers parse, start
-generations and word the answer; what they do with text and tokens lives in ``generation`` and ``answers``.
+generations and word the answer; what they do with text and tokens lives in ``serving``, ``generation`` and ``answers``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from unisono.server import protocol
 from unisono.server.answers import Answer, EventStream, until_disconnect
 from unisono.server.client import EngineClient
 from unisono.server.errors import ApiError, as_api_error, show, unavailable
-from unisono.server.generation import Frontend, Generation, start_all
+from unisono.server.generation import Generation, start_all
 from unisono.server.metrics import ServerMetrics
 from unisono.server.responses import ChatShape, ModelCard, ModelList, Shape, TextShape
+from unisono.server.serving import Serving
 from unisono.types import EngineDead, UnisonoError
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -47,7 +48,7 @@ class Service:
     """
 
     client: EngineClient
-    frontend: Frontend
+    serving: Serving
     metrics: ServerMetrics
     names: tuple[str, ...]
     root: str
@@ -117,16 +118,16 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", dependencies=authorized)
     async def chat_completions(request: Request) -> Response:
         body = protocol.parse(await read_json_body(request), protocol.ChatRequest)
-        return await _generate(service, request, body, CHAT, lambda name: service.frontend.chat(body, name))
+        return await _generate(service, request, body, CHAT, lambda name: service.serving.chat(body, name))
 
     @app.post("/v1/completions", dependencies=authorized)
     async def completions(request: Request) -> Response:
         body = protocol.parse(await read_json_body(request), protocol.CompletionRequest)
-        return await _generate(service, request, body, TEXT, lambda name: service.frontend.completion(body, name))
+        return await _generate(service, request, body, TEXT, lambda name: service.serving.completion(body, name))
 
     @app.get("/v1/models", dependencies=authorized)
     async def models() -> Response:
-        limit = service.frontend.facts.max_model_len
+        limit = service.serving.inputs.model.max_model_len
         return _json(ModelList([ModelCard(name, service.created, limit, service.root) for name in service.names]))
 
 

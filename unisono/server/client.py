@@ -1,4 +1,4 @@
-"""The API process's side of the engine: starts its process, sends requests, hands out deltas, notices its death.
+"""The API process's side of the engine: starts its process, sends requests, delivers deltas, detects its death.
 
 Owns the engine process and the socket to it. Runs in one event loop; ``server`` alone uses it.
 """
@@ -31,9 +31,9 @@ Progress = Callable[[str, float], None]
 MAX_SOCKET_PATH = 100
 """Bytes of a Unix socket's path; the kernels' limits are 104 (macOS) and 108 (Linux)."""
 LAST_WORDS = 0.2
-"""Seconds that a dead engine's last message has to be read."""
+"""Seconds to wait for the last message of an engine process that has exited."""
 SHUTDOWN_LIMIT = 10.0
-"""Seconds an engine may take to free everything before it is killed."""
+"""Seconds that an engine gets to free everything before it is killed."""
 
 
 class TokenStream:
@@ -125,7 +125,7 @@ class EngineClient:
     async def ready(self) -> dict[str, Any]:
         """``Engine.info()`` once the engine is loaded. Raises the error that kept it from loading."""
         info = await asyncio.shield(self._ready)
-        shutil.rmtree(self._directory, ignore_errors=True)  # connected: the name is of no more use
+        shutil.rmtree(self._directory, ignore_errors=True)  # connected: the name is not needed any more
         return info
 
     async def submit(self, request: EngineRequest) -> TokenStream:
@@ -237,7 +237,7 @@ class EngineClient:
         self.death = str(error)
         if self._ready.done():
             logger.error("The engine is dead: %s. Every request is refused until the server is restarted.", error)
-        if not self._ready.done():
+        else:
             self._ready.set_exception(error)
             self._ready.exception()
         streams, self._streams = list(self._streams.values()), {}

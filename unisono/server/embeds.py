@@ -1,7 +1,7 @@
-"""Embeddings that come with a request: base64 of a tensor as ``torch.save`` writes it, vLLM's form.
+"""Embeddings in request bodies: base64 of a tensor as ``torch.save`` writes it, vLLM's form.
 
-What is loaded comes from anybody, so its size is known before any of it is unpacked, nothing but tensors is unpickled
-(``weights_only``), and a tensor may not claim more memory than the file brought.
+The sender is not trusted. The size is checked before anything is unpacked, only tensors are unpickled
+(``weights_only``), and a tensor may not claim more memory than the file has bytes.
 """
 
 from __future__ import annotations
@@ -10,29 +10,17 @@ import base64
 import binascii
 import io
 import zipfile
-from dataclasses import dataclass, replace
 
 import torch
 
-from unisono import vectors
-from unisono.server.protocol import EmbeddingOverrides
-from unisono.types import BadRequest, Overrides
+from unisono.types import BadRequest
 
 OVERHEAD_BYTES = 1 << 16
 """What torch.save writes beside a tensor's numbers, at most."""
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """What is to be continued: token ids, and the embeddings that stand in for those of some. text: if it was text."""
-
-    token_ids: list[int]
-    text: str | None = None
-    overrides: Overrides | None = None
-
-
 def load_embeds(text: str, tokens: int, hidden_size: int, param: str) -> torch.Tensor:
-    """The tensor that ``text`` encodes, of up to ``tokens`` vectors. Raises BadRequest naming what is wrong."""
+    """Decode the tensor in ``text``, of up to ``tokens`` vectors. Raises BadRequest naming what is wrong."""
     limit = tokens * hidden_size * 4 + OVERHEAD_BYTES
     least = len(text) // 4 * 3 - 2
     if least > limit:
@@ -73,16 +61,3 @@ def _check_archive(data: bytes, limit: int, param: str) -> None:
         raise BadRequest(f"{param} is not what torch.save writes; send base64 of that.", param) from None
     if unpacked > limit:
         raise BadRequest(f"{param} unpacks to {unpacked} bytes; {limit} is the most for this model's context.", param)
-
-
-def embedded_prompt(text: str, tokens: int, hidden_size: int) -> Prompt:
-    """The prompt that an entry of ``prompt_embeds`` is. Raises BadRequest."""
-    ids, overrides = vectors.embedded_prompt(load_embeds(text, tokens, hidden_size, "prompt_embeds"))
-    return Prompt(ids, overrides=overrides)
-
-
-def overridden(prompt: Prompt, given: EmbeddingOverrides, tokens: int, hidden_size: int) -> Prompt:
-    """A prompt of tokens with ``embedding_overrides``. Raises BadRequest."""
-    rows = load_embeds(given.embeddings, tokens, hidden_size, "embedding_overrides")
-    ids, overrides = vectors.overridden(prompt.token_ids, (given.positions, rows))
-    return replace(prompt, token_ids=ids, overrides=overrides)

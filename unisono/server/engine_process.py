@@ -1,8 +1,8 @@
 """The engine process: one engine, one socket, one loop.
 
 Started by :class:`unisono.server.client.EngineClient`, which alone talks to it. While the engine has work the
-loop reads what has come in, steps, and sends what the step brought in one message; without work it sleeps in
-``poll``. It ends on ``Shutdown``, with its parent, or with the engine's first unexpected error.
+loop reads new messages, steps, and sends the step's deltas in one message. Without work it sleeps in ``poll``. It ends
+on ``Shutdown``, with its parent, or with the engine's first unexpected error.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from unisono.server import ipc
 from unisono.types import BadRequest, EngineRequest, TokenDelta, UnisonoError
 
 IDLE_MS = 1000
-"""After so long without work the engine checks its bookkeeping, once, and captures graphs that were missing."""
+"""Milliseconds without work after which the engine checks its bookkeeping, once, and captures missing graphs."""
 PREPARED_MS = 2
-"""How often an engine without work looks whether a request that waits for a thread can be added."""
+"""Milliseconds between two looks of an idle engine at the grammars that threads compile."""
 PARENT_GONE_MS = 1000
-"""A message that waits longer for the API process will never be read."""
+"""Milliseconds after which an unread message means that the API process is gone."""
 
 
 class EngineLike(Protocol):
-    """What this process needs of an engine; ``unisono.engine.engine.Engine`` in earnest, a fake in tests."""
+    """What this process needs of an engine: ``unisono.engine.engine.Engine``, or a fake in tests."""
 
     def prepare(self, request: EngineRequest) -> Future[Any] | None: ...
     def add(self, request: EngineRequest) -> None: ...
@@ -149,7 +149,7 @@ class _Loop:
             self.send(ipc.Stats(self.engine.info(), samples))
 
     def add(self, request: EngineRequest) -> None:
-        """Answer at once, unless the engine would wait for a thread: then when that is done."""
+        """Answer at once; for a request whose grammar is being compiled, answer when that is done."""
         prepared = self.engine.prepare(request)
         if prepared is not None and not prepared.done():
             self.preparing[request.request_id] = request, prepared

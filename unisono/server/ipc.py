@@ -47,7 +47,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 
 
 class Loading(msgspec.Struct, tag="loading"):
-    """How far the start is: a stage's name, and its share done, 0 … 1."""
+    """Progress of the start: a stage's name, and its share done, 0 … 1."""
 
     stage: str
     share: float
@@ -73,7 +73,7 @@ class Rejected(msgspec.Struct, tag="rejected"):
 
 
 class Deltas(msgspec.Struct, tag="deltas"):
-    """What one step brought, all requests together."""
+    """The deltas of one step, of all requests."""
 
     deltas: list[TokenDelta]
 
@@ -84,7 +84,7 @@ class Stats(msgspec.Struct, tag="stats"):
 
 
 class Fatal(msgspec.Struct, tag="fatal"):
-    """The engine's last words. ``error`` is the exception's class name, ``message`` one line."""
+    """The error that ended the engine. ``error`` is the exception's class name, ``message`` one line."""
 
     error: str
     message: str

@@ -109,7 +109,7 @@ class _EngineCollector:
 
 
 def _speculation(since: Mapping[str, float]) -> str:
-    """How drafts fared and how many a round had, with a comma behind it; empty without drafts."""
+    """Acceptance and drafts per round, with a trailing comma; empty without drafts."""
     passes = since.get("spec_decode_num_rounds", 0)
     mean = f"mean k {since.get('drafts of rounds', 0) / passes:.1f}, " if passes else ""
     rounds, drafted = since.get("spec_decode_num_drafts", 0), since.get("spec_decode_num_draft_tokens", 0)

@@ -1,8 +1,7 @@
 """What clients send: OpenAI's request bodies, checked field by field, with vLLM's extra sampling fields.
 
-A field means what it says or is refused: one that the API knows and this server does not honour is accepted
-only with a value that asks for nothing, and a field that nobody knows is named in the error. Nothing is
-silently ignored but the labels in ``HARMLESS``.
+Every field is honoured or refused. A field of the API that this server does not support is accepted only with a value
+that asks for nothing. An unknown field is an error that names it. Only the labels in ``HARMLESS`` are ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from unisono.server.structured import GUIDED, structured_outputs
 from unisono.types import MAX_LOGPROBS, BadRequest, SamplingParams
 
 HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
-"""Labels for the provider's books; they ask nothing of the answer."""
+"""Labels that do not affect the answer."""
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
@@ -73,7 +72,7 @@ class StreamOptions(BaseModel):
 
 
 class Speculative(BaseModel):
-    """A request's own say on speculation: never on its bytes, only on when they come."""
+    """Speculation settings of one request. They change when tokens come, never which."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -85,7 +84,7 @@ class Speculative(BaseModel):
 
 
 class EmbeddingOverrides(BaseModel):
-    """Embeddings that stand in for those of some of the prompt's tokens."""
+    """Embeddings in place of those of some of the prompt's tokens."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

@@ -31,7 +31,7 @@ class PromptDetails(msgspec.Struct):
 
 
 class CompletionDetails(msgspec.Struct):
-    """Of the tokens that a drafter predicted: those in the text, and those that the target put others for."""
+    """Drafted tokens: how many were accepted into the text, and how many were rejected."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -65,8 +65,8 @@ class Usage(msgspec.Struct):
 
 @dataclass(frozen=True)
 class TokenReport:
-    """What an answer says of one token: its text by itself, where that begins in the answer, its log-probability, and
-    the likeliest tokens there with theirs. A prompt's first token has no log-probability."""
+    """One token of an answer: its text by itself, where that begins in the answer, its log-probability, and the
+    likeliest tokens there with theirs. A prompt's first token has no log-probability."""
 
     text: str
     logprob: float | None

@@ -23,11 +23,12 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from unisono.frontend.input_processor import InputProcessor, ModelFacts
 from unisono.heap import freeze_heap
 from unisono.server.app import INSPECT_LIMIT, Service, create_app
 from unisono.server.client import EngineClient, Progress
-from unisono.server.generation import Frontend, ModelFacts
 from unisono.server.metrics import ProgressLine, ServerMetrics
+from unisono.server.serving import Serving
 from unisono.tokenizer import Tokenizer
 from unisono.types import ConfigError, EngineDead, UnisonoError
 
@@ -117,16 +118,15 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
     """Load the tokenizer while the engine loads the model."""
     tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model_path)
     info = await client.ready()
-    facts = ModelFacts.of(info)
+    facts = ModelFacts.of(info, tokenizer)
     if tokenizer is None:
         logger.warning("%s has no tokenizer: only token ids are taken, on /v1/completions.", settings.model_path)
     else:
         tokenizer.check_vocabulary(facts.vocab_size)
-        facts = facts.with_eos(tokenizer.eos_token_ids)
     metrics = ServerMetrics(settings.names[0], lambda: client.samples)
     return Service(
         client=client,
-        frontend=Frontend(client, tokenizer, facts, metrics),
+        serving=Serving(client, InputProcessor(tokenizer, facts), metrics),
         metrics=metrics,
         names=settings.names,
         root=str(settings.model_path),
@@ -143,14 +143,14 @@ def _fingerprint(config: Any) -> str:
 
 
 def _public(settings: ServerSettings, facts: ModelFacts) -> dict[str, Any]:
-    """What /server_info says of the server; not its key."""
+    """What /server_info tells of the server: everything but its key."""
     shown = dataclasses.asdict(settings) | {"model_path": str(settings.model_path)}
     shown["api_key"] = settings.api_key is not None
     return shown | {"model": dataclasses.asdict(facts)}
 
 
 async def _drain(service: Service, limit: float) -> None:
-    """Let what is in flight finish, for ``limit`` seconds at most; then end it with an error."""
+    """Wait up to ``limit`` seconds for requests in flight; then end them with an error."""
     service.draining = True
     if service.in_flight:
         logger.info("Finishing %d requests, %g s at most (Ctrl-C stops at once)", service.in_flight, limit)
@@ -164,7 +164,7 @@ async def _drain(service: Service, limit: float) -> None:
 
 
 async def _report_progress(service: Service) -> None:
-    """A log line now and then while there is work."""
+    """Log a line every PROGRESS_SECONDS while there is work."""
     progress = ProgressLine()
     while True:
         await asyncio.sleep(PROGRESS_SECONDS)

@@ -1,6 +1,6 @@
-"""What a request body says of its answer's form: OpenAI's ``response_format``, and vLLM's fields for the same.
+"""Structured outputs in request bodies: OpenAI's ``response_format``, and vLLM's fields for the same.
 
-``protocol.py`` has the fields; this reads them. One of them may be given.
+``protocol.py`` declares the fields; this module reads them. A body may set one of them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from unisono.server.errors import show
 from unisono.types import BadRequest, StructuredOutputs
 
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-"""vLLM's older fields, and how they are called now."""
+"""vLLM's older fields, and their names today."""
 
 SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
 OPTIONS = {field.name for field in fields(StructuredOutputs)}
 
 
 def structured_outputs(given: Mapping[str, Any]) -> StructuredOutputs | None:
-    """Of the fields that a body sets (``response_format``, ``structured_outputs``, ``guided_…``) what they ask for.
+    """Read the fields of a body that constrain its answer: ``response_format``, ``structured_outputs``, ``guided_…``.
 
-    None where the answer is free. Raises BadRequest naming the field.
+    Returns None where the answer is free. Raises BadRequest naming the field.
     """
     asked = {name: _options(name, value) for name, value in given.items() if value is not None}
-    wanted = {name: options for name, options in asked.items() if options}
+    wanted = {name: options for name, options in asked.items() if options is not None}
     if len(wanted) > 1:
         raise BadRequest(
             f"{' and '.join(wanted)} are set; an answer has one form: give one of them.", next(iter(wanted))
@@ -38,8 +38,8 @@ def structured_outputs(given: Mapping[str, Any]) -> StructuredOutputs | None:
     return None
 
 
-def _options(name: str, value: Any) -> dict[str, Any]:
-    """The fields of StructuredOutputs that a body's field sets."""
+def _options(name: str, value: Any) -> dict[str, Any] | None:
+    """The fields of StructuredOutputs that a body's field sets; None where the answer stays free."""
     if name in GUIDED:
         return {GUIDED[name]: value}
     if name == "response_format":
@@ -49,14 +49,12 @@ def _options(name: str, value: Any) -> dict[str, Any]:
         raise BadRequest(
             f"structured_outputs has {unknown[0]!r}, which is none of {', '.join(sorted(OPTIONS))}; remove it.", name
         )
-    if not value:
-        raise BadRequest("structured_outputs={} asks for nothing; set a kind, or remove it.", name)
     if not isinstance(value.get("disable_any_whitespace", False), bool):
         raise BadRequest("structured_outputs.disable_any_whitespace must be true or false.", name)
     return dict(value)
 
 
-def _response_format(value: Mapping[str, Any]) -> dict[str, Any]:
+def _response_format(value: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = value.get("type")
     known = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
     if kind == "structural_tag":
@@ -66,7 +64,7 @@ def _response_format(value: Mapping[str, Any]) -> dict[str, Any]:
     if extra := sorted(value.keys() - known[kind]):
         _refuse(value, f"{extra[0]!r} does not belong to type {kind}")
     if kind == "text":
-        return {}
+        return None
     if kind == "json_object":
         return {"json_object": True}
     wrapped = value.get("json_schema")

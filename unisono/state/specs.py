@@ -7,7 +7,7 @@ same tree with tensors in place of the specs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Paged:
     """State of every page.
 
     shape: of one page. dtype: of its elements. lifetime: ALL, or n > 0 where only the last n positions of a request are
-    ever read. by_token: the page holds something for each token, and PAGE_SIZE is the shape's second to last dimension, so
+    ever read. by_token: the page holds something for each token, with PAGE_SIZE as the second to last dimension, so
     that a range of positions can be copied. Otherwise it holds one thing for the whole page.
     """
 
@@ -95,6 +95,11 @@ def map_tree(tree: Tree, change: Callable[[Spec], Any]) -> Tree:
     raise TypeError(
         f"{type(tree).__name__} is no state spec: give Paged, PerSlot, Tail, or dicts, lists and tuples of them"
     )
+
+
+def whole_requests(tree: Tree) -> Tree:
+    """The same specs with every page kept as long as its request: what a drafter reads may lag behind the target."""
+    return map_tree(tree, lambda spec: replace(spec, lifetime=ALL) if isinstance(spec, Paged) else spec)
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -16,7 +16,7 @@ tree, T tokens of a prompt pass, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,12 +68,11 @@ class FeatureContext:
 class RequestState:
     """What a feature keeps of one request, on the host. Subclasses override what they need.
 
-    stop_ids: token ids that end the request, beside its own. without_token: prompt positions that have no token id.
+    stop_ids: token ids that end the request, beside its own.
     prompt_keys: what the prefix cache knows the prompt by, where that is not its token ids.
     """
 
     stop_ids: tuple[int, ...] = ()
-    without_token: Collection[int] = ()
     prompt_keys: list[int | bytes] | None = None
 
     def reusable(self, known: int) -> int:
@@ -209,7 +208,10 @@ class Feature:
         return None
 
     def begin(self, request: EngineRequest) -> RequestState | None:
-        """The request's state; None where it does not ask for this. Raises BadRequest for what cannot be served."""
+        """The request's state; None where it does not ask for this. Raises BadRequest for what cannot be served.
+
+        The request may be dropped again: what is dear is made when it is first needed.
+        """
         return None
 
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:

@@ -17,7 +17,7 @@ import torch
 from unisono import vectors
 from unisono.passes.features.base import Feature, HostPass, Overriding, PassKind, RequestState, words_of
 from unisono.program import NO_FEATURES, Buffers, Features, Field
-from unisono.types import BadRequest, EngineRequest, Overrides
+from unisono.types import EngineRequest, Overrides
 
 DIGEST_BYTES = 16
 
@@ -40,9 +40,7 @@ class PromptEmbeds(Feature):
 
     def begin(self, request: EngineRequest) -> RequestState | None:
         given = request.overrides
-        if given is None:
-            return None
-        return Embedded.of(given, request.prompt_token_ids, self.context.hidden_size, self.context.dtype)
+        return None if given is None else Embedded(given, request.prompt_token_ids, self.context.dtype)
 
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
         rows, words = [], []
@@ -65,35 +63,16 @@ class PromptEmbeds(Feature):
 
 
 class Embedded(RequestState):
-    """A request's overrides: positions [n], ascending, and the embeddings' bits, words [n, hidden's bytes / 4] int32.
+    """A request's overrides. positions [n], ascending; token_ids: the prompt's; dtype: the model's."""
 
-    token_ids: the prompt's.
-    """
+    def __init__(self, given: Overrides, token_ids: Sequence[int], dtype: torch.dtype) -> None:
+        self.positions, self.token_ids = np.asarray(given.positions), token_ids
+        self._vectors, self._dtype = given.vectors, dtype
 
-    def __init__(self, positions: Sequence[int], words: np.ndarray, token_ids: Sequence[int]) -> None:
-        self.positions, self.words, self.token_ids = np.asarray(positions), words, token_ids
-        self.without_token = frozenset(positions)
-
-    @classmethod
-    def of(cls, given: Overrides, token_ids: Sequence[int], hidden_size: int, dtype: torch.dtype) -> Embedded:
-        """In the model's dtype. Raises BadRequest for what this model cannot read."""
-        whole = len(given.positions) == len(token_ids)
-        param = "prompt_embeds" if whole else "embedding_overrides"
-        if given.vectors.size != hidden_size:
-            raise BadRequest(
-                f"the embeddings have {given.vectors.size} numbers each; the model's hidden size is {hidden_size}.",
-                param,
-            )
-        rows = vectors.unpack(given.vectors).to(dtype)
-        wrong = (~rows.isfinite().all(dim=1)).nonzero()
-        if len(wrong):
-            name = str(dtype).removeprefix("torch.")
-            raise BadRequest(
-                f"the embedding at position {given.positions[int(wrong[0])]} has numbers that are not finite in "
-                f"{name}, the model's dtype; give numbers up to {torch.finfo(dtype).max:.4g}.",
-                param,
-            )
-        return cls(given.positions, rows.view(torch.int32).numpy(), token_ids)
+    @cached_property
+    def words(self) -> np.ndarray:
+        """The embeddings' bits, [n, hidden's bytes / 4] int32."""
+        return vectors.unpack(self._vectors).to(self._dtype).view(torch.int32).numpy()
 
     @cached_property
     def prompt_keys(self) -> list[int | bytes]:  # type: ignore[override]

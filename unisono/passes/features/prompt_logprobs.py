@@ -21,7 +21,7 @@ from unisono.passes.features.base import (
 from unisono.program import Features, Field, Logits, selected_rows
 from unisono.sampling.logprobs import unpack_logprobs
 from unisono.sampling.pipeline import report_prompt_logprobs
-from unisono.types import BadRequest, EngineRequest, TokenDelta, TokenLogprobs
+from unisono.types import EngineRequest, TokenDelta, TokenLogprobs
 
 SCORED = Features(logits=Logits.SELECTED)
 
@@ -52,10 +52,7 @@ class PromptLogprobs(Feature):
         )
 
     def begin(self, request: EngineRequest) -> RequestState | None:
-        if request.params.prompt_logprobs is None:
-            return None
-        check_scored(request)
-        return _State(request)
+        return None if request.params.prompt_logprobs is None else _State(request)
 
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
         if host.kind != "extend":
@@ -87,19 +84,6 @@ class PromptLogprobs(Feature):
             if scored:
                 row.state.take(scored, outputs["prompt_logprobs"][at : at + len(scored)])
                 at += len(scored)
-
-
-def check_scored(request: EngineRequest) -> None:
-    """Raises BadRequest where a log-probability is wanted of a prompt position that an embedding stands at."""
-    positions = set() if request.overrides is None else set(request.overrides.positions)
-    first = request.first_scored
-    wrong = next((p for p in range(first, len(request.prompt_token_ids)) if p in positions), None)
-    if wrong is not None:
-        raise BadRequest(
-            f"prompt_logprobs are wanted from position {first} on, and at {wrong} stands an embedding, which has none. "
-            f"Set logprob_start_len to {max(positions) + 1} or more, or leave out prompt_logprobs.",
-            "prompt_logprobs",
-        )
 
 
 class _State(RequestState):

@@ -1,0 +1,96 @@
+"""The store: who keeps what, copies between page-table rows, pages that move to another store."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.state.helpers import WINDOW, made, tensors
+from unisono.state.specs import ALL, PAGE_SIZE, leaves, whole_requests
+from unisono.state.store import StateStore
+
+
+def test_views_have_the_shape_of_the_specs() -> None:
+    store = made(paths=3)
+    (k, v), (wide, _), tail = store.view("target").tree
+    assert k.shape == v.shape == (12, 2, PAGE_SIZE, 4)
+    assert wide.shape == (7, 1, PAGE_SIZE, 8)
+    assert tail.snapshot.shape == (12, 3, 2)
+    assert tail.inputs.shape == (12, 24, 5)
+    drafter = store.view("drafter")
+    assert drafter["hidden"].shape == (4, 6)
+    assert drafter["page"].shape == (12, 6)
+    assert store.page_tables[ALL].shape == store.page_tables[32].shape == (12, 10)
+    assert store.lifetimes == (ALL, 32)
+    assert store.tails
+
+
+def test_bytes_are_counted_by_lifetime_and_owner() -> None:
+    store, kv = made(), 2 * PAGE_SIZE * 4 * 4
+    assert store.page_bytes(ALL) == 4 * kv + 12
+    assert store.page_bytes(ALL, "drafter") == 2 * kv + 12
+    assert store.page_bytes(32) == 2 * PAGE_SIZE * 8 * 4
+    assert store.nbytes("target") == 12 * 2 * kv + 7 * store.page_bytes(32)
+    assert store.snapshot_bytes() == 24
+
+
+def test_a_window_that_no_request_outgrows_is_kept_whole() -> None:
+    store = StateStore(2, 1, max_model_len=32, ring=8, device=torch.device("cpu"))
+    store.declare("target", [WINDOW])
+    assert store.lifetimes == (ALL,)
+    assert [spec.lifetime for spec in leaves(whole_requests({"a": WINDOW}))] == [ALL]
+
+
+def test_a_slot_keeps_its_state_when_pages_are_allocated_again() -> None:
+    store = made()
+    hidden = store.view("drafter")["hidden"]
+    store.allocate({ALL: 30, 32: 30})
+    assert store.view("drafter")["hidden"] is hidden
+    assert store.view("target").tree[0][0].shape[0] == 30
+
+
+@pytest.mark.parametrize("lifetime", [ALL, 32])
+def test_a_span_is_copied_in_every_tensor_of_its_lifetime_and_in_no_other(lifetime: int) -> None:
+    store = made(paths=2)
+    table = store.page_tables[lifetime]
+    table[0, :2], table[4, :2] = torch.tensor([1, 2]), torch.tensor([1, 5])
+    before = {id(t): t.clone() for t in tensors(store.view("target").tree) + tensors(store.view("drafter").tree)}
+    row = [torch.tensor([n], dtype=torch.int32) for n in (0, 4, PAGE_SIZE + 2, PAGE_SIZE + 5)]
+    store.copy_span(lifetime, *row)
+    changed = {"kv": tensors(store.view("drafter")["kv"]), "all": tensors(store.view("target").tree[0])}
+    changed["window"] = tensors(store.view("target").tree[1])
+    for name, parts in changed.items():
+        for part in parts:
+            expected = before[id(part)].clone()
+            if (name == "window") == (lifetime == 32):
+                expected[5, :, 2:5] = expected[2, :, 2:5]
+            assert torch.equal(part, expected), name
+    page = store.view("drafter")["page"]
+    assert torch.equal(page, before[id(page)])
+
+
+def test_a_page_moves_to_another_store_bit_by_bit() -> None:
+    one, other = made(), made()
+    for lifetime in one.lifetimes:
+        other.import_page(lifetime, 3, one.export_page(lifetime, 6))
+        assert all(map(torch.equal, other.export_page(lifetime, 3), one.export_page(lifetime, 6)))
+        assert not all(map(torch.equal, other.export_page(lifetime, 4), one.export_page(lifetime, 6)))
+    with pytest.raises(ValueError, match="no page of lifetime"):
+        other.import_page(32, 3, one.export_page(ALL, 6))
+
+
+def test_snapshots_bring_a_tail_back() -> None:
+    store = made(paths=2)
+    tail = store.view("target").tree[2]
+    store.tail_positions[1] = 48
+    saved = tail.snapshot[1].clone()
+    store.save_tail(1, 2)
+    store.reset_tail(1)
+    assert int(store.tail_positions[1]) == 0
+    assert not tail.snapshot[1].any()
+    store.load_tail(3, 2, 48)
+    assert torch.equal(tail.snapshot[3], saved)
+    assert int(store.tail_positions[3]) == 48
+    store.copy_tails(torch.tensor([3], dtype=torch.int32), torch.tensor([6], dtype=torch.int32))
+    assert torch.equal(tail.snapshot[6], saved)
+    assert int(store.tail_positions[6]) == 48

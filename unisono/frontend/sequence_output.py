@@ -1,0 +1,82 @@
+"""What the engine's deltas of one sequence amount to: text, tokens up to its end, log-probabilities, hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from unisono.frontend.detokenizer import Detokenizer
+from unisono.tokenizer import Tokenizer
+from unisono.types import EngineRequest, FinishReason, Logprob, TokenDelta, TokenLogprobs, Vectors
+from unisono.vectors import unpack
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """What a delta adds. Tokens after a stop string are left out.
+
+    text: the text that is certain now; it may come later than its tokens. logprobs: one entry for each token, or None.
+    finish: STOP where a stop string ended the text, else the engine's word. stop_string: that string, or None.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish: FinishReason
+    stop_string: str | None
+
+
+class SequenceOutput:
+    """One sequence's output. ``tokenizer`` is None for a checkpoint without one; then there is no text.
+
+    num_tokens: tokens so far. cached_tokens: prompt tokens that the prefix cache had.
+    """
+
+    def __init__(self, request: EngineRequest, tokenizer: Tokenizer | None) -> None:
+        self.request = request
+        self.num_tokens = self.cached_tokens = 0
+        self._tokenizer = tokenizer
+        prompt, params = request.prompt_token_ids, request.params
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params, prompt)
+        self._hidden: list[Vectors] = []
+        self._prompt_hidden = Vectors("float32", 0, b"")
+
+    def record(self, delta: TokenDelta) -> None:
+        """Take in what a delta says beside its tokens."""
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        if delta.prompt_hidden_states is not None:
+            self._prompt_hidden = delta.prompt_hidden_states
+        if delta.hidden_states is not None:
+            self._hidden.append(delta.hidden_states)
+
+    def detokenize(self, delta: TokenDelta) -> NewTokens:
+        """Take in a delta's tokens."""
+        ids, text, finish, stop = delta.token_ids, "", delta.finish, None
+        if self._detokenizer is not None:
+            text, stop = self._detokenizer.feed(ids, finish), self._detokenizer.stop_string
+            ids = ids[: self._detokenizer.num_tokens - self.num_tokens]
+        self.num_tokens += len(ids)
+        logprobs = None if delta.logprobs is None else delta.logprobs[: len(ids)]
+        return NewTokens(text, ids, logprobs, finish if stop is None else FinishReason.STOP, stop)
+
+    def token_text(self, token_id: int) -> str | None:
+        """The text of a token by itself; None without a tokenizer."""
+        return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def prompt_logprobs(self, scores: list[TokenLogprobs], most: int) -> list[dict[int, Logprob] | None]:
+        """An entry for each prompt token: None before the first scored one, then the token's own and the ``most``
+        likeliest ones'. ``scores``: of the scored tokens."""
+        ids, first = self.request.prompt_token_ids, self.request.first_scored
+        pairs = zip(ids[first:], scores, strict=True)
+        return [*[None] * len(ids[:first]), *(score.named(token, self.token_text, most) for token, score in pairs)]
+
+    def hidden_states(self) -> torch.Tensor:
+        """The hidden states of each generated token but the last, [tokens - 1, hidden]."""
+        first = self._hidden[0] if self._hidden else Vectors("float32", 0, b"")
+        whole = replace(first, data=b"".join(rows.data for rows in self._hidden))
+        return unpack(whole)[: max(0, self.num_tokens - 1)]
+
+    def prompt_hidden_states(self) -> torch.Tensor:
+        """The hidden states of each prompt token, [tokens, hidden]; no rows but for a prompt's first sequence."""
+        return unpack(self._prompt_hidden)

@@ -1,0 +1,159 @@
+"""Request bodies to generations: reads the API's fields and lets ``frontend`` prepare the engine's requests.
+
+:class:`Serving` is made once. Tokenizing, chat templates and embeddings run in one thread of its own, so that a long
+prompt does not hold up other requests' tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from unisono.frontend.input_processor import InputProcessor, Prompt
+from unisono.frontend.sequence_output import SequenceOutput
+from unisono.server.client import EngineClient
+from unisono.server.embeds import load_embeds
+from unisono.server.generation import Echo, Generation
+from unisono.server.metrics import ServerMetrics
+from unisono.server.protocol import ChatRequest, CompletionRequest
+from unisono.types import BadRequest, EngineRequest, SamplingParams
+
+T = TypeVar("T")
+
+COMPLETION_TOKENS = 16
+"""``max_tokens`` of ``/v1/completions`` where the request has none: OpenAI's default."""
+MAX_HIDDEN_NUMBERS = 1 << 24
+"""Numbers of hidden states in an answer to one prompt: some 200 MB of JSON."""
+
+
+class Serving:
+    """Makes generations of parsed request bodies."""
+
+    def __init__(self, client: EngineClient, inputs: InputProcessor, metrics: ServerMetrics) -> None:
+        self.inputs = inputs
+        self._client = client
+        self._metrics = metrics
+        self._threads = ThreadPoolExecutor(1, "tokenizer")
+
+    async def completion(self, request: CompletionRequest, request_id: str) -> list[Generation]:
+        """Make a generation for each sequence of each prompt. Raises BadRequest."""
+        limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        prompt_only = bool(request.echo) and limit == 0  # the engine makes a token all the same
+        params = request.sampling_params(self.inputs.model.generation_defaults, 1 if prompt_only else limit)
+        if request.echo and params.logprobs is not None:
+            if params.logprob_start_len > 1:
+                raise BadRequest(
+                    f"logprob_start_len={params.logprob_start_len} leaves out what echo with logprobs reports; leave "
+                    "out one of them.",
+                    "logprob_start_len",
+                )
+            params = replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
+        generations: list[Generation] = []
+        for number, prompt in enumerate(await self._prompts(request)):
+            one = self.inputs.request(f"{request_id}-{number}", prompt, self._within_limits(prompt, params))
+            echo = self._echo(prompt, params, prompt_only) if request.echo else None
+            generations += self._generations(one, request.prompt_logprobs, len(generations), echo)
+        return generations
+
+    async def chat(self, request: ChatRequest, request_id: str) -> list[Generation]:
+        """Make a generation for each answer to a conversation. Raises BadRequest."""
+        params = request.sampling_params(self.inputs.model.generation_defaults, request.token_limit())
+        conversation, options = request.conversation(), request.template_options()
+        prompt = await self._in_thread(lambda: self.inputs.chat(conversation, **options))
+        one = self.inputs.request(request_id, prompt, self._within_limits(prompt, params))
+        return self._generations(one, request.prompt_logprobs)
+
+    async def _prompts(self, request: CompletionRequest) -> list[Prompt]:
+        """Return the prompts in the order of their choices: embeddings first, as in vLLM. Raises BadRequest."""
+        request.check_embeds(self.inputs.model.prompt_embeds)
+        written = request.prompts()
+        given: list[dict[str, Any]] = [{"prompt_embeds": text} for text in request.embeds()]
+        given += [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in written]
+        if request.embedding_overrides is not None:  # then there is one prompt
+            given[0]["embedding_overrides"] = request.embedding_overrides
+        return [
+            self.inputs.prompt(one) if one.keys() == {"prompt_token_ids"} else await self._in_thread(self._load, one)
+            for one in given
+        ]
+
+    def _load(self, given: dict[str, Any]) -> Prompt:
+        """Prepare a prompt, with the body's encoded embeddings made tensors."""
+        sizes = self.inputs.model.max_model_len, self.inputs.model.hidden_size
+        if (whole := given.get("prompt_embeds")) is not None:
+            given["prompt_embeds"] = load_embeds(whole, *sizes, "prompt_embeds")
+        if (some := given.get("embedding_overrides")) is not None:
+            given["embedding_overrides"] = some.positions, load_embeds(some.embeddings, *sizes, "embedding_overrides")
+        return self.inputs.prompt(given)
+
+    async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    def _echo(self, prompt: Prompt, params: SamplingParams, alone: bool) -> Echo:
+        if prompt.overrides is not None:
+            raise BadRequest("echo repeats the prompt, and overridden tokens have no text; leave out echo.", "echo")
+        if prompt.text is not None:
+            return Echo(prompt.text, alone)
+        tokenizer = self.inputs.require_tokenizer("echo")
+        return Echo(tokenizer.decode(prompt.token_ids, params.skip_special_tokens), alone)
+
+    def _within_limits(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
+        """Return ``params`` with max_tokens set. Raises BadRequest for what this server refuses."""
+        model, length = self.inputs.model, len(prompt.token_ids)
+        params = with_max_tokens(params, length, model.max_model_len)
+        check_hidden_states(model.return_hidden_states, model.hidden_size, length, params)
+        return params
+
+    def _generations(
+        self, request: EngineRequest, scored: int | None, first: int = 0, echo: Echo | None = None
+    ) -> list[Generation]:
+        """Make a generation of each sequence of a prepared request.
+
+        scored: the body's prompt_logprobs. first: number of the first one's choice. echo: what the answers begin with.
+        """
+        wanted = request.params.prompt_logprobs is not None
+        scores = asyncio.get_running_loop().create_future() if wanted else None
+        outputs = [SequenceOutput(sequence, self.inputs.tokenizer) for sequence in request.sequences()]
+        return [
+            Generation(self._client, output, self._metrics.timer(), index, scores, scored, echo)
+            for index, output in enumerate(outputs, first)
+        ]
+
+
+def with_max_tokens(params: SamplingParams, prompt: int, context: int) -> SamplingParams:
+    """Return ``params`` with max_tokens: by default what the context leaves after ``prompt`` tokens.
+
+    Raises BadRequest for more than that. A prompt that leaves nothing is for :meth:`InputProcessor.request` to refuse.
+    """
+    room, asked = context - prompt, params.max_tokens
+    if asked is None and room > 0:
+        return replace(params, max_tokens=room)
+    if asked is not None and asked > room > 0:
+        raise BadRequest(
+            f"The prompt has {prompt} tokens and max_tokens is {asked}, together {prompt + asked}; the model's context "
+            f"is {context} tokens. Ask for at most {room} tokens or shorten the prompt.",
+            "max_tokens",
+            "context_length_exceeded",
+        )
+    return params
+
+
+def check_hidden_states(enabled: bool, hidden_size: int, prompt: int, params: SamplingParams) -> None:
+    """Raise BadRequest where this server returns no hidden states, or not so many as ``prompt`` tokens may have."""
+    name, tokens = "return_hidden_states", prompt + params.n * (params.max_tokens or 0)
+    if not params.return_hidden_states:
+        return
+    if not enabled:
+        raise BadRequest(
+            f"{name} is not honoured by this server; start it with --enable-return-hidden-states, or leave it out.",
+            name,
+        )
+    if tokens * hidden_size > MAX_HIDDEN_NUMBERS:
+        raise BadRequest(
+            f"{name}: {prompt} prompt tokens with max_tokens={params.max_tokens} and n={params.n} may have "
+            f"{tokens * hidden_size} numbers; at most {MAX_HIDDEN_NUMBERS} are sent. Lower max_tokens or n, or shorten "
+            "the prompt.",
+            name,
+        )

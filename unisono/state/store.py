@@ -1,0 +1,245 @@
+"""The store: every tensor that requests leave on the device, for target and drafter alike.
+
+Paged state of one lifetime forms a *group* with page ids and a page table of its own. Within a group, specs of the same
+shape and dtype lie in one tensor [specs, pages, *shape], so "which bytes are page p?" has one answer, and copying,
+exporting and importing pages are written once. The engine makes the store; models and drafters read views of it.
+
+Shapes: S slots (the padding slot is the last), NR table rows (one for each slot, and one for each further tree path of
+each slot), MP pages per row, NP pages of a group.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from unisono.kernels.tree_paths import copy_span
+from unisono.state.specs import ALL, PADDING_PAGE, PAGE_SIZE, Paged, PerSlot, Spec, Tail, Tree, leaves, map_tree
+
+PageKey = tuple[int, tuple[int, ...], torch.dtype]
+"""Lifetime, shape and dtype of paged state."""
+
+
+@dataclass(frozen=True)
+class TailView:
+    """What a recurrent layer sees of its state. NR rows as in page tables; ring: positions that a row remembers.
+
+    snapshot [NR, *shape]: the state after ``store.tail_positions`` tokens of each row. inputs [NR, ring, *shape]: the
+    raw inputs since, that of position p at p % ring.
+    """
+
+    snapshot: torch.Tensor
+    inputs: torch.Tensor
+
+
+class StateView:
+    """One owner's state. ``tree`` is its specs' tree with tensors in place of specs; it changes when pages are
+    allocated."""
+
+    def __init__(self) -> None:
+        self.tree: Any = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.tree[name]
+
+
+class StateStore:
+    """Allocates state, and copies, exports and imports it.
+
+    slots: S. paths: tree paths of each request, 1 for a chain. max_model_len: positions of a request; windows as long
+    as that are lifetime ALL. ring: positions whose inputs a tail remembers.
+    """
+
+    def __init__(self, slots: int, paths: int, max_model_len: int, ring: int, device: torch.device) -> None:
+        self.slots, self.paths, self.max_model_len, self.ring, self.device = slots, paths, max_model_len, ring, device
+        self.max_pages = -(-max_model_len // PAGE_SIZE)
+        self.num_pages: dict[int, int] = {}  # by lifetime, those of tree paths included
+        self.page_tables: dict[int, torch.Tensor] = {}  # by lifetime, [NR, MP] int32
+        self.tail_positions = self._ints(slots * paths).zero_()  # [NR]: tokens that each row's snapshots have seen
+        self._specs: dict[str, Tree] = {}
+        self._views: dict[str, StateView] = defaultdict(StateView)
+        self._slot_state: dict[str, Tree] = {}  # the owners' trees with None in place of paged specs
+        self._pages: dict[PageKey, torch.Tensor] = {}  # [specs, NP, *shape]
+        self._snapshots: list[torch.Tensor] = []  # of each tail, [ids, *shape]
+        self._table(ALL)
+
+    # ---- declaring and allocating --------------------------------------------------------------
+
+    def view(self, owner: str) -> StateView:
+        """The state of an owner, who may declare it later."""
+        return self._views[owner]
+
+    def declare(self, owner: str, specs: Tree) -> None:
+        """Say what an owner keeps. Slot state and tails are allocated now, pages with :meth:`allocate`."""
+        kept = map_tree(specs, self._clipped)
+        self._specs[owner] = kept
+        state = map_tree(kept, lambda spec: None if isinstance(spec, Paged) else self._of_slots(spec))
+        self._views[owner].tree = self._slot_state[owner] = state
+        for spec in leaves(kept):
+            if isinstance(spec, Paged):
+                self._table(spec.lifetime)
+
+    @property
+    def lifetimes(self) -> tuple[int, ...]:
+        """Every lifetime, ALL first, then windows ascending."""
+        return tuple(sorted(self.page_tables))
+
+    @property
+    def tails(self) -> bool:
+        """Whether anybody keeps a recurrence."""
+        return any(isinstance(spec, Tail) for _, spec in self._every())
+
+    def page_bytes(self, lifetime: int, owner: str | None = None) -> int:
+        """Bytes of one page of a lifetime, of all owners or of one."""
+        return sum(
+            spec.page_bytes
+            for who, spec in self._every()
+            if isinstance(spec, Paged) and spec.lifetime == lifetime and owner in (None, who)
+        )
+
+    def snapshot_bytes(self) -> int:
+        """Bytes of one snapshot of all tails."""
+        return sum(spec.snapshot_bytes for _, spec in self._every() if isinstance(spec, Tail))
+
+    def allocate(self, num_pages: Mapping[int, int], snapshots: int = 0) -> None:
+        """Allocate pages of each lifetime and room for snapshots; what was allocated before is freed.
+
+        Zeros, so that the padding page is finite before anything was written to it.
+        """
+        for view in self._views.values():
+            view.tree = None
+        self._pages.clear()
+        self._snapshots.clear()
+        self.num_pages = dict(num_pages)
+        count: dict[PageKey, int] = defaultdict(int)
+        for _, spec in self._every():
+            if isinstance(spec, Paged):
+                count[spec.lifetime, spec.shape, spec.dtype] += 1
+        for (lifetime, shape, dtype), specs in count.items():
+            dims = (specs, num_pages[lifetime], *shape)
+            self._pages[lifetime, shape, dtype] = torch.zeros(dims, dtype=dtype, device=self.device)
+        taken: dict[PageKey, Iterator[torch.Tensor]] = {key: iter(pages) for key, pages in self._pages.items()}
+        for owner, specs in self._specs.items():
+            self._views[owner].tree = map_tree(
+                specs, partial(self._filled, iter(_flat(self._slot_state[owner])), taken)
+            )
+        for tail in self._tail_views():
+            dims = (snapshots, *tail.snapshot.shape[1:])
+            self._snapshots.append(torch.zeros(dims, dtype=tail.snapshot.dtype, device=self.device))
+
+    def nbytes(self, owner: str | None = None) -> int:
+        """Bytes of pages, of all owners or of one."""
+        return sum(pages * self.page_bytes(lifetime, owner) for lifetime, pages in self.num_pages.items())
+
+    # ---- copies on the device, inside passes ---------------------------------------------------
+
+    def copy_span(
+        self, lifetime: int, sources: torch.Tensor, tables: torch.Tensor, first: torch.Tensor, last: torch.Tensor
+    ) -> None:
+        """Copy the state of positions first[m] … last[m] - 1 from page-table row sources[m] to tables[m]; all [M]
+        int32."""
+        table = self.page_tables[lifetime]
+        by_token = {(s.lifetime, s.shape, s.dtype) for _, s in self._every() if isinstance(s, Paged) and s.by_token}
+        for key in self._pages:
+            if key[0] == lifetime and key in by_token:
+                copy_span(self._pages[key], table, sources, tables, first, last)
+
+    def copy_tails(self, sources: torch.Tensor, rows: torch.Tensor) -> None:
+        """Give rows [M] the snapshots and inputs of other rows, sources [M]; int32. No row may be in both."""
+        src, dst = sources.long(), rows.long()
+        for tail in self._tail_views():
+            tail.snapshot.index_copy_(0, dst, tail.snapshot.index_select(0, src))
+            tail.inputs.index_copy_(0, dst, tail.inputs.index_select(0, src))
+        self.tail_positions.index_copy_(0, dst, self.tail_positions.index_select(0, src))
+
+    # ---- commands between passes ---------------------------------------------------------------
+
+    def reset_tail(self, slot: int) -> None:
+        """Begin a slot's recurrences at position 0."""
+        self.tail_positions[slot] = 0
+        for tail in self._tail_views():
+            tail.snapshot[slot].zero_()
+
+    def save_tail(self, slot: int, snapshot: int) -> None:
+        """Keep a slot's snapshots under an id."""
+        for tail, saved in zip(self._tail_views(), self._snapshots, strict=True):
+            saved[snapshot].copy_(tail.snapshot[slot])
+
+    def load_tail(self, slot: int, snapshot: int, position: int) -> None:
+        """Go on from the snapshots of an id, which were taken after ``position`` tokens."""
+        self.tail_positions[slot] = position
+        for tail, saved in zip(self._tail_views(), self._snapshots, strict=True):
+            tail.snapshot[slot].copy_(saved[snapshot])
+
+    def export_page(self, lifetime: int, page: int) -> list[torch.Tensor]:
+        """The bytes of a page: a copy [specs, *shape] on the CPU for each shape and dtype of its lifetime."""
+        return [pages[:, page].cpu() for key, pages in self._pages.items() if key[0] == lifetime]
+
+    def import_page(self, lifetime: int, page: int, state: list[torch.Tensor]) -> None:
+        """Write what :meth:`export_page` of a store with the same specs returned. Raises ValueError for another's."""
+        mine = [pages for key, pages in self._pages.items() if key[0] == lifetime]
+        if [(s.shape, s.dtype) for s in state] != [(m[:, page].shape, m.dtype) for m in mine]:
+            raise ValueError(f"this is no page of lifetime {lifetime} of an engine with the same model and drafter")
+        for pages, given in zip(mine, state, strict=True):
+            pages[:, page].copy_(given)
+
+    def export_snapshot(self, snapshot: int) -> list[torch.Tensor]:
+        """The bytes of a snapshot, one tensor for each tail, on the CPU."""
+        return [saved[snapshot].cpu() for saved in self._snapshots]
+
+    def import_snapshot(self, snapshot: int, state: list[torch.Tensor]) -> None:
+        """Write what :meth:`export_snapshot` of a store with the same specs returned."""
+        for saved, given in zip(self._snapshots, state, strict=True):
+            saved[snapshot].copy_(given)
+
+    # ---- pieces --------------------------------------------------------------------------------
+
+    def _every(self) -> Iterator[tuple[str, Spec]]:
+        for owner, specs in self._specs.items():
+            yield from ((owner, spec) for spec in leaves(specs))
+
+    def _clipped(self, spec: Spec) -> Spec:
+        """A window that no request outgrows is lifetime ALL: nothing could be freed."""
+        if isinstance(spec, Paged) and spec.lifetime >= self.max_model_len:
+            return replace(spec, lifetime=ALL)
+        return spec
+
+    def _table(self, lifetime: int) -> None:
+        if lifetime not in self.page_tables:
+            table = self._ints(self.slots * self.paths, self.max_pages)
+            self.page_tables[lifetime] = table.fill_(PADDING_PAGE)
+
+    def _of_slots(self, spec: Spec) -> Any:
+        if isinstance(spec, Tail):
+            rows, (shape, dtype) = self.slots * self.paths, spec.snapshot
+            snapshot = torch.zeros((rows, *shape), dtype=dtype, device=self.device)
+            shape, dtype = spec.inputs
+            return TailView(snapshot, torch.zeros((rows, self.ring, *shape), dtype=dtype, device=self.device))
+        assert isinstance(spec, PerSlot)
+        return torch.full((self.slots, *spec.shape), spec.fill, dtype=spec.dtype, device=self.device)
+
+    def _filled(self, slot_state: Iterator[Any], taken: Mapping[PageKey, Iterator[torch.Tensor]], spec: Spec) -> Any:
+        held = next(slot_state)
+        return next(taken[spec.lifetime, spec.shape, spec.dtype]) if isinstance(spec, Paged) else held
+
+    def _tail_views(self) -> list[TailView]:
+        return [held for state in self._slot_state.values() for held in _flat(state) if isinstance(held, TailView)]
+
+    def _ints(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=self.device)
+
+
+def _flat(tree: Any) -> Iterator[Any]:
+    """What stands in place of specs, in order."""
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        for part in tree:
+            yield from _flat(part)
+    else:
+        yield tree
