@@ -41,7 +41,7 @@ from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
 from unisono.passes.extend import extend_program
-from unisono.passes.features.base import FeatureContext
+from unisono.passes.features.base import Feature, FeatureContext
 from unisono.passes.modules import Modules
 from unisono.passes.round import catch_up_program, draft_program, held_drafts, round_program, verify_program
 from unisono.passes.tree import Tree, path_pages
@@ -109,9 +109,8 @@ class Runner:
         self.masked = replace(drafter.features, masks=True)
         held = held_drafts(config.max_num_seqs, paths, self.width, config.device)
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
+        self.request_features = features = self._load_features(checkpoint)
         rule = acceptance_rule(config.asked, slots)
-        lent = self._feature_context(checkpoint)
-        self.request_features = features = [catalog.features.load(name)(lent) for name in catalog.features.listed]
 
         def parts() -> Modules:
             tree = None
@@ -134,10 +133,10 @@ class Runner:
             self.planner.capture(self._buckets(self._parts()), lambda share: progress("capture", share))
         check_full(self.config, self.planner.graphs())
 
-    def _feature_context(self, checkpoint: Checkpoint) -> FeatureContext:
-        """What features are told and lent."""
+    def _load_features(self, checkpoint: Checkpoint) -> list[Feature]:
+        """All that requests may ask for."""
         c, asked = checkpoint.config, self.config.asked
-        return FeatureContext(
+        context = FeatureContext(
             directory=checkpoint.path,
             eos=checkpoint.eos_token_ids,
             vocab_size=c.vocab_size,
@@ -150,6 +149,7 @@ class Runner:
             slots=self.slots,
             logits=self.model.logits,
         )
+        return [catalog.features.load(name)(context) for name in catalog.features.listed]
 
     def _compile(self, attention: BreakingAttention, head_dim: int) -> None:
         """Compile the kernels of all passes; first those that decide, by their bits, what the larger passes run."""
