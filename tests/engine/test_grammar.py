@@ -407,10 +407,9 @@ def test_the_two_kinds_take_turns(certain: LLM, monkeypatch: pytest.MonkeyPatch)
     real = Planner.launch
     monkeypatch.setattr(Planner, "launch", lambda self, key, b: (launched.append(key.program), real(self, key, b))[1])
     play(certain, [[1, 2, 3], [4, 5]], [FREE_RUN, FORM])
-    both = launched[launched.index("draft") : len(launched) - launched[::-1].index("verify")]
-    assert len(both) > 6
-    assert both[::2] == ["draft", "verify"] * (len(both) // 4) + both[::2][len(both) // 4 * 2 :]
-    assert set(both[1::2]) == {"round"}
+    both = launched[launched.index("draft") : len(launched) - launched[::-1].index("round")]
+    assert len(both) > 12
+    assert both == (["draft", "round", "verify", "round"] * len(both))[: len(both)]
 
 
 def test_aborted_between_the_two_passes(certain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

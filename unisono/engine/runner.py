@@ -97,7 +97,7 @@ class Runner:
         self.store = StateStore(config.max_num_seqs + 1, paths, config.max_model_len, ring, config.device)
         self.slots = slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, self.store)
         self.store.declare("target", whole_requests(self.model.state_specs()))
-        self.sampler = sampler = DraftSampler(slots, spec.paths)
+        self.sampler = DraftSampler(slots, spec.paths)
         self.choices, why = draft_choices(self.config, drafter.num_drafts)
         if drafter.num_drafts:
             self.decide("drafts per round", ", ".join(map(str, self.choices)), why)
@@ -107,19 +107,10 @@ class Runner:
         self.store.declare("drafter", drafter.state_specs())
         self.width, self.features = 1 + drafter.num_drafts, drafter.features
         self.masked = replace(drafter.features, masks=True)
-        held = held_drafts(config.max_num_seqs, paths, self.width, config.device)
+        self._held = held_drafts(config.max_num_seqs, paths, self.width, config.device)
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
-        self.request_features = features = self._load_features(checkpoint)
-        rule = acceptance_rule(config.asked, slots)
-
-        def parts() -> Modules:
-            tree = None
-            if isinstance(drafter, TreeDrafter) and spec.paths:
-                tree = Tree.of(spec.paths, drafter, slots, self.store, self.num_pages)
-            kv = self.store.view("target").tree
-            return Modules(self.model, drafter, slots, sampler, kv, features, rule, tree, held)
-
-        self._parts = parts
+        self.request_features = self._load_features(checkpoint)
+        self._acceptance = acceptance_rule(config.asked, slots)
         self._hold_pages(2)  # for padding, until it is known how many fit
         if config.device.type == "cuda":
             with _Stage(self, "compile"):
@@ -132,6 +123,15 @@ class Runner:
         with _Stage(self, "capture"):
             self.planner.capture(self._buckets(self._parts()), lambda share: progress("capture", share))
         check_full(self.config, self.planner.graphs())
+
+    def _parts(self) -> Modules:
+        """What passes are made of, with the pages that there are now."""
+        spec, drafter, tree = self.config.asked.speculative, self.drafter, None
+        if isinstance(drafter, TreeDrafter) and spec is not None and spec.paths:
+            tree = Tree.of(spec.paths, drafter, self.slots, self.store, self.num_pages)
+        kv, features = self.store.view("target").tree, self.request_features
+        lent = (self.model, drafter, self.slots, self.sampler, kv, features)
+        return Modules(*lent, self._acceptance, tree, self._held)
 
     def _load_features(self, checkpoint: Checkpoint) -> list[Feature]:
         """All that requests may ask for."""
@@ -340,7 +340,7 @@ class Runner:
         if on_gpu:
             torch.cuda.synchronize()  # a drafter may be catching up still
         self.planner.close()
-        del self.model, self.store, self.slots, self._parts, self.request_features
+        del self.model, self.store, self.slots, self.sampler, self.request_features, self._acceptance
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
