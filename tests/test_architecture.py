@@ -39,9 +39,13 @@ ALLOWED = {
     "sampling": {"types", "kernels"},
     "state": {"types", "program", "kernels"},
     "grammar": {"types", "tokenizer"},
+    "passes": {
+        "types", "program", "vectors", "state", "kernels", "models", "drafters", "sampling", "attention",
+        "grammar",
+    },
     "engine": {
-        "types", "program", "vectors", "catalog", "config", "kernels", "layers", "attention", "models", "drafters",
-        "sampling", "graphs", "state", "grammar", "distributed", "request_checks",
+        "types", "program", "catalog", "config", "kernels", "layers", "attention", "models", "drafters", "passes",
+        "sampling", "graphs", "state", "distributed", "request_checks",
     },
     "llm": {"types", "config", "engine", "tokenizer", "frontend"},
     "server": {"types", "heap", "tokenizer", "frontend"},
@@ -129,7 +133,7 @@ def test_nothing_names_an_algorithm() -> None:
     """The engine, graphs, sampling and state know the Drafter protocol, never a drafter by name."""
     algorithm = re.compile(r"\b(eagle3?|mtp|nextn|ngram|suffix_decoding|standalone)\b", re.IGNORECASE)
     for path in FILES:
-        if room(path) in ("engine", "graphs", "sampling", "state", "program", "kernels"):
+        if room(path) in ("engine", "passes", "graphs", "sampling", "state", "program", "kernels"):
             hit = algorithm.search(path.read_text())
             assert hit is None, f"{path} names {hit.group(0)!r}"
 
@@ -175,3 +179,18 @@ def test_modules_import_one_way() -> None:
     }
     circle = circle_in({name: modules_imported(path, names) - {name} for name, path in names.items()})
     assert circle is None, circle
+
+
+def test_nothing_names_a_feature() -> None:
+    """What makes, runs and reads passes knows the Feature protocol, never a feature by name."""
+    named = re.compile(
+        r"grammar|matcher|\bmasked\b|logprob|log-prob|embedd|overrid|return_hidden|structured", re.IGNORECASE
+    )
+    engine = ("scheduler", "sequence", "engine", "batch", "draft_controller")
+    passes = ("modules", "extend", "round", "verify", "tree", "acceptance")
+    for path in [PACKAGE / "engine" / f"{name}.py" for name in engine] + [
+        PACKAGE / "passes" / f"{name}.py" for name in passes
+    ]:
+        text = path.read_text().replace("override_embeddings", "").replace("Overriding", "")
+        hit = named.search(text)
+        assert hit is None, f"{path} names {hit.group(0)!r}"

@@ -17,9 +17,9 @@ from tests.engine.helpers import engine, mixed_params, prompts
 from tests.engine.matrix import TREE_DRAFTERS, TREES, drafting_tree
 from tests.kernels.lookup_oracle import paths_of
 from unisono import SamplingParams
-from unisono.engine import tree
 from unisono.kernels.edits import edit_logits
 from unisono.llm import LLM
+from unisono.passes import tree
 from unisono.types import FinishReason
 
 DEEP = {"speculative_token_tree": "[(0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0), (1, 1, 0)]"}

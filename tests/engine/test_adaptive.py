@@ -18,7 +18,7 @@ from tests.engine.helpers import counted, draw_drafts, engine, prompts, tokens
 from tests.engine.matrix import DRAFTERS, PARAMS, PROMPTS, SCARCE, Checkpoints
 from unisono.drafters.base import PausableDrafter
 from unisono.engine.draft_controller import DraftController
-from unisono.engine.scheduler import Extend
+from unisono.engine.sequence import Extend
 from unisono.llm import LLM
 from unisono.types import ConfigError, EngineRequest, SamplingParams, SpeculativeConfig, StructuredOutputs
 

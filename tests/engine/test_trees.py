@@ -33,9 +33,9 @@ from tests.engine.matrix import (
     drafting_tree,
 )  # fmt: skip
 from tests.models.make import make_checkpoint
-from unisono.engine import tree as tree_module
 from unisono.kernels.tree_paths import Best
 from unisono.llm import LLM
+from unisono.passes import tree as tree_module
 from unisono.types import ConfigError, SamplingParams
 
 ASKED = [replace(p, logprobs=(None, 3, 0, 20)[i % 4]) for i, p in enumerate(PARAMS)]

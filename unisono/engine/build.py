@@ -19,12 +19,9 @@ from unisono.attention.base import BreakingAttention
 from unisono.config import ResolvedConfig
 from unisono.drafters.base import Drafter, DrafterContext, PausableDrafter, TreeDrafter
 from unisono.engine.buckets import draft_choices, engine_buckets, graph_modes, max_unobserved_tokens
-from unisono.engine.masked import draft_program, held_drafts, verify_program
 from unisono.engine.memory import PageDemand, fit_pages, peak_bytes
-from unisono.engine.programs import Parts, catch_up_program, extend_program, round_program
 from unisono.engine.slots import Slots
-from unisono.engine.synthetic import forcing
-from unisono.engine.tree import Tree, path_pages
+from unisono.engine.synthetic import acceptance_rule
 from unisono.engine.warmup import compiling_only, run_on_padding, warmup_passes
 from unisono.engine.worker import Worker
 from unisono.graphs.graph_set import GraphSet
@@ -35,6 +32,11 @@ from unisono.layers.linear import prove_linears, rehearse_proofs
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
+from unisono.passes.extend import extend_program
+from unisono.passes.features.base import Feature, FeatureContext
+from unisono.passes.modules import Modules
+from unisono.passes.round import catch_up_program, draft_program, held_drafts, round_program, verify_program
+from unisono.passes.tree import Tree, path_pages
 from unisono.program import Program, Shape
 from unisono.sampling.pipeline import DraftSampler
 from unisono.state.specs import ALL, PAGE_SIZE, whole_requests
@@ -95,13 +97,14 @@ class Build:
         drafter.bind(self._context(sampler, progress))
         store.declare("drafter", drafter.state_specs())
         self.worker.hold_pages(2)  # for padding, until the number of pages is known
-        held = held_drafts(config.max_num_seqs, self.paths, self.width, config.device)
+        self.request_features = self._load_features(checkpoint)
+        self._modules = self._lent(spec, sampler)
         if config.device.type == "cuda":
             with self.stage("compile"):
-                self._compile(attention, c.head_dim, self._programs(spec, sampler, held))
+                self._compile(attention, c.head_dim, self._programs())
         with self.stage("size the KV cache"):
-            self._size(lambda: self._programs(spec, sampler, held))
-        self.worker.graphs.programs = self._programs(spec, sampler, held)
+            self._size()
+        self.worker.graphs.programs = self._programs()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -150,21 +153,47 @@ class Build:
             max_unobserved=self.max_unobserved,
         )
 
-    def _programs(self, spec: SpeculativeConfig, sampler: DraftSampler, held: torch.Tensor) -> dict[str, Program]:
+    def _load_features(self, checkpoint: Checkpoint) -> list[Feature]:
+        """Everything that requests may ask of a pass beside its tokens."""
+        c, asked, worker = checkpoint.config, self.config.asked, self.worker
+        context = FeatureContext(
+            directory=checkpoint.path,
+            eos=checkpoint.eos_token_ids,
+            vocab_size=c.vocab_size,
+            hidden_size=c.hidden_size,
+            dtype=self.config.dtype,
+            max_rows=self.max_extend_rows,
+            paths=self.paths,
+            processed_logprobs=asked.logprobs_mode == "processed_logprobs",
+            synthetic=asked.synthetic,
+            slots=worker.slots,
+            logits=worker.model.logits,
+        )
+        return [catalog.features.load(name)(context) for name in catalog.features.listed]
+
+    def _lent(self, spec: SpeculativeConfig, sampler: DraftSampler) -> Callable[[], Modules]:
+        """Makes what passes work on, over the pages that the worker holds at the time of the call."""
+        w, config = self.worker, self.config
+        held = held_drafts(config.max_num_seqs, self.paths, self.width, config.device)
+        rule = acceptance_rule(config.asked, w.slots)
+
+        def modules() -> Modules:
+            tree, state = None, w.store.view("target").tree
+            if isinstance(w.drafter, TreeDrafter) and spec.paths:
+                tree = Tree.of(spec.paths, w.drafter, w.slots, w.store, w.num_pages)
+            return Modules(w.model, w.drafter, w.slots, sampler, state, self.request_features, rule, tree, held)
+
+        return modules
+
+    def _programs(self) -> dict[str, Program]:
         """Every program of the engine by name, over the pages that the worker holds now."""
-        w, asked = self.worker, self.config.asked
-        tree = None
-        if isinstance(w.drafter, TreeDrafter) and spec.paths:
-            tree = Tree.of(spec.paths, w.drafter, w.slots, w.store, w.num_pages)
-        processed, forced = asked.logprobs_mode == "processed_logprobs", forcing(asked, w.slots)
-        kv = w.store.view("target").tree
-        parts = Parts(w.model, w.drafter, w.slots, sampler, kv, processed, forced, tree, held)
-        programs = [round_program(parts), verify_program(parts)]
-        programs += [extend_program(parts, self.max_extend_rows, name) for name in ("extend", "score")]
+        modules, drafter = self._modules(), self.worker.drafter
+        programs = [round_program(modules), verify_program(modules)]
+        programs += [extend_program(modules, self.max_extend_rows, name) for name in ("extend", "score")]
         if self.width > 1:
-            programs.append(draft_program(parts))
-        if self.max_unobserved and isinstance(w.drafter, PausableDrafter):
-            programs.append(catch_up_program(w.drafter, w.slots))
+            programs.append(draft_program(modules))
+        if self.max_unobserved and isinstance(drafter, PausableDrafter):
+            programs.append(catch_up_program(drafter, self.worker.slots))
         return {program.name: program for program in programs}
 
     def _compile(self, attention: BreakingAttention, head_dim: int, programs: dict[str, Program]) -> None:
@@ -188,7 +217,7 @@ class Build:
         reason = f"bits compared with the Triton kernel's for {len(proven)} shapes, {len(failed)} differ"
         self.decide(f"products above {TRITON_ROWS} rows", value, reason)
 
-    def _size(self, programs: Callable[[], dict[str, Program]]) -> None:
+    def _size(self) -> None:
         """Allocate as many pages as fit."""
         config, worker = self.config, self.worker
         reserved = path_pages(self.paths, self.width - 1, config.max_num_seqs)
@@ -201,7 +230,7 @@ class Build:
         )
 
         def measure() -> int:
-            passes, masked = programs(), replace(worker.drafter.features, masks=True)
+            passes, masked = self._programs(), replace(worker.drafter.features, masks=True)
             largest = [(passes["extend"].of(masked), Shape(config.max_num_batched_tokens))]
             if self.paths > 1:  # the rounds of a tree may be larger than any prompt pass
                 largest.append((passes["round"].of(masked), Shape(config.max_num_seqs, self.width)))
