@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,13 @@ ALLOWED = {
     "sampling": {"types", "kernels"},
     "state": {"types", "program", "kernels"},
     "grammar": {"types", "tokenizer"},
+    "passes": {
+        "types", "program", "vectors", "state", "kernels", "models", "drafters", "sampling", "attention",
+        "grammar",
+    },
     "engine": {
-        "types", "program", "vectors", "catalog", "config", "kernels", "layers", "attention", "models", "drafters",
-        "sampling", "graphs", "state", "grammar", "distributed", "request_checks",
+        "types", "program", "catalog", "config", "kernels", "layers", "attention", "models", "drafters", "passes",
+        "sampling", "graphs", "state", "distributed", "request_checks",
     },
     "llm": {"types", "config", "engine", "tokenizer", "frontend"},
     "server": {"types", "heap", "tokenizer", "frontend"},
@@ -125,24 +130,67 @@ def test_xgrammar_is_imported_where_a_grammar_is_used() -> None:
 
 
 def test_nothing_names_an_algorithm() -> None:
-    """The engine, graphs, sampling and cache know the Drafter protocol, never a drafter by name."""
+    """The engine, graphs, sampling and state know the Drafter protocol, never a drafter by name."""
     algorithm = re.compile(r"\b(eagle3?|mtp|nextn|ngram|suffix_decoding|standalone)\b", re.IGNORECASE)
     for path in FILES:
-        if room(path) in ("engine", "graphs", "sampling", "cache", "program", "kernels"):
+        if room(path) in ("engine", "passes", "graphs", "sampling", "state", "program", "kernels"):
             hit = algorithm.search(path.read_text())
             assert hit is None, f"{path} names {hit.group(0)!r}"
 
 
-def test_no_package_cycles() -> None:
-    edges = {name: allowed - {name} for name, allowed in ALLOWED.items()}
+def circle_in(edges: Mapping[str, Collection[str]]) -> str | None:
+    """A circle among these edges, as a chain of names; None where there is none."""
     done: set[str] = set()
 
-    def visit(name: str, above: tuple[str, ...]) -> None:
-        assert name not in above, f"cycle: {' -> '.join((*above, name))}"
+    def visit(name: str, above: tuple[str, ...]) -> str | None:
+        if name in above:
+            return " -> ".join((*above[above.index(name) :], name))
         if name not in done:
-            for below in edges.get(name, ()):
-                visit(below, (*above, name))
+            for below in sorted(edges.get(name, ())):
+                if found := visit(below, (*above, name)):
+                    return found
             done.add(name)
+        return None
 
-    for name in edges:
-        visit(name, ())
+    return next(filter(None, (visit(name, ()) for name in edges)), None)
+
+
+def modules_imported(path: Path, modules: Collection[str]) -> set[str]:
+    """The modules of the project that a file imports, lazily and under TYPE_CHECKING included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {name if name in modules else node.module for name in names}
+    return found & set(modules)
+
+
+def test_rooms_import_one_way() -> None:
+    circle = circle_in({name: allowed - {name} for name, allowed in ALLOWED.items()})
+    assert circle is None, circle
+
+
+def test_modules_import_one_way() -> None:
+    names = {
+        ".".join(("unisono", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+        for path in FILES
+    }
+    circle = circle_in({name: modules_imported(path, names) - {name} for name, path in names.items()})
+    assert circle is None, circle
+
+
+def test_nothing_names_a_feature() -> None:
+    """What makes, runs and reads passes knows the Feature protocol, never a feature by name."""
+    named = re.compile(
+        r"grammar|matcher|\bmasked\b|logprob|log-prob|embedd|overrid|return_hidden|structured", re.IGNORECASE
+    )
+    engine = ("scheduler", "sequence", "engine", "batch", "draft_controller")
+    passes = ("modules", "extend", "round", "verify", "tree", "acceptance")
+    for path in [PACKAGE / "engine" / f"{name}.py" for name in engine] + [
+        PACKAGE / "passes" / f"{name}.py" for name in passes
+    ]:
+        text = path.read_text().replace("override_embeddings", "").replace("Overriding", "")
+        hit = named.search(text)
+        assert hit is None, f"{path} names {hit.group(0)!r}"

@@ -1,4 +1,4 @@
-"""The catalog: every model, drafter, attention backend and bundled checkpoint, in one place.
+"""The catalog: every model, drafter, feature, attention backend and bundled checkpoint, in one place.
 
 Entries are strings, so that reading the catalog imports nothing; :meth:`Registry.load` imports the one
 entry that is used. Nothing registers itself at import time: what is listed here is what there is, and, where a
@@ -35,6 +35,11 @@ class Registry:
     def names(self) -> tuple[str, ...]:
         """The supported names, sorted."""
         return tuple(sorted({*self.entries, *self._installed()}))
+
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """The supported names as they are listed, those of installed packages last."""
+        return tuple(dict.fromkeys((*self.entries, *sorted(self._installed()))))
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries or name in self._installed()
@@ -84,6 +89,19 @@ drafters = Registry(
     },
     group="unisono.drafters",
 )
+
+features = Registry(
+    "feature",
+    {
+        "output_logprobs": "unisono.passes.features.output_logprobs:OutputLogprobs",
+        "grammar": "unisono.passes.features.grammar:Grammar",
+        "prompt_embeds": "unisono.passes.features.prompt_embeds:PromptEmbeds",
+        "prompt_logprobs": "unisono.passes.features.prompt_logprobs:PromptLogprobs",
+        "hidden_states": "unisono.passes.features.hidden_states:ReturnedHiddenStates",
+    },
+    group="unisono.features",
+)
+"""What requests may ask of a pass beside its tokens; each entry is a ``passes.features.base.Feature``."""
 
 attention = Registry(
     "attention backend",

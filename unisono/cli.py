@@ -78,6 +78,9 @@ def _engine_flags(
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to use.")] = 0.9,
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per pass.")] = None,
+    max_stall_ms: Annotated[
+        float, typer.Option(help="Milliseconds that running requests wait for prompts, from one round to the next.")
+    ] = 50.0,
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights; needs config.json only.")] = "auto",
     attention_backend: Annotated[str, typer.Option(help=f"auto, {', '.join(catalog.attention.names)}.")] = "auto",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Capture no graph.")] = False,

@@ -35,6 +35,8 @@ class EngineConfig:
     max_model_len: tokens per request, prompt and output together.
     gpu_memory_utilization: share of the card's memory the engine may take, 0 … 1.
     max_num_seqs: requests that run at once. max_num_batched_tokens: prompt tokens per extend pass.
+    max_stall_ms: milliseconds that running requests wait at most from one round to the next: prompt passes between them
+    are as large as fits, by what passes cost.
     load_format: auto, or dummy for random weights (needs config.json only).
     enforce_eager: short for graphs="off".
     graphs: auto, full, segmented or off, for all passes or for some: "extend=segmented,round=full". auto captures
@@ -58,6 +60,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_stall_ms: float = 50.0
     load_format: Literal["auto", "dummy"] = "auto"
     seed: int = 0
     attention_backend: str = "auto"
@@ -88,6 +91,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: give at least {low}.")
+        if not self.max_stall_ms > 0:
+            raise ConfigError(f"--max-stall-ms {self.max_stall_ms}: give milliseconds above 0.")
         self._check_graphs()
         forced = self.synthetic_acceptance_length
         longest = 1 + (self.speculative.num_speculative_tokens if self.speculative else 0)
@@ -207,6 +212,7 @@ class ResolvedConfig:
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_stall_ms": self.asked.max_stall_ms,
             "attention_backend": self.attention_backend,
             "load_format": self.asked.load_format,
             "gpu_memory_utilization": self.asked.gpu_memory_utilization,

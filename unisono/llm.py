@@ -161,6 +161,8 @@ class _Running:
         self.completion.error = delta.error
         self._logprobs += new.logprobs or []
         self._prompt_logprobs += delta.prompt_logprobs or []
+        for name, values in (delta.extra or {}).items():
+            self.completion.extra.setdefault(name, []).extend(values)
         if new.finish is not FinishReason.RUNNING:
             self.completion.finish_reason = new.finish.text
         return new.finish is not FinishReason.RUNNING

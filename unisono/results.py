@@ -79,6 +79,7 @@ class TokenDelta:
     accepted.
     ``hidden_states`` are those of generated tokens, if the request asked for them: of the one before each of these, but
     the first; ``prompt_hidden_states``, on its first delta, those of the prompt.
+    ``extra``: what features of other packages report, a list for each name; lists of successive deltas are joined.
     ``error`` is set when the request failed inside the engine; then ``finish`` is ABORT.
     """
 
@@ -93,6 +94,7 @@ class TokenDelta:
     accepted_tokens: int = 0
     hidden_states: Vectors | None = None
     prompt_hidden_states: Vectors | None = None
+    extra: dict[str, list[Any]] | None = None
 
     def absorb(self, later: TokenDelta) -> None:
         """Make this delta what it and the one after it bring together."""
@@ -102,6 +104,8 @@ class TokenDelta:
         self.finish, self.error = later.finish, later.error
         if later.logprobs is not None:
             self.logprobs = [*(self.logprobs or []), *later.logprobs]
+        for name, values in (later.extra or {}).items():
+            self.extra = {**(self.extra or {}), name: [*(self.extra or {}).get(name, ()), *values]}
         if later.hidden_states is not None:
             own = self.hidden_states
             self.hidden_states = later.hidden_states if own is None else own.joined(later.hidden_states)
@@ -113,6 +117,7 @@ class CompletionOutput:
 
     ``logprobs`` maps, for each token, ids to their log-probability: the token's own and the likeliest ones'.
     ``hidden_states``: a tensor [tokens - 1, hidden] in the model's dtype, of each token but the last.
+    ``extra``: what features of other packages report, a list for each name.
     ``error``: why it could not go on, where ``finish_reason`` is "abort" and nobody asked for that.
     """
 
@@ -124,6 +129,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     hidden_states: Any = None
     error: str | None = None
+    extra: dict[str, list[Any]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

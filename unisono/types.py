@@ -243,6 +243,7 @@ class SamplingParams:
     return_hidden_states (SGLang's name): report the final hidden state, after the last norm, of each prompt token and
     each generated one but the last. No cached prefix has them, so such a prompt is computed whole.
     max_drafts: drafts per round at most for this request; 0 turns speculation off; None takes the engine's k.
+    extra_args (vLLM's name): parameters of features that other packages add, by name (docs/adding-a-feature.md).
     structured_outputs: what the output must be; where it is complete only EOS may come. ignore_eos and min_tokens then
         forbid ending it only where it can go on.
 
@@ -274,6 +275,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     min_tokens: int = 0
     structured_outputs: StructuredOutputs | None = None
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -312,6 +314,8 @@ class SamplingParams:
         _require(ok, "return_hidden_states", self.return_hidden_states, "it must be true or false")
         ok = self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
         _require(ok, "structured_outputs", self.structured_outputs, "it must be StructuredOutputs")
+        ok = isinstance(self.extra_args, Mapping) and all(isinstance(name, str) for name in self.extra_args)
+        _require(ok, "extra_args", self.extra_args, "it must map names to values")
         self._check_edits()
 
     def _check_edits(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from unisono.engine.scheduler import Round
+from unisono.engine.sequence import Round
 from unisono.llm import LLM
 from unisono.types import SamplingParams
 

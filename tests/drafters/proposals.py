@@ -26,7 +26,7 @@ def record(llm: LLM, texts: Sequence[list[int]] = ()) -> list[tuple[list[int], l
     right, so after recording a draft, the function replaces some drafts by the right tokens from ``texts``. The number
     of right drafts depends on the committed length.
     """
-    drafter, slots = llm.engine.runner.drafter, llm.engine.runner.slots
+    drafter, slots = llm.engine.worker.drafter, llm.engine.worker.slots
     propose, seen = drafter.propose, []
 
     def recording(rows: torch.Tensor, drafts: torch.Tensor) -> None:

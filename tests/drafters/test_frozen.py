@@ -155,14 +155,14 @@ def test_a_right_drafter_is_always_accepted(sure: tuple[Path, Path], k: int, fla
     with engine(target) as llm:
         expected = tokens(llm, batch, params)
     with engine(target, speculative=spec(k, drafter), **flags) as llm:
-        for cache in llm.engine.runner.store.view("target").tree[-1]:
+        for cache in llm.engine.worker.store.view("target").tree[-1]:
             cache.fill_(100)  # a key that no request wrote must not be seen
         for _ in range(2):
             entries = play(llm, batch, params)
             assert_every_draft_accepted(llm, entries)
             assert [entry.tokens for entry in entries] == expected
         assert llm.engine.scheduler.prefix_hits > 0
-        for _, values in llm.engine.runner.store.view("target").tree:
+        for _, values in llm.engine.worker.store.view("target").tree:
             values[1:].fill_(100)
         play(llm, batch, params)
         assert acceptance(llm) < 0.9, "the construction can fail: what is in the target's cache is read"

@@ -17,9 +17,9 @@ from tests.engine.helpers import engine, mixed_params, prompts
 from tests.engine.matrix import TREE_DRAFTERS, TREES, drafting_tree
 from tests.kernels.lookup_oracle import paths_of
 from unisono import SamplingParams
-from unisono.engine import tree
 from unisono.kernels.edits import edit_logits
 from unisono.llm import LLM
+from unisono.passes import tree
 from unisono.types import FinishReason
 
 DEEP = {"speculative_token_tree": "[(0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0), (1, 1, 0)]"}
@@ -32,8 +32,8 @@ class Retrace:
     """Wraps ``propose`` of an engine that runs eagerly; counts what it compared."""
 
     def __init__(self, llm: LLM) -> None:
-        runner = llm.engine.runner
-        self.drafter, self.slots, self.paths = runner.drafter, runner.slots, runner.config.asked.speculative.paths
+        worker, config = llm.engine.worker, llm.engine.config
+        self.drafter, self.slots, self.paths = worker.drafter, worker.slots, config.asked.speculative.paths
         self._context = self.drafter._context
         self._pick, self._propose = self._context.sample, self.drafter.propose
         self.drafter.propose = self.propose
@@ -107,7 +107,7 @@ def test_what_is_kept_depends_on_the_text_alone(
     others = 0
     for most in (0, None):
         with drafting_tree(method, made, {"topk": 3, "num_draft_tokens": 12}, enforce_eager=True) as llm:
-            drafter, slots = llm.engine.runner.drafter, llm.engine.runner.slots
+            drafter, slots = llm.engine.worker.drafter, llm.engine.worker.slots
             observe, states = drafter.observe, {}
 
             def watched(verified: Any, drafter=drafter, slots=slots, observe=observe, states=states) -> None:
@@ -143,7 +143,7 @@ def test_text_is_drafted_as_the_oracle_says(qwen3: Path) -> None:
     given = {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0), (1,), (1, 0), (2,)]"}
     compared = 0
     with drafting_tree("ngram", (qwen3, None), given, enforce_eager=True) as llm:
-        drafter, slots = llm.engine.runner.drafter, llm.engine.runner.slots
+        drafter, slots = llm.engine.worker.drafter, llm.engine.worker.slots
         propose = drafter.propose
 
         def watched(rows: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor) -> None:
@@ -181,5 +181,5 @@ def test_paths_see_their_own_drafts(qwen3: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_engines_without_trees_have_no_pages_for_paths(qwen3: Path) -> None:
     with engine(qwen3) as llm:
-        assert llm.engine.runner.path_pages == 0
-        assert llm.engine.runner.slots.page_table.shape[0] == 9
+        assert llm.engine.worker.path_pages == 0
+        assert llm.engine.worker.slots.page_table.shape[0] == 9

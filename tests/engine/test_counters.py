@@ -11,7 +11,7 @@ import torch
 
 from tests.drafters.ledger import play
 from tests.engine.helpers import engine, prompts
-from unisono.engine import programs
+from unisono.passes import round as rounds
 from unisono.types import FinishReason, SamplingParams, SpeculativeConfig
 
 K = 4
@@ -35,14 +35,14 @@ def test_only_drafts_that_there_were_count(qwen3: Path, monkeypatch: pytest.Monk
 
     def watched(
         drafts: torch.Tensor, slots: torch.Tensor, most: torch.Tensor, drafted: torch.Tensor,
-        real: Any = programs.limit_drafts,
+        real: Any = rounds.limit_drafts,
     ) -> None:  # fmt: skip
         real(drafts, slots, most, drafted)
-        running = llm.engine.runner.slots.status[slots.long()] == FinishReason.RUNNING
+        running = llm.engine.worker.slots.status[slots.long()] == FinishReason.RUNNING
         seen.extend(zip(most[slots.long()][running].tolist(), (drafts >= 0).sum(1)[running].tolist(), strict=True))
 
     with drafting(qwen3, enforce_eager=True) as llm:
-        monkeypatch.setattr(programs, "limit_drafts", watched)
+        monkeypatch.setattr(rounds, "limit_drafts", watched)
         entries = play(llm, PROMPTS, PARAMS)
         counters = llm.engine.counters
     drafted = [count for most, count in seen if most > 0]

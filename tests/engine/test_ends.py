@@ -28,7 +28,7 @@ def computed(llm: LLM, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) 
         return lambda x: (rows.append(len(x)), inner(x))[1]
 
     with monkeypatch.context() as patched:
-        layers = llm.engine.runner.model.layers
+        layers = llm.engine.worker.model.layers
         for layer in layers:
             patched.setattr(layer.feed_forward, "forward", spy(layer.feed_forward.forward))
         (answer,) = llm.generate([PROMPT], params)

@@ -26,6 +26,7 @@ from tests.engine.matrix import DRAFTERS, GRAPH, SCARCE, Checkpoints, Way, with_
 from tests.models.make import END, make_checkpoint, make_tokenizer
 from unisono.drafters.base import PausableDrafter
 from unisono.engine.scheduler import Scheduler
+from unisono.graphs.graph_set import GraphSet
 from unisono.graphs.planner import Planner
 from unisono.llm import LLM
 from unisono.types import BadRequest, EngineRequest, SamplingParams, SpeculativeConfig, StructuredOutputs
@@ -215,10 +216,10 @@ def test_same_bytes_however_many_drafts(
         assert llm.engine.scheduler.prefix_hits > before
         assert ("num_pages" in flags) <= (llm.engine.scheduler.preemptions > 0)
         assert llm.engine.counters.accepted_tokens > 0
-        runner, width = llm.engine.runner, llm.engine.runner.width
+        width = llm.engine.runner.width
         assert {("verify", 1), ("draft", width), ("verify", width)} <= set(passes)
         caught_up = [after for at, after in pairwise(passes) if at[0] == "catch_up"]
-        assert (("draft", width) in caught_up) == isinstance(runner.drafter, PausableDrafter)
+        assert (("draft", width) in caught_up) == isinstance(llm.engine.worker.drafter, PausableDrafter)
         # On a GPU prompts, and passes of catching up, may be quicker without a graph, by measured costs.
         measured = ("extend", "score", "catch_up")
         assert {kind for program, kind, _ in counted(llm) if program not in measured} == {GRAPH}
@@ -380,32 +381,84 @@ def rounds(llm: LLM) -> dict[str, int]:
     return {program: n for (program, kind, _), n in counted(llm).items() if kind == GRAPH and program != "extend"}
 
 
-def test_a_round_under_masks_is_two_replays_and_others_ride_along(certain: LLM) -> None:
-    """Riders accept all that they would accept alone; without such a request there is nothing but rounds."""
+FREE_RUN = SamplingParams(temperature=1, seed=5, max_tokens=1 + 4 * 12, ignore_eos=True)
+FORM = SamplingParams(seed=1, max_tokens=30, structured_outputs=StructuredOutputs(regex="[a-f]{9}-"))
+
+
+def test_a_round_with_a_grammar_is_two_replays_and_others_have_their_own(certain: LLM) -> None:
+    """Each kind commits what it would alone, in as many rounds; without a grammar there is nothing but rounds."""
+    alone = []
+    for prompt, params in (([1, 2, 3], FREE_RUN), ([4, 5], FORM)):
+        certain.engine.runner.planner.forget()
+        alone += play(certain, [prompt], [params])
+        programs = rounds(certain).keys()
+        assert programs == ({"round"} if params is FREE_RUN else {"draft", "verify"})
     certain.engine.runner.planner.forget()
-    free = SamplingParams(temperature=1, seed=5, max_tokens=1 + 4 * 4, ignore_eos=True)
-    (alone,) = play(certain, [[1, 2, 3]], [free])
-    assert rounds(certain).keys() == {"round"}
-    certain.engine.runner.planner.forget()
-    form = SamplingParams(seed=1, max_tokens=30, structured_outputs=StructuredOutputs(regex="[a-f]{9}-"))
-    rider, masked = play(certain, [[1, 2, 3], [4, 5]], [free, form])
-    assert (rider.tokens, rider.rounds) == (alone.tokens, alone.rounds)
-    counts = rounds(certain)
-    assert counts["draft"] == counts["verify"] == len(masked.rounds), "and none in vain"
-    assert counts.get("round", 0) <= 1, "rounds again when the one request has ended"
+    together = play(certain, [[1, 2, 3], [4, 5]], [FREE_RUN, FORM])
+    assert [(e.tokens, e.rounds) for e in together] == [(e.tokens, e.rounds) for e in alone]
+    counts, (free, form) = rounds(certain), together
+    assert counts["draft"] == counts["verify"] == len(form.rounds), "and none in vain"
+    assert len(free.rounds) <= counts["round"] <= len(free.rounds) + 1
     assert {kind for _, kind, _ in counted(certain)} == {GRAPH}
+
+
+def test_the_two_kinds_take_turns(certain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round of the others runs while the host reads drafts, and one while it reads tokens."""
+    launched: list[str] = []
+    real = Planner.launch
+    monkeypatch.setattr(Planner, "launch", lambda self, key, b: (launched.append(key.program), real(self, key, b))[1])
+    play(certain, [[1, 2, 3], [4, 5]], [FREE_RUN, FORM])
+    both = launched[launched.index("draft") : len(launched) - launched[::-1].index("round")]
+    assert len(both) > 12
+    assert both == (["draft", "round", "verify", "round"] * len(both))[: len(both)]
+
+
+def test_aborted_between_the_two_passes(certain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slot may be another request's by the time the drafts are verified: nothing is committed there."""
+    (alone,) = play(certain, [PROMPTS[3]], [FREE_RUN])
+    engine = certain.engine
+    for name in ("stays", "goes"):
+        engine.add(replace(certain._request([4, 5], FORM), request_id=name))
+    while engine.scheduler._drafting is None:
+        engine.step()
+    slot = engine._sequences["goes"].slot
+    engine.abort("goes")
+    later = replace(certain._request(PROMPTS[3], FREE_RUN), request_id="later")
+    engine.add(later)
+    got: dict[str, list[int]] = {"stays": [], "later": []}
+    slots = set()
+    while engine.has_work():
+        for delta in engine.step():
+            got[delta.request_id] += delta.token_ids
+        slots |= {s.slot for s in engine.scheduler.active if s.request.request_id == "later"}
+    assert slot in slots, "the slot went to another request"
+    assert got["later"] == alone.tokens
+    assert got["stays"] == play(certain, [[4, 5]], [FORM])[0].tokens
+    engine.check_integrity()
+    assert engine.pool.usage == 0
+
+
+def test_all_aborted_between_the_two_passes(certain: LLM) -> None:
+    engine = certain.engine
+    engine.add(replace(certain._request([4, 5], FORM), request_id="goes"))
+    while engine.scheduler._drafting is None:
+        engine.step()
+    engine.abort("goes")
+    (alone,) = play(certain, [[4, 5]], [FORM])
+    assert play(certain, [[4, 5]], [FORM]) == [alone]
+    assert engine.pool.usage == 0
 
 
 def test_the_two_passes_of_a_round_may_be_padded_differently(
     qwen3: Path, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts lie where both find them, however many rows either has: none is lost."""
-    real, accepted = Planner._capture, []
+    real, accepted = GraphSet._capture, []
 
-    def capture(self: Planner, buckets: Any, key: Any) -> Any:
+    def capture(self: GraphSet, key: Any, splits: bool) -> Any:
         if key.program == "draft":
             raise torch.OutOfMemoryError("no room")
-        return real(self, buckets, key)
+        return real(self, key, splits)
 
     for kind in (GRAPH, "eager"):
         flags = {"max_num_seqs": 3, "logprobs_mode": "processed_logprobs"}
@@ -414,7 +467,7 @@ def test_the_two_passes_of_a_round_may_be_padded_differently(
             accepted.append(llm.engine.counters.accepted_tokens)
             kinds = {key[:2] for key in counted(llm) if key[0] in ("draft", "verify")}
             assert kinds == {("draft", kind), ("verify", GRAPH)}
-        monkeypatch.setattr(Planner, "_capture", capture)
+        monkeypatch.setattr(GraphSet, "_capture", capture)
     assert accepted[0] == accepted[1] > 0
 
 
@@ -441,7 +494,7 @@ def test_a_round_waits_for_tokens_only_where_masks_depend_on_them(
 def test_masks_that_wait_for_nothing_would_be_seen(qwen3: Path, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: rounds launched before the tokens are known get the masks of the position before."""
     expected = plain(qwen3)  # before anything is broken
-    monkeypatch.setattr(Scheduler, "waits_for_tokens", False)
+    monkeypatch.setattr(Scheduler, "_unread", lambda self, sequences: False)
     with engine(qwen3, logprobs_mode="processed_logprobs") as llm:
         assert said(llm, PROMPTS, PARAMS) != expected
 

@@ -10,6 +10,7 @@ import torch
 
 from tests.engine.helpers import tensors_of
 from tests.engine.matrix import DRAFTERS, TREE_DRAFTERS, TREES, Checkpoints, drafting, drafting_tree
+from unisono.engine.warmup import warmup_passes
 from unisono.llm import LLM
 from unisono.program import Buffers
 from unisono.state.specs import PADDING_PAGE
@@ -29,18 +30,18 @@ def test_padding_changes_nothing_in_trees(method: str, checkpoints: dict[str, Pa
 @torch.inference_mode()
 def check(made: LLM) -> None:
     with made as llm:
-        runner = llm.engine.runner
+        runner, worker = llm.engine.runner, llm.engine.worker
         llm.generate([[1, 2, 3] * 8, [4, 5] * 9])  # so that state is not all zeros
-        state = tensors_of(runner.drafter) | {f"slots.{n}": t for n, t in tensors_of(runner.slots).items()}
-        pages = [t for layer in runner.store.view("target").tree for t in layer]
+        state = tensors_of(worker.drafter) | {f"slots.{n}": t for n, t in tensors_of(worker.slots).items()}
+        pages = [t for layer in worker.store.view("target").tree for t in layer]
         before = {name: tensor.clone() for name, tensor in state.items()}
         kv = [tensor.clone() for tensor in pages]
-        for program, shape in runner._passes(runner._parts()):
+        for program, shape in warmup_passes(runner.buckets(), runner.features):
             program.run(Buffers(program.schema, shape, runner.config.device))
         for tensor, old in zip(pages, kv, strict=True):
             assert PADDING_PAGE == 0
             assert torch.equal(tensor[1:], old[1:]), "a page that requests own was written"
-        slots = runner.slots.padding + 1
+        slots = worker.slots.padding + 1
         for name, tensor in state.items():
             # All but the padding slot, or the padding page, which is the second dimension of KV over all layers.
             rows = (slice(0, -1),) if tensor.shape[:1] == (slots,) else (slice(1, None),)

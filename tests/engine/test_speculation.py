@@ -22,10 +22,10 @@ from tests.engine.helpers import counted, tokens
 from tests.engine.matrix import DRAFTERS, GRAPH, MAX_DRAFTS, PARAMS, PROMPTS, SCARCE, Checkpoints, Way, drafting
 from tests.models.make import make_checkpoint
 from unisono import catalog
-from unisono.engine import programs
 from unisono.graphs.cuda import CudaGraph
 from unisono.graphs.tape import Tape
 from unisono.llm import LLM
+from unisono.passes import modules
 from unisono.types import SamplingParams
 
 QUICK = (
@@ -79,7 +79,7 @@ def test_same_bytes_in_every_way(method: str, way: Way, checkpoints_of: Any, pla
 
 def test_the_comparison_can_fail(checkpoints_of: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts accepted without asking the target change the text, of the requests that draft."""
-    monkeypatch.setattr(programs, "commit", accept_everything)
+    monkeypatch.setattr(modules, "commit", accept_everything)
     checkpoints = checkpoints_of("standalone")
     with drafting("standalone", checkpoints, 3) as llm:
         changed = tokens(llm, PROMPTS[:18], PARAMS[:18])
@@ -90,7 +90,7 @@ def test_the_comparison_can_fail(checkpoints_of: Any, plain: Any, monkeypatch: p
     assert not all(same[None])
 
 
-def accept_everything(sampled: torch.Tensor, drafts: torch.Tensor, *rest: Any, commit: Any = programs.commit) -> Any:
+def accept_everything(sampled: torch.Tensor, drafts: torch.Tensor, *rest: Any, commit: Any = modules.commit) -> Any:
     """A broken accept rule: the target is asked only where nothing was drafted."""
     width = drafts.shape[1]
     believed = torch.cat((torch.where(drafts >= 0, drafts, sampled[:, :width]), sampled[:, width:]), 1)
@@ -216,7 +216,7 @@ def test_texts_follow_the_targets_softmax(
 ) -> None:
     """Control: a rule that believes the draft model gives the draft model's distribution, and fails."""
     if broken:
-        monkeypatch.setattr(programs, "commit", accept_everything)
+        monkeypatch.setattr(modules, "commit", accept_everything)
     params = [SamplingParams(temperature=1, seed=i, max_tokens=DRAWN, ignore_eos=True) for i in range(REQUESTS)]
     with drafting("standalone", few_words, 2, max_num_seqs=100, max_model_len=16, max_num_batched_tokens=300) as llm:
         entries = play(llm, [PROMPT] * REQUESTS, params)

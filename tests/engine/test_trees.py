@@ -33,9 +33,9 @@ from tests.engine.matrix import (
     drafting_tree,
 )  # fmt: skip
 from tests.models.make import make_checkpoint
-from unisono.engine import tree as tree_module
 from unisono.kernels.tree_paths import Best
 from unisono.llm import LLM
+from unisono.passes import tree as tree_module
 from unisono.types import ConfigError, SamplingParams
 
 ASKED = [replace(p, logprobs=(None, 3, 0, 20)[i % 4]) for i, p in enumerate(PARAMS)]
@@ -303,14 +303,14 @@ def test_a_tree_of_one_path_is_a_chain(checkpoints_of: Any) -> None:
     with drafting_tree("suffix", (checkpoints_of("ngram")[0], None), {"topk": 1, "num_draft_tokens": 2}) as llm:
         assert llm.engine.runner.width == 3
         assert llm.engine.runner.paths == 1
-        assert llm.engine.runner.path_pages == 0
-        assert llm.engine.runner.slots.page_table.shape[0] == 9
+        assert llm.engine.worker.path_pages == 0
+        assert llm.engine.worker.slots.page_table.shape[0] == 9
 
 
 def test_pages_of_paths_need_room(checkpoints_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.engine import runner
+    from unisono.engine import memory
 
-    monkeypatch.setattr(runner, "CPU_KV_BYTES", 40 * 16 * 1024)
+    monkeypatch.setattr(memory, "CPU_KV_BYTES", 40 * 16 * 1024)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"112 more are for 8 paths.*fewer paths or a lower --max-num-seqs"):
         drafting_tree("ngram", checkpoints_of("ngram"), {"topk": 8, "num_draft_tokens": 8, "num_speculative_tokens": 1})

@@ -11,8 +11,8 @@ import torch
 from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
 from tests.graphs.programs import FULL, SEGMENTED
 from unisono.config import EngineConfig, parse_graphs
-from unisono.engine import programs
 from unisono.llm import LLM
+from unisono.passes.features import output_logprobs
 from unisono.program import Reason, eager_break
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
 
@@ -50,7 +50,7 @@ def test_full_graphs_of_a_backend_that_none_can_hold_are_refused(qwen3: Path) ->
 
 def test_full_graphs_of_passes_that_break_are_refused(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is that breaks: here the sampling of log-probabilities."""
-    monkeypatch.setattr(programs, "report_logprobs", eager_break(programs.report_logprobs))
+    monkeypatch.setattr(output_logprobs, "report_logprobs", eager_break(output_logprobs.report_logprobs))
     with pytest.raises(ConfigError, match="round passes run 1 functions eagerly, so they cannot be captured whole"):
         engine(qwen3, graphs="round=full", max_num_seqs=1)
     with engine(qwen3, max_num_seqs=1) as llm:
@@ -111,7 +111,7 @@ def test_prompt_logprobs_replay_graphs(qwen3: Path) -> None:
 
 def test_an_idle_engine_captures_what_was_missing(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt passes for which nothing was captured at start, because few were expected."""
-    from unisono.engine import runner
+    from unisono.engine import buckets as buckets_module
     from unisono.engine.buckets import buckets_of
     from unisono.graphs.cost import PassCost
 
@@ -122,7 +122,7 @@ def test_an_idle_engine_captures_what_was_missing(qwen3: Path, monkeypatch: pyte
         cost = PassCost.linear(1.0, 1.0, eager_ms=1000.0, capture_ms=10.0)
         return buckets if buckets.program.name == "round" else replace(buckets, cost=cost, passes=1e-6, measured=False)
 
-    monkeypatch.setattr(runner, "buckets_of", few)
+    monkeypatch.setattr(buckets_module, "buckets_of", few)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     with engine(qwen3) as llm:
         first = tokens(llm, [[5] * 20], params)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence as Sequences
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from unisono.engine.adaptive import Acceptance, AdaptiveK, RoundCosts
-from unisono.engine.scheduler import Extend, Round, Sequence
+from unisono.engine.buckets import CPU_COST
+from unisono.engine.sequence import Extend, Pass, Round, Sequence
 from unisono.types import MAX_DRAFTS, FinishReason
 
 if TYPE_CHECKING:
@@ -31,17 +33,35 @@ class DraftController:
         self._runner, choices = runner, runner.choices
         self.pinned: int | None = choices[0] if len(choices) == 1 else None
         self.rounds: Counter[int] = Counter()
-        acceptance = Acceptance(runner.slots.padding + 1, runner.drafter.num_drafts)
+        drafter = runner.worker.drafter
+        acceptance = Acceptance(runner.worker.slots.padding + 1, drafter.num_drafts)
         self.policy = AdaptiveK(choices, acceptance, RoundCosts(self.padding_ms), down=not runner.max_unobserved)
-        self._limit = None if getattr(runner.drafter, "unlimited", False) else runner.max_unobserved
+        # Rounds whose drafts the host reads have no widths between the extremes.
+        self._reading_policy = AdaptiveK(sorted({choices[0], choices[-1]}), acceptance, self.policy.costs)
+        self._limit = None if getattr(drafter, "unlimited", False) else runner.max_unobserved
         self._owners: dict[int, Sequence] = {}
         self._launched: Round | None = None  # the round launched last, unless another pass came after it
         self._read_at: float | None = None  # when the pass read last was over
-        self._put_off: int | None = None  # drafts that wait for a drafter that has more to catch up with
+        self._put_off: dict[bool, int] = {}  # by kind of round: drafts that wait for a drafter to catch up
 
     def padding_ms(self, rows: int, drafts: int) -> float | None:
         """What a round's graph took on padding; None where no graph serves it."""
         return self._runner.planner.pass_ms(self._runner.round_key(rows, drafts))
+
+    def round_ms(self, running: Sequences[Sequence]) -> float:
+        """What the next round of these requests takes; where both kinds run, a turn of both: one reads, two others."""
+        reading = sum(s.reads_drafts for s in running)
+        plain = len(running) - reading
+        return self._round_ms(reading) + self._round_ms(plain) * (2 if reading else 1)
+
+    def _round_ms(self, rows: int) -> float:
+        if not rows:
+            return 0.0
+        if self._runner.config.device.type == "cpu":
+            return CPU_COST.replay(rows)
+        drafts = self.policy.drafts if self.pinned is None else self.pinned
+        key = self._runner.round_key(rows, drafts)
+        return self.policy.costs.ms(rows, drafts) or self._runner.planner.expected_ms(key)
 
     def pin(self, drafts: int | None) -> None:
         """Draft so many in every round; None: adapt, where there is a choice."""
@@ -50,15 +70,15 @@ class DraftController:
 
     # ---- before a pass ------------------------------------------------------------------------
 
-    def launching(self, work: Extend | Round | None) -> Extend | Round | None:
+    def launching(self, work: Pass | None) -> Pass | None:
         """The pass as it is to be launched: a round with its number of drafts."""
         if not isinstance(work, Round):
             self._launched = None
             return work
         self._know(work.sequences)
-        wanted = self._put_off if self.pinned is None else self.pinned
+        wanted = self._put_off.get(work.reads_drafts) if self.pinned is None else self.pinned
         drafts = self._choose(work.sequences) if wanted is None else wanted
-        if drafts and work.masked:
+        if drafts and work.reads_drafts:
             drafts = self._runner.choices[-1]  # their passes have no widths between
         work = self._with_catch_up(replace(work, drafts=drafts))
         self.rounds[work.drafts] += 1
@@ -68,7 +88,8 @@ class DraftController:
     def _choose(self, sequences: list[Sequence]) -> int:
         slots = np.array([s.slot for s in sequences])
         most = np.array([min(_max_drafts(s), max(0, s.max_length - len(s.tokens) - 1)) for s in sequences])
-        return self.policy.choose(slots, most, self._catch_up_ms(sequences), self._standby_ms(len(sequences)))
+        policy = self._reading_policy if sequences[0].reads_drafts else self.policy
+        return policy.choose(slots, most, self._catch_up_ms(sequences), self._standby_ms(len(sequences)))
 
     def _know(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -96,7 +117,7 @@ class DraftController:
 
         One pass of catching up before each round: where more is pending than it takes, the round drafts nothing yet.
         """
-        self._put_off = None
+        self._put_off.pop(work.reads_drafts, None)
         if not self._runner.max_unobserved:
             return work
         most, each = max(s.unobserved for s in work.sequences), self._runner.max_unobserved
@@ -106,7 +127,7 @@ class DraftController:
             for sequence in work.behind:
                 sequence.unobserved = max(0, sequence.unobserved - each)
             if most > each:
-                self._put_off, work = work.drafts, replace(work, drafts=0)
+                self._put_off[work.reads_drafts], work = work.drafts, replace(work, drafts=0)
         if not work.drafts:
             for sequence in work.sequences:
                 sequence.unobserved += 1
@@ -117,8 +138,9 @@ class DraftController:
     def read(self, work: Extend | Round, result: np.ndarray) -> None:
         """A pass was read. result [rows, …] int32: of each row how many tokens it committed, and its status."""
         now, before, after = time.perf_counter(), self._read_at, self._launched
-        # Of prompts and rounds under masks the outputs come before the drafter has caught up (Buffers.outputs_ready).
-        self._read_at = now if isinstance(work, Round) and not work.masked else None
+        # Of prompts and rounds whose drafts the host reads the outputs come before the drafter has caught up
+        # (Buffers.outputs_ready).
+        self._read_at = now if isinstance(work, Round) and not work.reads_drafts else None
         if not isinstance(work, Round):
             self.policy.costs.interrupted()
             return
@@ -142,7 +164,7 @@ class DraftController:
             return
         # On a GPU that is the time of this pass; a CPU has run the next one meanwhile.
         timed = after if self._runner.config.device.type == "cpu" else work
-        if self.pinned is None and _plain(timed) and timed.drafts != self.policy.drafts:
+        if self.pinned is None and timed.plain and timed.drafts != self.policy.drafts:
             self.policy.costs.probed(len(timed.sequences), timed.drafts, ms)
 
 
@@ -154,9 +176,4 @@ def _max_drafts(sequence: Sequence) -> int:
 def _alike(one: Round, other: Round) -> bool:
     """Whether two rounds are of the same kind, so that the time between them is that of either."""
     same = one.drafts == other.drafts and len(one.sequences) == len(other.sequences)
-    return same and _plain(one) and _plain(other)
-
-
-def _plain(work: Round) -> bool:
-    """Whether it is a pass of the program whose graphs' times are known, and no other pass."""
-    return not (work.masked or work.returns or work.behind)
+    return same and one.plain and other.plain

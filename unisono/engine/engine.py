@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.engine import report
+from unisono.engine.batch import Launched, Launcher
 from unisono.engine.draft_controller import DraftController
-from unisono.engine.hidden import HiddenStates
-from unisono.engine.overrides import Embedded
-from unisono.engine.runner import Launched, Runner
-from unisono.engine.scheduler import Extend, Round, Scheduler, Sequence
+from unisono.engine.prompt_budget import PromptBudget
+from unisono.engine.runner import Runner
+from unisono.engine.scheduler import Scheduler
 from unisono.engine.self_test import run_self_test
-from unisono.grammar.compiler import Compiled, Grammars
-from unisono.grammar.matcher import GrammarError, Matcher
+from unisono.engine.sequence import Extend, Pass, Round, Sequence, States
+from unisono.engine.slots import SlotPool
 from unisono.models.checkpoint import Checkpoint
+from unisono.passes.features.base import Committed
 from unisono.request_checks import check_request
-from unisono.sampling.logprobs import unpack_logprobs
 from unisono.state.pages import PagePool
 from unisono.types import BadRequest, ConfigError, EngineRequest, FinishReason, SamplingParams, TokenDelta
 
@@ -47,26 +48,30 @@ class Engine:
         self.checkpoint = checkpoint
         with torch.inference_mode():
             self.runner = Runner(resolved, checkpoint, progress)
+            self.worker = self.runner.worker
             self._begin()
             self.pin_drafts(self.runner.choices[-1])
             if run_self_test(self):
                 self.runner.forget()
                 self._begin()
             self.pin_drafts(None)
-        self.grammars = Grammars(checkpoint.path, checkpoint.config.vocab_size, checkpoint.eos_token_ids)
         self.start_seconds = time.perf_counter() - started
 
     def _begin(self) -> None:
         """Have no requests, no cached prefixes, nothing counted."""
-        self.pool = PagePool(self.runner.num_pages)
-        self.scheduler = Scheduler(
-            self.pool,
-            self.runner.slots,
-            self.runner.width,
+        self.pool = PagePool(self.worker.num_pages)
+        runner = self.runner
+        self.draft_controller = DraftController(runner)
+        budget = PromptBudget(
+            self.config.asked.max_stall_ms,
             self.config.max_num_batched_tokens,
-            self.runner.max_extend_rows,
+            runner.extend_ms,
+            self.draft_controller.round_ms,
+            learns=self.config.device.type == "cuda",
         )
-        self.draft_controller = DraftController(self.runner)
+        slots = SlotPool(self.config.max_num_seqs, self.checkpoint.config.vocab_size, runner.send)
+        self.scheduler = Scheduler(self.pool, slots, runner.width, runner.max_extend_rows, budget)
+        self._launcher = Launcher(self.runner)
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: Launched | None = None
         self._order = itertools.count()
@@ -81,54 +86,31 @@ class Engine:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises BadRequest, leaving the engine as it was, for one that cannot run."""
-        request, compiled = self._checked(request)
+        request, states = self._checked(request)
         limit = self.config.max_model_len
         if request.params.max_tokens is not None:
             limit = min(limit, len(request.prompt_token_ids) + request.params.max_tokens)
-        sequence = Sequence(request, list(request.prompt_token_ids), limit, next(self._order))
-        if request.params.prompt_logprobs is not None:
-            sequence.prompt_logprobs = {}
-        sequence.embedded = Embedded.of(request, self.config.dtype)
-        if request.params.return_hidden_states:
-            # Those of a prompt with several sequences come with the first of them.
-            known = 0 if request.shares_with is None else sequence.prompt_len
-            dtype = str(self.config.dtype).removeprefix("torch.")
-            sequence.hidden = HiddenStates(known, sequence.prompt_len, dtype, self.checkpoint.config.hidden_size)
-        if compiled is not None:
-            sequence.matcher = Matcher(compiled, request.params)
+        sequence = Sequence(request, list(request.prompt_token_ids), limit, next(self._order), states)
         if request.shares_with is not None:
             sequence.leader = self._sequences.get(request.shares_with)
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
         self.counters.requests += 1
 
-    def prepare(self, request: EngineRequest) -> Future[Compiled] | None:
+    def prepare(self, request: EngineRequest) -> Future[Any] | None:
         """Begin what :meth:`check` and :meth:`add` would wait for, and return it; None where there is nothing."""
-        asked = request.params.structured_outputs
-        return None if asked is None else self.grammars.prepare(asked)
-
-    def _grammar(self, request: EngineRequest) -> Compiled | None:
-        """The grammar that the request asks for. Raises BadRequest for one that cannot be had."""
-        asked = request.params.structured_outputs
-        if asked is None:
-            return None
-        if self.config.asked.synthetic:
-            raise BadRequest(
-                "structured_outputs needs drafts that are verified; this server runs with synthetic acceptance, "
-                "which accepts them unseen.",
-                "structured_outputs",
-            )
-        return self.grammars.get(asked)
+        begun = (feature.prepare(request) for feature in self.runner.request_features)
+        return next((future for future in begun if future is not None), None)
 
     def check(self, request: EngineRequest) -> None:
         """Raises BadRequest, naming the value and the limit, for a request that this engine cannot run.
 
-        Of one that wants a structured output it waits until the grammar is compiled; see :meth:`prepare`.
+        It may wait for what a feature has to prepare; see :meth:`prepare`.
         """
         self._checked(request)
 
-    def _checked(self, request: EngineRequest) -> tuple[EngineRequest, Compiled | None]:
-        """:meth:`check`; returns the request with the stop ids that its grammar needs, and the grammar."""
+    def _checked(self, request: EngineRequest) -> tuple[EngineRequest, States]:
+        """:meth:`check`; returns the request with all its stop ids, and what features keep of it."""
         params, model = request.params, self.checkpoint.config
         if request.request_id in self._sequences:
             raise BadRequest(f"request id {request.request_id!r} is running already.", param="request_id")
@@ -138,11 +120,20 @@ class Engine:
                 "EngineRequest.sequences.",
                 "n" if params.n != 1 else "seed",
             )
-        compiled = self._grammar(request)
-        if compiled is not None:
-            request = replace(request, stop_ids=_with_eos(request.stop_ids, compiled))
+        states = self._begin_features(request)
+        own = (i for state in states.values() for i in state.stop_ids)
+        request = replace(request, stop_ids=tuple(dict.fromkeys((*own, *request.stop_ids))))
         check_request(request, self.config.max_model_len, model.vocab_size, model.hidden_size)
-        return request, compiled
+        return request, states
+
+    def _begin_features(self, request: EngineRequest) -> States:
+        """The state of each feature that the request asks for."""
+        features = self.runner.request_features
+        known = {name for feature in features for name in feature.extra_args}
+        if unknown := sorted(request.params.extra_args.keys() - known):
+            raise BadRequest(f"extra_args has {unknown}; the features here read {sorted(known)}.", "extra_args")
+        begun = ((feature, feature.begin(request)) for feature in features)
+        return {feature: state for feature, state in begun if state is not None}
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its pages; unknown ids are ignored, for it may just have ended."""
@@ -163,14 +154,25 @@ class Engine:
     def step(self) -> list[TokenDelta]:
         """Launch the next pass, then read the one before it; returns the tokens that it brought.
 
-        Where a request needs masks it is the other way round.
+        Where the next pass depends on what the one before it brings, it is the other way round.
         """
-        deltas = self._read_in_flight() if self.scheduler.waits_for_tokens else []
-        work = self.draft_controller.launching(self.scheduler.schedule())
-        launched = self.runner.launch(work) if work is not None else None
+        deltas: list[TokenDelta] = []
+        work = self._next_pass()
+        if work is None and self._in_flight is not None:
+            deltas, work = self._read_in_flight(), self._next_pass()
+        launched = self._launch(work) if work is not None else None
         deltas += self._read_in_flight()
         self._in_flight = launched
         return deltas
+
+    def _next_pass(self) -> Pass | None:
+        return self.draft_controller.launching(self.scheduler.schedule())
+
+    def _launch(self, work: Pass) -> Launched:
+        launched = self._launcher.launch(work)
+        if launched.kind == "draft" and isinstance(work, Round):
+            self.scheduler.drafting(work)
+        return launched
 
     def _read_in_flight(self) -> list[TokenDelta]:
         """Read the pass in flight, if there is one."""
@@ -178,51 +180,50 @@ class Engine:
         return self._read(launched) if launched is not None else []
 
     def _read(self, launched: Launched) -> list[TokenDelta]:
-        outputs = launched.wait()
-        result, logprobs = outputs["result"], outputs["logprobs"]
-        work = launched.work
+        outputs, work = launched.wait(), launched.work
+        if launched.kind == "draft":
+            self.scheduler.drafted(outputs["drafts"])
+            return []
+        result = outputs["result"]
         self.draft_controller.read(work, result)
+        self.scheduler.budget.read(work)
         if isinstance(work, Extend):
             for chunk in work.chunks:
                 if chunk.sequence.finish is FinishReason.RUNNING:
                     self.scheduler.commit_prompt(chunk)
-            if work.scores:
-                _read_scores(work, outputs["prompt_logprobs"])
-            if "hidden" in outputs:
-                _read_hidden(work, outputs["hidden"])
-            rows = [(i, chunk.sequence) for i, chunk in enumerate(work.chunks) if chunk.last]
-        else:
-            rows = list(enumerate(work.sequences))
+            for feature, rows in work.asked.items():
+                feature.read_prompt(rows, outputs)
         deltas = []
-        for row, sequence in rows:
+        for row, sequence in work.committing:
             sequence.in_flight -= 1
             count, status = int(result[row, 0]), FinishReason(int(result[row, 1]))
             # A row that ended before this pass, as the host has learnt since, brings nothing.
             if sequence.finish is FinishReason.RUNNING and count:
-                if isinstance(work, Round) and sequence.hidden is not None:
-                    sequence.hidden.read(len(sequence.tokens) - 1, outputs["hidden"][row, :count])
-                delta = self._commit(sequence, result[row, 2 : 2 + count].tolist(), status)
+                delta = self._commit(sequence, launched, row, outputs, result[row, 2 : 2 + count].tolist(), status)
                 if isinstance(work, Round) and sequence.request.params.max_drafts != 0:
                     delta.drafted_tokens, delta.accepted_tokens = int(outputs["drafted"][row]), count - 1
                     self.counters.count_round(work.drafts, delta.drafted_tokens, delta.accepted_tokens)
-                if (wanted := sequence.request.params.logprobs) is not None:
-                    delta.logprobs = unpack_logprobs(logprobs[row, :count], wanted)
                 deltas.append(delta)
         return deltas
 
-    def _commit(self, sequence: Sequence, tokens: list[int], status: FinishReason) -> TokenDelta:
+    def _commit(
+        self,
+        sequence: Sequence,
+        launched: Launched,
+        row: int,
+        outputs: Mapping[str, np.ndarray],
+        tokens: list[int],
+        status: FinishReason,
+    ) -> TokenDelta:
         delta = TokenDelta(sequence.request.request_id, tokens, status, sequence.cached_tokens or 0)
-        if len(sequence.tokens) == sequence.prompt_len:
+        position = len(sequence.tokens)
+        first = position == sequence.prompt_len
+        if first:
             self.counters.prompt_tokens += sequence.prompt_len
-            if sequence.prompt_logprobs is not None:
-                delta.prompt_logprobs = [sequence.prompt_logprobs[i] for i in sequence.scored]
-            if sequence.hidden is not None:
-                delta.prompt_hidden_states = sequence.hidden.take_prompt()
-        if sequence.hidden is not None:
-            delta.hidden_states = sequence.hidden.take_output()
+        for state in sequence.states.values():
+            state.deliver(delta, Committed(launched.kind, row, tokens, position, first, outputs))
         sequence.tokens.extend(tokens)
         self.counters.generation_tokens += len(tokens)
-        delta.finish, delta.error = _follow(sequence, tokens, status)
         if delta.finish is not FinishReason.RUNNING:
             self.scheduler.retire(sequence, delta.finish)
             del self._sequences[sequence.request.request_id]
@@ -273,42 +274,4 @@ class Engine:
         if self._in_flight is not None:
             self._in_flight.wait()
             self._in_flight = None
-        self.grammars.close()
         self.runner.close()
-
-
-def _with_eos(stop_ids: tuple[int, ...], compiled: Compiled) -> tuple[int, ...]:
-    """EOS always ends a structured output: its masks forbid it as long as the request can be spared it."""
-    return tuple(dict.fromkeys((*compiled.eos, *stop_ids)))
-
-
-def _follow(sequence: Sequence, tokens: list[int], status: FinishReason) -> tuple[FinishReason, str | None]:
-    """Tell a sequence's matcher its new tokens: the status with which it goes on, and why it cannot."""
-    if sequence.matcher is not None:
-        try:
-            sequence.matcher.accept(tokens)
-        except GrammarError as error:
-            return FinishReason.ABORT, f"{error}."
-    return status, None
-
-
-def _read_scores(work: Extend, words: np.ndarray) -> None:
-    """Hand each sequence the log-probabilities of the prompt tokens behind those of its chunk that are scored."""
-    at = 0
-    for chunk in work.chunks:
-        sequence, scored = chunk.sequence, chunk.scored
-        wanted = sequence.request.params.prompt_logprobs
-        if sequence.prompt_logprobs is not None and wanted is not None and scored:
-            given = unpack_logprobs(words[at : at + len(scored)], wanted)
-            sequence.prompt_logprobs |= zip((p + 1 for p in scored), given, strict=True)
-            at += len(scored)
-
-
-def _read_hidden(work: Extend, words: np.ndarray) -> None:
-    """Hand each sequence that wants them the hidden states of its chunk."""
-    at = 0
-    for chunk in work.chunks:
-        count = chunk.end - chunk.start
-        if chunk.sequence.hidden is not None:
-            chunk.sequence.hidden.read(chunk.start, words[at : at + count])
-        at += count

@@ -1,164 +1,47 @@
 """Who runs next: admission, chunked prompts, rounds, preemption. Host bookkeeping only.
 
-First come, first served: a waiting request is never overtaken, and running requests wait for at most
-:data:`MAX_EXTEND_STREAK` prompt passes between two rounds, so neither side starves. Prompts never share
-a pass with rounds. When pages run out the request that arrived last gives its own back and resumes
-later, with the same bytes: its noise and its keys depend on positions, not on when they are computed.
+First come, first served: a waiting request is never overtaken. Prompts never share a pass with rounds; how much of them
+runs between two rounds follows from what passes cost (``prompt_budget.py``), so neither side starves. When pages run
+out the request that arrived last gives its own back and resumes later, with the same bytes: its noise and its keys
+depend on positions, not on when they are computed.
+
+A round holds either requests whose drafts the host has to read before they are verified (``Sequence.reads_drafts``), or
+the others. Where both kinds run they take turns, pass by pass: while the device runs a round of the others, the host
+reads drafts and tokens of the first and computes what their next pass needs.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
-from unisono.engine.hidden import HiddenStates
-from unisono.engine.overrides import Embedded
-from unisono.engine.slots import Slots
-from unisono.grammar.matcher import Matcher
+import numpy as np
+
+from unisono.engine.prompt_budget import PromptBudget
+from unisono.engine.sequence import Chunk, Extend, Pass, Round, Sequence, Verify
+from unisono.engine.slots import SlotPool
 from unisono.state.pages import OutOfPages, PagePool, Reservation, pages_for
-from unisono.state.prefix_tree import Token
-from unisono.types import EngineRequest, FinishReason, TokenLogprobs
-
-MAX_EXTEND_STREAK = 8
-"""Prompt passes in a row while requests are running."""
+from unisono.types import FinishReason
 
 
-@dataclass(eq=False)
-class Sequence:
-    """One request on its way. ``tokens`` is the prompt and every output token the host has read."""
-
-    request: EngineRequest
-    tokens: list[int]
-    max_length: int
-    order: int  # of arrival
-    slot: int = -1
-    pages: Reservation | None = None
-    extended: int = 0  # tokens whose KV is written or being written by launched prompt passes
-    mapped: int = 0  # leading pages that the slot's page table on the device holds
-    in_flight: int = 0  # launched passes that commit tokens and are not read yet
-    unobserved: int = 0  # its last tokens of which the drafter has only been told; see engine/draft_controller.py
-    finish: FinishReason = FinishReason.RUNNING
-    cached_tokens: int | None = None  # prompt tokens that the prefix cache served at first admission
-    preemptions: int = 0
-    leader: Sequence | None = None  # of the same prompt, ahead in the queue
-    prompt_logprobs: dict[int, TokenLogprobs] | None = None  # by position, as far as they are read; None: not wanted
-    hidden: HiddenStates | None = None  # as far as they are read; None: not wanted
-    embedded: Embedded | None = None  # what stands in for token embeddings
-    matcher: Matcher | None = None  # says what each position may sample; None: anything
-
-    @property
-    def waits_for_leader(self) -> bool:
-        """Whether the prefix cache will soon have the prompt: the leader is computing it."""
-        leader = self.leader
-        return leader is not None and leader.finish is FinishReason.RUNNING and len(leader.tokens) == leader.prompt_len
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
-    def keys(self) -> list[Token]:
-        """``tokens`` as the prefix cache knows them."""
-        if self.embedded is None:
-            return self.tokens  # type: ignore[return-value]
-        return [*self.embedded.keys, *self.tokens[self.prompt_len :]]
-
-    @property
-    def reusable(self) -> int:
-        """Leading tokens of which the request wants nothing but their keys and values, which may be cached."""
-        known = len(self.tokens)
-        if self.scored:
-            known = min(known, self.scored.start - 1)
-        if self.hidden is not None:
-            known = min(known, self.hidden.known)
-        return known
-
-    @property
-    def scored(self) -> range:
-        """Prompt positions whose log-probability is wanted and not reported yet."""
-        if self.prompt_logprobs is None or len(self.tokens) > self.prompt_len:
-            return range(0)
-        return range(self.request.first_scored, self.prompt_len)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens ``start … end`` of a sequence in a prompt pass; the ``last`` one samples."""
-
-    sequence: Sequence
-    start: int
-    end: int
-    last: bool
-
-    @property
-    def scored(self) -> range:
-        """Positions of the chunk whose logits score the prompt token behind them."""
-        wanted = self.sequence.scored
-        return range(max(self.start, wanted.start - 1), min(self.end, wanted.stop - 1))
-
-    @property
-    def embedded(self) -> Embedded | None:
-        return self.sequence.embedded
-
-
-@dataclass(frozen=True)
-class Extend:
-    """A prompt pass."""
-
-    chunks: list[Chunk]
-
-    @property
-    def scores(self) -> bool:
-        """Whether a request wants log-probabilities of prompt tokens behind these."""
-        return any(chunk.scored for chunk in self.chunks)
-
-    @property
-    def masked(self) -> bool:
-        """Whether it samples behind the prompt of a request with a matcher."""
-        return any(chunk.last and chunk.sequence.matcher is not None for chunk in self.chunks)
-
-    @property
-    def returns(self) -> bool:
-        """Whether a request wants hidden states of these tokens."""
-        return any(c.sequence.hidden is not None and c.end > c.sequence.hidden.known for c in self.chunks)
-
-
-@dataclass(frozen=True)
-class Round:
-    """A round, with the pages each sequence's table grows by: ``(first column, pages)``.
-
-    drafts: of each sequence, at most. behind: those whose drafter catches up before it.
-    """
-
-    sequences: list[Sequence]
-    growth: list[tuple[int, list[int]]]
-    drafts: int
-    behind: tuple[Sequence, ...] = ()
-
-    @property
-    def masked(self) -> bool:
-        """Whether a sequence is sampled under masks."""
-        return any(sequence.matcher is not None for sequence in self.sequences)
-
-    @property
-    def returns(self) -> bool:
-        """Whether a request wants hidden states."""
-        return any(sequence.hidden is not None for sequence in self.sequences)
+class _Wait(Exception):
+    """Pages are short: the passes in flight have to be read before anybody gives pages back."""
 
 
 class Scheduler:
     """Owns the queues and every sequence's pages and slot."""
 
-    def __init__(self, pool: PagePool, slots: Slots, width: int, max_batched_tokens: int, max_extend_rows: int) -> None:
+    def __init__(self, pool: PagePool, slots: SlotPool, width: int, max_extend_rows: int, budget: PromptBudget) -> None:
         self.pool, self.slots, self.width = pool, slots, width
-        self.max_batched_tokens, self.max_extend_rows = max_batched_tokens, max_extend_rows
+        self.max_extend_rows, self.budget = max_extend_rows, budget
         self.waiting: deque[Sequence] = deque()
         self.extending: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
         self.prefix_queries = 0  # prompt tokens looked up, and of these found
         self.prefix_hits = 0
-        self._streak = 0
+        self._drafting: Round | None = None  # its drafts are not read yet
+        self._verify: Verify | None = None  # its drafts are read
+        self._turn = False  # whether the next round is of those whose drafts the host reads
 
     @property
     def active(self) -> list[Sequence]:
@@ -172,19 +55,34 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    @property
-    def waits_for_tokens(self) -> bool:
-        """Whether the next round can be launched only when every token before it is read: masks depend on them."""
-        return any(sequence.matcher is not None for sequence in self.running)
-
-    def schedule(self) -> Extend | Round | None:
+    def schedule(self) -> Pass | None:
         """The next pass; None when there is nothing to run before the pass in flight is read."""
         self._admit()
-        if self.extending and (self._streak < MAX_EXTEND_STREAK or not self.running):
-            self._streak += 1
-            return self._next_extend()
-        self._streak = 0
-        return self._next_round()
+        if self.extending and (tokens := self.budget.tokens(self.running)):
+            extend = self._next_extend(tokens)
+            self.budget.extended(extend)
+            return extend
+        reading = [s for s in self.running if s.reads_drafts]
+        others = [s for s in self.running if not s.reads_drafts] if reading else self.running
+        for reads_drafts in (self._turn, not self._turn):
+            try:
+                work = self._next_reading(reading) if reads_drafts else self._next_round(others, False)
+            except _Wait:
+                return self._take_verify()
+            if work is not None:
+                self._turn = not reads_drafts
+                return work
+        return None
+
+    def drafting(self, work: Round) -> None:
+        """The first pass of this round is launched."""
+        self._drafting = work
+
+    def drafted(self, drafts: np.ndarray) -> None:
+        """That pass is read: drafts [rows, P, k]."""
+        assert self._drafting is not None
+        self._verify = Verify(self._drafting, drafts)
+        self._drafting = None
 
     def retire(self, sequence: Sequence, finish: FinishReason) -> None:
         """End a sequence: its committed pages go to the prefix tree, its slot is free."""
@@ -239,8 +137,7 @@ class Scheduler:
         request = sequence.request
         tokens = sequence.tokens
         sequence.pages, sequence.extended = pages, pages.cached_tokens
-        sequence.slot = self.slots.claim(request, tokens, sequence.max_length)
-        self.slots.write_pages(sequence.slot, pages.pages)
+        sequence.slot = self.slots.claim(request, tokens, sequence.max_length, pages.pages)
         sequence.mapped = len(pages.entries)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = pages.cached_tokens
@@ -248,8 +145,9 @@ class Scheduler:
             self.prefix_hits += pages.cached_tokens
         self.extending.append(sequence)
 
-    def _next_extend(self) -> Extend:
-        budget, chunks = self.max_batched_tokens, []
+    def _next_extend(self, budget: int) -> Extend:
+        """A prompt pass of at most ``budget`` tokens."""
+        chunks = []
         for sequence in self.extending[: self.max_extend_rows]:
             if budget == 0:
                 break
@@ -263,40 +161,63 @@ class Scheduler:
                 self.extending.remove(chunk.sequence)
                 self.running.append(chunk.sequence)
                 chunk.sequence.in_flight += 1
-        return Extend(chunks)
+        return Extend(chunks, full=budget == 0)
 
-    def _next_round(self) -> Round | None:
+    def _next_reading(self, sequences: list[Sequence]) -> Round | Verify | None:
+        """The next pass of those whose drafts the host reads; None while it has to read something first."""
+        if self._drafting is not None:
+            return None
+        if (work := self._take_verify()) is not None:
+            return work
+        return None if self._unread(sequences) else self._next_round(sequences, True)
+
+    def _take_verify(self) -> Verify | None:
+        """The second pass of the round whose drafts are read; None where there is none, or all its requests ended."""
+        work, self._verify = self._verify, None
+        if work is None or all(s.finish is not FinishReason.RUNNING for s in work.round.sequences):
+            return None
+        return work
+
+    def _unread(self, sequences: list[Sequence]) -> bool:
+        """Whether tokens of these are not read yet."""
+        return any(s.in_flight for s in sequences)
+
+    def _next_round(self, sequences: list[Sequence], reads_drafts: bool) -> Round | None:
+        """A round of these, which are all that run of one kind. Raises _Wait."""
         # A pass in flight commits one token at least: these may go on, the others end when it is read.
-        able = [s for s in self.running if len(s.tokens) + s.in_flight < s.max_length]
+        able = [s for s in sequences if len(s.tokens) + s.in_flight < s.max_length]
         for sequence in able:
-            if sequence.pages is not None and not self._grow(sequence):
-                return None
+            if sequence.pages is not None:
+                self._grow(sequence)
         able = [s for s in able if s.pages is not None]  # growing one may have preempted another
-        return Round(able, [self._map(s) for s in able], self.width - 1) if able else None
+        if not able:
+            return None
+        if reads_drafts or sequences is self.running:
+            self.budget.round_launched()  # where both kinds run, prompts have the time of a turn of both
+        return Round(able, [self._map(s) for s in able], self.width - 1, reads_drafts=reads_drafts)
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Reserve the worst case of one more round; False when that has to wait for the pass in flight.
+    def _grow(self, sequence: Sequence) -> None:
+        """Reserve the worst case of one more round.
 
-        Without a pass in flight, whoever arrived last gives pages back until it fits.
+        Without a pass in flight, whoever arrived last gives pages back until it fits; else that has to wait.
         """
         worst = len(sequence.tokens) + (sequence.in_flight + 1) * self.width
         while sequence.pages is not None:
             try:
                 sequence.pages.reserve(min(worst, sequence.max_length))
-                return True
+                return
             except OutOfPages:
                 if any(s.in_flight for s in self.running):
-                    return False
+                    raise _Wait from None
                 self._preempt(max(self.active, key=lambda s: s.order))
-        return True
 
     def _map(self, sequence: Sequence) -> tuple[int, list[int]]:
         """The columns and pages that this sequence's table on the device still lacks."""
         assert sequence.pages is not None
-        first, pages = sequence.mapped, sequence.pages.pages
-        sequence.mapped = len(pages)
+        first, entries = sequence.mapped, sequence.pages.entries
+        sequence.mapped = len(entries)
         sequence.in_flight += 1
-        return first, pages[first:]
+        return first, [entry.page for entry in entries[first:]]
 
     def _preempt(self, sequence: Sequence) -> None:
         queue = self._queue_of(sequence)

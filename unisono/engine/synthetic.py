@@ -1,43 +1,80 @@
-"""Benchmarks only: drafts that are accepted as often as one says, so that a random head costs what a good one does.
+"""Benchmarks only: an acceptance rule with which drafts are accepted as often as one says, whatever they are.
 
-The text is then what the target picks, given that it verified what it would have picked anyway; how long rounds take is
-what counts. Which drafts are accepted follows from a request's seed and their positions, so runs can be repeated.
+A random draft head then costs what a good one does. The text is what the target samples after tokens that it verified;
+it means nothing, only the time of rounds counts. Which drafts are accepted follows from a request's seed and their
+positions, so runs can be repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import torch
 
 from unisono.config import EngineConfig
-from unisono.engine.slots import Slots
 from unisono.kernels.rounds import force_drafts
+from unisono.passes.acceptance import AcceptanceRule, ExactMatch
+from unisono.passes.modules import SlotTensors
 
-AcceptanceRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""(drafts [R, k], sampled [R, 1 + k], slots [R]), all int32: overwrite the drafts, from the picks."""
+
+def acceptance_rule(config: EngineConfig, slots: SlotTensors) -> AcceptanceRule:
+    """The rule that the configuration asks for; :class:`ExactMatch` by default."""
+    if config.synthetic_acceptance_length is not None:
+        return MeanLength(slots, config.synthetic_acceptance_length)
+    if config.synthetic_acceptance_rates:
+        return RatesByPlace(slots, config.synthetic_acceptance_rates)
+    return ExactMatch()
 
 
-def forcing(config: EngineConfig, slots: Slots) -> AcceptanceRule | None:
-    """What was asked for; None verifies in earnest."""
-    mean, rates = config.synthetic_acceptance_length, config.synthetic_acceptance_rates
-    if mean is not None:
-        return lambda drafts, sampled, rows: force_drafts(drafts, sampled, rows, slots.length, mean)
-    if not rates:
-        return None
-    # Of each place, the share where those before it were accepted.
-    conditional = [rate / before if before else 0.0 for before, rate in pairwise((1.0, *rates))]
-    shares = torch.tensor([*conditional, 0.0], device=slots.length.device)
+class _Forced:
+    """What both rules share: in a tree one path is accepted, another one for each length; all drafts count."""
 
-    def force(drafts: torch.Tensor, sampled: torch.Tensor, rows: torch.Tensor) -> None:
+    def __init__(self, slots: SlotTensors) -> None:
+        self._slots = slots
+
+    def accepted(self, drafts: torch.Tensor, sampled: torch.Tensor, slots: torch.Tensor, paths: int) -> torch.Tensor:
+        forced = self._forced(drafts, sampled, slots)
+        if paths == 1:
+            return forced
+        turn = self._slots.length.index_select(0, slots) % paths
+        path = torch.arange(len(slots), dtype=torch.int32, device=drafts.device) % paths
+        return forced.masked_fill((path != turn)[:, None], -1)
+
+    def count(self, drafted: torch.Tensor, drafts: int) -> None:
+        drafted.fill_(drafts)
+
+    def _forced(self, drafts: torch.Tensor, sampled: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class MeanLength(_Forced):
+    """``mean`` tokens a round are committed on average, the bonus token included."""
+
+    def __init__(self, slots: SlotTensors, mean: float) -> None:
+        super().__init__(slots)
+        self._mean = mean
+
+    def _forced(self, drafts: torch.Tensor, sampled: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        force_drafts(drafts, sampled, slots, self._slots.length, self._mean)
+        return drafts
+
+
+class RatesByPlace(_Forced):
+    """``rates[i]``: the share of rounds in which draft i is accepted; drafts beyond the last rate never are."""
+
+    def __init__(self, slots: SlotTensors, rates: tuple[float, ...]) -> None:
+        super().__init__(slots)
+        self._places = len(rates)
+        # Of each place, the share where those before it were accepted.
+        conditional = [rate / before if before else 0.0 for before, rate in pairwise((1.0, *rates))]
+        self._shares = torch.tensor([*conditional, 0.0], device=slots.length.device)
+
+    def _forced(self, drafts: torch.Tensor, sampled: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         place = torch.arange(drafts.shape[1], dtype=torch.int32, device=drafts.device)
-        at = slots.length.index_select(0, rows)[:, None] + place
-        chance = uniform(slots.seed_lo.index_select(0, rows)[:, None], at)
-        right = chance < shares.index_select(0, place.clamp_max(len(rates)))
-        drafts.copy_(torch.where(right.cumprod(1).bool(), sampled[:, :-1], -1))
-
-    return force
+        at = self._slots.length.index_select(0, slots)[:, None] + place
+        chance = uniform(self._slots.seed_lo.index_select(0, slots)[:, None], at)
+        right = chance < self._shares.index_select(0, place.clamp_max(self._places))
+        return torch.where(right.cumprod(1).bool(), sampled[:, :-1], -1)
 
 
 def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:

@@ -132,6 +132,12 @@ def _rows(positions_ptr, first, last, head, HEADS: tl.constexpr, GROUP: tl.const
 
 
 @triton.jit
+def _queries(q_ptr, index, in_use, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    offset, mask = _values(index, in_use, HEAD_DIM, DIM)
+    return tl.load(q_ptr + offset, mask=mask, other=0.0)
+
+
+@triton.jit
 def _first_seen(position, window):
     """The first key that any row of a tile sees; rows at position -1 see nothing."""
     return tl.maximum(tl.min(tl.where(position >= 0, position, 2**30)) - window + 1, 0)
@@ -147,8 +153,12 @@ def _merge_sinks(sinks_ptr, index, in_use, m, z, acc, HEADS: tl.constexpr):
 
 @triton.jit
 def _store(
-    out_ptr, index, position, in_use, z, acc, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, FIRST: tl.constexpr
+    out_ptr, sinks_ptr, index, position, in_use, m, z, acc, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
+    """Write the outputs of a tile's rows from their final state, with the sinks merged."""
+    if sinks_ptr is not None:
+        m, z, acc = _merge_sinks(sinks_ptr, index, in_use, m, z, acc, HEADS)
     sees = position >= FIRST
     out = tl.where(sees[:, None], acc * (1.0 / tl.where(sees, z, 1.0))[:, None], 0.0)
     offset, mask = _values(index, in_use, HEAD_DIM, DIM)
@@ -177,14 +187,26 @@ def _merge_kept(
             z1 = tl.load(state_ptr + at * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")
             acc1 = tl.load(acc_ptr + offset, mask=mask, other=0.0, cache_modifier=".cg")
             m, z, acc = _merge(m, z, acc, m1, z1, acc1)
-    if sinks_ptr is not None:
-        m, z, acc = _merge_sinks(sinks_ptr, index, in_use, m, z, acc, HEADS)
-    _store(out_ptr, index, position, in_use, z, acc, HEAD_DIM, DIM, FIRST)
+    _store(out_ptr, sinks_ptr, index, position, in_use, m, z, acc, HEADS, HEAD_DIM, DIM, FIRST)
 
 
 @triton.jit
-def _complete(arrivals_ptr, mine, splits):
-    """Count in the splits that this program has kept. True for the last program to arrive, which resets the count."""
+def _place(partial, tile, skipped, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+    """Where split 0 of a tile would be in the workspace; the plan gave places from split ``skipped`` (None: 0) on."""
+    place = (partial.to(tl.int64) * TOKENS - tile) * HEADS
+    if skipped is not None:
+        place -= skipped.to(tl.int64) * (TOKENS * HEADS)
+    return place
+
+
+@triton.jit
+def _complete(arrivals_ptr, mine, splits, skipped):
+    """Count in the splits that this program has kept. True for the last program to arrive, which resets the count.
+
+    The tile has ``splits``, less the first ``skipped`` (or None), which the plan left out.
+    """
+    if skipped is not None:
+        splits -= skipped
     tl.debug_barrier()  # all of the program's stores come before its arrival
     last = tl.atomic_add(arrivals_ptr, mine, sem="acq_rel") + mine == splits
     if last:
@@ -213,11 +235,9 @@ def attention_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A fixed number of programs share the work list × parts of a tile × KV heads. Keys below FIRST are invisible.
-    ``sinks_ptr`` None: no sinks. TO_CAP: see ``_walk``; 0 does not cap.
 
-    The splits of a whole tile are merged in registers. The splits of a cut tile go to the workspace; the program that
-    completes the tile's count merges all of them, in order, and resets the count for the next layer. Without CUT no
-    tile is cut: there are many tiles, so each bounds its own keys and needs no masks for keys that all its rows see.
+    Splits of a whole tile are merged in registers. Those of a cut tile go to the workspace, and the program that
+    completes the tile's count merges them in order. Without CUT a tile needs no masks for keys that all its rows see.
     """
     follow(OVERLAP)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -231,14 +251,11 @@ def attention_kernel(
         first = tile + part * (ROWS // GROUP)
         last = tl.minimum(first + ROWS // GROUP, tile_end)
         in_use, index, position = _rows(positions_ptr, first, last, head, HEADS, GROUP, ROWS)
-        offset, mask = _values(index, in_use, HEAD_DIM, DIM)
-        q = tl.load(q_ptr + offset, mask=mask, other=0.0)
+        q = _queries(q_ptr, index, in_use, HEAD_DIM, DIM)
         pages_ptr = table_ptr + slot.to(tl.int64) * max_pages
         own_k_ptr, own_v_ptr = k_ptr + head * PAGE * HEAD_DIM, v_ptr + head * PAGE * HEAD_DIM
-        place = (partial.to(tl.int64) * TOKENS - tile) * HEADS  # of the tile's split 0 in the workspace
-        if WINDOW and CUT:
-            skipped = tl.load(work_ptr + counter * 8 + 4)  # splits before the window, which the plan leaves out
-            place -= skipped.to(tl.int64) * (TOKENS * HEADS)
+        skipped = tl.load(work_ptr + counter * 8 + 4) if WINDOW and CUT else None  # splits that the plan leaves out
+        place = _place(partial, tile, skipped, TOKENS, HEADS)
         stride = tl.where(partial >= 0, TOKENS * HEADS, 0)
         workspace = (state_ptr, acc_ptr, index + place, in_use, stride) if CUT else None
         begin, end, low = first_split * SPLIT, tl.minimum(end_split * SPLIT, length), FIRST
@@ -260,16 +277,11 @@ def attention_kernel(
             m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, True, TO_CAP, workspace,
         )  # fmt: skip
         if partial < 0:
-            if sinks_ptr is not None:
-                m, z, acc = _merge_sinks(sinks_ptr, index, in_use, m, z, acc, HEADS)
-            _store(out_ptr, index, position, in_use, z, acc, HEAD_DIM, DIM, FIRST)
+            _store(out_ptr, sinks_ptr, index, position, in_use, m, z, acc, HEADS, HEAD_DIM, DIM, FIRST)
         elif CUT:
             _keep(workspace, end_split - 1, m, z, acc, HEAD_DIM)
             arrivals = arrivals_ptr + (counter * TOKENS + part) * KV_HEADS + head
-            mine, splits = end_split - first_split, tl.cdiv(length, SPLIT)
-            if WINDOW:
-                splits -= skipped
-            if _complete(arrivals, mine, splits):
+            if _complete(arrivals, end_split - first_split, tl.cdiv(length, SPLIT), skipped):
                 _merge_kept(
                     positions_ptr, state_ptr, acc_ptr, out_ptr, sinks_ptr, first, last, head, place, TOKENS * HEADS,
                     low // SPLIT, tl.cdiv(length, SPLIT), HEADS, GROUP, USED, HEAD_DIM, DIM, FIRST,

@@ -28,7 +28,7 @@ class Field:
         (:func:`selected_rows`, or with Logits.ALL all rows) come from the pass's Shape.
     pad: the value of rows that no request fills.
     output: written by the program and read by the host, rather than the other way round.
-    need: what a pass has to need, or more, to have this field.
+    feature: only passes whose features cover these have this field.
     """
 
     name: str

@@ -46,7 +46,7 @@ class Features:
 
     hidden, aux_layers: what the drafter reads. logits: of which prompt tokens. embeddings: the batch brings embeddings
     that stand in for those of token ids. returned: final hidden states go to the host. masks: positions are sampled
-    under masks that come with the batch.
+    under masks that come with the batch. extra: names of features that other packages add (docs/adding-a-feature.md).
     """
 
     hidden: Hidden = Hidden.NULL
@@ -55,19 +55,33 @@ class Features:
     embeddings: bool = False
     returned: bool = False
     masks: bool = False
+    extra: frozenset[str] = frozenset()
 
     @property
     def label(self) -> str:
         """For reports: ``NULL``, ``FULL+embeddings`` …"""
         logits = (f"{self.logits.name} logits",) if self.logits else ()
         flags = (name for name in ("embeddings", "returned", "masks") if getattr(self, name))
-        return "+".join((self.hidden.name, *logits, *flags))
+        return "+".join((self.hidden.name, *logits, *flags, *sorted(self.extra)))
+
+    def __or__(self, other: Features) -> Features:
+        """What a pass needs that serves both. Of two different lists of auxiliary layers this one's stay."""
+        shown = other if other._shows(self) else self
+        return Features(
+            shown.hidden,
+            shown.aux_layers,
+            max(self.logits, other.logits),
+            self.embeddings or other.embeddings,
+            self.returned or other.returned,
+            self.masks or other.masks,
+            self.extra | other.extra,
+        )
 
     def covers(self, other: Features) -> bool:
-        """True when a graph captured with these needs also serves a pass that needs ``other``."""
+        """True when a graph captured with these features also serves a pass that needs ``other``."""
         inputs = self.embeddings >= other.embeddings and self.masks >= other.masks
         outputs = self.returned >= other.returned and self.logits >= other.logits
-        return inputs and outputs and self._shows(other)
+        return inputs and outputs and self.extra >= other.extra and self._shows(other)
 
     def _shows(self, other: Features) -> bool:
         """Whether the hidden states that ``other`` wants are among these."""

@@ -12,6 +12,7 @@ it, the requests are the held-out problems (``problems.py``), and prompt passes 
 from __future__ import annotations
 
 import json
+import platform
 import random
 import statistics
 import time
@@ -162,7 +163,7 @@ def adaptive(
     if not rates:
         flags["gpu_memory_utilization"] = 0.8
     llm = LLM(model, speculative=spec, synthetic_acceptance_rates=rates, **flags)
-    curve = Curve(model, speculative_config, list(rates), _versions(llm), context, llm.engine.start_seconds)
+    curve = Curve(model, speculative_config, list(rates), versions(llm), context, llm.engine.start_seconds)
     with frozen_heap():
         for size in sizes:
             curve.points.append(measure(plain, llm, size, workload, cycles))
@@ -321,7 +322,13 @@ def plot(
     print(f"{results} plotted in {picture}")
 
 
-def _versions(llm: Any) -> dict[str, str]:
-    from unisono.tools.bench import versions
+def versions(llm: Any) -> dict[str, str]:
+    """The device and the versions of what affects speed."""
+    import torch
+    import triton
 
-    return versions(llm)
+    import unisono
+
+    device = llm.engine.config.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
+    return {"on": name, "unisono": unisono.__version__, "torch": torch.__version__, "triton": triton.__version__}

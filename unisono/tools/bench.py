@@ -7,7 +7,6 @@ versions, the machine and the settings.
 from __future__ import annotations
 
 import json
-import platform
 import random
 import statistics
 import time
@@ -18,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono.tools.adaptive_bench import adaptive, plot
+from unisono.tools.adaptive_bench import adaptive, plot, versions
 from unisono.tools.drafters import drafters
 from unisono.tools.exact import exact
 
@@ -157,18 +156,6 @@ def _sizes(graphs: Any) -> dict[str, list[int]]:
 def _integers(text: str) -> list[int]:
     """Parse integers separated by commas."""
     return [int(n) for n in text.split(",") if n.strip()]
-
-
-def versions(llm: Any) -> dict[str, str]:
-    """The device and the versions of what affects speed."""
-    import torch
-    import triton
-
-    import unisono
-
-    device = llm.engine.config.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
-    return {"on": name, "unisono": unisono.__version__, "torch": torch.__version__, "triton": triton.__version__}
 
 
 def _add_requests(llm: Any, size: int, context: int, output_len: int) -> list[str]:

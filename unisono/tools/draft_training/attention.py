@@ -26,7 +26,6 @@ class TrainingAttention:
     committed tokens, and to key q of every later step including its own, which correspond to drafts.
     """
 
-    capturable = True
     name = "training"
     capturable = True
 

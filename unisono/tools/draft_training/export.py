@@ -59,7 +59,7 @@ def layer_fields(target: Mapping[str, Any], config: Any, **changes: Any) -> dict
         "model_type": "llama",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": config.layers[-1].feed_forward.intermediate_size,
         "num_hidden_layers": 1,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,

@@ -1,8 +1,8 @@
 """A round over several paths for each request: what it does before its target pass and after.
 
-Owns the order of a tree's steps inside the round; ``programs.py`` calls it where a tree was asked for. A path is a row
-of the round like any other, with the request's own slot and a page-table row of its own, so it computes the bits that
-it would compute alone, and the best one is committed as a chain would be.
+Owns the order of a tree's steps inside the round; ``round.py`` and ``verify.py`` call it where a tree was asked for. A
+path is a row of the round like any other, with the request's own slot and a page-table row of its own, so it computes
+the bits that it would compute alone, and the best one is committed as a chain would be.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from unisono.drafters.base import TreeDrafter
-from unisono.engine.slots import Slots
 from unisono.kernels.tree_paths import Best, Fork, best_path, fork_paths, span_pages
+from unisono.passes.modules import SlotTensors
 from unisono.state.specs import ALL, PAGE_SIZE
 from unisono.state.store import StateStore
 
@@ -30,14 +30,14 @@ class Tree:
 
     paths: Sequence[Sequence[int]]
     drafter: TreeDrafter
-    slots: Slots
+    slots: SlotTensors
     store: StateStore
     num_pages: int  # of lifetime ALL, without those of the paths
     unused: torch.Tensor  # bool [P, k]: behind each path's end
 
     @staticmethod
     def of(
-        paths: Sequence[Sequence[int]], drafter: TreeDrafter, slots: Slots, store: StateStore, num_pages: int
+        paths: Sequence[Sequence[int]], drafter: TreeDrafter, slots: SlotTensors, store: StateStore, num_pages: int
     ) -> Tree:
         unused = [[step >= len(path) for step in range(drafter.num_drafts)] for path in paths]
         return Tree(paths, drafter, slots, store, num_pages, torch.tensor(unused, device=slots.length.device))
@@ -58,13 +58,6 @@ class Tree:
         """Write ``drafts [R · P, k]``, -1 behind each path's end."""
         self.drafter.propose(fork.slots, drafts, fork.tables)
         drafts.view(-1, *self.unused.shape).masked_fill_(self.unused, -1)
-
-    def leave_one(self, fork: Fork, drafts: torch.Tensor) -> None:
-        """Benchmarks only: of forced ``drafts [R · P, k]`` leave one path's, now this one's, now that one's."""
-        paths = len(self.paths)
-        turn = self.slots.length.index_select(0, fork.slots) % paths
-        path = torch.arange(len(fork.slots), dtype=torch.int32, device=drafts.device) % paths
-        drafts.masked_fill_((path != turn)[:, None], -1)
 
     def best(self, fork: Fork, sampled: torch.Tensor, drafts: torch.Tensor) -> Best:
         """The path of each request that the target's sampled [R · P, W] agree with longest."""

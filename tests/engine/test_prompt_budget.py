@@ -1,0 +1,169 @@
+"""Running requests wait for prompts, but not longer than was asked; by a fake device whose passes take what we say."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.helpers import engine, mixed_params, prompts, tokens
+from unisono.engine.prompt_budget import PromptBudget
+from unisono.engine.scheduler import Scheduler
+from unisono.engine.sequence import Extend, Pass, Round, Sequence, Verify
+from unisono.engine.slots import Slots
+from unisono.state.pages import PagePool
+from unisono.state.store import StateStore
+from unisono.types import ConfigError, EngineRequest, FinishReason, SamplingParams
+
+BOUND, ROUND_MS, MOST = 40.0, 5.0, 8192
+
+
+def table(tokens: int) -> float:
+    return 2.0 + 0.01 * tokens
+
+
+@dataclass
+class Device:
+    """Runs one pass after the other and has each read when the next one was launched, as the engine does."""
+
+    extend_ms: Callable[[int], float] = table
+    learns: bool = True
+    max_stall_ms: float = BOUND
+    now: float = 0.0  # milliseconds
+    gaps: list[float] = field(default_factory=list)  # from one round to the next, with the same requests running
+    sizes: list[int] = field(default_factory=list)  # of prompt passes that requests waited for
+    _round_at: float | None = None
+    _order: int = 0
+
+    def __post_init__(self) -> None:
+        store = StateStore(9, 1, 65536, 32, torch.device("cpu"))
+        self.slots = Slots(8, 65536, 64, store)
+        given: Any = (self.max_stall_ms, MOST, table, lambda running: ROUND_MS, self.learns)
+        budget = PromptBudget(*given, clock=lambda: self.now / 1e3)
+        self.scheduler = Scheduler(PagePool(40_000), self.slots, 1, 8, budget)
+
+    def add(self, prompt: int, output: int) -> Sequence:
+        self._order += 1
+        ids = [self._order] * prompt
+        request = EngineRequest(str(self._order), ids, SamplingParams(seed=0, max_tokens=output))
+        sequence = Sequence(request, list(ids), prompt + output, self._order)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def run(self, passes: int = 10_000) -> None:
+        """Until nothing is left, or so many passes were launched."""
+        before: Pass | None = None
+        while (self.scheduler.has_work or before is not None) and passes:
+            passes -= 1
+            waiting = bool(self.scheduler.running)
+            work = self.scheduler.schedule()
+            if isinstance(work, Extend) and waiting:
+                self.sizes.append(work.tokens)
+            if before is not None:
+                self.read(before)
+            before = work
+        if before is not None:
+            self.read(before)
+
+    def read(self, work: Pass) -> None:
+        assert not isinstance(work, Verify)
+        self.now += self.extend_ms(work.tokens) if isinstance(work, Extend) else ROUND_MS
+        self.scheduler.budget.read(work)
+        if isinstance(work, Round):
+            if self._round_at is not None:
+                self.gaps.append(self.now - self._round_at)
+            self._round_at = self.now
+        for _, sequence in work.committing:
+            sequence.in_flight -= 1
+            if sequence.finish is FinishReason.RUNNING:
+                sequence.tokens.append(0)
+                if len(sequence.tokens) == sequence.max_length:
+                    self.scheduler.retire(sequence, FinishReason.LENGTH)
+        if not self.scheduler.running:
+            self._round_at = None
+
+
+def test_the_bound_holds_and_passes_are_as_large_as_it_allows() -> None:
+    device = Device()
+    streams = [device.add(10, 400) for _ in range(3)]
+    device.run(20)
+    long = [device.add(8000, 3) for _ in range(5)]
+    device.run()
+    assert max(device.gaps) <= BOUND + 1e-6
+    largest = max(n for n in range(16, MOST, 16) if table(n) + ROUND_MS <= BOUND)
+    assert max(device.sizes) == largest
+    assert device.sizes.count(largest) >= len(device.sizes) - len(long), "all but ends of prompts"
+    assert all(s.finish is FinishReason.LENGTH for s in (*streams, *long))
+
+
+def test_nobody_waits_and_passes_are_whole() -> None:
+    device = Device()
+    for _ in range(4):
+        device.add(8000, 1)
+    device.run()
+    assert device.sizes == []
+    assert device.now < table(32_000) + 4 * table(0) + 1
+
+
+@pytest.mark.parametrize("bound", [1.0, 7.0])
+def test_prompts_go_on_however_tight_the_bound_is(bound: float) -> None:
+    """The least pass runs between two rounds, and no other."""
+    device = Device(max_stall_ms=bound)
+    stream = device.add(10, 300)
+    device.run(10)
+    prompt = device.add(320, 2)
+    device.run()
+    assert device.sizes == [16] * 20
+    assert max(device.gaps) <= ROUND_MS + table(16) + 1e-6
+    assert stream.finish is prompt.finish is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_the_table_is_corrected_by_what_passes_take(learns: bool) -> None:
+    """Long contexts take half as long again; after a few passes the bound holds."""
+    device = Device(extend_ms=lambda n: 1.5 * table(n), learns=learns)
+    device.add(10, 3000)
+    device.run(10)
+    device.add(60_000, 2)
+    device.run()
+    late = [gap for gap in device.gaps if gap > ROUND_MS + 0.1][8:-1]
+    assert len(late) > 9
+    assert (max(late) <= 1.01 * BOUND) is learns
+
+
+def test_a_table_that_knows_nothing() -> None:
+    """Without graphs nothing is measured at start: a guess is corrected until the bound holds."""
+    device = Device(extend_ms=lambda n: 0.02 * n)
+    device.scheduler.budget._table = lambda n: 0.0
+    device.add(10, 3000)
+    device.run(10)
+    device.add(60_000, 2)
+    device.run()
+    late = [gap for gap in device.gaps if gap > ROUND_MS + 0.1][8:-1]
+    assert BOUND * 0.9 < max(late) <= 1.01 * BOUND
+
+
+@functools.cache
+def plain(path: Path) -> list[list[int]]:
+    with engine(path, max_num_seqs=1) as llm:
+        return tokens(llm, BATCH, PARAMS)
+
+
+BATCH, PARAMS = prompts(10, 250, low=3, high=120, seed=4), mixed_params(10)
+
+
+@pytest.mark.parametrize("bound", [1.0, 25.0, 1e9])
+def test_same_bytes(bound: float, qwen3: Path) -> None:
+    with engine(qwen3, max_num_seqs=3, max_stall_ms=bound) as llm:
+        assert tokens(llm, BATCH, PARAMS) == plain(qwen3)
+        assert llm.engine.info()["settings"]["max_stall_ms"] == bound  # type: ignore[index]
+
+
+def test_a_bound_is_a_time() -> None:
+    with pytest.raises(ConfigError, match="--max-stall-ms 0"):
+        engine("tiny", max_stall_ms=0)

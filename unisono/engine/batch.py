@@ -1,0 +1,137 @@
+"""From scheduled passes to batches: the graph key of a pass and the arrays of its input fields, and its launch.
+
+Owns nothing on the device. What features add to a batch they say themselves (``passes/features/``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from unisono.engine.sequence import Chunk, Extend, Pass, Round, Verify
+from unisono.passes.extend import prompt_program
+from unisono.passes.features.base import Feature, HostPass, PassKind, Row
+from unisono.program import Features, Key, PendingOutputs, Shape
+from unisono.types import FinishReason
+
+if TYPE_CHECKING:
+    from unisono.engine.runner import Runner
+
+Batch = dict[str, object]
+
+LaunchedKind = PassKind | Literal["draft"]
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A pass on the device: whose it is, row by row, and its outputs on their way to the host."""
+
+    work: Extend | Round
+    kind: LaunchedKind
+    outputs: PendingOutputs
+
+    def wait(self) -> dict[str, np.ndarray]:
+        """int32 arrays: ``result [rows, width + 2]``: count, status, tokens; ``drafted [rows]``, of a round: drafts
+        verified; and what features report; of a "draft" pass only ``drafts [rows, P, k]``. Blocks until they are here;
+        a drafter may be catching up still."""
+        return self.outputs.wait()
+
+
+class Launcher:
+    """Builds the batch of each pass and has the planner launch it."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def launch(self, work: Pass) -> Launched:
+        """Put a pass on the device and return at once."""
+        if isinstance(work, Extend):
+            return Launched(work, "extend", self._extend(work))
+        if isinstance(work, Verify):
+            return Launched(work.round, "verify", self._verify(work.round, work.drafts))
+        if work.behind:
+            slots = [s.slot for s in work.behind]
+            self._launch(self._runner.catch_up_key(len(slots)), {"slots": slots})
+        if not work.reads_drafts:
+            return Launched(work, "round", self._round(work))
+        rows, paths = len(work.sequences), self._runner.paths
+        if not work.drafts:
+            return Launched(work, "verify", self._verify(work, np.empty((rows, paths, 0), dtype=np.int32)))
+        key = Key("draft", Shape(rows, 1 + work.drafts), self._runner.features)
+        return Launched(work, "draft", self._launch(key, self._round_batch(work)))
+
+    def _launch(self, key: Key, batch: Batch) -> PendingOutputs:
+        return self._runner.planner.launch(key, batch)
+
+    def _round(self, work: Round) -> PendingOutputs:
+        rows = len(work.sequences)
+        features, fields = _asked(work.asked, "round", rows)
+        key = self._runner.round_key(rows, work.drafts)
+        return self._launch(replace(key, features=key.features | features), self._round_batch(work) | fields)
+
+    def _verify(self, work: Round, drafts: np.ndarray) -> PendingOutputs:
+        rows, features = len(work.sequences), self._runner.features
+        more, fields = _asked(work.asked, "verify", rows, drafts=drafts[:rows])
+        key = Key("verify", Shape(rows, 1 + work.drafts), features | more)
+        return self._launch(key, self._round_batch(work) | fields)
+
+    def _round_batch(self, work: Round) -> Batch:
+        """``slots``, ``columns`` and ``pages`` [rows, most pages added]; column -1 where a row adds fewer.
+
+        Requests that were aborted after their drafts were made have the padding slot: theirs may be another's by now.
+        """
+        most = max(len(pages) for _, pages in work.growth)
+        columns = np.full((len(work.growth), most), -1, dtype=np.int32)
+        pages = np.zeros_like(columns)
+        for row, (first, added) in enumerate(work.growth):
+            columns[row, : len(added)] = range(first, first + len(added))
+            pages[row, : len(added)] = added
+        slots = [s.slot for s in work.sequences]
+        for row, sequence in enumerate(work.sequences):
+            if sequence.finish is not FinishReason.RUNNING:
+                slots[row], columns[row] = self._runner.worker.slots.padding, -1
+        return {"slots": slots, "columns": columns, "pages": pages}
+
+    def _extend(self, work: Extend) -> PendingOutputs:
+        runner, chunks = self._runner, work.chunks
+        edges = np.cumsum([0, *(c.end - c.start for c in chunks)])
+        total = int(edges[-1])
+        # The rows that no request uses are empty: they begin where the tokens end.
+        query_start = np.full(runner.max_extend_rows + 1, total)
+        query_start[: len(edges)] = edges
+        batch: Batch = {  # where a token has no id, an id in range is as good as any
+            "token_ids": np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks]).clip(0),
+            "next_ids": np.concatenate([_following(c) for c in chunks]).clip(0),
+            "slots": [c.sequence.slot for c in chunks],
+            "query_start": query_start,
+            "start": [c.start for c in chunks],
+            "sample_slots": [c.sequence.slot if c.last else runner.worker.slots.padding for c in chunks],
+            "last": edges[1:] - 1,
+        }
+        features, fields = _asked(work.asked, "extend", len(chunks), total)
+        features |= runner.features
+        return self._launch(Key(prompt_program(features), Shape(total), features), batch | fields)
+
+
+def _asked(
+    asked: dict[Feature, list[Row]],
+    kind: PassKind,
+    count: int,
+    tokens: int = 0,
+    drafts: np.ndarray | None = None,
+) -> tuple[Features, Batch]:
+    """What a pass needs for the features that its requests ask for, and the fields of its batch."""
+    features, fields = Features(), Batch()
+    for feature, rows in asked.items():
+        more, values = feature.fill(HostPass(kind, rows, count, tokens, drafts))
+        features |= more
+        fields |= values
+    return features, fields
+
+
+def _following(chunk: Chunk) -> list[int]:
+    """The token after each of a chunk's; 0 where it is not sampled yet."""
+    following = chunk.sequence.tokens[chunk.start + 1 : chunk.end + 1]
+    return following + [0] * (chunk.end - chunk.start - len(following))

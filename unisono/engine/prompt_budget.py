@@ -1,0 +1,89 @@
+"""How many prompt tokens the next prompt pass takes, so that running requests do not wait too long for their next
+round.
+
+Costs of passes come from the planner's table, which is measured on padding. Attention over long contexts takes longer,
+so the table is corrected by what passes take at run time, as the draft controller corrects what rounds take.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+from collections.abc import Sequence as Requests
+
+from unisono.engine.adaptive import RoundCosts
+from unisono.engine.buckets import LEAST_TOKENS
+from unisono.engine.sequence import Extend, Round, Sequence
+
+GUESSED_MS = 0.005
+"""Milliseconds of a prompt token where the table says nothing, for nothing is captured; corrected like the table."""
+
+
+class PromptBudget:
+    """Bounds the time between two rounds: of all prompt passes between them, and of the round itself.
+
+    max_stall_ms: the bound. most: tokens of a pass at most. extend_ms: what a pass of so many tokens takes, by the
+    table. round_ms: what the next round of these running requests takes; of both kinds where both run
+    (``scheduler.py``). learns: whether passes are timed. clock: in seconds.
+
+    Where nothing runs, passes are as large as they can be. A pass of LEAST_TOKENS may always run between two rounds.
+    """
+
+    def __init__(
+        self,
+        max_stall_ms: float,
+        most: int,
+        extend_ms: Callable[[int], float],
+        round_ms: Callable[[Requests[Sequence]], float],
+        learns: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._max_stall_ms, self._most, self._round_ms = max_stall_ms, most, round_ms
+        self._learns, self._clock = learns, clock
+        self._table = extend_ms
+        # Of what passes take, as a share of what the table says: a running median.
+        self._share = RoundCosts(lambda rows, drafts: 1.0)
+        self._sizes = range(LEAST_TOKENS, most + 1, LEAST_TOKENS)
+        self._spent = 0.0  # milliseconds of prompt passes since the last round
+        self._read_at: float | None = None  # when the last round was read
+        self._between: list[Extend] = []  # prompt passes that were read since
+
+    def tokens(self, running: Requests[Sequence]) -> int:
+        """Tokens of a prompt pass that may be launched now; 0 where a round comes first."""
+        if not running:
+            self._spent, self._read_at = 0.0, None
+            return self._most
+        left = self._max_stall_ms - self._round_ms(running) - self._spent
+        fitting = bisect_right(self._sizes, left, key=self._ms)
+        if fitting == len(self._sizes):
+            return self._most
+        return self._sizes[fitting - 1] if fitting else 0 if self._spent else min(LEAST_TOKENS, self._most)
+
+    def extended(self, work: Extend) -> None:
+        """A prompt pass is launched while requests are running."""
+        self._spent += self._ms(work.tokens)
+
+    def round_launched(self) -> None:
+        """A round is launched: the next prompt pass has all the time again."""
+        self._spent = 0.0
+
+    def read(self, work: Extend | Round) -> None:
+        """A pass was read. What one prompt pass between two rounds has added to the time between them is its cost."""
+        if not self._learns:
+            return
+        if isinstance(work, Extend):
+            self._between.append(work)
+            return
+        now, before, between = self._clock(), self._read_at, self._between
+        self._read_at, self._between = (None if work.reads_drafts else now), []
+        # Shorter ones are the ends of prompts: few, and of other sizes.
+        if before is not None and len(between) == 1 and between[0].full:
+            added = 1e3 * (now - before) - self._round_ms(work.sequences)
+            self._share.measured(1, 0, added / self._table_ms(between[0].tokens))
+
+    def _ms(self, tokens: int) -> float:
+        return self._table_ms(tokens) * (self._share.ms(1, 0) or 1.0)
+
+    def _table_ms(self, tokens: int) -> float:
+        return self._table(tokens) or GUESSED_MS * tokens

@@ -1,0 +1,159 @@
+"""A request on its way, and the passes that the scheduler makes of requests. Host bookkeeping only."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from unisono.passes.features.base import Feature, RequestState, Row
+from unisono.program import NO_FEATURES, Features
+from unisono.state.pages import Reservation
+from unisono.state.prefix_tree import Token
+from unisono.types import EngineRequest, FinishReason
+
+States = Mapping[Feature, RequestState]
+"""Of each feature that a request asks for, what it keeps of the request."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request on its way. ``tokens`` is the prompt and every output token the host has read.
+
+    reads_drafts: whether a feature needs its drafts on the host, so that its rounds are two passes.
+    """
+
+    request: EngineRequest
+    tokens: list[int]
+    max_length: int
+    order: int  # of arrival
+    states: States = field(default_factory=dict)
+    slot: int = -1
+    pages: Reservation | None = None
+    extended: int = 0  # tokens whose KV is written or being written by launched prompt passes
+    mapped: int = 0  # leading pages that the slot's page table on the device holds
+    in_flight: int = 0  # launched passes that commit tokens and are not read yet
+    unobserved: int = 0  # its last tokens of which the drafter has only been told; see engine/draft_controller.py
+    finish: FinishReason = FinishReason.RUNNING
+    cached_tokens: int | None = None  # prompt tokens that the prefix cache served at first admission
+    preemptions: int = 0
+    leader: Sequence | None = None  # of the same prompt, ahead in the queue
+
+    def __post_init__(self) -> None:
+        self.reads_drafts = any(feature.reads_drafts for feature in self.states)
+        keys = (state.prompt_keys for state in self.states.values())
+        self._prompt_keys = next((given for given in keys if given is not None), None)
+
+    @property
+    def waits_for_leader(self) -> bool:
+        """Whether the prefix cache will soon have the prompt: the leader is computing it."""
+        leader = self.leader
+        return leader is not None and leader.finish is FinishReason.RUNNING and len(leader.tokens) == leader.prompt_len
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def keys(self) -> list[Token]:
+        """``tokens`` as the prefix cache knows them."""
+        if self._prompt_keys is None:
+            return self.tokens  # type: ignore[return-value]
+        return [*self._prompt_keys, *self.tokens[self.prompt_len :]]
+
+    @property
+    def reusable(self) -> int:
+        """Leading tokens of which the request wants nothing but their keys and values, which may be cached."""
+        known = len(self.tokens)
+        for state in self.states.values():
+            known = min(known, state.reusable(known))
+        return known
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens ``start … end`` of a sequence in a prompt pass; the ``last`` one samples."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    last: bool
+
+
+@dataclass(frozen=True)
+class Extend:
+    """A prompt pass. full: whether it has as many tokens as it may have."""
+
+    chunks: list[Chunk]
+    full: bool = True
+
+    @cached_property
+    def tokens(self) -> int:
+        return sum(chunk.end - chunk.start for chunk in self.chunks)
+
+    @cached_property
+    def asked(self) -> dict[Feature, list[Row]]:
+        """The requests that ask for each feature."""
+        asked: dict[Feature, list[Row]] = {}
+        first = 0
+        for index, chunk in enumerate(self.chunks):
+            for feature, state in chunk.sequence.states.items():
+                row = Row(index, state, chunk.start, chunk.end, first, chunk.last)
+                asked.setdefault(feature, []).append(row)
+            first += chunk.end - chunk.start
+        return asked
+
+    @property
+    def committing(self) -> list[tuple[int, Sequence]]:
+        """(row, sequence) of those that sample a token."""
+        return [(i, chunk.sequence) for i, chunk in enumerate(self.chunks) if chunk.last]
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round, with the pages each sequence's table grows by: ``(first column, pages)``.
+
+    drafts: of each sequence, at most. behind: those whose drafter catches up before it. reads_drafts: whether it is two
+    passes, for the host reads the drafts between them.
+    """
+
+    sequences: list[Sequence]
+    growth: list[tuple[int, list[int]]]
+    drafts: int
+    behind: tuple[Sequence, ...] = ()
+    reads_drafts: bool = False
+
+    @cached_property
+    def asked(self) -> dict[Feature, list[Row]]:
+        """The requests that ask for each feature."""
+        asked: dict[Feature, list[Row]] = {}
+        for index, sequence in enumerate(self.sequences):
+            for feature, state in sequence.states.items():
+                asked.setdefault(feature, []).append(Row(index, state))
+        return asked
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether it is one pass of the program whose graphs' times are known, and no other pass."""
+        asks: Features = functools.reduce(operator.or_, (feature.asks for feature in self.asked), NO_FEATURES)
+        return asks == NO_FEATURES and not self.reads_drafts and not self.behind
+
+    @property
+    def committing(self) -> list[tuple[int, Sequence]]:
+        """(row, sequence) of all."""
+        return list(enumerate(self.sequences))
+
+
+@dataclass(frozen=True)
+class Verify:
+    """The second pass of a round whose drafts the host has read. drafts [rows, P, k] int32: -1 for none."""
+
+    round: Round
+    drafts: np.ndarray
+
+
+Pass = Extend | Round | Verify

@@ -1,0 +1,246 @@
+"""What a feature is: one file that says all that the engine needs to know of it. See docs/adding-a-feature.md.
+
+A :class:`Feature` exists once for each engine, a :class:`RequestState` for each request that asked for the feature.
+
+::
+
+    a request arrives     Feature.begin            checks it, makes its state       (host)
+    a pass is built       Feature.fill             fields of the batch, graph key   (host)
+    the pass runs         override_embeddings, allowed_tokens, report               (device, captured in graphs)
+    the pass is read      Feature.read_prompt, RequestState.deliver                 (host)
+
+Device code follows the rules of graphs: it writes in place, to fixed addresses, with shapes that do not depend on data,
+and never waits for the host. Shapes: R requests of a pass, W positions sampled for each, N = R times the paths of a
+tree, T tokens of a prompt pass, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from unisono.program import NO_FEATURES, Buffers, Features, Field
+from unisono.sampling.pipeline import EditFields, Sampled
+from unisono.types import EngineRequest, TokenDelta
+
+PassKind = Literal["extend", "round", "verify"]
+"""Prompt passes; rounds in one pass; the second pass of rounds whose drafts the host reads
+(``Feature.reads_drafts``)."""
+
+
+Overriding = tuple[torch.Tensor, torch.Tensor]
+"""Embeddings [T, H], and a flag [T] of the tokens whose own they replace."""
+
+
+@dataclass(frozen=True)
+class FeatureContext:
+    """What the engine tells and lends each feature, once, before any pass.
+
+    directory: the checkpoint's. eos: end-of-sequence ids. max_rows: requests of one prompt pass at most. paths: of a
+    tree of drafts; 1 for chains. processed_logprobs: report log-probabilities of what tokens are drawn from, not of the
+    model's own logits. synthetic: benchmarks: drafts are accepted without being verified.
+    slots: fields of the slots on the device. logits: the LM head, [N, H] -> [N, V].
+    """
+
+    directory: Path
+    eos: Sequence[int]
+    vocab_size: int
+    hidden_size: int
+    dtype: torch.dtype
+    max_rows: int
+    paths: int
+    processed_logprobs: bool
+    synthetic: bool
+    slots: EditFields
+    logits: Callable[[torch.Tensor], torch.Tensor]
+
+    def sampled(self, kind: PassKind) -> tuple[int | str, int | str]:
+        """The dimensions [R, W] of a field with a value for each sampled position of such a pass."""
+        return (self.max_rows, 1) if kind == "extend" else ("rows", "width")
+
+
+class RequestState:
+    """What a feature keeps of one request, on the host. Subclasses override what they need.
+
+    stop_ids: token ids that end the request, beside its own.
+    prompt_keys: what the prefix cache knows the prompt by, where that is not its token ids.
+    """
+
+    stop_ids: tuple[int, ...] = ()
+    prompt_keys: list[int | bytes] | None = None
+
+    def reusable(self, known: int) -> int:
+        """Of ``known`` leading tokens those that may come from the prefix cache, which has no outputs of passes."""
+        return known
+
+    def deliver(self, delta: TokenDelta, committed: Committed) -> None:
+        """Complete ``delta``, which brings the request's new tokens, by what the pass reported of them."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request of a pass that asked for a feature.
+
+    index: its row in the pass. Of prompt passes only: start, end: the positions that are computed; first: the index of
+    position ``start`` among the pass's tokens; samples: whether the prompt ends here, so that a token is sampled.
+    """
+
+    index: int
+    state: Any
+    start: int = 0
+    end: int = 0
+    first: int = 0
+    samples: bool = True
+
+
+@dataclass(frozen=True)
+class HostPass:
+    """A pass that is being built, as one feature sees it.
+
+    rows: the requests that asked for the feature, one at least. count: all requests. tokens: of a prompt pass.
+    drafts [count, P, k] int32: of a "verify" pass, -1 for none.
+    """
+
+    kind: PassKind
+    rows: Sequence[Row]
+    count: int
+    tokens: int = 0
+    drafts: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a pass committed of one request. tokens: ``count`` new ones, ``position`` the first one's.
+
+    kind: of the pass. index: the request's row in it. outputs: the pass's output fields. first: whether these are the
+    request's first tokens.
+    """
+
+    kind: str
+    index: int
+    tokens: Sequence[int]
+    position: int
+    first: bool
+    outputs: Mapping[str, np.ndarray]
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
+
+
+class Outputs:
+    """Where device code writes output fields.
+
+    In a chain's pass these are the buffers themselves. In a tree's round a field has a row for each path, until
+    :meth:`choose` copies those of the best paths.
+    """
+
+    def __init__(self, buffers: Buffers, paths: int = 1) -> None:
+        self._buffers, self._paths = buffers, paths
+        self._aside: dict[str, torch.Tensor] = {}
+
+    def find(self, name: str) -> torch.Tensor | None:
+        """The field of this name, [N, …]; None where the pass has none."""
+        out = self._buffers.find(name)
+        if out is None or self._paths == 1:
+            return out
+        return self._aside.setdefault(name, out.new_empty(out.shape[0] * self._paths, *out.shape[1:]))
+
+    def choose(self, rows: torch.Tensor) -> None:
+        """Keep these rows [R] of N."""
+        for name, values in self._aside.items():
+            getattr(self._buffers, name).copy_(values.index_select(0, rows))
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a pass has computed when its tokens are sampled and not yet committed.
+
+    buffers: the batch. hidden: final hidden states: [N · W, H] of a round; of a prompt pass [T, H] where a feature
+    reads all (``reads_all_tokens``), else [R, H] of last tokens. logits [N · W, V]: of sampled positions. rows [N]
+    int32: each row's slot, the padding slot where nothing is sampled. width: W. sampled: tokens and what was drawn
+    from.
+    """
+
+    buffers: Buffers
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    rows: torch.Tensor
+    width: int
+    sampled: Sampled
+    outputs: Outputs
+
+
+class Feature:
+    """One feature. Subclasses override what they need; what is not overridden does nothing.
+
+    name: as in the catalog. extra_args: the keys of ``SamplingParams.extra_args`` that it reads. asks: what every pass
+    with such a request needs beside its tokens; :meth:`fill` may say more. reads_all_tokens: a prompt pass with this
+    feature's fields computes the final hidden states of all its tokens, not of last tokens only. reads_drafts:
+    :meth:`fill` needs a round's drafts on the host, and the tokens before them: such rounds are two passes.
+    """
+
+    name = ""
+    extra_args: tuple[str, ...] = ()
+    asks: Features = NO_FEATURES
+    reads_all_tokens = False
+    reads_drafts = False
+
+    def __init__(self, context: FeatureContext) -> None:
+        self.context = context
+
+    # ---- declared once --------------------------------------------------------------------------
+
+    def fields(self, kind: PassKind) -> tuple[Field, ...]:
+        """The fields that this feature adds to a pass, each with the Features whose passes have it."""
+        return ()
+
+    # ---- host -----------------------------------------------------------------------------------
+
+    def prepare(self, request: EngineRequest) -> Future[Any] | None:
+        """Begin what :meth:`begin` would wait for; None where there is nothing."""
+        return None
+
+    def begin(self, request: EngineRequest) -> RequestState | None:
+        """The request's state; None where it does not ask for this. Raises BadRequest for what cannot be served.
+
+        The request may be dropped again: what is dear is made when it is first needed.
+        """
+        return None
+
+    def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
+        """What this pass needs, and the input fields for it. Called only where a request of the pass has a state."""
+        return self.asks, {}
+
+    def read_prompt(self, rows: Sequence[Row], outputs: Mapping[str, np.ndarray]) -> None:
+        """A prompt pass with these requests was read; :meth:`RequestState.deliver` of those that sampled follows."""
+
+    def close(self) -> None:
+        """The engine ends."""
+
+    # ---- device ---------------------------------------------------------------------------------
+
+    def override_embeddings(self, buffers: Buffers) -> Overriding | None:
+        """Before a prompt pass: embeddings that replace those of token ids."""
+        return None
+
+    def allowed_tokens(self, buffers: Buffers, rows: int) -> torch.Tensor | None:
+        """Before sampling ``rows`` rows: a bit for each token that a position may take, int32 [N · W, words]."""
+        return None
+
+    def report(self, computed: Computed) -> None:
+        """After sampling: write output fields, found by ``computed.outputs.find(name)``."""
+
+
+def words_of(size: int, dtype: torch.dtype) -> int:
+    """int32 words of a vector of so many numbers. Raises ValueError where that is no whole number."""
+    words, rest = divmod(size * dtype.itemsize, 4)
+    if rest:
+        raise ValueError(f"{size} numbers of {dtype} do not fill four-byte words")
+    return words

@@ -1,0 +1,42 @@
+"""Log-probabilities of the generated tokens, and of the likeliest alternatives at each position."""
+
+from __future__ import annotations
+
+import torch
+
+from unisono.kernels.logprobs import WORDS
+from unisono.passes.features.base import Committed, Computed, Feature, PassKind, RequestState
+from unisono.program import Field
+from unisono.sampling.logprobs import unpack_logprobs
+from unisono.sampling.pipeline import report_logprobs
+from unisono.types import EngineRequest, TokenDelta
+
+
+class OutputLogprobs(Feature):
+    """Every pass that samples has the field: rows that did not ask cost next to nothing, and one graph serves all."""
+
+    name = "output_logprobs"
+
+    def fields(self, kind: PassKind) -> tuple[Field, ...]:
+        return (Field("logprobs", torch.int32, (*self.context.sampled(kind), WORDS), output=True),)
+
+    def begin(self, request: EngineRequest) -> RequestState | None:
+        wanted = request.params.logprobs
+        return None if wanted is None else _State(wanted)
+
+    def report(self, computed: Computed) -> None:
+        c, out = computed, computed.outputs.find("logprobs")
+        assert out is not None
+        processed = self.context.processed_logprobs
+        report_logprobs(c.logits, c.rows, c.width, c.sampled, self.context.slots, processed, out)
+
+
+class _State(RequestState):
+    """wanted: alternatives at each position."""
+
+    def __init__(self, wanted: int) -> None:
+        self._wanted = wanted
+
+    def deliver(self, delta: TokenDelta, committed: Committed) -> None:
+        words = committed.outputs["logprobs"][committed.index, : committed.count]
+        delta.logprobs = unpack_logprobs(words, self._wanted)

@@ -1,0 +1,108 @@
+"""What passes are made of: target model, drafter, sampler, features and the state on the device that they work on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from unisono.attention.base import AttentionInputs, LastTokens
+from unisono.attention.context import PassContext
+from unisono.drafters.base import Drafter
+from unisono.kernels.rounds import commit
+from unisono.models.decoder import Decoder
+from unisono.passes.acceptance import AcceptanceRule, ExactMatch
+from unisono.passes.features.base import Computed, Feature, Outputs, Overriding
+from unisono.program import Buffers, Hidden
+from unisono.sampling.pipeline import DraftSampler, EditFields, edit_and_sample
+
+if TYPE_CHECKING:
+    from unisono.passes.tree import Tree
+
+Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class SlotTensors(EditFields, Protocol):
+    """The state of running requests that passes read and write, a row for each slot; see ``engine/slots.py``.
+
+    padding: the slot of rows that no request fills. page_table [tables, pages]; the others [S].
+    """
+
+    padding: int
+    max_length: torch.Tensor
+    max_drafts: torch.Tensor
+    last_token: torch.Tensor
+    page_table: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The modules and tensors of one engine's passes.
+
+    kv: (keys, values) of each layer. sampler: ``context.sample`` of drafters. features: what requests may ask for.
+    tree: where rounds try several paths for each request; None for chains.
+    held_drafts: int32 [slots · paths · k], drafts between the two passes of a round (``round.draft_program``).
+    """
+
+    model: Decoder
+    drafter: Drafter
+    slots: SlotTensors
+    sampler: DraftSampler
+    kv: Layers
+    features: Sequence[Feature] = ()
+    acceptance: AcceptanceRule = field(default_factory=ExactMatch)
+    tree: Tree | None = None
+    held_drafts: torch.Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Positions of a request in a round with all drafts: 1 + k."""
+        return 1 + self.drafter.num_drafts
+
+    @property
+    def paths(self) -> int:
+        return 1 if self.tree is None else len(self.tree.paths)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        inputs: AttentionInputs,
+        given: Overriding | None = None,
+        last_tokens: LastTokens | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The target's final hidden states [T, H], or those of ``last_tokens``, and those that the drafter asked
+        for."""
+        features = self.drafter.features
+        context = PassContext.of(inputs, last_tokens)
+        hidden, aux = self.model(token_ids, context, self.kv, features.aux_layers, given)
+        return hidden, {Hidden.NULL: None, Hidden.AUX: aux}.get(features.hidden, hidden)
+
+    def sample(
+        self,
+        b: Buffers,
+        hidden: torch.Tensor,
+        last: torch.Tensor,
+        rows: torch.Tensor,
+        drafts: torch.Tensor,
+        outputs: Outputs,
+    ) -> torch.Tensor:
+        """The target's tokens [N, W] after drafts [N, k]; features report what they want of them.
+
+        hidden: of all tokens that the pass computed. last [N · W, H]: of the positions that are sampled. rows [N]:
+        slots.
+        """
+        width, logits = 1 + drafts.shape[1], self.model.logits(last)
+        masks = (feature.allowed_tokens(b, rows.shape[0]) for feature in self.features)
+        mask = next((mask for mask in masks if mask is not None), None)
+        sampled = edit_and_sample(logits, rows, width, drafts, self.slots, mask=mask)
+        computed = Computed(b, hidden, logits, rows, width, sampled, outputs)
+        for feature in self.features:
+            feature.report(computed)
+        return sampled.tokens.view(-1, width)
+
+    def commit(self, sampled: torch.Tensor, drafts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Commit the accepted drafts and one token more; see :func:`unisono.kernels.rounds.commit`."""
+        s = self.slots
+        return commit(sampled, drafts, rows, s.length, s.max_length, s.status, s.last_token, s.stop_ids, s.history)

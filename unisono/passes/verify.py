@@ -1,0 +1,87 @@
+"""Verification: the target's pass over drafts, sampling, acceptance, commit, and the drafter's catching up."""
+
+from __future__ import annotations
+
+import torch
+
+from unisono.attention.base import AttentionInputs
+from unisono.drafters.base import PausableDrafter, Verified
+from unisono.kernels.rounds import round_inputs
+from unisono.kernels.tree_paths import Fork
+from unisono.passes.features.base import Outputs
+from unisono.passes.modules import Modules
+from unisono.passes.tree import Tree
+from unisono.program import Buffers
+from unisono.state.specs import PAGE_SIZE
+
+
+def verify_chain(modules: Modules, b: Buffers, drafts: torch.Tensor, early: bool = False) -> None:
+    """Verify and commit ``drafts [R, k]``, and let the drafter catch up.
+
+    early: the host waits for the outputs, so let it have them before the drafter catches up.
+    """
+    width = b.shape.width
+    sampled, seen = _target_pass(modules, b, b.slots, b.slots, drafts, Outputs(b))
+    accepted = modules.acceptance.accepted(drafts, sampled, b.slots, 1)
+    modules.acceptance.count(b.drafted, width - 1)
+    b.result.copy_(modules.commit(sampled, accepted, b.slots))
+    if early and modules.width > 1:
+        b.outputs_ready()
+    verified = Verified(b.slots, b.result, sampled, seen)
+    if width == 1 and isinstance(modules.drafter, PausableDrafter):
+        modules.drafter.remember(verified)
+    elif modules.width > 1:
+        modules.drafter.observe(verified)
+
+
+def verify_tree(
+    modules: Modules, tree: Tree, b: Buffers, fork: Fork, drafts: torch.Tensor, early: bool = False
+) -> None:
+    """Verify every path of ``drafts [R · P, k]``, commit the best one, and let the drafter catch up."""
+    outputs = Outputs(b, modules.paths)
+    sampled, seen = _target_pass(modules, b, fork.slots, fork.tables, drafts, outputs)
+    drafts = modules.acceptance.accepted(drafts, sampled, fork.slots, modules.paths)
+    best = tree.best(fork, sampled, drafts)
+    outputs.choose(best.rows)
+    b.drafted.copy_(best.drafted)
+    modules.acceptance.count(b.drafted, b.shape.width - 1)
+    b.result.copy_(modules.commit(best.sampled, best.drafts, b.slots))
+    tree.adopt(b.slots, best, b.result)
+    if early:
+        b.outputs_ready()
+    seen = None if seen is None else _rows_of(seen, len(fork.slots), best.rows)
+    modules.drafter.observe(Verified(b.slots, b.result, best.sampled, seen))
+
+
+def _target_pass(
+    modules: Modules,
+    b: Buffers,
+    rows: torch.Tensor,
+    tables: torch.Tensor,
+    drafts: torch.Tensor,
+    outputs: Outputs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The target's tokens [N, W] after drafts [N, k], and the hidden states that the drafter asked for.
+
+    rows [N]: each row's slot; tables [N]: its row of the page table.
+    """
+    slots, width = modules.slots, 1 + drafts.shape[1]
+    token_ids, positions, slot_mapping, kv_len = round_inputs(
+        rows,
+        drafts,
+        slots.length,
+        slots.max_length,
+        slots.status,
+        slots.last_token,
+        slots.page_table,
+        PAGE_SIZE,
+        tables,
+    )
+    inputs = AttentionInputs(tables, positions, slot_mapping, kv_len, slots.page_table, width)
+    hidden, seen = modules.forward(token_ids, inputs)
+    return modules.sample(b, hidden, hidden, rows, drafts, outputs), seen
+
+
+def _rows_of(states: torch.Tensor, rows: int, chosen: torch.Tensor) -> torch.Tensor:
+    """Of states [rows · W, H] those of the chosen rows [R]: [R · W, H]."""
+    return states.view(rows, -1).index_select(0, chosen).view(-1, states.shape[1])
