@@ -90,7 +90,8 @@ def ttft_ms(llm: LLM, length: int, repeats: int) -> float:
 
 
 def stall(llm: LLM, streams: int, prompts: int, length: int) -> dict[str, float]:
-    """``streams`` requests decode; ``prompts`` of ``length`` tokens arrive together. The largest gap of a stream, in ms."""
+    """``streams`` requests decode; ``prompts`` of ``length`` tokens arrive together. The largest gap of a stream, in
+    ms."""
     rng, engine = random.Random(streams), llm.engine
     vocab = engine.checkpoint.config.vocab_size
     for i in range(streams):

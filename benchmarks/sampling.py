@@ -171,7 +171,7 @@ def sweep() -> None:
                  for kind in ("text", "flat") for name in ("top-p 0.9", "top-k 50, top-p 0.9")]  # fmt: skip
         print(f"filter lanes {lanes} warps {warps}: " + ", ".join(f"{k} {n} {t:.1f}" for k, n, t in cells), flush=True)
     for block, warps in ((512, 4), (1024, 4), (2048, 4), (4096, 8), (8192, 8), (8192, 16)):
-        sampling.PICK_BLOCKS = {1 << 30: (block, warps)}
+        sampling.ARGMAX_BLOCKS = {1 << 30: (block, warps)}
         cells = [(name, rows, timed_round("text", SETTINGS[name], rows, 1, whole=False))
                  for name in ("greedy", "T = 1") for rows in (1, 16, 64, 256)]  # fmt: skip
         print(

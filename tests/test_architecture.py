@@ -1,17 +1,21 @@
-"""The house's rules, enforced on the AST: import directions, sizes, no algorithm names where none belong."""
+"""The rules of the code base, enforced on syntax trees: import directions, sizes, no algorithm names in the engine."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "unisono"
 FILES = sorted(PACKAGE.rglob("*.py"))
+ROOT = PACKAGE.parent
+TRAINING = sorted((ROOT / "training").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
-# What each room may import of the project. Lazy imports count. A room may always import itself.
+# What each package may import from the project, lazy imports included. A package may always import itself.
 ALLOWED = {
     "token_tree": set(),
     "structured_outputs": set(),
@@ -29,20 +33,19 @@ ALLOWED = {
     "distributed": {"types"},
     "graphs": {"program"},
     "layers": {"types", "kernels", "distributed"},
-    "attention": {"types", "program", "kernels", "layers"},
+    "attention": {"types", "program", "state", "kernels", "layers"},
     "models": {"types", "program", "state", "catalog", "kernels", "layers", "attention", "distributed"},
     "drafters": {"types", "program", "state", "kernels", "layers", "attention", "models"},
     "sampling": {"types", "kernels"},
-    "cache": {"types"},
     "state": {"types", "program", "kernels"},
     "grammar": {"types", "tokenizer"},
     "engine": {
         "types", "program", "vectors", "catalog", "config", "kernels", "layers", "attention", "models", "drafters",
-        "sampling", "graphs", "cache", "state", "grammar", "distributed", "request_checks",
+        "sampling", "graphs", "state", "grammar", "distributed", "request_checks",
     },
     "llm": {"types", "config", "engine", "tokenizer", "frontend"},
     "server": {"types", "heap", "tokenizer", "frontend"},
-    "tools": {"types", "heap", "catalog", "config", "llm", "tokenizer", "cache", "models", "attention"},
+    "tools": {"types", "heap", "catalog", "config", "llm", "tokenizer", "state", "models", "attention"},
     "cli": {"types", "catalog", "config", "frontend", "llm", "server", "tools"},
 }  # fmt: skip
 
@@ -52,16 +55,19 @@ def room(path: Path) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Rooms that a file imports, wherever in the file the import stands."""
-    found = set()
+    """The packages and top-level modules of ``unisono`` that a file imports, lazy imports included."""
+    return {name.split(".")[1] for name in modules(path) if name.startswith("unisono.")}
+
+
+def modules(path: Path) -> set[str]:
+    """Dotted names of everything that a file imports, lazy imports included. ``from a import b`` gives a and a.b."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        names: list[str] = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names = [node.module] if node.module != "unisono" else [f"unisono.{a.name}" for a in node.names]
-        found |= {name.split(".")[1] for name in names if name.startswith("unisono.")}
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
 
 
@@ -74,10 +80,26 @@ def test_import_directions(path: Path) -> None:
     assert not wrong, f"{name} may not import {sorted(wrong)}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_the_package_needs_no_checkout() -> None:
+    """``training`` and ``tests`` are not installed."""
+    for path in FILES:
+        outside = {name for name in modules(path) if name.split(".")[0] in ("training", "tests", "benchmarks")}
+        assert not outside, f"{path} imports {sorted(outside)}"
+
+
+def test_test_modules_import_no_test_module() -> None:
+    """What several test modules share belongs into a helper module, whose name does not begin with ``test_``."""
+    names = {str(path.relative_to(ROOT).with_suffix("")).replace("/", "."): path for path in TESTS}
+    tests = {name for name, path in names.items() if path.name.startswith("test_")}
+    for name, path in names.items():
+        wrong = modules(path) & tests
+        assert not wrong, f"{name} imports {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("path", [*FILES, *TRAINING], ids=lambda p: str(p.relative_to(ROOT)))
 def test_sizes(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= 500, "a file past 500 lines: the design is telling you something"
+    assert len(text.splitlines()) <= 500, "a file has at most 500 lines"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno is not None
@@ -85,7 +107,7 @@ def test_sizes(path: Path) -> None:
             assert size <= 60, f"{node.name} has {size} lines"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", [*FILES, *TRAINING], ids=lambda p: str(p.relative_to(ROOT)))
 def test_modules_say_what_they_are_for(path: Path) -> None:
     text = path.read_text()
     if text.strip():
@@ -104,24 +126,52 @@ def test_xgrammar_is_imported_where_a_grammar_is_used() -> None:
 
 
 def test_nothing_names_an_algorithm() -> None:
-    """The engine, graphs, sampling and cache know the Drafter protocol, never a drafter by name."""
+    """The engine, graphs, sampling and state know the Drafter protocol, never a drafter by name."""
     algorithm = re.compile(r"\b(eagle3?|mtp|nextn|ngram|suffix_decoding|standalone)\b", re.IGNORECASE)
     for path in FILES:
-        if room(path) in ("engine", "graphs", "sampling", "cache", "program", "kernels"):
+        if room(path) in ("engine", "graphs", "sampling", "state", "program", "kernels"):
             hit = algorithm.search(path.read_text())
             assert hit is None, f"{path} names {hit.group(0)!r}"
 
 
-def test_no_package_cycles() -> None:
-    edges = {name: allowed - {name} for name, allowed in ALLOWED.items()}
+def circle_in(edges: Mapping[str, Collection[str]]) -> str | None:
+    """A circle among these edges, as a chain of names; None where there is none."""
     done: set[str] = set()
 
-    def visit(name: str, above: tuple[str, ...]) -> None:
-        assert name not in above, f"cycle: {' -> '.join((*above, name))}"
+    def visit(name: str, above: tuple[str, ...]) -> str | None:
+        if name in above:
+            return " -> ".join((*above[above.index(name) :], name))
         if name not in done:
-            for below in edges.get(name, ()):
-                visit(below, (*above, name))
+            for below in sorted(edges.get(name, ())):
+                if found := visit(below, (*above, name)):
+                    return found
             done.add(name)
+        return None
 
-    for name in edges:
-        visit(name, ())
+    return next(filter(None, (visit(name, ()) for name in edges)), None)
+
+
+def modules_imported(path: Path, modules: Collection[str]) -> set[str]:
+    """The modules of the project that a file imports, lazily and under TYPE_CHECKING included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {name if name in modules else node.module for name in names}
+    return found & set(modules)
+
+
+def test_rooms_import_one_way() -> None:
+    circle = circle_in({name: allowed - {name} for name, allowed in ALLOWED.items()})
+    assert circle is None, circle
+
+
+def test_modules_import_one_way() -> None:
+    names = {
+        ".".join(("unisono", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+        for path in FILES
+    }
+    circle = circle_in({name: modules_imported(path, names) - {name} for name, path in names.items()})
+    assert circle is None, circle

@@ -62,8 +62,13 @@ models = Registry(
         "Qwen3ForCausalLM": "unisono.models.qwen3:QWEN3",
     },
     error=CheckpointError,
+    group="unisono.models",
 )
 """By ``architectures[0]`` of config.json; each entry is a ``models.config.Family``."""
+
+formats = Registry("weight format", {}, error=CheckpointError, group="unisono.formats")
+"""By ``quantization_config.quant_method`` of config.json; each entry makes of that config a function from a module's
+name in the checkpoint to its ``layers.formats.WeightFormat``."""
 
 drafters = Registry(
     "drafter",

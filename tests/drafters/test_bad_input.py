@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tests.drafters.make_heads import make_eagle, make_eagle3
 from tests.drafters.noisy import resized
 from tests.engine.helpers import engine
-from tests.engine.test_speculation import config_of
+from tests.engine.matrix import config_of
 from unisono.cli import app
 from unisono.types import ConfigError, SpeculativeConfig
 

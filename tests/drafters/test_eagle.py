@@ -128,7 +128,7 @@ def test_states_that_are_lost_are_noticed(certain: Path, tmp_path: Path) -> None
         play(llm, batch, [greedy] * 6)
         before = acceptance(llm)
         with torch.inference_mode():
-            llm.engine.runner.drafter._page_hidden.zero_()
+            llm.engine.worker.drafter._page_hidden.zero_()
         play(llm, batch, [greedy] * 6)
         assert before == 1
         assert acceptance(llm) < 0.8
@@ -272,8 +272,8 @@ def test_a_head_needs_no_file_with_dummy_weights(certain: Path, tmp_path: Path, 
         expected = tokens(llm, batch, params)
     with engine(certain, speculative=spec(method, tmp_path, 3, load_format="dummy")) as llm:
         assert tokens(llm, batch, params) == expected
-        module = llm.engine.runner.drafter.module
+        module = llm.engine.worker.drafter.module
         assert isinstance(module, EagleHead if method == "eagle" else Eagle3Head)
-        assert module.embed is llm.engine.runner.model.embed
+        assert module.embed is llm.engine.worker.model.embed
     with pytest.raises(CheckpointError, match=r"neither model.safetensors nor"):
         engine(certain, speculative=spec(method, tmp_path, 3))

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.drafters.ledger import acceptance, assert_every_draft_accepted, play
-from tests.drafters.test_mtp import GREEDY, mistakes, record
+from tests.drafters.make_frozen import DEPTH, HEADS, MLP, WIDTH, random_weights
+from tests.drafters.proposals import GREEDY, mistakes, record
 from tests.engine import helpers
 from tests.engine.helpers import mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
@@ -23,8 +24,6 @@ from unisono.models.checkpoint import WEIGHTS, Checkpoint
 from unisono.models.mtp_frozen import FrozenCheckpoint
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
 
-WIDTH, HEADS, DEPTH, MLP = 44, 6, 2, 30
-
 
 def engine(path: Path | str, **flags: Any) -> LLM:
     """In float32 everywhere, as the references compute."""
@@ -33,39 +32,6 @@ def engine(path: Path | str, **flags: Any) -> LLM:
 
 def spec(k: int, model: Path | None, **options: object) -> SpeculativeConfig:
     return SpeculativeConfig("mtp_frozen", None if model is None else str(model), k, options)
-
-
-def random_weights(target: Path, seed: int = 0) -> Weights:
-    """By the checkpoint's names."""
-    config = Checkpoint.open(target).config
-    generator = torch.Generator().manual_seed(seed)
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return 1.5 * torch.randn(rows, columns, generator=generator) / columns**0.5
-
-    def scale(size: int) -> torch.Tensor:
-        return 1 + 0.2 * torch.randn(size, generator=generator)
-
-    queries = HEADS * config.head_dim
-    w = {
-        "model.embed_tokens.weight": matrix(config.vocab_size, WIDTH),
-        "model.norm.weight": scale(WIDTH),
-        "pre_projection.weight": matrix(WIDTH, 2 * config.hidden_size),
-        "post_projection.weight": matrix(config.hidden_size, WIDTH),
-    }
-    for i in range(DEPTH):
-        layer = {
-            "input_layernorm": scale(WIDTH),
-            "self_attn.q_proj": matrix(queries, WIDTH),
-            "self_attn.q_norm": scale(config.head_dim),
-            "self_attn.o_proj": matrix(WIDTH, queries),
-            "post_attention_layernorm": scale(WIDTH),
-            "mlp.gate_proj": matrix(MLP, WIDTH),
-            "mlp.up_proj": matrix(MLP, WIDTH),
-            "mlp.down_proj": matrix(WIDTH, MLP),
-        }
-        w |= {f"model.layers.{i}.{name}.weight": tensor for name, tensor in layer.items()}
-    return w
 
 
 class Case:
@@ -189,14 +155,14 @@ def test_a_right_drafter_is_always_accepted(sure: tuple[Path, Path], k: int, fla
     with engine(target) as llm:
         expected = tokens(llm, batch, params)
     with engine(target, speculative=spec(k, drafter), **flags) as llm:
-        for cache in llm.engine.runner.store.view("target").tree[-1]:
+        for cache in llm.engine.worker.store.view("target").tree[-1]:
             cache.fill_(100)  # a key that no request wrote must not be seen
         for _ in range(2):
             entries = play(llm, batch, params)
             assert_every_draft_accepted(llm, entries)
             assert [entry.tokens for entry in entries] == expected
         assert llm.engine.scheduler.prefix_hits > 0
-        for _, values in llm.engine.runner.store.view("target").tree:
+        for _, values in llm.engine.worker.store.view("target").tree:
             values[1:].fill_(100)
         play(llm, batch, params)
         assert acceptance(llm) < 0.9, "the construction can fail: what is in the target's cache is read"

@@ -10,7 +10,7 @@ import pytest
 
 from tests.drafters.make_heads import make_eagle3
 from tests.engine.helpers import engine
-from tests.engine.test_speculation import DRAFTERS, Checkpoints, config_of, drafting
+from tests.engine.matrix import DRAFTERS, Checkpoints, config_of, drafting
 from unisono.types import SpeculativeConfig
 
 CHOICES = {

@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.drafters.ledger import acceptance, assert_every_draft_accepted, play
+from tests.drafters.proposals import GREEDY, mistakes, record
 from tests.engine import helpers
 from tests.engine.helpers import mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
 from tests.models.make_mtp import Weights, greedy_drafts, named, options, random_modules, write_alone, write_beside
 from unisono.llm import LLM
 from unisono.models.checkpoint import WEIGHTS, Checkpoint
-from unisono.types import CheckpointError, ConfigError, FinishReason, SamplingParams, SpeculativeConfig
+from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
 
 LAYERS = 3
 
@@ -76,42 +77,6 @@ def spec(k: int, **fields: object) -> SpeculativeConfig:
     return SpeculativeConfig(method="mtp", num_speculative_tokens=k, **fields)  # type: ignore[arg-type]
 
 
-def record(llm: LLM, texts: Sequence[list[int]] = ()) -> list[tuple[list[int], list[int]]]:
-    """(committed tokens, drafts that may be needed) of every request and round; the engine must run eagerly.
-
-    Random modules are hardly ever right. So after they were recorded, some of the drafts, by the number of tokens that
-    are committed, are made right: ``texts`` are the requests' tokens from first to last.
-    """
-    drafter, slots = llm.engine.runner.drafter, llm.engine.runner.slots
-    propose, seen = drafter.propose, []
-
-    def recording(rows: torch.Tensor, drafts: torch.Tensor) -> None:
-        propose(rows, drafts)
-        for slot, row in zip(rows.tolist(), drafts, strict=True):
-            if slots.status[slot] == FinishReason.RUNNING:
-                length, max_length = int(slots.length[slot]), int(slots.max_length[slot])
-                ids = slots.history[slot, :length].tolist()
-                seen.append((ids, row[: max_length - length].tolist()))
-                text = next((t for t in texts if t[:length] == ids), [])
-                truth = text[length:][: length % (len(row) + 1)]
-                row[: len(truth)] = torch.tensor(truth, dtype=row.dtype)
-
-    drafter.propose = recording  # type: ignore[method-assign]
-    return seen
-
-
-def mistakes(case: Case, seen: Sequence[tuple[list[int], list[int]]]) -> list[int]:
-    """Per draft number, how many were not the reference's choice; what follows a mistake is not counted."""
-    wrong = [0] * max(len(drafts) for _, drafts in seen)
-    for ids, drafts in seen:
-        for number, logits in enumerate(case.drafts(ids, len(drafts))):
-            if logits[drafts[number]] < logits.max() - 1e-3:
-                wrong[number] += 1
-                break
-    return wrong
-
-
-GREEDY = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
 FLAGS = {
     "one pass": {},
     "chunks of 21, two at once": {"max_num_batched_tokens": 21, "max_num_seqs": 2},
@@ -140,7 +105,7 @@ def test_one_state_for_all_modules_is_noticed(tmp_path: Path) -> None:
     with engine(case.path, speculative=spec(4), enforce_eager=True) as llm:
         texts = [p + t for p, t in zip(batch, case.greedy(batch), strict=True)]
         seen = record(llm, texts)
-        first, *others = llm.engine.runner.drafter._stages
+        first, *others = llm.engine.worker.drafter._stages
         for stage in others:
             stage.hidden = first.hidden
         assert tokens(llm, batch, GREEDY) == case.greedy(batch)
@@ -247,7 +212,7 @@ def test_the_modules_come_from_their_own_directory_too(sure: Sure, tmp_path: Pat
 def test_wrong_states_lose_acceptance(tmp_path: Path) -> None:
     """The construction can fail: with one hidden state kept for all modules most drafts are refused."""
     with engine(certain(tmp_path, 3), speculative=spec(5), enforce_eager=True) as llm:
-        first, *others = llm.engine.runner.drafter._stages
+        first, *others = llm.engine.worker.drafter._stages
         for stage in others:
             stage.hidden = first.hidden
         play(llm, BATCH, PARAMS)

@@ -30,7 +30,7 @@ def suffix(k: int = K, **options: Any) -> SpeculativeConfig:
 
 def shared(llm: LLM) -> list[int]:
     """The shared tokens, from the oldest on."""
-    texts = llm.engine.runner.drafter.shared  # type: ignore[attr-defined]
+    texts = llm.engine.worker.drafter.shared  # type: ignore[attr-defined]
     ring, at = texts.ring.tolist(), int(texts.head)
     return ring[at:] + ring[:at]
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.engine.helpers import engine, mixed_params, prompts
-from tests.engine.test_trees import MAKE, TREES, planted
-from tests.kernels.test_lookup_paths import paths_of
+from tests.engine.matrix import TREE_DRAFTERS, TREES, drafting_tree
+from tests.kernels.lookup_oracle import paths_of
 from unisono import SamplingParams
 from unisono.engine import tree
 from unisono.kernels.edits import edit_logits
@@ -25,15 +25,15 @@ from unisono.types import FinishReason
 DEEP = {"speculative_token_tree": "[(0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0), (1, 1, 0)]"}
 """All paths but the first are so long that they read what they have drafted themselves."""
 
-NEURAL = sorted(MAKE.keys() - {"ngram"})
+NEURAL = sorted(TREE_DRAFTERS.keys() - {"ngram"})
 
 
 class Retrace:
     """Wraps ``propose`` of an engine that runs eagerly; counts what it compared."""
 
     def __init__(self, llm: LLM) -> None:
-        runner = llm.engine.runner
-        self.drafter, self.slots, self.paths = runner.drafter, runner.slots, runner.config.asked.speculative.paths
+        worker, config = llm.engine.worker, llm.engine.config
+        self.drafter, self.slots, self.paths = worker.drafter, worker.slots, config.asked.speculative.paths
         self._context = self.drafter._context
         self._pick, self._propose = self._context.sample, self.drafter.propose
         self.drafter.propose = self.propose
@@ -88,7 +88,7 @@ class Retrace:
 @pytest.mark.parametrize("method", NEURAL)
 def test_a_path_is_drafted_as_a_chain_of_its_tokens(method: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     params = [*mixed_params(5), SamplingParams(temperature=0, repetition_penalty=1.4, max_tokens=24, ignore_eos=True)]
-    with planted(method, MAKE[method](checkpoints, tmp_path), DEEP, enforce_eager=True) as llm:
+    with drafting_tree(method, TREE_DRAFTERS[method](checkpoints, tmp_path), DEEP, enforce_eager=True) as llm:
         retrace = Retrace(llm)
         llm.generate(prompts(6, 250, low=3, high=30), params)
     assert retrace.compared > 300
@@ -101,13 +101,13 @@ def test_what_is_kept_depends_on_the_text_alone(
     method: str, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a round whose third path was the best, the state is that of an engine that committed token by token."""
-    made = MAKE[method](checkpoints, tmp_path)
+    made = TREE_DRAFTERS[method](checkpoints, tmp_path)
     params = SamplingParams(temperature=1, seed=3, max_tokens=40, ignore_eos=True)
     kept: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = []
     others = 0
     for most in (0, None):
-        with planted(method, made, {"topk": 3, "num_draft_tokens": 12}, enforce_eager=True) as llm:
-            drafter, slots = llm.engine.runner.drafter, llm.engine.runner.slots
+        with drafting_tree(method, made, {"topk": 3, "num_draft_tokens": 12}, enforce_eager=True) as llm:
+            drafter, slots = llm.engine.worker.drafter, llm.engine.worker.slots
             observe, states = drafter.observe, {}
 
             def watched(verified: Any, drafter=drafter, slots=slots, observe=observe, states=states) -> None:
@@ -142,8 +142,8 @@ def test_text_is_drafted_as_the_oracle_says(qwen3: Path) -> None:
                              allowed_token_ids=tuple(range(40, 43))) for i, t in enumerate((0, 1, 1))]  # fmt: skip
     given = {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0), (1,), (1, 0), (2,)]"}
     compared = 0
-    with planted("ngram", (qwen3, None), given, enforce_eager=True) as llm:
-        drafter, slots = llm.engine.runner.drafter, llm.engine.runner.slots
+    with drafting_tree("ngram", (qwen3, None), given, enforce_eager=True) as llm:
+        drafter, slots = llm.engine.worker.drafter, llm.engine.worker.slots
         propose = drafter.propose
 
         def watched(rows: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor) -> None:
@@ -172,7 +172,7 @@ def test_paths_see_their_own_drafts(qwen3: Path, monkeypatch: pytest.MonkeyPatch
     for patched in (False, True):
         if patched:
             monkeypatch.setattr(pipeline, "edit_logits", others)
-        with planted("standalone", (qwen3, qwen3), TREES["binary"]) as llm:
+        with drafting_tree("standalone", (qwen3, qwen3), TREES["binary"]) as llm:
             llm.generate(prompts(8, 250), params)
             lengths.append(llm.engine.counters.accept_length)
     assert lengths[0] > 3.8
@@ -181,5 +181,5 @@ def test_paths_see_their_own_drafts(qwen3: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_engines_without_trees_have_no_pages_for_paths(qwen3: Path) -> None:
     with engine(qwen3) as llm:
-        assert llm.engine.runner.path_pages == 0
-        assert llm.engine.runner.slots.page_table.shape[0] == 9
+        assert llm.engine.worker.path_pages == 0
+        assert llm.engine.worker.slots.page_table.shape[0] == 9

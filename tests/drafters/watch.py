@@ -30,7 +30,7 @@ class Watch:
     """
 
     def __init__(self, llm: LLM, texts: Sequence[list[int]] = ()) -> None:
-        drafter, self._slots = llm.engine.runner.drafter, llm.engine.runner.slots
+        drafter, self._slots = llm.engine.worker.drafter, llm.engine.worker.slots
         self.rounds: list[Seen] = []
         self._texts, self._steps = texts, []
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by slot: what led to draft 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.helpers import engine, tokens
+from tests.engine.matrix import DRAFTERS, PARAMS, PROMPTS
 from tests.models.make import FAMILIES, make_checkpoint
 
 
@@ -27,16 +28,13 @@ def qwen3(checkpoints: dict[str, Path]) -> Path:
 def checkpoints_of(
     checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], tuple[Path, Path | None]]:
-    """Each drafter's checkpoints, made once: the target's, and the draft's."""
-    from tests.engine.test_speculation import DRAFTERS
-
+    """Method -> (target, draft checkpoint), made once per session."""
     return functools.cache(lambda method: DRAFTERS[method](checkpoints, tmp_path_factory.mktemp(method)))
 
 
 @pytest.fixture(scope="session")
 def plain() -> Callable[[Path], list[list[int]]]:
-    """What a target says without speculation to the requests of test_speculation."""
-    from tests.engine.test_speculation import PARAMS, PROMPTS
+    """Target -> the token ids of the matrix's requests without speculation."""
 
     @functools.cache
     def run(target: Path) -> list[list[int]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from unisono.engine.draft_controller import DraftController
 from unisono.llm import LLM
@@ -66,3 +67,16 @@ def idle(llm: LLM) -> None:
 
 def counted(llm: LLM) -> dict[tuple[str, str, str], int]:
     return dict(llm.engine.runner.planner.passes)
+
+
+def tensors_of(owner: Any) -> dict[str, torch.Tensor]:
+    """Every tensor in the attributes of ``owner``, by attribute name and index."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in vars(owner).items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        for i, part in enumerate(values):
+            parts = part if isinstance(part, (list, tuple)) else [part]
+            for j, tensor in enumerate(parts):
+                if isinstance(tensor, torch.Tensor):
+                    found[f"{name}.{i}.{j}"] = tensor
+    return found

@@ -15,7 +15,7 @@ import torch
 
 from tests.drafters.ledger import play
 from tests.engine.helpers import counted, draw_drafts, engine, prompts, tokens
-from tests.engine.test_speculation import DRAFTERS, PARAMS, PROMPTS, SCARCE, Checkpoints
+from tests.engine.matrix import DRAFTERS, PARAMS, PROMPTS, SCARCE, Checkpoints
 from unisono.drafters.base import PausableDrafter
 from unisono.engine.draft_controller import DraftController
 from unisono.engine.scheduler import Extend
@@ -54,7 +54,7 @@ def check(method: str, checkpoints: Checkpoints, expected: list[Any], **flags: A
         always = ("round",) if CUDA else ("round", "catch_up")
         assert {kind for program, kind, _ in passes if program in always} == {GRAPH}
         caught_up = sum(count for (program, *_), count in passes.items() if program == "catch_up")
-        assert (caught_up > 0) is isinstance(llm.engine.runner.drafter, PausableDrafter)
+        assert (caught_up > 0) is isinstance(llm.engine.worker.drafter, PausableDrafter)
         llm.engine.check_integrity()
         assert llm.engine.pool.usage == 0
 
@@ -115,8 +115,8 @@ def proposals(llm: LLM, params: SamplingParams, monkeypatch: pytest.MonkeyPatch)
 
     And the sum of the hidden states that its drafter carries then: one wrong key among many changes few drafts.
     """
-    drafter, seen = llm.engine.runner.drafter, {}
-    slots, real = llm.engine.runner.slots, drafter.propose
+    drafter, seen = llm.engine.worker.drafter, {}
+    slots, real = llm.engine.worker.slots, drafter.propose
 
     def propose(rows: torch.Tensor, drafts: torch.Tensor) -> None:
         real(rows, drafts)
@@ -148,7 +148,7 @@ def test_a_paused_drafter_drafts_as_if_it_had_not_been(
     with drafting(method, checkpoints, **eager) as llm:
         always = proposals(llm, replace(LONG, max_drafts=0), monkeypatch)  # at every length: none are accepted
     at_random(pauses)
-    monkeypatch.setattr("unisono.engine.runner.draft_choices", lambda config, most: ((0, most), "a test"))
+    monkeypatch.setattr("unisono.engine.build.draft_choices", lambda config, most: ((0, most), "a test"))
     with drafting(method, checkpoints, **eager) as llm:
         now_and_then = proposals(llm, LONG, monkeypatch)
         rounds, each = llm.engine.draft_controller.rounds, llm.engine.runner.max_unobserved

@@ -38,7 +38,7 @@ def test_only_drafts_that_there_were_count(qwen3: Path, monkeypatch: pytest.Monk
         real: Any = programs.limit_drafts,
     ) -> None:  # fmt: skip
         real(drafts, slots, most, drafted)
-        running = llm.engine.runner.slots.status[slots.long()] == FinishReason.RUNNING
+        running = llm.engine.worker.slots.status[slots.long()] == FinishReason.RUNNING
         seen.extend(zip(most[slots.long()][running].tolist(), (drafts >= 0).sum(1)[running].tolist(), strict=True))
 
     with drafting(qwen3, enforce_eager=True) as llm:

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine.helpers import counted, draw_drafts, engine, idle, mixed_params, prompts, tokens
-from tests.engine.test_speculation import DRAFTERS, drafting
+from tests.engine.matrix import DRAFTERS, drafting
 from unisono.llm import LLM
 from unisono.types import BadRequest, EngineRequest, SamplingParams, SpeculativeConfig, StructuredOutputs
 
@@ -28,7 +28,7 @@ HIDDEN = 84
 
 
 def table(llm: LLM) -> torch.Tensor:
-    return llm.engine.runner.model.embed.weight.cpu()
+    return llm.engine.worker.model.embed.weight.cpu()
 
 
 def whole(llm: LLM, ids: list[int]) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def llm(qwen3: Path) -> Any:
 
 def test_no_overrides_are_a_plain_prompt(llm: LLM) -> None:
     assert tokens(llm, [bad(embedding_overrides={})], GREEDY) == tokens(llm, [[1, 2, 3]], GREEDY)
-    assert all(key.features.embeddings is False for key in llm.engine.runner.planner._eager_buffers)
+    assert all(key.features.embeddings is False for key in llm.engine.worker.graphs._eager_buffers)
 
 
 def test_the_docs_code_runs() -> None:

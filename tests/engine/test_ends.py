@@ -11,7 +11,7 @@ import torch
 
 from tests.drafters.make_heads import make_eagle3
 from tests.engine.helpers import engine, prompts
-from tests.engine.test_speculation import config_of
+from tests.engine.matrix import config_of
 from unisono.llm import LLM
 from unisono.types import SamplingParams, SpeculativeConfig
 
@@ -28,9 +28,9 @@ def computed(llm: LLM, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) 
         return lambda x: (rows.append(len(x)), inner(x))[1]
 
     with monkeypatch.context() as patched:
-        layers = llm.engine.runner.model.layers
+        layers = llm.engine.worker.model.layers
         for layer in layers:
-            patched.setattr(layer.mlp, "inner", spy(layer.mlp.inner))
+            patched.setattr(layer.feed_forward, "forward", spy(layer.feed_forward.forward))
         (answer,) = llm.generate([PROMPT], params)
     return rows[: len(layers)], answer.outputs[0].token_ids
 

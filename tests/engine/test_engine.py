@@ -39,7 +39,7 @@ def test_shutdown_lets_go_of_the_model(qwen3: Path) -> None:
     """Another engine in this process needs the memory."""
     with engine(qwen3) as llm:
         tokens(llm, prompts(2, 250), GREEDY)
-        model = weakref.ref(llm.engine.runner.model)
+        model = weakref.ref(llm.engine.worker.model)
     assert model() is None
 
 
@@ -94,7 +94,7 @@ def test_abort_frees_pages_in_every_state(llm: LLM) -> None:
     while engine_.has_work():
         assert engine_.step() == []
     engine_.check_integrity()
-    assert engine_.runner.slots.available == 8
+    assert engine_.scheduler.slots.available == 8
 
 
 def test_the_others_do_not_notice_an_abort(llm: LLM) -> None:

@@ -22,10 +22,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.drafters.ledger import acceptance, play
 from tests.engine.helpers import counted, draw_drafts, engine, prompts, tokens
-from tests.engine.test_speculation import DRAFTERS, GRAPH, SCARCE, Checkpoints, Way, with_modules
+from tests.engine.matrix import DRAFTERS, GRAPH, SCARCE, Checkpoints, Way, with_modules
 from tests.models.make import END, make_checkpoint, make_tokenizer
 from unisono.drafters.base import PausableDrafter
 from unisono.engine.scheduler import Scheduler
+from unisono.graphs.graph_set import GraphSet
 from unisono.graphs.planner import Planner
 from unisono.llm import LLM
 from unisono.types import BadRequest, EngineRequest, SamplingParams, SpeculativeConfig, StructuredOutputs
@@ -215,10 +216,10 @@ def test_same_bytes_however_many_drafts(
         assert llm.engine.scheduler.prefix_hits > before
         assert ("num_pages" in flags) <= (llm.engine.scheduler.preemptions > 0)
         assert llm.engine.counters.accepted_tokens > 0
-        runner, width = llm.engine.runner, llm.engine.runner.width
+        width = llm.engine.runner.width
         assert {("verify", 1), ("draft", width), ("verify", width)} <= set(passes)
         caught_up = [after for at, after in pairwise(passes) if at[0] == "catch_up"]
-        assert (("draft", width) in caught_up) == isinstance(runner.drafter, PausableDrafter)
+        assert (("draft", width) in caught_up) == isinstance(llm.engine.worker.drafter, PausableDrafter)
         # On a GPU prompts, and passes of catching up, may be quicker without a graph, by measured costs.
         measured = ("extend", "score", "catch_up")
         assert {kind for program, kind, _ in counted(llm) if program not in measured} == {GRAPH}
@@ -400,12 +401,12 @@ def test_the_two_passes_of_a_round_may_be_padded_differently(
     qwen3: Path, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts lie where both find them, however many rows either has: none is lost."""
-    real, accepted = Planner._capture, []
+    real, accepted = GraphSet._capture, []
 
-    def capture(self: Planner, buckets: Any, key: Any) -> Any:
+    def capture(self: GraphSet, key: Any, splits: bool) -> Any:
         if key.program == "draft":
             raise torch.OutOfMemoryError("no room")
-        return real(self, buckets, key)
+        return real(self, key, splits)
 
     for kind in (GRAPH, "eager"):
         flags = {"max_num_seqs": 3, "logprobs_mode": "processed_logprobs"}
@@ -414,7 +415,7 @@ def test_the_two_passes_of_a_round_may_be_padded_differently(
             accepted.append(llm.engine.counters.accepted_tokens)
             kinds = {key[:2] for key in counted(llm) if key[0] in ("draft", "verify")}
             assert kinds == {("draft", kind), ("verify", GRAPH)}
-        monkeypatch.setattr(Planner, "_capture", capture)
+        monkeypatch.setattr(GraphSet, "_capture", capture)
     assert accepted[0] == accepted[1] > 0
 
 

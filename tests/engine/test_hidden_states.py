@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine.helpers import counted, draw_drafts, engine, idle, mixed_params, prompts, tokens
-from tests.engine.test_speculation import DRAFTERS
+from tests.engine.matrix import DRAFTERS
 from unisono.llm import LLM
 from unisono.types import BadRequest, RequestOutput, SamplingParams, SpeculativeConfig, StructuredOutputs
 
@@ -173,7 +173,7 @@ def test_the_lm_head_reads_them(qwen3: Path) -> None:
     given = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, return_hidden_states=True)
     with engine(qwen3) as llm:
         output = llm.generate([PROMPTS[2]], given)[0]
-        model = llm.engine.runner.model
+        model = llm.engine.worker.model
         with torch.inference_mode():
             sampled = model.logits(states(output).to(model.lm_head.weight.device)).argmax(1).tolist()
     assert sampled[len(PROMPTS[2]) - 1 :] == output.outputs[0].token_ids

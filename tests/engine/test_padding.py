@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.test_speculation import DRAFTERS, Checkpoints, drafting
-from tests.engine.test_trees import MAKE, TREES, planted
+from tests.engine.helpers import tensors_of
+from tests.engine.matrix import DRAFTERS, TREE_DRAFTERS, TREES, Checkpoints, drafting, drafting_tree
+from unisono.engine.warmup import warmup_passes
 from unisono.llm import LLM
 from unisono.program import Buffers
 from unisono.state.specs import PADDING_PAGE
-
-
-def kept(owner: Any) -> dict[str, torch.Tensor]:
-    """Every tensor that ``owner`` and the objects it owns hold."""
-    found: dict[str, torch.Tensor] = {}
-    for name, value in vars(owner).items():
-        values = value if isinstance(value, (list, tuple)) else [value]
-        for i, part in enumerate(values):
-            parts = part if isinstance(part, (list, tuple)) else [part]
-            for j, tensor in enumerate(parts):
-                if isinstance(tensor, torch.Tensor):
-                    found[f"{name}.{i}.{j}"] = tensor
-    return found
 
 
 @pytest.mark.parametrize("method", list(DRAFTERS))
@@ -37,24 +24,24 @@ def test_padding_changes_nothing(method: str, checkpoints: dict[str, Path], tmp_
 
 @pytest.mark.parametrize("method", ["ngram", "standalone", "eagle3"])
 def test_padding_changes_nothing_in_trees(method: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    check(planted(method, MAKE[method](checkpoints, tmp_path), TREES["uneven"], enforce_eager=True))
+    check(drafting_tree(method, TREE_DRAFTERS[method](checkpoints, tmp_path), TREES["uneven"], enforce_eager=True))
 
 
 @torch.inference_mode()
 def check(made: LLM) -> None:
     with made as llm:
-        runner = llm.engine.runner
+        runner, worker = llm.engine.runner, llm.engine.worker
         llm.generate([[1, 2, 3] * 8, [4, 5] * 9])  # so that state is not all zeros
-        state = kept(runner.drafter) | {f"slots.{n}": t for n, t in kept(runner.slots).items()}
-        pages = [t for layer in runner.store.view("target").tree for t in layer]
+        state = tensors_of(worker.drafter) | {f"slots.{n}": t for n, t in tensors_of(worker.slots).items()}
+        pages = [t for layer in worker.store.view("target").tree for t in layer]
         before = {name: tensor.clone() for name, tensor in state.items()}
         kv = [tensor.clone() for tensor in pages]
-        for program, shape in runner._passes(runner._parts()):
+        for program, shape in warmup_passes(runner.buckets(), runner.features):
             program.run(Buffers(program.schema, shape, runner.config.device))
         for tensor, old in zip(pages, kv, strict=True):
             assert PADDING_PAGE == 0
             assert torch.equal(tensor[1:], old[1:]), "a page that requests own was written"
-        slots = runner.slots.padding + 1
+        slots = worker.slots.padding + 1
         for name, tensor in state.items():
             # All but the padding slot, or the padding page, which is the second dimension of KV over all layers.
             rows = (slice(0, -1),) if tensor.shape[:1] == (slots,) else (slice(1, None),)

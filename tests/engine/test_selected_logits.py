@@ -25,7 +25,7 @@ ROUNDS = PLAIN.max_tokens - 1  # type: ignore[operator]
 @contextmanager
 def rows_of_the_lm_head(llm: LLM) -> Iterator[list[int]]:
     """How many rows each call had."""
-    model, rows = llm.engine.runner.model, []
+    model, rows = llm.engine.worker.model, []
     real = model.logits
     model.logits = lambda hidden: (rows.append(hidden.shape[0]), real(hidden))[1]  # type: ignore[method-assign]
     try:

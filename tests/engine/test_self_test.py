@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from tests.drafters.make_heads import make_eagle, make_eagle3
-from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
-from tests.engine.test_padding import kept
-from tests.engine.test_speculation import config_of, drafting
+from tests.engine.helpers import counted, engine, mixed_params, prompts, tensors_of, tokens
+from tests.engine.matrix import config_of, drafting
 from tests.models.make import make_checkpoint
 from unisono.engine import engine as engine_module
 from unisono.llm import LLM
@@ -86,8 +85,8 @@ def test_nothing_is_left_behind(
             assert (outcome(llm) is not None) == tested
             e = llm.engine
             s, planner = e.scheduler, e.runner.planner
-            rows = {name: tensor.clone() for name, tensor in kept(e.runner.slots).items()}
-            free = e.runner.slots._free, e.pool.free, e.pool.tree.pages, len(e._sequences), e.has_work()
+            rows = {name: tensor.clone() for name, tensor in tensors_of(e.worker.slots).items()}
+            free = e.scheduler.slots._free, e.pool.free, e.pool.tree.pages, len(e._sequences), e.has_work()
             counts = [asdict(e.counters), s.prefix_queries, s.prefix_hits, s.preemptions, counted(llm)]
             told = [
                 metric for metric in e.metrics() if metric[0] not in ("graph_capture_seconds", "graph_bytes")

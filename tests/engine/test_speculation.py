@@ -1,16 +1,14 @@
 """The promise under speculation: drafter, k, batch, chunks, prefix hits, preemption and graphs never change a token.
 
-A drafter joins the matrix by one line in DRAFTERS. On a GPU this runs in bfloat16, on a CPU in float32.
+The drafters and the requests are those of ``matrix.py``. On a GPU this runs in bfloat16, on a CPU in float32.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import random
-import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,102 +17,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.drafters.ledger import Entry, acceptance, assert_every_draft_accepted, play
-from tests.drafters.make_heads import make_eagle, make_eagle3
 from tests.drafters.noisy import noisy
-from tests.drafters.test_frozen import random_weights
-from tests.engine.helpers import counted, engine, prompts, tokens
+from tests.engine.helpers import counted, tokens
+from tests.engine.matrix import DRAFTERS, GRAPH, MAX_DRAFTS, PARAMS, PROMPTS, SCARCE, Checkpoints, Way, drafting
 from tests.models.make import make_checkpoint
-from tests.models.make_mtp import named, random_modules, write_alone, write_beside
 from unisono import catalog
 from unisono.engine import programs
 from unisono.graphs.cuda import CudaGraph
 from unisono.graphs.tape import Tape
 from unisono.llm import LLM
-from unisono.models.checkpoint import Checkpoint
-from unisono.models.config import DecoderConfig
-from unisono.types import SamplingParams, SpeculativeConfig
-
-CUDA = torch.cuda.is_available()
-GRAPH = "full" if CUDA else "tape"
-
-Checkpoints = tuple[Path, Path | None]
-"""A target, and its drafter's checkpoint where it has one."""
-
-DRAFTERS: dict[str, Callable[[dict[str, Path], Path], Checkpoints]] = {
-    "eagle": lambda targets, folder: (targets["mistral"], make_eagle(folder, config_of(targets["mistral"])).path),
-    "eagle3": lambda targets, folder: (
-        targets["mistral"],
-        make_eagle3(folder, config_of(targets["mistral"]), (2, 1, 3), aux=[2, 1, 3], draft_vocab=150).path,
-    ),
-    "mtp": lambda targets, folder: (with_modules(targets["qwen3"], folder / "target"), None),
-    "mtp_frozen": lambda targets, folder: (targets["llama"], write_alone(folder, random_weights(targets["llama"]))),
-    "ngram": lambda targets, folder: (targets["qwen3"], None),
-    "standalone": lambda targets, folder: (targets["qwen3"], noisy(targets["qwen3"], folder / "draft", 0.05)),
-    "suffix": lambda targets, folder: (targets["qwen3"], None),
-}
-"""Per method: the random checkpoint of each family and an empty folder to what it is tested on."""
-
-
-def config_of(target: Path) -> DecoderConfig:
-    return Checkpoint.open(target).config
-
-
-def with_modules(target: Path, directory: Path, depth: int = 2) -> Path:
-    """A copy of ``target`` with so many MTP modules beside its weights."""
-    config = config_of(target)
-    tensors = named(random_modules(config, depth, shared=True), "qwen", config.num_layers)
-    return write_beside(Path(shutil.copytree(target, directory)), tensors)
-
-
-# ---- the requests -----------------------------------------------------------------------------------
-
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "filtered": {"top_p": 0.9, "min_p": 0.02},
-    "edited": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2, "logit_bias": {9: 4.0}},
-    # Few choices: here any drafter is right now and then.
-    "narrow": {"allowed_token_ids": tuple(range(40, 44)), "logit_bias": {40: 1.5}},
-}
-TEMPERATURES = (0.0, 0.7, 1.0)
-MAX_DRAFTS = (None, 0, 1)
-
-
-def mix() -> tuple[list[list[int]], list[SamplingParams]]:
-    """One request for each combination; every other prompt repeats itself, every fourth request may stop early."""
-    combinations = list(itertools.product(TEMPERATURES, KINDS.values(), MAX_DRAFTS))
-    random.Random(1533).shuffle(combinations)  # the first 12 hold nearly all pairs of values
-    params = [
-        SamplingParams(
-            temperature=temperature, max_drafts=most, seed=i, max_tokens=12 + i % 9, ignore_eos=True,
-            stop_token_ids=(41, *range(100, 112)) if i % 4 == 3 else (), **kind,
-        )
-        for i, (temperature, kind, most) in enumerate(combinations)
-    ]  # fmt: skip
-    random_prompts = prompts(len(params), 250, low=3, high=50, seed=3)
-    return [p if i % 2 else p[: 2 + i % 5] * 6 for i, p in enumerate(random_prompts)], params
-
-
-PROMPTS, PARAMS = mix()
-
-
-# ---- the engines ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to run them: drafts per round and the engine's flags. ``again``: a second time, over a warm cache."""
-
-    k: int
-    flags: dict[str, Any] = field(default_factory=dict)
-    again: bool = False
-
-    @property
-    def name(self) -> str:
-        return ", ".join([f"k={self.k}", *(f"{name}={value}" for name, value in self.flags.items())])
-
-
-SCARCE = {"max_model_len": 80, "num_pages": 1 + 5}
-"""Pages for one request of the longest: eight compete for them, and some give theirs back."""
+from unisono.types import SamplingParams
 
 QUICK = (
     Way(1, {"max_num_seqs": 3, "enforce_eager": True}),
@@ -127,11 +39,6 @@ EVERY = tuple(
         (1, 3, 5), ({}, {"max_num_seqs": 3}), ({}, {"max_num_batched_tokens": 16}), ({}, SCARCE), (False, True)
     )
 )
-
-
-def drafting(method: str, checkpoints: Checkpoints, k: int, **flags: Any) -> LLM:
-    target, model = checkpoints
-    return engine(target, speculative=SpeculativeConfig(method, None if model is None else str(model), k), **flags)
 
 
 def test_the_matrix_is_complete() -> None:

@@ -20,24 +20,23 @@ from safetensors.torch import load_file, save_file
 from tests.drafters.ledger import acceptance, assert_every_draft_accepted, play
 from tests.drafters.noisy import noisy
 from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
-from tests.engine.test_speculation import DRAFTERS, GRAPH, PARAMS, PROMPTS, SCARCE, Checkpoints, Way, with_modules
+from tests.engine.matrix import (
+    DRAFTERS,
+    GRAPH,
+    PARAMS,
+    PROMPTS,
+    SCARCE,
+    TREE_DRAFTERS,
+    TREES,
+    Checkpoints,
+    Way,
+    drafting_tree,
+)  # fmt: skip
 from tests.models.make import make_checkpoint
 from unisono.engine import tree as tree_module
 from unisono.kernels.tree_paths import Best
 from unisono.llm import LLM
-from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
-
-MAKE: dict[str, Callable[[dict[str, Path], Path], Checkpoints]] = {
-    **{method: DRAFTERS[method] for method in ("ngram", "standalone", "eagle", "eagle3")},
-    "mtp": lambda targets, folder: (with_modules(targets["qwen3"], folder / "target", 1), None),
-}
-"""The methods that draft trees; an MTP checkpoint with one module does."""
-
-TREES: dict[str, dict[str, Any]] = {
-    "binary": {"topk": 2, "num_draft_tokens": 6},
-    "wide": {"speculative_token_tree": "[(0,), (1,), (2,), (3,), (0, 0), (1, 0)]"},
-    "uneven": {"speculative_token_tree": "[(0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 0, 0)]"},
-}
+from unisono.types import ConfigError, SamplingParams
 
 ASKED = [replace(p, logprobs=(None, 3, 0, 20)[i % 4]) for i, p in enumerate(PARAMS)]
 """The requests of the chains' matrix, three of four with log-probabilities."""
@@ -50,7 +49,7 @@ WAYS = (
 )
 QUICK = [
     (method, list(TREES)[(i + j) % len(TREES)], way)
-    for i, method in enumerate(MAKE)
+    for i, method in enumerate(TREE_DRAFTERS)
     for j, way in enumerate(WAYS)
     if (i + j) % 2 == 0 or method == "standalone"
 ]
@@ -63,7 +62,7 @@ MANY = (
 MODES = ("raw_logprobs", "processed_logprobs")
 EVERY = [
     (method, tree, Way(0, flags, again=True), MODES[(i + j) % 2])
-    for method in MAKE
+    for method in TREE_DRAFTERS
     for j, tree in enumerate(TREES)
     for i, flags in enumerate(MANY)
 ]
@@ -80,17 +79,11 @@ def said(llm: LLM, batch: Sequence[list[int]], params: Sequence[SamplingParams])
     ]
 
 
-def planted(method: str, checkpoints: Checkpoints, tree: dict[str, Any], **flags: Any) -> LLM:
-    target, model = checkpoints
-    given = {"method": method, **tree} | ({} if model is None else {"model": str(model)})
-    return engine(target, speculative=SpeculativeConfig.parse(given), **flags)
-
-
 @pytest.fixture(scope="module")
 def checkpoints_of(
     checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Checkpoints]:
-    return functools.cache(lambda method: MAKE[method](checkpoints, tmp_path_factory.mktemp(method)))
+    return functools.cache(lambda method: TREE_DRAFTERS[method](checkpoints, tmp_path_factory.mktemp(method)))
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +98,7 @@ def plain() -> Callable[..., Said]:
 
 def check(method: str, tree: str, way: Way, checkpoints: Checkpoints, expected: Said, **flags: Any) -> None:
     batch, params = PROMPTS[: len(expected)], ASKED[: len(expected)]
-    with planted(method, checkpoints, TREES[tree], **way.flags, **flags) as llm:
+    with drafting_tree(method, checkpoints, TREES[tree], **way.flags, **flags) as llm:
         assert said(llm, batch, params) == expected
         if way.again:
             before, newest = llm.engine.scheduler.prefix_hits, slice(None, -13, -1)
@@ -137,7 +130,7 @@ def test_the_comparison_can_fail(checkpoints_of: Any, plain: Any, monkeypatch: p
     """Without the accepted drafts' keys and values brought home, what comes next is another text."""
     monkeypatch.setattr(tree_module.Tree, "adopt", lambda self, *given: None)
     checkpoints = checkpoints_of("standalone")
-    with planted("standalone", checkpoints, TREES["binary"]) as llm:
+    with drafting_tree("standalone", checkpoints, TREES["binary"]) as llm:
         changed = said(llm, PROMPTS[:12], ASKED[:12])
     expected = plain(checkpoints[0], "raw_logprobs")
     without = [ours == theirs for ours, theirs, p in zip(changed, expected, ASKED, strict=False) if p.max_drafts == 0]
@@ -146,7 +139,7 @@ def test_the_comparison_can_fail(checkpoints_of: Any, plain: Any, monkeypatch: p
 
 
 def test_a_round_is_one_replay(checkpoints_of: Any) -> None:
-    with planted("standalone", checkpoints_of("standalone"), TREES["uneven"]) as llm:
+    with drafting_tree("standalone", checkpoints_of("standalone"), TREES["uneven"]) as llm:
         tokens(llm, PROMPTS[:3], PARAMS[:3])
         assert {key for key in counted(llm) if key[0] == "round"} == {("round", GRAPH, "")}
         info = llm.engine.info()
@@ -204,10 +197,10 @@ def test_a_tree_accepts_what_its_second_candidates_hold(always_second: Checkpoin
     with engine(always_second[0]) as llm:
         expected = tokens(llm, BATCH[:4], params)
         assert all(t % 2 for answer in expected for t in answer)
-    with planted("standalone", always_second, {"num_speculative_tokens": 3}) as llm:
+    with drafting_tree("standalone", always_second, {"num_speculative_tokens": 3}) as llm:
         assert tokens(llm, BATCH[:4], params) == expected
         assert acceptance(llm) == 0
-    with planted("standalone", always_second, {"speculative_token_tree": SECOND}) as llm:
+    with drafting_tree("standalone", always_second, {"speculative_token_tree": SECOND}) as llm:
         entries = play(llm, BATCH[:4], params)
         assert [e.tokens for e in entries] == expected
         assert [e.rounds for e in entries] == [[4] * n for n in range(9, 13)]
@@ -222,7 +215,7 @@ def test_fewer_drafts_are_shallower_paths(always_second: Checkpoints) -> None:
     params = [
         SamplingParams(temperature=0, max_tokens=13, max_drafts=most, ignore_eos=True) for most in (None, 0, 1, 2)
     ]
-    with planted("standalone", always_second, {"speculative_token_tree": SECOND}) as llm:
+    with drafting_tree("standalone", always_second, {"speculative_token_tree": SECOND}) as llm:
         entries = play(llm, [BATCH[0]] * 4, params)
         assert [e.rounds for e in entries] == [[4] * 3, [1] * 12, [2] * 6, [3] * 4]
         assert llm.engine.counters.drafted_tokens == 3 * 6 + 6 * 2 + 4 * 4
@@ -234,7 +227,7 @@ def test_a_perfect_draft_is_accepted(qwen3: Path, tree: str) -> None:
     params = mixed_params(6)
     with engine(qwen3) as llm:
         expected = tokens(llm, BATCH[:6], params)
-    with planted("standalone", (qwen3, qwen3), TREES[tree], max_num_batched_tokens=64) as llm:
+    with drafting_tree("standalone", (qwen3, qwen3), TREES[tree], max_num_batched_tokens=64) as llm:
         for _ in range(2):
             entries = play(llm, BATCH[:6], params)
             assert [e.tokens for e in entries] == expected
@@ -244,7 +237,7 @@ def test_a_perfect_draft_is_accepted(qwen3: Path, tree: str) -> None:
 def test_a_path_ends_where_it_ends(qwen3: Path) -> None:
     """The best path of a perfect draft is one step long here, so no round commits more than two tokens."""
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=1 + 2 * 6, ignore_eos=True)
-    with planted("standalone", (qwen3, qwen3), {"speculative_token_tree": "[(0,), (1,), (1, 0)]"}) as llm:
+    with drafting_tree("standalone", (qwen3, qwen3), {"speculative_token_tree": "[(0,), (1,), (1, 0)]"}) as llm:
         (entry,) = play(llm, [[1, 2, 3]], [params])
         assert entry.rounds == [2] * 6
 
@@ -255,7 +248,7 @@ def test_more_paths_accept_more(qwen3: Path, tmp_path: Path) -> None:
     params = [SamplingParams(temperature=1, seed=i, max_tokens=32, ignore_eos=True) for i in range(6)]
     lengths = []
     for tree in ({"num_speculative_tokens": 3}, *({"topk": b, "num_draft_tokens": n} for b, n in ((2, 4), (4, 10)))):
-        with planted("standalone", (qwen3, draft), tree) as llm:
+        with drafting_tree("standalone", (qwen3, draft), tree) as llm:
             tokens(llm, BATCH[:6], params)
             lengths.append(llm.engine.counters.accept_length)
     assert lengths[0] + 0.1 < lengths[1] < lengths[2] - 0.1, lengths
@@ -273,7 +266,7 @@ def test_the_best_path_is_chosen(always_second: Checkpoints, monkeypatch: pytest
     with engine(always_second[0]) as llm:
         expected = tokens(llm, BATCH[:3], params)
     monkeypatch.setattr(tree_module, "best_path", first)
-    with planted("standalone", always_second, {"speculative_token_tree": SECOND}) as llm:
+    with drafting_tree("standalone", always_second, {"speculative_token_tree": SECOND}) as llm:
         assert tokens(llm, BATCH[:3], params) == expected
         assert acceptance(llm) == 0
 
@@ -289,7 +282,7 @@ def test_forced_acceptance_takes_every_path_in_turn(qwen3: Path, monkeypatch: py
 
     monkeypatch.setattr(tree_module, "best_path", watched)
     flags = {"synthetic_acceptance_length": 2.5, "enforce_eager": True}
-    with planted("ngram", (qwen3, None), TREES["binary"], **flags) as llm:
+    with drafting_tree("ngram", (qwen3, None), TREES["binary"], **flags) as llm:
         llm.generate(BATCH[:4], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
         assert 2.2 < llm.engine.counters.accept_length < 2.8
     assert chosen == {0, 1, 2}
@@ -303,21 +296,21 @@ def test_drafters_without_trees_refuse_one(method: str, checkpoints: dict[str, P
     """An MTP checkpoint with several modules among them."""
     made = DRAFTERS[method](checkpoints, tmp_path)
     with pytest.raises(ConfigError, match=rf"'{method}'.*drafts chains only; a tree of 3 paths.*leave out"):
-        planted(method, made, TREES["binary"])
+        drafting_tree(method, made, TREES["binary"])
 
 
 def test_a_tree_of_one_path_is_a_chain(checkpoints_of: Any) -> None:
-    with planted("suffix", (checkpoints_of("ngram")[0], None), {"topk": 1, "num_draft_tokens": 2}) as llm:
+    with drafting_tree("suffix", (checkpoints_of("ngram")[0], None), {"topk": 1, "num_draft_tokens": 2}) as llm:
         assert llm.engine.runner.width == 3
         assert llm.engine.runner.paths == 1
-        assert llm.engine.runner.path_pages == 0
-        assert llm.engine.runner.slots.page_table.shape[0] == 9
+        assert llm.engine.worker.path_pages == 0
+        assert llm.engine.worker.slots.page_table.shape[0] == 9
 
 
 def test_pages_of_paths_need_room(checkpoints_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.engine import runner
+    from unisono.engine import memory
 
-    monkeypatch.setattr(runner, "CPU_KV_BYTES", 40 * 16 * 1024)
+    monkeypatch.setattr(memory, "CPU_KV_BYTES", 40 * 16 * 1024)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"112 more are for 8 paths.*fewer paths or a lower --max-num-seqs"):
-        planted("ngram", checkpoints_of("ngram"), {"topk": 8, "num_draft_tokens": 8, "num_speculative_tokens": 1})
+        drafting_tree("ngram", checkpoints_of("ngram"), {"topk": 8, "num_draft_tokens": 8, "num_speculative_tokens": 1})

@@ -9,7 +9,7 @@ import torch
 from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import KernelInterface
 
-from unisono.engine.warmup import compiling_only, run_on_padding
+from unisono.engine.warmup import compiling_only, run_on_padding, warmup_passes
 from unisono.llm import LLM
 from unisono.types import SpeculativeConfig
 
@@ -96,6 +96,6 @@ def test_every_pass_that_is_compiled_at_start_runs_on_padding(given: dict[str, A
     spec = None if given is None else SpeculativeConfig.parse(given)
     with LLM("tiny", speculative=spec, max_num_seqs=4, max_model_len=256) as llm:
         runner = llm.engine.runner
-        passes = runner._passes(runner._parts())
+        passes = warmup_passes(runner.buckets(), runner.features)
         run_on_padding(passes, runner.config.device)
         assert {program.name for program, _ in passes} >= {"round", "extend", "verify"}

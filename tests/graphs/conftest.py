@@ -1,5 +1,5 @@
 """The engine tests' checkpoints, here too."""
 
-from tests.engine.conftest import checkpoints, qwen3
+from tests.engine.conftest import checkpoints, checkpoints_of, qwen3
 
-__all__ = ["checkpoints", "qwen3"]
+__all__ = ["checkpoints", "checkpoints_of", "qwen3"]

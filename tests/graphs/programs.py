@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import unisono.kernels  # noqa: F401  (registers the ops)
 from unisono.graphs.cuda import CudaGraph
+from unisono.graphs.graph_set import GraphSet
+from unisono.graphs.planner import Buckets, Planner
 from unisono.graphs.tape import Tape
 from unisono.program import Buffers, Field, Key, Program, Schema, Shape
 
@@ -59,3 +61,14 @@ def poison(graph: Tape) -> int:
     for tensor in made:
         tensor.fill_(math.nan if tensor.is_floating_point() else 1 if tensor.dtype is torch.bool else -77)
     return len(made)
+
+
+class LonePlanner(Planner):
+    """A planner without an engine: it has a graph set of its own, whose programs are those of the plan."""
+
+    def __init__(self, device: torch.device, **how: Any) -> None:
+        super().__init__(GraphSet(device, {}), **how)
+
+    def capture(self, plan: Sequence[Buckets], progress: Callable[[float], None] = lambda share: None) -> None:
+        self.graph_set.programs |= {buckets.program.name: buckets.program for buckets in plan}
+        super().capture(plan, progress)

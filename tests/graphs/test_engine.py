@@ -111,7 +111,7 @@ def test_prompt_logprobs_replay_graphs(qwen3: Path) -> None:
 
 def test_an_idle_engine_captures_what_was_missing(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt passes for which nothing was captured at start, because few were expected."""
-    from unisono.engine import runner
+    from unisono.engine import buckets as buckets_module
     from unisono.engine.buckets import buckets_of
     from unisono.graphs.cost import PassCost
 
@@ -122,7 +122,7 @@ def test_an_idle_engine_captures_what_was_missing(qwen3: Path, monkeypatch: pyte
         cost = PassCost.linear(1.0, 1.0, eager_ms=1000.0, capture_ms=10.0)
         return buckets if buckets.program.name == "round" else replace(buckets, cost=cost, passes=1e-6, measured=False)
 
-    monkeypatch.setattr(runner, "buckets_of", few)
+    monkeypatch.setattr(buckets_module, "buckets_of", few)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     with engine(qwen3) as llm:
         first = tokens(llm, [[5] * 20], params)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.graphs.programs import CPU
+from tests.graphs.programs import CPU, LonePlanner
 from unisono.graphs.cost import PassCost
 from unisono.graphs.planner import Buckets, Planner
 from unisono.program import (
@@ -43,7 +43,7 @@ def run(b: Buffers) -> None:
 
 
 def planned(*variants: tuple[Features, tuple[int, ...]], **how: Any) -> Planner:
-    planner = Planner(CPU)
+    planner = LonePlanner(CPU)
     planner.capture([Buckets(Program("p", SCHEMA, run), tuple(map(Shape, rows)), n, **how) for n, rows in variants])
     return planner
 

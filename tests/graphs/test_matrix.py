@@ -20,8 +20,9 @@ import pytest
 import torch
 
 from tests.engine.helpers import counted, engine, idle, prompts
-from tests.engine.test_speculation import DRAFTERS, Checkpoints
+from tests.engine.matrix import DRAFTERS, Checkpoints
 from tests.graphs.programs import COMPILED, FULL, SEGMENTED, poison
+from unisono.graphs.graph_set import GraphSet
 from unisono.graphs.planner import Planner
 from unisono.graphs.tape import Tape
 from unisono.llm import LLM
@@ -83,7 +84,7 @@ def states(output: Any) -> Any:
 
 def embedded(llm: LLM, ids: list[int], *positions: int) -> dict[str, Any]:
     """A prompt with the embeddings of its ids at these positions; at none: all of it is embeddings."""
-    rows = llm.engine.runner.model.embed.weight.cpu()[ids]
+    rows = llm.engine.worker.model.embed.weight.cpu()[ids]
     if not positions:
         return {"prompt_embeds": rows}
     return {"prompt_token_ids": ids, "embedding_overrides": {p: 0.5 * rows[p] for p in positions}}
@@ -262,14 +263,14 @@ def account(key: Key, kind: Kind, method: str, largest: int | None) -> tuple[str
 
 
 def out_of_memory_above(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Planner._capture
+    real = GraphSet._capture
 
-    def capture(self: Planner, buckets: Any, key: Key) -> Any:
+    def capture(self: GraphSet, key: Key, splits: bool) -> Any:
         if key.shape.rows > rows:
             raise torch.OutOfMemoryError("no room")
-        return real(self, buckets, key)
+        return real(self, key, splits)
 
-    monkeypatch.setattr(Planner, "_capture", capture)
+    monkeypatch.setattr(GraphSet, "_capture", capture)
 
 
 # ---- the cells --------------------------------------------------------------------------------------

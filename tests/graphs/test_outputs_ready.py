@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from tests.engine.helpers import engine, prompts, tokens
-from tests.engine.test_speculation import DRAFTERS, drafting
-from tests.engine.test_trees import MAKE, TREES, planted
-from tests.graphs.programs import DEVICE, batch, graph_of, program, run_graph
+from tests.engine.matrix import DRAFTERS, TREE_DRAFTERS, TREES, drafting, drafting_tree
+from tests.graphs.programs import DEVICE, LonePlanner, batch, graph_of, program, run_graph
 from unisono.graphs.compiled import written_by
-from unisono.graphs.planner import Buckets, Planner
+from unisono.graphs.planner import Buckets
 from unisono.graphs.recorder import Call
 from unisono.graphs.segments import storages
 from unisono.graphs.tape import Tape
@@ -76,7 +75,7 @@ def launches(
 ) -> Callable[[list[list[int]]], PendingOutputs]:
     """Launches of a batch of one row: of a graph of that kind, or None: eagerly, as the planner does it."""
     if how is None:
-        planner = Planner(DEVICE, enabled=False)
+        planner = LonePlanner(DEVICE, enabled=False)
         planner.capture([Buckets(program(run))])
         return lambda x: planner.launch(Key("p", Shape(1)), batch(x))
     graph = graph_of(run, rows=1, first=batch([[9, 9]]), **how)
@@ -90,7 +89,11 @@ def launches(
 
 
 LETTERS = SamplingParams(max_tokens=6, structured_outputs=StructuredOutputs(regex="[a-z]{6}"))
-CASES = [("none", None), *((method, None) for method in DRAFTERS), *((method, TREES["binary"]) for method in MAKE)]
+CASES = [
+    ("none", None),
+    *((method, None) for method in DRAFTERS),
+    *((method, TREES["binary"]) for method in TREE_DRAFTERS),
+]
 """Each method with chains, and those that can with a tree."""
 
 
@@ -104,7 +107,7 @@ def opened(
     elif tree is None:
         llm = drafting(method, DRAFTERS[method](checkpoints, folder), 3, **flags)
     else:
-        llm = planted(method, MAKE[method](checkpoints, folder), tree, **flags)
+        llm = drafting_tree(method, TREE_DRAFTERS[method](checkpoints, folder), tree, **flags)
     with llm:
         yield llm
 
@@ -128,7 +131,7 @@ def test_who_waits_does_not_wait_for_the_drafter(
     with opened(method, tree, checkpoints, tmp_path, enforce_eager=True) as llm:
         watch(Buffers, "_record_outputs_ready")
         for name in ("observe_prompt", "observe"):
-            watch(llm.engine.runner.drafter, name)
+            watch(llm.engine.worker.drafter, name)
         masked = heard(LETTERS)
         assert set(masked[::2]) == {"_record_outputs_ready"}
         assert set(masked[1::2]) == {"observe_prompt", "observe"}

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.graphs.programs import CPU, batch, poison, program
-from unisono.graphs import planner as planner_module
+from tests.graphs.programs import CPU, LonePlanner, batch, poison, program
+from unisono.graphs import graph_set as graph_set_module
 from unisono.graphs.cost import PassCost
 from unisono.graphs.planner import Buckets, Planner
 from unisono.graphs.tape import Tape
@@ -30,14 +30,14 @@ def shapes(*rows: int) -> tuple[Shape, ...]:
 
 
 def planned(*rows: int, planner: Planner | None = None, **how: Any) -> Planner:
-    planner = planner or Planner(CPU)
+    planner = planner or LonePlanner(CPU)
     planner.capture([Buckets(program(double), shapes(*rows), **how)])
     return planner
 
 
 def clocked(monkeypatch: pytest.MonkeyPatch, device_ms: Callable[[int], float] = lambda rows: 15.0) -> Planner:
     """A planner for which every eager pass takes the host 10 ms to launch, and the device ``device_ms(rows)``."""
-    planner = Planner(CPU)
+    planner = LonePlanner(CPU)
     monkeypatch.setattr(planner, "_timed", lambda buckets, shape: (10.0, device_ms(shape.rows)))
     return planner
 
@@ -72,7 +72,7 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
                     raise torch.OutOfMemoryError("no room")
                 super().__init__(program, key, *rest)
 
-        monkeypatch.setattr(planner_module, "Tape", Limited)
+        monkeypatch.setattr(graph_set_module, "Tape", Limited)
 
     return limit
 
@@ -99,7 +99,7 @@ def test_out_of_memory_drops_buckets_says_so_and_serves(
 def test_the_budget_holds_and_leaves_room_for_others() -> None:
     cost = planned(8).graph_bytes
     assert cost > 0
-    planner = Planner(CPU, budget=int(1.6 * cost))
+    planner = LonePlanner(CPU, budget=int(1.6 * cost))
     planner.capture([Buckets(program(double, "big"), shapes(8), share=0.5), Buckets(program(double), shapes(2, 8, 16))])
     assert planner.plan(Key("big", Shape(3))) == Eager(Reason.OVER_BUDGET), "above its share"
     assert [answer(planner, n) for n in (1, 3, 9)] == [2, 8, Reason.OVER_BUDGET]
@@ -109,7 +109,7 @@ def test_the_budget_holds_and_leaves_room_for_others() -> None:
 
 def test_what_others_took_counts_against_the_budget_not_against_a_share() -> None:
     large, small = planned(16).graph_bytes, planned(1).graph_bytes
-    planner = Planner(CPU, budget=large + 2 * small)
+    planner = LonePlanner(CPU, budget=large + 2 * small)
     planner.capture([Buckets(program(double, "rounds"), shapes(16)), Buckets(program(double), shapes(1), share=0.5)])
     assert answer(planner, 1) == 1, "a small graph fits what is left, though more than half of the budget is taken"
 
@@ -143,7 +143,7 @@ def test_what_a_pass_costs_is_measured_where_tiles_end(monkeypatch: pytest.Monke
             self.replay_ms = device[self.key.shape.rows]
 
     planner, edges = clocked(monkeypatch, device.__getitem__), frozenset((2, 4, 16))
-    monkeypatch.setattr(planner_module, "Tape", Timed)
+    monkeypatch.setattr(graph_set_module, "Tape", Timed)
     tried = Buckets(program(double), shapes(1, 2, 4, 8, 16, 32), edges=edges, flat=4, measured=True)
     planner.capture([replace(tried, passes=1e-6)])
     assert {g.key.shape.rows for g in planner.graphs()} == {1, 2, 4}
@@ -176,10 +176,10 @@ def test_a_pool_is_not_used_after_its_last_graph_was_closed(monkeypatch: pytest.
         def close(self) -> None:
             alive[self.pool] -= 1
 
-    monkeypatch.setattr(planner_module, "CudaGraph", Pooled)
+    monkeypatch.setattr(graph_set_module, "CudaGraph", Pooled)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
     planner = clocked(monkeypatch)
-    planner._pool = torch.cuda.graph_pool_handle()
+    planner.graph_set._pool = torch.cuda.graph_pool_handle()
     tried = Buckets(program(double), shapes(1, 4, 64), passes=1e9, measured=True)
     planner.capture([tried])
     assert list(alive.values()) == [0, 2], "the graph of 64 rows was tried first, and closed"
@@ -220,7 +220,7 @@ def test_a_larger_size_may_fit_where_the_smallest_does_not(
     tried = Buckets(program(double), shapes(4, 64), passes=1e9, edges=frozenset((64,)), measured=True)
     planner.capture([tried])
     planner.budget = next(g.cost_bytes for g in planner.graphs() if g.key.shape.rows == 64)
-    planner.close()
+    planner.graph_set.close()
     with caplog.at_level("INFO"):
         planner.capture([tried])
     assert [answer(planner, n) for n in (1, 4, 40, 64)] == [64] * 4
@@ -238,7 +238,7 @@ def test_launches_that_hide_the_largest_pass_have_it_tried_as_a_graph(monkeypatc
 
     def measured(device_ms: float) -> Planner:
         planner = clocked(monkeypatch, lambda rows: device_ms)
-        monkeypatch.setattr(planner_module, "Tape", Timed)
+        monkeypatch.setattr(graph_set_module, "Tape", Timed)
         planner.capture([Buckets(program(double), shapes(1, 64), passes=1.0, measured=True)])
         return planner
 
@@ -271,7 +271,7 @@ def test_what_was_dropped_is_not_tried_again_when_idle(monkeypatch: pytest.Monke
         launch(planner, 3)
     assert planner.passes["p", "eager", "UNPROFITABLE"] == 20
     captures: list[Key] = []
-    monkeypatch.setattr(planner, "_capture", lambda buckets, key: captures.append(key))
+    monkeypatch.setattr(planner.graph_set, "_capture", lambda key, splits: captures.append(key))
     assert planner.capture_missing() == 0
     assert captures == []
 
@@ -296,11 +296,22 @@ def test_needs_that_no_graph_covers_are_captured_when_idle() -> None:
     assert answer(planner, 2) == 2
 
 
+def test_graphs_can_be_switched_off_at_any_time() -> None:
+    planner = planned(2)
+    launch(planner, 1)
+    planner.enabled = False
+    assert answer(planner, 1) is Reason.DISABLED
+    launch(planner, 1)
+    planner.enabled = True
+    launch(planner, 1)
+    assert planner.passes == {("p", "tape", ""): 2, ("p", "eager", "DISABLED"): 1}
+
+
 def test_modes() -> None:
     def run(b: Buffers) -> None:
         b.result.copy_(eager_break(optional=True)(torch.relu)(b.x.float()))
 
-    planner = Planner(CPU)
+    planner = LonePlanner(CPU)
     plan = [Buckets(program(run, mode), shapes(2), mode=mode) for mode in ("full", "segmented", "off")]
     planner.capture(plan)
     for mode in ("full", "segmented", "off"):
@@ -359,7 +370,7 @@ def test_poison_shows_what_is_read_after_its_graphs_replay() -> None:
     def reads(b: Buffers) -> None:
         b.result.copy_(kept["x"])
 
-    planner = Planner(CPU)
+    planner = LonePlanner(CPU)
     planner.capture([Buckets(program(leaves, "leaves"), shapes(2))])
     leaving = next(planner.graphs())
     planner.capture([Buckets(program(leaves, "leaves"), shapes(2)), Buckets(program(reads, "reads"), shapes(2))])

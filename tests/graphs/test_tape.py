@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import unisono.kernels  # noqa: F401  (registers the ops)
-from unisono.graphs.planner import Buckets, Planner
+from tests.graphs.programs import LonePlanner
+from unisono.graphs.planner import Buckets
 from unisono.graphs.tape import Tape
 from unisono.program import (
     Buffers,
@@ -135,7 +136,7 @@ def test_pending_outputs_survive_the_next_replay() -> None:
 
 
 def test_planner_replays_the_smallest_covering_graph_and_counts_reasons() -> None:
-    planner = Planner(CPU)
+    planner = LonePlanner(CPU)
     other = Program("q", SCHEMA, double)
     planner.capture(
         [
@@ -154,7 +155,7 @@ def test_planner_replays_the_smallest_covering_graph_and_counts_reasons() -> Non
     planner.launch(Key("p", Shape(1)), {"x": [[1, 2]], "scale": [1]})
     assert planner.passes == {("p", "eager", "ABOVE_BUCKETS"): 1, ("p", "tape", ""): 1}
     assert (planner.filled_rows, planner.padded_rows) == ({"p": 1}, {"p": 1})
-    off = Planner(CPU, enabled=False)
+    off = LonePlanner(CPU, enabled=False)
     off.capture([Buckets(other, (Shape(2),))])
     assert off.plan(Key("q", Shape(1))) == Eager(Reason.DISABLED)
 

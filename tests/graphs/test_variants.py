@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.graphs.programs import CPU, SCHEMA
+from tests.graphs.programs import CPU, SCHEMA, LonePlanner
 from unisono.graphs.planner import Buckets, Planner
 from unisono.program import (
     Buffers,
@@ -48,7 +48,7 @@ def run(b: Buffers) -> None:
 
 
 def planned(*rows: int, **how: Any) -> Planner:
-    planner = Planner(CPU)
+    planner = LonePlanner(CPU)
     planner.capture([Buckets(Program("p", VARYING, run), tuple(map(Shape, rows)), **how)])
     return planner
 
@@ -132,12 +132,12 @@ def test_scored_rows_are_some_or_all() -> None:
 
 
 def test_large_buffers_of_eager_passes_are_not_kept() -> None:
-    planner = Planner(CPU, enabled=False)
+    planner = LonePlanner(CPU, enabled=False)
     wide = Schema((Field("x", torch.int32, ("rows", 1 << 20)),))
     planner.capture([Buckets(Program("wide", wide, lambda b: None))])
     for rows in (1, 2):
         planner.launch(Key("wide", Shape(rows)), {"x": ()})
-    assert [key.shape.rows for key in planner._eager_buffers] == [1]
+    assert [key.shape.rows for key in planner.graph_set._eager_buffers] == [1]
 
 
 MASKED, EVERY = Features(masks=True), Features(logits=Logits.ALL)
@@ -146,7 +146,7 @@ ANY = Schema((*VARYING.fields, Field("mask", torch.float32, ("rows",), pad=1, fe
 
 def on_demand(scoring: bool) -> Planner:
     """Passes under masks are captured by the first that wants one, plain ones at start; ``scoring``: for all logits."""
-    planner, program = Planner(CPU), Program("p", ANY, run)
+    planner, program = LonePlanner(CPU), Program("p", ANY, run)
     some = [Buckets(program, (Shape(2), Shape(4))), Buckets(program, (Shape(4),), MASKED, on_demand=True)]
     every = [
         Buckets(program, (Shape(4),), EVERY),

@@ -66,3 +66,15 @@ def replay(prompt: list[int], output: list[int], k: int, **options) -> tuple[int
         committed = min(right + 1, len(output) - at)
         at, rounds, accepted = at + committed, rounds + 1, accepted + committed - 1
     return rounds, accepted
+
+
+def paths_of(own: list[int], sizes: list[int], k: int, longest: int, shortest: int) -> list[list[int]]:
+    """The drafts of each path for a request with tokens ``own``, padded with -1 to k. sizes: tokens per path."""
+    ends = [(matched(own, end, own, longest), end) for end in range(len(own) - 1)]
+    ends = sorted((m, end) for m, end in ends if m >= shortest)[::-1]
+    paths: list[list[int]] = []
+    for size in sizes:
+        tokens = (followed(own, end, size, loops=True) for _, end in ends)
+        new = next((t for t in tokens if all(path[:size] != t for path in paths)), [])
+        paths.append(new + [-1] * (k - len(new)))
+    return paths

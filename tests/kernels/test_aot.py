@@ -13,7 +13,7 @@ import subprocess
 import sys
 import traceback
 
-from tests.kernels.test_overlap import overlapped_kernels
+from tests.kernels.kernel_source import overlapped_kernels
 
 TOUCHES = re.compile(r"\b(ld|st|atom|red|cp)\.[\w.:]*global")
 """An access to the device's memory, in PTX."""

@@ -4,107 +4,15 @@ Both implementations are tested: the Triton kernels (on the GPU, else in the int
 sizes) and the CPU twins. Caches are NaN wherever no token of a request has been written.
 """
 
-import itertools
-from dataclasses import dataclass, field
-
 import pytest
 import torch
 
+from tests.kernels.paged_requests import ALWAYS_CUT, IMPLEMENTATIONS, NEVER_CUT, Requests
 from unisono.attention.base import AttentionInputs
 from unisono.attention.triton import TritonAttention
 from unisono.kernels import attention as ops
 from unisono.kernels import attention_cpu as twin
 from unisono.kernels import attention_hopper as hopper
-
-TRITON = (ops.launch_attention_plan, ops.launch_attention)
-TWIN = (twin.attention_plan_cpu, twin.attention_cpu)
-IMPLEMENTATIONS = pytest.mark.parametrize("triton", [True, False], ids=["triton", "twin"])
-ALWAYS_CUT, NEVER_CUT = 10**6, 1  # programs at a time
-
-
-@dataclass
-class Requests:
-    """Requests of the given lengths: queries for each token, keys and values in shuffled pages.
-
-    The last slot is the padding slot; page 0 is the padding page. Everything unwritten is NaN.
-    """
-
-    lengths: list[int]
-    triton: bool
-    dtype: torch.dtype = torch.float32
-    heads: int = 4
-    kv_heads: int = 2
-    dim: int = 16
-    page: int = 16
-    window: int = 0
-    first: int = 0
-    device: torch.device = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.device = torch.device("cuda" if self.triton and torch.cuda.is_available() else "cpu")
-        needed = [-(-n // self.page) for n in self.lengths]
-        pages = torch.randperm(sum(needed)).add(1).split(needed)
-        table = torch.full((len(needed) + 1, max(needed) + 2), 2**30)  # columns past a request's end hold rubbish
-        table[-1] = 0
-        shape = (sum(needed) + 1, self.kv_heads, self.page, self.dim)
-        caches = torch.full((2, *shape), torch.nan)
-        self.k, self.v = [], []
-        for row, (n, own) in enumerate(zip(self.lengths, pages, strict=True)):
-            table[row, : len(own)] = own
-            kv = torch.randn(2, n, self.kv_heads, self.dim).to(self.dtype)
-            at = torch.arange(self.first, n)
-            caches.transpose(2, 3)[:, own[at // self.page], at % self.page] = kv[:, self.first :].float()
-            self.k.append(kv[0])
-            self.v.append(kv[1])
-        self.q = [torch.randn(n, self.heads, self.dim).to(self.dtype) for n in self.lengths]
-        self.k_cache, self.v_cache = caches.to(self.device, self.dtype)
-        self.table = table.to(self.device, torch.int32)
-        self.scale = self.dim**-0.5
-
-    def _int32(self, values) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
-
-    def _queries(self, spans) -> torch.Tensor:
-        parts = [self.q[row][a:b] if row >= 0 else torch.randn(b, self.heads, self.dim) for row, a, b in spans]
-        return torch.cat(parts).to(self.device, self.dtype)
-
-    def _attend(self, q, positions, slots, kv_len, query_start, tile_tokens, programs, partials) -> torch.Tensor:
-        plan, attend = TRITON if self.triton else TWIN
-        planned = plan(slots, kv_len, query_start, len(q), tile_tokens, self.kv_heads, partials, programs)
-        caches = (self.k_cache, self.v_cache, self.table)
-        args = (q, *caches, self._int32(positions), *planned, partials, self.scale, self.window, self.first)
-        out = attend(*args)
-        if partials:
-            assert torch.equal(out, attend(*args)), "the plan does not serve a second layer"
-        return out.view(-1, self.heads, self.dim).cpu()
-
-    def round(self, ends, width, programs=ALWAYS_CUT, partials=64) -> torch.Tensor:
-        """Outputs [R, W, Hq, D] of a round: row r's tokens end at ``ends[r] = (request, length)``; None is padding."""
-        slots = self._int32([len(self.table) - 1 if end is None else end[0] for end in ends])
-        kv_len = self._int32([0 if end is None else end[1] for end in ends])
-        positions = [range(n - width, n) if n else [-1] * width for n in kv_len.tolist()]
-        q = self._queries([(-1, 0, width) if end is None else (end[0], end[1] - width, end[1]) for end in ends])
-        flat = [p for row in positions for p in row]
-        out = self._attend(q, flat, slots, kv_len, None, width, programs, partials)
-        return out.view(len(ends), width, self.heads, self.dim)
-
-    def extend(self, spans, tile_tokens=8, padding=0, programs=NEVER_CUT, partials=0) -> torch.Tensor:
-        """Outputs [T, Hq, D] of an extend pass over ``spans`` (request, first, end); ``padding`` tokens behind."""
-        starts = list(itertools.accumulate((b - a for _, a, b in spans), initial=0))
-        positions = [p for _, a, b in spans for p in range(a, b)] + [-1] * padding
-        rows, _, ends = (self._int32(x) for x in zip(*spans, strict=True))
-        q = self._queries([*spans, (-1, 0, padding)])
-        return self._attend(q, positions, rows, ends, self._int32(starts), tile_tokens, programs, partials)
-
-    def oracle(self, row: int, first: int, end: int) -> torch.Tensor:
-        """float64 attention of a request's tokens first … end, from its definition."""
-        group = self.heads // self.kv_heads
-        q = self.q[row][first:end].double().transpose(0, 1)
-        k, v = (t[row][:end].double().transpose(0, 1).repeat_interleave(group, 0) for t in (self.k, self.v))
-        position, key = torch.arange(first, end)[:, None], torch.arange(end)[None]
-        seen = (key <= position) & (key >= self.first) & ((key > position - self.window) | (self.window == 0))
-        scores = (q @ k.mT * self.scale).masked_fill(~seen, float("-inf"))
-        return (scores.softmax(-1).nan_to_num(0) @ v).transpose(0, 1)
 
 
 @IMPLEMENTATIONS
@@ -223,10 +131,10 @@ def plan_case(device, ragged):
 @pytest.mark.parametrize("partials", [0, 1, 2, 5, 20, 64])
 @pytest.mark.parametrize("programs", [1, 2, 7, 20, 1000])
 @pytest.mark.parametrize("tile_tokens", [1, 3, 32])
-@pytest.mark.parametrize("ragged", [False, True])
-def test_plans_agree(ragged, tile_tokens, programs, partials, device):
+@pytest.mark.parametrize(("ragged", "window"), [(False, 0), (True, 0), (False, 300), (True, 1)])
+def test_plans_agree(ragged, window, tile_tokens, programs, partials, device):
     """Kernel and twin list the same work: each token's splits once, cut tiles in workspace of their own."""
-    sizes = (tile_tokens, 2, partials, programs)
+    sizes = (tile_tokens, 2, partials, programs, window)
     work, count, arrivals = (t.cpu() for t in ops.launch_attention_plan(*plan_case(device, ragged), *sizes))
     slots, kv_len, query_start, tokens = plan_case("cpu", ragged)
     expected = twin.attention_plan_cpu(slots, kv_len, query_start, tokens, *sizes)
@@ -246,9 +154,10 @@ def test_plans_agree(ragged, tile_tokens, programs, partials, device):
         covered += range(first, last)
         row = max(r for r, start in enumerate(starts) if start <= first)
         assert (slot, length) == ((slots[row].item(), kv_len[row].item()) if row < len(slots) else (0, 0))
-        splits = list(range(-(-length // ops.SPLIT)))
+        seen = length - (starts[row + 1] - starts[row]) - window + 1 if window and row < len(slots) else 0
+        splits = list(range(max(seen, 0) // ops.SPLIT, -(-length // ops.SPLIT)))
         assert [split for item in pieces for split in range(item[4], item[5])] == splits
-        places += [partial + split for split in splits] if partial >= 0 else []
+        places += [partial + i for i in range(len(splits))] if partial >= 0 else []
         assert partial >= 0 or len(pieces) == 1
     assert sorted(covered) == list(range(tokens))
     assert sorted(places) == list(range(len(places)))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.test_sampling import DEFAULTS, ROWS, fields_of
+from tests.sampling.arena import DEFAULTS, ROWS, fields_of
 from unisono.kernels import candidates as ops
 from unisono.kernels import sampling
 

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.kernels.lookup_cases import random_texts, slots_of
 from tests.kernels.lookup_oracle import drafts_of
 from unisono.kernels import lookup
 from unisono.types import FinishReason
 
 RUNNING, STOP, LENGTH, FREE = FinishReason.RUNNING, FinishReason.STOP, FinishReason.LENGTH, FinishReason.FREE
-MAX_TOKENS = 40
 
 
 @pytest.fixture(params=["kernel", "twin"])
@@ -28,28 +28,6 @@ def ops(request, device, monkeypatch) -> SimpleNamespace:
         device=device,
         tensor=lambda values: torch.as_tensor(values, dtype=torch.int32).to(device),
     )
-
-
-def slots_of(rows: list[list[int]], ops: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
-    """(history, length) with the padding slot behind; length is a strided field, and behind each text lies rubbish."""
-    history = torch.randint(0, 3, (len(rows) + 1, MAX_TOKENS), dtype=torch.int32)
-    arena = torch.zeros((len(rows) + 1, 3), dtype=torch.int32)
-    for slot, tokens in enumerate(rows):
-        history[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        arena[slot, 1] = len(tokens)
-    return history.to(ops.device), arena.to(ops.device)[:, 1]
-
-
-def random_texts(rng: random.Random, count: int, vocab: int) -> list[list[int]]:
-    """Random tokens, some of them with a tail copied from further up."""
-    texts = []
-    for _ in range(count):
-        text = [rng.randrange(vocab) for _ in range(rng.randrange(1, MAX_TOKENS + 1))]
-        if len(text) > 12 and rng.random() < 0.5:
-            at, size = rng.randrange(len(text) - 8), rng.randrange(1, 8)
-            text[-size:] = text[at : at + size]
-        texts.append(text)
-    return texts
 
 
 @pytest.mark.parametrize("trial", range(3))

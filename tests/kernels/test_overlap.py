@@ -4,38 +4,16 @@ from __future__ import annotations
 
 import ast
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
 
-import unisono.kernels
+from tests.kernels.kernel_source import functions, name_of, overlapped_kernels
 
 activation, linear, norm, overlap = (
     import_module(f"unisono.kernels.{name}") for name in ("activation", "linear", "norm", "overlap")
 )
-KERNELS = Path(unisono.kernels.__path__[0])
 HARMLESS = {"program_id", "num_programs", "arange", "minimum", "maximum", "to"}
-
-
-def functions() -> dict[str, ast.FunctionDef]:
-    trees = [ast.parse(path.read_text()) for path in KERNELS.glob("*.py")]
-    return {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-
-
-def name_of(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-
-
-def overlapped_kernels() -> set[str]:
-    """Kernels that some launch passes ``**overlapped(…)``."""
-    nodes = (node for function in functions().values() for node in ast.walk(function))
-    launches = (n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Subscript))
-    return {
-        ast.unparse(launch.func.value)
-        for launch in launches
-        if any(k.arg is None and ast.unparse(k.value).startswith("overlapped(") for k in launch.keywords)
-    }
 
 
 def calls(statement: ast.stmt) -> list[str]:

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.sampling.arena import DEFAULTS, arena
+from tests.sampling.arena import ROWS, fields_of
 from unisono.kernels import noise, sampling
 
 ZEROS, ONES = (0,) * 6, (0xFFFFFFFF,) * 6
@@ -56,30 +56,6 @@ def test_gumbel_equals_its_twin(keys, device):
     _gumbel_kernel[(1,)](tokens.to(device), torch.tensor(keys, dtype=torch.int32).to(device), out, N=1024)
     expected = noise.gumbel_cpu(tokens, *torch.tensor(keys, dtype=torch.int32))
     assert (out.cpu() - expected).abs().max() < 4e-6
-
-
-ROWS = [
-    {"temperature": 0.0},
-    {},
-    {"temperature": 0.6},
-    {"temperature": 1.5, "min_p": 0.1},
-    {"top_k": 3},
-    {"top_k": 40, "temperature": 2.0},
-    {"top_p": 0.9},
-    {"top_p": 0.3, "temperature": 0.8},
-    {"top_k": 60, "top_p": 0.95},
-    {"top_k": 60, "top_p": 0.7, "min_p": 0.2, "temperature": 1.2},
-    {"top_p": 0.9, "status": 1},
-    {"status": 4},
-]
-
-
-def fields_of(rows: list[dict], device: str | torch.device = "cpu") -> list[torch.Tensor]:
-    """The op's field arguments, one slot for each of ``rows``, each with a seed and a length of its own."""
-    names = ("temperature", "top_k", "top_p", "min_p", "status")
-    columns = {name: torch.tensor([row.get(name, DEFAULTS[name]) for row in rows]) for name in names}
-    index = torch.arange(len(rows))
-    return list(vars(arena(len(rows), device, seed_lo=index * 1001 - 3, length=index * 5, **columns)).values())
 
 
 def both(logits: torch.Tensor, rows: list[dict], width: int, device: torch.device) -> list[torch.Tensor]:

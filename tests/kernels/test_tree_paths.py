@@ -74,10 +74,11 @@ def test_private_pages_are_as_few_as_can_be(drafts):
 
 
 @pytest.mark.parametrize("block", [2, 16])
-def test_spans_are_copied(ops, dtype, block, monkeypatch):
+@pytest.mark.parametrize(("layers", "heads", "dim"), [(3, 2, 5), (1, 1, 1), (2, 3, 1), (5, 1, 72)])
+def test_spans_are_copied(ops, layers, heads, dim, dtype, block, monkeypatch):
     """Across page boundaries, into other pages, in every layer and head; nothing else changes."""
     monkeypatch.setattr(ops_of, "SPAN_BLOCK", block)
-    layers, pages, heads, dim = 3, 30, 2, 5
+    pages = 30
     kv = torch.randn(layers, pages, heads, PAGE, dim).to(dtype)
     order = list(range(1, pages))
     random.Random(2).shuffle(order)
@@ -94,6 +95,32 @@ def test_spans_are_copied(ops, dtype, block, monkeypatch):
     ops.copy(out, ops.tensor(table), *columns)
     assert torch.equal(out.cpu(), expected)
     assert not torch.equal(expected, kv)
+
+
+def test_groups_with_page_tables_of_their_own_fork_alike(ops):
+    """Two groups: other pages, other pools, one of them with freed columns. Rows and positions to copy are the same."""
+    paths, drafts, lengths = 3, 3, [1, 9, 2 * PAGE + 2, 3 * PAGE, 14, 5, 7, 0]
+    fields = ops.tensor([[n, FinishReason.RUNNING if n else FinishReason.FREE] for n in lengths])
+    slots, pages, forks = ops.tensor([6, 0, 2, 1, 3, 7, 4]), ops_of.span_pages(drafts, PAGE), []
+    reserved = (SLOTS + 1) * MAX_PAGES + 1
+    for layers, heads, dim, freed in ((2, 1, 3, 0), (1, 2, 1, 2)):
+        own = torch.randperm(reserved - 1).add(1).view(SLOTS + 1, MAX_PAGES)
+        own[:, :freed] = 0
+        table = ops.tensor(torch.cat((own, torch.zeros((SLOTS + 1) * (paths - 1), MAX_PAGES))))
+        pool = torch.randn(layers, reserved + (SLOTS + 1) * (paths - 1) * pages, heads, PAGE, dim).to(ops.device)
+        before = pool.clone()
+        fork = ops.fork(table, slots, fields[:, 0], fields[:, 1], paths, pages, reserved, PAGE)
+        owners, tables, sources, first, last = fork
+        ops.copy(pool, table, sources, tables, first, last)
+        forks.append(torch.stack(tuple(fork)))
+        assert torch.equal(pool[:, :reserved], before[:, :reserved]), "only private pages are written"
+        assert not torch.equal(pool, before)
+        for slot, row in zip(owners.tolist(), tables.tolist(), strict=True):
+            for p in range(lengths[slot]):
+                if lengths[slot] - p <= 2 or p // PAGE >= freed:
+                    ours, theirs = table[row, p // PAGE], table[slot, p // PAGE]
+                    assert torch.equal(pool[:, ours, :, p % PAGE], pool[:, theirs, :, p % PAGE])
+    assert torch.equal(*forks)
 
 
 @pytest.mark.parametrize(("paths", "drafts"), [(2, 1), (3, 3), (5, 4), (32, 2)])

@@ -15,9 +15,11 @@ import torch
 
 from unisono import catalog
 from unisono.attention.base import AttentionInputs
+from unisono.attention.context import PassContext
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.decoder import Decoder
 from unisono.models.loader import load_model
+from unisono.state.specs import Paged, map_tree
 
 PAGE = 16
 
@@ -26,9 +28,8 @@ def load(directory: Path, **options: Any) -> Decoder:
     """The checkpoint's decoder with the in-tree attention; fp32 on the CPU unless ``options`` say otherwise."""
     options = {"dtype": torch.float32, "device": "cpu", "max_positions": 512, **options}
     checkpoint = Checkpoint.open(directory)
-    heads, kv_heads = checkpoint.config.num_heads, checkpoint.config.num_kv_heads
-    backend = catalog.attention.load("triton")(heads, kv_heads, options["device"])
-    return load_model(checkpoint, backend=backend, **options)
+    backend = catalog.attention.load("triton")
+    return load_model(checkpoint, attention=lambda q, kv: backend(q, kv, options["device"]), **options)
 
 
 class Session:
@@ -43,14 +44,14 @@ class Session:
         random.Random(seed).shuffle(order)
         self.pages = [order[s * pages : (s + 1) * pages] for s in range(slots)]
         self.page_table = torch.tensor([*self.pages, [0] * pages], **self.ints)  # the last slot is padding
-        config = decoder.config
-        shape = (slots * pages + 1, config.num_kv_heads, PAGE, config.head_dim)
-        dtype = decoder.embed.weight.dtype
-        # NaN: a read of a key that was never written can't go unseen
-        nan = [torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2 * config.num_layers)]
-        self.kv = list(zip(nan[::2], nan[1::2], strict=True))
-        for cache in nan:
+
+        def allocate(spec: Paged) -> torch.Tensor:
+            # NaN: a read of a key that was never written can't go unseen
+            cache = torch.full((slots * pages + 1, *spec.shape), float("nan"), dtype=spec.dtype, device=device)
             cache[0] = 0
+            return cache
+
+        self.state = map_tree(decoder.state_specs(), allocate)
         self.length = [0] * slots
 
     def extend(
@@ -122,7 +123,7 @@ class Session:
             query_start=None if starts is None else torch.tensor(starts, **self.ints),
         )
         alone = inputs.last_tokens(inputs.query_start[1:] - 1) if last_tokens else None
-        hidden, _ = self.decoder(torch.tensor(tokens, **self.ints), inputs, self.kv, last_tokens=alone)
+        hidden, _ = self.decoder(torch.tensor(tokens, **self.ints), PassContext.of(inputs, alone), self.state)
         return self.decoder.logits(hidden)
 
 

@@ -60,8 +60,9 @@ def random_modules(config: DecoderConfig, depth: int, *, seed: int = 0, shared: 
     shared: projection and norms are one for all modules, as Qwen's layout has them.
     """
     generator = torch.Generator().manual_seed(seed)
-    hidden, width, head = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.num_heads * head, config.num_kv_heads * head
+    layer, hidden, head = config.layers[-1], config.hidden_size, config.head_dim
+    width, mixer = layer.feed_forward.intermediate_size, layer.mixer
+    queries, keys = mixer.num_heads * head, mixer.num_kv_heads * head
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return 1.5 * torch.randn(rows, columns, generator=generator) / columns**0.5
@@ -77,10 +78,10 @@ def random_modules(config: DecoderConfig, depth: int, *, seed: int = 0, shared: 
         w = dict(one if shared else joined())
         for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
             w[f"self_attn.{name}.weight"] = matrix(rows, hidden)
-            if config.qkv_bias:
+            if mixer.qkv_bias:
                 w[f"self_attn.{name}.bias"] = 0.3 * torch.randn(rows, generator=generator)
         w["self_attn.o_proj.weight"] = matrix(hidden, queries)
-        if config.qk_norm:
+        if mixer.qk_norm:
             w |= {f"self_attn.{name}.weight": scale(head) for name in ("q_norm", "k_norm")}
         for name, rows, columns in (
             ("gate_proj", width, hidden),
@@ -150,7 +151,7 @@ def block(w: Weights, x: torch.Tensor, config: DecoderConfig, positions: torch.T
             tokens, -1, config.head_dim
         )
         if name != "v":
-            if config.qk_norm:
+            if config.attention.qk_norm:
                 y = norm(y, w[f"self_attn.{name}_norm.weight"], eps)
             y = rotate(y, theta, positions)
         return y.transpose(0, 1).repeat_interleave(config.num_heads // y.shape[1], 0)

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,17 @@ from tests.drafters.make_heads import layer_fields, make_eagle, make_eagle3, mak
 from tests.models.harness import load
 from tests.models.make import make_checkpoint
 from unisono.attention.triton import TritonAttention
+from unisono.layers.rotary import RotarySpec
+from unisono.models.blocks import AttentionSpec, LayerSpec, MLPSpec
 from unisono.models.config import DecoderConfig
 from unisono.models.draft import Eagle3Head, EagleHead
 from unisono.models.draft_checkpoint import DraftCheckpoint, infer_aux_layers, open_eagle, open_eagle3
 from unisono.types import CheckpointError
 
+LAYER = LayerSpec(AttentionSpec(6, 3, 24, RotarySpec.of(None, 24)), MLPSpec(100))
 TARGET = DecoderConfig(
-    architecture="LlamaForCausalLM", vocab_size=263, hidden_size=90, intermediate_size=100, num_layers=8, num_heads=6,
-    num_kv_heads=3, head_dim=24, rms_eps=1e-3, max_positions=512, windows=(0,) * 8,
+    architecture="LlamaForCausalLM", vocab_size=263, hidden_size=90, layers=(LAYER,) * 8, rms_eps=1e-3,
+    max_positions=512,
 )  # fmt: skip
 
 
@@ -76,7 +80,7 @@ def test_embedding_and_head_are_the_targets_where_they_are_equal(tmp_path: Path)
     embed, lm_head = target.embed.weight, target.lm_head.weight
 
     def built(opened: DraftCheckpoint) -> EagleHead | Eagle3Head:
-        return opened.build(target, TritonAttention(6, 2, "cpu"), 64, torch.float32, "cpu")
+        return opened.build(target, lambda q, kv: TritonAttention(q, kv, "cpu"), 64, torch.float32, "cpu")
 
     published = built(open_eagle(make_eagle(tmp_path / "published", target.config, embed).path, target.config))
     assert published.embed is target.embed
@@ -145,8 +149,8 @@ Q = "midlayer.self_attn.q_proj.weight"
 TENSORS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "missing": (lambda t: t.pop(Q), r"layers.0.self_attn.q_proj.weight \[120, 180\] is missing, and 0 more of the 13"),
     "unexpected": (lambda t: t.update(extra=torch.ones(3)), r"tensor extra \[3\] is unexpected"),
-    "shape": (lambda t: t.update({Q: t[Q][:, :90].contiguous()}), r"has shape \[120, 90\]; .* ask for \[120, 180\]"),
-    "dtype": (lambda t: t.update({Q: t[Q].int()}), "dtype torch.int32; weights are floating point"),
+    "shape": (lambda t: t.update({Q: t[Q][:, :90].contiguous()}), r"has shape \[120, 90\]; .* asks for \[120, 180\]"),
+    "dtype": (lambda t: t.update({Q: t[Q].int()}), "dtype I32; supported are F32, F16, BF16"),
     "no map": (lambda t: t.pop("d2t"), "tensor d2t is missing: it must say which of the target's 263 tokens"),
     "map of another size": (lambda t: t.update(d2t=t["d2t"][:50].clone()), r"d2t is \[50\] of torch.int64"),
     "ids for offsets": (lambda t: t.update(d2t=t["d2t"] + torch.arange(101)), "d2t holds offsets, not token ids"),
@@ -174,7 +178,7 @@ def test_a_head_of_another_hidden_size_needs_its_own_ends(tmp_path: Path) -> Non
 
 def test_targets_that_the_default_layers_do_not_fit(tmp_path: Path) -> None:
     make_eagle3(tmp_path, TARGET, (2, 4, 5))
-    small = DecoderConfig(**{**TARGET.__dict__, "num_layers": 2, "windows": (0, 0)})
+    small = replace(TARGET, layers=(LAYER,) * 2)
     with pytest.raises(CheckpointError, match=re.escape("the default [2, 1, -1] does not fit a target of 2 layers")):
         open_eagle3(tmp_path, small)
 
@@ -194,7 +198,7 @@ def test_eagle_heads_that_do_not_fit(tmp_path: Path) -> None:
         open_eagle(tmp_path / "wide", TARGET, dummy=True)
     one = make_eagle(tmp_path / "one", TARGET).path
     edit_tensors(one, lambda tensors: tensors.update({"fc.weight": torch.ones(90, 90)}))
-    with pytest.raises(CheckpointError, match=r"fc.weight has shape \[90, 90\]; .* ask for \[90, 180\]"):
+    with pytest.raises(CheckpointError, match=r"fc.weight has shape \[90, 90\]; config.json asks for \[90, 180\]"):
         open_eagle(one, TARGET)
 
 

@@ -156,7 +156,7 @@ def test_dummy_weights_depend_on_seed_and_name_alone(directory):
     assert 0 < len(shallow) < len(whole)
     for name, tensor in shallow.items():
         assert torch.equal(tensor, whole[name]), name
-    assert not torch.equal(*(whole[f"layers.{i}.mlp.gate_up.weight"] for i in (0, 1)))
+    assert not torch.equal(*(whole[f"layers.{i}.feed_forward.gate_up.weight"] for i in (0, 1)))
 
 
 def test_progress_grows_to_all_of_the_bytes(made):

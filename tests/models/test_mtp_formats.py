@@ -23,12 +23,15 @@ from tests.models.make_mtp import (
     write_beside,
 )
 from unisono import catalog
-from unisono.attention.base import AttentionInputs
+from unisono.attention.base import AttentionBackend, AttentionInputs
+from unisono.attention.context import PassContext
+from unisono.models.blocks import LayerSpec, MLPSpec
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.decoder import Decoder
 from unisono.models.loader import load_model
 from unisono.models.mtp import MTPModule
 from unisono.models.mtp_checkpoint import MTPCheckpoint
+from unisono.state.specs import map_tree
 from unisono.types import CheckpointError
 
 TARGETS = {"deepseek": "llama", "qwen": "qwen3", "mimo": "qwen2", "mimo-v2": "llama"}
@@ -41,17 +44,19 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {f: make_checkpoint(root / f, f, **options()) for f in sorted(set(TARGETS.values()))}
 
 
+def attention(heads: int, kv_heads: int) -> AttentionBackend:
+    return catalog.attention.load("triton")(heads, kv_heads, "cpu")
+
+
 def open_modules(path: Path, target: Decoder) -> tuple[MTPCheckpoint, list[MTPModule]]:
     checkpoint = MTPCheckpoint.open(path, target.config)
-    config = checkpoint.config
-    backend = catalog.attention.load("triton")(config.num_heads, config.num_kv_heads, "cpu")
-    return checkpoint, [checkpoint.load(target, i, backend, torch.float32) for i in range(checkpoint.depth)]
+    return checkpoint, [checkpoint.load(target, i, attention, torch.float32) for i in range(checkpoint.depth)]
 
 
 @torch.no_grad()
 def run(module: MTPModule, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """One pass over all tokens, from position 0."""
-    config, count = module.config, len(tokens)
+    count = len(tokens)
     pages = -(-count // PAGE)
     positions = torch.arange(count, dtype=torch.int32)
     inputs = AttentionInputs(
@@ -63,8 +68,8 @@ def run(module: MTPModule, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.
         width=None,
         query_start=torch.tensor([0, count], dtype=torch.int32),
     )
-    shape = (pages + 1, config.num_kv_heads, PAGE, config.head_dim)
-    return module(tokens, hidden, inputs, (torch.zeros(shape), torch.zeros(shape)))
+    state = map_tree(module.state_specs(), lambda spec: torch.zeros(pages + 1, *spec.shape))
+    return module(tokens, hidden, PassContext.of(inputs), state)
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["beside the target", "alone"])
@@ -116,11 +121,11 @@ def test_embedding_and_head_are_shared_unless_they_differ(targets: dict[str, Pat
 def test_block_shapes_are_the_modules_own(targets: dict[str, Path], tmp_path: Path) -> None:
     """A module's heads and MLP need not be the target's; its tensors tell."""
     target = load(targets["llama"])
-    config = replace(target.config, num_heads=4, num_kv_heads=2, intermediate_size=36, qk_norm=True)
+    mixer = replace(target.config.attention, num_heads=4, num_kv_heads=2, qk_norm=True)
+    config = replace(target.config, layers=(LayerSpec(mixer, MLPSpec(36)),))
     weights = random_modules(config, 1)
     checkpoint, (module,) = open_modules(write_alone(tmp_path, named(weights, "deepseek", LAYERS)), target)
-    read = checkpoint.config
-    assert (read.num_heads, read.num_kv_heads, read.intermediate_size, read.qk_norm) == (4, 2, 36, True)
+    assert checkpoint.config.layers == config.layers
     tokens, hidden = torch.arange(9, dtype=torch.int32), torch.randn(9, config.hidden_size)
     expected = reference(weights[0], "deepseek", config, target.embed.weight[tokens.long()], hidden, first=0)
     torch.testing.assert_close(module.norm(run(module, tokens, hidden)), expected, atol=2e-5, rtol=0)
@@ -179,9 +184,8 @@ def test_a_layer_too_many_is_still_refused(targets: dict[str, Path], tmp_path: P
     del tensors["model.layers.3.eh_proj.weight"]
     path = write_beside(shutil.copytree(targets["llama"], tmp_path / "target"), tensors)
     checkpoint = Checkpoint.open(path)
-    backend = catalog.attention.load("triton")(checkpoint.config.num_heads, checkpoint.config.num_kv_heads, "cpu")
     with pytest.raises(CheckpointError, match=r"model\.layers\.3\..* is unexpected"):
-        load_model(checkpoint, backend=backend, dtype=torch.float32, device="cpu", max_positions=64)
+        load_model(checkpoint, attention=attention, dtype=torch.float32, device="cpu", max_positions=64)
 
 
 @pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason="this transformers has no MtpModel")

@@ -28,3 +28,28 @@ def arena(slots: int, device: str | torch.device = "cpu", **fields: torch.Tensor
     for i, (name, default) in enumerate(DEFAULTS.items()):
         setattr(views, name, block[:, i].view(torch.float32) if isinstance(default, float) else block[:, i])
     return views
+
+
+ROWS = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1.5, "min_p": 0.1},
+    {"top_k": 3},
+    {"top_k": 40, "temperature": 2.0},
+    {"top_p": 0.9},
+    {"top_p": 0.3, "temperature": 0.8},
+    {"top_k": 60, "top_p": 0.95},
+    {"top_k": 60, "top_p": 0.7, "min_p": 0.2, "temperature": 1.2},
+    {"top_p": 0.9, "status": 1},
+    {"status": 4},
+]
+"""Sampling parameters of requests of every kind; the last two are not running."""
+
+
+def fields_of(rows: list[dict], device: str | torch.device = "cpu") -> list[torch.Tensor]:
+    """The field arguments of the sampling ops, one slot per row. Every slot has its own seed and length."""
+    names = ("temperature", "top_k", "top_p", "min_p", "status")
+    columns = {name: torch.tensor([row.get(name, DEFAULTS[name]) for row in rows]) for name in names}
+    index = torch.arange(len(rows))
+    return list(vars(arena(len(rows), device, seed_lo=index * 1001 - 3, length=index * 5, **columns)).values())

@@ -65,7 +65,7 @@ def test_prompt_embeds(tiny: Server, llm: LLM) -> None:
     tokenizer = llm.tokenizer
     assert tokenizer is not None
     ids = [tokenizer.encode(text) for text in ("Tom has 3 boxes of", "def add(a, b):")]
-    rows = [llm.engine.runner.model.embed.weight[i] for i in ids]
+    rows = [llm.engine.worker.model.embed.weight[i] for i in ids]
     params = SamplingParams(seed=3, max_tokens=8)
     wanted = [o.outputs[0] for o in llm.generate([*ids, "And"], params)]
     for count in (1, 2):
@@ -84,7 +84,7 @@ def test_prompt_embeds(tiny: Server, llm: LLM) -> None:
 def test_embedding_overrides(tiny: Server, llm: LLM) -> None:
     assert llm.tokenizer is not None
     text = "Tom has 3 boxes of"
-    ids, row = llm.tokenizer.encode(text), llm.engine.runner.model.embed.weight[40:41].clone()
+    ids, row = llm.tokenizer.encode(text), llm.engine.worker.model.embed.weight[40:41].clone()
     (wanted,) = llm.generate(
         [{"prompt_token_ids": ids, "embedding_overrides": ([2], row)}], SamplingParams(seed=3, max_tokens=8)
     )

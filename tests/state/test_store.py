@@ -5,34 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unisono.state.specs import ALL, PAGE_SIZE, Paged, PerSlot, Tail, leaves, whole_requests
-from unisono.state.store import StateStore, TailView
-
-KV = Paged((2, PAGE_SIZE, 4), torch.float32)
-WINDOW = Paged((1, PAGE_SIZE, 8), torch.float32, lifetime=32)
-TAIL = Tail(((3, 2), torch.float32), ((5,), torch.float32))
-
-
-def made(paths: int = 1) -> StateStore:
-    store = StateStore(slots=4, paths=paths, max_model_len=160, ring=24, device=torch.device("cpu"))
-    store.declare("target", [(KV, KV), (WINDOW, WINDOW), TAIL])
-    page = Paged((6,), torch.float16, by_token=False)
-    store.declare("drafter", {"kv": (KV, KV), "hidden": PerSlot((6,), torch.float16, fill=2), "page": page})
-    store.allocate({ALL: 12, 32: 7}, snapshots=3)
-    generator = torch.Generator().manual_seed(0)
-    for tree in (store.view("target").tree, store.view("drafter").tree):
-        for tensor in tensors(tree):
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    return store
-
-
-def tensors(tree: object) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, TailView):
-        return [tree.snapshot, tree.inputs]
-    parts = tree.values() if isinstance(tree, dict) else tree
-    return [t for part in parts for t in tensors(part)]  # type: ignore[attr-defined]
+from tests.state.helpers import WINDOW, made, tensors
+from unisono.state.specs import ALL, PAGE_SIZE, leaves, whole_requests
+from unisono.state.store import StateStore
 
 
 def test_views_have_the_shape_of_the_specs() -> None:

@@ -6,32 +6,12 @@ import random
 
 import pytest
 
+from tests.state.helpers import run, tokens_of
 from unisono.state.pages import OutOfPages, PagePool, Reservation, pages_for
 from unisono.state.specs import PAGE_SIZE
 from unisono.state.window_pages import first_live_column
 
 WINDOW = 40  # positions: two pages and a half
-
-
-def tokens_of(*words: int) -> list[int]:
-    """One page of each word."""
-    return [w for w in words for _ in range(PAGE_SIZE)]
-
-
-def run(pool: PagePool, tokens: list[int], chunk: int = PAGE_SIZE) -> Reservation:
-    """Compute a prompt in chunks, as the scheduler does: hold pages, run, commit, free what the window has passed."""
-    quotas = {w: p.quota(2 * chunk, 1000) for w, p in pool.windows.items()}
-    assert pool.has_quotas(quotas)
-    reservation = pool.open([*tokens, -1], quotas)
-    reservation.reserve(len(tokens))
-    for start in range(reservation.cached_tokens, len(tokens), chunk):
-        end = min(len(tokens), start + chunk)
-        for window in reservation.windows.values():
-            window.grow(end)
-        reservation.commit(tokens[:end])
-        for window in reservation.windows.values():
-            window.free_before(end)
-    return reservation
 
 
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 40, 64])

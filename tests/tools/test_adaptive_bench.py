@@ -43,7 +43,7 @@ def test_a_turn_that_the_machine_stopped_in_does_not_decide() -> None:
         """An engine whose second turn is ten times slower."""
 
         def __init__(self) -> None:
-            self.engine = self.pace = self.runner = self
+            self.engine = self.draft_controller = self.runner = self
             self.rounds, self.choices, self.turns = Counter[int](), (0, 1), 0
 
         def pin_drafts(self, k: int | None) -> None:

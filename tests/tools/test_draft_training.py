@@ -26,13 +26,13 @@ from unisono.cli import app
 from unisono.llm import LLM
 from unisono.models.checkpoint import Checkpoint
 from unisono.tokenizer import Tokenizer
-from unisono.tools.draft_training.answers import Asking, Text, collect, read_answers
+from unisono.tools.draft_training.answers import AnswerConfig, Text, collect, read_answers
 from unisono.tools.draft_training.batches import Batches
-from unisono.tools.draft_training.command import Run, accepted, learn, train
-from unisono.tools.draft_training.data import Prompt, held_out_share, read_prompts
+from unisono.tools.draft_training.command import Run, measure_acceptance, train, train_on_texts
+from unisono.tools.draft_training.data import Prompt, read_prompts, split_held_out
 from unisono.tools.draft_training.draft import loss_of
 from unisono.tools.draft_training.methods import METHODS, Shape
-from unisono.tools.draft_training.teacher import Seen, Teacher
+from unisono.tools.draft_training.teacher import Teacher, TeacherOutputs
 from unisono.tools.draft_training.trainer import Recipe, Trainer
 from unisono.types import BadRequest, ConfigError, SamplingParams, SpeculativeConfig
 
@@ -71,15 +71,15 @@ def made(method: str, target: Path, out: Path, shape: Shape = SHAPE) -> tuple[Te
     return teacher, found
 
 
-def shown(teacher: Teacher, found: Any, tokens: list[int]) -> Seen:
+def shown(teacher: Teacher, found: Any, tokens: list[int]) -> TeacherOutputs:
     (batch,) = [Batches([Text(tokens, 1)], 64, 0)[0]]
-    return teacher.look(batch, found.draft.aux_layers)
+    return teacher.run(batch, found.draft.aux_layers)
 
 
 # ---- the unroll is what serving runs, and what was exported is what others read ------------------------
 
 
-def unrolled(teacher: Teacher, found: Any, tokens: list[int]) -> tuple[Seen, dict[int, torch.Tensor]]:
+def unrolled(teacher: Teacher, found: Any, tokens: list[int]) -> tuple[TeacherOutputs, dict[int, torch.Tensor]]:
     """Each step's logits at every position of the tokens (rows before the step's first are left out)."""
     seen = shown(teacher, found, tokens)
     with torch.no_grad():
@@ -235,7 +235,7 @@ def prompts_file(file: Path, count: int = 40) -> Path:
 
 def a_run(method: str, target: Path, out: Path, **recipe: Any) -> Run:
     fast = {"steps": 40, "batch_tokens": 256, "lr": 1e-2, "muon_lr": 0.05, "save_every": 1e9}
-    asking = Asking(temperature=0.0, max_tokens=30, longest=96)
+    asking = AnswerConfig(temperature=0.0, max_tokens=30, longest=96)
     return Run(method, str(target), out, Recipe(**{**fast, **recipe}), SHAPE, asking, "cpu")
 
 
@@ -254,11 +254,11 @@ def test_training_raises_acceptance_and_prints_what_serving_sees(method: str, ta
 
     tokenizer = Tokenizer.load(path)
     assert tokenizer is not None
-    learnt, held = held_out_share(read_prompts(data, tokenizer, 96), 8, 0)
+    learnt, held = split_held_out(read_prompts(data, tokenizer, 96), 8, 0)
     fresh = a_run(method, path, tmp_path / "fresh", steps=1, lr=1e-9, muon_lr=1e-9)
     fresh.check(resume=False)
-    learn(fresh, [Text([*p.token_ids, 1, 2, 3], len(p.token_ids)) for p in learnt], False, quiet, quiet)
-    assert trained.length > accepted(fresh, held, **FAST).length + 0.15
+    train_on_texts(fresh, [Text([*p.token_ids, 1, 2, 3], len(p.token_ids)) for p in learnt], False, quiet, quiet)
+    assert trained.length > measure_acceptance(fresh, held, **FAST).length + 0.15
 
     spec = SpeculativeConfig(method, str(tmp_path / "out"), 3)
     params, prompts = SamplingParams(temperature=0, max_tokens=30, seed=0), [p.token_ids for p in held]
@@ -310,7 +310,7 @@ def test_a_lost_run_goes_on_where_it_was(target: Path, tmp_path: Path) -> None:
 
 
 def test_answers_that_were_cut_off_are_asked_for_again(target: Path, tmp_path: Path) -> None:
-    file, asking = tmp_path / "answers.jsonl", Asking(max_tokens=5, longest=64)
+    file, asking = tmp_path / "answers.jsonl", AnswerConfig(max_tokens=5, longest=64)
     prompts = [Prompt([i, i + 1, i + 2]) for i in range(5)] + [Prompt([7, 8, 9], complete=True)]
 
     def llm() -> LLM:
@@ -319,7 +319,7 @@ def test_answers_that_were_cut_off_are_asked_for_again(target: Path, tmp_path: P
     collect(llm, prompts, asking, file, quiet)
     whole = read_answers(file)
     assert [text.token_ids[:3] for text in whole] == [p.token_ids for p in prompts]
-    assert [text.learnt for text in whole] == [3] * 5 + [1]
+    assert [text.answer_start for text in whole] == [3] * 5 + [1]
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:3]) + lines[3][:-4])
     collect(llm, prompts, asking, file, quiet)
@@ -329,7 +329,7 @@ def test_answers_that_were_cut_off_are_asked_for_again(target: Path, tmp_path: P
 def test_shared_weights_are_left_alone(target: Path, tmp_path: Path) -> None:
     run = a_run("eagle", target, tmp_path, steps=3)
     run.check(resume=False)
-    learn(run, texts(), False, quiet, quiet)
+    train_on_texts(run, texts(), False, quiet, quiet)
     stored = load_file(tmp_path / "model.safetensors")
     assert not {"embed_tokens.weight", "lm_head.weight"} & stored.keys()
     teacher, found = made("eagle", target, tmp_path / "again")
@@ -348,9 +348,9 @@ def test_only_learnt_positions_count(target: Path, tmp_path: Path) -> None:
     both = Batches([long, short], 256, 0)[0]
     alone = [Batches([text], 256, 0)[0] for text in (long, short)]
     losses = [
-        loss_of(found.draft, teacher.look(batch, found.draft.aux_layers), torch.float32) for batch in (both, *alone)
+        loss_of(found.draft, teacher.run(batch, found.draft.aux_layers), torch.float32) for batch in (both, *alone)
     ]
-    counts = [int(batch.learnt.sum()) for batch in alone]
+    counts = [int(batch.loss_mask.sum()) for batch in alone]
     assert counts == [9, 15]
     mean = sum(n * loss.value for n, loss in zip(counts, losses[1:], strict=True)) / sum(counts)
     torch.testing.assert_close(losses[0].value, mean, rtol=1e-5, atol=1e-5)
@@ -438,7 +438,7 @@ def test_what_a_file_holds(target: Path, tmp_path: Path) -> None:
         "<|user|>one<|end|><|assistant|>", "ab", "x" * 40,
     ]  # fmt: skip
     assert [p.complete for p in found] == [False, False, True]
-    learnt, held = held_out_share([Prompt([i, i]) for i in range(20)], 100, 0)
+    learnt, held = split_held_out([Prompt([i, i]) for i in range(20)], 100, 0)
     assert (len(learnt), len(held)) == (16, 4)
     assert not {tuple(p.token_ids) for p in learnt} & {tuple(p.token_ids) for p in held}
 
@@ -462,7 +462,7 @@ def test_bad_flags_are_one_line_and_a_status(target: Path, tmp_path: Path) -> No
         (["eagle3", *common, "--aux-layers", "1"], 2, "give three layer numbers"),
         (["standalone", *common, "--hidden-size", "100"], 2, "give a multiple of 64"),
         (["eagle", *common, "--max-model-len", "4096"], 2, "above the target's context of 512"),
-        (["eagle", *common[:2], "--data", "no/file", *common[4:]], 1, "no/file is no file"),
+        (["eagle", *common[:2], "--data", "no/file", *common[4:]], 1, "no/file is not a file"),
         (["eagle", "--target", "no/model", *common[2:]], 1, "no/model"),
         (["eagle", "--target", str(tmp_path / "alone"), *common[2:]], 2, "has no tokenizer"),
     ]
@@ -474,11 +474,11 @@ def test_bad_flags_are_one_line_and_a_status(target: Path, tmp_path: Path) -> No
 
 
 def test_a_directory_in_use_is_not_overwritten(target: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds a checkpoint that no such run made"):
+    with pytest.raises(ConfigError, match="holds a checkpoint that was not made by train-draft"):
         a_run("eagle", target, target).check(resume=False)
     a_run("eagle", target, tmp_path).check(resume=False)
-    with pytest.raises(ConfigError, match="holds a run already: give --resume"):
+    with pytest.raises(ConfigError, match="already holds a run: give --resume"):
         a_run("eagle", target, tmp_path).check(resume=False)
     a_run("eagle", target, tmp_path, steps=99, save_every=1.0).check(resume=True)
-    with pytest.raises(ConfigError, match="was begun with seed=0, not 3"):
+    with pytest.raises(ConfigError, match="was started with seed=0, not 3"):
         a_run("eagle", target, tmp_path, seed=3).check(resume=True)

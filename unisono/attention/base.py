@@ -84,8 +84,11 @@ class AttentionBackend(Protocol):
         """Whether ``plan`` and ``forward`` can be captured. If not, they run eagerly between captured segments."""
         ...
 
-    def plan(self, inputs: AttentionInputs) -> None:
-        """Fill ``inputs.plan``, once per pass, before the layers. Where ``capturable``, no host sync."""
+    def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
+        """Fill ``inputs.plan``, once per pass, before the layers. Where ``capturable``, no host sync.
+
+        window > 0 promises that each layer that uses the plan has this window or a smaller one.
+        """
         ...
 
     def forward(
@@ -97,10 +100,14 @@ class AttentionBackend(Protocol):
         scale: float,
         window: int,
         first: int = 0,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend. q [T, Hq, D]; k_cache, v_cache [NP, Hkv, P, D]; ``window`` 0 sees everything.
 
         Keys at positions below ``first`` are invisible; a token that stands there yields zeros.
+        soft_cap > 0: scores become soft_cap · tanh(score / soft_cap), before they are masked.
+        sinks [Hq] fp32: exp(sink) is added to the denominator of its head's softmax.
         The pass's own keys and values are already in the cache. Returns [T, Hq · D] in q's dtype.
         """
         ...
@@ -147,12 +154,12 @@ class BreakingAttention:
             return self.backend.prove(head_dim, dtype)
         return "as all attention", f"the backend {self.name!r} has one way"
 
-    def plan(self, inputs: AttentionInputs) -> None:
+    def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         """See :class:`AttentionBackend`."""
         if self.backend.capturable:
-            self.backend.plan(inputs)
+            self.backend.plan(inputs, window)
         else:
-            _plan(self.backend, inputs)
+            _plan(self.backend, inputs, window)
 
     def forward(
         self,
@@ -163,10 +170,12 @@ class BreakingAttention:
         scale: float,
         window: int,
         first: int = 0,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :class:`AttentionBackend`."""
         attend = _attend_where_split if self.backend.capturable else _attend
-        return attend(self.backend, q, k_cache, v_cache, inputs, scale, window, first)
+        return attend(self.backend, q, k_cache, v_cache, inputs, scale, window, first, soft_cap, sinks)
 
 
 def _call(backend: AttentionBackend, *args: Any) -> torch.Tensor:
@@ -174,8 +183,8 @@ def _call(backend: AttentionBackend, *args: Any) -> torch.Tensor:
 
 
 @eager_break
-def _plan(backend: AttentionBackend, inputs: AttentionInputs) -> None:
-    backend.plan(inputs)
+def _plan(backend: AttentionBackend, inputs: AttentionInputs, window: int) -> None:
+    backend.plan(inputs, window)
 
 
 _attend = eager_break(_call)

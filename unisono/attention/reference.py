@@ -23,7 +23,7 @@ class ReferenceAttention:
     def __init__(self, num_heads: int, num_kv_heads: int, device: torch.device | str) -> None:
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
 
-    def plan(self, inputs: AttentionInputs) -> None:
+    def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         """Fill ``inputs.plan`` with (token, position, its row's page table [MP]) of each token that is no padding."""
         positions, slots = inputs.positions.tolist(), inputs.slots.tolist()
         if inputs.width is not None:
@@ -48,6 +48,8 @@ class ReferenceAttention:
         scale: float,
         window: int,
         first: int = 0,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :class:`unisono.attention.base.AttentionBackend`. H: KV heads, G: query heads of each."""
         tokens, heads, dim = q.shape
@@ -61,6 +63,11 @@ class ReferenceAttention:
             page, offset = table[at // page_size].long(), at % page_size
             k_HND, v_HND = (c[page, :, offset].transpose(0, 1).float().contiguous() for c in (k_cache, v_cache))
             q_HGD = q[token].view(kv_heads, heads // kv_heads, dim).float()
-            weights_HGN = (q_HGD @ k_HND.transpose(1, 2) * scale).softmax(-1)
+            scores_HGN = q_HGD @ k_HND.transpose(1, 2) * scale
+            if soft_cap > 0:
+                scores_HGN = soft_cap * (scores_HGN / soft_cap).tanh()
+            if sinks is not None:  # one more column, dropped after the softmax
+                scores_HGN = torch.cat((scores_HGN, sinks.float().view(kv_heads, -1, 1)), -1)
+            weights_HGN = scores_HGN.softmax(-1)[..., : len(at)]
             out[token] = (weights_HGN @ v_HND).flatten().to(q.dtype)
         return out

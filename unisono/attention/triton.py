@@ -60,7 +60,7 @@ class TritonAttention:
         self.plan(inputs)
         return self.forward(q, k_cache, v_cache, inputs, q.shape[2] ** -0.5, 0)
 
-    def plan(self, inputs: AttentionInputs) -> None:
+    def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         """Fill ``inputs.plan``: which program walks what. One launch, no host sync."""
         if (inputs.width is None) == (inputs.query_start is None):
             raise ValueError(f"Set width or query_start, not both: got {inputs.width} and {inputs.query_start}.")
@@ -78,6 +78,7 @@ class TritonAttention:
             self.num_kv_heads,
             partials,
             self.processors * PROGRAMS_PER_PROCESSOR,
+            window,
         )
 
     def _tile_tokens(self, tokens: int) -> int:
@@ -96,6 +97,9 @@ class TritonAttention:
         scale: float,
         window: int,
         first: int = 0,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :class:`unisono.attention.base.AttentionBackend`."""
-        return attention(q, k_cache, v_cache, inputs.page_table, inputs.positions, inputs.plan, scale, window, first)
+        cache = k_cache, v_cache, inputs.page_table
+        return attention(q, *cache, inputs.positions, inputs.plan, scale, window, first, soft_cap, sinks)

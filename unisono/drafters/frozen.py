@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from unisono.attention.base import AttentionInputs
+from unisono.attention.context import PassContext
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.hidden import OTHER_TARGET
 from unisono.drafters.options import read_options, required_model
@@ -18,7 +19,7 @@ from unisono.layers.linear import prove_linears
 from unisono.models.config import DecoderConfig
 from unisono.models.mtp_frozen import FrozenCheckpoint
 from unisono.program import Features, Hidden
-from unisono.state.specs import PerSlot, Tree
+from unisono.state.specs import ALL, PerSlot, Tree
 from unisono.types import SpeculativeConfig
 
 
@@ -38,12 +39,8 @@ class FrozenMTPDrafter:
         self._checkpoint = FrozenCheckpoint.open(required_model(spec, "a drafter made for this target"), target)
 
     def bind(self, context: DrafterContext) -> None:
-        config = self._checkpoint.config
-        backend = context.attention(config.num_heads, config.num_kv_heads)
-        self._context, self._head = (
-            context,
-            self._checkpoint.load(context.target, backend, context.dtype, context.progress),
-        )
+        self._context = context
+        self._head = self._checkpoint.load(context.target, context.attention, context.dtype, context.progress)
         context.decide("layers whose KV the drafter reads", list(self._checkpoint.reads), self._checkpoint.why)
         prove_linears(self._head.modules())
 
@@ -60,10 +57,10 @@ class FrozenMTPDrafter:
         # Of the last committed token the target has no key yet: what is seen ends before it.
         seen, known = (positions - 1).clamp_min(-1), (kv_len - 1).clamp_min(0)
         inputs = AttentionInputs(slots, seen, slot_mapping, known, s.page_table, width=1)
-        head.backend.plan(inputs)
+        pass_context = PassContext({ALL: inputs}, rotary_positions=positions)
         hidden, kv = context.state["hidden"].index_select(0, slots), context.target_state.tree
         for step in range(drafts.shape[1]):
-            hidden, logits = head(token_ids, hidden, positions, inputs, kv)
+            hidden, logits = head(token_ids, hidden, pass_context, kv)
             token_ids = context.sample(logits, slots, step, None)
             drafts[:, step].copy_(token_ids)
 

@@ -17,12 +17,14 @@ for draft 0, all are kept.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from unisono.attention.base import AttentionBackend, AttentionInputs, LastTokens
+from unisono.attention.base import AttentionBackend, AttentionInputs
+from unisono.attention.context import PassContext
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.unobserved import NAME, Unobserved
 from unisono.kernels.catch_up import catch_up, catch_up_extend, keep_rows
@@ -60,9 +62,8 @@ class DraftModule(Protocol):
         self,
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
-        inputs: AttentionInputs,
-        kv: tuple[torch.Tensor, torch.Tensor],
-        last_tokens: LastTokens | None = None,
+        context: PassContext,
+        state: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor: ...
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -84,8 +85,8 @@ class FromFirstEntry:
     def capturable(self) -> bool:
         return self.backend.capturable
 
-    def plan(self, inputs: AttentionInputs) -> None:
-        self.backend.plan(inputs)
+    def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
+        self.backend.plan(inputs, window)
 
     def forward(
         self,
@@ -96,8 +97,11 @@ class FromFirstEntry:
         scale: float,
         window: int,
         first: int = 0,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.backend.forward(q, k_cache, v_cache, inputs, scale, window, max(first, self.since))
+        since = max(first, self.since)
+        return self.backend.forward(q, k_cache, v_cache, inputs, scale, window, since, soft_cap, sinks)
 
 
 class HiddenDrafter:
@@ -114,23 +118,27 @@ class HiddenDrafter:
         self._firsts = [path[0] for path in spec.paths]
 
     def build(self, context: DrafterContext) -> DraftModule:
-        """The module, loaded, on the host's device; its attention is ``self.attention(context, …)``."""
+        """The module, loaded, on the host's device; its attention is ``self.attention(context)``."""
         raise NotImplementedError
 
     def build_head(self, context: DrafterContext, checkpoint: DraftCheckpoint) -> DraftModule:
         """:meth:`build` for a head that is opened."""
-        attention = self.attention(context, checkpoint.config.layer)
         head = checkpoint.build(
-            context.target, attention, context.max_model_len, context.dtype, context.device, context.progress
+            context.target,
+            self.attention(context),
+            context.max_model_len,
+            context.dtype,
+            context.device,
+            context.progress,
         )
         for choice in checkpoint.choices(head, context.target):
             context.decide(*choice)
         return head
 
     @staticmethod
-    def attention(context: DrafterContext, config: DecoderConfig) -> AttentionBackend:
-        """The backend for a module of these sizes."""
-        return FromFirstEntry(context.attention(config.num_heads, config.num_kv_heads))
+    def attention(context: DrafterContext) -> Callable[[int, int], AttentionBackend]:
+        """Makes the module's backends."""
+        return lambda heads, kv_heads: FromFirstEntry(context.attention(heads, kv_heads))
 
     def bind(self, context: DrafterContext) -> None:
         self._context, self.module = context, self.build(context)
@@ -167,7 +175,8 @@ class HiddenDrafter:
                 step - 1, 1, tables,
             )  # fmt: skip
             inputs = AttentionInputs(rows, positions, slot_mapping, kv_len, s.page_table, width=1)
-            hidden, logits = self.module.finish(self.module(token_ids, hidden, inputs, self._context.state["kv"]))
+            out = self.module(token_ids, hidden, PassContext.of(inputs), context.state["kv"])
+            hidden, logits = self.module.finish(out)
             drafts[:, step].copy_(context.sample(logits, slots, step, self.module.ids))
 
     def observe(self, verified: Verified) -> None:
@@ -188,7 +197,8 @@ class HiddenDrafter:
         hidden = self.module.encode(verified.hidden)
         keep_rows(self._context.state["page_hidden"], new.pages, hidden)
         inputs = AttentionInputs(slots, new.positions, new.slot_mapping, new.kv_len, s.page_table, width)
-        out = self.module(new.token_ids, hidden, inputs, self._context.state["kv"], inputs.last_tokens(new.last))
+        pass_context = PassContext.of(inputs, inputs.last_tokens(new.last))
+        out = self.module(new.token_ids, hidden, pass_context, self._context.state["kv"])
         self._keep(out, slots, new.owners)
 
     def observe_prompt(self, prompt: PromptPass) -> None:
@@ -210,9 +220,8 @@ class HiddenDrafter:
             width=None,
             query_start=new.query_start,
         )
-        out = self.module(
-            new.token_ids, torch.cat((before, hidden)), inputs, self._context.state["kv"], inputs.last_tokens(new.last)
-        )
+        pass_context = PassContext.of(inputs, inputs.last_tokens(new.last))
+        out = self.module(new.token_ids, torch.cat((before, hidden)), pass_context, self._context.state["kv"])
         self._keep(out, prompt.slots, new.owners)
         self._unobserved.mark_observed(prompt.slots)
 

@@ -40,8 +40,7 @@ class MTPDrafter(HiddenDrafter):
         self._checkpoint: MTPCheckpoint
 
     def build(self, context: DrafterContext) -> MTPModule:
-        attention = self.attention(context, self._checkpoint.config)
-        module = self._checkpoint.load(context.target, 0, attention, context.dtype, context.progress)
+        module = self._checkpoint.load(context.target, 0, self.attention(context), context.dtype, context.progress)
         for choice in self._checkpoint.choices([module], context.target):
             context.decide(*choice)
         return module

@@ -19,19 +19,21 @@ Module i has no entry at positions 0 … i. Shapes: R rows, W = 1 + k, E rows of
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 
 import torch
 
-from unisono.attention.base import AttentionInputs, LastTokens
+from unisono.attention.base import AttentionBackend, AttentionInputs, LastTokens
+from unisono.attention.context import PassContext
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.hidden import OTHER_TARGET, FromFirstEntry, seen_size
 from unisono.drafters.unobserved import NAME, Unobserved
 from unisono.kernels.catch_up import CatchUp, CatchUpExtend, catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
 from unisono.layers.linear import prove_linears
-from unisono.models.draft import KV
+from unisono.models.blocks import KV
 from unisono.models.mtp import MTPModule
 from unisono.models.mtp_checkpoint import MTPCheckpoint
 from unisono.program import Features, Hidden
@@ -73,7 +75,7 @@ class _Stage:
         last_tokens: LastTokens | None = None,
     ) -> torch.Tensor:
         """Entries [T] -> their states [T, H], or with ``last_tokens`` theirs [E, H]."""
-        return self.module.norm(self.module(token_ids, hidden, inputs, self.kv, last_tokens))
+        return self.module.norm(self.module(token_ids, hidden, PassContext.of(inputs, last_tokens), self.kv))
 
 
 class MultiMTPDrafter:
@@ -90,11 +92,13 @@ class MultiMTPDrafter:
         self._depth = min(checkpoint.depth, self.num_drafts)  # modules beyond k would never draft
 
     def bind(self, context: DrafterContext) -> None:
-        self._context, c = context, self._checkpoint.config
-        backend = context.attention(c.num_heads, c.num_kv_heads)
+        self._context, made = context, functools.cache(context.attention)
         self._stages = []
         for i in range(self._depth):
-            attention = FromFirstEntry(backend, since=i + 1)
+
+            def attention(heads: int, kv_heads: int, since: int = i + 1) -> AttentionBackend:
+                return FromFirstEntry(made(heads, kv_heads), since)
+
             module = self._checkpoint.load(context.target, i, attention, context.dtype)
             context.progress((i + 1) / self._depth)
             self._stages.append(_Stage(module, context, i))

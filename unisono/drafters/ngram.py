@@ -21,7 +21,7 @@ from unisono.drafters.base import DrafterContext, PromptPass, Verified
 from unisono.drafters.options import in_range, read_options
 from unisono.drafters.shared import MOST_SHARED, SHARED_TOKENS, SharedTexts
 from unisono.kernels.lookup import lookup, lookup_scratch
-from unisono.kernels.lookup_paths import lookup_path
+from unisono.kernels.lookup_tree import lookup_path
 from unisono.models.config import DecoderConfig
 from unisono.program import Features
 from unisono.state.specs import Tree

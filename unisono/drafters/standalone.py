@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from unisono.attention.base import AttentionInputs
+from unisono.attention.context import PassContext
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.options import LOAD_FORMAT, read_options, required_model
 from unisono.drafters.unobserved import NAME, Unobserved
@@ -71,7 +72,7 @@ class StandaloneDrafter:
         self._context = context
         self._model = load_model(
             self._checkpoint,
-            backend=context.attention(c.num_heads, c.num_kv_heads),
+            attention=context.attention,
             dtype=context.dtype,
             device=context.device,
             max_positions=context.max_model_len,
@@ -95,7 +96,7 @@ class StandaloneDrafter:
                 first, width, tables,
             )  # fmt: skip
             inputs = AttentionInputs(rows, positions, slot_mapping, kv_len, s.page_table, width)
-            hidden, _ = self._model(token_ids, inputs, self._context.state["layers"])
+            hidden, _ = self._model(token_ids, PassContext.of(inputs), self._context.state["layers"])
             newest = hidden.view(-1, width, hidden.shape[1])[:, -1].contiguous()
             logits = self._model.logits(newest)[:, : self._shared_ids]
             drafts[:, step].copy_(context.sample(logits, slots, step, None))
@@ -117,12 +118,8 @@ class StandaloneDrafter:
             slots, new.positions, new.slot_mapping, new.kv_len, s.page_table, missing.sampled.shape[1]
         )
         known = new.token_ids < self._checkpoint.config.vocab_size
-        self._model(
-            new.token_ids.where(known, 0),
-            inputs,
-            self._context.state["layers"],
-            last_tokens=inputs.last_tokens(new.last),
-        )
+        pass_context = PassContext.of(inputs, inputs.last_tokens(new.last))
+        self._model(new.token_ids.where(known, 0), pass_context, self._context.state["layers"])
 
     def observe_prompt(self, prompt: PromptPass) -> None:
         """Keys and values of the pass, and of the token before each chunk: a cached page may lack its last one."""
@@ -133,7 +130,7 @@ class StandaloneDrafter:
         )  # fmt: skip
         inputs = AttentionInputs(prompt.slots, positions, slot_mapping, kv_len, s.page_table, None, query_start)
         last_tokens = inputs.last_tokens((query_start[1:] - 1).clamp_min(0))  # nothing is read of them either
-        self._model(token_ids, inputs, self._context.state["layers"], last_tokens=last_tokens)
+        self._model(token_ids, PassContext.of(inputs, last_tokens), self._context.state["layers"])
         self._unobserved.mark_observed(prompt.slots)
 
 

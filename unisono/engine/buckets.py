@@ -1,11 +1,11 @@
 """What may be captured of the engine's passes: modes, sizes, expected counts, memory.
 
-Called by the runner at start; the planner measures, chooses and captures.
+Called by the build and the runner at start. The planner measures, chooses and captures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from unisono.attention.base import AttentionBackend
@@ -13,47 +13,47 @@ from unisono.config import ResolvedConfig, parse_graphs
 from unisono.graphs.cost import PassCost, candidates
 from unisono.graphs.planner import Buckets
 from unisono.kernels.linear import ROW_TILES
-from unisono.program import Features, Graph, Program, Shape
+from unisono.program import Features, Graph, Logits, Program, Shape
 from unisono.types import ConfigError
 
 GPU_PASSES = {"round": 10_000, "extend": 2_000, "score": 20, "catch_up": 20, "draft": 2_000, "verify": 2_000}
-"""Passes to expect of an engine, against which start-up time and memory for graphs are weighed."""
+"""The expected number of passes of an engine, which start-up time and memory for graphs are weighed against."""
 
 CPU_PASSES = {"round": 5_000, "extend": 200, "score": 1, "catch_up": 1, "draft": 20, "verify": 20}
 
 MASKED_SHARE = 0.01
-"""Of prompt passes, how many sample under masks. These and the two passes of a round under masks are captured for the
-first pass that wants them, not at start."""
+"""The share of prompt passes that sample under masks. Their graphs, and those of the two passes of a round under masks,
+are captured before the first pass that needs them, not at start."""
 
 ROUNDS = ("round", "draft", "verify", "catch_up")
-"""Programs whose rows are requests. ``--graphs`` says of the first how all of them are captured."""
+"""Programs whose rows are requests. The mode of ``round`` in ``--graphs`` holds for all of them."""
 
 CPU_COST = PassCost.linear(fixed_ms=15.0, row_ms=0.4, capture_ms=20.0)
-"""On a CPU nothing overlaps and a replay saves nothing: the tape is there for its semantics, so every pass replays one.
-These are the bundled model's figures on one core; sizes chosen by a clock would differ from run to run."""
+"""On a CPU nothing overlaps and a replay saves no time: the tape is there for its semantics, so every pass replays one.
+The figures, the bundled model's, are fixed: measured ones would choose other sizes in every run."""
 
 CPU_GRAPH_BYTES = 2 << 30
 GPU_GRAPH_BYTES, GPU_GRAPH_SHARE = 2 << 30, 0.1
-"""At most so many bytes for graphs on a GPU, and at most this share of what is free before the KV cache is sized."""
+"""Limits of the graphs' memory on a GPU: bytes, and the share of what is free before the KV cache is sized."""
 
 SHARES = {"round": 1.0, "extend": 0.8, "score": 0.5, "catch_up": 0.2, "draft": 0.2, "verify": 0.3}
-"""Of the memory for graphs, how much one program's may take: prompts leave some for rounds, which may take all."""
+"""The share of the graphs' memory that one program may take. Prompt passes leave some for rounds."""
 
 CHAIN_DRAFTS = (0, 1, 2, 3, 5, 8, 11)
-"""Numbers of drafts that rounds of a chain are captured for, below k."""
+"""Numbers of drafts below k for which rounds of a chain are captured."""
 
 MAX_UNOBSERVED = 32
-"""Tokens of a request that a paused drafter may be behind by, where each of them costs memory."""
+"""Tokens of a request that a paused drafter may lag, where each of them costs memory."""
 
 LEAST_TOKENS = 16
-"""Tokens of the smallest prompt pass that is captured for itself."""
+"""Tokens of the smallest prompt pass that has a graph of its own size."""
 
 TILES = (*ROW_TILES, 128, 256, 512, 1024)
-"""Tokens at which a product's tile is just full on a GPU."""
+"""Tokens that fill the tile of a matrix product exactly, on a GPU."""
 
 
 def draft_choices(config: ResolvedConfig, most: int) -> tuple[tuple[int, ...], str]:
-    """How many drafts a round may have, ascending, and why: one number where it is fixed. most: the drafter's k."""
+    """The numbers of drafts that a round may have, ascending, and the reason. most: the drafter's k."""
     spec = config.asked.speculative
     if not most or spec is None:
         return (most,), "nothing drafts"
@@ -63,24 +63,24 @@ def draft_choices(config: ResolvedConfig, most: int) -> tuple[tuple[int, ...], s
         return (most,), "a mean acceptance length is synthetic"
     if config.graphs["round"] == "off":
         return (most,), "without graphs nothing is known of what rounds cost"
-    # A tree's other depths would be other trees.
+    # other depths of a tree would be other trees
     choices = (0, most) if spec.paths else (*(k for k in CHAIN_DRAFTS if k < most), most)
     return choices, "each round what brings most tokens a second, as costs and acceptance go"
 
 
 def max_unobserved_tokens(config: ResolvedConfig) -> int:
-    """Tokens of each request that a drafter catches up with at once: as many as fit a prompt pass."""
+    """Tokens of each request that a drafter catches up with at once: as many as fit in a prompt pass."""
     fit = max(4, config.max_num_batched_tokens // config.max_num_seqs)
     return min(MAX_UNOBSERVED, 1 << (fit.bit_length() - 1))
 
 
 def tile_edges(width: int, limit: int) -> frozenset[int]:
-    """Rows of ``width`` tokens, up to ``limit`` of them, behind which a larger tile or one tile more begins."""
+    """Numbers of rows of ``width`` tokens, up to ``limit``, that fill a tile exactly."""
     return frozenset(tile // width for tile in TILES if 1 <= tile // width <= limit)
 
 
 def graph_modes(config: ResolvedConfig, attention: AttentionBackend) -> ResolvedConfig:
-    """Settle ``--graphs auto``. Raises ConfigError where full graphs were asked of a backend that none can hold."""
+    """Resolve ``--graphs auto``. Raises ConfigError for full graphs with a backend that cannot be captured."""
     modes = dict(config.graphs)
     name = config.attention_backend
     for program, mode in modes.items():
@@ -100,12 +100,12 @@ def graph_modes(config: ResolvedConfig, attention: AttentionBackend) -> Resolved
 
 
 def asked_as(program: str) -> str:
-    """The program of ``--graphs`` that says how this one is captured."""
+    """The program of ``--graphs`` whose mode holds for this one."""
     return "round" if program in ROUNDS else program
 
 
 def check_full(config: ResolvedConfig, graphs: Iterable[Graph]) -> None:
-    """Raises ConfigError where ``--graphs full`` was asked of passes that turned out to break."""
+    """Raises ConfigError where ``--graphs full`` was given and a captured pass has eager breaks."""
     asked = parse_graphs(config.asked.graphs)
     for graph in graphs:
         program = asked_as(graph.key.program)
@@ -117,7 +117,7 @@ def check_full(config: ResolvedConfig, graphs: Iterable[Graph]) -> None:
 
 
 def with_graph_bytes(config: ResolvedConfig, default: int, why: str) -> ResolvedConfig:
-    """Settle ``--graph-memory``: what was asked for, else ``default`` bytes for this reason."""
+    """Resolve ``--graph-memory``: the given value, else ``default`` bytes. why: the reason of the default."""
     asked = config.asked.graph_memory
     if asked is None:
         return config.decide("graph_memory", f"{default / (1 << 30):.2f} GiB", why, graph_bytes=default)
@@ -138,20 +138,42 @@ def gpu_graph_bytes(config: ResolvedConfig, free: int) -> ResolvedConfig:
     return config
 
 
+def engine_buckets(
+    programs: Mapping[str, Program],
+    config: ResolvedConfig,
+    choices: Sequence[int],
+    features: Features,
+    max_unobserved: int,
+) -> list[Buckets]:
+    """What may be captured of every program. features: the drafter's. choices: numbers of drafts of a round."""
+    masked = replace(features, masks=True)
+    buckets = round_buckets(programs["round"], config, choices, features)
+    for variant in (features, masked):
+        buckets.append(buckets_of(programs["extend"], config, 1, variant))
+        buckets.append(buckets_of(programs["score"], config, 1, replace(variant, logits=Logits.ALL)))
+    for drafts in {choices[0], choices[-1]}:
+        buckets.append(buckets_of(programs["verify"], config, 1 + drafts, masked))
+    if "draft" in programs:
+        buckets.append(buckets_of(programs["draft"], config, 1 + choices[-1], features))
+    if "catch_up" in programs:
+        buckets.append(catch_up_buckets(programs["catch_up"], config, max_unobserved))
+    return buckets
+
+
 def round_buckets(
     program: Program, config: ResolvedConfig, choices: Sequence[int], features: Features
 ) -> list[Buckets]:
-    """What may be captured of rounds with each number of drafts. Widths between the extremes get few sizes, and all."""
+    """The buckets of rounds with each number of drafts. Widths between the extremes have few sizes, all captured."""
     if len(choices) == 1:
         return [buckets_of(program, config, 1 + choices[0], features)]
     buckets = [buckets_of(program, config, 1 + k, features, part=0.5) for k in choices]
-    for i in range(1, len(choices) - 1):  # nothing is chosen among their sizes, so nothing has to be measured
+    for i in range(1, len(choices) - 1):  # all of their sizes are captured, so no cost has to be measured
         buckets[i] = replace(_sparse(buckets[i], config.max_num_seqs), passes=None, measured=False)
     return buckets
 
 
 def catch_up_buckets(program: Program, config: ResolvedConfig, width: int) -> Buckets:
-    """What may be captured of a paused drafter's catching up with ``width`` tokens a request."""
+    """The buckets of passes in which a paused drafter catches up with ``width`` tokens of each request."""
     gpu = config.device.type == "cuda"
     shapes = tuple(Shape(rows, width) for rows in candidates(config.max_num_seqs))
     buckets = Buckets(
@@ -166,14 +188,14 @@ def catch_up_buckets(program: Program, config: ResolvedConfig, width: int) -> Bu
 
 
 def _sparse(buckets: Buckets, limit: int) -> Buckets:
-    """Only 1, 4 and 16 rows, twice that and so on up to ``limit``, and the largest."""
+    """Keep the shapes of 1, 4 and 16 · 2^n rows up to ``limit``, and the largest."""
     shapes = [shape for shape in buckets.shapes if shape.rows <= limit]
     chosen = tuple(s for s in shapes if s.rows in (1, 4) or s.rows & (15 | s.rows - 1) == 0 or s is shapes[-1])
     return replace(buckets, shapes=chosen, edges=frozenset())
 
 
 def buckets_of(program: Program, config: ResolvedConfig, width: int, features: Features, part: float = 1.0) -> Buckets:
-    """What may be captured of one of the engine's programs. part: of its passes are expected in this width."""
+    """The buckets of one program. part: the share of its expected passes that have this width."""
     name, gpu = program.name, config.device.type == "cuda"
     each, limit, least = (
         (width, config.max_num_seqs, 1) if name in ROUNDS else (1, config.max_num_batched_tokens, LEAST_TOKENS)
@@ -196,5 +218,5 @@ def buckets_of(program: Program, config: ResolvedConfig, width: int, features: F
         always=name in ROUNDS or config.asked.graphs != "auto",
         share=SHARES[name],
     )
-    # What is captured for the first pass that wants it is not measured before.
+    # graphs that are captured on demand are not measured
     return _sparse(buckets, limit if name in ROUNDS else TILES[-1]) if gpu and on_demand else buckets

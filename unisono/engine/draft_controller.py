@@ -31,9 +31,10 @@ class DraftController:
         self._runner, choices = runner, runner.choices
         self.pinned: int | None = choices[0] if len(choices) == 1 else None
         self.rounds: Counter[int] = Counter()
-        acceptance = Acceptance(runner.slots.padding + 1, runner.drafter.num_drafts)
+        drafter = runner.worker.drafter
+        acceptance = Acceptance(runner.worker.slots.padding + 1, drafter.num_drafts)
         self.policy = AdaptiveK(choices, acceptance, RoundCosts(self.padding_ms), down=not runner.max_unobserved)
-        self._limit = None if getattr(runner.drafter, "unlimited", False) else runner.max_unobserved
+        self._limit = None if getattr(drafter, "unlimited", False) else runner.max_unobserved
         self._owners: dict[int, Sequence] = {}
         self._launched: Round | None = None  # the round launched last, unless another pass came after it
         self._read_at: float | None = None  # when the pass read last was over

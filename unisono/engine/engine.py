@@ -23,6 +23,7 @@ from unisono.engine.overrides import Embedded
 from unisono.engine.runner import Launched, Runner
 from unisono.engine.scheduler import Extend, Round, Scheduler, Sequence
 from unisono.engine.self_test import run_self_test
+from unisono.engine.slots import SlotPool
 from unisono.grammar.compiler import Compiled, Grammars
 from unisono.grammar.matcher import GrammarError, Matcher
 from unisono.models.checkpoint import Checkpoint
@@ -47,6 +48,7 @@ class Engine:
         self.checkpoint = checkpoint
         with torch.inference_mode():
             self.runner = Runner(resolved, checkpoint, progress)
+            self.worker = self.runner.worker
             self._begin()
             self.pin_drafts(self.runner.choices[-1])
             if run_self_test(self):
@@ -58,10 +60,10 @@ class Engine:
 
     def _begin(self) -> None:
         """Have no requests, no cached prefixes, nothing counted."""
-        self.pool = PagePool(self.runner.num_pages)
+        self.pool = PagePool(self.worker.num_pages)
         self.scheduler = Scheduler(
             self.pool,
-            self.runner.slots,
+            SlotPool(self.config.max_num_seqs, self.checkpoint.config.vocab_size, self.runner.send),
             self.runner.width,
             self.config.max_num_batched_tokens,
             self.runner.max_extend_rows,

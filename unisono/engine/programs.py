@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from unisono.attention.base import AttentionInputs, LastTokens
+from unisono.attention.context import PassContext
 from unisono.drafters.base import Drafter, PausableDrafter, PromptPass, Verified
 from unisono.engine.feature_fields import (
     Overriding,
@@ -85,7 +86,7 @@ class Parts:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The target's hidden states [T, H], or those of ``last_tokens``, and what the drafter asked to see."""
         features = self.drafter.features
-        hidden, aux = self.model(token_ids, inputs, self.kv, features.aux_layers, given, last_tokens)
+        hidden, aux = self.model(token_ids, PassContext.of(inputs, last_tokens), self.kv, features.aux_layers, given)
         return hidden, {Hidden.NULL: None, Hidden.AUX: aux}.get(features.hidden, hidden)
 
     def reads_last_tokens_only(self, b: Buffers) -> bool:

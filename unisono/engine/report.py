@@ -1,14 +1,17 @@
-"""What an engine tells of itself: ``info`` for ``/server_info`` and ``explain``, ``metrics`` for ``/metrics``."""
+"""What an engine reports: ``info`` for ``/server_info`` and ``explain``, ``metrics`` for ``/metrics``."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from unisono.config import ResolvedConfig
+from unisono.engine.draft_controller import DraftController
+from unisono.engine.runner import Runner
+from unisono.engine.scheduler import Scheduler
+from unisono.models.checkpoint import Checkpoint
+from unisono.state.pages import PagePool
 from unisono.state.specs import PAGE_SIZE
-
-if TYPE_CHECKING:
-    from unisono.engine.engine import Engine
 
 Metric = tuple[str, str, dict[str, str], float, str]
 """(name, "counter" or "gauge", labels, value, help)."""
@@ -72,12 +75,29 @@ class Counters:
         return [accepted / max(1, drafts) for accepted, drafts in pairs]
 
 
-def info(engine: Engine) -> dict[str, object]:
+class Reported(Protocol):
+    """What a report reads of an engine."""
+
+    runner: Runner
+    scheduler: Scheduler
+    draft_controller: DraftController
+    pool: PagePool
+    checkpoint: Checkpoint
+    counters: Counters
+    start_seconds: float
+
+    @property
+    def config(self) -> ResolvedConfig: ...
+    def generation_defaults(self) -> dict[str, float]: ...
+
+
+def info(engine: Reported) -> dict[str, object]:
     """See :meth:`unisono.engine.engine.Engine.info`."""
     runner, scheduler, config = engine.runner, engine.scheduler, engine.checkpoint.config
+    worker = runner.worker
     spec = engine.config.asked.speculative
     speculation = {
-        "drafter": runner.drafter.name,
+        "drafter": worker.drafter.name,
         "num_speculative_tokens": runner.width - 1,
         "paths": runner.paths,
         "tree_nodes": len(spec.token_tree) if spec is not None else 0,
@@ -94,10 +114,10 @@ def info(engine: Engine) -> dict[str, object]:
         "generation_defaults": engine.generation_defaults(),
         "kv_cache": {
             "page_size": PAGE_SIZE,
-            "pages": runner.num_pages,
-            "path_pages": runner.path_pages,
-            "bytes": runner.store.nbytes("target"),
-            "drafter_bytes": runner.store.nbytes("drafter"),
+            "pages": worker.num_pages,
+            "path_pages": worker.path_pages,
+            "bytes": worker.store.nbytes("target"),
+            "drafter_bytes": worker.store.nbytes("drafter"),
             "usage": round(engine.pool.usage, 4),
             "cached_pages": engine.pool.tree.pages,
         },
@@ -118,7 +138,7 @@ def info(engine: Engine) -> dict[str, object]:
     }
 
 
-def round_costs(engine: Engine) -> list[dict[str, object]]:
+def round_costs(engine: Reported) -> list[dict[str, object]]:
     """What a round takes on padding, by requests and drafts: what k is chosen by. Nothing where k is fixed."""
     choices, planner = engine.runner.choices, engine.runner.planner
     if len(choices) == 1:
@@ -131,7 +151,7 @@ def round_costs(engine: Engine) -> list[dict[str, object]]:
     ]
 
 
-def metrics(engine: Engine) -> list[Metric]:
+def metrics(engine: Reported) -> list[Metric]:
     """See :meth:`unisono.engine.engine.Engine.metrics`. Names are vLLM's where it has them."""
     s, planner, c = engine.scheduler, engine.runner.planner, engine.counters
     gauges = [

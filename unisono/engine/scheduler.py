@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from unisono.engine.hidden import HiddenStates
 from unisono.engine.overrides import Embedded
-from unisono.engine.slots import Slots
+from unisono.engine.slots import SlotPool
 from unisono.grammar.matcher import Matcher
 from unisono.state.pages import OutOfPages, PagePool, Reservation, pages_for
 from unisono.state.prefix_tree import Token
@@ -149,7 +149,9 @@ class Round:
 class Scheduler:
     """Owns the queues and every sequence's pages and slot."""
 
-    def __init__(self, pool: PagePool, slots: Slots, width: int, max_batched_tokens: int, max_extend_rows: int) -> None:
+    def __init__(
+        self, pool: PagePool, slots: SlotPool, width: int, max_batched_tokens: int, max_extend_rows: int
+    ) -> None:
         self.pool, self.slots, self.width = pool, slots, width
         self.max_batched_tokens, self.max_extend_rows = max_batched_tokens, max_extend_rows
         self.waiting: deque[Sequence] = deque()
@@ -239,8 +241,7 @@ class Scheduler:
         request = sequence.request
         tokens = sequence.tokens
         sequence.pages, sequence.extended = pages, pages.cached_tokens
-        sequence.slot = self.slots.claim(request, tokens, sequence.max_length)
-        self.slots.write_pages(sequence.slot, pages.pages)
+        sequence.slot = self.slots.claim(request, tokens, sequence.max_length, pages.pages)
         sequence.mapped = len(pages.entries)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = pages.cached_tokens

@@ -1,32 +1,33 @@
-"""A start-up test of speculation: does the drafter guess what the target says on ordinary text?
+"""A start-up test of speculation: does the target accept the drafter's drafts on ordinary text?
 
-A draft head wired wrongly, or made for another target, changes no text and fails no check of shapes: it merely drafts
-in vain. So the engine, before it takes requests, continues a few texts greedily through its own passes and looks at the
-share of first drafts that were accepted. It warns where a random draft could have done as well. What ran is forgotten:
-slots, prefix tree and counters are as if it had not. Called by ``engine`` once, at start.
+A draft head that was loaded wrongly, or made for another target, changes no text and fails no check of shapes, but its
+drafts are rejected. So the engine continues a few texts greedily before it takes requests, and looks at the share of
+first drafts that were accepted. It warns where a random draft would do as well. Slots, prefix tree and counters are
+reset afterwards. Called by ``engine`` once, at start.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from unisono.config import ResolvedConfig
+from unisono.engine.report import Counters
+from unisono.engine.runner import Runner
+from unisono.models.checkpoint import Checkpoint
 from unisono.models.vocabulary import encode
 from unisono.types import EngineRequest, SamplingParams
-
-if TYPE_CHECKING:
-    from unisono.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
 NAME = "draft self-test"
 
 PLAUSIBLE = 0.05
-"""Share of accepted first drafts that always naming the commonest token may reach. Heads that fit exceed 0.3."""
+"""The share of accepted first drafts that a constant draft may reach. Heads that fit the target exceed 0.3."""
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 17
-"""Of each text, at most; and what is written behind it: one token by the prompt's pass, 16 by rounds."""
+"""Tokens of each text, at most, and tokens generated after it: one by the prompt pass, 16 by rounds."""
 
 TEXTS = (
     "The river bends twice before it reaches the village. On the outer bank the water is deep and fast, so children "
@@ -42,12 +43,26 @@ TEXTS = (
 )
 
 
-def run_self_test(engine: Engine) -> bool:
-    """Run the test where the drafter asks for one, and note the outcome among the engine's decisions.
+class Tested(Protocol):
+    """What the test uses of an engine."""
 
-    Returns whether requests ran, so that the engine has to forget them.
+    runner: Runner
+    checkpoint: Checkpoint
+    counters: Counters
+
+    @property
+    def config(self) -> ResolvedConfig: ...
+    def add(self, request: EngineRequest) -> None: ...
+    def has_work(self) -> bool: ...
+    def step(self) -> object: ...
+
+
+def run_self_test(engine: Tested) -> bool:
+    """Run the test where the drafter has one, and add the outcome to the engine's decisions.
+
+    Returns whether requests ran; the engine then has to reset itself.
     """
-    test = engine.runner.drafter.self_test
+    test = engine.runner.worker.drafter.self_test
     if test is None:
         return False
     prompts = _prompts(engine)
@@ -77,9 +92,9 @@ def run_self_test(engine: Engine) -> bool:
     return True
 
 
-def _prompts(engine: Engine) -> list[list[int]] | str:
-    """The texts' token ids, cut to fit; or why there is nothing to test with."""
-    config, test = engine.config, engine.runner.drafter.self_test
+def _prompts(engine: Tested) -> list[list[int]] | str:
+    """The texts' token ids, truncated to fit; or the reason why there are none."""
+    config, test = engine.config, engine.runner.worker.drafter.self_test
     if test is not None and test.skip is not None:
         return test.skip
     if config.asked.load_format == "dummy":

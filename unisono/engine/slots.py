@@ -1,19 +1,20 @@
 """Slots: the device-resident rows that running requests live in.
 
 Everything a round needs of a request is in its row: committed length, last token, sampling parameters,
-stop ids, page table. A batch is then a vector of slot numbers. The row S - 1 is the padding slot: FREE
-for ever, so kernels skip it.
+stop ids, page table. A batch is then a vector of slot numbers. The row S - 1 is the padding slot: it stays FREE,
+so kernels skip it. :class:`SlotPool` is rank 0's host side, :class:`Slots` the device side that a worker owns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from unisono.engine.commands import WriteSlot
 from unisono.program import Field, Schema, Shape
 from unisono.sampling.edits import pack_edits, row_words
 from unisono.state.specs import ALL, PADDING_PAGE, PerSlot
@@ -41,6 +42,7 @@ SLOT_SCHEMA = Schema(
 )
 
 _ROW = Shape(1)  # no slot field depends on the shape of a pass
+_WORDS = SLOT_SCHEMA.words(_ROW, SLOT_SCHEMA.fields)
 
 
 class Slots:
@@ -70,11 +72,8 @@ class Slots:
 
     def __init__(self, num_slots: int, max_model_len: int, vocab_size: int, store: StateStore) -> None:
         self.padding = num_slots
-        self._device, self._vocab_size = store.device, vocab_size
-        self._words = SLOT_SCHEMA.words(_ROW, SLOT_SCHEMA.fields)
-        words, history, edits = (
-            PerSlot((n,), torch.int32) for n in (self._words, max_model_len, row_words(vocab_size))
-        )
+        self._device = store.device
+        words, history, edits = (PerSlot((n,), torch.int32) for n in (_WORDS, max_model_len, row_words(vocab_size)))
         store.declare("slots", {"fields": words, "history": history, "edit_table": edits})
         state = store.view("slots")
         self._arena, self.history, self.edit_table = state["fields"], state["history"], state["edit_table"]
@@ -89,74 +88,93 @@ class Slots:
 
     def reset(self) -> None:
         """Make every slot free and every row blank."""
-        self._free = list(range(self.padding - 1, -1, -1))
-        blank = torch.from_numpy(self._row({f.name: f.pad for f in SLOT_SCHEMA}))
+        blank = torch.from_numpy(_row({f.name: f.pad for f in SLOT_SCHEMA}))
         self._arena.copy_(blank.expand_as(self._arena))
         self.page_table.fill_(PADDING_PAGE)
         self.history.zero_()
         self.edit_table.zero_()
 
-    @property
-    def available(self) -> int:
-        return len(self._free)
-
-    def claim(self, request: EngineRequest, tokens: Sequence[int], max_length: int) -> int:
-        """Take a free slot and write its row, history and edits; returns the slot.
-
-        tokens: the committed ones; max_length: total length at which the request ends.
-        """
-        slot = self._free.pop()
-        params, stop_ids = request.params, request.stop_ids
-        seed = params.seed or 0
-        edits = pack_edits(params, request.bad_words, len(request.prompt_token_ids), self._vocab_size)
-        row = self._row(
-            {
-                "length": len(tokens),
-                "max_length": max_length,
-                "status": FinishReason.RUNNING,
-                "last_token": tokens[-1],
-                "temperature": params.temperature,
-                "top_k": params.top_k,
-                "top_p": params.top_p,
-                "min_p": params.min_p,
-                "seed_lo": _signed(seed & 0xFFFFFFFF),
-                "seed_hi": _signed(seed >> 32),
-                "max_drafts": MAX_DRAFTS if params.max_drafts is None else min(params.max_drafts, MAX_DRAFTS),
-                "logprobs": -1 if params.logprobs is None else params.logprobs,
-                "prompt_logprobs": -1 if params.prompt_logprobs is None else params.prompt_logprobs,
-                "edits": edits is not None,
-                "stop_ids": list(stop_ids) + [-1] * (MAX_STOP_IDS - len(stop_ids)),
-            }
-        )
-        self._upload(self._arena[slot], row)
-        if edits is not None:
-            self._upload(self.edit_table[slot], edits)
-        self._upload(self.history[slot, : len(tokens)], np.asarray(tokens, dtype=np.int32))
-        return slot
-
-    def write_pages(self, slot: int, pages: Sequence[int]) -> None:
-        """Write a request's pages from the first column on."""
-        self._upload(self.page_table[slot, : len(pages)], np.asarray(pages, dtype=np.int32))
-
-    def free(self, slot: int) -> None:
-        """Return a slot; its row stays as it is until the next claim, and no round names it."""
-        self._free.append(slot)
-
-    def _row(self, values: dict[str, Any]) -> np.ndarray:
-        row = np.empty(self._words, dtype=np.int32)
-        at = 0
-        for field in SLOT_SCHEMA:
-            size = math.prod(field.dims(_ROW))
-            kind = np.float32 if field.dtype is torch.float32 else np.int32
-            row[at : at + size].view(kind)[...] = values[field.name]
-            at += size
-        return row
+    def write(self, command: WriteSlot) -> None:
+        """Write a slot's row, edits, history and pages."""
+        slot = command.slot
+        self._upload(self._arena[slot], command.row)
+        if command.edits is not None:
+            self._upload(self.edit_table[slot], command.edits)
+        self._upload(self.history[slot, : len(command.history)], command.history)
+        self._upload(self.page_table[slot, : len(command.pages)], command.pages)
 
     def _upload(self, target: torch.Tensor, values: np.ndarray) -> None:
         source = torch.from_numpy(values)
         if self._device.type == "cuda":
             source = source.pin_memory()  # the caching host allocator keeps it until the copy is done
         target.copy_(source, non_blocking=True)
+
+
+class SlotPool:
+    """Which slots are free. ``send`` executes the command that writes a claimed slot."""
+
+    def __init__(self, num_slots: int, vocab_size: int, send: Callable[[WriteSlot], object]) -> None:
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._vocab_size, self._send = vocab_size, send
+
+    @property
+    def available(self) -> int:
+        return len(self._free)
+
+    def claim(self, request: EngineRequest, tokens: Sequence[int], max_length: int, pages: Sequence[int]) -> int:
+        """Take a free slot and send what it begins with; see :func:`slot_write`. Returns the slot."""
+        slot = self._free.pop()
+        self._send(slot_write(slot, request, tokens, max_length, pages, self._vocab_size))
+        return slot
+
+    def free(self, slot: int) -> None:
+        """Return a slot. Its row stays as it is until the next claim, and no round names it."""
+        self._free.append(slot)
+
+
+def slot_write(
+    slot: int, request: EngineRequest, tokens: Sequence[int], max_length: int, pages: Sequence[int], vocab_size: int
+) -> WriteSlot:
+    """The command that writes a request's slot.
+
+    tokens: the committed ones. max_length: the total length at which the request ends. pages: from the first token on.
+    """
+    params, stop_ids = request.params, request.stop_ids
+    seed = params.seed or 0
+    edits = pack_edits(params, request.bad_words, len(request.prompt_token_ids), vocab_size)
+    row = _row(
+        {
+            "length": len(tokens),
+            "max_length": max_length,
+            "status": FinishReason.RUNNING,
+            "last_token": tokens[-1],
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "seed_lo": _signed(seed & 0xFFFFFFFF),
+            "seed_hi": _signed(seed >> 32),
+            "max_drafts": MAX_DRAFTS if params.max_drafts is None else min(params.max_drafts, MAX_DRAFTS),
+            "logprobs": -1 if params.logprobs is None else params.logprobs,
+            "prompt_logprobs": -1 if params.prompt_logprobs is None else params.prompt_logprobs,
+            "edits": edits is not None,
+            "stop_ids": list(stop_ids) + [-1] * (MAX_STOP_IDS - len(stop_ids)),
+        }
+    )
+    history, table = np.asarray(tokens, dtype=np.int32), np.asarray(pages, dtype=np.int32)
+    return WriteSlot(slot, row, history, table, edits)
+
+
+def _row(values: dict[str, Any]) -> np.ndarray:
+    """A row of ``SLOT_SCHEMA`` with these values, int32."""
+    row = np.empty(_WORDS, dtype=np.int32)
+    at = 0
+    for field in SLOT_SCHEMA:
+        size = math.prod(field.dims(_ROW))
+        kind = np.float32 if field.dtype is torch.float32 else np.int32
+        row[at : at + size].view(kind)[...] = values[field.name]
+        at += size
+    return row
 
 
 def _signed(word: int) -> int:

@@ -1,8 +1,8 @@
-"""Compiling every kernel that a start will need, all at once.
+"""Compiling every kernel that a start needs, in parallel.
 
-Triton compiles a kernel when it is first launched, one after the other, which took most of a start on a machine that
-has not seen the model. So passes of every size class first run dry: a launch only queues what it would have to
-compile, and most of a compilation runs outside the interpreter's lock. What is in Triton's cache is only loaded.
+Triton compiles a kernel when it is first launched, one after the other, which took most of the first start with a
+model. So passes of every size class first run in a mode in which a launch only queues its compilation; threads do most
+of a compilation without the GIL. Kernels in Triton's cache are only loaded.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ import torch
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel, active_mode
 from triton.runtime.jit import KernelInterface
 
-from unisono.program import Buffers, Program, Shape
+from unisono.graphs.planner import Buckets
+from unisono.program import Buffers, Features, Program, Shape
 
 SMALL = 128
-"""Tokens of a pass up to which kernels choose tiles by more than the octave."""
+"""Up to this number of tokens the tiles of kernels depend on more than the octave."""
 
 _ZEROED = {
     (torch, "empty"): torch.zeros,
     (torch, "empty_like"): torch.zeros_like,
     (torch.Tensor, "new_empty"): torch.Tensor.new_zeros,
 }
-"""What kernels would have filled holds zeros instead, so that indices among it are valid for the ops that do run."""
+"""Memory that kernels would have filled holds zeros, so that indices in it are valid for the ops that do run."""
 
 
 @contextmanager
 def compiling_only(device: torch.device) -> Iterator[None]:
-    """Inside, launching a Triton kernel queues its compilation and nothing else. Leaving waits until all are loaded."""
+    """In this context launching a Triton kernel only queues its compilation. Leaving it waits until all are loaded."""
     kernels: dict[int, Any] = {}
 
     def queue(kernel: Any, grid: Any) -> Any:
@@ -62,10 +63,23 @@ def compiling_only(device: torch.device) -> Iterator[None]:
 
 
 def size_classes(shapes: Sequence[Shape]) -> list[Shape]:
-    """Every shape of up to SMALL tokens, whose kernels have tiles of their own, and of others one for each octave."""
+    """Every shape of up to SMALL tokens, since their kernels differ, and one shape of each larger octave."""
     small = [shape for shape in shapes if shape.rows * shape.width <= SMALL]
     large = {(shape.rows * shape.width).bit_length(): shape for shape in shapes if shape not in small}
     return [*small, *large.values()]
+
+
+def warmup_passes(plan: Sequence[Buckets], features: Features) -> list[tuple[Program, Shape]]:
+    """The passes that together need every kernel: of each program all small shapes and one of each larger size class.
+
+    features: those of most passes. Of others one pass suffices, since one kernel alone has a variant for masks.
+    """
+    passes: list[tuple[Program, Shape]] = []
+    for b in plan:
+        common = b.features == features and b.program.name in ("round", "extend", "catch_up")
+        shapes = size_classes(b.shapes) if common else b.shapes[:1]
+        passes += [(b.program.of(b.features), shape) for shape in shapes]
+    return passes
 
 
 @torch.inference_mode()

@@ -1,7 +1,7 @@
-"""Which sizes of a pass to capture: padding waste against memory and capture time.
+"""Choosing which sizes of a pass to capture: padding waste against memory and capture time.
 
-A graph of ``c`` rows serves passes of at most ``c`` rows and costs what a pass of ``c`` rows costs. More graphs waste
-less on padding; each takes memory and start-up time. :func:`choose` finds the cheapest set exactly, by dynamic
+A graph of ``c`` rows serves passes of at most ``c`` rows and takes as long as a pass of ``c`` rows. More graphs waste
+less on padding, but each takes memory and start-up time. :func:`choose` finds the cheapest set exactly, by dynamic
 programming, from measured costs. Times are milliseconds of the device.
 """
 
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import numpy as np
 
 GIB_MS = 120_000.0
-"""What a GiB of graphs is worth: so many milliseconds over the horizon. It is memory that the KV cache lacks."""
+"""The value of a GiB of graph memory, in milliseconds over the horizon: the KV cache could use that memory."""
 
 
 @dataclass(frozen=True)
 class PassCost:
-    """What a pass of n rows takes.
+    """The cost of a pass of n rows.
 
-    points: (rows, ms) that the device needs, ascending, two at least: between them and behind them along a line.
-    eager_ms: the least that an eager pass takes, for the host launches its kernels one by one; inf where an eager pass
-        is never wanted. capture_ms: what capturing a graph takes beside running its pass; graph_bytes: what it holds.
+    points: (rows, ms) of device time, ascending in rows, at least two; interpolated and extrapolated linearly.
+    eager_ms: the time in which the host launches the kernels of an eager pass, the least that one takes; inf where
+        passes must never run eagerly. capture_ms: time of a capture, without the passes. graph_bytes: of one graph.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -33,7 +33,7 @@ class PassCost:
     graph_bytes: int = 0
 
     def replay(self, rows: int) -> float:
-        """Milliseconds of a replay of a graph of so many rows."""
+        """Milliseconds to replay a graph of this number of rows."""
         at = min(max(bisect_left(self.points, rows, key=lambda point: point[0]), 1), len(self.points) - 1)
         (n, low), (m, high) = self.points[at - 1], self.points[at]
         return max(0.0, low + (high - low) * (rows - n) / (m - n))
@@ -43,19 +43,19 @@ class PassCost:
         return max(self.eager_ms, self.replay(rows))
 
     def capture(self, rows: int) -> float:
-        """Milliseconds that having a graph of so many rows costs: two passes, the capture, and its memory's worth."""
+        """The price of a graph in milliseconds: two passes, the capture, and the value of its memory."""
         return 2 * self.replay(rows) + self.capture_ms + GIB_MS * self.graph_bytes / (1 << 30)
 
     @staticmethod
     def linear(fixed_ms: float, row_ms: float, *rest: float, **named: float) -> PassCost:
-        """The cost fixed + row · n."""
+        """The cost fixed_ms + row_ms · n of n rows."""
         return PassCost(((0, fixed_ms), (1, fixed_ms + row_ms)), *rest, **named)  # type: ignore[arg-type]
 
     @staticmethod
     def measured(points: Mapping[int, float], flat: int = 0, **rest: float) -> PassCost:
-        """The cost through measured rows -> ms, made to grow with rows; of one point alone, the same for all.
+        """The cost from measured rows -> ms, made monotonic; constant where there is one point.
 
-        Up to ``flat`` rows it is a staircase behind the second point: one row behind a point takes the next one's tile.
+        Up to ``flat`` rows, after the second point, it is a staircase: one row more than a point fills the next tile.
         """
         (first, least), *others = sorted(points.items())
         steps = [(first, least)]
@@ -70,7 +70,7 @@ class PassCost:
 
 
 def candidates(limit: int, least: int = 1) -> tuple[int, ...]:
-    """Sizes that may be captured, up to ``limit`` and with it: ``least``, doubled thrice, then steps of an eighth."""
+    """Sizes that may be captured, up to and including ``limit``: ``least``, doubled three times, then steps of 1/8."""
     sizes, size = [], least
     while size < limit:
         sizes.append(size)
@@ -79,10 +79,10 @@ def candidates(limit: int, least: int = 1) -> tuple[int, ...]:
 
 
 def choose(sizes: Sequence[int], cost: PassCost, passes: float, there: Collection[int] = ()) -> tuple[int, ...]:
-    """The sizes worth capturing, ascending, of ascending ``sizes``; maybe none. Of those ``there`` graphs are captured.
+    """The sizes worth capturing among ``sizes``, both ascending; may be empty. there: sizes that are captured already.
 
-    ``passes`` is the horizon: so many passes are expected, their sizes 1 … sizes[-1] log-uniform, as nobody knows
-    better. A pass that its smallest graph would serve slower than none runs eagerly (see ``Planner.plan``).
+    passes: the expected number of passes; their sizes are assumed log-uniform in 1 … sizes[-1]. A pass for which the
+    smallest graph that holds it is slower than an eager pass runs eagerly (see ``Planner.plan``).
     """
     rows = np.arange(1, sizes[-1] + 1)
     weight = passes / (1 / rows).sum()
@@ -92,8 +92,8 @@ def choose(sizes: Sequence[int], cost: PassCost, passes: float, there: Collectio
     eagerly = np.concatenate(([0.0], np.cumsum(weight / rows * eager)))
 
     def served(low: int, high: int, size: int) -> float:
-        """Expected milliseconds of all passes of low + 1 … high rows, with the graph of ``size`` rows."""
-        first = min(max(int(np.searchsorted(eager, cost.replay(size))), low), high)  # below, eager is quicker
+        """Expected milliseconds of all passes of low + 1 … high rows that a graph of ``size`` rows may serve."""
+        first = min(max(int(np.searchsorted(eager, cost.replay(size))), low), high)  # smaller passes are faster eagerly
         quicker = eagerly[first] - eagerly[low] if first > low else 0.0
         return float(quicker + (weights[high] - weights[first]) * cost.replay(size))
 

@@ -127,7 +127,5 @@ class Segmented:
         return compiled if compile else segmented if self.breaks else full
 
     def replay(self) -> None:
-        if self._program.prepare is not None:
-            self._program.prepare(self.buffers)
         for part in self.parts:
             part.replay()

@@ -1,14 +1,14 @@
 """Paged attention whose bits depend on a token's own query and keys alone.
 
-One op serves every pass. KV is walked in splits of SPLIT keys at absolute positions, each split with fresh
-accumulators, and splits merge in order by one formula (``attention_triton._merge``): whether one program walks them
-all and merges in registers, or many share them and the last one merges, the bits are the same. Row sums are taken by
-the tensor core (a dot with ones), whose order, unlike a reduction's, is the same in every layout. Each multiply-add a
-compiler might contract is an explicit fma. PEERS.md ("Bits") has the measurements.
+One op serves every pass. It walks KV in splits of SPLIT keys at absolute positions. Each split has fresh accumulators,
+and splits are merged in order by one formula (``attention_triton._merge``). One program may walk all splits and merge
+them in registers, or several programs may share them and the last one merges: the bits are the same. The tensor core
+computes row sums (a dot with ones), because its order is the same in every layout; a reduction's is not. Each
+multiply-add that a compiler might contract is an explicit fma. PEERS.md ("Bits") has the measurements.
 
-What the host must know of a pass is its shapes. Lengths are read on the device, by a plan made once per pass and
-used by all layers: tiles of query tokens × the query heads that share a KV head, cut along KV where tiles alone
-would leave the device idle (a small batch, a short chunk behind a long prefix).
+The host knows only the shapes of a pass. The device reads lengths when it makes a plan, once per pass for all layers.
+A tile is a few query tokens × the query heads that share a KV head. Tiles are cut along KV where whole tiles would
+leave the device idle: a small batch, or a short chunk after a long prefix.
 
 Called by the attention backends. Shapes: T tokens, R rows, S slots, NP pages, MP pages per request, P page size,
 Hq / Hkv query / KV heads, G = Hq / Hkv, D head dim. Index tensors are int32.
@@ -16,21 +16,19 @@ Hq / Hkv query / KV heads, G = Hq / Hkv, D head dim. Index tensors are int32.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from unisono.kernels import attention_hopper
 from unisono.kernels.attention_cpu import SPLIT, attention_cpu, attention_plan_cpu
-from unisono.kernels.attention_triton import attention_kernel, plan_kernel
+from unisono.kernels.attention_triton import LOG2_E, attention_kernel, plan_kernel
 from unisono.kernels.library import AotCase, define, register
 from unisono.kernels.overlap import overlapped
 
 KEYS = 64
 """Keys per step of a walk. Like SPLIT it is part of the reduction order: one value everywhere."""
-
-LOG2_E = 1.4426950408889634
 
 
 def _plan_shapes(
@@ -42,6 +40,7 @@ def _plan_shapes(
     num_kv_heads: int,
     partials: int,
     programs: int,
+    window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     bound = triton.cdiv(num_tokens, tile_tokens) + slots.shape[0] + 1 + partials
     shapes = (bound, 8), (1,), (bound, tile_tokens, num_kv_heads)
@@ -58,6 +57,7 @@ def launch_attention_plan(
     num_kv_heads: int,
     partials: int,
     programs: int,
+    window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :func:`attention_plan`."""
     rows = slots.shape[0]
@@ -66,7 +66,7 @@ def launch_attention_plan(
     listed = rows if width else rows + 1
     plan_kernel[(listed,)](
         slots, kv_len, query_start, *planned, rows, num_tokens, partials, programs,
-        width, tile_tokens, num_kv_heads, SPLIT, triton.next_power_of_2(listed),
+        window or None, width, tile_tokens, num_kv_heads, SPLIT, triton.next_power_of_2(listed),
     )  # fmt: skip
     return planned
 
@@ -76,8 +76,8 @@ def _geometry(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """The kernel's compile-time sizes and launch options; only speed depends on them.
 
-    A query tile is a power of two of rows, one token's heads at least. Two accumulators per row must fit the
-    registers, and the buffers of keys and values shared memory.
+    The rows of a query tile are a power of two and hold at least one token's heads. Two accumulators per row must fit
+    into registers, and the buffers of keys and values into shared memory.
     """
     group, dim = heads // kv_heads, max(triton.next_power_of_2(head_dim), 16)
     fits = 16 if dtype == torch.float32 else min(64 if cut else 128, 2**14 // dim)
@@ -122,14 +122,17 @@ def launch_attention(
     scale: float,
     window: int,
     first: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     **options: int,
 ) -> torch.Tensor:
     """See :func:`attention`. ``options`` override the launch's (for tuning)."""
     _, heads, head_dim = q.shape
     capacity, tile_tokens, kv_heads = arrivals.shape
-    if partials == 0 and not options and attention_hopper.serves(q, k_cache, tile_tokens, window, first):
+    plain = not options and soft_cap == 0 and sinks is None
+    if partials == 0 and plain and attention_hopper.serves(q, k_cache, tile_tokens, window, first):
         whole = q, k_cache, v_cache, page_table, positions, work, count
-        return attention_hopper.launch_prompt_attention(*whole, scale * LOG2_E, KEYS)
+        return attention_hopper.launch_prompt_attention(*whole, scale * LOG2_E.value, KEYS)
     state = q.new_empty(partials, tile_tokens, heads, 2, dtype=torch.float32)
     acc = q.new_empty(partials, tile_tokens, heads, head_dim, dtype=torch.float32)
     out = _attended(q)
@@ -138,27 +141,28 @@ def launch_attention(
     programs = options.pop("programs", _programs(q.device))
     attention_kernel[(min(programs, items) if partials else items,)](
         q, k_cache, v_cache, page_table, positions, work, count, arrivals, state, acc, out,
-        page_table.stride(0), k_cache.stride(0), window, scale * LOG2_E,
-        PAGE=k_cache.shape[2], WINDOW=window > 0, FIRST=first, **sizes, **(launch | options), **overlapped(q.device),
+        sinks, page_table.stride(0), k_cache.stride(0), window, (soft_cap or scale) * LOG2_E.value,
+        PAGE=k_cache.shape[2], WINDOW=window > 0, FIRST=first, TO_CAP=scale / soft_cap if soft_cap else 0.0,
+        **sizes, **(launch | options), **overlapped(q.device),
     )  # fmt: skip
     return out
 
 
 define(
     "attention_plan(Tensor slots, Tensor kv_len, Tensor? query_start, int num_tokens, int tile_tokens,"
-    " int num_kv_heads, int partials, int programs) -> (Tensor, Tensor, Tensor)"
+    " int num_kv_heads, int partials, int programs, int window=0) -> (Tensor, Tensor, Tensor)"
 )
 define(
     "attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor positions, Tensor work,"
     " Tensor count, Tensor(a!) arrivals, int partials, float scale, int window,"
-    " int first=0) -> Tensor"
+    " int first=0, float soft_cap=0.0, Tensor? sinks=None) -> Tensor"
 )
 register("attention_plan", cuda=launch_attention_plan, cpu=attention_plan_cpu, meta=_plan_shapes)
 register("attention", cuda=launch_attention, cpu=attention_cpu, meta=_attended)
 
 
 class AttentionPlan(NamedTuple):
-    """How the work of a pass is shared out.
+    """How programs share the work of a pass.
 
     work [ceil(T / tile_tokens) + R + 1 + partials, 8]: per item (slot, kv_len, first token, end token, first split,
         end split, partial, counter). ``partial`` is the place of the tile's first split in the workspace, -1 for a
@@ -183,6 +187,7 @@ def attention_plan(
     num_kv_heads: int,
     partials: int,
     programs: int,
+    window: int = 0,
 ) -> AttentionPlan:
     """Plan a pass over R rows: slots [R], kv_len [R] (keys a row may see: its highest position + 1, or 0).
 
@@ -191,10 +196,12 @@ def attention_plan(
     tile_tokens: tokens per query tile, at most.
     programs: programs the device runs at a time. A tile longer than a program's fair share of all splits is cut into
         pieces of that share, unless the workspace has no room left; it has ``partials`` places.
-    What is cut moves time, never bits.
+    window: > 0 where each attention of the plan has this window or a smaller one, and a row's tokens stand at positions
+        ≥ kv_len - their number. Splits before the window of a row's first token are then left out of the plan.
+    The plan decides about time, never about bits.
     """
     work, num_items, arrivals = torch.ops.unisono.attention_plan(
-        slots, kv_len, query_start, num_tokens, tile_tokens, num_kv_heads, partials, programs
+        slots, kv_len, query_start, num_tokens, tile_tokens, num_kv_heads, partials, programs, window
     )
     return AttentionPlan(work, num_items, arrivals, partials)
 
@@ -209,32 +216,44 @@ def attention(
     scale: float,
     window: int = 0,
     first: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend the tokens of a planned pass over the paged cache.
 
     q [T, Hq, D]; k_cache, v_cache [NP, Hkv, P, D] of q's dtype and equal strides; page_table [S, MP]; positions [T].
     A token sees keys at first ≤ p ≤ its position (p > position - window where window > 0); one below ``first``, as
     at position -1, sees nothing and yields zeros. fp32 accumulation, probabilities rounded to the cache's dtype.
+    soft_cap > 0: scores become soft_cap · tanh(score / soft_cap), before they are masked.
+    sinks [Hq] fp32: exp(sink) is added to the denominator of its head's softmax.
     Returns [T, Hq · D] in q's dtype.
     """
-    return torch.ops.unisono.attention(q, k_cache, v_cache, page_table, positions, *plan, scale, window, first)
+    return torch.ops.unisono.attention(
+        q, k_cache, v_cache, page_table, positions, *plan, scale, window, first, soft_cap, sinks
+    )
 
 
 def _case(
-    heads: int, kv_heads: int, head_dim: int, tile_tokens: int, cut: bool, window: bool = False, first: int = 0
-) -> AotCase:
+    heads: int, kv_heads: int, head_dim: int, tile_tokens: int, cut: bool, window: bool = False, first: int = 0,
+    soft_cap: float = 0.0, sinks: bool = False,
+) -> AotCase:  # fmt: skip
     sizes, options = _geometry(heads, kv_heads, head_dim, torch.bfloat16, tile_tokens, cut)
     signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
     signature |= dict.fromkeys(("table_ptr", "positions_ptr", "work_ptr", "count_ptr", "arrivals_ptr"), "*i32")
     signature |= {"state_ptr": "*fp32", "acc_ptr": "*fp32", "scale": "fp32"}
     signature |= dict.fromkeys(("max_pages", "page_stride", "window"), "i32")
-    return AotCase(
-        attention_kernel, signature, sizes | {"PAGE": 16, "WINDOW": window, "FIRST": first, "OVERLAP": True}, **options
-    )
+    constants: dict[str, Any] = sizes | {"PAGE": 16, "WINDOW": window, "FIRST": first, "OVERLAP": True}
+    constants["TO_CAP"] = head_dim**-0.5 / soft_cap if soft_cap else 0.0
+    if sinks:
+        signature["sinks_ptr"] = "*fp32"
+    else:
+        constants["sinks_ptr"] = None
+    return AotCase(attention_kernel, signature, constants, **options)
 
 
 _PLAN = dict.fromkeys(("slots_ptr", "kv_len_ptr", "work_ptr", "count_ptr", "arrivals_ptr", "query_start_ptr"), "*i32")
 _PLAN |= dict.fromkeys(("rows", "num_tokens", "partials", "programs"), "i32")
+_PLAN_SIZES = {"WIDTH": 0, "TOKENS": 32, "KV_HEADS": 8, "SPLIT": SPLIT, "BLOCK": 64}
 
 AOT = [
     *(_case(32, 8, 128, width, cut=True) for width in (1, 4, 6, 17)),  # Qwen3-8B: rounds
@@ -245,5 +264,10 @@ AOT = [
     _case(14, 2, 64, 18, cut=False),
     _case(8, 4, 256, 6, cut=True),
     _case(8, 4, 256, 64, cut=False),
-    AotCase(plan_kernel, _PLAN, {"WIDTH": 0, "TOKENS": 32, "KV_HEADS": 8, "SPLIT": SPLIT, "BLOCK": 64}),
+    _case(8, 4, 256, 4, cut=True, window=True, soft_cap=50.0),  # Gemma 2
+    _case(8, 4, 256, 64, cut=False, soft_cap=50.0),
+    _case(64, 8, 64, 4, cut=True, sinks=True),  # gpt-oss
+    _case(64, 8, 64, 16, cut=False, window=True, sinks=True),
+    AotCase(plan_kernel, _PLAN, _PLAN_SIZES | {"window": None}),
+    AotCase(plan_kernel, _PLAN | {"window": "i32"}, _PLAN_SIZES),
 ]

@@ -1,12 +1,13 @@
 """Attention of long prompts on Hopper: the same bits as ``attention_triton``, in less time.
 
-Written in Gluon, Triton's lower language, because what it needs can't be said in the upper one: two warp groups that
-go on by themselves, one in its softmax while the other's products run, and pages that come by the tensor memory
-accelerator. The order of every sum is ``attention_triton._walk``'s: steps of 64 keys, splits of 256, merged in order by
-the same formula. ``attention_hopper.prove`` compares both on the GPU at hand; ``kernels/attention.py`` launches this
-one where they agreed.
+Written in Gluon, Triton's lower-level language, for two things that Triton cannot express: two independent warp groups,
+where one computes its softmax while the other's products run, and pages that are loaded by the tensor memory
+accelerator. Every sum has the order of ``attention_triton._walk``: steps of 64 keys, splits of 256, merged in order by
+the same formula. ``attention_hopper.prove`` compares both kernels on the present GPU; ``kernels/attention.py`` launches
+this one where their bits are equal.
 
-It serves passes with tiles of 128 rows that are walked whole, of 16-bit heads of 128, without a window.
+It serves passes with tiles of 128 rows that are walked whole, for 16-bit heads of 128, without a window, a soft cap or
+sinks. Without a window no page of a request is freed before its end, so every page that is read is the request's own.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ HALF = 64
 """Keys, values and outputs are held in halves of the head: 64 elements are 128 bytes, the widest swizzle."""
 
 STAGES = 3
-"""Steps whose keys and values are held at once. Not 4, a split's steps: with every address a constant the compiler
-keeps them all in registers and spills; 1.38 ms for 1.10, and 1.77 with 2 (8192 tokens, H200)."""
+"""Steps whose keys and values are held at once. Not 4, the steps of a split: every address is then a constant, the
+compiler keeps all in registers and spills. 3 stages take 1.10 ms, 4 take 1.38, 2 take 1.77 (8192 tokens, H200)."""
 
 WARPS = 4
-"""Warps of each of the two groups that compute; one more for each page of a step reads it."""
+"""Warps of each of the two groups that compute. For each page of a step one more warp loads it."""
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
 
@@ -61,7 +62,7 @@ def _load_pages(which, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, h
 
 @gluon.jit
 def _score(step, q0, q1, k, bars, KEYS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, MMA: gl.constexpr):
-    """Start the scores [ROWS, KEYS] of ``step`` once its keys are there: two products in flight."""
+    """Start the scores [ROWS, KEYS] of ``step`` once its keys are loaded: two products in flight."""
     stage = step % STAGES
     mbarrier.wait(bars.index(stage), step // STAGES & 1)
     s = warpgroup_mma_init(gl.zeros([ROWS, KEYS], gl.float32, MMA))
@@ -71,7 +72,7 @@ def _score(step, q0, q1, k, bars, KEYS: gl.constexpr, STAGES: gl.constexpr, ROWS
 
 @gluon.jit
 def _weigh(s, m, scale, DTYPE: gl.constexpr):
-    """Probabilities [ROWS, KEYS] of scores under the new row maxima, and by what old sums shrink."""
+    """Probabilities [ROWS, KEYS] of scores under the new row maxima, and the factor that rescales old sums."""
     top = gl.maximum(m, gl.max(s, 1) * scale)
     finite = gl.where(top == float("-inf"), 0.0, top)
     p = gl.exp2(gl.fma(s, scale, -finite[:, None])).to(DTYPE)
@@ -115,7 +116,7 @@ def _row_sums(z, MMA: gl.constexpr):
 def _forget_values(step, end, v, KEYS: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr):
     """Zero the values of keys from ``end`` on: pages beyond a request's end may hold anything, NaN included.
 
-    Both groups do, whichever comes first: what they store is the same.
+    Both groups do this, in any order: they store the same values.
     """
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     keys = step * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, BLOCKED))
@@ -249,7 +250,7 @@ def prompt_attention_kernel(
         position = gl.load(positions_ptr + token, mask=token < last, other=-1)
         end = gl.maximum(gl.minimum(length, gl.max(position, 0) + 1), 0)
         seen_by_all = gl.min(gl.where(position >= 0, position, end - 1), 0) + 1
-        whole = gl.maximum(gl.minimum(seen_by_all, end - 1), 0) // SPLIT  # splits without masks; a step is left behind
+        whole = gl.maximum(gl.minimum(seen_by_all, end - 1), 0) // SPLIT  # splits without masks; a step is left over
         steps = gl.maximum((end + KEYS - 1) // KEYS, 1)
 
         q = gl.allocate_shared_memory(DTYPE, [4, ROWS // 2, HALF], SHARED)

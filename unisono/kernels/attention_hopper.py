@@ -1,8 +1,8 @@
 """When attention of long prompts runs on the Gluon kernel, and the proof that it may.
 
 The kernel in ``attention_gluon`` serves passes whose tiles have 128 rows and are walked whole, on Hopper, for 16-bit
-heads of 128, without a window. :func:`prove` compares its bits with the Triton kernel's on the GPU at hand; where
-they differ, or nobody asked, the Triton kernel serves those passes too.
+heads of 128, without a window, a soft cap or sinks. :func:`prove` compares its bits with the Triton kernel's on the
+present GPU. Where they differ, or were not compared, the Triton kernel serves those passes too.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def launch_prompt_attention(
 
 
 def prove(attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Compare the kernel with the Triton kernel, once in a process for such heads; from then on it serves or does not.
+    """Compare the kernel with the Triton kernel, once in a process for such heads. The result decides which one serves.
 
     attend(q, k_cache, v_cache, page_table, kv_len, query_start, positions) runs one pass. Synchronises.
     """
@@ -94,7 +94,7 @@ def prove(attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch
 def rehearse(
     attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Launch what :func:`prove` will launch and learn nothing from it: for compiling kernels ahead."""
+    """Launch what :func:`prove` will launch and ignore the result: this compiles the kernels ahead of time."""
     key = heads, kv_heads, dtype, device
     if key not in _proven and suits(heads, kv_heads, head_dim, dtype, device):
         _same_bits(attend, *key)
@@ -108,7 +108,7 @@ def proof_lengths(heads: int) -> tuple[int, int]:
 
 
 def _same_bits(attend: Attend, heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Two requests, whole and behind a prefix; what no token may see is NaN."""
+    """Two requests, whole and after a prefix; what no token may see is NaN."""
     lengths, key = proof_lengths(heads), (heads, kv_heads, dtype, device)
     generator = torch.Generator(device).manual_seed(0)
     pages = [-(-n // PAGE) for n in lengths]

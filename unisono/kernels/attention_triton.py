@@ -10,6 +10,8 @@ import triton.language as tl
 
 from unisono.kernels.overlap import follow
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def _merge(m, z, acc, m1, z1, acc1):
@@ -46,15 +48,28 @@ def _keep(workspace, split, m, z, acc, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
+def _tanh(x):
+    """tanh(x) in fp32: a polynomial below 0.25, where 1 - exp(-2 |x|) would cancel. No sum that could be contracted."""
+    size, square = tl.abs(x), x * x
+    term = tl.fma(square, tl.full(x.shape, 62 / 2835, tl.float32), -17 / 315)
+    term = tl.fma(square, tl.fma(square, term, 2 / 15), -1 / 3)
+    near = tl.fma(size, square * term, size)
+    decay = tl.exp2(size * (-2 * LOG2_E))
+    result = tl.where(size < 0.25, near, (1.0 - decay) / (1.0 + decay))
+    return tl.where(x < 0, -result, result)
+
+
+@triton.jit
 def _walk(
     q, position, pages_ptr, k_ptr, v_ptr, page_stride, begin, end, low, window, scale, m, z, acc,
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, FIRST: tl.constexpr, MASKED: tl.constexpr, workspace,
+    WINDOW: tl.constexpr, FIRST: tl.constexpr, MASKED: tl.constexpr, TO_CAP: tl.constexpr, workspace,
 ):  # fmt: skip
     """Attend keys ``begin … end`` in steps of KEYS and merge each split into the state (m, z, acc).
 
     ``begin`` is a multiple of KEYS. Keys below ``low`` and from ``end`` on are seen by no row of the tile and may
     be stale, NaN included: they are not read. MASKED False promises that every row sees every key.
+    TO_CAP > 0 soft-caps the scores: tanh(TO_CAP · score) takes the place of each score, and ``scale`` holds the cap.
     A tile with a place in the ``workspace`` (or None) leaves each split but the last there instead.
     """
     ROWS: tl.constexpr = q.shape[0]
@@ -88,6 +103,8 @@ def _walk(
             k = tl.load(k_ptr + offset, mask=(dims < HEAD_DIM)[None, :], other=0.0)
             v = tl.load(v_ptr + offset, mask=(dims < HEAD_DIM)[None, :], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if TO_CAP > 0:
+            scores = _tanh(scores * TO_CAP)
         if MASKED:
             visible = keys[None, :] <= position[:, None]
             if WINDOW:
@@ -115,15 +132,33 @@ def _rows(positions_ptr, first, last, head, HEADS: tl.constexpr, GROUP: tl.const
 
 
 @triton.jit
+def _queries(q_ptr, index, in_use, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    offset, mask = _values(index, in_use, HEAD_DIM, DIM)
+    return tl.load(q_ptr + offset, mask=mask, other=0.0)
+
+
+@triton.jit
 def _first_seen(position, window):
     """The first key that any row of a tile sees; rows at position -1 see nothing."""
     return tl.maximum(tl.min(tl.where(position >= 0, position, 2**30)) - window + 1, 0)
 
 
 @triton.jit
+def _merge_sinks(sinks_ptr, index, in_use, m, z, acc, HEADS: tl.constexpr):
+    """Merge each row's sink, after all splits: a key with the sink as score and zeros as value."""
+    sink = tl.load(sinks_ptr + index % HEADS, mask=in_use, other=0.0)
+    score = tl.fma(sink, tl.full(sink.shape, LOG2_E, tl.float32), 0.0)  # a plain product could be contracted in _merge
+    return _merge(m, z, acc, score, tl.full(sink.shape, 1.0, tl.float32), tl.zeros(acc.shape, tl.float32))
+
+
+@triton.jit
 def _store(
-    out_ptr, index, position, in_use, z, acc, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, FIRST: tl.constexpr
+    out_ptr, sinks_ptr, index, position, in_use, m, z, acc, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
+    """Write the outputs of a tile's rows from their final state, with the sinks merged."""
+    if sinks_ptr is not None:
+        m, z, acc = _merge_sinks(sinks_ptr, index, in_use, m, z, acc, HEADS)
     sees = position >= FIRST
     out = tl.where(sees[:, None], acc * (1.0 / tl.where(sees, z, 1.0))[:, None], 0.0)
     offset, mask = _values(index, in_use, HEAD_DIM, DIM)
@@ -132,13 +167,13 @@ def _store(
 
 @triton.jit
 def _merge_kept(
-    positions_ptr, state_ptr, acc_ptr, out_ptr, first, last, head, place, stride, first_split, end_split,
+    positions_ptr, state_ptr, acc_ptr, out_ptr, sinks_ptr, first, last, head, place, stride, first_split, end_split,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     FIRST: tl.constexpr,
 ):  # fmt: skip
     """Merge splits ``first_split … end_split`` of a tile out of the workspace, in order, and write its outputs.
 
-    They are read ahead, in stages of 8 KiB or more; past L1, which may hold an older layer's.
+    Splits are read ahead, in stages of 8 KiB or more. The reads bypass L1, which may hold an older layer's values.
     """
     AT_ONCE: tl.constexpr = max(2048 // (ROWS * DIM), 1)
     in_use, index, position = _rows(positions_ptr, first, last, head, HEADS, GROUP, ROWS)
@@ -152,12 +187,26 @@ def _merge_kept(
             z1 = tl.load(state_ptr + at * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")
             acc1 = tl.load(acc_ptr + offset, mask=mask, other=0.0, cache_modifier=".cg")
             m, z, acc = _merge(m, z, acc, m1, z1, acc1)
-    _store(out_ptr, index, position, in_use, z, acc, HEAD_DIM, DIM, FIRST)
+    _store(out_ptr, sinks_ptr, index, position, in_use, m, z, acc, HEADS, HEAD_DIM, DIM, FIRST)
 
 
 @triton.jit
-def _complete(arrivals_ptr, mine, splits):
-    """Count in the splits that this program has kept. True for the last to arrive, which sets the count back."""
+def _place(partial, tile, skipped, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+    """Where split 0 of a tile would be in the workspace; the plan gave places from split ``skipped`` (None: 0) on."""
+    place = (partial.to(tl.int64) * TOKENS - tile) * HEADS
+    if skipped is not None:
+        place -= skipped.to(tl.int64) * (TOKENS * HEADS)
+    return place
+
+
+@triton.jit
+def _complete(arrivals_ptr, mine, splits, skipped):
+    """Count in the splits that this program has kept. True for the last program to arrive, which resets the count.
+
+    The tile has ``splits``, less the first ``skipped`` (or None), which the plan left out.
+    """
+    if skipped is not None:
+        splits -= skipped
     tl.debug_barrier()  # all of the program's stores come before its arrival
     last = tl.atomic_add(arrivals_ptr, mine, sem="acq_rel") + mine == splits
     if last:
@@ -167,7 +216,7 @@ def _complete(arrivals_ptr, mine, splits):
 
 @triton.jit
 def _work_item(work_ptr, i):
-    """Entry ``i`` of the work list. Volatile, or the compiler would move the read behind the wait for the count."""
+    """Entry ``i`` of the work list. Volatile, or the compiler would move the read after the wait for the count."""
     entry = work_ptr + i * 8
     slot, length = tl.load(entry, volatile=True), tl.load(entry + 1, volatile=True)
     first, last = tl.load(entry + 2, volatile=True), tl.load(entry + 3, volatile=True)
@@ -179,16 +228,16 @@ def _work_item(work_ptr, i):
 @triton.jit
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, positions_ptr, work_ptr, count_ptr, arrivals_ptr, state_ptr, acc_ptr, out_ptr,
-    max_pages, page_stride, window, scale,
+    sinks_ptr, max_pages, page_stride, window, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, KEYS: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, CUT: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, TO_CAP: tl.constexpr, CUT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A fixed number of programs share the work list × parts of a tile × KV heads. Keys below FIRST are unseen.
+    """A fixed number of programs share the work list × parts of a tile × KV heads. Keys below FIRST are invisible.
 
-    A whole tile's splits are merged in registers. A cut tile's go to the workspace; the program that completes the
-    tile's count merges all of them, in order, and sets the count back for the next layer. Without CUT no tile is
-    cut: tiles are many, so each bounds its own keys, and attends those that all its rows see without masks.
+    Splits of a whole tile are merged in registers. Those of a cut tile go to the workspace, and the program that
+    completes the tile's count merges them in order. Without CUT a tile needs no masks for keys that all its rows see.
     """
     follow(OVERLAP)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -202,11 +251,11 @@ def attention_kernel(
         first = tile + part * (ROWS // GROUP)
         last = tl.minimum(first + ROWS // GROUP, tile_end)
         in_use, index, position = _rows(positions_ptr, first, last, head, HEADS, GROUP, ROWS)
-        offset, mask = _values(index, in_use, HEAD_DIM, DIM)
-        q = tl.load(q_ptr + offset, mask=mask, other=0.0)
+        q = _queries(q_ptr, index, in_use, HEAD_DIM, DIM)
         pages_ptr = table_ptr + slot.to(tl.int64) * max_pages
         own_k_ptr, own_v_ptr = k_ptr + head * PAGE * HEAD_DIM, v_ptr + head * PAGE * HEAD_DIM
-        place = (partial.to(tl.int64) * TOKENS - tile) * HEADS  # of the tile's split 0 in the workspace
+        skipped = tl.load(work_ptr + counter * 8 + 4) if WINDOW and CUT else None  # splits that the plan leaves out
+        place = _place(partial, tile, skipped, TOKENS, HEADS)
         stride = tl.where(partial >= 0, TOKENS * HEADS, 0)
         workspace = (state_ptr, acc_ptr, index + place, in_use, stride) if CUT else None
         begin, end, low = first_split * SPLIT, tl.minimum(end_split * SPLIT, length), FIRST
@@ -220,33 +269,34 @@ def attention_kernel(
                 masked = (tl.min(tl.where(position >= 0, position, end - 1)) + 1) // SPLIT * SPLIT
                 m, z, acc = _walk(
                     q, position, pages_ptr, own_k_ptr, own_v_ptr, page_stride, begin, masked, low, window, scale,
-                    m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, False, workspace,
+                    m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, False, TO_CAP, workspace,
                 )  # fmt: skip
                 begin = masked
         m, z, acc = _walk(
             q, position, pages_ptr, own_k_ptr, own_v_ptr, page_stride, begin, end, low, window, scale,
-            m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, True, workspace,
+            m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, True, TO_CAP, workspace,
         )  # fmt: skip
         if partial < 0:
-            _store(out_ptr, index, position, in_use, z, acc, HEAD_DIM, DIM, FIRST)
+            _store(out_ptr, sinks_ptr, index, position, in_use, m, z, acc, HEADS, HEAD_DIM, DIM, FIRST)
         elif CUT:
             _keep(workspace, end_split - 1, m, z, acc, HEAD_DIM)
             arrivals = arrivals_ptr + (counter * TOKENS + part) * KV_HEADS + head
-            if _complete(arrivals, end_split - first_split, tl.cdiv(length, SPLIT)):
+            if _complete(arrivals, end_split - first_split, tl.cdiv(length, SPLIT), skipped):
                 _merge_kept(
-                    positions_ptr, state_ptr, acc_ptr, out_ptr, first, last, head, place, TOKENS * HEADS,
+                    positions_ptr, state_ptr, acc_ptr, out_ptr, sinks_ptr, first, last, head, place, TOKENS * HEADS,
                     low // SPLIT, tl.cdiv(length, SPLIT), HEADS, GROUP, USED, HEAD_DIM, DIM, FIRST,
                 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "num_tokens", "partials", "programs"])
+@triton.jit(do_not_specialize=["rows", "num_tokens", "partials", "programs", "window"])
 def plan_kernel(
     slots_ptr, kv_len_ptr, query_start_ptr, work_ptr, count_ptr, arrivals_ptr, rows, num_tokens, partials, programs,
+    window,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, KV_HEADS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program ``row`` lists its row's tiles, last tokens first, each whole or in pieces.
 
-    WIDTH 0: rows begin where ``query_start`` says, and one more program lists the tokens that belong to no row.
+    WIDTH 0: ``query_start`` says where rows begin, and one more program lists the tokens that belong to no row.
     """
     row = tl.program_id(0)
     each = tl.arange(0, BLOCK)
@@ -257,6 +307,9 @@ def plan_kernel(
         stop = tl.load(query_start_ptr + each + 1, mask=each < rows, other=num_tokens)
     length = tl.load(kv_len_ptr + each, mask=each < rows, other=0)
     splits = (length + SPLIT - 1) // SPLIT
+    if window is not None:  # only splits from the one on that the row's first token sees
+        skipped = tl.maximum(length - (stop - start) - window + 1, 0) // SPLIT
+        splits -= skipped
     tiles = tl.where(each < tl.num_programs(0), (stop - start + TOKENS - 1) // TOKENS, 0)
     share = tl.maximum((tl.sum(tiles * splits) * KV_HEADS + programs - 1) // programs, 1)
     room = tl.cumsum(tl.where(splits > share, tiles * splits, 0))
@@ -274,6 +327,9 @@ def plan_kernel(
     own_length, own_splits = tl.sum(tl.where(me, length, 0)), tl.sum(tl.where(me, splits, 0))
     slot = tl.load(slots_ptr + row, mask=row < rows, other=0)
     size = (own_splits + per_tile - 1) // per_tile
+    own_skipped = 0
+    if window is not None:
+        own_skipped = tl.sum(tl.where(me, skipped, 0))
     for base in range(0, count, 32):
         i = base + tl.arange(0, 32)
         tile, piece = (count - 1 - i) // per_tile, i % per_tile
@@ -282,8 +338,8 @@ def plan_kernel(
         tl.store(entry + 1, tl.zeros_like(i) + own_length, mask=mask)
         tl.store(entry + 2, first + tile * TOKENS, mask=mask)
         tl.store(entry + 3, tl.minimum(first + tile * TOKENS + TOKENS, last), mask=mask)
-        tl.store(entry + 4, tl.minimum(piece * size, own_splits), mask=mask)
-        tl.store(entry + 5, tl.minimum(piece * size + size, own_splits), mask=mask)
+        tl.store(entry + 4, own_skipped + tl.minimum(piece * size, own_splits), mask=mask)
+        tl.store(entry + 5, own_skipped + tl.minimum(piece * size + size, own_splits), mask=mask)
         tl.store(entry + 6, tl.where(partial < 0, -1, partial + tile * own_splits), mask=mask)
         tl.store(entry + 7, at + i - piece, mask=mask)
     for base in range(at * TOKENS * KV_HEADS, (at + count) * TOKENS * KV_HEADS, 128):

@@ -1,9 +1,9 @@
-"""The best few tokens of each row of logits, in order, by the rule that ``sample`` picks one by.
+"""The best few tokens of each row of logits, in order, by the rule of ``sample``.
 
-Owns the op ``candidates``; drafters that try several continuations draw from it, through `sampling/pipeline.py`.
-A row's first candidate is what ``sample`` picks, its second what that would pick if the first were forbidden, and so
-on: all by the same scores, filters and noise. Three launches: the filter of ``sample``; *blocks* leaves each block's
-best keys, and *merge* the row's.
+Owns the op ``candidates``. Drafters that try several continuations call it through `sampling/pipeline.py`. The first
+candidate of a row is the token that ``sample`` returns; its second is the one that ``sample`` would return if the first
+were forbidden; and so on, all with the same scores, filters and noise. There are three launches: the filter of
+``sample``; *blocks* writes the best keys of each block; *merge* writes the best of the row.
 
 Shapes: N rows of logits (one a slot), V vocabulary, S slots, B blocks, C candidates.
 """
@@ -22,7 +22,7 @@ from unisono.types import FinishReason
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
 LEAST = tl.constexpr(-(2**63))
 NONE = tl.constexpr(-1)
-"""Stands where the filters keep fewer tokens: no draft."""
+"""No draft: the filters keep fewer tokens."""
 
 BLOCK, BLOCK_WARPS = 4096, 8
 
@@ -125,7 +125,7 @@ def candidates(
     """The ``count`` best tokens of each row for position length + offset, best first: [N, count] int32.
 
     logits [N, V], slots [N], ids, edited and the slot fields are as :func:`unisono.kernels.sampling.sample` takes
-    them, with a width of 1. Column 0 is what ``sample`` picks. A later one is -1 where the filters keep no more tokens.
+    them, with a width of 1. Column 0 is the token of ``sample``. Later ones are -1 where the filters keep no more.
     Rows of inactive slots are 0.
     """
     return torch.ops.unisono.candidates(

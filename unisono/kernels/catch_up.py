@@ -1,11 +1,12 @@
-"""How a draft module catches up with what the target committed: its passes' inputs, and the rows they keep.
+"""Inputs of the passes in which a draft module catches up with what the target committed, and a row scatter.
 
-A module that reads hidden states has an *entry* for every position p ≥ 1, in a KV cache of its own that the
-target's page tables index: the token at p beside the target's hidden state of p - 1. Position 0 has no entry. An
-entry depends on the tokens up to its own, as the target's keys do, so a cached page serves whoever shares its tokens.
+A module that reads hidden states has an *entry* for every position p ≥ 1: the token at p and the target's hidden state
+of p - 1. Position 0 has no entry. The module keeps the entries' keys and values in a KV cache of its own, which the
+target's page tables index. An entry depends on the tokens up to its own, as the target's keys do, so a cached page
+serves every request that has the same tokens.
 
 Owns the ops ``catch_up`` (the entries of a round), ``catch_up_extend`` (those of a prompt pass) and ``keep_rows``
-(row scatter that skips). The first two only read slots; drafters call each once per pass, inside the graph.
+(a row scatter that skips some rows). The first two only read slots. Drafters call each once per pass, inside the graph.
 
 Shapes: R rows, W width, E rows of a prompt pass, T its tokens, S slots, MP pages per slot, P page size.
 """
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, define, ints, register
 
 NEVER = tl.constexpr(2**31 - 1)
 
@@ -28,10 +29,10 @@ KEEP_BLOCK = 1024
 
 
 class CatchUp(NamedTuple):
-    """The entries of a round, W per row; those behind what a row committed are padding. All int32.
+    """The entries of a round, W per row; those after what a row committed are padding. All int32.
 
     token_ids, positions (-1: padding), slot_mapping [R · W]; kv_len [R].
-    last [R]: index of each row's last entry. owners [R]: whose it is: a slot, or -1 where nothing was committed.
+    last [R]: index of each row's last entry. owners [R]: its slot, or -1 where nothing was committed.
     pages [R · W]: the page that ends with the position before the entry's, or -1 where none does.
     """
 
@@ -79,12 +80,12 @@ def _catch_up_kernel(
     real = j < count
     at = end - count + j
     page = tl.load(table + at // PAGE, mask=real, other=0)
-    behind = real & (at % PAGE == 0)
+    starts_page = real & (at % PAGE == 0)
     out = row * W + j
     tl.store(token_ids + out, tl.load(sampled + out, mask=real, other=0), mask=j < W)
     tl.store(positions + out, tl.where(real, at, -1), mask=j < W)
     tl.store(slot_mapping + out, tl.where(real, page * PAGE + at % PAGE, j % PAGE), mask=j < W)
-    tl.store(pages + out, tl.load(table + at // PAGE - 1, mask=behind, other=-1), mask=j < W)
+    tl.store(pages + out, tl.load(table + at // PAGE - 1, mask=starts_page, other=-1), mask=j < W)
     tl.store(kv_len + row, tl.where(count > 0, end, 0))
     tl.store(last + row, row * W + tl.maximum(count - 1, 0))
     tl.store(owners + row, tl.where(count > 0, slot, -1))
@@ -126,12 +127,12 @@ def _catch_up_extend_kernel(
     row = tl.sum((ends[None, :] <= t[:, None]).to(tl.int32), axis=1)
     table = page_table + tl.load(slots + row, mask=real, other=0).to(tl.int64) * max_pages + at // PAGE
     page = tl.load(table, mask=real, other=0)
-    behind = real & (at % PAGE == 0)
+    starts_page = real & (at % PAGE == 0)
     out = E + t
     tl.store(token_ids + out, tl.load(next_ids + t, mask=real, other=0), mask=t < T)
     tl.store(positions + out, tl.where(real, at, -1), mask=t < T)
     tl.store(slot_mapping + out, tl.where(real, page * PAGE + at % PAGE, t % PAGE), mask=t < T)
-    tl.store(pages + t, tl.load(table - 1, mask=behind, other=-1), mask=t < T)
+    tl.store(pages + t, tl.load(table - 1, mask=starts_page, other=-1), mask=t < T)
 
 
 @triton.jit
@@ -186,8 +187,8 @@ def _places_cpu(page_table: Tensor, slot: Tensor, at: Tensor, spare: Tensor, pag
     """slot_mapping of entries at positions ``at`` (-1: padding), and the pages that end right before them."""
     real, column = at >= 0, (at // page_size).clamp_min(0).long()
     slot_mapping = (page_table[slot, column] * page_size + at % page_size).where(real, spare % page_size)
-    behind = real & (at % page_size == 0)
-    return slot_mapping, page_table[slot, (column - 1).clamp_min(0)].where(behind, -1)
+    starts_page = real & (at % page_size == 0)
+    return slot_mapping, page_table[slot, (column - 1).clamp_min(0)].where(starts_page, -1)
 
 
 def _catch_up_extend_meta(
@@ -277,10 +278,10 @@ register("keep_rows", cuda=launch_keep_rows, cpu=keep_rows_cpu, meta=lambda *arg
 def catch_up(
     slots: Tensor, result: Tensor, sampled: Tensor, length: Tensor, page_table: Tensor, page_size: int
 ) -> CatchUp:
-    """The entries that a round makes known: those of the tokens it committed.
+    """The entries of the tokens that a round committed.
 
     slots [R], result [R, W + 2] as ``kernels.rounds.commit`` returns it (count first), sampled [R, W], length [S]
-    (already with what was committed), page_table [S, MP]; all int32. Entry j of a row, j < count, is picks[:, j] at
+    (already with what was committed), page_table [S, MP]; all int32. Entry j of a row, j < count, is sampled[:, j] at
     position length - count + j, where the round's j-th hidden state is the one before it. Padding entries write
     to padding page 0.
     """
@@ -291,12 +292,12 @@ def catch_up_extend(
     slots: Tensor, query_start: Tensor, start: Tensor, token_ids: Tensor, next_ids: Tensor, positions: Tensor,
     page_table: Tensor, page_size: int,
 ) -> CatchUpExtend:  # fmt: skip
-    """The entries that a prompt pass makes known, and the one that a prefix hit leaves open.
+    """The entries of a prompt pass, and the one that is missing after a prefix hit.
 
     slots, start [E], query_start [E + 1]; token_ids, next_ids, positions [T] (-1: padding): the pass as
-    ``drafters.base.PromptPass`` has it; page_table [S, MP]; all int32. A token at p makes the entry of ``next_ids`` at
-    p + 1 known. A row that begins at a page's edge also has a leading entry, of its own first token: behind
-    a cached prefix nobody else makes it, and in a chunked prompt it is made again with the same bits.
+    ``drafters.base.PromptPass`` has it; page_table [S, MP]; all int32. A token at p gives the entry of
+    ``next_ids`` at p + 1. A row that begins at the start of a page also has a leading entry, for its own first token:
+    after a cached prefix no other pass computes it, and in a chunked prompt it is computed again with the same bits.
     """
     return CatchUpExtend(
         *torch.ops.unisono.catch_up_extend(
@@ -313,14 +314,10 @@ def keep_rows(out: Tensor, rows: Tensor, source: Tensor) -> None:
     torch.ops.unisono.keep_rows(out, rows, source)
 
 
-def _ints(names: str, scalars: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), "*i32") | dict.fromkeys(scalars.split(), "i32")
-
-
 AOT: list[AotCase] = [
     AotCase(
         _catch_up_kernel,
-        _ints(
+        ints(
             "slots result sampled length page_table token_ids positions slot_mapping kv_len last owners pages",
             "stride max_pages W",
         ),
@@ -329,7 +326,7 @@ AOT: list[AotCase] = [
     ),
     AotCase(
         _catch_up_extend_kernel,
-        _ints(
+        ints(
             "slots query_start start given_ids next_ids given_positions page_table token_ids positions slot_mapping"
             " row_slots kv_len row_start last owners sources pages",
             "max_pages E T",

@@ -1,4 +1,4 @@
-"""What a draft module reads of a token: its normed embedding beside a normed hidden state. Owns the ``concat_norm`` op.
+"""The input of a draft module: a token's normed embedding and a normed hidden state. Owns the ``concat_norm`` op.
 
 One launch instead of a gather, two norms and a concatenation, with the bits of ``rms_norm``. Draft heads call it.
 
@@ -17,7 +17,7 @@ from unisono.kernels.norm import rms_norm_cpu, rms_norm_formula, row_warps
 
 
 @triton.jit
-def _join_norms_kernel(
+def _concat_norm_kernel(
     token_ids, table, hidden, table_weight, hidden_weight, out, eps, H, BLOCK_H: tl.constexpr
 ):  # fmt: skip
     row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -40,7 +40,7 @@ def launch_concat_norm(
     tokens, size = hidden.shape
     out = hidden.new_empty(tokens, 2 * size)
     block = triton.next_power_of_2(size)
-    _join_norms_kernel[(tokens, 2)](
+    _concat_norm_kernel[(tokens, 2)](
         token_ids, table, hidden.contiguous(), table_weight, hidden_weight, out, eps, size,
         BLOCK_H=block, num_warps=row_warps(block),
     )  # fmt: skip
@@ -55,13 +55,13 @@ def concat_norm_cpu(
     return torch.cat((rms_norm_cpu(embedding, table_weight, eps), rms_norm_cpu(hidden, hidden_weight, eps)), 1)
 
 
-def _join_norms_meta(
+def _concat_norm_meta(
     token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
 ) -> Tensor:
     return hidden.new_empty(hidden.shape[0], 2 * hidden.shape[1])
 
 
-def _join_norms_formula(
+def _concat_norm_formula(
     token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
 ) -> Tensor:
     embedding = torch.nn.functional.embedding(token_ids, table).to(hidden.dtype)
@@ -72,14 +72,14 @@ define(
     "concat_norm(Tensor token_ids, Tensor table, Tensor hidden, Tensor table_weight, Tensor hidden_weight, float eps)"
     " -> Tensor"
 )
-register("concat_norm", cuda=launch_concat_norm, cpu=concat_norm_cpu, meta=_join_norms_meta)
-differentiable("concat_norm", _join_norms_formula)
+register("concat_norm", cuda=launch_concat_norm, cpu=concat_norm_cpu, meta=_concat_norm_meta)
+differentiable("concat_norm", _concat_norm_formula)
 
 
 def concat_norm(
     token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
 ) -> Tensor:
-    """``[rms_norm(table[token_ids]), rms_norm(hidden)]``, side by side.
+    """``[rms_norm(table[token_ids]), rms_norm(hidden)]``, concatenated.
 
     token_ids [T] int32, in range; table [V, H] and hidden [T, H]; their norms' weights [H]; all but the ids of one
     dtype. Returns [T, 2 H]. H up to 16384.
@@ -89,7 +89,7 @@ def concat_norm(
 
 AOT: list[AotCase] = [
     AotCase(
-        _join_norms_kernel,
+        _concat_norm_kernel,
         dict.fromkeys(("table", "hidden", "table_weight", "hidden_weight", "out"), f"*{dtype}")
         | {"token_ids": "*i32", "eps": "fp32", "H": "i32"},
         {"BLOCK_H": block},

@@ -1,12 +1,12 @@
-"""What surrounds a draft model's passes: tokens from the device's own history, positions, and where KV goes.
+"""Inputs of a draft model's passes: token ids from the history on the device, positions and KV slot mappings.
 
-Owns the ops ``draft_inputs`` (a pass inside a round, at positions behind, at and after the last committed
-token) and ``draft_extend_inputs`` (a pass over prompt chunks, each begun one token early). Drafters with a
-KV cache of their own call them, once per pass, inside the graph. Both only read slots.
+Owns the ops ``draft_inputs`` (a pass inside a round, at positions before, at and after the last committed token) and
+``draft_extend_inputs`` (a pass over prompt chunks, each of which begins one token early). Drafters with a KV cache of
+their own call them, once per pass, inside the graph. Both only read slots.
 
-Why early: a draft model learns of a round's last draft in the next round only, and a request may end
-between the two. Its last page then reaches the prefix cache with one key missing from the draft model's
-cache, the page's last, at the position before whoever continues from that page: who computes it anew.
+Why one token early: a draft model reads a round's last draft only in the next round, and a request may end between the
+two. Its last page then reaches the prefix cache without the draft model's key of the page's last position. A request
+that continues from that page computes this key again.
 
 Shapes: R rows, k drafts, W width, T tokens, S slots, N tokens of history, MP pages per slot, P page size.
 """
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, define, ints, register
 from unisono.types import FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
@@ -31,8 +31,8 @@ DraftExtendInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @triton.jit
-def _kv_slot(page_table, slot, max_pages, at, written, spare, PAGE: tl.constexpr):
-    """Where position ``at`` is written: its page, or at ``spare`` of the padding page."""
+def _slot_mapping(page_table, slot, max_pages, at, written, spare, PAGE: tl.constexpr):
+    """Where position ``at`` is written: in its page, or at offset ``spare`` of the padding page."""
     page = tl.load(page_table + slot.to(tl.int64) * max_pages + at // PAGE, mask=written, other=0)
     return tl.where(written, page * PAGE + at % PAGE, spare % PAGE)
 
@@ -56,7 +56,7 @@ def _draft_inputs_kernel(
     drafted = tl.load(drafts + row * K + at - tokens, mask=real & (at >= tokens), other=0)
     token = tl.where(at < tokens, committed, drafted)
     known = (token >= 0) & (token < vocab_size)
-    place = _kv_slot(page_table, tl.load(tables + row), max_pages, at, real & (at < end), j, PAGE)
+    place = _slot_mapping(page_table, tl.load(tables + row), max_pages, at, real & (at < end), j, PAGE)
 
     out = row * W + j
     tl.store(token_ids + out, tl.where(known, token, 0), mask=j < W)
@@ -89,7 +89,7 @@ def _draft_extend_inputs_kernel(
     known = (token >= 0) & (token < vocab_size)
     tl.store(token_ids + t, tl.where(known, token, 0), mask=t < T)
     tl.store(positions + t, tl.where(real, at, -1), mask=t < T)
-    tl.store(slot_mapping + t, _kv_slot(page_table, slot, max_pages, at, real, t, PAGE), mask=t < T)
+    tl.store(slot_mapping + t, _slot_mapping(page_table, slot, max_pages, at, real, t, PAGE), mask=t < T)
 
 
 def _draft_inputs_meta(
@@ -132,13 +132,13 @@ def draft_inputs_cpu(
     token = token.where((token >= 0) & (token < vocab_size), 0)
     written = real & (at < end)
     table = slot if tables is None else tables.long()[:, None]
-    slot_mapping = _kv_slots_cpu(page_table, table, at, written, j, page_size)
+    slot_mapping = _slot_mapping_cpu(page_table, table, at, written, j, page_size)
     kv_len = torch.minimum(tokens + first + width, end).clamp_min(0).where(active, 0)
     positions = torch.minimum(at, end - 1).where(real, -1)
     return token.flatten(), positions.flatten(), slot_mapping.flatten(), kv_len.flatten()
 
 
-def _kv_slots_cpu(
+def _slot_mapping_cpu(
     page_table: Tensor, slot: Tensor, at: Tensor, written: Tensor, spare: Tensor, page_size: int
 ) -> Tensor:
     column = (at // page_size).where(written, 0).long()
@@ -182,7 +182,7 @@ def draft_extend_inputs_cpu(
     real = inside & (at >= 0)
     slot = slots[row].long()
     token = history[slot, at.where(real, 0).long()].where(real, 0)
-    slot_mapping = _kv_slots_cpu(page_table, slot, at, real, t, page_size)
+    slot_mapping = _slot_mapping_cpu(page_table, slot, at, real, t, page_size)
     token = token.where((token >= 0) & (token < vocab_size), 0)
     return token, at.where(real, -1), slot_mapping, start + query_start.diff(), draft_start
 
@@ -209,7 +209,7 @@ def draft_inputs(
     slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
     page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int, tables: Tensor | None = None,
 ) -> DraftInputs:  # fmt: skip
-    """What a draft model reads at positions ``length + first … length + first + width - 1`` of each row.
+    """The inputs of a draft model at positions ``length + first … length + first + width - 1`` of each row.
 
     slots [R], drafts [R, k], history [S, N]; length, max_length, status [S]; page_table [S, MP]; tables [R]: the row
     of it that each row reads (None: its slot's); all int32. The token at position p is history[p] below ``length`` and
@@ -243,15 +243,11 @@ def draft_extend_inputs(
     )
 
 
-def _ints(names: str, scalars: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), "*i32") | dict.fromkeys(scalars.split(), "i32")
-
-
 AOT: list[AotCase] = [
     *(
         AotCase(
             _draft_inputs_kernel,
-            _ints(
+            ints(
                 "slots tables drafts history length max_length status page_table token_ids positions slot_mapping"
                 " kv_len",
                 "stride max_tokens max_pages K first W vocab_size",
@@ -263,7 +259,7 @@ AOT: list[AotCase] = [
     ),
     AotCase(
         _draft_extend_inputs_kernel,
-        _ints(
+        ints(
             "slots query_start start history page_table token_ids positions slot_mapping kv_len draft_start",
             "max_tokens max_pages R T vocab_size",
         ),

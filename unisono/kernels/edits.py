@@ -1,13 +1,13 @@
-"""Editing logits before the filters see them: what a request forbids, favours and penalises.
+"""Edits of logits before the filters: forbidden tokens, biases and penalties of a request.
 
 Owns the op ``edit_logits`` and the layout of the edit table, one row of int32 words per slot;
 `sampling/edits.py` packs rows and `sampling/pipeline.py` calls the op, for the target's logits and for a
-drafter's. Only slots whose ``edits`` field is not 0 have a row there: for all others a program returns at once.
+drafter's. Only slots whose ``edits`` field is not 0 have a row there. The programs of all others return at once.
 
-Edited rows are written to a tensor of their own in fp32, since a penalised bf16 logit is no bf16 number. In order,
+Edited rows are written to a tensor of their own in fp32, because a penalised bf16 logit is not a bf16 number. In order,
 as vLLM applies them:
 
-* mask: what a pass's own mask forbids at a position becomes -inf (a bit for each id), where the pass has one.
+* mask: ids that the pass's mask forbids at a position become -inf (a bit for each id), if the pass has a mask.
 * allowed: ids outside the set become -inf (a bit for each id).
 * bad words: the last id of a word becomes -inf where the output ends with the others.
 * bias: added.
@@ -15,9 +15,9 @@ as vLLM applies them:
 * repetition (of ids in prompt or output): positive logits are divided by it, others multiplied (Keskar et al.,
   CTRL, arXiv 1909.05858). frequency: subtracted once per occurrence in the output; presence: once if there is any.
 
-Occurrences are counted anew from the slot's history, in integers: there is no state to keep in step with commits,
-preemption and prefix hits, and no order of additions that could change bits. A position of a round also sees the
-drafts before it, as if they were committed.
+Occurrences are counted each time from the slot's history, in integers. No state must be kept consistent with commits,
+preemption and prefix hits, and no order of additions can change bits. A position of a round also sees the drafts before
+it, as if they were committed.
 
 Shapes: N = R * W rows of logits, V columns, S slots.
 """
@@ -43,12 +43,12 @@ BIASES = tl.constexpr(8 + MAX_BIASES)
 WORDS = tl.constexpr(8 + 2 * MAX_BIASES)
 """Bad words, MAX_BAD_WORD_TOKENS ids each, right-aligned, -1 before."""
 ALLOWED = tl.constexpr(8 + 2 * MAX_BIASES + MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS)
-"""Bit i % 32 of word i // 32: token i may be picked. Read only if RESTRICTED."""
+"""Bit i % 32 of word i // 32: token i may be sampled. Read only if RESTRICTED."""
 
 EDIT_BLOCK, EDIT_WARPS = 4096, 8
 HISTORY_CHUNK = 1024
 PROGRAMS = 1024
-"""Programs per launch: enough to fill a GPU, few enough that those with nothing to do cost nothing."""
+"""Programs per launch: enough to fill a GPU, and few enough that idle ones cost little."""
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _column_of(token, ids, V, HAS_IDS: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def _count(past, first, last, base, ids, V, HAS_IDS, STEPS, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Occurrences [BLOCK] of the columns from ``base`` on among the tokens ``first`` … ``last`` of a history."""
+    """How often the columns [BLOCK] from ``base`` on occur among the tokens ``first`` … ``last`` of a history."""
     counts = tl.zeros((BLOCK,), tl.int32)
     i = tl.arange(0, CHUNK)
     for start in range(first, last, CHUNK):
@@ -274,7 +274,7 @@ def edit_logits(
     """Edited copies of the rows that ask for it; the other rows of the result are left as they were allocated.
 
     logits [R * width, V] bf16, fp16 or fp32, last dimension contiguous; slots [R] int32. Row r * width + j is for
-    position length + offset + j and sees drafts[r, : offset + j] (int32, -1: none) behind the history. edits, length,
+    position length + offset + j and sees drafts[r, : offset + j] (int32, -1: none) after the history. edits, length,
     status [S], stop_ids [S, 16] (-1: none): slot fields of one stride; history [S, max_tokens], table
     [S, words of a row]; all int32. ids [V] int32, ascending: the token of each column (None: the column itself).
     mask [R * width, words] int32, last dimension contiguous: bit i % 32 of word i // 32 allows token i (None: all).

@@ -1,4 +1,4 @@
-"""How an op enters the house: one schema, a CUDA implementation, a CPU twin, a shape function.
+"""How an op is declared: a schema, a CUDA implementation, a CPU twin and a shape function.
 
 Owns the ``unisono`` torch.library namespace, except ``outputs_ready`` of ``program/buffers.py``. Kernel files call
 :func:`define` and :func:`register`; the tape (``graphs/tape.py``) then sees each kernel as one op, on any device.
@@ -33,8 +33,8 @@ def register(name: str, *, cuda: Callable, cpu: Callable, meta: Callable) -> Non
 def differentiable(name: str, formula: Callable) -> None:
     """Give op ``name`` a gradient: ``formula``, the op in plain torch, runs in its place where one is wanted.
 
-    That is where an input requires one and gradients are on. Everywhere else, in all of serving, the op stays what it
-    is; a formula owes the op's values up to rounding, not its bits.
+    A gradient is wanted where an input requires one and gradients are enabled. Everywhere else, also in serving, the
+    op itself runs. A formula must give the op's values up to rounding, not its bits.
     """
     op = getattr(torch.ops.unisono, name).default
 
@@ -63,8 +63,13 @@ class AotCase:
     num_stages: int = 3
 
 
+def ints(pointers: str, scalars: str) -> dict[str, str]:
+    """The signature of an AotCase's int32 arguments, from their names: tensors, then numbers."""
+    return dict.fromkeys(pointers.split(), "*i32") | dict.fromkeys(scalars.split(), "i32")
+
+
 def one_stride(*fields: torch.Tensor) -> int:
-    """The stride that all slot fields share: kernels take it once. Raises ValueError for fields of several arenas."""
+    """The stride that all slot fields share, which kernels take once. Raises ValueError where strides differ."""
     stride = fields[0].stride(0)
     if any(field.stride(0) != stride for field in fields):
         raise ValueError(f"slot fields have strides {[f.stride(0) for f in fields]}: make them views of one arena")

@@ -1,10 +1,10 @@
 """Matrix products whose bits do not depend on the batch, and their fused bias and residual.
 
 Owns the ``linear`` op. Every product accumulates K in one sequence in fp32, so a row's bits are fixed by
-the weight alone: never by the number of rows, the tile or the backend. Small M streams the weights
-through one Triton kernel; large M is cuBLASLt with split-K forbidden, which sums in the same order
-(measured on an H200). :func:`prove_exact` checks that on this GPU, for this weight's shape; a shape
-without that proof stays on Triton. Called by ``layers``; the engine calls :func:`configure_exact_blas` and
+the weight alone: never by the number of rows, the tile or the backend. Small M runs on one Triton
+kernel; large M runs on cuBLASLt with split-K forbidden, which sums in the same order (measured on an
+H200). :func:`prove_exact` checks this on the present GPU for a weight's shape; a shape without that
+proof stays on Triton. Called by ``layers``; the engine calls :func:`configure_exact_blas` and
 :func:`prove_exact` at start.
 
 Shapes: M rows, K inputs, N outputs.
@@ -30,12 +30,12 @@ PROOF_ROWS = (65, 96, 128, 192, 256, 512, 1024, 2048)
 """Numbers of rows at which cuBLASLt is compared with the Triton kernel."""
 
 _proven: dict[tuple[int, int, torch.dtype], bool] = {}
-"""(N, K, dtype) -> whether :func:`prove_exact` saw the same bits from cuBLASLt. All others stay on Triton."""
+"""(N, K, dtype) -> whether :func:`prove_exact` saw the same bits from cuBLASLt. Other shapes stay on Triton."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Blocking of the Triton kernel. It sets the speed; no choice here changes a bit of the result."""
+    """Blocking of the Triton kernel. It decides about speed and changes no bit of the result."""
 
     m: int
     n: int
@@ -51,7 +51,7 @@ _TILES = {  # up to so many rows: tiles for N small (≤ 2 programs of 16 output
 }
 
 ROW_TILES = tuple(_TILES)
-"""Rows at which a tile of the Triton kernel is just full."""
+"""Numbers of rows that exactly fill a tile of the Triton kernel."""
 
 
 def _config(rows: int, n: int, dtype: torch.dtype) -> Tile:
@@ -69,13 +69,13 @@ def _linear_kernel(x, weight, bias, residual, out, M, N, K,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
                    OVERLAP: tl.constexpr):  # fmt: skip
-    # Row tiles of one weight tile run side by side, so that the weight comes from memory once.
+    # Row tiles of one weight tile are neighbours in the grid, so that the weight is read from memory once.
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
     row_ok, col_ok = rows < M, cols < N
     x_ptrs = x + rows.to(tl.int64)[:, None] * K + ks[None, :]
-    # The last weight tile repeats the last row: cheaper than a mask, and what it computes is not stored.
+    # The last weight tile repeats the last row: that is cheaper than a mask, and the result is not stored.
     w_ptrs = weight + tl.minimum(cols, N - 1).to(tl.int64)[None, :] * K + ks[:, None]
     follow(OVERLAP)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -92,7 +92,7 @@ def _linear_kernel(x, weight, bias, residual, out, M, N, K,
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
 
-    # Round before every addition: the bits of the unfused path, which large M takes.
+    # Round before every addition: these are the bits of the unfused path, which serves large M.
     y = acc.to(out.dtype.element_ty)
     if HAS_BIAS:
         b = tl.load(bias + cols, mask=col_ok, other=0.0)
@@ -159,7 +159,7 @@ def launch_add(y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tenso
 def configure_exact_blas() -> None:
     """Tell torch's CUDA BLAS to sum K in one sequence: cuBLASLt, no split-K, no reduced precision.
 
-    Process-wide; nothing without a GPU. Call it before the first matrix product on one: cuBLASLt reads its
+    Process-wide; does nothing without a GPU. Call it before the first matrix product on one: cuBLASLt reads its
     workspace size once.
     """
     if not torch.cuda.is_available():
@@ -187,8 +187,8 @@ def blas_linear(
 def prove_exact(weight: torch.Tensor, rows: tuple[int, ...] = PROOF_ROWS) -> bool:
     """Whether cuBLASLt gives the small-M Triton kernel's bits for ``weight [N, K]`` on this GPU.
 
-    Compares both on random inputs of each number of ``rows``, once in a process for each shape and dtype: what drafter
-    and target share is not compared again. Where all agree, :func:`linear` runs this shape through cuBLASLt above
+    Compares both on random inputs of each number of ``rows``, once in a process for each shape and dtype: shapes
+    that drafter and target share are compared once. Where all agree, :func:`linear` runs this shape on cuBLASLt above
     TRITON_ROWS rows; any other shape runs through Triton at every M: slower, still exact. True, and without effect,
     where cuBLASLt is never used (fp32, CPU). Synchronises; for the engine's start.
     """
@@ -210,14 +210,14 @@ def _same_bits(weight: torch.Tensor, rows: int) -> bool:
 
 
 def rehearse_proof(weight: torch.Tensor) -> None:
-    """Launch what :func:`prove_exact` will launch and learn nothing from it: for compiling kernels ahead."""
+    """Launch what :func:`prove_exact` will launch and ignore the result: this compiles the kernels ahead of time."""
     if weight.device.type == "cuda" and weight.dtype is not torch.float32:
         for count in PROOF_ROWS:
             _same_bits(weight, count)
 
 
 def runs_on_blas(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether this product is cuBLASLt's rather than the Triton kernel's."""
+    """Whether cuBLASLt computes this product; else the Triton kernel does."""
     return x.shape[0] > TRITON_ROWS and _proven.get((*weight.shape, weight.dtype), False)
 
 

@@ -1,7 +1,7 @@
-"""A product, the residual stream it is added to, and the norm that reads the sum. Owns the ``linear_norm`` op.
+"""A matrix product, the addition of the residual and the norm of the sum. Owns the ``linear_norm`` op.
 
-Two launches at any number of rows: where the product is the Triton kernel's it adds the residual itself, where it is
-cuBLASLt's the norm does. Rounding is the same, so are the bits. Called by ``layers``.
+There are two launches at any number of rows. Where the Triton kernel computes the product, it adds the residual; where
+cuBLASLt does, the norm adds it. Both round alike and give the same bits. Called by ``layers``.
 
 Shapes: M rows, K inputs, H features.
 """

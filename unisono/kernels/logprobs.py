@@ -1,12 +1,13 @@
-"""Log-probabilities of sampled tokens and of the likeliest ones, for the rows that ask.
+"""Log-probabilities of sampled tokens and of the most likely ones, for the rows that ask for them.
 
-Owns the op ``logprobs``; the engine's programs call it behind `sampling/pipeline.py`, inside the graph, and rows
-whose slot wants none cost a program that returns at once. Two launches: *blocks* leaves, of every block of columns,
-its maximum, its sum of exponentials, how many logits reach the sampled one, and its likeliest ids; *merge* puts the
-blocks of a row together in order. Blocks are cut by the vocabulary alone, so a row's bits depend on nothing else.
+Owns the op ``logprobs``. The engine's programs call it after `sampling/pipeline.py`, inside the graph. A row whose slot
+wants none costs a program that returns at once. Two launches: *blocks* writes, for every block of columns, its
+maximum, its sum of exponentials, how many logits are at or above the sampled one, and its most likely ids; *merge*
+combines the blocks of a row in order. The vocabulary alone fixes the blocks, so a row's bits depend on nothing else.
 
-``raw`` log-probabilities are the softmax of the model's own logits; ``processed`` ones of what the token was drawn
-from: edited, divided by the temperature (unless greedy), filtered (-inf for what was dropped). Names are vLLM's.
+``raw`` log-probabilities are the softmax of the model's own logits; ``processed`` ones are of the distribution that the
+token was drawn from: edited, divided by the temperature (unless greedy) and filtered (-inf for what was dropped). The
+names are vLLM's.
 
 Shapes: N = R * W rows of logits, V vocabulary, S slots, B blocks, L = MAX_LOGPROBS.
 """
@@ -31,7 +32,7 @@ WORDS = 2 + 2 * MAX_LOGPROBS
 
 BLOCK, BLOCK_WARPS = 4096, 8
 PROGRAMS = 1024
-"""Programs per launch: enough to fill a GPU, few enough that those with nothing to do cost nothing."""
+"""Programs per launch: enough to fill a GPU, and few enough that idle ones cost little."""
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def _value(key):
 
 @triton.jit
 def _read(row, at, t, least, V, SCALED: tl.constexpr):
-    """Logits as they count: NaN is -inf, -0.0 is 0.0, and what the filters dropped is -inf."""
+    """Logits with NaN as -inf, -0.0 as 0.0, and -inf for those that the filters dropped."""
     value = tl.load(row + at, mask=at < V, other=float("-inf")).to(tl.float32)
     value = tl.where(value == value, value, float("-inf"))
     value = tl.where(value == 0.0, 0.0, value)
@@ -202,14 +203,14 @@ def logprobs(
     logits: Tensor, slots: Tensor, width: int, tokens: Tensor, wanted: Tensor, status: Tensor, temperature: Tensor,
     edits: Tensor, edited: Tensor, threshold: Tensor, processed: bool, out: Tensor,
 ) -> None:  # fmt: skip
-    """Write the log-probabilities of N = R * width picks into ``out [N, WORDS]`` int32, contiguous.
+    """Write the log-probabilities of N = R * width sampled tokens into ``out [N, WORDS]`` int32, contiguous.
 
     logits [N, V], last dimension contiguous; slots [R], tokens [N] int32: what was sampled; wanted (alternatives, at
     most MAX_LOGPROBS; -1: the row is not written), status, edits int32 and temperature fp32: slot fields [S] of one
     stride; edited [N, V], threshold [N] fp32: what editing and sampling left (:class:`Sampled`).
 
-    A row: logprob of its token; its rank, the number of logits at or above its own; ``wanted`` ids, likeliest first,
-    ties to the lowest id; their logprobs. Words behind them keep their values.
+    A row: logprob of its token; its rank, the number of logits at or above its own; ``wanted`` ids, most likely
+    first, ties to the lowest id; their logprobs. Words after them keep their values.
     """
     torch.ops.unisono.logprobs(
         logits, slots, width, tokens, wanted, status, temperature, edits, edited, threshold, processed, out

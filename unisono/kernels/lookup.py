@@ -1,13 +1,14 @@
-"""Looking up what followed: tokens behind earlier occurrences of a request's last tokens, found on the device.
+"""Prompt lookup on the device: drafts from the tokens that followed earlier occurrences of a request's last tokens.
 
-Owns the ops ``lookup`` and ``remember``; drafters that draft from text call them inside the round. ``lookup``
-compares the end of a request's history with every earlier position of it, and with a ring of tokens that all
-requests share; ``remember`` puts the outputs of requests that have just ended into that ring.
+Owns the ops ``lookup`` and ``remember``. Drafters that draft from text call them inside the round. ``lookup`` compares
+the end of a request's history with every earlier position of the history, and with a ring of tokens that all requests
+share. ``remember`` puts the outputs of requests that have just ended into that ring.
 
-One launch looks up a whole batch. A program takes one block of one row's text, so a long history is spread
-over the device; each keeps its best match per *voter* (position modulo V), ``atomic_max`` joins them, and the
-program that arrives last lets the voters choose. A match is one integer, its length above its rank: the ring's
-positions from the oldest, then the request's own, so of equally long matches the latest counts.
+One launch serves a whole batch. A program takes one block of one row's text, so a long history is spread over the
+device. Each program finds its best match per *voter* (position modulo V), ``atomic_max`` combines the programs'
+matches, and the program that arrives last counts the votes. A match is one integer: its length in the upper half, its
+rank in the lower. Ranks are the ring's positions from the oldest on, then the request's own, so the latest of equally
+long matches wins.
 
 Shapes: R rows, S slots, K drafts a row, N tokens in the ring, V voters (a power of two, 1024 at most).
 """
@@ -24,9 +25,9 @@ from unisono.types import FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
 END = tl.constexpr(-1)
-"""Stands between two outputs in the ring, and where nothing follows: no token, and no draft."""
+"""Separates two outputs in the ring, and marks places where no token follows: neither a token nor a draft."""
 OUTSIDE, BEFORE = tl.constexpr(-2), tl.constexpr(-3)
-"""Neither a token nor each other: what stands in front of a text and of a request's first token."""
+"""Read before the start of a text and before a request's first token. They equal no token and not each other."""
 ONE = tl.constexpr(1 << 16)
 """Shares of votes are counted in units of 1 / ONE: integers, so kernel and twin cannot differ."""
 
@@ -41,7 +42,7 @@ def _wrap(at, N):
 
 @triton.jit
 def _following(own, last, ring, head, N, rank, i, HAS_RING: tl.constexpr):
-    """Token ``i`` behind the match of this ``rank``: a history goes round in what follows, the ring ends in END."""
+    """Token ``i`` after the match of this ``rank``. A history repeats from the match on; the ring ends in END."""
     end = rank - N
     period = tl.maximum(last - end, 1)
     token = tl.load(own + end + 1 + i % period, mask=(rank >= N) & (end < last), other=END)
@@ -133,7 +134,7 @@ def _remember_kernel(
     ended = (count > 0) & (status != RUNNING)
     at = tl.load(head)
     row = tl.min(tl.where(ended, r, R))
-    while row < R:  # mostly nobody has ended
+    while row < R:  # in most rounds no request has ended
         slot = tl.load(slots + row)
         tokens = tl.load(length + slot * stride)
         first = tl.maximum(tl.load(prompt + slot), tokens + 1 - N)
@@ -197,14 +198,14 @@ def _matches_cpu(text: Tensor, own: Tensor, longest: int) -> tuple[Tensor, Tenso
 
 
 def _following_cpu(rank: Tensor, kept: Tensor, own: Tensor, k: int) -> Tensor:
-    """The twin of :func:`_following`: the ``k`` tokens behind the matches of these ranks [V] -> [V, k]."""
+    """The twin of :func:`_following`: the ``k`` tokens after the matches of these ranks [V] -> [V, k]."""
     size, column = kept.shape[0], torch.arange(k)
     rank = rank[:, None]
     shared = rank < size
     period = (size + own.shape[0] - 1 - rank).clamp_min(1)
     at = rank + 1 + column.where(shared, column % period)
-    behind = torch.cat((kept, own, own.new_full((1,), END.value)))
-    return behind[at.masked_fill(shared & (at >= size), -1)]
+    text = torch.cat((kept, own, own.new_full((1,), END.value)))
+    return text[at.masked_fill(shared & (at >= size), -1)]
 
 
 def _vote_cpu(keys: Tensor, tokens: Tensor, factor: float, share: int) -> Tensor:
@@ -265,7 +266,7 @@ register("remember", cuda=launch_remember, cpu=remember_cpu, meta=lambda *args: 
 
 
 def lookup_scratch(rows: int, voters: int, device: torch.device | str) -> Tensor:
-    """What :func:`lookup` works in, for batches of at most ``rows``: zeros before each call, and after it."""
+    """The workspace of :func:`lookup` for batches of at most ``rows``: zeros before and after each call."""
     return torch.zeros((rows, 1 + voters), dtype=torch.int64, device=device)
 
 
@@ -273,20 +274,21 @@ def lookup(
     drafts: Tensor, slots: Tensor, history: Tensor, length: Tensor, scratch: Tensor, longest: int, shortest: int = 1,
     factor: float = float(ONE.value), share: float = 0.0, ring: Tensor | None = None, head: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write into drafts [R, K] what followed earlier occurrences of each request's last tokens.
+    """Write into drafts [R, K] the tokens that followed earlier occurrences of each request's last tokens.
 
     slots [R]; history [S, max tokens], the committed tokens; length [S] of them (a strided slot field); ring [N]
     and head [1], the place of its oldest token (None: own history only); all int32. scratch: of
     :func:`lookup_scratch`, whose ``voters`` V says how many matches are weighed against each other.
 
     A match is an earlier position up to which ``shortest`` … ``longest`` tokens equal the request's last ones
-    (m of them). Voters are the longest match, of equals the latest, of each residue class of positions modulo V:
-    V = 1 is the longest match of all. A voter proposes the tokens behind its match; where these reach the end of
-    the request's own history they go round from the match on, so a loop of any period is drafted whole, and at
-    the end of an output in the ring they end. Token i of a proposal has the share of votes that agree with it up
-    to there, among voters whose match is at least as long; it is drafted while i < factor · m and its share is
-    at least ``share``. The proposal with the greatest sum of shares, the tokens it may expect to be accepted,
-    wins; ties go to the longest, then the latest match. Drafts beyond it, and of rows without a match, are -1.
+    (m of them). There is one voter for each residue class of positions modulo V: the longest match of the
+    class, the latest of equally long ones. V = 1 is the longest match of all. A voter proposes the tokens after its
+    match. Where these reach the end of the request's own history, they repeat from the match on, so a loop of any
+    period is drafted whole. At the end of an output in the ring they end. The share of token i of a proposal is the
+    part of the votes that agree with it up to there, among voters whose match is at least as long. The token is
+    drafted while i < factor · m and its share is at least ``share``. The proposal with the greatest sum of shares (the
+    expected number of accepted tokens) wins; ties go to the longest, then the latest match. Drafts beyond it, and of
+    rows without a match, are -1.
     """
     torch.ops.unisono.lookup(drafts, slots, history, length, scratch, longest, shortest, factor, share, ring, head)
 

@@ -1,8 +1,8 @@
 """Counter-based Gumbel noise: one fixed draw per (seed, position, token id).
 
-Owns the generator only, not an op: `sampling.py` (and whoever draws with the same noise) calls
-:func:`gumbel` inside a Triton kernel and :func:`gumbel_cpu` in its twin. The noise of a token depends on
-nothing but its three keys, so drafter and target, any batch and any width draw the same.
+Owns the generator, not an op. Kernels that draw with this noise, such as those of `sampling.py`, call :func:`gumbel` in
+Triton and :func:`gumbel_cpu` in their twins. The noise of a token depends on its three keys alone, so drafter and
+target draw the same in any batch and at any width.
 
 The generator is Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11):
 key (seed_lo, seed_hi), counter (token id, position, 0, 0), first output word. Both sides give the same
@@ -62,8 +62,8 @@ Words = Tensor | int
 def philox_cpu(c0: Words, c1: Words, c2: Words, c3: Words, k0: Words, k1: Words) -> tuple[Words, ...]:
     """:func:`philox` on int64 tensors (or ints) that hold unsigned words and broadcast together."""
     for _ in range(ROUNDS):
-        # A product may wrap: its low 64 bits, which are both words, are right all the same. c1 and c3 are
-        # only ever xored, so they may carry a high word until that is masked.
+        # A product may wrap; its low 64 bits, which are both words, are still right. c1 and c3 are only xored,
+        # so they may carry a high word until it is masked.
         p0, p2 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = ((p2 >> 32) ^ c1 ^ k0) & WORD, p2, ((p0 >> 32) ^ c3 ^ k1) & WORD, p0
         k0, k1 = (k0 + KEY_STEPS[0]) & WORD, (k1 + KEY_STEPS[1]) & WORD

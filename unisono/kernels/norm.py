@@ -37,7 +37,7 @@ def _rms_norm_kernel(x, residual, weight, total, out, eps, H,
 
 
 def row_warps(block: int) -> int:
-    """By the row's length only: the number of warps is part of the summation order."""
+    """Warps per row, from the row's length alone: their number is part of the summation order."""
     return min(max(block // 512, 1), 16)
 
 

@@ -1,10 +1,10 @@
 """Kernels that are launched while the one before them still runs (programmatic dependent launch; Hopper and later).
 
-A round of an 8B model is some 330 kernels of a few microseconds, and between two of them the device would empty and
-fill again. A kernel launched with ``**overlapped(device)`` may be on the device before its turn. It begins with
-:func:`follow`, in front of everything that it reads or writes: there it waits until the kernel before it is done and
-what that wrote can be seen, and lets the next one come. A kernel launched without waits as kernels always do, so the
-two kinds mix freely. No bit depends on any of it.
+A round of an 8B model has about 330 kernels of a few microseconds, and the device would drain and fill again between
+two of them. A kernel launched with ``**overlapped(device)`` may start before the previous one has ended. It calls
+:func:`follow` before any read or write: the call waits until the previous kernel has ended and its writes are visible,
+and allows the next kernel to start. A kernel launched without these options waits as kernels always do, so both kinds
+can be mixed. No bit depends on it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def follow(OVERLAP: tl.constexpr):
 
 @functools.cache
 def overlaps(device: torch.device) -> bool:
-    """Whether the device can: from compute capability 9.0 on."""
+    """Whether the device supports it: from compute capability 9.0 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

@@ -1,4 +1,9 @@
-"""Page-table growth inside a round: the host's newly reserved pages reach the device with the batch."""
+"""Page tables on the device: pages that a round adds, and KV slot mappings of further page tables.
+
+Owns the ops ``grow_pages`` and ``group_slot_mapping``. The engine calls them inside a round or an extend pass.
+
+Shapes: R rows, T tokens, S page-table rows, MP pages per row, P page size, G pages added to a row at most.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, define, ints, register
+
+NEVER = tl.constexpr(2**31 - 1)
+
+TOKENS_PER_PROGRAM = 128
 
 
 @triton.jit
@@ -17,6 +26,26 @@ def _grow_pages_kernel(table, table_stride, slots, columns, pages, count, growth
     slot = tl.load(slots + i // growth, mask=inside, other=0)
     page = tl.load(pages + i, mask=inside, other=0)
     tl.store(table + slot.to(tl.int64) * table_stride + column, page, mask=inside & (column >= 0))
+
+
+@triton.jit
+def _group_slot_mapping_kernel(
+    page_table, tables, positions, slot_mapping, query_start, out, max_pages, R, T, W,
+    PAGE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    if query_start is None:
+        row = t // W
+    else:
+        r = tl.arange(0, BLOCK_R)
+        ends = tl.load(query_start + r + 1, mask=r < R, other=NEVER)
+        row = tl.sum((ends[None, :] <= t[:, None]).to(tl.int32), axis=1)
+    given = tl.load(slot_mapping + t, mask=t < T, other=0)
+    written = given >= PAGE
+    at = tl.load(positions + t, mask=written, other=0)
+    table = tl.load(tables + row, mask=written, other=0).to(tl.int64)
+    page = tl.load(page_table + table * max_pages + at // PAGE, mask=written, other=0)
+    tl.store(out + t, tl.where(written, page * PAGE + at % PAGE, given), mask=t < T)
 
 
 def launch_grow_pages(
@@ -37,8 +66,49 @@ def grow_pages_cpu(page_table: torch.Tensor, slots: torch.Tensor, columns: torch
     page_table[rows[new], columns[new].long()] = pages[new]
 
 
+def launch_group_slot_mapping(
+    page_table: torch.Tensor, tables: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
+    query_start: torch.Tensor | None, page_size: int,
+) -> torch.Tensor:  # fmt: skip
+    """Triton implementation of :func:`group_slot_mapping`."""
+    out, tokens, rows = torch.empty_like(positions), positions.shape[0], tables.shape[0]
+    _group_slot_mapping_kernel[(max(triton.cdiv(tokens, TOKENS_PER_PROGRAM), 1),)](
+        page_table, tables, positions, slot_mapping, query_start, out,
+        page_table.stride(0), rows, tokens, max(tokens // rows, 1),
+        PAGE=page_size, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_R=triton.next_power_of_2(rows),
+    )  # fmt: skip
+    return out
+
+
+def group_slot_mapping_cpu(
+    page_table: torch.Tensor, tables: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
+    query_start: torch.Tensor | None, page_size: int,
+) -> torch.Tensor:  # fmt: skip
+    """CPU twin of :func:`group_slot_mapping`."""
+    tokens, rows = positions.shape[0], tables.shape[0]
+    t = torch.arange(tokens, dtype=torch.int32)
+    if query_start is None:
+        row = t // max(tokens // rows, 1)
+    else:
+        row = torch.searchsorted(query_start[1:].contiguous(), t, right=True).clamp_max(rows - 1)
+    written = slot_mapping >= page_size
+    at = positions.where(written, 0)
+    page = page_table[tables[row].long(), (at // page_size).long()]
+    return (page * page_size + at % page_size).where(written, slot_mapping)
+
+
 define("grow_pages(Tensor(a!) page_table, Tensor slots, Tensor columns, Tensor pages) -> ()")
 register("grow_pages", cuda=launch_grow_pages, cpu=grow_pages_cpu, meta=lambda *args: None)
+define(
+    "group_slot_mapping(Tensor page_table, Tensor tables, Tensor positions, Tensor slot_mapping, Tensor? query_start,"
+    " int page_size) -> Tensor"
+)
+register(
+    "group_slot_mapping",
+    cuda=launch_group_slot_mapping,
+    cpu=group_slot_mapping_cpu,
+    meta=lambda page_table, tables, positions, *_: torch.empty_like(positions),
+)
 
 
 def grow_pages(page_table: torch.Tensor, slots: torch.Tensor, columns: torch.Tensor, pages: torch.Tensor) -> None:
@@ -49,18 +119,34 @@ def grow_pages(page_table: torch.Tensor, slots: torch.Tensor, columns: torch.Ten
     torch.ops.unisono.grow_pages(page_table, slots, columns, pages)
 
 
-AOT = [
+def group_slot_mapping(
+    page_table: torch.Tensor, tables: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
+    query_start: torch.Tensor | None, page_size: int,
+) -> torch.Tensor:  # fmt: skip
+    """Where the tokens of a pass write in another page table: its slot mapping [T], page · P + offset.
+
+    page_table [S, MP]: the other table. tables [R]: the row of it that each row of the pass uses. positions and
+    slot_mapping [T]: what ``round_inputs``, ``extend_inputs``, ``draft_inputs``, ``draft_extend_inputs``, ``catch_up``
+    or ``catch_up_extend`` returned for the first table, whose page size is the same. query_start [R + 1]: where each
+    row's tokens begin; None for rows of equal width. All int32.
+
+    A token that writes to padding page 0 in the first table (padding, or at or beyond ``max_length``) stays there.
+    """
+    return torch.ops.unisono.group_slot_mapping(page_table, tables, positions, slot_mapping, query_start, page_size)
+
+
+_MAPPING = ints("page_table tables positions slot_mapping out", "max_pages R T W")
+
+AOT: list[AotCase] = [
+    AotCase(_grow_pages_kernel, ints("table slots columns pages", "table_stride count growth"), {"BLOCK": 128}),
     AotCase(
-        _grow_pages_kernel,
-        {
-            "table": "*i32",
-            "table_stride": "i32",
-            "slots": "*i32",
-            "columns": "*i32",
-            "pages": "*i32",
-            "count": "i32",
-            "growth": "i32",
-        },
-        {"BLOCK": 128},
-    )
+        _group_slot_mapping_kernel,
+        _MAPPING,
+        {"query_start": None, "PAGE": 16, "BLOCK_T": TOKENS_PER_PROGRAM, "BLOCK_R": 64},
+    ),
+    AotCase(
+        _group_slot_mapping_kernel,
+        _MAPPING | {"query_start": "*i32"},
+        {"PAGE": 16, "BLOCK_T": TOKENS_PER_PROGRAM, "BLOCK_R": 64},
+    ),
 ]

@@ -1,4 +1,4 @@
-"""Between the QKV projection and attention: head norms, rotary positions, and the KV cache's one writer.
+"""Head norms, rotary positions and the write to the KV cache, between the QKV projection and attention.
 
 Owns the ``rope_and_cache`` op. One program takes a few heads of one token and reduces each head on
 its own, so bits do not depend on the batch. Called by the attention block of a decoder.
@@ -82,7 +82,7 @@ def _scaled(x, scale, weight, inside, dtype: tl.constexpr):
 
 
 def _blocks(num_heads: int, num_kv_heads: int, head_dim: int, rot_dim: int) -> dict[str, int]:
-    """Blocking, by the model's shape only: it is part of the norms' summation order."""
+    """Block sizes, from the model's shape alone: they are part of the norms' summation order."""
     common = math.gcd(num_heads, num_kv_heads)
     return {
         "GROUP": min(common & -common, 8),  # a power of two that divides both head counts
@@ -92,7 +92,7 @@ def _blocks(num_heads: int, num_kv_heads: int, head_dim: int, rot_dim: int) -> d
 
 
 def _warps(blocks: dict[str, int]) -> int:
-    """Four consecutive elements a thread: all tiles then share one layout, and none passes through shared memory."""
+    """Four consecutive elements per thread: all tiles then have one layout, and none passes through shared memory."""
     return max(1, blocks["GROUP"] * blocks["BLOCK_HALF"] // 128)
 
 

@@ -1,11 +1,11 @@
-"""What surrounds a forward pass on the device: its inputs before, acceptance and commit after.
+"""The device's part around a forward pass: its inputs before it, acceptance and commit after it.
 
-Owns the ops ``round_inputs``, ``extend_inputs`` and ``commit``. They are the only kernels that know a
-slot's life cycle; the engine's programs call them, once per pass, inside the graph. ``commit`` is the only
-op that writes slots: lengths, last tokens and statuses move here and nowhere else on the device.
+Owns the ops ``round_inputs``, ``extend_inputs`` and ``commit``. They are the only kernels that know the
+life cycle of a slot. The engine's programs call them, once per pass, inside the graph. ``commit`` is the only op
+that writes slots: lengths, last tokens and statuses change here and nowhere else on the device.
 
 Slot fields are views ``[S]`` of one int32 arena and share a stride. A row is active while its slot's status
-is RUNNING; the padding slot is FREE for ever.
+is RUNNING; the padding slot is always FREE.
 
 Shapes: R rows, W width (1 + drafts), T tokens, S slots, MP pages per slot, P page size.
 """
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, one_stride, register
+from unisono.kernels.library import AotCase, define, ints, one_stride, register
 from unisono.types import MAX_STOP_IDS, FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
@@ -319,7 +319,7 @@ def round_inputs(
     slots: Tensor, drafts: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
     last_token: Tensor, page_table: Tensor, page_size: int, tables: Tensor | None = None,
 ) -> RoundInputs:  # fmt: skip
-    """What a round of W = 1 + drafts tokens per row feeds the target.
+    """The target's inputs in a round of W = 1 + drafts tokens per row.
 
     slots [R], drafts [R, W - 1] (-1: none); length, max_length, status, last_token [S]; page_table [S, MP]; tables [R]:
     each row's row of it (None: its slot's); all int32. Returns int32 (token_ids [R * W], positions [R * W],
@@ -327,7 +327,7 @@ def round_inputs(
 
     Row r, column j is the token at position length - 1 + j: the last committed one, then the drafts. At and
     beyond ``max_length``, where no page is reserved, a token keeps the last position and writes to padding page
-    0; ``commit`` never takes what it leads to. An inactive row has position -1, kv_len 0 and token 0, which
+    0; ``commit`` never accepts its result. An inactive row has position -1, kv_len 0 and token 0, which
     also stands in for a missing draft.
     """
     return torch.ops.unisono.round_inputs(
@@ -339,7 +339,7 @@ def extend_inputs(
     slots: Tensor, query_start: Tensor, start: Tensor, page_table: Tensor,
     page_size: int, num_tokens: int,
 ) -> ExtendInputs:  # fmt: skip
-    """Where the tokens of an extend pass stand and where their KV goes.
+    """The positions and the KV slot mapping of an extend pass.
 
     slots [R], query_start [R + 1] (row r owns tokens query_start[r] … query_start[r + 1]), start [R]
     (position of the row's first token in this pass), page_table [S, MP]; all int32. Returns int32
@@ -353,28 +353,24 @@ def commit(
     tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, max_length: Tensor,
     status: Tensor, last_token: Tensor, stop_ids: Tensor, history: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Accept the drafts that equal the target's picks and write the outcome into the slots.
+    """Accept the drafts that equal the target's sampled tokens and write the outcome into the slots.
 
-    tokens [R, W] (the target's picks), drafts [R, W - 1], slots [R]; length, max_length, status, last_token [S],
+    tokens [R, W] (sampled from the target), drafts [R, W - 1], slots [R]; length, max_length, status, last_token [S],
     stop_ids [S, 16] (-1: none), history [S, max_tokens]; all int32. Writes length, status, last_token, and the
     committed tokens into history at their positions.
     Returns result [R, W + 2] int32: count, status, then the committed tokens, -1 after ``count``.
 
-    A row commits the picks behind its longest matching prefix of drafts and one more, cut after the first
+    A row commits its longest matching prefix of drafts and one more sampled token, cut after the first
     stop id (STOP) and at ``max_length`` (LENGTH; STOP wins on the same token). An inactive row commits nothing
     and reports its status. No active slot may occur in two rows.
     """
     return torch.ops.unisono.commit(tokens, drafts, slots, length, max_length, status, last_token, stop_ids, history)
 
 
-def _ints(names: str, scalars: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), "*i32") | dict.fromkeys(scalars.split(), "i32")
-
-
 AOT: list[AotCase] = [
     AotCase(
         _round_inputs_kernel,
-        _ints(
+        ints(
             "slots tables drafts length max_length status last_token page_table token_ids positions slot_mapping"
             " kv_len",
             "stride max_pages W",
@@ -384,14 +380,14 @@ AOT: list[AotCase] = [
     ),
     AotCase(
         _extend_inputs_kernel,
-        _ints("slots query_start start page_table positions slot_mapping kv_len", "max_pages R T"),
+        ints("slots query_start start page_table positions slot_mapping kv_len", "max_pages R T"),
         {"PAGE": 16, "BLOCK_T": TOKENS_PER_PROGRAM, "BLOCK_R": 16},
     ),
     AotCase(
         _commit_kernel,
-        _ints("tokens drafts slots length max_length status last_token stop_ids history result", "stride max_tokens W"),
+        ints("tokens drafts slots length max_length status last_token stop_ids history result", "stride max_tokens W"),
         {"BLOCK_W": 8},
         num_warps=1,
     ),
-    AotCase(_limit_drafts_kernel, _ints("drafts slots max_drafts drafted", "stride K"), {"BLOCK_K": 4}, num_warps=1),
+    AotCase(_limit_drafts_kernel, ints("drafts slots max_drafts drafted", "stride K"), {"BLOCK_K": 4}, num_warps=1),
 ]

@@ -1,9 +1,9 @@
-"""Picking one token per row of logits, filters and all, on the device.
+"""Sampling of one token per row of logits on the device, filters included.
 
-Owns the op ``sample``; `sampling/pipeline.py` calls it for the target, drafters for their own logits. Two
-launches whatever the parameters: *filter* turns top-k, top-p and min-p into one threshold per row, and
-*pick* takes ``argmax(logit * (1 / T) + gumbel(seed, position, id))`` over the logits at or above it (Gumbel-max:
-a draw from the softmax). Temperature 0 is the argmax of the logits. Ties go to the lowest id everywhere.
+Owns the op ``sample``. `sampling/pipeline.py` calls it for the target, drafters for their own logits. There are two
+launches for all parameters: *filter* turns top-k, top-p and min-p into one threshold per row, and *argmax* takes
+``argmax(logit * (1 / T) + gumbel(seed, position, id))`` over the logits at or above it (Gumbel-max: a draw from the
+softmax). Temperature 0 is the argmax of the logits. Ties go to the lowest id everywhere.
 
 Every filter keeps the logits at or above some value, since softmax is monotone, so no sort is needed: the
 threshold is found by bisection on the integer image of floats, where order is the order of values. A row is
@@ -37,8 +37,8 @@ GREEDY_BELOW = tl.constexpr(1e-5)
 """Temperatures under this are greedy: dividing by them would overflow."""
 
 FILTER_LANES, FILTER_WARPS = 8192, 32
-PICK_BLOCKS = {16: (1024, 4), 1 << 30: (4096, 8)}
-"""Up to so many rows: elements and warps of a program of the pick. Many rows fill the device with few programs each."""
+ARGMAX_BLOCKS = {16: (1024, 4), 1 << 30: (4096, 8)}
+"""Elements and warps of an argmax program, up to so many rows. Many rows fill the device with few programs each."""
 
 CACHED = 16384
 """Elements whose noise the twin computes at a time: what a core's cache holds."""
@@ -75,11 +75,11 @@ def _load(row, at, V):
 
 @triton.jit
 def _kth_key(row, lanes, low, high, k, V, UNUSED: tl.constexpr, LANES: tl.constexpr):
-    """The highest key in [low, high) at and above which ``k`` logits stand; ``low``, if nowhere.
+    """The highest key in [low, high) with ``k`` logits at or above it; ``low``, if there is none.
 
-    ``lanes`` holds the maximum of each lane's column. They are logits of the row, so where k of them stand,
-    k logits do: a bound that costs no pass over memory and mostly is the answer. From it the search gallops
-    up, then bisects.
+    ``lanes`` holds the maximum of each lane's column. They are logits of the row, so a key that k of them
+    reach is a bound. It costs no pass over memory and usually is the answer. From it the search gallops up, then
+    bisects.
     """
     above = high
     while above - low > 1:
@@ -116,7 +116,7 @@ def _narrow(low, high, key, enough):
 
 @triton.jit
 def _nucleus_key(row, low, high, p, top, t, V, UNUSED: tl.constexpr, LANES: tl.constexpr):
-    """The highest key in [low, high) at and above which stands ``p`` of the mass at and above ``low``."""
+    """The highest key in [low, high) with at least ``p`` of the mass of ``low`` at or above it."""
     scale = tl.div_rn(1.4426950408889634, t)  # exp(x / t) = exp2(x * scale)
     shift = -top * scale
     lane = tl.arange(0, LANES)
@@ -127,12 +127,12 @@ def _nucleus_key(row, low, high, p, top, t, V, UNUSED: tl.constexpr, LANES: tl.c
         mass += tl.where(logit >= least, tl.exp2(tl.fma(logit, scale, shift)), 0.0)
     whole = tl.sum(mass)
     target = p * whole
-    # V tokens lighter than this are half of what may be left out at most.
+    # V tokens below this have at most half of the mass that may be dropped.
     bound = top + t * tl.log(0.5 * (1.0 - p) * whole / V)
     low = tl.minimum(tl.maximum(_grid_key(bound, UNUSED), low), high - 1)
     while high - low > 1:
-        # A pass is mostly reading and exponentials, so it tries three: quarters of the values left, and the
-        # middle of the keys, which halves them even where they crowd around zero.
+        # A pass costs mainly reads and exponentials, so it tries three keys: two quarters of the range of values, and
+        # the middle of the keys, which halves them even where they are dense around zero.
         bottom = _grid_value(low, UNUSED)
         span = _grid_value(high, UNUSED) - bottom
         key0 = _inner_key(bottom + 0.25 * span, low, high, UNUSED)
@@ -189,7 +189,7 @@ def _filter_kernel(
     drawn = (tl.load(status + field) == RUNNING) & (t >= GREEDY_BELOW)
     least = float("-inf")
     if drawn & (((k > 0) & (k < V)) | (p < 1.0) | (floor > 0.0)):
-        if HAS_EDITS:  # a test of its own, here and below: without edits what reads them must not be compiled
+        if HAS_EDITS:  # tested alone, here and below: without edits the reads of them must not be compiled
             if tl.load(edits + field) != 0:
                 least = _least(edited + n.to(tl.int64) * V, k, p, floor, t, V, 0, LANES)
             else:
@@ -197,7 +197,7 @@ def _filter_kernel(
         else:
             least = _least(logits + n.to(tl.int64) * row_stride, k, p, floor, t, V, UNUSED, LANES)
     tl.store(threshold + n, least)
-    # What `pick` accumulates into starts here, which saves it a launch.
+    # Initial values of the accumulators of *argmax*: this saves a launch.
     tl.store(best + n, -(2**63))
     tl.store(arrived + n, 0)
     tl.store(tokens + n, 0)
@@ -208,7 +208,7 @@ def ranked_keys(
     logits, field, length, temperature, seed_lo, seed_hi, ids, edits, edited, threshold,
     n, column, row_stride, position, V, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr,
 ):  # fmt: skip
-    """What a block of columns of row ``n`` scores, above its token in one int64.
+    """Keys of a block of columns of row ``n``: the score in the upper half of an int64, the token in the lower.
 
     The maximum of such keys is the argmax with ties to the lowest id, in any order. ``position`` counts from
     ``length``. Columns from V on score -inf.
@@ -263,13 +263,13 @@ def launch_filter(
     top_p: Tensor, min_p: Tensor, edits: Tensor | None = None, edited: Tensor | None = None,
     threshold: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The first launch: (threshold [N] fp32, and best i64, arrived i32, tokens i32 [N] as `pick` needs them)."""
+    """The first launch: (threshold [N] fp32, and best i64, arrived i32, tokens i32 [N] as *argmax* needs them)."""
     rows, vocab = logits.shape
     if threshold is None:
         threshold = logits.new_empty(rows, dtype=torch.float32)
     best = logits.new_empty(rows, dtype=torch.int64)
     arrived, tokens = slots.new_empty(rows), slots.new_empty(rows)
-    # By the vocabulary only: the number of lanes is part of the summation order.
+    # From the vocabulary alone: the number of lanes is part of the summation order.
     lanes = min(FILTER_LANES, triton.next_power_of_2(vocab))
     _filter_kernel[(rows,)](
         logits, slots, status, temperature, top_k, top_p, min_p, edits, edited, threshold, best, arrived, tokens,
@@ -289,7 +289,7 @@ def launch_sample(
     threshold, best, arrived, tokens = launch_filter(
         logits, slots, width, status, temperature, top_k, top_p, min_p, edits, edited, threshold
     )
-    block, warps = next(launch for most, launch in PICK_BLOCKS.items() if rows <= most)
+    block, warps = next(launch for most, launch in ARGMAX_BLOCKS.items() if rows <= most)
     _argmax_kernel[(rows, triton.cdiv(vocab, block))](
         logits, slots, length, status, temperature, seed_lo, seed_hi, ids, edits, edited, threshold, best, arrived,
         tokens, status.stride(0), logits.stride(0), width, offset, vocab,
@@ -334,7 +334,7 @@ def scores_cpu(
     top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,
     edits: Tensor | None = None, edited: Tensor | None = None, threshold: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What each row picks the maximum of, [N, V] fp32, -inf for what its filters drop; and which rows run, [N]."""
+    """The scores [N, V] fp32 whose maximum is sampled, -inf where filters drop; and which rows run, [N]."""
     slot = slots.long().repeat_interleave(width)
     logits = logits.float()
     if edits is not None and edited is not None and (asks := edits[slot] != 0).any():
@@ -441,5 +441,5 @@ AOT: list[AotCase] = [
     )
     for dtype in ("bf16", "fp16", "fp32")
     for has_ids, has_edits in ((False, True), (True, True), (False, False))
-    for block, warps in PICK_BLOCKS.values()
+    for block, warps in ARGMAX_BLOCKS.values()
 ]

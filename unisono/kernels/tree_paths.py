@@ -1,22 +1,23 @@
-"""Several continuations of one request in a round: page tables that fork, and the way back to one.
+"""Draft trees: several paths of one request in a round, with forked page tables, and the choice of the best path.
 
 A round may try P *paths* for each request: P rows of drafts that share the request's slot and its committed KV. Path 0
-is the request's own page-table row; each other path has a row of its own behind all slots' rows, whose last pages are
+uses the request's own page-table row. Each other path has a row of its own after all slots' rows, whose last pages are
 private to it. Row r · P + l of a pass is path l of the round's row r.
 
-Owns the ops ``fork_paths`` (page-table rows, and which positions a path must have of its own), ``copy_span`` (keys and
-values from one page-table row to another, over all layers) and ``best_path``. The engine calls them inside a round,
-drafters ``copy_span`` for KV of their own. Only ``fork_paths`` writes page tables, and only rows of paths.
+Owns the ops ``fork_paths`` (page-table rows, and the positions to copy to a path's private pages), ``copy_span``
+(copies positions from one page-table row to another, in all layers) and ``best_path``. The engine calls them inside a
+round. Only ``fork_paths`` writes page tables, and only the rows of paths. With several page tables, ``fork_paths`` is
+called for each of them and returns the same for all.
 
-What a path writes begins at position length - 2 at the earliest (a draft model may compute that one anew) and ends
-before length + k; the pages that hold these are private, ``span_pages`` of them. ::
+A path writes positions from length - 2 at the earliest (a draft model may compute that one again) to length + k - 1.
+The ``span_pages`` pages that hold them are private. ::
 
     page table   [ 7 | 9 | 4 | 12 ]      the request's own: path 0
-                 [ 7 | 9 | a |  b ]      path 1: shares what is full, a and b are its own
-                           └ the positions in it that are committed are copied
+                 [ 7 | 9 | a |  b ]      path 1: shares the first pages, a and b are its own
+                           └ its committed positions are copied
 
-Shapes: R rows, P paths, M = R · P, W width (1 + k), S slots, MP pages per row, L layers of keys and of values,
-NP pages, H KV heads, PAGE page size, D head dim. Slot fields share a stride.
+Shapes: R rows, P paths, M = R · P, W width (1 + k), S slots, MP pages per row, L layers of keys and of values
+(or other state), NP pages, H KV heads, PAGE page size, D head dim. Slot fields share a stride.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, one_stride, register
+from unisono.kernels.library import AotCase, define, ints, one_stride, register
 from unisono.types import FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
@@ -42,7 +43,7 @@ SPAN_BLOCK = 16
 class Fork(NamedTuple):
     """Rows of a round as paths, all [M] int32.
 
-    slots: whose path it is. tables: the page-table row it reads and writes.
+    slots: the path's slot. tables: the page-table row it reads and writes.
     sources, first, last: positions first … last - 1 are to be copied from page-table row ``sources`` to ``tables``:
     none for path 0 and for inactive rows.
     """
@@ -55,7 +56,7 @@ class Fork(NamedTuple):
 
 
 class Best(NamedTuple):
-    """Of each row the path with most accepted drafts: rows [R] (indices into M), tables [R]; its sampled [R, W] and
+    """The path of each row with the most accepted drafts: rows [R] (indices into M), tables [R]; its sampled [R, W] and
     drafts [R, W - 1]; and drafted [R]: how many tokens all paths draft, a shared prefix counted once. All int32."""
 
     rows: Tensor
@@ -130,9 +131,9 @@ def _best_path_kernel(
     path, j = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_W)
     m = (r * P + path)[:, None]
     inside = (path < P)[:, None] & (j < W - 1)[None, :]
-    pick = tl.load(sampled + m * W + j[None, :], mask=inside, other=-1)
+    target = tl.load(sampled + m * W + j[None, :], mask=inside, other=-1)
     draft = tl.load(drafts + m * (W - 1) + j[None, :], mask=inside, other=-1)
-    right = inside & (pick == draft)
+    right = inside & (target == draft)
     accepted = tl.min(tl.where(right, BLOCK_W, j[None, :]), axis=1)
     best = tl.max(tl.where(path < P, accepted * BLOCK_P + (BLOCK_P - 1 - path), -1))
     row = r * P + BLOCK_P - 1 - best % BLOCK_P
@@ -142,7 +143,7 @@ def _best_path_kernel(
     k = W - 1
     tl.store(best_drafts + r * k + j, tl.load(drafts + row * k + j, mask=j < k), mask=j < k)
 
-    alike = (path[None, :] < path[:, None]) & (path < P)[:, None]  # so far the same as a path before
+    alike = (path[None, :] < path[:, None]) & (path < P)[:, None]  # equal so far to an earlier path
     count = tl.zeros((BLOCK_P,), tl.int32)
     for step in range(k):
         token = tl.load(drafts + (r * P + path) * k + step, mask=path < P, other=-1)
@@ -260,7 +261,7 @@ def fork_paths(
     page_table: Tensor, slots: Tensor, length: Tensor, status: Tensor, paths: int, pages: int, first_page: int,
     page_size: int,
 ) -> Fork:  # fmt: skip
-    """Give each path of the requests in ``slots [R]`` its page-table row, and say what it has yet to get.
+    """Give each path of the requests in ``slots [R]`` its page-table row, and return the positions to copy to it.
 
     length, status [S]: slot fields; page_table [S + S · (paths - 1), MP]: row S + s · (paths - 1) + l - 1 is path l's
     of slot s, l ≥ 1; all int32. Such a row gets the pages of its slot up to the one with position length - 2, and from
@@ -271,30 +272,27 @@ def fork_paths(
 
 
 def copy_span(kv: Tensor, page_table: Tensor, sources: Tensor, tables: Tensor, first: Tensor, last: Tensor) -> None:
-    """Copy the keys and values of positions first[m] … last[m] - 1 from one page-table row to another, in all layers.
+    """Copy positions first[m] … last[m] - 1 of paged state from one page-table row to another, in all layers.
 
-    kv [L, NP, H, PAGE, D], contiguous; page_table [rows, MP]; sources, tables, first, last [M]; all of these int32.
-    Where sources[m] is tables[m], nothing is copied. No page that is written may be read, or written twice.
+    kv [L, NP, H, PAGE, D], pages contiguous, of any L, H and D; page_table [rows, MP]; sources, tables, first, last
+    [M]; all of these int32. Where sources[m] is tables[m], nothing is copied. No page that is written may be read, or
+    written twice.
     """
     torch.ops.unisono.copy_span(kv, page_table, sources, tables, first, last)
 
 
 def best_path(sampled: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> Best:
-    """Of each row's ``paths`` paths the one whose longest prefix of drafts equals its picks; ties go to the lowest.
+    """The path of each row whose drafts equal its sampled tokens for the longest prefix; ties go to the lowest path.
 
     sampled [R · paths, W], drafts [R · paths, W - 1], tables [R · paths]; all int32.
     """
     return Best(*torch.ops.unisono.best_path(sampled, drafts, tables, paths))
 
 
-def _ints(names: str, scalars: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), "*i32") | dict.fromkeys(scalars.split(), "i32")
-
-
 AOT: list[AotCase] = [
     AotCase(
         _fork_kernel,
-        _ints(
+        ints(
             "page_table slots length status owners tables sources first last",
             "stride max_pages first_row first_page P pages",
         ),
@@ -304,14 +302,14 @@ AOT: list[AotCase] = [
         AotCase(
             _copy_span_kernel,
             {"kv": f"*{dtype}", "layer_stride": "i64"}
-            | _ints("page_table sources tables first last", "page_stride max_pages H D"),
+            | ints("page_table sources tables first last", "page_stride max_pages H D"),
             {"PAGE": 16, "BLOCK": SPAN_BLOCK, "BLOCK_D": dim},
         )
         for dtype, dim in (("bf16", 128), ("fp16", 64), ("fp32", 64))
     ),
     AotCase(
         _best_path_kernel,
-        _ints("sampled drafts tables rows best_tables best_sampled best_drafts drafted", "P W"),
+        ints("sampled drafts tables rows best_tables best_sampled best_drafts drafted", "P W"),
         {"BLOCK_P": 8, "BLOCK_W": 4},
         num_warps=1,
     ),

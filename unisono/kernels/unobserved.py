@@ -1,12 +1,12 @@
-"""How far a draft model is behind, and what is kept until it catches up.
+"""Tokens that a draft model has not read yet, and the hidden states that are kept until it reads them.
 
 A draft model does not run while rounds draft nothing: the tokens that it would have read are *unobserved*. Owns the ops
-``mark_observed`` (nothing is unobserved), ``stash`` (keep the target's hidden state of the newest token) and
+``mark_observed`` (no token is unobserved), ``stash`` (keep the target's hidden state of the newest token) and
 ``take_unobserved`` (the tokens and hidden states to catch up with, as a round would have left them). Drafters call them
 inside graphs.
 
-``observed [S]`` is the length up to which a draft model knows each slot's text; positions observed … length - 1 are
-pending. Hidden states lie in a ring of W rows for each slot: that of the token at p at row p % W.
+``observed [S]`` is the length up to which a draft model has read each slot's text; positions observed … length - 1 are
+unobserved. Hidden states lie in a ring of W rows for each slot: that of the token at p at row p % W.
 
 Shapes: R rows, S slots, W rows of a ring, d size of a hidden state, N tokens of history.
 """
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, define, ints, register
 
 STASH_BLOCK = 1024
 
@@ -142,7 +142,8 @@ def mark_observed(observed: Tensor, slots: Tensor, length: Tensor) -> None:
 
 
 def stash(ring: Tensor, slots: Tensor, result: Tensor, length: Tensor, source: Tensor) -> None:
-    """Keep ``source [R, d]``, of rounds that committed one token each, in ``ring [S, W, d]``, of the same dtype.
+    """Keep hidden states ``source [R, d]`` of rounds that committed one token each, in ``ring [S, W, d]``, of the same
+    dtype.
 
     slots [R], result [R, 3] as ``kernels.rounds.commit`` returns it, length [S] already with the token; all int32.
     A row that committed nothing keeps nothing.
@@ -153,32 +154,27 @@ def stash(ring: Tensor, slots: Tensor, result: Tensor, length: Tensor, source: T
 def take_unobserved(
     observed: Tensor, slots: Tensor, length: Tensor, history: Tensor, width: int, lag: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The first ``width`` pending tokens of each row, W = width, which count as observed from now on.
+    """The first ``width`` unobserved tokens of each row, W = width, which count as observed from now on.
 
-    observed [S], slots [R], length [S], history [S, N]; all int32. lag: the tokens are those so many positions
-    before, for draft models that begin a round with the last tokens they know; where an embedding stands, -1, it is 0.
-    Returns int32 (result [R, W + 2],
-    sampled [R, W], rows [R · W]): result and picks as a round would have left them that committed these tokens, and the
-    row of the ring, seen as [S · W, d], that each of them was stashed in; behind a row's tokens any valid one. Of slots
-    that occur twice nothing may be pending.
+    observed [S], slots [R], length [S], history [S, N]; all int32. lag: the returned tokens are those ``lag`` positions
+    earlier, for draft models that begin a round with the last tokens they know. An embedding's token, -1, reads as 0.
+    Returns int32 (result [R, W + 2], sampled [R, W], rows [R · W]): result and sampled tokens as of a round that
+    committed these tokens, and the row of the ring, seen as [S · W, d], where each token's hidden state was stashed;
+    after a row's tokens it is any valid row. Slots that occur twice must have no unobserved tokens.
     """
     return torch.ops.unisono.take_unobserved(observed, slots, length, history, width, lag)
 
 
-def _ints(names: str, scalars: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), "*i32") | dict.fromkeys(scalars.split(), "i32")
-
-
 AOT: list[AotCase] = [
-    AotCase(_mark_observed_kernel, _ints("observed slots length", "stride"), num_warps=1),
+    AotCase(_mark_observed_kernel, ints("observed slots length", "stride"), num_warps=1),
     AotCase(
         _stash_kernel,
-        {**_ints("slots result length", "words stride W size"), "ring": "*bf16", "source": "*bf16"},
+        {**ints("slots result length", "words stride W size"), "ring": "*bf16", "source": "*bf16"},
         {"BLOCK": STASH_BLOCK},
     ),
     AotCase(
         _take_unobserved_kernel,
-        _ints("observed slots length history result sampled rows", "stride max_tokens W lag"),
+        ints("observed slots length history result sampled rows", "stride max_tokens W lag"),
         {"BLOCK_W": 32},
         num_warps=1,
     ),

@@ -1,92 +1,81 @@
-"""Linear layers over the exact ``linear`` op, plain and merged from a checkpoint's shards.
+"""Linear layers: one product for one or several projections of the same input, in a weight format.
 
 Built by ``models``, filled by its loader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 
-from unisono.kernels import linear, linear_norm, prove_exact, rehearse_proof
+from unisono.layers.formats import FLOATS, PLAIN, WHOLE, Place, Share, Slice, Stored, WeightFormat
 from unisono.layers.norm import RMSNorm
 
 
 class Linear(nn.Module):
-    """``x [M, in_features] -> [M, out_features]``; weight [out_features, in_features] is uninitialised."""
+    """``x [M, inputs] -> [M, outputs]``; its parameters are uninitialised.
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        super().__init__()
-        self.weight = _parameter((out_features, in_features), dtype, device)
-        self.bias = _parameter((out_features,), dtype, device) if bias else None
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """``residual [M, out_features]`` is added to the rounded product."""
-        return linear(x, self.weight, self.bias, residual)
-
-    def then_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sum, norm(sum)) for the sum of the product and ``residual``; without a norm the sum twice."""
-        if norm is None:
-            total = self(x, residual)
-            return total, total
-        return linear_norm(x, self.weight, self.bias, residual, norm.weight, norm.eps)
-
-
-class MergedLinear(Linear):
-    """Several projections of one input as one product.
-
-    ``shards`` maps each projection's name to its rows of weight and bias, in order; the loader fills them.
+    outputs: their number, or by name those of several projections of one input, which are computed as one product and
+        stored apart. format: how the weight is stored and applied. share: what a rank holds of the outputs; the layer
+        computes these alone.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        shards: Mapping[str, int],
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(in_features, sum(shards.values()), bias, dtype, device)
-        self.shards = dict(shards)
-
-
-class QKVLinear(MergedLinear):
-    """Query, key and value projections ``q k v``: [M, hidden] -> [M, (Hq + 2 Hkv) D]."""
+    weight: nn.Parameter
 
     def __init__(
         self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        inputs: int,
+        outputs: int | Mapping[str, int],
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
+        format: WeightFormat = PLAIN,
+        share: Share = WHOLE,
     ) -> None:
-        kv = num_kv_heads * head_dim
-        shards = {"q": num_heads * head_dim, "k": kv, "v": kv}
-        super().__init__(hidden_size, shards, bias, dtype, device)
+        super().__init__()
+        self.inputs, self.dtype, self.format, self.share = inputs, dtype, format, share
+        self.projections = {"": outputs} if isinstance(outputs, int) else dict(outputs)
+        held = [stop - start for start, stop in map(share.part, self.projections.values())]
+        self.outputs = sum(held)
+        for kind, stored in format.tensors(dtype).items():
+            rows = sum(stored.shape(each, inputs)[0] for each in held)
+            shape = (rows, *stored.shape(self.outputs, inputs)[1:])
+            self.register_parameter(kind, _parameter(shape, stored.dtype, device))
+        self.bias = _parameter((self.outputs,), dtype, device) if bias else None
 
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """``residual [M, outputs]`` is added to the rounded product."""
+        return self.format.linear(self, x, residual)
 
-class GateUpLinear(MergedLinear):
-    """Projections ``gate up`` of a gated MLP: [M, hidden] -> [M, 2 intermediate]."""
+    def then_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: nn.Module | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sum, norm(sum)) for the sum of the product and ``residual``; without a norm the sum twice."""
+        if isinstance(norm, RMSNorm):
+            return self.format.linear_norm(self, x, residual, norm.weight, norm.eps)
+        total = self(x, residual)
+        return total, total if norm is None else norm(total)
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        shards = {"gate": intermediate_size, "up": intermediate_size}
-        super().__init__(hidden_size, shards, bias, dtype, device)
+    def places(self) -> Iterator[tuple[str, Place]]:
+        """What a checkpoint stores of the layer: (name inside the layer, where it goes)."""
+        for kind, stored in self.format.tensors(self.dtype).items():
+            yield from self._places(kind, stored, self.format)
+        if self.bias is not None:
+            yield from self._places("bias", Stored(self.dtype, FLOATS, inputs=0), None)
+
+    def _places(self, kind: str, stored: Stored, format: WeightFormat | None) -> Iterator[tuple[str, Place]]:
+        """The places of one parameter, a run of its rows for each projection."""
+        first = 0
+        for projection, outputs in self.projections.items():
+            start, stop = self.share.part(outputs)
+            rows = stored.shape(stop - start, self.inputs)[0]
+            part = Slice(0, start // stored.outputs, start // stored.outputs + rows) if self.share != WHOLE else None
+            into = getattr(self, kind)[first : first + rows]
+            place = Place(into, stored.shape(outputs, self.inputs), stored.accepts, part, format, kind)
+            yield f"{projection}.{kind}" if projection else kind, place
+            first += rows
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
@@ -94,18 +83,24 @@ def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
 
 
 def prove_linears(modules: Iterable[nn.Module]) -> dict[tuple[int, int], bool]:
-    """:func:`unisono.kernels.prove_exact` for each distinct weight shape [N, K] of the linear layers among ``modules``.
+    """The format's proof for each distinct shape [outputs, inputs] of the linear layers among ``modules``.
 
-    What fails runs through the exact kernel at every length. For the start, before any capture.
+    Where it fails, one exact kernel serves every length. For the start, before any capture.
     """
-    return {shape: prove_exact(weight) for shape, weight in _weights(modules).items()}
+    proven: dict[tuple[int, int], bool] = {}
+    for layer in _one_of_each(modules):
+        shape = layer.outputs, layer.inputs
+        proven[shape] = layer.format.prove(layer) and proven.get(shape, True)
+    return proven
 
 
 def rehearse_proofs(modules: Iterable[nn.Module]) -> None:
     """Launch the kernels of :func:`prove_linears` and learn nothing: for compiling them ahead."""
-    for weight in _weights(modules).values():
-        rehearse_proof(weight)
+    for layer in _one_of_each(modules):
+        layer.format.rehearse(layer)
 
 
-def _weights(modules: Iterable[nn.Module]) -> dict[tuple[int, int], torch.Tensor]:
-    return {(m.weight.shape[0], m.weight.shape[1]): m.weight for m in modules if isinstance(m, Linear)}
+def _one_of_each(modules: Iterable[nn.Module]) -> Iterable[Linear]:
+    """A layer of each shape and format."""
+    layers = (m for m in modules if isinstance(m, Linear))
+    return {(m.outputs, m.inputs, m.format): m for m in layers}.values()

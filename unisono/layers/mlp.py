@@ -6,28 +6,25 @@ import torch
 from torch import nn
 
 from unisono.kernels import silu_mul
-from unisono.layers.linear import GateUpLinear, Linear
+from unisono.layers.linear import Linear
 
 
 class GatedMLP(nn.Module):
-    """``residual + down(silu(gate(x)) * up(x))`` in three launches."""
+    """``down(silu(gate(x)) * up(x))``: a feed-forward (``models/blocks.py``).
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    gate_up: both projections as one product. down: the projection back.
+    """
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
         super().__init__()
-        self.gate_up = GateUpLinear(hidden_size, intermediate_size, bias, dtype, device)
-        self.down = Linear(intermediate_size, hidden_size, bias, dtype, device)
+        self.gate_up, self.down = gate_up, down
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x, residual [M, hidden] -> [M, hidden]."""
-        return self.down(self.inner(x), residual)
-
-    def inner(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """What ``down`` reads: [M, hidden] -> [M, intermediate]."""
         return silu_mul(self.gate_up(x))
+
+    def project(
+        self, y: torch.Tensor, residual: torch.Tensor, norm: nn.Module | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``forward`` returned -> (residual + down(y), ``norm`` of it); without a norm the sum twice."""
+        return self.down.then_norm(y, residual, norm)

@@ -1,11 +1,13 @@
 """The table of rotary angles that a checkpoint's configuration asks for.
 
-Built once per model by ``models``; read by the ``rope_and_cache`` op.
+Built once per model and kind of layer by ``models``; read by the ``rope_and_cache`` op.
 """
 
 from __future__ import annotations
 
 import copy
+import json
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +16,29 @@ from unisono.types import ConfigError
 
 SUPPORTED = ("default", "linear", "llama3", "yarn")
 """Rope types whose angles are fixed by the position alone (dynamic and longrope look at the length)."""
+
+
+@dataclass(frozen=True)
+class RotarySpec:
+    """Which table of angles an attention layer reads; layers with equal specs share a table.
+
+    head_dim: elements of a head. parameters: the rope parameters as JSON; their ``partial_rotary_factor`` says which
+    share of a head turns. hf_config: what else the rope type reads (the trained context length).
+    """
+
+    head_dim: int
+    parameters: str
+    hf_config: Any = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, hf_config: Any, head_dim: int, parameters: dict[str, Any] | None = None) -> RotarySpec:
+        """The spec of a transformers config; ``parameters``: of one kind of its layers, if they differ."""
+        found = _rope_parameters(hf_config) if parameters is None else parameters
+        return cls(head_dim, json.dumps(found, sort_keys=True), hf_config)
+
+    def table(self, max_positions: int, device: torch.device | str) -> torch.Tensor:
+        """See :func:`rotary_table`."""
+        return rotary_table(self.hf_config, self.head_dim, max_positions, device, json.loads(self.parameters))
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:
@@ -25,9 +50,8 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
     return parameters
 
 
-def _inverse_frequencies(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
+def _inverse_frequencies(config: Any, head_dim: int, parameters: dict[str, Any]) -> tuple[torch.Tensor, float]:
     """Radians per position of each plane [rot_dim / 2], fp32, and the factor on cosines and sines."""
-    parameters = _rope_parameters(config)
     kind = parameters["rope_type"]
     if kind not in SUPPORTED:
         raise ConfigError(
@@ -45,13 +69,20 @@ def _inverse_frequencies(config: Any, head_dim: int) -> tuple[torch.Tensor, floa
     return ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
 
 
-def rotary_table(hf_config: Any, head_dim: int, max_positions: int, device: torch.device | str) -> torch.Tensor:
+def rotary_table(
+    hf_config: Any,
+    head_dim: int,
+    max_positions: int,
+    device: torch.device | str,
+    parameters: dict[str, Any] | None = None,
+) -> torch.Tensor:
     """Cosines, then sines, of every position: [max_positions, rot_dim] fp32 on ``device``.
 
-    rot_dim is ``head_dim`` times the configuration's partial_rotary_factor. The frequencies, scaling
+    parameters: the rope parameters, by default the configuration's. rot_dim is ``head_dim`` times their
+    partial_rotary_factor. The frequencies, scaling
     (linear; Llama 3; YaRN, arXiv 2309.00071) and its attention factor are transformers'. Computed on the
     CPU, so that the table is the same on every device. Raises ConfigError for other rope types.
     """
-    frequencies, factor = _inverse_frequencies(hf_config, head_dim)
+    frequencies, factor = _inverse_frequencies(hf_config, head_dim, parameters or _rope_parameters(hf_config))
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies.float()
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).to(device)

@@ -1,14 +1,14 @@
 """A Hugging Face checkpoint directory, opened and checked before a byte of weights is read.
 
-Owns what config.json, generation_config.json, the shard index and the safetensors headers say, and every
-way in which they can be wrong. It holds no weights: ``loader`` does. The engine and the loader call it.
+Owns what config.json, generation_config.json and the shard index say, and every way in which they can be wrong. It
+holds no weights: ``weights`` reads them. The engine and the loader call it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,24 +16,13 @@ from typing import Any
 import torch
 
 from unisono import catalog
+from unisono.layers.formats import WeightFormat
+from unisono.models.build import plain
 from unisono.models.config import DecoderConfig, Family
+from unisono.models.weights import TensorInfo, read_header
 from unisono.types import CheckpointError
 
-SUPPORTED_DTYPES = ("F32", "F16", "BF16")
-"""safetensors' spelling of the weight dtypes that are read."""
-
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor as a safetensors header declares it; ``nbytes`` is its size, ``end`` its end in the file."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -54,6 +43,7 @@ class Checkpoint:
     dtype: the dtype that config.json declares, or None where it declares none.
     eos_token_ids: the end-of-sequence ids of config.json and generation_config.json together, sorted; the
         tokenizer's own is its reader's to add.
+    formats: the weight format of a module by its name in the checkpoint.
     """
 
     path: Path
@@ -62,6 +52,7 @@ class Checkpoint:
     generation: GenerationDefaults
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype | None
+    formats: Callable[[str], WeightFormat] = field(default=plain, repr=False)
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -73,11 +64,11 @@ class Checkpoint:
         directory = find_directory(path)
         raw = read_json(directory / "config.json")
         family = catalog.models.load(_architecture(raw, directory))
-        _refuse_quantised(raw, directory)
+        formats = _formats(raw, directory)
         hf_config, config = _parse_config(directory, family)
         generation_file = directory / "generation_config.json"
         generation = _generation_defaults(generation_file) if generation_file.exists() else GenerationDefaults()
-        eos = _token_ids(hf_config.eos_token_id, directory / "config.json")
+        eos = _token_ids(getattr(hf_config, "eos_token_id", None), directory / "config.json")
         dtype = hf_config.dtype
         return cls(
             path=directory,
@@ -86,7 +77,12 @@ class Checkpoint:
             generation=generation,
             eos_token_ids=tuple(sorted({*eos, *generation.eos_token_ids})),
             dtype=dtype if isinstance(dtype, torch.dtype) else None,
+            formats=formats,
         )
+
+    def format_of_module(self, module: str) -> WeightFormat:
+        """The weight format of one of the decoder's modules."""
+        return self.formats(self.family.name(module))
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Every tensor of the checkpoint; see :func:`read_tensors`."""
@@ -120,43 +116,6 @@ def read_tensors(directory: Path) -> dict[str, TensorInfo]:
         if tensor not in tensors:
             raise CheckpointError(f"{directory / name}: tensor {tensor} is missing, though {INDEX} promises it.")
     return tensors
-
-
-def read_header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file: a little-endian u64 length, that much JSON, then the data.
-
-    Format: https://huggingface.co/docs/safetensors. Raises CheckpointError naming the file, and the first
-    tensor that is cut off where the data ends early.
-    """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise CheckpointError(
-                f"{file} is truncated or no safetensors file: it has {size} bytes, its header alone should "
-                f"take 8 + {length}. Download it again."
-            )
-        header = stream.read(length)
-    try:
-        tensors = {
-            name: _tensor_info(file, entry, 8 + length)
-            for name, entry in json.loads(header).items()
-            if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file}: its header is not safetensors' JSON ({error}). Download it again.") from None
-    cut_off = [name for name, tensor in tensors.items() if tensor.end > size]
-    if cut_off:
-        raise CheckpointError(
-            f"{file} is truncated: it has {size} bytes of {max(t.end for t in tensors.values())}; "
-            f"tensor {cut_off[0]} is cut off ({len(cut_off)} of {len(tensors)} are). Download it again."
-        )
-    return tensors
-
-
-def _tensor_info(file: Path, entry: Mapping[str, Any], data_start: int) -> TensorInfo:
-    start, stop = entry["data_offsets"]
-    return TensorInfo(file, entry["dtype"], tuple(entry["shape"]), nbytes=stop - start, end=data_start + stop)
 
 
 def find_directory(path: str | Path) -> Path:
@@ -196,14 +155,19 @@ def _architecture(raw: Mapping[str, Any], directory: Path) -> str:
     return names[0]
 
 
-def _refuse_quantised(raw: Mapping[str, Any], directory: Path) -> None:
+def _formats(raw: Mapping[str, Any], directory: Path) -> Callable[[str], WeightFormat]:
+    """The weight format of each module, as ``quantization_config`` says. Raises CheckpointError for an unknown one."""
     quantisation = raw.get("quantization_config")
-    if quantisation:
-        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
+    if not quantisation:
+        return plain
+    method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
+    if method not in catalog.formats:
+        others = f", and {', '.join(catalog.formats.names)}" if catalog.formats.names else ""
         raise CheckpointError(
             f"{directory} is quantised (quant_method={method!r}), which is not supported: only bfloat16, "
-            "float16 and float32 weights are read. Give the unquantised checkpoint."
+            f"float16 and float32 weights are read{others}. Give the unquantised checkpoint."
         )
+    return catalog.formats.load(method)(quantisation)
 
 
 def _parse_config(directory: Path, family: Family) -> tuple[Any, DecoderConfig]:

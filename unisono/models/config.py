@@ -1,75 +1,65 @@
-"""What a decoder is, as data: the one config that every family's config.json is read into.
+"""What a model is, as data: the config that every family's config.json is read into, layer by layer.
 
-Owns :class:`DecoderConfig` (shapes and switches of the shared blocks) and :class:`Family` (how one family
-reads its config and names its tensors). Family files build these; decoder, loader and engine read them.
+Owns :class:`DecoderConfig` and :class:`Family` (how one family reads its config and names its tensors). Family files
+build these from the specs of ``blocks.py``; decoder, loader and engine read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from unisono.layers.rotary import RotarySpec
+from unisono.models.blocks import AttentionSpec, LayerSpec, MLPSpec
+from unisono.models.build import require
 from unisono.types import CheckpointError
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shapes and switches of a pre-norm, rotary, gated-MLP decoder. Immutable; sizes are element counts.
+    """A decoder: its layers and what they share. Immutable; sizes are element counts.
 
-    windows: per layer, how many positions a token sees (itself included); 0 is full attention.
-    max_positions: the context length that config.json declares.
-    hf_config: the transformers config it was read from; the rotary table reads its rope parameters.
-
-    Raises CheckpointError where a value is outside what the blocks compute.
+    layers: each layer's own spec. max_positions: the context length that config.json declares. hf_config: the
+    transformers config it was read from. Raises CheckpointError for values that cannot be computed.
     """
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerSpec, ...]
     rms_eps: float
     max_positions: int
-    windows: tuple[int, ...]
     tie_embeddings: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    hidden_act: str = "silu"
     hf_config: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-        ):
-            self._require(getattr(self, name) >= 1, name, "it must be at least 1")
-        self._require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", f"it must divide {self.num_heads} heads")
-        self._require(self.head_dim >= 2 and self.head_dim % 2 == 0, "head_dim", "rotary needs an even head size")
-        self._require(self.hidden_act == "silu", "hidden_act", "only 'silu' is supported")
-        self._require(
-            len(self.windows) == self.num_layers,
-            "windows",
-            f"one is needed for each of {self.num_layers} layers",
-        )
-
-    def _require(self, ok: bool, name: str, rule: str) -> None:
-        if not ok:
-            raise CheckpointError(f"config.json of a {self.architecture}: {name}={getattr(self, name)!r}: {rule}.")
+        sizes = {"vocab_size": self.vocab_size, "hidden_size": self.hidden_size, "num_layers": len(self.layers)}
+        for name, value in sizes.items():
+            require(value >= 1, name, value, "it must be at least 1")
 
     @property
-    def scale(self) -> float:
-        """What attention scores are multiplied by: head_dim ** -0.5."""
-        return self.head_dim**-0.5
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The spec of the last layer that attends; draft modules take what their tensors do not tell from it."""
+        for layer in reversed(self.layers):
+            if isinstance(layer.mixer, AttentionSpec):
+                return layer.mixer
+        raise CheckpointError(f"a {self.architecture} with this config.json has no attention layer.")
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Of each layer, how many positions a token sees, itself included; 0: all."""
+        return tuple(getattr(layer.mixer, "window", 0) for layer in self.layers)
+
+    # For callers that take one size for all layers, until state is allocated by ``state_specs()``.
+    num_heads = property(lambda self: self.attention.num_heads)
+    num_kv_heads = property(lambda self: self.attention.num_kv_heads)
+    head_dim = property(lambda self: self.attention.head_dim)
 
 
 @dataclass(frozen=True)
@@ -77,37 +67,50 @@ class Family:
     """What a family file exports, and the catalog lists.
 
     read: transformers config -> DecoderConfig.
-    names: decoder module -> checkpoint module; ``*`` is the layer number. A shard of a merged linear is
-        named like a module in it (``layers.*.attention.qkv.q``). ``.weight``, ``.bias`` carry over.
+    names: module -> checkpoint module; ``*`` is the layer number. A projection of a merged linear layer is named like
+        a module in it (``layers.*.mixer.qkv.q``). ``.weight``, ``.bias`` and the like carry over.
     """
 
     read: Callable[[Any], DecoderConfig]
     names: Mapping[str, str]
 
+    def name(self, module: str) -> str:
+        """The checkpoint's name of a module."""
+        return checkpoint_name(self.names, module)
 
-def read_decoder_config(hf_config: Any, *, windows: tuple[int, ...] | None = None, **switches: bool) -> DecoderConfig:
-    """A DecoderConfig from a transformers config: what all families spell alike, and the family's own.
 
-    windows: full attention in every layer by default. switches: qkv_bias, o_bias, mlp_bias, qk_norm.
-    """
-    layers, heads = hf_config.num_hidden_layers, hf_config.num_attention_heads
+def checkpoint_name(names: Mapping[str, str], module: str) -> str:
+    """The checkpoint's name of a module, by ``names`` of :class:`Family`'s kind."""
+    number = re.search(r"\.(\d+)\.", module)
+    theirs = names[re.sub(r"\.\d+\.", ".*.", module)]
+    return theirs.replace("*", number[1]) if number else theirs
+
+
+def read_decoder_config(hf_config: Any, layers: Sequence[LayerSpec]) -> DecoderConfig:
+    """A DecoderConfig of these layers; the rest from a transformers config, where all families spell it alike."""
     return DecoderConfig(
         architecture=hf_config.architectures[0],
         vocab_size=hf_config.vocab_size,
         hidden_size=hf_config.hidden_size,
-        intermediate_size=hf_config.intermediate_size,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=hf_config.num_key_value_heads or heads,
-        head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
+        layers=tuple(layers),
         rms_eps=hf_config.rms_norm_eps,
         max_positions=hf_config.max_position_embeddings,
-        windows=(0,) * layers if windows is None else windows,
         tie_embeddings=bool(hf_config.tie_word_embeddings),
-        hidden_act=hf_config.hidden_act,
         hf_config=hf_config,
-        **switches,
     )
+
+
+def read_attention(hf_config: Any, **options: Any) -> AttentionSpec:
+    """An attention layer's spec: heads and rotary from a transformers config, ``options`` are the family's own."""
+    heads = hf_config.num_attention_heads
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+    kv_heads = hf_config.num_key_value_heads or heads
+    return AttentionSpec(heads, kv_heads, head_dim, RotarySpec.of(hf_config, head_dim), **options)
+
+
+def read_mlp(hf_config: Any, bias: bool = False) -> MLPSpec:
+    """A gated MLP's spec from a transformers config."""
+    return MLPSpec(hf_config.intermediate_size, bias, hf_config.hidden_act)
 
 
 def windows_by_layer_type(hf_config: Any) -> tuple[int, ...]:

@@ -10,26 +10,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from unisono import catalog
-from unisono.attention.base import AttentionBackend
-from unisono.layers.embedding import Embedding
-from unisono.layers.linear import Linear
+from unisono.layers.formats import Place
 from unisono.layers.norm import RMSNorm
+from unisono.models import weights
+from unisono.models.build import AttentionFactory, Builder, no_attention
 from unisono.models.checkpoint import find_directory, read_json, read_tensors
 from unisono.models.config import DecoderConfig
 from unisono.models.decoder import Decoder
 from unisono.models.draft import DraftConfig, Eagle3Head, EagleHead
-from unisono.models.loader import DUMMY_STD, IGNORED, shards, stream
+from unisono.models.loader import DUMMY_STD
 from unisono.models.qwen3 import QWEN3
+from unisono.models.weights import TensorInfo
 from unisono.types import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ _NAMES = {
         for ours, theirs in QWEN3.names.items()
     },
     **{name: name for name in ("fc", "input_norm")},
-    "layer.hidden_norm": "layers.0.hidden_norm",
+    "hidden_norm": "layers.0.hidden_norm",
 }
 """Module of a head -> module of a checkpoint, by speculators' names; the original's ``midlayer`` is ``layers.0``."""
 
@@ -64,7 +64,7 @@ Head = EagleHead | Eagle3Head
 class DraftCheckpoint:
     """A head's directory, opened and found to fit its target. Made by :func:`open_eagle` and :func:`open_eagle3`.
 
-    tensors: by speculators' names, on the CPU, mapped from their files; None builds random weights. ids [V'] int32:
+    tensors: by speculators' names, where they are in its files; None builds random weights. ids [V'] int32:
     the target's token of each draft token; None where they are the same. why: how it is known which of the target's
     layers it reads, if several.
     """
@@ -73,7 +73,7 @@ class DraftCheckpoint:
     kind: type[Head]
     config: DraftConfig
     tied: bool
-    tensors: Mapping[str, torch.Tensor] | None = field(repr=False)
+    tensors: Mapping[str, TensorInfo] | None = field(repr=False)
     ids: torch.Tensor | None = field(repr=False)
     why: str = ""
 
@@ -92,7 +92,7 @@ class DraftCheckpoint:
     def build(
         self,
         target: Decoder,
-        backend: AttentionBackend,
+        attention: AttentionFactory,
         max_positions: int,
         dtype: torch.dtype,
         device: torch.device | str,
@@ -100,21 +100,19 @@ class DraftCheckpoint:
     ) -> Head:
         """The head on ``device`` in ``dtype``; it shares the target's embedding and LM head where it has none.
 
-        ``progress`` is called with the share of its tensors that is in place, 0 … 1.
+        ``progress`` is called with the share of its elements that is in place, 0 … 1.
         """
-        head = self._blank(backend, max_positions, dtype, device)
+        hidden, eps = self.config.layer.hidden_size, self.config.layer.rms_eps
+        head = self._blank(Builder(hidden, eps, dtype, device, attention, max_positions))
         if self.tensors is None:
             self._fill_randomly(head)
         else:
-            targets = self.targets(head)
-            for done, (name, parameter) in enumerate(targets.items(), 1):
-                parameter.copy_(self.tensors[name])
-                progress(done / len(targets))
-        if not self.own_embed or torch.equal(head.embed.weight, target.embed.weight):
+            weights.fill(self.targets(head), self.tensors, device, progress)
+        if not self.own_embed or weights.same_as(head.embed, target.embed):
             head.embed = target.embed
         if not self.own_head and self.own_embed and self.tied:
             head.lm_head.weight = head.embed.weight
-        elif not self.own_head or torch.equal(head.lm_head.weight, target.lm_head.weight):
+        elif not self.own_head or weights.same_as(head.lm_head, target.lm_head):
             head.lm_head = target.lm_head
         head.ids = None if self.ids is None else self.ids.to(device)
         return head.eval()
@@ -157,23 +155,24 @@ class DraftCheckpoint:
                 f"LM head of {layer.vocab_size} tokens cannot stand in for it."
             )
         if self.tensors is not None:
-            blank = self._blank(cast(AttentionBackend, None), 1, torch.float32, "meta")  # measured, never run
-            _compare(self.tensors, self.targets(blank), file)
+            blank = self._blank(Builder(layer.hidden_size, layer.rms_eps, torch.float32, "meta", no_attention, 1))
+            reason = "a head with this config.json has no place for it"
+            weights.check(
+                self.targets(blank), self.tensors, file, lambda name: None if name in ("d2t", "t2d") else reason
+            )
 
-    def _blank(
-        self, backend: AttentionBackend, max_positions: int, dtype: torch.dtype, device: torch.device | str
-    ) -> Head:
+    def _blank(self, builder: Builder) -> Head:
         """The head, uninitialised; an embedding and an LM head that it is to share take no memory."""
-        layer = self.config.layer
-        embed = Embedding(layer.vocab_size, layer.hidden_size, dtype, device if self.own_embed else "meta")
-        lm_head = Linear(layer.hidden_size, self.config.draft_vocab, False, dtype, device if self.own_head else "meta")
-        return self.kind(self.config, embed, lm_head, backend, max_positions, dtype, device)
+        embed = builder.embedding(self.config.layer.vocab_size, empty=not self.own_embed)
+        draft_vocab, empty = self.config.draft_vocab, not self.own_head
+        lm_head = builder.linear("lm_head", builder.hidden_size, draft_vocab, empty=empty)
+        return self.kind(self.config, embed, lm_head, builder)
 
-    def targets(self, head: Head) -> dict[str, torch.Tensor]:
-        """A checkpoint's tensor names, by speculators -> the parameters, or rows of one, that they fill."""
+    def targets(self, head: Head) -> dict[str, Place]:
+        """A checkpoint's tensor names, by speculators -> where they go."""
         shared = {EMBED: not self.own_embed, LM_HEAD: not self.own_head}
-        targets = {f"{_NAMES.get(module, module)}.{kind}": parameter for module, kind, parameter in shards(head)}
-        return {name: parameter for name, parameter in targets.items() if not shared.get(name, False)}
+        targets = {f"{_NAMES.get(module, module)}.{kind}": place for module, kind, place in weights.places(head)}
+        return {name: place for name, place in targets.items() if not shared.get(name, False)}
 
     def _fill_randomly(self, head: Head) -> None:
         generator = torch.Generator(head.fc.weight.device).manual_seed(0)
@@ -308,7 +307,10 @@ def _layer_config(
             f"{directory}: the head's vocab_size is {config.vocab_size}, the target's {target.vocab_size}: it was made "
             "for another target."
         )
-    return dataclasses.replace(config, qkv_bias=config.qkv_bias or bool(fields.get("qkv_bias")), tie_embeddings=False)
+    attention = config.attention
+    attention = dataclasses.replace(attention, qkv_bias=attention.qkv_bias or bool(fields.get("qkv_bias")))
+    layers = (dataclasses.replace(config.layers[0], mixer=attention),)
+    return dataclasses.replace(config, layers=layers, tie_embeddings=False)
 
 
 def _tied(fields: Mapping[str, Any]) -> bool:
@@ -384,51 +386,18 @@ def infer_aux_layers(
 # ---- tensors ----------------------------------------------------------------------------------------
 
 
-def _tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor by its speculators name, mapped into memory from safetensors or the original's pickle."""
+def _tensors(directory: Path) -> dict[str, TensorInfo]:
+    """Every tensor by its speculators name, of safetensors or the original's pickle."""
     pickled = directory / PICKLED
     if pickled.exists() and not any(directory.glob("*.safetensors*")):
-        try:
-            stored = torch.load(pickled, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-            raise CheckpointError(f"{pickled} cannot be read: {error}. Download it again.") from None
+        stored = weights.read_pickle(pickled)
     else:
-        infos = read_tensors(directory)
-        stored = dict(stream(infos, infos, torch.device("cpu")))
-    return {_speculators_name(name): tensor for name, tensor in stored.items() if not IGNORED.search(name)}
-
-
-def _speculators_name(name: str) -> str:
-    return re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
-
-
-def _compare(tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Raise CheckpointError unless every target has a tensor of its shape and every tensor a target."""
-    missing = [name for name in targets if name not in tensors]
-    if missing:
-        raise CheckpointError(
-            f"{directory}: tensor {missing[0]} {list(targets[missing[0]].shape)} is missing, and {len(missing) - 1} "
-            f"more of the {len(targets)} that config.json asks for."
-        )
-    for name, tensor in tensors.items():
-        if name in ("d2t", "t2d"):
-            continue
-        if name not in targets:
-            raise CheckpointError(
-                f"{directory}: tensor {name} {list(tensor.shape)} is unexpected: a head with this config.json has no "
-                "place for it."
-            )
-        if tensor.shape != targets[name].shape:
-            raise CheckpointError(
-                f"{directory}: tensor {name} has shape {list(tensor.shape)}; config.json and the target ask for "
-                f"{list(targets[name].shape)}."
-            )
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"{directory}: tensor {name} has dtype {tensor.dtype}; weights are floating point.")
+        stored = read_tensors(directory)
+    return {re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model.")): info for name, info in stored.items()}
 
 
 def _target_ids(
-    tensors: Mapping[str, torch.Tensor] | None, draft_vocab: int, vocab: int, directory: Path
+    tensors: Mapping[str, TensorInfo] | None, draft_vocab: int, vocab: int, directory: Path
 ) -> torch.Tensor | None:
     """The target's token of each draft token, ``i + d2t[i]``: [V'] int32, strictly ascending. None: the same."""
     each = torch.arange(draft_vocab)
@@ -441,7 +410,7 @@ def _target_ids(
             f"{directory}: tensor d2t is missing: it must say which of the target's {vocab} tokens each of the "
             f"{draft_vocab} draft tokens is."
         )
-    offsets = tensors["d2t"]
+    offsets = weights.tensor("d2t", tensors)
     if offsets.shape != each.shape or offsets.is_floating_point():
         raise CheckpointError(
             f"{directory}: tensor d2t is {list(offsets.shape)} of {offsets.dtype}; it must be [{draft_vocab}] integers."
@@ -452,7 +421,7 @@ def _target_ids(
             f"{directory}: d2t does not map: i + d2t[i] must ascend from 0 or more to less than the target's {vocab} "
             f"tokens, and goes from {int(ids[0])} to {int(ids[-1])}. d2t holds offsets, not token ids."
         )
-    known = tensors.get("t2d")
+    known = weights.tensor("t2d", tensors) if "t2d" in tensors else None
     if known is not None and (known.shape != (vocab,) or not torch.equal(known.nonzero()[:, 0], ids)):
         raise CheckpointError(f"{directory}: t2d and d2t name different draft tokens; the head is damaged.")
     return None if draft_vocab == vocab else ids.int()

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.models.config import DecoderConfig, Family, read_decoder_config
+from unisono.models.blocks import LayerSpec
+from unisono.models.config import DecoderConfig, Family, read_attention, read_decoder_config, read_mlp
 
 NAMES = {
     "embed": "model.embed_tokens",
-    "layers.*.attention_norm": "model.layers.*.input_layernorm",
-    "layers.*.attention.qkv.q": "model.layers.*.self_attn.q_proj",
-    "layers.*.attention.qkv.k": "model.layers.*.self_attn.k_proj",
-    "layers.*.attention.qkv.v": "model.layers.*.self_attn.v_proj",
-    "layers.*.attention.o": "model.layers.*.self_attn.o_proj",
-    "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
-    "layers.*.mlp.gate_up.gate": "model.layers.*.mlp.gate_proj",
-    "layers.*.mlp.gate_up.up": "model.layers.*.mlp.up_proj",
-    "layers.*.mlp.down": "model.layers.*.mlp.down_proj",
+    "layers.*.mixer_norm": "model.layers.*.input_layernorm",
+    "layers.*.mixer.qkv.q": "model.layers.*.self_attn.q_proj",
+    "layers.*.mixer.qkv.k": "model.layers.*.self_attn.k_proj",
+    "layers.*.mixer.qkv.v": "model.layers.*.self_attn.v_proj",
+    "layers.*.mixer.o": "model.layers.*.self_attn.o_proj",
+    "layers.*.feed_forward_norm": "model.layers.*.post_attention_layernorm",
+    "layers.*.feed_forward.gate_up.gate": "model.layers.*.mlp.gate_proj",
+    "layers.*.feed_forward.gate_up.up": "model.layers.*.mlp.up_proj",
+    "layers.*.feed_forward.down": "model.layers.*.mlp.down_proj",
     "norm": "model.norm",
     "lm_head": "lm_head",
 }
@@ -28,8 +29,9 @@ NAMES = {
 
 def read(hf_config: Any) -> DecoderConfig:
     """``attention_bias`` gives biases to q, k, v and o; ``mlp_bias`` to gate, up and down."""
-    attention_bias = hf_config.attention_bias
-    return read_decoder_config(hf_config, qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=hf_config.mlp_bias)
+    bias = hf_config.attention_bias
+    layer = LayerSpec(read_attention(hf_config, qkv_bias=bias, o_bias=bias), read_mlp(hf_config, hf_config.mlp_bias))
+    return read_decoder_config(hf_config, [layer] * hf_config.num_hidden_layers)
 
 
 LLAMA = Family(read, NAMES)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.models.config import DecoderConfig, Family, read_decoder_config
+from unisono.models.blocks import LayerSpec
+from unisono.models.config import DecoderConfig, Family, read_attention, read_decoder_config, read_mlp
 from unisono.models.llama import NAMES
 
 
 def read(hf_config: Any) -> DecoderConfig:
     """``sliding_window`` null is full attention."""
-    window = hf_config.sliding_window or 0
-    return read_decoder_config(hf_config, windows=(window,) * hf_config.num_hidden_layers)
+    layer = LayerSpec(read_attention(hf_config, window=hf_config.sliding_window or 0), read_mlp(hf_config))
+    return read_decoder_config(hf_config, [layer] * hf_config.num_hidden_layers)
 
 
 MISTRAL = Family(read, NAMES)

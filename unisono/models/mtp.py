@@ -22,12 +22,11 @@ from __future__ import annotations
 
 import torch
 
-from unisono.attention.base import AttentionBackend
 from unisono.layers.embedding import Embedding
 from unisono.layers.linear import Linear
-from unisono.layers.norm import RMSNorm
+from unisono.models.blocks import Stream
+from unisono.models.build import Builder
 from unisono.models.config import DecoderConfig
-from unisono.models.decoder import DecoderLayer
 from unisono.models.draft import DraftBlock
 
 
@@ -35,40 +34,24 @@ class MTPModule(DraftBlock):
     """One module: a block of the shape ``config`` between a projection and a norm. Drafters ask of it what they ask
     of any draft head (``models/draft.py``).
 
-    embed, lm_head, cos_sin: the target's, unless the checkpoint has others. hidden_first: ``project`` takes the
-    hidden state before the embedding.
+    embed, lm_head: the target's, unless the checkpoint has others. hidden_first: ``project`` takes the hidden state
+    before the embedding.
     """
 
-    ids: torch.Tensor | None = None  # every logit is of the target's token of the same number
-
     def __init__(
-        self,
-        config: DecoderConfig,
-        hidden_first: bool,
-        embed: Embedding,
-        lm_head: Linear,
-        cos_sin: torch.Tensor,
-        backend: AttentionBackend,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, config: DecoderConfig, embed: Embedding, lm_head: Linear, builder: Builder, hidden_first: bool = False
     ) -> None:
-        super().__init__()
-        hidden, eps = config.hidden_size, config.rms_eps
-        self.config, self.backend, self.hidden_first = config, backend, hidden_first
-        self.embed, self.lm_head, self.cos_sin = embed, lm_head, cos_sin
-        self.embed_norm = RMSNorm(hidden, eps, dtype, device)
-        self.hidden_norm = RMSNorm(hidden, eps, dtype, device)
-        self.project = Linear(2 * hidden, hidden, False, dtype, device)
-        self.layer = DecoderLayer(config, config.windows[0], backend, dtype, device)
-        self.norm = RMSNorm(hidden, eps, dtype, device)
+        super().__init__(config, embed, lm_head)
+        hidden, self.hidden_first = builder.hidden_size, hidden_first
+        self.embed_norm = builder.norm()
+        self.hidden_norm = builder.norm()
+        self.project = builder.linear("project", 2 * hidden, hidden)
+        self.layer = config.layers[0].build(builder.at("layer"))
+        self.norm = builder.norm()
 
-    def encode(self, seen: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states as they are: [T, H]."""
-        return seen
-
-    def joined(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def begin(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> Stream:
         pair = (self.embed_norm(self.embed(token_ids)), self.hidden_norm(hidden))
-        return self.project(torch.cat(pair[::-1] if self.hidden_first else pair, dim=1))
+        return self.layer.begin(self.project(torch.cat(pair[::-1] if self.hidden_first else pair, dim=1)))
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """out [R, H] -> (hidden state for the next step [R, H], logits [R, V])."""

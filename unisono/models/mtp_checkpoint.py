@@ -9,22 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
-from torch import nn
 
 from unisono import catalog
-from unisono.attention.base import AttentionBackend
-from unisono.layers.embedding import Embedding
-from unisono.layers.linear import Linear
-from unisono.models.checkpoint import TensorInfo, read_tensors
+from unisono.layers.formats import Place
+from unisono.models import weights
+from unisono.models.blocks import LayerSpec, MLPSpec
+from unisono.models.build import AttentionFactory, Builder, no_attention
+from unisono.models.checkpoint import read_tensors
 from unisono.models.config import DecoderConfig
 from unisono.models.decoder import Decoder
-from unisono.models.loader import IGNORED, check_tensor, shards, stream
 from unisono.models.mtp import MTPModule
 from unisono.models.qwen3 import QWEN3
+from unisono.models.weights import TensorInfo
 from unisono.types import CheckpointError
 
 BLOCK = {
@@ -33,6 +33,9 @@ BLOCK = {
     if ours.startswith("layers.*.")
 }
 """Names inside a decoder block, relative to it: Llama's and Qwen3's head norms."""
+
+SHARED = ("embed", "lm_head")
+"""What a module shares with the target, though its checkpoint may store it."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,12 @@ class Layout:
             return self.names[module].replace("*", str(number))
         return self.block.replace("*", str(number)) + BLOCK[module.removeprefix("layer.")]
 
-    def targets(self, module: MTPModule, number: int) -> dict[str, torch.Tensor]:
-        """The checkpoint's names of a module's own tensors -> the parameters, or rows of one, that they fill."""
+    def targets(self, module: MTPModule, number: int, shared: Sequence[str] = SHARED) -> dict[str, Place]:
+        """The checkpoint's names of a module's tensors -> where they go, but for those of ``shared`` parts."""
         return {
-            f"{self.name(path, number)}.{kind}": parameter
-            for path, kind, parameter in shards(module)
-            if path not in SHARED
+            f"{self.name(path, number)}.{kind}": place
+            for path, kind, place in weights.places(module)
+            if path not in shared
         }
 
     def numbers(self, tensors: Mapping[str, TensorInfo]) -> list[int]:
@@ -92,12 +95,10 @@ LAYOUTS = {
         ),
         hidden_first=True,
     ),
-    "MiMo-V2": _nextn("model.mtp.layers.*.", **{"layer.mlp_norm": "pre_mlp_layernorm"}),
+    "MiMo-V2": _nextn("model.mtp.layers.*.", **{"layer.feed_forward_norm": "pre_mlp_layernorm"}),
 }
 """By the models that use it. Sources: the models' files in vLLM and SGLang, and transformers' ``MtpModel``."""
 
-SHARED = ("embed", "lm_head")
-"""What a module shares with the target, though its checkpoint may store it."""
 UNSUPPORTED = {
     r"\.self_attn\.(q_a_proj|kv_a_proj|kv_b_proj)": "multi-head latent attention (MLA)",
     r"\.(mlp\.experts|mlp\.gate\.|mlp\.shared_expert|moe\.)": "a mixture of experts",
@@ -150,32 +151,21 @@ class MTPCheckpoint:
         self,
         target: Decoder,
         step: int,
-        backend: AttentionBackend,
+        attention: AttentionFactory,
         dtype: torch.dtype,
         progress: Callable[[float], None] = lambda share: None,
     ) -> MTPModule:
         """The module of a step, from 0, with its weights in ``dtype`` on the target's device.
 
         Its embedding and LM head are the target's, unless the checkpoint stores others. ``progress`` is called with the
-        share of its tensors that is in place, 0 … 1.
+        share of its elements that is in place, 0 … 1.
         """
-        number, device = self.numbers[step], target.embed.weight.device
-        embed, lm_head = target.embed, target.lm_head
-        own_embed, own_head = (self._own(part, number, getattr(target, part).weight) for part in SHARED)
-        if own_embed is not None:
-            embed = Embedding(0, 0, dtype, "meta")
-            embed.weight = own_embed
-        if own_head is not None:
-            lm_head = Linear(0, 0, False, dtype, "meta")
-            lm_head.weight = own_head
-        module = MTPModule(
-            self.config, self.layout.hidden_first, embed, lm_head, target.cos_sin, backend, dtype, device
-        )
-        targets = self.layout.targets(module, number)
-        with torch.no_grad():
-            for done, (name, tensor) in enumerate(stream(targets, self.tensors, device), 1):
-                targets[name].copy_(tensor)
-                progress(done / len(targets))
+        number = self.numbers[step]
+        module = self._module(number, target.builder.beside(attention, dtype))
+        weights.fill(self._targets(module, number), self.tensors, target.embed.weight.device, progress)
+        for part in SHARED:
+            if not self._stores(part, number) or weights.same_as(getattr(module, part), getattr(target, part)):
+                setattr(module, part, getattr(target, part))
         return module.eval()
 
     def choices(self, modules: Sequence[MTPModule], target: Decoder) -> list[tuple[str, str, str]]:
@@ -189,33 +179,33 @@ class MTPCheckpoint:
             found.append((f"draft {name}", "its own" if any(own) else "the target's", reason))
         return found
 
-    def _own(self, part: str, number: int, shared: torch.Tensor) -> nn.Parameter | None:
-        """The checkpoint's weight of an embedding or LM head; None where it has none, or a copy of the target's."""
-        name = f"{self.layout.name(part, number)}.weight" if part in self.layout.names else ""
-        if name not in self.tensors:
-            return None
-        check_tensor(name, self.tensors[name], shared)
-        ((_, stored),) = stream([name], self.tensors, shared.device)
-        stored = stored.to(shared.dtype)
-        return None if torch.equal(stored, shared) else nn.Parameter(stored, requires_grad=False)
+    def _stores(self, part: str, number: int) -> bool:
+        """Whether the checkpoint stores an embedding or LM head of a module, which may be a copy of the target's."""
+        return part in self.layout.names and f"{self.layout.name(part, number)}.weight" in self.tensors
+
+    def _module(self, number: int, builder: Builder) -> MTPModule:
+        """A module, uninitialised; what it is to share takes no memory."""
+        config, hidden = self.config, self.config.hidden_size
+        embed = builder.embedding(config.vocab_size, empty=not self._stores("embed", number))
+        lm_head = builder.linear("lm_head", hidden, config.vocab_size, empty=not self._stores("lm_head", number))
+        return MTPModule(config, embed, lm_head, builder, self.layout.hidden_first)
+
+    def _targets(self, module: MTPModule, number: int) -> dict[str, Place]:
+        shared = [part for part in SHARED if not self._stores(part, number)]
+        return self.layout.targets(module, number, shared)
 
     def _check(self) -> None:
         """Compare every module's tensors with what it needs. Raises CheckpointError naming the first misfit."""
-        dtype, nothing = torch.float32, torch.empty(0)
-        embed, lm_head = Embedding(0, 0, dtype, "meta"), Linear(0, 0, False, dtype, "meta")
-        backend = cast(AttentionBackend, None)  # measured, never run
-        blank = MTPModule(self.config, False, embed, lm_head, nothing, backend, dtype, "meta")
+        builder = Builder(self.config.hidden_size, self.config.rms_eps, torch.float32, "meta", no_attention, 1)
         for number in self.numbers:
-            targets = self.layout.targets(blank, number)
-            for name, parameter in targets.items():
-                if name not in self.tensors:
-                    raise CheckpointError(f"{self.path}: tensor {name} {list(parameter.shape)} is missing.")
-                check_tensor(name, self.tensors[name], parameter)
-            shared = {f"{self.layout.name(part, number)}.weight" for part in SHARED if part in self.layout.names}
             prefix = self.layout.block.replace("*", str(number))
-            for name in self.tensors.keys() - targets.keys() - shared:
-                if name.startswith(prefix) and not IGNORED.search(name):
-                    raise CheckpointError(f"{self.path}: tensor {name} is unexpected: an MTP module has none like it.")
+            wanted = self._targets(self._module(number, builder), number)
+            weights.check(wanted, self.tensors, self.path, partial(_unexpected, prefix))
+
+
+def _unexpected(prefix: str, name: str) -> str | None:
+    """Why a tensor of the module whose names begin with ``prefix`` has no place; None for other tensors."""
+    return "an MTP module has none like it" if name.startswith(prefix) else None
 
 
 def _block_config(
@@ -243,15 +233,14 @@ def _block_config(
             f"{directory}: {layout.name('project', number)}.weight has shape {list(shape('project'))}; a target of "
             f"hidden size {hidden} needs {[hidden, 2 * hidden]}. These modules belong to another model."
         )
-    return replace(
-        target,
-        intermediate_size=shape("layer.mlp.down")[1],
-        num_layers=1,
-        num_heads=shape("layer.attention.o")[1] // target.head_dim,
-        num_kv_heads=shape("layer.attention.qkv.k")[0] // target.head_dim,
-        windows=target.windows[-1:],
-        qkv_bias=has("layer.attention.qkv.q", "bias"),
-        o_bias=has("layer.attention.o", "bias"),
-        mlp_bias=has("layer.mlp.down", "bias"),
-        qk_norm=has("layer.attention.q_norm"),
+    dim = target.head_dim
+    mixer = replace(
+        target.attention,
+        num_heads=shape("layer.mixer.o")[1] // dim,
+        num_kv_heads=shape("layer.mixer.qkv.k")[0] // dim,
+        qkv_bias=has("layer.mixer.qkv.q", "bias"),
+        o_bias=has("layer.mixer.o", "bias"),
+        qk_norm=has("layer.mixer.q_norm"),
     )
+    down = "layer.feed_forward.down"
+    return replace(target, layers=(LayerSpec(mixer, MLPSpec(shape(down)[1], has(down, "bias"))),))

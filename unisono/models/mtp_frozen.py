@@ -21,37 +21,30 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from unisono import catalog
-from unisono.attention.base import AttentionBackend, AttentionInputs
-from unisono.kernels import rope_and_cache
-from unisono.layers.linear import Linear
-from unisono.layers.mlp import GatedMLP
-from unisono.layers.norm import RMSNorm
-from unisono.models.checkpoint import TensorInfo, read_tensors
-from unisono.models.config import DecoderConfig
+from unisono.attention.context import PassContext
+from unisono.layers.embedding import Embedding
+from unisono.layers.formats import Place
+from unisono.models import llama, weights
+from unisono.models.blocks import KV, AttentionSpec, LayerSpec, MLPSpec, QuerySpec, build_layers
+from unisono.models.build import AttentionFactory, Builder, no_attention
+from unisono.models.checkpoint import read_tensors
+from unisono.models.config import DecoderConfig, checkpoint_name
 from unisono.models.decoder import Decoder
-from unisono.models.draft import KV
-from unisono.models.loader import IGNORED, check_tensor, shards, stream
+from unisono.models.weights import TensorInfo
+from unisono.state.specs import Tree
 from unisono.types import CheckpointError
 
 NAMES = {
-    "lm_head": "lm_head",
-    "norm": "model.norm",
+    **llama.NAMES,
+    "layers.*.mixer.q_norm": "model.layers.*.self_attn.q_norm",
     "pre_projection": "pre_projection",
     "post_projection": "post_projection",
-    "layers.*.attention_norm": "model.layers.*.input_layernorm",
-    "layers.*.attention.q": "model.layers.*.self_attn.q_proj",
-    "layers.*.attention.q_norm": "model.layers.*.self_attn.q_norm",
-    "layers.*.attention.o": "model.layers.*.self_attn.o_proj",
-    "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
-    "layers.*.mlp.gate_up.gate": "model.layers.*.mlp.gate_proj",
-    "layers.*.mlp.gate_up.up": "model.layers.*.mlp.up_proj",
-    "layers.*.mlp.down": "model.layers.*.mlp.down_proj",
 }
 """Our modules -> the checkpoint's. An LM head that is absent is tied to ``model.embed_tokens``."""
 
@@ -64,111 +57,41 @@ UNSUPPORTED = {
 }
 
 
-class QueryAttention(nn.Module):
-    """Attention of new queries over keys and values that another model wrote."""
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        backend: AttentionBackend,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__()
-        heads, dim = config.num_heads, config.head_dim
-        self.config, self.backend = config, backend
-        self.q = Linear(config.hidden_size, heads * dim, config.qkv_bias, dtype, device)
-        self.q_norm = RMSNorm(dim, config.rms_eps, dtype, device) if config.qk_norm else None
-        self.o = Linear(heads * dim, config.hidden_size, config.o_bias, dtype, device)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        cos_sin: torch.Tensor,
-        positions: torch.Tensor,
-        inputs: AttentionInputs,
-        kv: KV,
-        window: int,
-    ) -> torch.Tensor:
-        config, (keys, values) = self.config, kv
-        norm = self.q_norm.weight if self.q_norm else None
-        nothing = keys[:, :0]  # a cache of no heads
-        q = rope_and_cache(
-            self.q(x), norm, norm, config.rms_eps, cos_sin, positions, inputs.slot_mapping, nothing, nothing,
-            config.num_heads, 0,
-        )  # fmt: skip
-        return self.o(self.backend.forward(q, keys, values, inputs, config.scale, window), residual)
-
-
-class QueryLayer(nn.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        backend: AttentionBackend,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__()
-        hidden, eps = config.hidden_size, config.rms_eps
-        self.attention_norm = RMSNorm(hidden, eps, dtype, device)
-        self.attention = QueryAttention(config, backend, dtype, device)
-        self.mlp_norm = RMSNorm(hidden, eps, dtype, device)
-        self.mlp = GatedMLP(hidden, config.intermediate_size, config.mlp_bias, dtype, device)
-
-    def forward(self, x: torch.Tensor, *context: Any) -> torch.Tensor:
-        """x [R, H] -> [R, H]; ``context`` is QueryAttention's."""
-        x = self.attention(self.attention_norm(x), x, *context)
-        return self.mlp(self.mlp_norm(x), x)
-
-
 class FrozenHead(nn.Module):
-    """The whole drafter model. ``embed`` and ``cos_sin`` are the target's.
+    """The whole drafter model.
 
-    config: shapes of its layers; reads: for each, the target's layer whose keys and values it attends over.
+    config: its layers, whose mixers attend over keys and values of the target. reads: for each, the number of the
+    target's layer that wrote these. embed: the target's embedding.
     """
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        reads: Sequence[int],
-        target: Decoder,
-        backend: AttentionBackend,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, reads: Sequence[int], embed: Embedding, builder: Builder) -> None:
         super().__init__()
-        hidden, wide = config.hidden_size, target.config.hidden_size
-        self.config, self.reads, self.backend = config, tuple(reads), backend
-        self.windows = [target.config.windows[layer] for layer in reads]
-        self.embed, self.cos_sin = target.embed, target.cos_sin
-        self.pre_projection = Linear(2 * wide, hidden, False, dtype, device)
-        self.layers = nn.ModuleList(QueryLayer(config, backend, dtype, device) for _ in reads)
-        self.norm = RMSNorm(hidden, config.rms_eps, dtype, device)
-        self.lm_head = Linear(hidden, config.vocab_size, False, dtype, device)
-        self.post_projection = Linear(hidden, wide, False, dtype, device)
+        wide = embed.weight.shape[1]
+        self.config, self.reads, self.embed = config, tuple(reads), embed
+        self.pre_projection = builder.linear("pre_projection", 2 * wide, config.hidden_size)
+        norm = builder.norm()
+        self.layers = build_layers(config.layers, builder, norm)
+        self.norm = norm
+        self.lm_head = builder.linear("lm_head", config.hidden_size, config.vocab_size)
+        self.post_projection = builder.linear("post_projection", config.hidden_size, wide)
+
+    def state_specs(self) -> Tree:
+        """Nothing: the keys and values are the target's."""
+        return ()
 
     def forward(
-        self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        inputs: AttentionInputs,
-        kv: Sequence[KV],
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, context: PassContext, kv: Sequence[KV]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step: token_ids, positions [R] i32, hidden [R, Ht] -> (the next step's hidden [R, Ht], logits [R, V]).
+        """One step: token_ids [R] i32, hidden [R, Ht] -> (the next step's hidden [R, Ht], logits [R, V]).
 
-        ``inputs`` are planned and say what is seen: keys up to its positions, which lie before ``positions``. kv: the
-        target's, per layer; only read.
+        The context's inputs say what is seen, keys up to its positions; ``context.rotary_positions`` [R] i32, where the
+        queries stand, lie after those. kv: the target's, per layer; only read.
         """
         x = self.pre_projection(torch.cat((self.embed(token_ids), hidden), dim=1))
-        for layer, read, window in zip(self.layers, self.reads, self.windows, strict=True):
-            # The query stands one behind the last key it sees: of its window that one is spent on itself.
-            x = layer(x, self.cos_sin, positions, inputs, kv[read], max(window - 1, 0))
-        x = self.norm(x)
-        return self.post_projection(x), self.lm_head(x)
+        stream = self.layers[0].begin(x)  # type: ignore[operator]
+        for layer, read in zip(self.layers, self.reads, strict=True):
+            stream = layer(stream, context, kv[read])
+        return self.post_projection(stream.normed), self.lm_head(stream.normed)
 
 
 @dataclass(frozen=True)
@@ -196,59 +119,56 @@ class FrozenCheckpoint:
             name = next((n for n in tensors if re.search(pattern, n)), None)
             if name is not None:
                 raise CheckpointError(f"{directory} has {what} ({name}).")
-        config, depth = _config(directory, tensors, target)
-        reads, why = _reads(directory, depth, target)
-        opened = cls(directory, config, reads, why, tensors)
+        reads, why = _reads(directory, _depth(tensors), target)
+        opened = cls(directory, _config(directory, tensors, target, reads), reads, why, tensors)
         opened._check(target)
         return opened
 
     def load(
         self,
         target: Decoder,
-        backend: AttentionBackend,
+        attention: AttentionFactory,
         dtype: torch.dtype,
         progress: Callable[[float], None] = lambda share: None,
     ) -> FrozenHead:
         """The model with its weights in ``dtype`` on the target's device.
 
-        ``progress`` is called with the share of its tensors that is in place, 0 … 1.
+        ``progress`` is called with the share of its elements that is in place, 0 … 1.
         """
-        head = FrozenHead(self.config, self.reads, target, backend, dtype, target.embed.weight.device)
-        targets = self._targets(head)
-        with torch.no_grad():
-            for done, (name, tensor) in enumerate(stream(targets, self.tensors, head.norm.weight.device), 1):
-                targets[name].copy_(tensor)
-                progress(done / len(targets))
+        builder = target.builder.beside(attention, dtype, self.config.hidden_size)
+        head = FrozenHead(self.config, self.reads, target.embed, builder)
+        weights.fill(self._targets(head), self.tensors, target.embed.weight.device, progress)
         return head.eval()
 
     def _check(self, target: DecoderConfig) -> None:
         """Compare the tensors with what the head needs. Raises CheckpointError naming the first misfit."""
-        backend = cast(AttentionBackend, None)  # measured, never run
-        wide = Decoder(replace(target, num_layers=1, windows=(0,)), backend, 1, torch.float32, "meta")
-        targets = self._targets(FrozenHead(self.config, [0] * len(self.reads), wide, backend, torch.float32, "meta"))
-        for name, parameter in targets.items():
-            if name not in self.tensors:
-                raise CheckpointError(f"{self.path}: tensor {name} {list(parameter.shape)} is missing.")
-            check_tensor(name, self.tensors[name], parameter)
-        for name in self.tensors.keys() - targets.keys() - {EMBED}:
-            if not IGNORED.search(name):
-                raise CheckpointError(f"{self.path}: tensor {name} is unexpected: it has no place in this drafter.")
+        builder = Builder(self.config.hidden_size, self.config.rms_eps, torch.float32, "meta", no_attention, 1)
+        embed = Embedding(target.vocab_size, target.hidden_size, torch.float32, "meta")
+        reason = "it has no place in this drafter"
+        wanted = self._targets(FrozenHead(self.config, self.reads, embed, builder))
+        weights.check(wanted, self.tensors, self.path, lambda name: None if name == EMBED else reason)
 
-    def _targets(self, head: FrozenHead) -> dict[str, torch.Tensor]:
-        """The checkpoint's names of the head's own tensors -> the parameters, or rows of one, that they fill."""
-        targets = {}
-        for path, kind, parameter in shards(head):
-            if path != "embed":
-                number = re.search(r"\.(\d+)\.", path)
-                theirs = NAMES[re.sub(r"\.\d+\.", ".*.", path)]
-                targets[f"{theirs.replace('*', number[1] if number else '')}.{kind}"] = parameter
+    def _targets(self, head: FrozenHead) -> dict[str, Place]:
+        """The checkpoint's names of the head's own tensors -> where they go."""
+        targets = {
+            f"{checkpoint_name(NAMES, path)}.{kind}": place
+            for path, kind, place in weights.places(head)
+            if path != "embed"
+        }
         if "lm_head.weight" not in self.tensors:
             targets[EMBED] = targets.pop("lm_head.weight")
         return targets
 
 
-def _config(directory: Path, tensors: Mapping[str, TensorInfo], target: DecoderConfig) -> tuple[DecoderConfig, int]:
-    """(shapes of the layers, how many), from the tensors; what they do not tell is the target's."""
+def _depth(tensors: Mapping[str, TensorInfo]) -> int:
+    """How many layers there are."""
+    return sum(re.fullmatch(r"model\.layers\.\d+\.self_attn\.q_proj\.weight", name) is not None for name in tensors)
+
+
+def _config(
+    directory: Path, tensors: Mapping[str, TensorInfo], target: DecoderConfig, reads: Sequence[int]
+) -> DecoderConfig:
+    """The head's layers, from the tensors and from the target's layers whose keys they read."""
 
     def shape(name: str) -> tuple[int, ...]:
         if name not in tensors:
@@ -261,27 +181,30 @@ def _config(directory: Path, tensors: Mapping[str, TensorInfo], target: DecoderC
             f"{directory}: pre_projection.weight has shape {[hidden, wide]}; a target of hidden size "
             f"{target.hidden_size} needs {2 * target.hidden_size} columns. It belongs to another model."
         )
-    numbers = [
-        int(m[1]) for m in (re.match(r"model\.layers\.(\d+)\.self_attn\.q_proj\.weight", n) for n in tensors) if m
-    ]
-    layer = "model.layers.0."
-    heads = shape(f"{layer}self_attn.q_proj.weight")[0] // target.head_dim
-    if heads % target.num_kv_heads:
-        raise CheckpointError(
-            f"{directory}: {heads} query heads of size {target.head_dim} cannot share the target's "
-            f"{target.num_kv_heads} KV heads."
+    layers = []
+    for number, read in enumerate(reads or (target.num_layers - 1,)):
+        layer, theirs = f"model.layers.{number}.", cast(AttentionSpec, target.layers[read].mixer)
+        heads = shape(f"{layer}self_attn.q_proj.weight")[0] // theirs.head_dim
+        if heads % theirs.num_kv_heads:
+            raise CheckpointError(
+                f"{directory}: {heads} query heads of size {theirs.head_dim} cannot share the target's "
+                f"{theirs.num_kv_heads} KV heads."
+            )
+        mixer = QuerySpec(
+            heads,
+            theirs.num_kv_heads,
+            theirs.head_dim,
+            theirs.rotary,
+            # The query stands one after the last key it sees: of its window that one is spent on itself.
+            max(theirs.window - 1, 0),
+            qk_norm=f"{layer}self_attn.q_norm.weight" in tensors,
+            qkv_bias=f"{layer}self_attn.q_proj.bias" in tensors,
+            o_bias=f"{layer}self_attn.o_proj.bias" in tensors,
+            pages=theirs.lifetime,
         )
-    config = replace(
-        target,
-        hidden_size=hidden,
-        num_heads=heads,
-        intermediate_size=shape(f"{layer}mlp.down_proj.weight")[1],
-        qk_norm=f"{layer}self_attn.q_norm.weight" in tensors,
-        qkv_bias=f"{layer}self_attn.q_proj.bias" in tensors,
-        o_bias=f"{layer}self_attn.o_proj.bias" in tensors,
-        mlp_bias=f"{layer}mlp.down_proj.bias" in tensors,
-    )
-    return config, len(numbers)
+        down = f"{layer}mlp.down_proj"
+        layers.append(LayerSpec(mixer, MLPSpec(shape(f"{down}.weight")[1], f"{down}.bias" in tensors)))
+    return replace(target, hidden_size=hidden, layers=tuple(layers))
 
 
 def _reads(directory: Path, depth: int, target: DecoderConfig) -> tuple[tuple[int, ...], str]:

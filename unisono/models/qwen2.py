@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+from unisono.models.blocks import LayerSpec
 from unisono.models.config import (
     DecoderConfig,
     Family,
+    read_attention,
     read_decoder_config,
+    read_mlp,
     windows_by_layer_type,
 )
 from unisono.models.llama import NAMES
 
 
-def read(hf_config: Any) -> DecoderConfig:
-    """q, k and v always have biases, o never; windows only where ``use_sliding_window`` is set."""
-    return read_decoder_config(hf_config, windows=windows_by_layer_type(hf_config), qkv_bias=True)
+def read(hf_config: Any, **options: bool) -> DecoderConfig:
+    """q, k and v always have biases, o never; windows only where ``use_sliding_window`` is set.
+
+    options: other switches of the attention layers, for families that are otherwise alike.
+    """
+    options, mlp = options or {"qkv_bias": True}, read_mlp(hf_config)
+    windows = windows_by_layer_type(hf_config)
+    layers = [LayerSpec(read_attention(hf_config, window=window, **options), mlp) for window in windows]
+    return read_decoder_config(hf_config, layers)
 
 
 QWEN2 = Family(read, NAMES)

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.models.config import (
-    DecoderConfig,
-    Family,
-    read_decoder_config,
-    windows_by_layer_type,
-)
+from unisono.models import qwen2
+from unisono.models.config import DecoderConfig, Family
 from unisono.models.llama import NAMES
 
 
 def read(hf_config: Any) -> DecoderConfig:
     """``attention_bias`` gives biases to q, k, v and o; ``head_dim`` is explicit."""
-    return read_decoder_config(
-        hf_config,
-        windows=windows_by_layer_type(hf_config),
-        qk_norm=True,
-        qkv_bias=hf_config.attention_bias,
-        o_bias=hf_config.attention_bias,
-    )
+    bias = hf_config.attention_bias
+    return qwen2.read(hf_config, qk_norm=True, qkv_bias=bias, o_bias=bias)
 
 
 QWEN3 = Family(
     read,
     {
         **NAMES,
-        "layers.*.attention.q_norm": "model.layers.*.self_attn.q_norm",
-        "layers.*.attention.k_norm": "model.layers.*.self_attn.k_norm",
+        "layers.*.mixer.q_norm": "model.layers.*.self_attn.q_norm",
+        "layers.*.mixer.k_norm": "model.layers.*.self_attn.k_norm",
     },
 )

@@ -1,4 +1,4 @@
-"""A pass as data, a capture of it, and the planner's two answers: replay, or run eagerly for a reason."""
+"""A program, a captured graph of it, and the planner's two answers: replay, or run eagerly for a reason."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ class Program:
     """A pass as data: its name, its buffers' schema and the function that runs it.
 
     run: works in place on the buffers, at fixed addresses, without a host synchronisation.
-    prepare: host work before each replay (host planners, grammar masks), or None.
     """
 
     name: str
     schema: Schema
     run: Callable[[Buffers], None]
-    prepare: Callable[[Buffers], None] | None = None
 
     def of(self, features: Features) -> Program:
-        """This program over the fields of passes with these needs."""
+        """This program with the fields of passes with these features."""
         return replace(self, schema=self.schema.of(features))
 
 
@@ -56,14 +54,14 @@ class Reason(enum.Enum):
         "lower --gpu-memory-utilization or --max-num-batched-tokens",
     )
     OVER_BUDGET = "capturing this bucket would have passed the memory budget for graphs", "raise --graph-memory"
-    NOT_CAPTURED = "no graph was captured for these needs", "an idle server captures it"
+    NOT_CAPTURED = "no graph was captured for these features", "an idle server captures it"
 
 
 class Graph(Protocol):
     """One captured pass: segments, and the breaks that run eagerly between them.
 
-    kind: full, segmented, compiled; on a CPU tape, tape-segmented, tape-compiled. cost_bytes: what holding it takes
-    beside its buffers. replay_ms: of one replay on padding rows. capture_seconds: all of making it.
+    kind: full, segmented, compiled; on a CPU tape, tape-segmented, tape-compiled. cost_bytes: of the graph without its
+    buffers. replay_ms: time of one replay on padding. capture_seconds: time of the whole capture.
     """
 
     kind: str

@@ -33,6 +33,11 @@ class WindowPool:
         longest = -(-max_model_len // PAGE_SIZE)
         return min(longest, (self.lifetime + tokens) // PAGE_SIZE + 2)
 
+    @property
+    def has_spare(self) -> bool:
+        """Whether a page can be taken beyond what quotas hold."""
+        return self.unpromised > 0 and bool(self.free or self._evictable)
+
     def take(self) -> int:
         """A free page, or the page of the node that was used least recently."""
         if not self.free:

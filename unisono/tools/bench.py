@@ -1,13 +1,12 @@
-"""``unisono bench``: how fast the engine is, and where the time goes.
+"""``unisono bench``: latency of the engine, and where the time is spent.
 
-Absolute times count on a GPU only; on a CPU compare ratios inside one run. Every report carries the
-versions, the machine and the settings that produced it.
+Absolute times are meaningful on a GPU only; on a CPU compare ratios within one run. Every report includes the
+versions, the machine and the settings.
 """
 
 from __future__ import annotations
 
 import json
-import platform
 import random
 import statistics
 import time
@@ -18,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono.tools.adaptive_bench import adaptive, plot
+from unisono.tools.adaptive_bench import adaptive, plot, versions
 from unisono.tools.drafters import drafters
 from unisono.tools.exact import exact
 
@@ -31,7 +30,11 @@ app.command()(plot)
 
 @dataclass
 class Report:
-    """What one run measured; times in milliseconds, medians."""
+    """The results of one run; times are medians in milliseconds.
+
+    forced: synthetic acceptance length, if one was set. accept_length, step_ms: by batch size. ttft_ms: by prompt
+    tokens. launches: per round. graphs: captured row counts by program.
+    """
 
     model: str
     versions: dict[str, str]
@@ -52,9 +55,9 @@ class Report:
         """The report as Markdown tables."""
         lines = [f"Model {self.model}; " + ", ".join(f"{k} {v}" for k, v in self.versions.items()), ""]
         if self.speculative:
-            forced = f"; SYNTHETIC ACCEPTANCE, {self.forced} tokens a round" if self.forced else ""
+            forced = f"; SYNTHETIC ACCEPTANCE, {self.forced} tokens per round" if self.forced else ""
             lines += [f"Speculation {self.speculative}{forced}", ""]
-            lines += ["Tokens a round: " + ", ".join(f"batch {b} {n:.2f}" for b, n in self.accept_length.items()), ""]
+            lines += ["Tokens per round: " + ", ".join(f"batch {b} {n:.2f}" for b, n in self.accept_length.items()), ""]
         for title, unit, values in (("ms/step at batch", "", self.step_ms), ("TTFT ms at tokens", "", self.ttft_ms)):
             if values:
                 lines += ["| " + title + " | " + " | ".join(f"{k}{unit}" for k in values) + " |"]
@@ -83,29 +86,30 @@ def latency(
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    batch: Annotated[str, typer.Option(help="Batch sizes for ms/step, with commas.")] = "1,4,16,64",
+    batch: Annotated[str, typer.Option(help="Batch sizes for ms/step, separated by commas.")] = "1,4,16,64",
     context: Annotated[int, typer.Option(help="Prompt tokens per request.")] = 1024,
     output_len: Annotated[int, typer.Option(help="Tokens generated per request.")] = 256,
     prompts: Annotated[
-        str, typer.Option(help="Prompt lengths for TTFT, with commas; empty for none.")
+        str, typer.Option(help="Prompt lengths in tokens for TTFT, separated by commas; empty for none.")
     ] = "128,512,2048,8192",
     repeats: Annotated[int, typer.Option(help="Measurements of each TTFT.")] = 7,
-    max_model_len: Annotated[int | None, typer.Option(help="Context of the engine.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Requests at once.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens in one pass.")] = None,
-    enforce_eager: Annotated[bool, typer.Option(help="Capture no graph.")] = False,
+    max_model_len: Annotated[int | None, typer.Option(help="Context length of the engine.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Concurrent requests, at most.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per pass, at most.")] = None,
+    enforce_eager: Annotated[bool, typer.Option(help="Capture no graphs.")] = False,
     graphs: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
     compile: Annotated[bool, typer.Option("--compile", help="As of `unisono serve`.")] = False,
     attention_backend: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
     speculative_config: Annotated[str | None, typer.Option(help="As of `unisono serve`, JSON.")] = None,
     synthetic_acceptance_length: Annotated[
-        float | None, typer.Option(help="Commit so many tokens a round, whatever the drafts are. The text is noise.")
+        float | None,
+        typer.Option(help="Commit this many tokens per round, whatever the drafts are. The text is noise."),
     ] = None,
     profile: Annotated[bool, typer.Option(help="Profile rounds at the first batch size (GPU).")] = False,
-    profile_prompt: Annotated[int | None, typer.Option(help="Profile a prompt of so many tokens (GPU).")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the report as JSON here.")] = None,
+    profile_prompt: Annotated[int | None, typer.Option(help="Profile a prompt of this many tokens (GPU).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
 ) -> None:
-    """Milliseconds per step and time to first token, through the engine as a server drives it."""
+    """Milliseconds per step and time to first token, measured on the engine loop that the server uses."""
     imported = time.perf_counter()
     from unisono.llm import LLM
     from unisono.types import SpeculativeConfig
@@ -122,12 +126,12 @@ def latency(
     report.speculative = speculative_config or ""
     report.forced = synthetic_acceptance_length
     report.start_seconds = {"import": imported, **llm.engine.info()["start_seconds"]}  # type: ignore[dict-item]
-    for size in _numbers(batch):
+    for size in _integers(batch):
         report.step_ms[size], report.accept_length[size] = _step_ms(llm, size, context, output_len)
-    for length in _numbers(prompts):
+    for length in _integers(prompts):
         report.ttft_ms[length] = _ttft_ms(llm, length, repeats)
     if profile:
-        _profile(llm, _numbers(batch)[0], context, report)
+        _profile(llm, _integers(batch)[0], context, report)
     if profile_prompt:
         _profile_prompt(llm, profile_prompt, report)
     report.passes = llm.engine.info()["passes"]  # type: ignore[assignment]
@@ -149,24 +153,13 @@ def _sizes(graphs: Any) -> dict[str, list[int]]:
     return sizes
 
 
-def _numbers(text: str) -> list[int]:
+def _integers(text: str) -> list[int]:
+    """Parse integers separated by commas."""
     return [int(n) for n in text.split(",") if n.strip()]
 
 
-def versions(llm: Any) -> dict[str, str]:
-    """The machine, and what a figure depends on."""
-    import torch
-    import triton
-
-    import unisono
-
-    device = llm.engine.config.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
-    return {"on": name, "unisono": unisono.__version__, "torch": torch.__version__, "triton": triton.__version__}
-
-
-def _fill(llm: Any, size: int, context: int, output_len: int) -> list[str]:
-    """Add ``size`` requests of random tokens, none alike, that generate exactly ``output_len`` tokens."""
+def _add_requests(llm: Any, size: int, context: int, output_len: int) -> list[str]:
+    """Add ``size`` random requests that generate exactly ``output_len`` tokens each; returns their ids."""
     from unisono.types import EngineRequest, SamplingParams
 
     rng = random.Random(time.perf_counter_ns())
@@ -180,8 +173,8 @@ def _fill(llm: Any, size: int, context: int, output_len: int) -> list[str]:
     return names
 
 
-def _running(llm: Any, size: int) -> None:
-    """Step until every request is past its prompt and three rounds have warmed up."""
+def _run_until_warm(llm: Any, size: int) -> None:
+    """Step until all ``size`` requests are decoding, and then for three rounds more."""
     scheduler = llm.engine.scheduler
     while scheduler.waiting or scheduler.extending or len(scheduler.running) < size:
         llm.engine.step()
@@ -190,9 +183,9 @@ def _running(llm: Any, size: int) -> None:
 
 
 def _step_ms(llm: Any, size: int, context: int, output_len: int) -> tuple[float, float]:
-    """Median milliseconds of a round, and tokens that a request commits in one."""
-    names = _fill(llm, size, context, output_len)
-    _running(llm, size)
+    """(median milliseconds per round, mean tokens per request and round)."""
+    names = _add_requests(llm, size, context, output_len)
+    _run_until_warm(llm, size)
     times, tokens, rows = [], 0, 0
     for _ in range(max(8, output_len - 16)):
         started = time.perf_counter()
@@ -209,9 +202,10 @@ def _step_ms(llm: Any, size: int, context: int, output_len: int) -> tuple[float,
 
 
 def _ttft_ms(llm: Any, length: int, repeats: int) -> float:
+    """Median time to first token for a prompt of ``length`` tokens, in milliseconds."""
     times = []
     for _ in range(repeats + 2):
-        (name,) = _fill(llm, 1, length, 2)
+        (name,) = _add_requests(llm, 1, length, 2)
         started = time.perf_counter()
         while not any(d.request_id == name for d in llm.engine.step()):
             pass
@@ -223,9 +217,10 @@ def _ttft_ms(llm: Any, length: int, repeats: int) -> float:
 
 
 def _idle_share(trace: Any) -> float:
-    """Share of the time between the first kernel and the last in which the device waited for the next round.
+    """Share of the time from the first kernel to the last in which the device was idle between rounds.
 
-    A round's kernels share the correlation id of its launch; pauses between them, inside a graph, are not the host's.
+    The kernels of a round share the correlation id of the graph launch. Gaps between kernels inside a graph are not
+    counted: the host does not cause them.
     """
     spans: dict[int, list[int]] = {}
     for e in trace.profiler.kineto_results.events():
@@ -244,9 +239,9 @@ def _idle_share(trace: Any) -> float:
 
 
 def _profile(llm: Any, size: int, context: int, report: Report, rounds: int = 20) -> None:
-    """Device time by kernel and launches by the host, per round, from torch's profiler."""
-    names = _fill(llm, size, context, rounds + 64)
-    _running(llm, size)
+    """Profile ``rounds`` rounds: device time by kernel, and launches by the host, per round."""
+    names = _add_requests(llm, size, context, rounds + 64)
+    _run_until_warm(llm, size)
     trace = _traced(lambda: [llm.engine.step() for _ in range(rounds)])
     events = trace.key_averages()
     report.kernels, total = _kernels(events, rounds)
@@ -262,13 +257,13 @@ def _profile(llm: Any, size: int, context: int, report: Report, rounds: int = 20
 
 
 def _profile_prompt(llm: Any, length: int, report: Report, repeats: int = 3) -> None:
-    """Device time by kernel, per prompt of ``length`` tokens."""
+    """Profile prompts of ``length`` tokens: device time by kernel, per prompt."""
     trace = _traced(lambda: _ttft_ms(llm, length, repeats))
     report.prompt_kernels, _ = _kernels(trace.key_averages(), repeats + 2)
 
 
 def _traced(work: Callable[[], object]) -> Any:
-    """The profile of ``work``: host and device."""
+    """Run ``work`` under the profiler of torch, for host and device."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
@@ -277,7 +272,10 @@ def _traced(work: Callable[[], object]) -> Any:
 
 
 def _kernels(events: Any, times: int) -> tuple[list[dict[str, Any]], float]:
-    """The kernels that took longest, each divided by ``times``; and the microseconds of all together."""
+    """(the slowest kernels with times per repetition, microseconds of all kernels over all repetitions).
+
+    times: number of repetitions in the profile.
+    """
     device = [e for e in events if e.self_device_time_total > 0 and "Memcpy" not in e.key and "Memset" not in e.key]
     total = sum(e.self_device_time_total for e in device) or 1.0
     rows = []

@@ -1,7 +1,7 @@
-"""``unisono bench drafters``: what each of the bundled model's drafters brings, in tokens a second.
+"""``unisono bench drafters``: throughput of the bundled model with each of its drafters.
 
-The same held-out problems are answered greedily by an engine without speculation and by one for each drafter, one
-problem at a time and many at once. Texts must be the same, so accuracy is too.
+An engine without speculation and one engine per drafter answer the same held-out problems greedily, at each batch
+size. The command fails if a drafter changes a text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unisono.heap import frozen_heap
-from unisono.tools.tiny.data import final_answer, test_split
+from unisono.tools.problems import COUNT, final_answer, held_out_problems
 from unisono.types import SamplingParams, SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -27,12 +27,16 @@ HEADS = {
     "eagle3": "tiny-eagle3",
     "mtp": "tiny-mtp",
 }
-"""Method -> the bundled checkpoint that it drafts with."""
+"""Method name -> the bundled draft checkpoint it uses, None if it needs no checkpoint."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens a second by problems answered at once, tokens a round over all, right answers, and the tokens."""
+    """The measurements of one drafter.
+
+    per_second: tokens per second by batch size. accept_length: mean tokens per round over all batch sizes. right:
+    problems solved. answers: token ids of every answer.
+    """
 
     per_second: dict[int, float]
     accept_length: float
@@ -41,40 +45,42 @@ class Speed:
 
 
 def drafters(
-    problems: Annotated[int, typer.Option(help="Held-out problems.")] = 96,
-    batch: Annotated[str, typer.Option(help="Problems at once, with commas.")] = "1,16",
-    drafts: Annotated[int, typer.Option("--num-speculative-tokens", "-k", help="Drafts a round, at most.")] = 3,
-    methods: Annotated[str, typer.Option(help="Methods to compare, with commas.")] = ",".join(HEADS),
+    problems: Annotated[int, typer.Option(min=1, max=COUNT, help="Held-out problems.")] = 96,
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,16",
+    drafts: Annotated[int, typer.Option("--num-speculative-tokens", "-k", help="Drafts per round, at most.")] = 3,
+    methods: Annotated[str, typer.Option(help="Methods to compare, separated by commas.")] = ",".join(HEADS),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     gpu_memory_utilization: Annotated[float, typer.Option(help="As of `unisono serve`.")] = 0.3,
 ) -> None:
-    """Tokens a second of the bundled model with and without each of its drafters."""
+    """Tokens per second of the bundled model without speculation and with each of its drafters."""
     sizes = [int(n) for n in batch.split(",")]
     flags = {"device": device, "gpu_memory_utilization": gpu_memory_utilization, "max_num_seqs": max(sizes)}
-    print("| drafter | " + " | ".join(f"tokens/s, {n} at once" for n in sizes) + " | tokens a round | right | same |")
+    print("| drafter | " + " | ".join(f"tokens/s, batch {n}" for n in sizes) + " | tokens per round | right | same |")
     print("|---" * (len(sizes) + 4) + "|")
-    plain = _measure(None, problems, sizes, flags)
-    _print("none", plain, plain, problems)
+    baseline = _measure(None, problems, sizes, flags)
+    _print_row("none", baseline, baseline, problems)
     for method in methods.split(","):
         spec = SpeculativeConfig.parse({"method": method, "model": HEADS[method], "num_speculative_tokens": drafts})
-        found = _measure(spec, problems, sizes, flags)
-        _print(method, found, plain, problems)
-        if found.answers != plain.answers:
-            raise SystemExit(f"{method} changed a text")
+        result = _measure(spec, problems, sizes, flags)
+        _print_row(method, result, baseline, problems)
+        if result.answers != baseline.answers:
+            raise SystemExit(f"{method} changed a text.")
 
 
-def _print(name: str, found: Speed, plain: Speed, problems: int) -> None:
-    rates = " | ".join(f"{rate:.0f} ({rate / plain.per_second[n]:.2f}×)" for n, rate in found.per_second.items())
-    same = "" if found is plain else "yes" if found.answers == plain.answers else "NO"
-    print(f"| `{name}` | {rates} | {found.accept_length:.2f} | {found.right} of {problems} | {same} |", flush=True)
+def _print_row(name: str, result: Speed, baseline: Speed, problems: int) -> None:
+    """Print one line of the table; ``baseline`` is the engine without speculation."""
+    rates = " | ".join(f"{rate:.0f} ({rate / baseline.per_second[n]:.2f}×)" for n, rate in result.per_second.items())
+    same = "" if result is baseline else "yes" if result.answers == baseline.answers else "NO"
+    print(f"| `{name}` | {rates} | {result.accept_length:.2f} | {result.right} of {problems} | {same} |", flush=True)
 
 
 def _measure(spec: SpeculativeConfig | None, count: int, sizes: list[int], flags: dict[str, Any]) -> Speed:
+    """Answer the first ``count`` problems at every batch size in ``sizes``; None is no speculation."""
     from unisono.llm import LLM
 
     llm = LLM("tiny", speculative=spec, **flags)
-    problems = [problem for _, problem in test_split(count)]
-    _ask(llm, [problem.question for problem in problems[-4:]])  # whatever is slow only once
+    problems = held_out_problems(count)
+    _ask(llm, [problem.question for problem in problems[-4:]])  # warm up: compile kernels, fill caches
     rates, answers = {}, []
     with frozen_heap():
         for size in sizes:
@@ -91,7 +97,7 @@ def _measure(spec: SpeculativeConfig | None, count: int, sizes: list[int], flags
 
 
 def _ask(llm: LLM, questions: list[str]) -> list[tuple[list[int], str]]:
-    """The tokens and the text of each answer."""
+    """Token ids and text of each answer."""
     params = SamplingParams(temperature=0, max_tokens=220, seed=0)
     outputs = llm.chat([[{"role": "user", "content": question}] for question in questions], params)
     return [(list(output.outputs[0].token_ids), output.outputs[0].text) for output in outputs]

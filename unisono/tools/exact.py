@@ -1,11 +1,11 @@
-"""``unisono bench exact``: the promise, checked on a real model: same bytes however requests are run.
+"""``unisono bench exact``: checks on a real model that a request's tokens do not depend on how it is run.
 
-One engine runs the same requests alone, in batches, in small chunks, after a prefix hit, preempted and
-without graphs, and counts the requests whose token ids differ from those of the run alone. The last line
-changes the seeds: there the sampled ones must differ, or the comparison proves nothing.
+One engine runs the same requests one at a time, batched, in small prompt chunks, after a prefix hit, preempted, and
+without graphs. For each mode it counts the requests whose token ids differ from the run one at a time. The last line
+is a control with other seeds: there, sampled requests must differ.
 
-With ``--speculative-config`` the requests run alone on an engine without speculation, and in all these ways on
-a second one with it. Beside each count stand the tokens that a round committed: 1 would prove little.
+With ``--speculative-config`` the reference run uses an engine without speculation, and all modes use a second engine
+with speculation. Each line then shows the mean tokens per round: a value near 1 would mean that few drafts were tested.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ def exact(
     chunk: Annotated[int, typer.Option(help="Prompt tokens per pass in the chunked run.")] = 256,
     speculative_config: Annotated[str | None, typer.Option(help="As of `unisono serve`, JSON.")] = None,
 ) -> None:
-    """Run the same requests in every way and compare their tokens; exit code 1 if one differs."""
+    """Run the same requests in every mode and compare their tokens; exit code 1 if one differs."""
     from unisono.llm import LLM
     from unisono.types import SpeculativeConfig
 
     flags: dict[str, Any] = {"dtype": dtype, "load_format": load_format, "max_model_len": max_prompt + output_len}
     llm = LLM(model, **flags)
     prompts, params = _requests(llm, requests, output_len, max_prompt)
-    alone = _one_by_one(llm, prompts, params)
+    reference = _one_by_one(llm, prompts, params)
     if speculative_config:
         llm.shutdown()
         llm = LLM(model, speculative=SpeculativeConfig.parse(json.loads(speculative_config)), **flags)
     failed = 0
-    for name, way in _ways(llm, chunk).items():
+    for name, mode in _modes(llm, chunk).items():
         one_by_one = name == "alone"
         if one_by_one and not speculative_config:
-            continue  # that is what the others are compared with
+            continue  # the reference run itself
         before = replace(llm.engine.counters)
-        with way():
+        with mode():
             got = (_one_by_one if one_by_one else _tokens)(llm, prompts, params)
-        differ = sum(a != b for a, b in zip(got, alone, strict=True))
+        differ = sum(a != b for a, b in zip(got, reference, strict=True))
         failed += differ
-        print(f"{name:<24} {differ} of {requests} differ{_tokens_a_round(before, llm.engine.counters)}", flush=True)
+        print(f"{name:<24} {differ} of {requests} differ{_tokens_per_round(before, llm.engine.counters)}", flush=True)
     got = _tokens(llm, prompts, [replace(p, seed=(p.seed or 0) + 1) for p in params])
     sampled = sum(p.temperature > 0 for p in params)
-    differ = sum(a != b for a, b in zip(got, alone, strict=True))
+    differ = sum(a != b for a, b in zip(got, reference, strict=True))
     print(f"{'control: other seeds':<24} {differ} of {requests} differ, {sampled} are sampled")
     print(f"preemptions {llm.engine.scheduler.preemptions}, prefix hits {llm.engine.scheduler.prefix_hits} tokens")
     llm.shutdown()
@@ -62,18 +62,19 @@ def exact(
         raise typer.Exit(1)
 
 
-def _tokens_a_round(before: Any, now: Any) -> str:
-    """Mean tokens that a drafting request committed in a round since ``before``; empty without drafts."""
+def _tokens_per_round(before: Any, now: Any) -> str:
+    """Mean tokens per request and drafting round since ``before``, as text; empty without drafts."""
     rounds, accepted = now.draft_rounds - before.draft_rounds, now.accepted_tokens - before.accepted_tokens
-    return f", {1 + accepted / rounds:.2f} tokens a round" if rounds else ""
+    return f", {1 + accepted / rounds:.2f} tokens per round" if rounds else ""
 
 
 def _requests(llm: Any, count: int, output_len: int, max_prompt: int) -> tuple[list[list[int]], list[Any]]:
+    """Random prompts, every other one repetitive, and greedy and sampled parameters by turns."""
     from unisono.types import SamplingParams
 
     rng, vocab = random.Random(0), llm.engine.checkpoint.config.vocab_size
     prompts = [[rng.randrange(vocab) for _ in range(rng.randrange(2, max_prompt))] for _ in range(count)]
-    for prompt in prompts[1::2]:  # the same phrase again and again, as drafters like it
+    for prompt in prompts[1::2]:  # a repeated phrase, which drafters predict well
         phrase = prompt[: rng.randrange(2, 40)]
         prompt[:] = (phrase * (len(prompt) // len(phrase) + 1))[: len(prompt)]
     kinds: list[dict[str, Any]] = [
@@ -94,7 +95,8 @@ def _tokens(llm: Any, prompts: list[list[int]], params: list[Any]) -> list[list[
     return [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
 
 
-def _ways(llm: Any, chunk: int) -> dict[str, Callable[[], Any]]:
+def _modes(llm: Any, chunk: int) -> dict[str, Callable[[], Any]]:
+    """Name -> a context manager that sets the engine up to run requests in that mode."""
     from unisono.state.pages import pages_for
     from unisono.state.specs import PAGE_SIZE
 
@@ -116,7 +118,7 @@ def _ways(llm: Any, chunk: int) -> dict[str, Callable[[], Any]]:
 
     @contextlib.contextmanager
     def scarce() -> Iterator[None]:
-        """All but the pages of about three requests are held by somebody else."""
+        """Reserve all pages but those of about three requests, so that requests are preempted."""
         engine.reset_prefix_cache()
         held = engine.pool.open([0])
         held.reserve(PAGE_SIZE * (engine.pool.available - 3 * longest))

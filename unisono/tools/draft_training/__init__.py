@@ -1,12 +1,13 @@
-"""Draft heads from a target's own outputs: what ``unisono train-draft`` does.
+"""Trains draft models on the outputs of a target model: ``unisono train-draft``.
 
-The target answers prompts through the engine, then, batch by batch, shows its hidden states and logits, and the head
-learns to foresee them as many tokens ahead as it will draft. The heads are those that serving runs
-(``models/draft.py``, ``models/mtp.py``, ``models/decoder.py``): where a gradient is wanted, ops compute by a plain
-formula (``kernels/library.py: differentiable``), and attention is an ``AttentionBackend`` of its own.
+First the engine lets the target answer prompts. Then the draft model is trained batch by batch: the target's forward
+pass gives hidden states and logits, and the draft model learns to predict those logits as many tokens ahead as it will
+draft. The modules are the ones that serving runs (``models/draft.py``, ``models/mtp.py``, ``models/decoder.py``).
+Where a gradient is needed, ops use a differentiable formula (``kernels/library.py: differentiable``) and attention
+uses an ``AttentionBackend`` in plain torch.
 
-    data       prompts from a JSONL file          answers  what the target makes of them    batches  rows of tokens
-    attention  causal attention with gradients    teacher  the target, looking on           draft    head, unroll, loss
-    export     directories that others read       trainer  the loop, checkpoints, resume    measure  what serving sees
-    command    the command line
+    data       reads prompts from JSONL       answers  generates and stores answers     batches  packs texts into rows
+    attention  attention with gradients       teacher  the target's forward pass        draft    unrolling and loss
+    methods    one class per draft method     export   writes checkpoint directories    trainer  loop, state, resume
+    measure    acceptance in the engine       muon     the optimizer for matrices       command  the command line
 """

@@ -1,4 +1,4 @@
-"""The target's answers, made by the engine in full batches, and the file that keeps them for a resumed run."""
+"""Generates the target's answers with the engine, and stores them in a file for resumed runs."""
 
 from __future__ import annotations
 
@@ -13,47 +13,51 @@ from unisono.tools.draft_training.data import Prompt
 from unisono.types import EngineRequest, FinishReason, SamplingParams, UnisonoError
 
 Progress = Callable[[str, float], None]
+"""(stage, share of the stage that is done)."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt with its answer; tokens from ``learnt`` on are what a draft head has to foresee."""
+    """Token ids of a prompt and its answer. The draft model learns to predict the tokens from ``answer_start`` on."""
 
     token_ids: list[int]
-    learnt: int
+    answer_start: int
 
 
-def play(
+def answer_all(
     llm: LLM, prompts: Sequence[Sequence[int]], params: Callable[[int], SamplingParams]
 ) -> Iterator[tuple[int, list[int]]]:
-    """Answer the prompts, as many at once as the engine takes; yields (index, its new tokens) as they end."""
+    """Generate answers with full batches; yields (index of the prompt, generated tokens) as requests finish.
+
+    params: sampling parameters by the index of the prompt.
+    """
     engine, waiting = llm.engine, iter(enumerate(prompts))
-    under_way: dict[str, tuple[int, list[int]]] = {}
-    room = 2 * engine.config.max_num_seqs
+    running: dict[str, tuple[int, list[int]]] = {}
+    capacity = 2 * engine.config.max_num_seqs
     while True:
-        while len(under_way) < room and (following := next(waiting, None)) is not None:
+        while len(running) < capacity and (following := next(waiting, None)) is not None:
             index, prompt = following
             request = EngineRequest(f"answer-{index}", list(prompt), params(index), llm.eos_token_ids)
             engine.add(request)
-            under_way[request.request_id] = index, list[int]()
-        if not under_way:
+            running[request.request_id] = index, list[int]()
+        if not running:
             return
         for delta in engine.step():
-            index, answer = under_way[delta.request_id]
+            index, answer = running[delta.request_id]
             answer += delta.token_ids
             if delta.finish is not FinishReason.RUNNING:
-                del under_way[delta.request_id]
+                del running[delta.request_id]
                 if delta.finish is FinishReason.ABORT:
-                    raise UnisonoError(f"The engine failed on an answer: {delta.error}")
+                    raise UnisonoError(f"The engine failed to generate an answer: {delta.error}")
                 yield index, answer
 
 
 @dataclass(frozen=True)
-class Asking:
-    """How the target is asked. Every other prompt is answered greedily, the rest at ``temperature``.
+class AnswerConfig:
+    """How answers are generated. Prompts with even numbers are answered greedily, the others at ``temperature``.
 
-    max_tokens: of an answer. longest: tokens of prompt and answer together. seconds: stop asking after so many, from
-    when the engine is ready.
+    max_tokens: limit per answer. longest: limit for prompt and answer together. seconds: time limit, counted from when
+    the engine is ready.
     """
 
     temperature: float = 1.0
@@ -63,7 +67,7 @@ class Asking:
     seconds: float = float("inf")
 
     def params(self, index: int, prompt_tokens: int) -> SamplingParams:
-        """Of the prompt with this number."""
+        """Sampling parameters of prompt number ``index``."""
         return SamplingParams(
             temperature=self.temperature if index % 2 else 0.0,
             seed=self.seed + index,
@@ -71,32 +75,35 @@ class Asking:
         )
 
 
-def collect(make_llm: Callable[[], LLM], prompts: list[Prompt], asking: Asking, file: Path, progress: Progress) -> None:
-    """Append to ``file`` a line for each prompt it does not yet hold: ``{"prompt": number, "learnt": …, "ids": […]}``.
+def collect(
+    make_llm: Callable[[], LLM], prompts: list[Prompt], asking: AnswerConfig, file: Path, progress: Progress
+) -> None:
+    """Generate the answers that ``file`` lacks and append them, one JSON object per line.
 
-    Raises nothing when the time is up: what was answered until then is there.
+    A line is ``{"prompt": number, "learnt": answer start, "ids": [token ids]}``. At the time limit the function returns
+    with the answers generated so far.
     """
-    if file.exists():  # a line that was cut off goes, before others follow it
+    if file.exists():  # remove an incomplete last line
         with file.open("r+b") as stored:
             stored.truncate(stored.read().rfind(b"\n") + 1)
     held = {number for number, _ in _lines(file)}
-    left = [i for i in range(len(prompts)) if i not in held]
+    missing = [i for i in range(len(prompts)) if i not in held]
     with file.open("a", encoding="utf-8") as out:
 
-        def keep(number: int, learnt: int, ids: list[int]) -> None:
-            out.write(json.dumps({"prompt": number, "learnt": learnt, "ids": ids}) + "\n")
+        def append(number: int, answer_start: int, ids: list[int]) -> None:
+            out.write(json.dumps({"prompt": number, "learnt": answer_start, "ids": ids}) + "\n")
 
-        for number in left:
+        for number in missing:
             if prompts[number].complete:
-                keep(number, 1, prompts[number].token_ids)
-        asked = [i for i in left if not prompts[i].complete]
+                append(number, 1, prompts[number].token_ids)
+        asked = [i for i in missing if not prompts[i].complete]
         if not asked or asking.seconds <= 0:
             return
         with make_llm() as llm:
             ids, started = [prompts[i].token_ids for i in asked], time.monotonic()
-            answered = play(llm, ids, lambda i: asking.params(asked[i], len(ids[i])))
+            answered = answer_all(llm, ids, lambda i: asking.params(asked[i], len(ids[i])))
             for done, (i, answer) in enumerate(answered, 1):
-                keep(asked[i], len(ids[i]), ids[i] + answer)
+                append(asked[i], len(ids[i]), ids[i] + answer)
                 spent = time.monotonic() - started
                 if done % 64 == 0:
                     progress("answers", max(done / len(asked), min(1.0, spent / asking.seconds)))
@@ -106,7 +113,7 @@ def collect(make_llm: Callable[[], LLM], prompts: list[Prompt], asking: Asking, 
 
 
 def read_answers(file: Path) -> list[Text]:
-    """The texts of a file, in the order of their prompts, so that the engine's timing decides nothing."""
+    """The texts of a file, sorted by prompt number, so that the order does not depend on the engine's timing."""
     return [text for _, text in sorted(_lines(file), key=lambda pair: pair[0])]
 
 
@@ -115,6 +122,6 @@ def _lines(file: Path) -> Iterator[tuple[int, Text]]:
         return
     with file.open(encoding="utf-8") as lines:
         for line in lines:
-            if line.endswith("}\n"):  # else the run was cut off in it
+            if line.endswith("}\n"):  # otherwise the run was interrupted while writing the line
                 entry = json.loads(line)
                 yield entry["prompt"], Text(entry["ids"], entry["learnt"])

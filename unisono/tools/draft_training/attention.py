@@ -1,7 +1,7 @@
-"""Causal attention with gradients, behind the interface that serving's backends have.
+"""Causal attention with gradients, as an ``AttentionBackend``.
 
-Rows are equally long and hold no padding in front. A pass writes its keys and values into caches of its own, a row's
-pages side by side. Shapes: B rows, L tokens a row, Hq / Hkv query / KV heads, D head dim, P page size.
+All rows have the same length and no padding on the left. Each pass has its own KV caches, in which the pages of a row
+are contiguous. Shapes: B rows, L tokens a row, Hq / Hkv query / KV heads, D head dim, P page size.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from unisono.attention.base import AttentionInputs
 from unisono.models.config import DecoderConfig
+from unisono.types import ConfigError
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -20,17 +21,16 @@ KV = tuple[torch.Tensor, torch.Tensor]
 class TrainingAttention:
     """An ``AttentionBackend`` in plain torch.
 
-    ``inputs.plan`` may hold the caches of the earlier steps of an unrolled head, step 0's first (EAGLE-3's
-    "training-time test", arXiv 2503.01840, section 3.2). Token q of a row then sees keys 0 … q of step 0, which stand
-    for what the target had committed, and key q of each later step, its own included: the drafts since.
+    For an unrolled head ``inputs.plan`` holds the KV caches of the earlier steps, step 0 first ("training-time test" of
+    EAGLE-3, arXiv 2503.01840, section 3.2). Query q of a row then attends to keys 0 … q of step 0, which correspond to
+    committed tokens, and to key q of every later step including its own, which correspond to drafts.
     """
 
-    capturable = True
     name = "training"
     capturable = True
 
-    def plan(self, inputs: AttentionInputs) -> None:
-        """Nothing: the caller has put the earlier steps there."""
+    def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
+        """Does nothing: the caller has set ``inputs.plan``."""
 
     def forward(
         self,
@@ -41,8 +41,12 @@ class TrainingAttention:
         scale: float,
         window: int,
         first: int = 0,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [B · L, Hq, D] -> [B · L, Hq · D]; see :class:`unisono.attention.base.AttentionBackend`."""
+        if soft_cap or sinks is not None:
+            raise ConfigError("draft heads cannot be trained for a model whose attention has a soft cap or sinks yet.")
         rows = inputs.slots.shape[0]
         queries = q.view(rows, -1, *q.shape[1:]).transpose(1, 2)
         length, heads = queries.shape[2], q.shape[1]
@@ -60,14 +64,14 @@ class TrainingAttention:
 
 
 def _by_row(cache: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-    """[B · n, Hkv, P, D] -> the first ``length`` of each row's n · P tokens, [B, Hkv, length, D]."""
+    """Cache [B · n, Hkv, P, D] -> the first ``length`` of the n · P tokens of each row, [B, Hkv, length, D]."""
     _, heads, page, dim = cache.shape
     return cache.view(rows, -1, heads, page, dim).transpose(1, 2).reshape(rows, heads, -1, dim)[:, :, :length]
 
 
 @functools.lru_cache(maxsize=64)
 def _visible(length: int, steps: int, window: int, device: torch.device) -> torch.Tensor:
-    """Which keys a query sees: [L, (1 + steps) · L] bool."""
+    """The attention mask [L, (1 + steps) · L], True where a query attends to a key."""
     q = torch.arange(length, device=device)[:, None]
     k = q.T
     committed = k <= q
@@ -80,9 +84,9 @@ def new_pass(
     config: DecoderConfig, rows: int, length: int, first: int, page: int, layers: int, dtype: torch.dtype,
     device: torch.device, earlier: tuple[KV, ...] = (),
 ) -> tuple[AttentionInputs, list[KV]]:  # fmt: skip
-    """Inputs and empty caches for rows of ``length`` tokens that stand at positions first, first + 1, …
+    """Attention inputs and empty KV caches for rows of ``length`` tokens at positions first, first + 1, …
 
-    page: of the caches, a divisor of length. earlier: caches of the steps before, see :class:`TrainingAttention`.
+    page: page size, a divisor of ``length``. earlier: caches of the earlier steps, see :class:`TrainingAttention`.
     """
     each = torch.arange(rows * length, dtype=torch.int32, device=device)
     slots = each[:rows]

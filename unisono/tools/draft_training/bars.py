@@ -1,4 +1,4 @@
-"""Progress on a terminal: a bar for each stage, and lines above it; without a terminal the lines alone."""
+"""Progress bars, one per stage, with log lines above them. Without a terminal only log lines are printed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 
 @contextmanager
-def bars() -> Iterator[tuple[Callable[[str, float], None], Callable[[str], None]]]:
-    """(report(stage, share done), log(line))."""
+def progress_bars() -> Iterator[tuple[Callable[[str, float], None], Callable[[str], None]]]:
+    """Yields two functions: report(stage, share done) and log(line)."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -1,4 +1,4 @@
-"""Rows of tokens from texts: which texts step n takes is a function of the seed and n alone."""
+"""Packs texts into batches of rows. The texts of step n depend on the seed and n only."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 
 from unisono.tools.draft_training.answers import Text
 
-ROUND = 16
-"""Rows are padded to a multiple of this: the page size of the caches that the target's pass fills."""
+PAGE = 16
+"""Rows are padded to a multiple of this, the page size of the KV caches in the target's pass."""
 
 POOL = 64
-"""Batches' worth of texts that are sorted by length together, so that little is padding."""
+"""Number of batches whose texts are sorted by length together, to reduce padding."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """token_ids [B, L] int32, 0 behind a row's end. learnt [B, L] bool: where the *next* token is to be foreseen."""
+    """token_ids [B, L] int32, padded with 0. loss_mask [B, L] bool: where the next token's prediction is trained."""
 
     token_ids: torch.Tensor
-    learnt: torch.Tensor
+    loss_mask: torch.Tensor
 
 
 class Batches:
-    """``batches[n]`` is step n's: texts of like length, ``tokens`` of them, padding included, at most.
+    """``batches[n]`` is the batch of step n: texts of similar length, at most ``tokens`` tokens including padding.
 
-    A text longer than ``tokens`` is cut. Every text comes once in an epoch.
+    A text longer than ``tokens`` is truncated. Every text occurs once per epoch.
     """
 
     def __init__(self, texts: Sequence[Text], tokens: int, seed: int) -> None:
@@ -66,14 +66,16 @@ class Batches:
 
     def _length(self, text: Text) -> int:
         tokens = min(len(text.token_ids), self.tokens)
-        return tokens + -tokens % ROUND
+        return tokens + -tokens % PAGE
 
     def _rows(self, texts: list[Text]) -> Batch:
         length = max(self._length(text) for text in texts)
         ids = torch.zeros((len(texts), length), dtype=torch.int32)
-        learnt = torch.zeros((len(texts), length), dtype=torch.bool)
+        loss_mask = torch.zeros((len(texts), length), dtype=torch.bool)
         for row, text in enumerate(texts):
             tokens = text.token_ids[:length]
             ids[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-            learnt[row, text.learnt : len(tokens) - 1] = True  # an answer's first token is the prompt pass's
-        return Batch(ids, learnt)
+            loss_mask[row, text.answer_start : len(tokens) - 1] = (
+                True  # the prompt pass samples an answer's first token
+            )
+        return Batch(ids, loss_mask)

@@ -15,10 +15,10 @@ import typer
 from unisono.llm import LLM
 from unisono.models.checkpoint import Checkpoint
 from unisono.tokenizer import Tokenizer
-from unisono.tools.draft_training.answers import Asking, Progress, Text, collect, read_answers
-from unisono.tools.draft_training.bars import bars
+from unisono.tools.draft_training.answers import AnswerConfig, Progress, Text, collect, read_answers
+from unisono.tools.draft_training.bars import progress_bars
 from unisono.tools.draft_training.batches import Batches
-from unisono.tools.draft_training.data import Prompt, held_out_share, read_prompts
+from unisono.tools.draft_training.data import Prompt, read_prompts, split_held_out
 from unisono.tools.draft_training.measure import DRAFTS, Acceptance, measure
 from unisono.tools.draft_training.methods import METHODS, Shape
 from unisono.tools.draft_training.teacher import Teacher
@@ -26,23 +26,25 @@ from unisono.tools.draft_training.trainer import RECIPE, STATE, Recipe, Trainer,
 from unisono.types import ConfigError, SpeculativeConfig
 
 ANSWERS_SHARE = 0.35
-"""Of --minutes, the part that the target's answers may take."""
+"""Share of --minutes for generating the target's answers."""
 
 GPU_SHARE = 0.5
-"""Of the GPU's memory, what the engine may take that makes the answers, and the one that measures."""
+"""Share of GPU memory for the engine that generates the answers, and for the one that measures acceptance."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One draft to train: everything but where the texts come from. work: where the run keeps what a resumed one
-    needs; by default inside ``out``."""
+    """The settings of one training run, except for its texts.
+
+    out: directory for the draft model. work: directory for the state that a resumed run needs; default: inside ``out``.
+    """
 
     method: str
     target: str
     out: Path
     recipe: Recipe
     shape: Shape
-    asking: Asking
+    asking: AnswerConfig
     device: str = "auto"
     work: Path | None = None
 
@@ -52,13 +54,13 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where the run keeps its state."""
+        """The directory for the state of the run."""
         return self.work or self.out / "training"
 
     def check(self, resume: bool) -> None:
-        """Begin or resume; see :func:`check_recipe`. Raises ConfigError for a directory that holds something else."""
+        """Check that the run may start or resume, see :func:`check_recipe`. Raises ConfigError if ``out`` is in use."""
         if (self.out / "config.json").exists() and not (self.folder / RECIPE).exists() and self.work is None:
-            raise ConfigError(f"{self.out} holds a checkpoint that no such run made: give another --out.")
+            raise ConfigError(f"{self.out} holds a checkpoint that was not made by train-draft: give another --out.")
         check_recipe(
             self.folder,
             {
@@ -72,17 +74,19 @@ class Run:
 
 
 def make_llm(run: Run, **flags: Any) -> LLM:
-    """The engine that answers."""
+    """The LLM that generates answers."""
     return LLM(
         run.target, device=run.device, max_model_len=run.asking.longest, gpu_memory_utilization=GPU_SHARE, **flags
     )
 
 
-def learn(run: Run, texts: list[Text], resume: bool, report: Progress, log: Callable[[str], None]) -> None:
-    """Train on texts and export; leaves nothing on the device."""
-    texts = [t for t in texts if len(t.token_ids) - t.learnt > 1]
+def train_on_texts(run: Run, texts: list[Text], resume: bool, report: Progress, log: Callable[[str], None]) -> None:
+    """Train the draft model on the texts, export it, and free the device memory."""
+    texts = [t for t in texts if len(t.token_ids) - t.answer_start > 1]
     if not texts:
-        raise ConfigError("no answer has two tokens or more: nothing is to be learnt. Raise --max-tokens or --minutes.")
+        raise ConfigError(
+            "no answer has two tokens or more: there is nothing to train on. Raise --max-tokens or --minutes."
+        )
     torch.manual_seed(run.recipe.seed)
     checkpoint = Checkpoint.open(run.target)
     longest = max(run.asking.longest, max(len(t.token_ids) for t in texts))
@@ -92,15 +96,15 @@ def learn(run: Run, texts: list[Text], resume: bool, report: Progress, log: Call
     if resume and trainer.resume():
         log(f"resumed at {trainer.figures.line()}")
     count = sum(p.numel() for p in trainer.weights.values())
-    log(f"{run.method}: {count:,} weights of its own; {len(texts)} texts on {teacher.device}")
+    log(f"{run.method}: {count:,} trained weights; {len(texts)} texts on {teacher.device}")
     trainer.run(report, log)
     del trainer, method, teacher
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def accepted(run: Run, held: list[Prompt], **flags: Any) -> Acceptance:
-    """What the engine, started with ``flags``, accepts of the exported draft."""
+def measure_acceptance(run: Run, held: list[Prompt], **flags: Any) -> Acceptance:
+    """Acceptance of the exported draft model on the prompts ``held``; ``flags`` are those of the engine."""
     spec = SpeculativeConfig(run.method, str(run.out), DRAFTS)
     return measure(
         run.target, held, spec, max_tokens=run.asking.max_tokens, longest=run.asking.longest, device=run.device,
@@ -112,26 +116,28 @@ def train(
     run: Run, data: Path, *, held_out: int = 100, resume: bool = False, report: Progress, log: Callable[[str], None],
     **flags: Any,
 ) -> Acceptance:  # fmt: skip
-    """The whole of ``unisono train-draft``; ``flags`` are the engine's.
+    """All of ``unisono train-draft``: generate answers, train, measure. ``flags`` are those of the engine.
 
     Raises BadRequest, ConfigError and CheckpointError for bad input.
     """
     checkpoint = Checkpoint.open(run.target)
     tokenizer = Tokenizer.load(checkpoint.path)
     if tokenizer is None:
-        raise ConfigError(f"{run.target} has no tokenizer: prompts could not be read. Put tokenizer.json beside it.")
+        raise ConfigError(
+            f"{run.target} has no tokenizer, which is needed to read prompts. Add tokenizer.json to its directory."
+        )
     if run.asking.longest > checkpoint.config.max_positions:
         raise ConfigError(
             f"--max-model-len {run.asking.longest} is above the target's context of {checkpoint.config.max_positions}."
         )
-    prompts, held = held_out_share(read_prompts(data, tokenizer, run.asking.longest), held_out, run.recipe.seed)
+    prompts, held = split_held_out(read_prompts(data, tokenizer, run.asking.longest), held_out, run.recipe.seed)
     run.check(resume)
     answers = run.folder / "answers.jsonl"
     if not (run.folder / STATE).exists():
-        log(f"{len(prompts)} prompts to learn from, {len(held)} held out")
+        log(f"{len(prompts)} training prompts, {len(held)} held out")
         collect(functools.partial(make_llm, run, **flags), prompts, run.asking, answers, report)
-    learn(run, read_answers(answers), resume, report, log)
-    acceptance = accepted(run, held, **flags)
+    train_on_texts(run, read_answers(answers), resume, report, log)
+    acceptance = measure_acceptance(run, held, **flags)
     log(f"{run.out}: {acceptance.line()}, greedy, on {len(held)} held-out prompts")
     return acceptance
 
@@ -144,33 +150,44 @@ def train_draft(
     method: Annotated[str, typer.Argument(metavar="METHOD", help=f"One of {', '.join(METHODS)}.")],
     target: Annotated[str, typer.Option(help="The model to draft for: a checkpoint directory or a bundled name.")],
     data: Annotated[Path, typer.Option(help='JSON lines: {"messages": […]}, {"prompt": "…"} or {"text": "…"}.')],
-    out: Annotated[Path, typer.Option(help="Directory for the draft.")],
-    minutes: Annotated[float, typer.Option(help="Time to spend, the target's answers included.")] = 30.0,
-    steps: Annotated[int | None, typer.Option(help="End after so many steps, if the time is not up before.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what --out holds.")] = False,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 8192,
+    out: Annotated[Path, typer.Option(help="Directory for the draft model.")],
+    minutes: Annotated[float, typer.Option(help="Time limit, including the generation of answers.")] = 30.0,
+    steps: Annotated[int | None, typer.Option(help="Limit of training steps.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens per step.")] = 8192,
     lr: Annotated[float, typer.Option(help="Peak learning rate of vocabularies and norms (AdamW).")] = 2e-3,
     muon_lr: Annotated[float, typer.Option(help="Peak learning rate of the layers' matrices (Muon).")] = 0.02,
     save_every: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 60.0,
-    seed: Annotated[int, typer.Option(help="Of weights, order and answers.")] = 0,
-    temperature: Annotated[float, typer.Option(help="Of every other answer; the rest are greedy.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 512,
+    seed: Annotated[int, typer.Option(help="Seed of weights, order of texts, and answers.")] = 0,
+    temperature: Annotated[float, typer.Option(help="Temperature of every other answer; the rest are greedy.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per answer, at most.")] = 512,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and answer together at most; default: 1024, or the context.")
+        int | None,
+        typer.Option(
+            help="Tokens of prompt and answer together, at most; default: 1024, or the context if that is shorter."
+        ),
     ] = None,
-    held_out: Annotated[int, typer.Option(min=1, help="Prompts kept from training, to measure acceptance.")] = 100,
-    unroll: Annotated[int, typer.Option(help="Drafts a head is trained to make in a row.")] = 3,
-    modules: Annotated[int, typer.Option(help="mtp: modules, one for each draft.")] = 3,
+    held_out: Annotated[int, typer.Option(min=1, help="Prompts held out to measure acceptance.")] = 100,
+    unroll: Annotated[int, typer.Option(help="Steps that a head is unrolled in training.")] = 3,
+    modules: Annotated[int, typer.Option(help="mtp: number of modules, one per draft.")] = 3,
     layout: Annotated[str, typer.Option(help="mtp: deepseek or qwen.")] = "deepseek",
-    beside_target: Annotated[bool, typer.Option("--beside-target", help="mtp: copy the target's files too.")] = False,
-    draft_vocab: Annotated[int | None, typer.Option(help="eagle3: tokens it may draft; default: a quarter.")] = None,
-    aux_layers: Annotated[str | None, typer.Option(help="eagle3: layers whose inputs it reads, as 2,4,5.")] = None,
-    intermediate_size: Annotated[int | None, typer.Option(help="Of the MLP; default: the target's.")] = None,
-    hidden_size: Annotated[int, typer.Option(help="standalone: its width.")] = 128,
-    layers: Annotated[int, typer.Option(help="standalone: its layers.")] = 3,
+    beside_target: Annotated[
+        bool, typer.Option("--beside-target", help="mtp: write a copy of the target that includes the modules.")
+    ] = False,
+    draft_vocab: Annotated[
+        int | None, typer.Option(help="eagle3: size of the draft vocabulary; default: a quarter of the target's.")
+    ] = None,
+    aux_layers: Annotated[
+        str | None, typer.Option(help="eagle3: layers of the target whose inputs it reads, such as 2,4,5.")
+    ] = None,
+    intermediate_size: Annotated[
+        int | None, typer.Option(help="Intermediate size of the MLP; default: the target's.")
+    ] = None,
+    hidden_size: Annotated[int, typer.Option(help="standalone: hidden size.")] = 128,
+    layers: Annotated[int, typer.Option(help="standalone: number of layers.")] = 3,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
 ) -> None:
-    """Train a draft head for a target from the target's own outputs."""
+    """Train a draft model for a target on the target's own outputs."""
     if not minutes > 0:
         raise ConfigError(f"--minutes {minutes}: give a number above 0.")
     recipe = Recipe(steps, minutes * (1 - ANSWERS_SHARE), batch_tokens, lr, muon_lr, save_every, seed)
@@ -178,18 +195,19 @@ def train_draft(
         unroll, modules, layout, beside_target, draft_vocab, _layers(aux_layers), intermediate_size, hidden_size, layers
     )
     longest = max_model_len or min(1024, Checkpoint.open(target).config.max_positions)
-    asking = Asking(temperature, max_tokens, longest, seed, 60 * minutes * ANSWERS_SHARE)
+    asking = AnswerConfig(temperature, max_tokens, longest, seed, 60 * minutes * ANSWERS_SHARE)
     run = Run(method, target, out, recipe, shape, asking, device)
-    with bars() as (report, log):
+    with progress_bars() as (report, log):
         train(run, data, held_out=held_out, resume=resume, report=report, log=log)
     served = {"method": method, "model": str(out), "num_speculative_tokens": DRAFTS}
     print(f"unisono serve {target} --speculative-config '{json.dumps(served)}'")
 
 
 def _layers(text: str | None) -> tuple[int, ...] | None:
+    """Parse --aux-layers."""
     if text is None:
         return None
     parts = text.split(",")
     if not all(part.strip().isdigit() for part in parts) or len(parts) != 3:
-        raise ConfigError(f"--aux-layers {text!r}: give three layer numbers with commas, such as 2,4,5.")
+        raise ConfigError(f"--aux-layers {text!r}: give three layer numbers separated by commas, such as 2,4,5.")
     return tuple(int(part) for part in parts)

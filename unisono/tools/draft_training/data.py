@@ -1,8 +1,8 @@
-"""Prompts from a JSONL file. Owns its three forms and every way in which a line can be wrong.
+"""Reads prompts from a JSONL file and checks them. A line has one of three forms:
 
-{"messages": [{"role": "user", "content": "…"}]}    a conversation; the target answers its last user turn
-{"prompt": "…"}                                     a text that the target continues
-{"text": "…"}                                       a text that is learnt as it stands
+{"messages": [{"role": "user", "content": "…"}]}    the target answers the last user turn
+{"prompt": "…"}                                     the target continues the text
+{"text": "…"}                                       the draft model learns the text as it is
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ FIELDS = ("messages", "prompt", "text")
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of a prompt; ``complete`` ones are texts, which nobody has to answer."""
+    """Token ids of a prompt. complete: a ``text`` line, for which no answer is generated."""
 
     token_ids: list[int]
     complete: bool = False
 
 
 def read_prompts(file: Path, tokenizer: Tokenizer, longest: int) -> list[Prompt]:
-    """The prompts of a file, in order, equal ones once; those of ``longest`` tokens or more are cut to fit.
+    """The prompts of a file in order, without duplicates.
 
-    Raises BadRequest naming the line and the field that is wrong.
+    A text is truncated to ``longest`` tokens. Of a prompt the last ``longest`` / 2 tokens are kept. Raises BadRequest
+    that names the wrong line and field.
     """
     if not file.is_file():
-        raise BadRequest(f"{file} is no file: give JSON lines with one of {', '.join(FIELDS)} each.", "data")
+        raise BadRequest(f"{file} is not a file: give JSON lines with one of {', '.join(FIELDS)} each.", "data")
     found: dict[tuple[int, ...], Prompt] = {}
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -41,12 +42,14 @@ def read_prompts(file: Path, tokenizer: Tokenizer, longest: int) -> list[Prompt]
                 prompt = _read_line(line, tokenizer, longest, f"{file}, line {number}")
                 found.setdefault(tuple(prompt.token_ids), prompt)
     if len(found) < 2:
-        raise BadRequest(f"{file} has {len(found)} different prompts: give 2 at least, one to hold out.", "data")
+        raise BadRequest(
+            f"{file} has {len(found)} different prompts: give at least 2, one of them to hold out.", "data"
+        )
     return list(found.values())
 
 
-def held_out_share(prompts: list[Prompt], count: int, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """(to train on, held out): ``count`` of them, a fifth at most, drawn by the seed; both in the file's order."""
+def split_held_out(prompts: list[Prompt], count: int, seed: int) -> tuple[list[Prompt], list[Prompt]]:
+    """(training, held out), both in the file's order. ``count`` random prompts are held out, but at most a fifth."""
     count = max(1, min(count, len(prompts) // 5))
     held = set(Random(f"held out {seed}").sample(range(len(prompts)), count))
     return [p for i, p in enumerate(prompts) if i not in held], [prompts[i] for i in sorted(held)]
@@ -77,7 +80,7 @@ def _read_line(line: str, tokenizer: Tokenizer, longest: int, where: str) -> Pro
 
 
 def _conversation(messages: Any, tokenizer: Tokenizer, where: str) -> str:
-    """The conversation up to its last user turn, ready to be answered: what stands behind it is the target's to say."""
+    """The conversation up to its last user turn, in the chat template. Later turns are dropped."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise BadRequest(f"{where}: messages must be a list of objects with role and content.", "data")
     for i, message in enumerate(messages):

@@ -1,9 +1,11 @@
-"""What is trained: a draft head, how it is unrolled over a batch, and the loss. One class for each kind of head.
+"""Draft models in training: how they are unrolled over a batch, and the loss. One class per kind of draft model.
 
-A head is unrolled as it will draft (EAGLE-3's "training-time test", arXiv 2503.01840): step 0 reads the target's hidden
-states, step s its own of step s - 1, one position further; every step is to foresee what the target picks there.
-Modules that each have a step of their own (``models/mtp.py``) need no unrolling: module s reads module s - 1 over the
-whole row. Shapes: B rows, L tokens a row, V' draft vocabulary; step s has predictions from position 1 + s on.
+A head is unrolled as in drafting ("training-time test" of EAGLE-3, arXiv 2503.01840). Step 0 reads the hidden states of
+the target. Step s reads the head's own hidden states of step s - 1, one position later. Every step learns to predict
+the target's next token. Where every step has its own module (``models/mtp.py``), module s reads the output of
+module s - 1 for the whole row.
+
+Shapes: B rows, L tokens per row, V' draft vocabulary. Step s predicts from position 1 + s on.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from unisono.attention.context import PassContext
 from unisono.models.decoder import Decoder
 from unisono.models.draft import Eagle3Head, EagleHead
 from unisono.models.mtp import MTPModule
 from unisono.tools.draft_training.attention import KV, new_pass
-from unisono.tools.draft_training.teacher import Seen
+from unisono.tools.draft_training.teacher import TeacherOutputs
 
 DISCOUNT = 0.8
-"""A step counts so much of the one before it in the loss: a draft is of use only behind accepted ones."""
+"""Weight of a step in the loss, relative to the step before: a draft counts only if all earlier ones are accepted."""
 
 Step = tuple[int, torch.Tensor]
 """(first position, logits [B, L - first, V'])."""
@@ -31,8 +34,8 @@ Step = tuple[int, torch.Tensor]
 class Draft(Protocol):
     """A draft model in training.
 
-    module: what holds the weights, those it shares with the target included. ids [V']: the target's token of each
-    logit, or None. aux_layers: what it reads of the target.
+    module: holds the weights, including those shared with the target. ids [V']: the target's token id of each logit, or
+    None. aux_layers: layers of the target whose hidden states it reads.
     """
 
     @property
@@ -42,14 +45,14 @@ class Draft(Protocol):
     @property
     def aux_layers(self) -> tuple[int, ...]: ...
 
-    def unroll(self, seen: Seen, dtype: torch.dtype) -> Iterator[Step]:
-        """Each step's logits; ``dtype``: of keys and values."""
+    def unroll(self, outputs: TeacherOutputs, dtype: torch.dtype) -> Iterator[Step]:
+        """Yields the logits of each step. dtype: of keys and values."""
         ...
 
 
 @dataclass
 class UnrolledHead:
-    """One module for all steps: EAGLE, EAGLE-3, or MTP with one module."""
+    """One module for all steps: EAGLE, EAGLE-3, and MTP with one module."""
 
     module: EagleHead | Eagle3Head | MTPModule
     steps: int
@@ -59,46 +62,46 @@ class UnrolledHead:
     def ids(self) -> torch.Tensor | None:
         return self.module.ids
 
-    def unroll(self, seen: Seen, dtype: torch.dtype) -> Iterator[Step]:
-        shown = seen.hidden if seen.aux is None else seen.aux
-        hidden = self.module.encode(shown.flatten(0, 1)).unflatten(0, shown.shape[:2])
+    def unroll(self, outputs: TeacherOutputs, dtype: torch.dtype) -> Iterator[Step]:
+        states = outputs.hidden if outputs.aux is None else outputs.aux
+        hidden = self.module.encode(states.flatten(0, 1)).unflatten(0, states.shape[:2])
         earlier: tuple[KV, ...] = ()
         for step in range(min(self.steps, hidden.shape[1] - 1)):
             first = 1 + step
-            hidden, logits, kv = _run(self.module, seen.token_ids[:, first:], hidden[:, :-1], first, dtype, earlier)
+            hidden, logits, kv = _run(self.module, outputs.token_ids[:, first:], hidden[:, :-1], first, dtype, earlier)
             earlier = (*earlier, kv)
             yield first, logits
 
 
 @dataclass
 class ModulePerStep:
-    """MTP with several modules, each over the states of the one before."""
+    """MTP with several modules. Each reads the hidden states of the one before."""
 
     module: nn.ModuleList
     ids: None = None
     aux_layers: tuple[int, ...] = ()
 
-    def unroll(self, seen: Seen, dtype: torch.dtype) -> Iterator[Step]:
-        hidden = seen.hidden
+    def unroll(self, outputs: TeacherOutputs, dtype: torch.dtype) -> Iterator[Step]:
+        hidden = outputs.hidden
         for step, module in enumerate(self.module):
             if hidden.shape[1] > 1:
                 first = 1 + step
-                hidden, logits, _ = _run(module, seen.token_ids[:, first:], hidden[:, :-1], first, dtype)
+                hidden, logits, _ = _run(module, outputs.token_ids[:, first:], hidden[:, :-1], first, dtype)
                 yield first, logits
 
 
 @dataclass
 class WholeModel:
-    """A small language model: it sees tokens only, so its one step serves every draft."""
+    """A small language model. It reads tokens only, so it is trained on one step."""
 
     module: Decoder
     ids: None = None
     aux_layers: tuple[int, ...] = ()
 
-    def unroll(self, seen: Seen, dtype: torch.dtype) -> Iterator[Step]:
-        (rows, length), c = seen.token_ids.shape, self.module.config
-        inputs, kv = new_pass(c, rows, length, 0, length, c.num_layers, dtype, seen.token_ids.device)
-        hidden, _ = self.module(seen.token_ids.flatten(), inputs, kv)
+    def unroll(self, outputs: TeacherOutputs, dtype: torch.dtype) -> Iterator[Step]:
+        (rows, length), c = outputs.token_ids.shape, self.module.config
+        inputs, kv = new_pass(c, rows, length, 0, length, c.num_layers, dtype, outputs.token_ids.device)
+        hidden, _ = self.module(outputs.token_ids.flatten(), PassContext.of(inputs), kv)
         yield 0, self.module.logits(hidden).unflatten(0, (rows, length))
 
 
@@ -106,42 +109,42 @@ def _run(
     module: nn.Module, ids: torch.Tensor, hidden: torch.Tensor, first: int, dtype: torch.dtype,
     earlier: tuple[KV, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, KV]:  # fmt: skip
-    """One pass of a module over ids [B, L'] beside hidden [B, L', H] -> (its states, logits [B, L', V'], its cache)."""
+    """One pass over ids [B, L'] and hidden [B, L', H] -> (new hidden states, logits [B, L', V'], KV cache)."""
     (rows, length), config = ids.shape, module.config
     inputs, (kv,) = new_pass(config, rows, length, first, length, 1, dtype, ids.device, earlier)  # type: ignore[arg-type]
-    out = module(ids.flatten(), hidden.flatten(0, 1), inputs, kv)
+    out = module(ids.flatten(), hidden.flatten(0, 1), PassContext.of(inputs), kv)
     state, logits = module.finish(out)  # type: ignore[operator]
     return state.unflatten(0, (rows, length)), logits.unflatten(0, (rows, length)), kv
 
 
 @dataclass(frozen=True)
 class Loss:
-    """value: a scalar with a gradient. agreed [steps]: share of positions where the likeliest tokens are the same."""
+    """value: a scalar with a gradient. agreed [steps]: share of positions with equal argmax."""
 
     value: torch.Tensor
     agreed: torch.Tensor
 
 
-def loss_of(draft: Draft, seen: Seen, dtype: torch.dtype) -> Loss:
-    """Cross entropy of each step's distribution with the target's, mean over learnt positions, discounted by step.
+def loss_of(draft: Draft, outputs: TeacherOutputs, dtype: torch.dtype) -> Loss:
+    """Cross entropy with the target's distribution, averaged over the loss mask, discounted by step.
 
-    What a reduced vocabulary lacks counts as lost: the target's probabilities are not scaled up.
+    With a reduced vocabulary the target's probabilities are not renormalised over the remaining tokens.
     """
-    total, weights, agreed = seen.logits.new_zeros(()), 0.0, list[torch.Tensor]()
-    wanted = seen.logits.softmax(-1)
-    best = seen.logits.argmax(-1)
+    total, weights, agreed = outputs.logits.new_zeros(()), 0.0, list[torch.Tensor]()
+    target = outputs.logits.softmax(-1)
+    best = outputs.logits.argmax(-1)
     if draft.ids is not None:
-        wanted = wanted.index_select(1, draft.ids)
-    for first, logits in draft.unroll(seen, dtype):
-        learnt = seen.learnt[:, first:]
-        rows = seen.rows[:, first:][learnt]
-        said = logits[learnt].float()
-        log_probabilities = said.log_softmax(-1)
+        target = target.index_select(1, draft.ids)
+    for first, logits in draft.unroll(outputs, dtype):
+        mask = outputs.loss_mask[:, first:]
+        rows = outputs.logit_rows[:, first:][mask]
+        predicted = logits[mask].float()
+        log_probabilities = predicted.log_softmax(-1)
         weight = DISCOUNT ** len(agreed)
         count = max(1, rows.shape[0])
-        total = total - weight / count * (wanted[rows] * log_probabilities).sum()
+        total = total - weight / count * (target[rows] * log_probabilities).sum()
         weights += weight
-        picked = said.detach().argmax(-1)
-        picked = picked if draft.ids is None else draft.ids[picked]
-        agreed.append((picked == best[rows]).float().sum() / count)
+        token = predicted.detach().argmax(-1)
+        token = token if draft.ids is None else draft.ids[token]
+        agreed.append((token == best[rows]).float().sum() / count)
     return Loss(total / weights, torch.stack(agreed))

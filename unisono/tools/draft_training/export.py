@@ -1,8 +1,8 @@
-"""Trained drafts on disk, in the formats of the papers' and the models' own repositories.
+"""Writes trained draft models to disk, in the formats of their original repositories.
 
-EAGLE-3: the original's layout, ``midlayer.*`` with ``d2t`` and ``t2d``, which SGLang and vLLM read too. EAGLE: the
-original's. MTP: DeepSeek-V3's or Qwen3-Next's keys, alone or in a copy of the target's directory. A whole model is a
-Hugging Face directory. ``models/draft_checkpoint.py`` and ``models/mtp_checkpoint.py`` own the names.
+EAGLE-3: ``midlayer.*`` with ``d2t`` and ``t2d``, which SGLang and vLLM read too. EAGLE: the original format. MTP: the
+keys of DeepSeek-V3 or Qwen3-Next, alone or in a copy of the target's directory. Standalone models: a Hugging Face
+directory. Tensor names are defined in ``models/draft_checkpoint.py`` and ``models/mtp_checkpoint.py``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write indented JSON."""
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def write_tensors(file: Path, tensors: Tensors, dtype: torch.dtype) -> None:
-    """Floating-point tensors in ``dtype``, the rest as they are; written beside and put in place when whole."""
+    """Write tensors to ``file`` atomically. Floating-point tensors are converted to ``dtype``."""
     stored = {
         name: (t.detach().to(dtype) if t.is_floating_point() else t.detach()).cpu().contiguous().clone()
         for name, t in tensors.items()
@@ -42,22 +43,23 @@ def write_tensors(file: Path, tensors: Tensors, dtype: torch.dtype) -> None:
 
 
 def _replace(file: Path, stored: Tensors) -> None:
-    beside = file.with_suffix(".part")
-    save_file(dict(stored), beside, {"format": "pt"})
-    beside.chmod(0o644)  # safetensors makes files that only their owner reads
-    beside.replace(file)
+    """Write a temporary file, then rename it to ``file``."""
+    partial = file.with_suffix(".part")
+    save_file(dict(stored), partial, {"format": "pt"})
+    partial.chmod(0o644)  # safetensors creates files that only their owner can read
+    partial.replace(file)
 
 
 def layer_fields(target: Mapping[str, Any], config: Any, **changes: Any) -> dict[str, Any]:
-    """config.json of a head of one Llama layer with the sizes of the target's.
+    """config.json of a head with one Llama layer of the target's sizes.
 
-    target: its config.json as it stands. config: its DecoderConfig.
+    target: the target's config.json. config: the target's DecoderConfig. changes: override fields.
     """
     return {
         "model_type": "llama",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": config.layers[-1].feed_forward.intermediate_size,
         "num_hidden_layers": 1,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -74,7 +76,7 @@ def layer_fields(target: Mapping[str, Any], config: Any, **changes: Any) -> dict
 
 
 def original_names(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """EAGLE-3 tensors by the original's names, from speculators'."""
+    """Rename EAGLE-3 tensors from the names of speculators (``layers.0.*``) to the original (``midlayer.*``)."""
     return {
         f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name: tensor
         for name, tensor in tensors.items()
@@ -82,24 +84,24 @@ def original_names(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def vocabulary_maps(ids: torch.Tensor | None, draft_vocab: int, vocab: int) -> dict[str, torch.Tensor]:
-    """``d2t [V'] int64``: offsets, target id = i + d2t[i]. ``t2d [V] bool``: which of the target's tokens it knows."""
+    """``d2t [V'] int64``: draft id i is target id i + d2t[i]. ``t2d [V] bool``: which target ids have a draft id."""
     each = torch.arange(draft_vocab)
     known = each if ids is None else ids.long().cpu()
     return {"d2t": known - each, "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill(0, known, True)}
 
 
 def copy_tokenizer(source: Path, out: Path) -> None:
-    """The tokenizer's files, and generation_config.json, where the source has them."""
+    """Copy the tokenizer's files and generation_config.json, as far as they exist."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
 
 
 def write_beside_target(target: Path, out: Path, tensors: Tensors, dtype: torch.dtype) -> None:
-    """A copy of the target's directory in ``out`` that also holds ``tensors``: one file, or one shard more."""
+    """Copy the target's directory to ``out`` and add ``tensors``: to its single file, or as one more shard."""
     copy_tokenizer(target, out)
     if (target / WEIGHTS).is_file():
-        # The target's own keep their dtype: it may be another.
+        # The target's tensors keep their dtype, which may differ.
         extra = {name: t.detach().to(dtype).cpu() for name, t in tensors.items()}
         _replace(out / WEIGHTS, {**load_file(target / WEIGHTS), **extra})
         return

@@ -1,6 +1,6 @@
-"""The target, looking on: its hidden states and logits for a batch, in one pass without gradients.
+"""The target model in training: its hidden states and logits for a batch, from one forward pass without gradients.
 
-It is the decoder that serves, with its exact ops, so that a head learns from what it will read.
+The pass uses the decoder and the ops of serving, so that a draft model is trained on the same inputs that it will get.
 """
 
 from __future__ import annotations
@@ -10,36 +10,37 @@ from functools import cached_property
 
 import torch
 
+from unisono.attention.context import PassContext
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.decoder import Decoder
 from unisono.models.loader import load_model
 from unisono.tools.draft_training.attention import TrainingAttention, new_pass
-from unisono.tools.draft_training.batches import ROUND, Batch
+from unisono.tools.draft_training.batches import PAGE, Batch
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What the target showed of a batch. N learnt positions, V vocabulary.
+class TeacherOutputs:
+    """The batch and what the target computed for it. N positions are in the loss mask, V is the vocabulary size.
 
-    token_ids [B, L] int32; learnt [B, L] bool. hidden [B, L, H]: after the final norm. aux [B, L, layers · H], or
-    None. logits [N, V] fp32: at the learnt positions, row by row.
+    token_ids [B, L] int32. loss_mask [B, L] bool. hidden [B, L, H]: after the final norm. aux [B, L, layers · H], or
+    None. logits [N, V] fp32: at the positions in the loss mask, row by row.
     """
 
     token_ids: torch.Tensor
-    learnt: torch.Tensor
+    loss_mask: torch.Tensor
     hidden: torch.Tensor
     aux: torch.Tensor | None
     logits: torch.Tensor
 
     @cached_property
-    def rows(self) -> torch.Tensor:
-        """Where position [B, L] stands in ``logits``; meaningless where it is not learnt."""
-        return (self.learnt.flatten().cumsum(0) - 1).view_as(self.learnt)
+    def logit_rows(self) -> torch.Tensor:
+        """Row in ``logits`` of each position, [B, L]; valid where the loss mask is True."""
+        return (self.loss_mask.flatten().cumsum(0) - 1).view_as(self.loss_mask)
 
 
 class Teacher:
-    """A target as it is served on this device: same dtype, same weights."""
+    """The target with the dtype and weights that serving would use on this device."""
 
     def __init__(self, checkpoint: Checkpoint, device: str, longest: int, load_format: str = "auto") -> None:
         asked = EngineConfig(model=str(checkpoint.path), device=device)
@@ -48,17 +49,21 @@ class Teacher:
         self.device, self.dtype, self.longest = self.resolved.device, self.resolved.dtype, longest
         self.backend = TrainingAttention()
         self.decoder: Decoder = load_model(
-            checkpoint, backend=self.backend, dtype=self.dtype, device=self.device, max_positions=longest
+            checkpoint, attention=self.attention, dtype=self.dtype, device=self.device, max_positions=longest
         )
 
+    def attention(self, num_heads: int, num_kv_heads: int) -> TrainingAttention:
+        """The backend of every layer."""
+        return self.backend
+
     @torch.no_grad()
-    def look(self, batch: Batch, aux_layers: tuple[int, ...] = ()) -> Seen:
-        """One pass over the batch; ``aux_layers`` as of ``Decoder.forward``."""
-        ids, learnt = (t.to(self.device, non_blocking=True) for t in (batch.token_ids, batch.learnt))
+    def run(self, batch: Batch, aux_layers: tuple[int, ...] = ()) -> TeacherOutputs:
+        """One forward pass over the batch; ``aux_layers`` as for ``Decoder.forward``."""
+        ids, loss_mask = (t.to(self.device, non_blocking=True) for t in (batch.token_ids, batch.loss_mask))
         (rows, length), c = ids.shape, self.decoder.config
-        inputs, kv = new_pass(c, rows, length, 0, ROUND, c.num_layers, self.dtype, self.device)
+        inputs, kv = new_pass(c, rows, length, 0, PAGE, c.num_layers, self.dtype, self.device)
         with torch.autocast(self.device.type, enabled=False):
-            hidden, aux = self.decoder(ids.flatten(), inputs, kv, aux_layers)
-            logits = self.decoder.logits(hidden[learnt.flatten()]).float()
+            hidden, aux = self.decoder(ids.flatten(), PassContext.of(inputs), kv, aux_layers)
+            logits = self.decoder.logits(hidden[loss_mask.flatten()]).float()
         aux = None if aux is None else aux.view(rows, length, -1)
-        return Seen(ids, learnt, hidden.view(rows, length, -1), aux, logits)
+        return TeacherOutputs(ids, loss_mask, hidden.view(rows, length, -1), aux, logits)

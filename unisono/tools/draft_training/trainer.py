@@ -1,5 +1,8 @@
-"""The training loop: schedule, checkpoints, resume. What step n does depends on the recipe, the texts and n alone,
-unless the clock ends the run (``minutes``): then the learning rate follows the clock too."""
+"""The training loop: learning-rate schedule, checkpoints, resume.
+
+Step n depends on the recipe, the texts and n only. The exception is a run limited by ``minutes``, whose learning rate
+follows the clock.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +19,26 @@ import torch
 from unisono.tools.draft_training.answers import Progress
 from unisono.tools.draft_training.batches import Batches
 from unisono.tools.draft_training.draft import loss_of
-from unisono.tools.draft_training.methods import Method, trainable
+from unisono.tools.draft_training.methods import Method, trainable_parameters
+from unisono.tools.draft_training.muon import Muon
 from unisono.tools.draft_training.teacher import Teacher
-from unisono.tools.tiny.muon import Muon
 from unisono.types import ConfigError
 
 WARM_UP, COOL_DOWN = 0.03, 0.7
-"""Parts of the run in which the learning rate rises from, and falls to, zero; linear both."""
+"""Shares of the run in which the learning rate rises linearly from zero, and falls linearly to zero."""
 
 SYNC_STEPS = 20
-"""The host waits for the device once in so many steps, so that the clock it reads is the device's."""
+"""Steps between synchronisations of host and device. Without them the host would measure only launch times."""
 
 STATE, RECIPE = "state.pt", "recipe.json"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long and how fast to train. The run ends with ``steps`` or ``minutes``, whichever comes first.
+    """How long to train, and the learning rates. The run ends after ``steps`` or ``minutes``, whichever is first.
 
-    batch_tokens: of a step, padding included. muon_lr: of the layers' matrices; lr: of the rest (AdamW).
-    save_every: seconds between checkpoints.
+    batch_tokens: tokens per step, including padding. muon_lr: peak learning rate of the layers' matrices. lr: peak
+    learning rate of all other parameters (AdamW). save_every: seconds between checkpoints.
     """
 
     steps: int | None = None
@@ -48,7 +51,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.steps is None and self.minutes is None:
-            raise ConfigError("nothing ends the run: give --steps or --minutes.")
+            raise ConfigError("the run has no limit: give --steps or --minutes.")
         for name in ("steps", "minutes", "lr", "muon_lr", "save_every"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -61,8 +64,11 @@ class Recipe:
 
 @dataclass
 class Figures:
-    """Where a run stands. seconds: of training, earlier runs' included. agreed: share of positions, by step, where
-    draft and target had the same likeliest token, since the last line."""
+    """The state of a run.
+
+    seconds: training time, including runs before a resume. loss, agreed: means since the last synchronisation; agreed
+    is the share of positions, by step, where draft and target have the same argmax.
+    """
 
     step: int = 0
     seconds: float = 0.0
@@ -71,17 +77,17 @@ class Figures:
     agreed: list[float] = field(default_factory=list)
 
     def line(self) -> str:
-        """One line for the log."""
+        """The figures as one log line."""
         shares = " ".join(f"{share:.3f}" for share in self.agreed)
         return f"step {self.step}  {self.seconds:.0f} s  loss {self.loss:.4f}  agreed {shares}"
 
 
 class Trainer:
-    """Trains ``method.draft`` on ``batches``; ``folder`` holds what a resumed run needs."""
+    """Trains ``method.draft`` on ``batches``. folder: for the state that a resumed run needs."""
 
     def __init__(self, teacher: Teacher, method: Method, batches: Batches, recipe: Recipe, folder: Path) -> None:
         self.teacher, self.method, self.batches, self.recipe, self.folder = teacher, method, batches, recipe, folder
-        self.weights = trainable(method.draft, teacher)
+        self.weights = trainable_parameters(method.draft, teacher)
         for parameter in self.weights.values():
             parameter.requires_grad_(True)
         self.optimizers = _optimizers(self.weights, recipe)
@@ -89,16 +95,16 @@ class Trainer:
 
     @property
     def progress(self) -> float:
-        """Share of the run that is done, 0 … 1."""
+        """Share of the run that is done, from 0 to 1."""
         by_steps = self.figures.step / self.recipe.steps if self.recipe.steps else 0.0
         by_clock = self.figures.seconds / (60 * self.recipe.minutes) if self.recipe.minutes else 0.0
         return min(1.0, max(by_steps, by_clock))
 
     def run(self, report: Progress, log: Callable[[str], None]) -> Figures:
-        """Train until the recipe ends, saving now and then and at the end."""
+        """Train to the end of the recipe. Saves every ``save_every`` seconds and at the end."""
         figures, recent = self.figures, list[tuple[torch.Tensor, torch.Tensor]]()
         before, started = figures.seconds, time.monotonic()
-        saved = said = started
+        saved = logged = started
         while self.progress < 1:
             recent.append(self._step())
             figures.step += 1
@@ -107,9 +113,9 @@ class Trainer:
             figures.seconds = before + time.monotonic() - started
             report("train", self.progress)
             now = time.monotonic()
-            if now - said > 10 and not recent and self.progress < 1:
+            if now - logged > 10 and not recent and self.progress < 1:
                 log(f"{self.progress:4.0%}  {figures.line()}")
-                said = now
+                logged = now
             if now - saved > self.recipe.save_every:
                 self.save()
                 saved = now
@@ -119,11 +125,12 @@ class Trainer:
         return figures
 
     def _step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """One optimizer step; returns (loss, agreed by step)."""
         batch = self.batches[self.figures.step]
         self.figures.tokens += batch.token_ids.numel()
-        seen = self.teacher.look(batch, self.method.draft.aux_layers)
+        outputs = self.teacher.run(batch, self.method.draft.aux_layers)
         with self._precision():
-            loss = loss_of(self.method.draft, seen, self._kv_dtype)
+            loss = loss_of(self.method.draft, outputs, self._kv_dtype)
         loss.value.backward()
         torch.nn.utils.clip_grad_norm_(list(self.weights.values()), 1.0)
         factor = learning_rate(self.progress)
@@ -139,36 +146,36 @@ class Trainer:
         return torch.bfloat16 if self.teacher.device.type == "cuda" else torch.float32
 
     def _precision(self) -> AbstractContextManager[Any]:
-        """bf16 products with fp32 weights on a GPU; fp32 on a CPU, whose target is fp32 too."""
+        """Autocast to bf16 on a GPU; fp32 on a CPU, where the target is fp32 too."""
         if self.teacher.device.type == "cuda":
             return torch.autocast("cuda", torch.bfloat16)
         return nullcontext()
 
     def _read(self, recent: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Wait for the device and take in what the last steps brought."""
+        """Wait for the device and update the figures from the results of recent steps."""
         if recent:
             most = max(len(agreed) for _, agreed in recent)
-            whole = [agreed for _, agreed in recent if len(agreed) == most]
+            complete = [agreed for _, agreed in recent if len(agreed) == most]
             self.figures.loss = float(torch.stack([loss for loss, _ in recent]).mean())
-            self.figures.agreed = torch.stack(whole).mean(0).tolist()
+            self.figures.agreed = torch.stack(complete).mean(0).tolist()
             recent.clear()
 
     # ---- checkpoints ----------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Export the draft, and write what :meth:`resume` reads."""
+        """Export the draft model, and write the state that :meth:`resume` reads."""
         self.method.save()
         state = {
             "weights": {name: p.detach().cpu() for name, p in self.weights.items()},
             "optimizers": [optimizer.state_dict() for optimizer, _ in self.optimizers],
             "figures": asdict(self.figures),
         }
-        beside = self.folder / f"{STATE}.part"
-        torch.save(state, beside)
-        beside.replace(self.folder / STATE)
+        partial = self.folder / f"{STATE}.part"
+        torch.save(state, partial)
+        partial.replace(self.folder / STATE)
 
     def resume(self) -> bool:
-        """Go on from the folder's state; False where it has none."""
+        """Load the saved state; False if there is none."""
         file = self.folder / STATE
         if not file.exists():
             return False
@@ -188,9 +195,9 @@ def learning_rate(progress: float) -> float:
 
 
 def check_recipe(folder: Path, asked: dict[str, Any], resume: bool) -> None:
-    """Write ``asked`` into the folder, or compare it with what stands there. Raises ConfigError naming what differs.
+    """Write the settings ``asked`` to ``folder``, or compare them with those of the run to resume.
 
-    What ends a run, and how often it is saved, may change from one to the next.
+    Raises ConfigError that names a setting that differs. Limits of the run and ``save_every`` may differ.
     """
     file = folder / RECIPE
     if not file.exists():
@@ -198,19 +205,19 @@ def check_recipe(folder: Path, asked: dict[str, Any], resume: bool) -> None:
         file.write_text(json.dumps(asked, indent=2) + "\n")
         return
     if not resume:
-        raise ConfigError(f"{folder.parent} holds a run already: give --resume to go on with it, or another --out.")
+        raise ConfigError(f"{folder.parent} already holds a run: give --resume to continue it, or another --out.")
     held = json.loads(file.read_text())
     free = {"steps", "minutes", "save_every"}
     wrong = [n for n in sorted(held.keys() | asked.keys()) if n not in free and held.get(n) != asked.get(n)]
     if wrong:
         raise ConfigError(
-            f"{folder.parent} was begun with {wrong[0]}={held.get(wrong[0])!r}, not {asked.get(wrong[0])!r}: resume it "
-            "as it was, or give another --out."
+            f"{folder.parent} was started with {wrong[0]}={held.get(wrong[0])!r}, not {asked.get(wrong[0])!r}: resume "
+            "it with the same settings, or give another --out."
         )
 
 
 def _optimizers(weights: dict[str, torch.nn.Parameter], recipe: Recipe) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Muon for the matrices inside layers, AdamW for vocabularies and norms; each with its peak learning rate."""
+    """Muon for matrices inside layers, AdamW for embeddings, LM heads and norms; with their peak learning rates."""
     inner = [p for n, p in weights.items() if p.ndim == 2 and not n.startswith(("embed.", "lm_head."))]
     chosen = {id(p) for p in inner}
     others = [p for p in weights.values() if id(p) not in chosen]

@@ -1,0 +1,1 @@
+"""Programs that make what the package bundles. They run from a checkout and are not installed."""

@@ -1,0 +1,222 @@
+"""Building a worker from the resolved configuration: model, drafter, slots, caches and programs.
+
+Every rank is built the same way. Rank 0 then plans and captures graphs through its worker (``engine/runner.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from unisono import catalog
+from unisono.attention.base import BreakingAttention
+from unisono.config import ResolvedConfig
+from unisono.drafters.base import Drafter, DrafterContext, PausableDrafter, TreeDrafter
+from unisono.engine.buckets import draft_choices, engine_buckets, graph_modes, max_unobserved_tokens
+from unisono.engine.masked import draft_program, held_drafts, verify_program
+from unisono.engine.memory import PageDemand, fit_pages, peak_bytes
+from unisono.engine.programs import Parts, catch_up_program, extend_program, round_program
+from unisono.engine.slots import Slots
+from unisono.engine.synthetic import forcing
+from unisono.engine.tree import Tree, path_pages
+from unisono.engine.warmup import compiling_only, run_on_padding, warmup_passes
+from unisono.engine.worker import Worker
+from unisono.graphs.graph_set import GraphSet
+from unisono.graphs.planner import Buckets
+from unisono.kernels.linear import TRITON_ROWS
+from unisono.kernels.overlap import overlaps
+from unisono.layers.linear import prove_linears, rehearse_proofs
+from unisono.models.checkpoint import Checkpoint
+from unisono.models.config import DecoderConfig
+from unisono.models.loader import load_model
+from unisono.program import Program, Shape
+from unisono.sampling.pipeline import DraftSampler
+from unisono.state.specs import ALL, PAGE_SIZE, whole_requests
+from unisono.state.store import StateStore
+from unisono.types import ConfigError, SpeculativeConfig
+
+MAX_EXTEND_ROWS = 32
+"""Requests in one prompt pass, at most."""
+
+Progress = Callable[[str, float], None]
+"""Called with a stage's name and the share of it that is done, 0 … 1."""
+
+
+class Build:
+    """Builds ``worker``, stage by stage.
+
+    ``config`` gains the decisions that are made on the way; ``seconds`` has the time of each stage. ``choices``: how
+    many drafts a round may have. ``max_unobserved``: tokens that a paused drafter catches up with at once; 0 where it
+    is never paused. Raises ConfigError where the device's memory does not hold the model and one request.
+    """
+
+    def __init__(self, config: ResolvedConfig, checkpoint: Checkpoint, progress: Progress) -> None:
+        self.config, self.seconds = config, dict[str, float]()
+        if config.device.type == "cuda":
+            torch.cuda.set_device(config.device)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            self._leave_a_core()
+        c = checkpoint.config
+        make_attention = functools.cache(self._attention)
+        attention = make_attention(c.num_heads, c.num_kv_heads)
+        self.config = config = graph_modes(self.config, attention)
+        spec = config.asked.speculative or SpeculativeConfig()
+        drafter = _drafter(spec, c)  # raises before weights are loaded
+        with self.stage("load"):
+            model = load_model(
+                checkpoint,
+                dtype=config.dtype,
+                device=config.device,
+                load_format=config.asked.load_format,
+                attention=make_attention,
+                max_positions=config.max_model_len,
+                seed=config.asked.seed,
+                progress=progress,
+            )
+        self.width, self.paths = 1 + drafter.num_drafts, max(1, len(spec.paths))
+        self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
+        ring = PAGE_SIZE + 2 * self.width
+        store = StateStore(config.max_num_seqs + 1, self.paths, config.max_model_len, ring, config.device)
+        slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, store)
+        store.declare("target", whole_requests(model.state_specs()))
+        self.worker = Worker(model, drafter, store, slots, GraphSet(config.device, {}, config.asked.compile))
+        self.choices, why = draft_choices(self.config, drafter.num_drafts)
+        if drafter.num_drafts:
+            self.decide("drafts per round", ", ".join(map(str, self.choices)), why)
+        pausable = len(self.choices) > 1 and isinstance(drafter, PausableDrafter)
+        self.max_unobserved = max_unobserved_tokens(config) if pausable else 0
+        sampler = DraftSampler(slots, spec.paths)
+        drafter.bind(self._context(sampler, progress))
+        store.declare("drafter", drafter.state_specs())
+        self.worker.hold_pages(2)  # for padding, until the number of pages is known
+        held = held_drafts(config.max_num_seqs, self.paths, self.width, config.device)
+        if config.device.type == "cuda":
+            with self.stage("compile"):
+                self._compile(attention, c.head_dim, self._programs(spec, sampler, held))
+        with self.stage("size the KV cache"):
+            self._size(lambda: self._programs(spec, sampler, held))
+        self.worker.graphs.programs = self._programs(spec, sampler, held)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage of the start."""
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - started, 3)
+
+    def decide(self, name: str, value: object, reason: str) -> None:
+        """Add a decision to the resolved configuration."""
+        self.config = self.config.decide(name, value, reason)
+
+    def buckets(self, programs: dict[str, Program]) -> list[Buckets]:
+        """What may be captured of these programs."""
+        features = self.worker.drafter.features
+        return engine_buckets(programs, self.config, self.choices, features, self.max_unobserved)
+
+    def _leave_a_core(self) -> None:
+        """Use all cores but one: waiting threads spin, and would take the API process's time."""
+        threads = max(1, len(os.sched_getaffinity(0)) - 1)
+        torch.set_num_threads(threads)
+        self.decide("threads", threads, "all cores but one; OMP_NUM_THREADS sets it")
+
+    def _attention(self, heads: int, kv_heads: int) -> BreakingAttention:
+        """A backend of the configured kind, which ends a captured segment where it must or is told to."""
+        config = self.config
+        return BreakingAttention(catalog.attention.load(config.attention_backend)(heads, kv_heads, config.device))
+
+    def _context(self, sampler: DraftSampler, progress: Progress) -> DrafterContext:
+        """What the drafter may use."""
+        config, worker = self.config, self.worker
+        return DrafterContext(
+            target=worker.model,
+            slots=worker.slots,
+            attention=self._attention,
+            sample=sampler,
+            best=sampler.best,
+            state=worker.store.view("drafter"),
+            target_state=worker.store.view("target"),
+            dtype=config.dtype,
+            device=config.device,
+            max_model_len=config.max_model_len,
+            page_size=PAGE_SIZE,
+            progress=lambda share: progress("load draft", share),
+            decide=self.decide,
+            max_unobserved=self.max_unobserved,
+        )
+
+    def _programs(self, spec: SpeculativeConfig, sampler: DraftSampler, held: torch.Tensor) -> dict[str, Program]:
+        """Every program of the engine by name, over the pages that the worker holds now."""
+        w, asked = self.worker, self.config.asked
+        tree = None
+        if isinstance(w.drafter, TreeDrafter) and spec.paths:
+            tree = Tree.of(spec.paths, w.drafter, w.slots, w.store, w.num_pages)
+        processed, forced = asked.logprobs_mode == "processed_logprobs", forcing(asked, w.slots)
+        kv = w.store.view("target").tree
+        parts = Parts(w.model, w.drafter, w.slots, sampler, kv, processed, forced, tree, held)
+        programs = [round_program(parts), verify_program(parts)]
+        programs += [extend_program(parts, self.max_extend_rows, name) for name in ("extend", "score")]
+        if self.width > 1:
+            programs.append(draft_program(parts))
+        if self.max_unobserved and isinstance(w.drafter, PausableDrafter):
+            programs.append(catch_up_program(w.drafter, w.slots))
+        return {program.name: program for program in programs}
+
+    def _compile(self, attention: BreakingAttention, head_dim: int, programs: dict[str, Program]) -> None:
+        """Compile the kernels of all passes; first those whose bits decide which kernels the larger passes run."""
+        config, worker = self.config, self.worker
+        with compiling_only(config.device):
+            rehearse_proofs(worker.model.modules())
+            attention.rehearse(head_dim, config.dtype)
+        self._prove_exact()
+        self.decide("attention of long prompts", *attention.prove(head_dim, config.dtype))
+        launched = "while the one before it ends" if overlaps(config.device) else "when its turn comes"
+        self.decide("a layer's kernel is launched", launched, "ahead of its turn from compute capability 9.0 on")
+        with compiling_only(config.device):
+            run_on_padding(warmup_passes(self.buckets(programs), worker.drafter.features), config.device)
+
+    def _prove_exact(self) -> None:
+        """Check, for each shape of product, that the BLAS of long passes gives the same bits as the Triton kernel."""
+        proven = prove_linears(self.worker.model.modules())
+        failed = [f"{n}×{k}" for (n, k), exact in proven.items() if not exact]
+        value = "cuBLASLt" if not failed else f"Triton for {', '.join(failed)}"
+        reason = f"bits compared with the Triton kernel's for {len(proven)} shapes, {len(failed)} differ"
+        self.decide(f"products above {TRITON_ROWS} rows", value, reason)
+
+    def _size(self, programs: Callable[[], dict[str, Program]]) -> None:
+        """Allocate as many pages as fit."""
+        config, worker = self.config, self.worker
+        reserved = path_pages(self.paths, self.width - 1, config.max_num_seqs)
+        logits = 4 * config.max_num_seqs * self.width * worker.model.config.vocab_size
+        demand = PageDemand(
+            page_bytes=worker.store.page_bytes(ALL),
+            paths=self.paths,
+            path_pages=reserved,
+            logits_bytes=logits if self.paths == 1 else 0,  # the rounds of a tree are measured
+        )
+
+        def measure() -> int:
+            passes, masked = programs(), replace(worker.drafter.features, masks=True)
+            largest = [(passes["extend"].of(masked), Shape(config.max_num_batched_tokens))]
+            if self.paths > 1:  # the rounds of a tree may be larger than any prompt pass
+                largest.append((passes["round"].of(masked), Shape(config.max_num_seqs, self.width)))
+            return peak_bytes(largest, config.device)
+
+        pages, self.config = fit_pages(config, demand, measure)
+        worker.hold_pages(pages, reserved)
+
+
+def _drafter(spec: SpeculativeConfig, target: DecoderConfig) -> Drafter:
+    """The drafter of the configured method, without its weights. Raises ConfigError where it cannot draft the tree."""
+    drafter = catalog.drafters.load(spec.method)(spec, target)
+    if spec.paths and not isinstance(drafter, TreeDrafter):
+        raise ConfigError(
+            f"the method {spec.method!r}, as it is set up here, drafts chains only; a tree of {len(spec.paths)} "
+            "paths is asked for: leave out speculative_token_tree, or topk and num_draft_tokens."
+        )
+    return drafter

@@ -1,0 +1,68 @@
+"""The commands that a worker executes, and their bytes.
+
+Rank 0's scheduler, planner and engine loop send them. Workers that were built alike and execute the same commands have
+the same device state and the same outputs. With one rank no command is encoded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from unisono.graphs.graph_set import Capture, GraphCommand, Launch, Measure, Release
+
+__all__ = ["Capture", "Command", "Launch", "Measure", "Release", "ResetSlots", "WriteSlot", "decode", "encode"]
+
+
+class WriteSlot(msgspec.Struct, frozen=True, tag=True):
+    """Write what a request's slot begins with. All arrays are int32.
+
+    row: the slot's row of ``SLOT_SCHEMA``. history: the committed tokens. pages: the page table's first columns.
+    edits: the slot's row of the edit table; None where the request edits no logits.
+    """
+
+    slot: int
+    row: np.ndarray
+    history: np.ndarray
+    pages: np.ndarray
+    edits: np.ndarray | None
+
+
+class ResetSlots(msgspec.Struct, frozen=True, tag=True):
+    """Make every slot free and every row blank."""
+
+
+Command = GraphCommand | WriteSlot | ResetSlots
+
+_ARRAY = 1
+"""The code of the msgpack extension for an array: (dtype, shape, bytes)."""
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        parts = value.dtype.str, value.shape, value.tobytes()
+        return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(parts))
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"a command holds a {type(value).__name__}")
+
+
+def _decode_array(code: int, data: memoryview) -> np.ndarray:
+    dtype, shape, values = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], bytes])
+    return np.frombuffer(bytearray(values), dtype).reshape(shape)  # writable, as torch expects
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_decoder = msgspec.msgpack.Decoder(Command, ext_hook=_decode_array, dec_hook=lambda kind, value: value)
+
+
+def encode(command: Command) -> bytes:
+    """The command as bytes for another rank."""
+    return _encoder.encode(command)
+
+
+def decode(data: bytes) -> Command:
+    """The command that :func:`encode` made these bytes of. Raises msgspec.DecodeError for anything else."""
+    return _decoder.decode(data)

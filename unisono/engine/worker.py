@@ -1,0 +1,61 @@
+"""The worker: one rank's device state, and the commands that change it.
+
+A worker owns the model, the drafter, the state store, the slots and the captured graphs. ``engine/build.py`` makes one.
+After that it only executes commands (``engine/commands.py``) and decides nothing itself.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from unisono.drafters.base import Drafter
+from unisono.engine.commands import Command, ResetSlots, WriteSlot
+from unisono.engine.slots import Slots
+from unisono.graphs.graph_set import GraphSet
+from unisono.models.decoder import Decoder
+from unisono.program import PendingOutputs
+from unisono.state.specs import ALL
+from unisono.state.store import StateStore
+
+
+class Worker:
+    """One device with everything on it. Use it in inference mode.
+
+    num_pages: of the page pool; path_pages: beside these, for the paths of trees.
+    """
+
+    num_pages = path_pages = 0
+
+    def __init__(self, model: Decoder, drafter: Drafter, store: StateStore, slots: Slots, graphs: GraphSet) -> None:
+        self.model, self.drafter, self.store, self.slots, self.graphs = model, drafter, store, slots, graphs
+
+    def hold_pages(self, num_pages: int, path_pages: int = 0) -> None:
+        """Allocate the pages of target and drafter, in place of fewer ones."""
+        self.num_pages, self.path_pages = num_pages, path_pages
+        self.store.allocate({ALL: num_pages + path_pages})
+
+    def execute(self, command: Command) -> PendingOutputs | None:
+        """Execute a command and return at once, with the outputs of a launched pass on their way to the host.
+
+        Raises torch.OutOfMemoryError where a graph to be captured does not fit.
+        """
+        if isinstance(command, WriteSlot):
+            self.slots.write(command)
+        elif isinstance(command, ResetSlots):
+            self.slots.reset()
+        else:
+            return self.graphs.execute(command)
+        return None
+
+    def close(self) -> None:
+        """Free the graphs, then everything that they were captured on."""
+        on_gpu = self.graphs.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize()  # the drafter's part of the last pass may still run
+        self.graphs.close()
+        del self.model, self.drafter, self.store, self.slots
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()

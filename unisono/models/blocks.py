@@ -1,0 +1,322 @@
+"""The blocks that models are made of: a decoder layer is a mixer and a feed-forward, each built from a spec.
+
+A spec is data (sizes and kinds, read from config.json by a family file); its ``build`` makes the module. A new kind of
+layer is another spec and module that follow the protocols below; the present blocks do not change for it.
+
+Shapes: T tokens of a pass, E tokens whose output is read, H hidden, Hq / Hkv query / KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import nn
+
+from unisono.attention.context import PassContext
+from unisono.kernels import rope_and_cache
+from unisono.layers.mlp import GatedMLP
+from unisono.layers.rotary import RotarySpec
+from unisono.models.build import Builder, require
+from unisono.state.specs import ALL, PAGE_SIZE, Paged, Tree
+
+KV = tuple[torch.Tensor, torch.Tensor]
+"""An attention layer's keys and values, each [NP, Hkv, PAGE_SIZE, D]."""
+
+
+class Stream(NamedTuple):
+    """What layers hand on: the residual sum x, and the norm of it that the next block reads; each [T, H] or [E, H].
+
+    A product, the sum with the residual and the next norm are one fused step, so a layer ends with the next one's norm.
+    """
+
+    x: torch.Tensor
+    normed: torch.Tensor
+
+
+class FeedForward(Protocol):
+    """The second half of a layer."""
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        """[T, H] -> what :meth:`project` reads."""
+        ...
+
+    def project(self, y: Any, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(residual + the block's output, ``norm`` of it); without a norm the sum twice."""
+        ...
+
+
+class Mixer(Protocol):
+    """The first half of a layer: what lets a token read others."""
+
+    def __call__(self, x: torch.Tensor, context: PassContext, state: Any) -> Any:
+        """x [T, H] -> what :meth:`project` reads, of T tokens or of ``context.last_tokens``; updates the state."""
+        ...
+
+    def project(self, y: Any, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`FeedForward.project`."""
+        ...
+
+    def state_specs(self) -> Tree:
+        """What the mixer keeps of requests; calls get the same tree with tensors in place of specs."""
+        ...
+
+
+class BlockSpec(Protocol):
+    """A mixer or a feed-forward as data."""
+
+    def build(self, builder: Builder) -> nn.Module: ...
+
+
+# ---- attention --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention layer.
+
+    rotary: the table that queries and keys are turned by, and the share of a head that it turns. window: how many
+    positions a token sees, itself included; 0: all. scale: of scores; None: head_dim ** -0.5. soft_cap: scores become
+    soft_cap * tanh(score / soft_cap); 0: they do not. sink: each head has a learnt logit in the softmax's denominator.
+    output_gate: q_proj yields, for each head, the query and then a gate, whose sigmoid scales the head's output.
+    qk_norm: RMSNorm over each query and key head. input_size: elements of a token that it reads; None: H.
+
+    Raises CheckpointError for values that cannot be computed.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary: RotarySpec
+    window: int = 0
+    scale: float | None = None
+    soft_cap: float = 0.0
+    sink: bool = False
+    output_gate: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    input_size: int | None = None
+
+    def __post_init__(self) -> None:
+        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
+        require(heads >= 1, "num_heads", heads, "it must be at least 1")
+        require(kv_heads >= 1 and heads % kv_heads == 0, "num_kv_heads", kv_heads, f"it must divide {heads} heads")
+        require(dim >= 2 and dim % 2 == 0, "head_dim", dim, "rotary needs an even head size")
+
+    @property
+    def lifetime(self) -> int:
+        """How long the layer's keys are read: see :class:`unisono.state.specs.Paged`."""
+        return self.window or ALL
+
+    def build(self, builder: Builder) -> Attention:
+        return Attention(self, builder)
+
+
+class Attention(nn.Module):
+    """Merged qkv; optional head norms, rotary and cache write in one op; paged attention."""
+
+    def __init__(self, spec: AttentionSpec, builder: Builder) -> None:
+        super().__init__()
+        self.spec, self.dtype, self.eps = spec, builder.dtype, builder.rms_eps
+        self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        self.backend = builder.backend(spec.num_heads, spec.num_kv_heads)
+        self.cos_sin = builder.rotary(spec.rotary)
+        inputs, queries = spec.input_size or builder.hidden_size, spec.num_heads * spec.head_dim
+        projections = {"q": 2 * queries if spec.output_gate else queries}
+        projections |= dict.fromkeys(("k", "v"), self.kv_heads * spec.head_dim) if self.kv_heads else {}
+        self.qkv = builder.linear("qkv", inputs, projections, spec.qkv_bias)
+        self.o = builder.linear("o", queries, builder.hidden_size, spec.o_bias)
+        self.q_norm = builder.norm(spec.head_dim) if spec.qk_norm else None
+        self.k_norm = builder.norm(spec.head_dim) if spec.qk_norm and self.kv_heads else None
+        sinks = torch.zeros(spec.num_heads, dtype=torch.float32, device=builder.device) if spec.sink else None
+        self.sinks = None if sinks is None else nn.Parameter(sinks, requires_grad=False)
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads that the layer computes itself."""
+        return self.spec.num_kv_heads
+
+    def state_specs(self) -> Tree:
+        """Keys and values."""
+        spec = self.spec
+        return (Paged((spec.num_kv_heads, PAGE_SIZE, spec.head_dim), self.dtype, spec.lifetime),) * 2
+
+    def forward(self, x: torch.Tensor, context: PassContext, state: KV) -> torch.Tensor:
+        """x [T, H] -> [T, Hq · D], which ``o`` reads, or with last tokens [E, Hq · D]; writes T keys and values."""
+        qkv, gate = self._without_gate(self.qkv(x))
+        q = self._turn(qkv, context, *state)
+        if context.last_tokens is not None:
+            q = context.last_tokens.select(q)
+            gate = None if gate is None else context.last_tokens.select(gate)
+        out = self._attend(q, context.queries, *state)
+        return out if gate is None else out * gate.sigmoid()
+
+    def project(
+        self, y: torch.Tensor, residual: torch.Tensor, norm: nn.Module | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.o.then_norm(y, residual, norm)
+
+    def _without_gate(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(query, key and value heads side by side, gates [T, Hq · D] or None)."""
+        if not self.spec.output_gate:
+            return qkv, None
+        queries = self.spec.num_heads * self.spec.head_dim
+        both = qkv[:, : 2 * queries].unflatten(1, (self.spec.num_heads, 2, self.spec.head_dim))
+        q, gate = (both[:, :, half].flatten(1) for half in (0, 1))
+        return torch.cat((q, qkv[:, 2 * queries :]), 1), gate
+
+    def _turn(
+        self, qkv: torch.Tensor, context: PassContext, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """Norm and rotate the heads, write keys and values; returns the queries [T, Hq, D]."""
+        inputs, q_norm, k_norm = context.inputs(self.spec.lifetime), self.q_norm, self.k_norm or self.q_norm
+        positions = inputs.positions if context.rotary_positions is None else context.rotary_positions
+        return rope_and_cache(
+            qkv,
+            q_norm.weight if q_norm else None,
+            k_norm.weight if k_norm else None,
+            self.eps,
+            self.cos_sin,
+            positions,
+            inputs.slot_mapping,
+            k_cache,
+            v_cache,
+            self.spec.num_heads,
+            self.kv_heads,
+        )
+
+    def _attend(
+        self, q: torch.Tensor, context: PassContext, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> torch.Tensor:
+        inputs = context.plan(self.backend, self.spec.lifetime, self.spec.window)
+        options: dict[str, Any] = {"soft_cap": self.spec.soft_cap} if self.spec.soft_cap else {}
+        if self.sinks is not None:
+            options["sinks"] = self.sinks
+        return self.backend.forward(q, k_cache, v_cache, inputs, self.scale, self.spec.window, **options)
+
+
+@dataclass(frozen=True)
+class QuerySpec(AttentionSpec):
+    """Attention of new queries over keys and values that another layer wrote.
+
+    num_kv_heads: that layer's. pages: the lifetime of its pages.
+    """
+
+    pages: int = ALL
+
+    @property
+    def lifetime(self) -> int:
+        return self.pages
+
+    def build(self, builder: Builder) -> QueryAttention:
+        return QueryAttention(self, builder)
+
+
+class QueryAttention(Attention):
+    """Computes and writes no keys; its state is another layer's pair, which it only reads."""
+
+    @property
+    def kv_heads(self) -> int:
+        return 0
+
+    def state_specs(self) -> Tree:
+        """Nothing of its own."""
+        return ()
+
+    def _turn(
+        self, qkv: torch.Tensor, context: PassContext, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> torch.Tensor:
+        nothing = k_cache[:, :0]  # a cache of no heads
+        return super()._turn(qkv, context, nothing, nothing)
+
+
+# ---- feed-forward -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """A gated MLP with SiLU. bias: of all three products. Raises CheckpointError for other activations."""
+
+    intermediate_size: int
+    bias: bool = False
+    activation: str = "silu"
+
+    def __post_init__(self) -> None:
+        require(self.intermediate_size >= 1, "intermediate_size", self.intermediate_size, "it must be at least 1")
+        require(self.activation == "silu", "hidden_act", self.activation, "only 'silu' is supported")
+
+    def build(self, builder: Builder) -> GatedMLP:
+        size, hidden = self.intermediate_size, builder.hidden_size
+        return GatedMLP(
+            builder.linear("gate_up", hidden, {"gate": size, "up": size}, self.bias),
+            builder.linear("down", size, hidden, self.bias),
+        )
+
+
+# ---- layers -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A pre-norm layer: ``x + mixer(norm(x))``, then ``x + feed_forward(norm(x))``.
+
+    A family whose norms or residuals are in another order derives a spec that builds a layer of its own.
+    """
+
+    mixer: BlockSpec
+    feed_forward: BlockSpec
+
+    def build(self, builder: Builder) -> DecoderLayer:
+        mixer = self.mixer.build(builder.at("mixer"))
+        feed_forward = self.feed_forward.build(builder.at("feed_forward"))
+        return DecoderLayer(mixer, feed_forward, builder.norm(), builder.norm())
+
+
+class DecoderLayer(nn.Module):
+    """A mixer and a feed-forward with a norm before each; each sum, and the norm that reads it, is fused with the
+    product before it.
+
+    next_norm: what reads the layer's sum, the next layer's ``mixer_norm`` or the model's last norm; None for none. The
+    model that owns both sets it (:func:`chain`).
+    """
+
+    def __init__(
+        self, mixer: nn.Module, feed_forward: nn.Module, mixer_norm: nn.Module, feed_forward_norm: nn.Module
+    ) -> None:
+        super().__init__()
+        self.mixer_norm, self.mixer = mixer_norm, mixer
+        self.feed_forward_norm, self.feed_forward = feed_forward_norm, feed_forward
+        self._next_norm: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule of this layer
+
+    def begin(self, x: torch.Tensor) -> Stream:
+        """What a pass's first layer reads: x [T, H] and its norm."""
+        return Stream(x, self.mixer_norm(x))
+
+    def then(self, norm: nn.Module) -> nn.Module:
+        """Set the norm that reads the layer's sum; returns the one that reads its input."""
+        self._next_norm = (norm,)
+        return self.mixer_norm
+
+    def forward(self, stream: Stream, context: PassContext, state: Any) -> Stream:
+        """The residual stream after the layer, of T tokens or of ``context.last_tokens``; state: the mixer's."""
+        mixer, feed_forward = cast(Mixer, self.mixer), cast(FeedForward, self.feed_forward)
+        mixed = mixer(stream.normed, context, state)
+        x = stream.x if context.last_tokens is None else context.last_tokens.select(stream.x)
+        x, normed = mixer.project(mixed, x, self.feed_forward_norm)
+        next_norm = self._next_norm[0] if self._next_norm else None
+        return Stream(*feed_forward.project(feed_forward(normed), x, next_norm))
+
+    def state_specs(self) -> Tree:
+        """The mixer's."""
+        return cast(Mixer, self.mixer).state_specs()
+
+
+def build_layers(specs: Sequence[LayerSpec], builder: Builder, norm: nn.Module) -> nn.ModuleList:
+    """The layers ``layers.0`` … of a model: each ends with the norm that the next one reads, the last with ``norm``."""
+    layers = [spec.build(builder.at(f"layers.{number}")) for number, spec in enumerate(specs)]
+    for layer in reversed(layers):
+        norm = layer.then(norm)
+    return nn.ModuleList(layers)

@@ -1,0 +1,102 @@
+"""What a model's modules are made with, so that no block repeats it: sizes that all share, dtype, device, formats.
+
+A loader makes one :class:`Builder` for each model; specs (``models/blocks.py``) build their modules with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from unisono.attention.base import AttentionBackend
+from unisono.layers.embedding import Embedding
+from unisono.layers.formats import PLAIN, WeightFormat
+from unisono.layers.linear import Linear
+from unisono.layers.norm import RMSNorm
+from unisono.layers.rotary import RotarySpec
+from unisono.types import CheckpointError
+
+AttentionFactory = Callable[[int, int], AttentionBackend]
+"""Makes a backend for (query heads, KV heads)."""
+
+
+def no_attention(num_heads: int, num_kv_heads: int) -> Any:
+    """An attention factory for modules that are measured, never run."""
+    return None
+
+
+def plain(module: str) -> WeightFormat:
+    """A choice of formats: every module is plain."""
+    return PLAIN
+
+
+def require(ok: bool, name: str, value: object, rule: str) -> None:
+    """Raise CheckpointError unless a value of config.json is one that the blocks compute."""
+    if not ok:
+        raise CheckpointError(f"config.json: {name}={value!r}: {rule}.")
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Makes the modules of one model.
+
+    hidden_size, rms_eps: of the residual stream and its norms. attention: makes backends. max_positions: length of
+    rotary tables, in tokens. format: the weight format of a module by its path in the model, such as
+    ``layers.0.mixer.o``. path: of the module in the making.
+    """
+
+    hidden_size: int
+    rms_eps: float
+    dtype: torch.dtype
+    device: torch.device | str
+    attention: AttentionFactory
+    max_positions: int
+    format: Callable[[str], WeightFormat] = plain
+    path: str = ""
+    _tables: dict[RotarySpec, torch.Tensor] = field(default_factory=dict, repr=False)
+    _backends: dict[tuple[int, int], AttentionBackend] = field(default_factory=dict, repr=False)
+
+    def at(self, name: str) -> Builder:
+        """The builder of the submodule ``name``."""
+        return replace(self, path=f"{self.path}.{name}" if self.path else name)
+
+    def beside(self, attention: AttentionFactory, dtype: torch.dtype, hidden_size: int | None = None) -> Builder:
+        """The builder of a module that drafts for this model: plain, with this model's rotary tables."""
+        size = hidden_size or self.hidden_size
+        return replace(self, hidden_size=size, dtype=dtype, attention=attention, format=plain, path="", _backends={})
+
+    def linear(
+        self, name: str, inputs: int, outputs: int | Mapping[str, int], bias: bool = False, empty: bool = False
+    ) -> Linear:
+        """The linear layer ``name`` of the module in the making. empty: without memory, to be shared later."""
+        path = self.at(name).path
+        paths = [path] if isinstance(outputs, int) else [f"{path}.{projection}" for projection in outputs]
+        formats = {self.format(each) for each in paths}
+        if len(formats) > 1:
+            names = ", ".join(sorted(f.name for f in formats))
+            raise CheckpointError(f"{' and '.join(paths)} are computed as one product, but stored in formats {names}.")
+        return Linear(inputs, outputs, bias, self.dtype, "meta" if empty else self.device, formats.pop())
+
+    def embedding(self, vocab_size: int, empty: bool = False) -> Embedding:
+        """A table of token embeddings [vocab_size, hidden size]."""
+        return Embedding(vocab_size, self.hidden_size, self.dtype, "meta" if empty else self.device)
+
+    def norm(self, size: int | None = None) -> RMSNorm:
+        """An RMSNorm over ``size`` elements, by default the hidden size."""
+        return RMSNorm(size or self.hidden_size, self.rms_eps, self.dtype, self.device)
+
+    def backend(self, num_heads: int, num_kv_heads: int) -> AttentionBackend:
+        """The backend of layers with these heads: one for each pair."""
+        heads = num_heads, num_kv_heads
+        if heads not in self._backends:
+            self._backends[heads] = self.attention(*heads)
+        return self._backends[heads]
+
+    def rotary(self, spec: RotarySpec) -> torch.Tensor:
+        """The table of a spec, [max_positions, elements that turn] fp32: one for each distinct spec."""
+        if spec not in self._tables:
+            self._tables[spec] = spec.table(self.max_positions, self.device)
+        return self._tables[spec]

@@ -1,0 +1,180 @@
+"""The one way from a checkpoint's tensors to parameters: name, then slice, then weight format.
+
+Owns reading (safetensors, or the pickle of the first EAGLE repositories) and the comparison of what a checkpoint holds
+with what modules need, before a byte of weights is read. Targets and all draft heads are loaded through it: they say
+what their modules are called in a checkpoint, :func:`check` compares, :func:`fill` reads.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from unisono.layers.formats import Place, Slice
+from unisono.layers.linear import Linear
+from unisono.types import CheckpointError
+
+IGNORED = re.compile(r"rotary_emb\.inv_freq$")
+"""Buffers that old exports kept; the rotary table is computed from the config."""
+
+PICKLED_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
+"""safetensors' names of what pickles hold; others are called as torch calls them."""
+
+Places = Mapping[str, Place]
+"""By a checkpoint's tensor names."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a checkpoint. name: in its file. order: of its bytes in the file. data: of a pickle, mapped."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    order: int = 0
+    data: torch.Tensor | None = None
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file. Raises CheckpointError naming the file."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            return {
+                name: TensorInfo(file, name, part.get_dtype(), tuple(part.get_shape()), order)
+                for order, (name, part) in enumerate(slices.items())
+            }
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} is truncated or no safetensors file, it has {file.stat().st_size} bytes: {error}. "
+            "Download it again."
+        ) from None
+
+
+def read_pickle(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of a pickled state dict. Raises CheckpointError naming the file."""
+    try:
+        stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. Download it again.") from None
+    return {
+        name: TensorInfo(file, name, PICKLED_DTYPES.get(t.dtype, str(t.dtype)), tuple(t.shape), order, t)
+        for order, (name, t) in enumerate(stored.items())
+    }
+
+
+def places(root: nn.Module) -> Iterator[tuple[str, str, Place]]:
+    """``(module, kind, place)`` of all that a checkpoint stores of ``root``.
+
+    The projections of a merged linear layer count as modules in it; kind is the last part of a tensor's name.
+    """
+    for path, module in root.named_modules():
+        if isinstance(module, Linear):
+            for name, place in module.places():
+                projection, _, kind = name.rpartition(".")
+                yield f"{path}.{projection}" if projection else path, kind, place
+        else:
+            for kind, parameter in module.named_parameters(recurse=False):
+                yield path, kind, Place(parameter, tuple(parameter.shape))
+
+
+def check(
+    wanted: Places, tensors: Mapping[str, TensorInfo], where: Path | str, unexpected: Callable[[str], str | None]
+) -> None:
+    """Raise CheckpointError naming the first tensor that is missing, misshapen, of another dtype or has no place.
+
+    where: the checkpoint, for messages. unexpected: why a tensor that nothing wants has no place; None ignores it.
+    """
+    missing = [name for name in wanted if name not in tensors]
+    if missing:
+        files = {info.file for info in tensors.values()}
+        where = files.pop() if len(files) == 1 else f"{where} ({len(files)} files)"
+        raise CheckpointError(
+            f"{where}: tensor {missing[0]} {list(wanted[missing[0]].shape)} is missing, and {len(missing) - 1} more of "
+            f"the {len(wanted)} that are needed."
+        )
+    for name, info in tensors.items():
+        if name in wanted:
+            check_tensor(name, info, wanted[name])
+        elif not IGNORED.search(name) and (reason := unexpected(name)) is not None:
+            raise CheckpointError(f"{info.file}: tensor {name} {list(info.shape)} is unexpected: {reason}.")
+
+
+def check_tensor(name: str, info: TensorInfo, place: Place) -> None:
+    """Raise CheckpointError unless a tensor has the shape and a dtype that its place accepts."""
+    if info.shape != place.shape:
+        raise CheckpointError(
+            f"{info.file}: tensor {name} has shape {list(info.shape)}; config.json asks for {list(place.shape)}."
+        )
+    if info.dtype not in place.accepts:
+        raise CheckpointError(
+            f"{info.file}: tensor {name} has dtype {info.dtype}; supported are {', '.join(place.accepts)}."
+        )
+
+
+@torch.no_grad()
+def fill(
+    wanted: Places,
+    tensors: Mapping[str, TensorInfo],
+    device: torch.device | str,
+    progress: Callable[[float], None] = lambda share: None,
+) -> None:
+    """Read what ``wanted`` names, only the parts that it asks for, into its parameters.
+
+    device: where tensors are read to. progress: called with the share of the bytes that is in place, 0 … 1, after each.
+    """
+    sizes = {name: place.parameter.numel() for name, place in wanted.items()}
+    total, done = sum(sizes.values()), 0
+    for name, tensor in read({name: place.part for name, place in wanted.items()}, tensors, device):
+        wanted[name].fill(tensor)
+        done += sizes[name]
+        progress(done / total)
+
+
+def read(
+    parts: Mapping[str, Slice | None], tensors: Mapping[str, TensorInfo], device: torch.device | str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each named tensor, or the part of it that is asked for, on ``device`` in its stored dtype.
+
+    File by file, in the order of the bytes; nothing but these parts is read.
+    """
+    by_file = defaultdict(list)
+    for name in sorted(parts, key=lambda name: (tensors[name].file, tensors[name].order)):
+        by_file[tensors[name].file].append(name)
+    for file, names in by_file.items():
+        name = names[0]
+        try:
+            with ExitStack() as stack:
+                if tensors[name].data is None:
+                    opened = stack.enter_context(safe_open(file, framework="pt", device=str(device)))
+                for name in names:
+                    info, part = tensors[name], parts[name]
+                    if info.data is not None:
+                        yield name, info.data if part is None else part.of(info.data)
+                    elif part is None:
+                        yield name, opened.get_tensor(info.name)
+                    else:
+                        yield name, part.of(opened.get_slice(info.name))
+        except SafetensorError as error:
+            raise CheckpointError(f"{file}: tensor {name} cannot be read: {error}. Download it again.") from None
+
+
+def tensor(name: str, tensors: Mapping[str, TensorInfo]) -> torch.Tensor:
+    """One whole tensor, on the CPU."""
+    ((_, found),) = read({name: None}, tensors, "cpu")
+    return found
+
+
+def same_as(module: nn.Module, shared: nn.Module) -> bool:
+    """Whether two modules' weights are equal, so that one of them can serve as both."""
+    return torch.equal(module.weight, shared.weight)  # type: ignore[arg-type]
