@@ -172,21 +172,11 @@ class Attention(nn.Module):
         self, qkv: torch.Tensor, context: PassContext, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
         """Norm and rotate the heads, write keys and values; returns the queries [T, Hq, D]."""
-        inputs, q_norm, k_norm = context.inputs(self.spec.lifetime), self.q_norm, self.k_norm or self.q_norm
+        inputs, q_norm = context.inputs(self.spec.lifetime), self.q_norm.weight if self.q_norm else None
+        k_norm = self.k_norm.weight if self.k_norm else q_norm  # without keys of its own the op wants both all the same
         positions = inputs.positions if context.rotary_positions is None else context.rotary_positions
-        return rope_and_cache(
-            qkv,
-            q_norm.weight if q_norm else None,
-            k_norm.weight if k_norm else None,
-            self.eps,
-            self.cos_sin,
-            positions,
-            inputs.slot_mapping,
-            k_cache,
-            v_cache,
-            self.spec.num_heads,
-            self.kv_heads,
-        )
+        where, heads = (positions, inputs.slot_mapping, k_cache, v_cache), (self.spec.num_heads, self.kv_heads)
+        return rope_and_cache(qkv, q_norm, k_norm, self.eps, self.cos_sin, *where, *heads)
 
     def _attend(
         self, q: torch.Tensor, context: PassContext, k_cache: torch.Tensor, v_cache: torch.Tensor

@@ -78,7 +78,10 @@ def _fill_randomly(decoder: Decoder, seed: int) -> None:
                 for part, old in SEED_NAMES.items():
                     name = name.replace(part, old)
                 generator.manual_seed(seed ^ zlib.crc32(name.encode()))
-                parameter.normal_(0, DUMMY_STD, generator=generator)
+                if parameter.is_floating_point():
+                    parameter.normal_(0, DUMMY_STD, generator=generator)
+                else:  # of a quantised weight
+                    parameter.random_(-8, 8, generator=generator)
 
 
 def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progress) -> None:
