@@ -45,7 +45,7 @@ class Device:
         self.slots = Slots(8, 65536, 64, store)
         given: Any = (self.max_stall_ms, MOST, table, lambda running: ROUND_MS, self.learns)
         budget = PromptBudget(*given, clock=lambda: self.now / 1e3)
-        self.scheduler = Scheduler(PagePool(40_000), self.slots, 1, 8, budget)
+        self.scheduler = Scheduler(pool, self.slots, device, 1, 8, budget)
 
     def add(self, prompt: int, output: int) -> Sequence:
         self._order += 1

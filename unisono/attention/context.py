@@ -14,6 +14,7 @@ import torch
 
 from unisono.attention.base import AttentionBackend, AttentionInputs, LastTokens
 from unisono.state.specs import ALL
+from unisono.state.tails import TailPass
 
 
 @dataclass
@@ -24,11 +25,13 @@ class PassContext:
         without a group of its own reads that of ALL.
     rotary_positions [T]: the positions that queries and keys are turned by; None: the absolute positions.
     last_tokens: the only tokens whose outputs are read after the last layer; None: all are.
+    tails: where the rows' recurrences begin; None where the model has none.
     """
 
     groups: Mapping[int, AttentionInputs]
     rotary_positions: torch.Tensor | None = None
     last_tokens: LastTokens | None = None
+    tails: TailPass | None = None
     _plans: dict[tuple[AttentionBackend, int, int], AttentionInputs] = field(default_factory=dict, repr=False)
     _queries: PassContext | None = field(default=None, repr=False)
 
@@ -60,7 +63,8 @@ class PassContext:
         if self.last_tokens is None:
             return self
         if self._queries is None:
-            self._queries = PassContext({ALL: self.last_tokens.inputs})
+            last = self.last_tokens.last
+            self._queries = PassContext({g: inputs.last_tokens(last).inputs for g, inputs in self.groups.items()})
         return self._queries
 
     @property

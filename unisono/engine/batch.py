@@ -13,6 +13,7 @@ import numpy as np
 from unisono.engine.sequence import Chunk, Extend, Pass, Round, Verify
 from unisono.passes.extend import prompt_program
 from unisono.passes.features.base import Feature, HostPass, PassKind, Row
+from unisono.passes.round import growth_names
 from unisono.program import Features, Key, PendingOutputs, Shape
 from unisono.types import FinishReason
 
@@ -78,21 +79,25 @@ class Launcher:
         return self._launch(key, self._round_batch(work) | fields)
 
     def _round_batch(self, work: Round) -> Batch:
-        """``slots``, ``columns`` and ``pages`` [rows, most pages added]; column -1 where a row adds fewer.
+        """``slots``, and for each page lifetime columns and pages [rows, most pages added]; column -1 where fewer.
 
         Requests that were aborted after their drafts were made have the padding slot: theirs may be another's by now.
         """
-        most = max(len(pages) for _, pages in work.growth)
-        columns = np.full((len(work.growth), most), -1, dtype=np.int32)
-        pages = np.zeros_like(columns)
-        for row, (first, added) in enumerate(work.growth):
-            columns[row, : len(added)] = range(first, first + len(added))
-            pages[row, : len(added)] = added
         slots = [s.slot for s in work.sequences]
-        for row, sequence in enumerate(work.sequences):
-            if sequence.finish is not FinishReason.RUNNING:
-                slots[row], columns[row] = self._runner.worker.slots.padding, -1
-        return {"slots": slots, "columns": columns, "pages": pages}
+        ended = [row for row, s in enumerate(work.sequences) if s.finish is not FinishReason.RUNNING]
+        for row in ended:
+            slots[row] = self._runner.worker.slots.padding
+        batch: Batch = {"slots": slots}
+        for lifetime, growth in work.growth.items():
+            most = max(len(pages) for _, pages in growth)
+            columns = np.full((len(growth), most), -1, dtype=np.int32)
+            pages = np.zeros_like(columns)
+            for row, (first, added) in enumerate(growth):
+                columns[row, : len(added)] = range(first, first + len(added))
+                pages[row, : len(added)] = added
+            columns[ended] = -1
+            batch |= zip(growth_names(lifetime), (columns, pages), strict=True)
+        return batch
 
     def _extend(self, work: Extend) -> PendingOutputs:
         runner, chunks = self._runner, work.chunks

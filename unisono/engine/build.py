@@ -19,6 +19,7 @@ from unisono.attention.base import BreakingAttention
 from unisono.config import ResolvedConfig
 from unisono.drafters.base import Drafter, DrafterContext, PausableDrafter, TreeDrafter
 from unisono.engine.buckets import draft_choices, engine_buckets, graph_modes, max_unobserved_tokens
+from unisono.engine.device_state import StateSizes
 from unisono.engine.memory import PageDemand, fit_pages, peak_bytes
 from unisono.engine.slots import Slots
 from unisono.engine.synthetic import acceptance_rule
@@ -39,8 +40,9 @@ from unisono.passes.round import catch_up_program, draft_program, held_drafts, r
 from unisono.passes.tree import Tree, path_pages
 from unisono.program import Program, Shape
 from unisono.sampling.pipeline import DraftSampler
-from unisono.state.specs import ALL, PAGE_SIZE, whole_requests
+from unisono.state.specs import ALL, PAGE_SIZE
 from unisono.state.store import StateStore
+from unisono.state.window_pages import WindowPool
 from unisono.types import ConfigError, SpeculativeConfig
 
 MAX_EXTEND_ROWS = 32
@@ -86,7 +88,7 @@ class Build:
         ring = PAGE_SIZE + 2 * self.width
         store = StateStore(config.max_num_seqs + 1, self.paths, config.max_model_len, ring, config.device)
         slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, store)
-        store.declare("target", whole_requests(model.state_specs()))
+        store.declare("target", model.state_specs())
         self.worker = Worker(model, drafter, store, slots, GraphSet(config.device, {}, config.asked.compile))
         self.choices, why = draft_choices(self.config, drafter.num_drafts)
         if drafter.num_drafts:
@@ -96,7 +98,8 @@ class Build:
         sampler = DraftSampler(slots, spec.paths)
         drafter.bind(self._context(sampler, progress))
         store.declare("drafter", drafter.state_specs())
-        self.worker.hold_pages(2)  # for padding, until the number of pages is known
+        few = dict.fromkeys(store.lifetimes, 2)  # for padding, until the number of pages is known
+        self.worker.hold_pages(few, snapshots=1)
         self.request_features = self._load_features(checkpoint)
         self._modules = self._lent(spec, sampler)
         if config.device.type == "cuda":
@@ -178,10 +181,10 @@ class Build:
         rule = acceptance_rule(config.asked, w.slots)
 
         def modules() -> Modules:
-            tree, state = None, w.store.view("target").tree
+            tree = None
             if isinstance(w.drafter, TreeDrafter) and spec.paths:
                 tree = Tree.of(spec.paths, w.drafter, w.slots, w.store, w.num_pages)
-            return Modules(w.model, w.drafter, w.slots, sampler, state, self.request_features, rule, tree, held)
+            return Modules(w.model, w.drafter, w.slots, sampler, w.store, self.request_features, rule, tree, held)
 
         return modules
 
@@ -223,7 +226,9 @@ class Build:
         reserved = path_pages(self.paths, self.width - 1, config.max_num_seqs)
         logits = 4 * config.max_num_seqs * self.width * worker.model.config.vocab_size
         demand = PageDemand(
-            page_bytes=worker.store.page_bytes(ALL),
+            page_bytes={lifetime: worker.store.page_bytes(lifetime) for lifetime in worker.store.lifetimes},
+            windows=self._window_pages(),
+            snapshot_bytes=worker.store.snapshot_bytes(),
             paths=self.paths,
             path_pages=reserved,
             logits_bytes=logits if self.paths == 1 else 0,  # the rounds of a tree are measured
@@ -236,8 +241,16 @@ class Build:
                 largest.append((passes["round"].of(masked), Shape(config.max_num_seqs, self.width)))
             return peak_bytes(largest, config.device)
 
-        pages, self.config = fit_pages(config, demand, measure)
-        worker.hold_pages(pages, reserved)
+        pages, snapshots, self.config = fit_pages(config, demand, measure)
+        worker.hold_pages(pages, reserved, snapshots)
+
+    def _window_pages(self) -> dict[int, int]:
+        """Pages of each window lifetime that all requests together may need, and as many again for cached prefixes."""
+        config, worker = self.config, self.worker
+        sizes = StateSizes(self.width, config.max_num_batched_tokens, config.max_model_len)
+        windows = {w: WindowPool(w, 1) for w in worker.store.lifetimes if w != ALL}
+        prompt, after = (sizes.quota(windows, prompt=each) for each in (True, False))
+        return {w: 1 + prompt[w] + 2 * config.max_num_seqs * after[w] for w in windows}
 
 
 def _drafter(spec: SpeculativeConfig, target: DecoderConfig) -> Drafter:

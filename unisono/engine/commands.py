@@ -13,7 +13,21 @@ import numpy as np
 
 from unisono.graphs.graph_set import Capture, GraphCommand, Launch, Measure, Release
 
-__all__ = ["Capture", "Command", "Launch", "Measure", "Release", "ResetSlots", "WriteSlot", "decode", "encode"]
+__all__ = [
+    "Capture",
+    "Command",
+    "Launch",
+    "LoadTail",
+    "Measure",
+    "Release",
+    "ResetSlots",
+    "ResetTail",
+    "SaveTail",
+    "WritePages",
+    "WriteSlot",
+    "decode",
+    "encode",
+]
 
 
 class WriteSlot(msgspec.Struct, frozen=True, tag=True):
@@ -30,11 +44,41 @@ class WriteSlot(msgspec.Struct, frozen=True, tag=True):
     edits: np.ndarray | None
 
 
+class WritePages(msgspec.Struct, frozen=True, tag=True):
+    """Write pages of a window lifetime into a slot's page table, from ``column`` on. pages: int32."""
+
+    slot: int
+    lifetime: int
+    column: int
+    pages: np.ndarray
+
+
+class ResetTail(msgspec.Struct, frozen=True, tag=True):
+    """Begin a slot's recurrences at position 0."""
+
+    slot: int
+
+
+class SaveTail(msgspec.Struct, frozen=True, tag=True):
+    """Keep the snapshots of a slot's recurrences under an id."""
+
+    slot: int
+    snapshot: int
+
+
+class LoadTail(msgspec.Struct, frozen=True, tag=True):
+    """Give a slot's recurrences the snapshots of an id, which were taken after ``position`` tokens."""
+
+    slot: int
+    snapshot: int
+    position: int
+
+
 class ResetSlots(msgspec.Struct, frozen=True, tag=True):
     """Make every slot free and every row blank."""
 
 
-Command = GraphCommand | WriteSlot | ResetSlots
+Command = GraphCommand | WriteSlot | WritePages | ResetTail | SaveTail | LoadTail | ResetSlots
 
 _ARRAY = 1
 """The code of the msgpack extension for an array: (dtype, shape, bytes)."""

@@ -19,6 +19,7 @@ import torch
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.engine import report
 from unisono.engine.batch import Launched, Launcher
+from unisono.engine.device_state import DeviceState, StateSizes
 from unisono.engine.draft_controller import DraftController
 from unisono.engine.prompt_budget import PromptBudget
 from unisono.engine.runner import Runner
@@ -30,6 +31,7 @@ from unisono.models.checkpoint import Checkpoint
 from unisono.passes.features.base import Committed
 from unisono.request_checks import check_request
 from unisono.state.pages import PagePool
+from unisono.state.specs import ALL
 from unisono.types import BadRequest, ConfigError, EngineRequest, FinishReason, SamplingParams, TokenDelta
 
 
@@ -59,8 +61,9 @@ class Engine:
 
     def _begin(self) -> None:
         """Have no requests, no cached prefixes, nothing counted."""
-        self.pool = PagePool(self.worker.num_pages)
-        runner = self.runner
+        runner, worker = self.runner, self.worker
+        windows = {lifetime: count for lifetime, count in worker.num_pages.items() if lifetime != ALL}
+        self.pool = PagePool(worker.num_pages[ALL], windows, worker.snapshots if worker.store.tails else None)
         self.draft_controller = DraftController(runner)
         budget = PromptBudget(
             self.config.asked.max_stall_ms,
@@ -70,7 +73,9 @@ class Engine:
             learns=self.config.device.type == "cuda",
         )
         slots = SlotPool(self.config.max_num_seqs, self.checkpoint.config.vocab_size, runner.send)
-        self.scheduler = Scheduler(self.pool, slots, runner.width, runner.max_extend_rows, budget)
+        sizes = StateSizes(runner.width, self.config.max_num_batched_tokens, self.config.max_model_len)
+        device = DeviceState(self.pool, sizes, runner.send)
+        self.scheduler = Scheduler(self.pool, slots, device, runner.width, runner.max_extend_rows, budget)
         self._launcher = Launcher(self.runner)
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: Launched | None = None
@@ -223,6 +228,7 @@ class Engine:
         for state in sequence.states.values():
             state.deliver(delta, Committed(launched.kind, row, tokens, position, first, outputs))
         sequence.tokens.extend(tokens)
+        sequence.round_start = position - 1
         self.counters.generation_tokens += len(tokens)
         if delta.finish is not FinishReason.RUNNING:
             self.scheduler.retire(sequence, delta.finish)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,7 +12,7 @@ from unisono.config import ResolvedConfig
 from unisono.engine.buckets import CPU_GRAPH_BYTES, gpu_graph_bytes, with_graph_bytes
 from unisono.program import Buffers, Program, Shape
 from unisono.state.pages import pages_for
-from unisono.state.specs import PAGE_SIZE
+from unisono.state.specs import ALL, PAGE_SIZE
 from unisono.types import ConfigError
 
 GPU_SLACK = 1 << 29
@@ -22,52 +22,86 @@ CPU_KV_BYTES = 1 << 30
 """Bytes of the KV cache on a CPU, at most: enough for the bundled models."""
 
 
+SNAPSHOT_SHARE, MOST_SNAPSHOTS = 0.1, 4096
+"""Of the KV cache's bytes, what snapshots of recurrent layers may take, and how many there are at most."""
+
+
 @dataclass(frozen=True)
 class PageDemand:
     """What the KV cache's size depends on.
 
-    page_bytes: of one page, of target and drafter. path_pages: pages that a tree's ``paths`` need beside the pool's.
+    page_bytes: by lifetime, of one page of target and drafter. windows: by window lifetime, pages that are of use at
+    most. snapshot_bytes: of one snapshot of the tails. path_pages: pages that a tree's ``paths`` need beside the
+    pool's.
     logits_bytes: fp32 logits of the largest round, where no measured pass contains them.
     """
 
-    page_bytes: int
+    page_bytes: Mapping[int, int]
+    windows: Mapping[int, int] = field(default_factory=dict)
+    snapshot_bytes: int = 0
     paths: int = 1
     path_pages: int = 0
     logits_bytes: int = 0
 
+    def bytes(self, pages: int) -> int:
+        """Bytes of the KV cache with so many pages of lifetime ALL, those of tree paths included."""
+        counts = self.counts(pages)
+        return sum((counts[w] + self.path_pages) * size for w, size in self.page_bytes.items())
 
-def fit_pages(config: ResolvedConfig, demand: PageDemand, peak_bytes: Callable[[], int]) -> tuple[int, ResolvedConfig]:
-    """The number of pages of the pool, and the configuration with the decisions made on the way.
+    def counts(self, pages: int) -> dict[int, int]:
+        """Pages of each lifetime beside so many of ALL."""
+        return {ALL: pages, **{w: min(pages, most) for w, most in self.windows.items()}}
+
+    def fit(self, free: int, most: int) -> int:
+        """Pages of lifetime ALL, up to ``most``, that fit ``free`` bytes."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.bytes(middle) <= free else (low, middle - 1)
+        return low
+
+
+def fit_pages(
+    config: ResolvedConfig, demand: PageDemand, peak_bytes: Callable[[], int]
+) -> tuple[dict[int, int], int, ResolvedConfig]:
+    """The pages of the pool by lifetime, how many snapshots fit, and the configuration with the decisions on the way.
 
     peak_bytes: measures the bytes in use at the peak of the largest pass; called on a GPU only.
     Raises ConfigError where not even one request fits.
     """
-    asked, page_bytes, path_pages = config.asked.num_pages, demand.page_bytes, demand.path_pages
+    asked, path_pages = config.asked.num_pages, demand.path_pages
     whole = config.max_num_seqs * pages_for(config.max_model_len) + 1  # more can never be used
     if config.device.type == "cpu":
-        fit, why = CPU_KV_BYTES // page_bytes, f"{CPU_KV_BYTES >> 20} MiB at most on a CPU"
+        free, why = CPU_KV_BYTES, f"{CPU_KV_BYTES >> 20} MiB at most on a CPU"
         config = with_graph_bytes(config, CPU_GRAPH_BYTES, "the default on a CPU")
     else:
         used = peak_bytes()
         held = used + GPU_SLACK + demand.logits_bytes
         free = int(config.asked.gpu_memory_utilization * torch.cuda.mem_get_info()[1]) - held
         config = gpu_graph_bytes(config, free)
-        fit = (free - config.graph_bytes) // page_bytes
+        free -= config.graph_bytes
         why = f"measured: weights and the largest pass take {used >> 20} MiB"
     if path_pages:
         why += f"; {path_pages} more are for {demand.paths} paths of {config.max_num_seqs} requests"
-        config = config.decide("path_pages", path_pages, f"{path_pages * page_bytes} bytes; {why}")
-    pages = asked or min(whole, fit - path_pages)
+        path_bytes = path_pages * sum(demand.page_bytes.values())
+        config = config.decide("path_pages", path_pages, f"{path_bytes} bytes; {why}")
+    snapshots = 0
+    if demand.snapshot_bytes:
+        snapshots = min(MOST_SNAPSHOTS, max(1, int(SNAPSHOT_SHARE * free) // demand.snapshot_bytes))
+        free -= snapshots * demand.snapshot_bytes
+        reason = f"{SNAPSHOT_SHARE:.0%} of the KV cache's bytes, for prefixes of a model with recurrent layers"
+        config = config.decide("snapshots", snapshots, reason)
+    pages = asked or demand.fit(free, whole)
     if pages < 2:
         raise ConfigError(
-            f"the model leaves room for {max(0, pages)} KV pages of {page_bytes} bytes ({why}): "
+            f"the model leaves room for {pages} KV pages of {sum(demand.page_bytes.values())} bytes ({why}): "
             "raise --gpu-memory-utilization or lower --max-num-batched-tokens"
             f"{', or ask for fewer paths or a lower --max-num-seqs' if path_pages else ''}."
         )
     config = _within_context(config, pages, why)
     if asked is None:
         config = config.decide("num_pages", pages, f"{PAGE_SIZE} tokens each; {why}")
-    return pages, config
+    return demand.counts(pages), snapshots, config
 
 
 def _within_context(config: ResolvedConfig, pages: int, why: str) -> ResolvedConfig:

@@ -11,7 +11,7 @@ from unisono.engine.runner import Runner
 from unisono.engine.scheduler import Scheduler
 from unisono.models.checkpoint import Checkpoint
 from unisono.state.pages import PagePool
-from unisono.state.specs import PAGE_SIZE
+from unisono.state.specs import ALL, PAGE_SIZE
 
 Metric = tuple[str, str, dict[str, str], float, str]
 """(name, "counter" or "gauge", labels, value, help)."""
@@ -114,7 +114,9 @@ def info(engine: Reported) -> dict[str, object]:
         "generation_defaults": engine.generation_defaults(),
         "kv_cache": {
             "page_size": PAGE_SIZE,
-            "pages": worker.num_pages,
+            "pages": worker.num_pages[ALL],
+            "window_pages": {str(w): n for w, n in worker.num_pages.items() if w != ALL},
+            "snapshots": worker.snapshots,
             "path_pages": worker.path_pages,
             "bytes": worker.store.nbytes("target"),
             "drafter_bytes": worker.store.nbytes("drafter"),

@@ -16,10 +16,12 @@ from collections import deque
 
 import numpy as np
 
+from unisono.engine.device_state import DeviceState
 from unisono.engine.prompt_budget import PromptBudget
-from unisono.engine.sequence import Chunk, Extend, Pass, Round, Sequence, Verify
+from unisono.engine.sequence import Chunk, Extend, Growth, Pass, Round, Sequence, Verify
 from unisono.engine.slots import SlotPool
 from unisono.state.pages import OutOfPages, PagePool, Reservation, pages_for
+from unisono.state.specs import ALL
 from unisono.types import FinishReason
 
 
@@ -30,8 +32,16 @@ class _Wait(Exception):
 class Scheduler:
     """Owns the queues and every sequence's pages and slot."""
 
-    def __init__(self, pool: PagePool, slots: SlotPool, width: int, max_extend_rows: int, budget: PromptBudget) -> None:
-        self.pool, self.slots, self.width = pool, slots, width
+    def __init__(
+        self,
+        pool: PagePool,
+        slots: SlotPool,
+        device: DeviceState,
+        width: int,
+        max_extend_rows: int,
+        budget: PromptBudget,
+    ) -> None:
+        self.pool, self.slots, self.device, self.width = pool, slots, device, width
         self.max_extend_rows, self.budget = max_extend_rows, budget
         self.waiting: deque[Sequence] = deque()
         self.extending: list[Sequence] = []
@@ -57,6 +67,7 @@ class Scheduler:
 
     def schedule(self) -> Pass | None:
         """The next pass; None when there is nothing to run before the pass in flight is read."""
+        self.device.before_pass()
         self._admit()
         if self.extending and (tokens := self.budget.tokens(self.running)):
             extend = self._next_extend(tokens)
@@ -100,6 +111,7 @@ class Scheduler:
         """A prompt pass was read: its full pages may serve other prompts from now on."""
         if chunk.sequence.pages is not None:
             chunk.sequence.pages.commit(chunk.sequence.keys[: chunk.end])
+            self.device.prompt_committed(chunk)
 
     def _give_back(self, sequence: Sequence) -> None:
         if sequence.pages is None:
@@ -110,17 +122,20 @@ class Scheduler:
         # A page that the drafter has not read would be drafted from badly for good.
         written = max(0, written - sequence.unobserved)
         sequence.pages.commit(sequence.keys[:written], complete=written if extending else written - 1)
+        self.device.end(sequence, sequence.pages)
         sequence.pages.release()
         self.slots.free(sequence.slot)
-        sequence.pages, sequence.slot, sequence.extended, sequence.mapped, sequence.unobserved = None, -1, 0, 0, 0
+        sequence.pages, sequence.slot = None, -1
+        sequence.extended = sequence.mapped = sequence.unobserved = sequence.round_start = 0
 
     def _admit(self) -> None:
         while self.waiting and self.slots.available:
             sequence = self.waiting[0]
             if sequence.waits_for_leader:
                 return
-            # A cached prefix has no logits and no hidden states; of what is opened the last is never cached.
-            pages = self.pool.open(sequence.keys[: sequence.reusable + 1])
+            pages = self.device.open(sequence)
+            if pages is None:
+                return
             # One page of headroom per running request, or admission would be undone by preemption.
             headroom = len(self.active)
             # The first sampled token's page too: drafters may look one token ahead.
@@ -139,6 +154,7 @@ class Scheduler:
         sequence.pages, sequence.extended = pages, pages.cached_tokens
         sequence.slot = self.slots.claim(request, tokens, sequence.max_length, pages.pages)
         sequence.mapped = len(pages.entries)
+        self.device.begin(sequence, pages)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = pages.cached_tokens
             self.prefix_queries += len(tokens)
@@ -161,6 +177,7 @@ class Scheduler:
                 self.extending.remove(chunk.sequence)
                 self.running.append(chunk.sequence)
                 chunk.sequence.in_flight += 1
+        self.device.extending(chunks)
         return Extend(chunks, full=budget == 0)
 
     def _next_reading(self, sequences: list[Sequence]) -> Round | Verify | None:
@@ -194,30 +211,38 @@ class Scheduler:
             return None
         if reads_drafts or sequences is self.running:
             self.budget.round_launched()  # where both kinds run, prompts have the time of a turn of both
-        return Round(able, [self._map(s) for s in able], self.width - 1, reads_drafts=reads_drafts)
+        growth: dict[int, list[Growth]] = {lifetime: [] for lifetime in (ALL, *self.pool.windows)}
+        for sequence in able:
+            for lifetime, grown in self._map(sequence).items():
+                growth[lifetime].append(grown)
+        return Round(able, growth, self.width - 1, reads_drafts=reads_drafts)
 
     def _grow(self, sequence: Sequence) -> None:
         """Reserve the worst case of one more round.
 
         Without a pass in flight, whoever arrived last gives pages back until it fits; else that has to wait.
         """
-        worst = len(sequence.tokens) + (sequence.in_flight + 1) * self.width
         while sequence.pages is not None:
             try:
-                sequence.pages.reserve(min(worst, sequence.max_length))
+                sequence.pages.reserve(self._worst(sequence))
                 return
             except OutOfPages:
                 if any(s.in_flight for s in self.running):
                     raise _Wait from None
                 self._preempt(max(self.active, key=lambda s: s.order))
 
-    def _map(self, sequence: Sequence) -> tuple[int, list[int]]:
-        """The columns and pages that this sequence's table on the device still lacks."""
+    def _worst(self, sequence: Sequence) -> int:
+        """Tokens of the sequence after one more round in which everything is accepted."""
+        return min(len(sequence.tokens) + (sequence.in_flight + 1) * self.width, sequence.max_length)
+
+    def _map(self, sequence: Sequence) -> dict[int, Growth]:
+        """By page lifetime, the columns and pages that this sequence's tables on the device still lack."""
         assert sequence.pages is not None
-        first, entries = sequence.mapped, sequence.pages.entries
-        sequence.mapped = len(entries)
+        first, pages = sequence.mapped, sequence.pages.pages_from(sequence.mapped)
+        growth = {ALL: (first, pages), **self.device.grow(sequence, self._worst(sequence))}
+        sequence.mapped += len(pages)
         sequence.in_flight += 1
-        return first, [entry.page for entry in entries[first:]]
+        return growth
 
     def _preempt(self, sequence: Sequence) -> None:
         queue = self._queue_of(sequence)

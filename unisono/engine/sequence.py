@@ -16,6 +16,9 @@ from unisono.state.pages import Reservation
 from unisono.state.prefix_tree import Token
 from unisono.types import EngineRequest, FinishReason
 
+Growth = tuple[int, list[int]]
+"""The first new column of a page table, and the pages from there on."""
+
 States = Mapping[Feature, RequestState]
 """Of each feature that a request asks for, what it keeps of the request."""
 
@@ -38,6 +41,8 @@ class Sequence:
     mapped: int = 0  # leading pages that the slot's page table on the device holds
     in_flight: int = 0  # launched passes that commit tokens and are not read yet
     unobserved: int = 0  # its last tokens of which the drafter has only been told; see engine/draft_controller.py
+    round_start: int = 0  # position of the first token of its last round that was read
+    snapshots: list[tuple[int, int]] = field(default_factory=list)  # (tokens, id) that are taken, not in the tree yet
     finish: FinishReason = FinishReason.RUNNING
     cached_tokens: int | None = None  # prompt tokens that the prefix cache served at first admission
     preemptions: int = 0
@@ -115,14 +120,14 @@ class Extend:
 
 @dataclass(frozen=True)
 class Round:
-    """A round, with the pages each sequence's table grows by: ``(first column, pages)``.
+    """A round. growth: by page lifetime, what each sequence's page table grows by: ``(first column, pages)``.
 
     drafts: of each sequence, at most. behind: those whose drafter catches up before it. reads_drafts: whether it is two
     passes, for the host reads the drafts between them.
     """
 
     sequences: list[Sequence]
-    growth: list[tuple[int, list[int]]]
+    growth: Mapping[int, list[Growth]]
     drafts: int
     behind: tuple[Sequence, ...] = ()
     reads_drafts: bool = False

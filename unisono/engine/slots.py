@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.engine.commands import WriteSlot
+from unisono.engine.commands import WritePages, WriteSlot
 from unisono.program import Field, Schema, Shape
 from unisono.sampling.edits import pack_edits, row_words
 from unisono.state.specs import ALL, PADDING_PAGE, PerSlot
@@ -77,7 +77,7 @@ class Slots:
         store.declare("slots", {"fields": words, "history": history, "edit_table": edits})
         state = store.view("slots")
         self._arena, self.history, self.edit_table = state["fields"], state["history"], state["edit_table"]
-        self.page_table = store.page_tables[ALL]
+        self._tables, self.page_table = store.page_tables, store.page_tables[ALL]
         at = 0
         for field in SLOT_SCHEMA:
             size = math.prod(field.dims(_ROW))
@@ -90,7 +90,8 @@ class Slots:
         """Make every slot free and every row blank."""
         blank = torch.from_numpy(_row({f.name: f.pad for f in SLOT_SCHEMA}))
         self._arena.copy_(blank.expand_as(self._arena))
-        self.page_table.fill_(PADDING_PAGE)
+        for table in self._tables.values():
+            table.fill_(PADDING_PAGE)
         self.history.zero_()
         self.edit_table.zero_()
 
@@ -102,6 +103,11 @@ class Slots:
             self._upload(self.edit_table[slot], command.edits)
         self._upload(self.history[slot, : len(command.history)], command.history)
         self._upload(self.page_table[slot, : len(command.pages)], command.pages)
+
+    def write_pages(self, command: WritePages) -> None:
+        """Write pages of a window lifetime into a slot's page table."""
+        end = command.column + len(command.pages)
+        self._upload(self._tables[command.lifetime][command.slot, command.column : end], command.pages)
 
     def _upload(self, target: torch.Tensor, values: np.ndarray) -> None:
         source = torch.from_numpy(values)

@@ -7,34 +7,35 @@ After that it only executes commands (``engine/commands.py``) and decides nothin
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 
 import torch
 
 from unisono.drafters.base import Drafter
-from unisono.engine.commands import Command, ResetSlots, WriteSlot
+from unisono.engine.commands import Command, LoadTail, ResetSlots, ResetTail, SaveTail, WritePages, WriteSlot
 from unisono.engine.slots import Slots
 from unisono.graphs.graph_set import GraphSet
 from unisono.models.decoder import Decoder
 from unisono.program import PendingOutputs
-from unisono.state.specs import ALL
 from unisono.state.store import StateStore
 
 
 class Worker:
     """One device with everything on it. Use it in inference mode.
 
-    num_pages: of the page pool; path_pages: beside these, for the paths of trees.
+    num_pages: pages of the pool by lifetime; path_pages: of each lifetime beside these, for the paths of trees.
+    snapshots: how many snapshots of tails there is room for.
     """
-
-    num_pages = path_pages = 0
 
     def __init__(self, model: Decoder, drafter: Drafter, store: StateStore, slots: Slots, graphs: GraphSet) -> None:
         self.model, self.drafter, self.store, self.slots, self.graphs = model, drafter, store, slots, graphs
+        self.num_pages: Mapping[int, int] = {}
+        self.path_pages = self.snapshots = 0
 
-    def hold_pages(self, num_pages: int, path_pages: int = 0) -> None:
+    def hold_pages(self, num_pages: Mapping[int, int], path_pages: int = 0, snapshots: int = 0) -> None:
         """Allocate the pages of target and drafter, in place of fewer ones."""
-        self.num_pages, self.path_pages = num_pages, path_pages
-        self.store.allocate({ALL: num_pages + path_pages})
+        self.num_pages, self.path_pages, self.snapshots = num_pages, path_pages, snapshots
+        self.store.allocate({lifetime: n + path_pages for lifetime, n in num_pages.items()}, snapshots)
 
     def execute(self, command: Command) -> PendingOutputs | None:
         """Execute a command and return at once, with the outputs of a launched pass on their way to the host.
@@ -43,6 +44,14 @@ class Worker:
         """
         if isinstance(command, WriteSlot):
             self.slots.write(command)
+        elif isinstance(command, WritePages):
+            self.slots.write_pages(command)
+        elif isinstance(command, SaveTail):
+            self.store.save_tail(command.slot, command.snapshot)
+        elif isinstance(command, LoadTail):
+            self.store.load_tail(command.slot, command.snapshot, command.position)
+        elif isinstance(command, ResetTail):
+            self.store.reset_tail(command.slot)
         elif isinstance(command, ResetSlots):
             self.slots.reset()
         else:

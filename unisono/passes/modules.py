@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from unisono.attention.base import AttentionInputs, LastTokens
 from unisono.attention.context import PassContext
 from unisono.drafters.base import Drafter
+from unisono.kernels.pages import group_slot_mapping
 from unisono.kernels.rounds import commit
 from unisono.models.decoder import Decoder
 from unisono.passes.acceptance import AcceptanceRule, ExactMatch
@@ -18,15 +19,16 @@ from unisono.passes.slot_tensors import SlotTensors
 from unisono.passes.tree import Tree
 from unisono.program import Buffers, Hidden
 from unisono.sampling.pipeline import DraftSampler, edit_and_sample
-
-Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
+from unisono.state.specs import ALL, PAGE_SIZE
+from unisono.state.store import StateStore
+from unisono.state.tails import TailPass
 
 
 @dataclass(frozen=True)
 class Modules:
     """The modules and tensors of one engine's passes.
 
-    kv: (keys, values) of each layer. sampler: ``context.sample`` of drafters. features: what requests may ask for.
+    store: the state of requests. sampler: ``context.sample`` of drafters. features: what requests may ask for.
     tree: where rounds try several paths for each request; None for chains.
     held_drafts: int32 [slots · paths · k], drafts between the two passes of a round (``round.draft_program``).
     """
@@ -35,7 +37,7 @@ class Modules:
     drafter: Drafter
     slots: SlotTensors
     sampler: DraftSampler
-    kv: Layers
+    store: StateStore
     features: Sequence[Feature] = ()
     acceptance: AcceptanceRule = field(default_factory=ExactMatch)
     tree: Tree | None = None
@@ -60,9 +62,27 @@ class Modules:
         """The target's final hidden states [T, H], or those of ``last_tokens``, and those that the drafter asked
         for."""
         features = self.drafter.features
-        context = PassContext.of(inputs, last_tokens)
-        hidden, aux = self.model(token_ids, context, self.kv, features.aux_layers, given)
+        context = PassContext(self._groups(inputs), last_tokens=last_tokens, tails=self._tails(inputs))
+        hidden, aux = self.model(token_ids, context, self.store.view("target").tree, features.aux_layers, given)
+        if context.tails is not None:
+            context.tails.advance(self.store.tail_positions)
         return hidden, {Hidden.NULL: None, Hidden.AUX: aux}.get(features.hidden, hidden)
+
+    def _groups(self, inputs: AttentionInputs) -> dict[int, AttentionInputs]:
+        """The inputs of a pass for each page lifetime; ``inputs`` are those of ALL."""
+        groups, first = {ALL: inputs}, inputs.slot_mapping
+        for lifetime in self.store.lifetimes[1:]:
+            table = self.store.page_tables[lifetime]
+            mapping = group_slot_mapping(table, inputs.slots, inputs.positions, first, inputs.query_start, PAGE_SIZE)
+            groups[lifetime] = replace(inputs, page_table=table, slot_mapping=mapping)
+        return groups
+
+    def _tails(self, inputs: AttentionInputs) -> TailPass | None:
+        """Where the recurrences of a pass's rows begin; None where the model has none."""
+        if not self.store.tails:
+            return None
+        i = inputs
+        return TailPass.of(i.slots, i.positions, i.kv_len, i.query_start, self.store.tail_positions)
 
     def sample(
         self,

@@ -20,6 +20,7 @@ from unisono.passes.tree import Tree
 from unisono.passes.verify import verify_chain, verify_tree
 from unisono.program import Buffers, Field, Program, Schema
 from unisono.state.pages import pages_for
+from unisono.state.specs import ALL
 
 
 def growth_columns(width: int) -> int:
@@ -29,12 +30,24 @@ def growth_columns(width: int) -> int:
 
 def _growth_fields(modules: Modules) -> tuple[Field, ...]:
     """The requests' slots, and the pages by which their page tables grow."""
-    growth = growth_columns(modules.width)
-    return (
-        Field("slots", torch.int32, ("rows",), pad=modules.slots.padding),
-        Field("columns", torch.int32, ("rows", growth), pad=-1),
-        Field("pages", torch.int32, ("rows", growth)),
-    )
+    shape = ("rows", growth_columns(modules.width))
+    fields = [Field("slots", torch.int32, ("rows",), pad=modules.slots.padding)]
+    for lifetime in modules.store.lifetimes:
+        columns, pages = growth_names(lifetime)
+        fields += [Field(columns, torch.int32, shape, pad=-1), Field(pages, torch.int32, shape)]
+    return tuple(fields)
+
+
+def growth_names(lifetime: int) -> tuple[str, str]:
+    """The names of the fields with the columns and pages by which page tables of a lifetime grow."""
+    return ("columns", "pages") if lifetime == ALL else (f"columns_{lifetime}", f"pages_{lifetime}")
+
+
+def _grow(modules: Modules, b: Buffers) -> None:
+    """Write the batch's new pages into the page tables."""
+    for lifetime in modules.store.lifetimes:
+        columns, pages = growth_names(lifetime)
+        grow_pages(modules.store.page_tables[lifetime], b.slots, getattr(b, columns), getattr(b, pages))
 
 
 def _outcome_fields(modules: Modules, kind: PassKind) -> tuple[Field, ...]:
@@ -48,11 +61,10 @@ def _outcome_fields(modules: Modules, kind: PassKind) -> tuple[Field, ...]:
 
 def round_program(modules: Modules) -> Program:
     """Draft, verify, sample, accept and commit for ``rows`` requests, ``width`` tokens each: 1 … 1 + k."""
-    slots = modules.slots
     schema = Schema((*_growth_fields(modules), *_outcome_fields(modules, "round")))
 
     def run(b: Buffers) -> None:
-        grow_pages(slots.page_table, b.slots, b.columns, b.pages)
+        _grow(modules, b)
         rows, drafts = b.shape.rows, b.shape.width - 1
         if modules.tree is None or not drafts:
             chain = torch.full((rows, drafts), -1, dtype=torch.int32, device=b.device)
@@ -77,8 +89,8 @@ def draft_program(modules: Modules) -> Program:
     drafts = Field("drafts", torch.int32, ("rows", modules.paths, "drafts"), output=True)
 
     def run(b: Buffers) -> None:
-        slots, held = modules.slots, _held(modules, b).fill_(-1)
-        grow_pages(slots.page_table, b.slots, b.columns, b.pages)
+        held = _held(modules, b).fill_(-1)
+        _grow(modules, b)
         if modules.tree is None:
             _draft_chain(modules, b.slots, held, torch.empty_like(b.slots))
         else:
@@ -98,7 +110,7 @@ def verify_program(modules: Modules) -> Program:
 
     def run(b: Buffers) -> None:
         slots, held = modules.slots, _held(modules, b)
-        grow_pages(slots.page_table, b.slots, b.columns, b.pages)
+        _grow(modules, b)
         if modules.tree is None or b.shape.width == 1:
             if b.shape.width > 1:
                 limit_drafts(held, b.slots, slots.max_drafts, b.drafted)  # they are limited: it counts them

@@ -7,7 +7,7 @@ the bits that it would compute alone, and the best one is committed as a chain w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,27 +32,40 @@ class Tree:
     drafter: TreeDrafter
     slots: SlotTensors
     store: StateStore
-    num_pages: int  # of lifetime ALL, without those of the paths
+    num_pages: Mapping[int, int]  # by lifetime, without those of the paths
     unused: torch.Tensor  # bool [P, k]: behind each path's end
 
     @staticmethod
     def of(
-        paths: Sequence[Sequence[int]], drafter: TreeDrafter, slots: SlotTensors, store: StateStore, num_pages: int
+        paths: Sequence[Sequence[int]],
+        drafter: TreeDrafter,
+        slots: SlotTensors,
+        store: StateStore,
+        num_pages: Mapping[int, int],
     ) -> Tree:
         unused = [[step >= len(path) for step in range(drafter.num_drafts)] for path in paths]
         return Tree(paths, drafter, slots, store, num_pages, torch.tensor(unused, device=slots.length.device))
 
     def fork(self, slots: torch.Tensor) -> Fork:
-        """The R · P rows of a round over ``slots [R]``, with the keys and values that they begin with."""
+        """The R · P rows of a round over ``slots [R]``, with the state that they begin with."""
+        for lifetime in self.store.lifetimes[1:]:
+            fork = self._fork(lifetime, slots)
+            self.store.copy_span(lifetime, fork.sources, fork.tables, fork.first, fork.last)
         fork = self.rows(slots)
         self.store.copy_span(ALL, fork.sources, fork.tables, fork.first, fork.last)
+        if self.store.tails:
+            self.store.copy_tails(fork.slots, fork.tables)
         return fork
 
     def rows(self, slots: torch.Tensor) -> Fork:
         """The rows alone: within a round, whose paths have what they begin with, they are the same again."""
-        s, count = self.slots, len(self.paths)
+        return self._fork(ALL, slots)
+
+    def _fork(self, lifetime: int, slots: torch.Tensor) -> Fork:
+        """The rows in the page table of a lifetime; they have the same numbers in each."""
+        s, table, first = self.slots, self.store.page_tables[lifetime], self.num_pages[lifetime]
         pages = span_pages(self.drafter.num_drafts, PAGE_SIZE)
-        return fork_paths(s.page_table, slots, s.length, s.status, count, pages, self.num_pages, PAGE_SIZE)
+        return fork_paths(table, slots, s.length, s.status, len(self.paths), pages, first, PAGE_SIZE)
 
     def propose(self, fork: Fork, drafts: torch.Tensor) -> None:
         """Write ``drafts [R · P, k]``, -1 behind each path's end."""
@@ -64,9 +77,12 @@ class Tree:
         return best_path(sampled, drafts, fork.tables, len(self.paths))
 
     def adopt(self, slots: torch.Tensor, best: Best, result: torch.Tensor) -> None:
-        """Bring the best paths' accepted drafts home: their keys and values to the requests' own pages.
+        """Copy the state of the best paths' accepted drafts to the requests' own pages and tails.
 
         slots [R], result [R, W + 2] as committed: ``slots.length`` has moved on by the count.
         """
         length = self.slots.length.index_select(0, slots)
-        self.store.copy_span(ALL, best.tables, slots, length - result[:, 0], length - 1)
+        for lifetime in self.store.lifetimes:
+            self.store.copy_span(lifetime, best.tables, slots, length - result[:, 0], length - 1)
+        if self.store.tails:
+            self.store.copy_tails(best.tables, slots)

@@ -61,6 +61,8 @@ class StateStore:
         self.num_pages: dict[int, int] = {}  # by lifetime, those of tree paths included
         self.page_tables: dict[int, torch.Tensor] = {}  # by lifetime, [NR, MP] int32
         self.tail_positions = self._ints(slots * paths).zero_()  # [NR]: tokens that each row's snapshots have seen
+        self.lifetimes: tuple[int, ...] = ()  # ALL first, then windows ascending
+        self.tails = False  # whether anybody keeps a recurrence
         self._specs: dict[str, Tree] = {}
         self._views: dict[str, StateView] = defaultdict(StateView)
         self._slot_state: dict[str, Tree] = {}  # the owners' trees with None in place of paged specs
@@ -83,16 +85,7 @@ class StateStore:
         for spec in leaves(kept):
             if isinstance(spec, Paged):
                 self._table(spec.lifetime)
-
-    @property
-    def lifetimes(self) -> tuple[int, ...]:
-        """Every lifetime, ALL first, then windows ascending."""
-        return tuple(sorted(self.page_tables))
-
-    @property
-    def tails(self) -> bool:
-        """Whether anybody keeps a recurrence."""
-        return any(isinstance(spec, Tail) for _, spec in self._every())
+        self.tails = self.tails or any(isinstance(spec, Tail) for spec in leaves(kept))
 
     def page_bytes(self, lifetime: int, owner: str | None = None) -> int:
         """Bytes of one page of a lifetime, of all owners or of one."""
@@ -150,7 +143,8 @@ class StateStore:
                 copy_span(self._pages[key], table, sources, tables, first, last)
 
     def copy_tails(self, sources: torch.Tensor, rows: torch.Tensor) -> None:
-        """Give rows [M] the snapshots and inputs of other rows, sources [M]; int32. No row may be in both."""
+        """Give rows [M] the snapshots and inputs of rows sources [M]; int32. A row may be its own source, not
+        another's."""
         src, dst = sources.long(), rows.long()
         for tail in self._tail_views():
             tail.snapshot.index_copy_(0, dst, tail.snapshot.index_select(0, src))
@@ -213,6 +207,7 @@ class StateStore:
         if lifetime not in self.page_tables:
             table = self._ints(self.slots * self.paths, self.max_pages)
             self.page_tables[lifetime] = table.fill_(PADDING_PAGE)
+            self.lifetimes = tuple(sorted(self.page_tables))
 
     def _of_slots(self, spec: Spec) -> Any:
         if isinstance(spec, Tail):
