@@ -11,15 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from unisono.kernels import linear, linear_norm, prove_exact, rehearse_proof
 from unisono.types import ConfigError
-
-if TYPE_CHECKING:
-    from unisono.layers.linear import Linear
 
 FLOATS = ("F32", "F16", "BF16")
 """safetensors' names of the dtypes that a floating-point parameter is converted from."""
@@ -96,6 +93,18 @@ class Place:
         self.parameter.copy_(stored if self.format is None else self.format.read(self.kind, stored))
 
 
+class Layer(Protocol):
+    """What a format sees of a linear layer, beside the parameters that it named: each is an attribute."""
+
+    dtype: torch.dtype
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    @property
+    def bias(self) -> torch.Tensor | None: ...
+
+
 class WeightFormat(Protocol):
     """How the weight [N, K] of a linear layer is stored and applied. One object serves all layers of its kind.
 
@@ -116,24 +125,24 @@ class WeightFormat(Protocol):
         """What is copied into parameter ``kind``, from the checkpoint's tensor or a rank's part of it."""
         ...
 
-    def linear(self, layer: Linear, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, layer: Layer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """x [M, K] -> [M, N] in x's dtype: product, then ``layer.bias``, then ``residual``, each sum rounded."""
         ...
 
     def linear_norm(
-        self, layer: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, layer: Layer, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(:meth:`linear`, RMSNorm of it with ``weight`` and ``eps``)."""
         ...
 
-    def prove(self, layer: Linear) -> bool:
+    def prove(self, layer: Layer) -> bool:
         """Compare, on the GPU at hand, the bits of the kernels that serve different numbers of rows.
 
         Returns whether they agree; where they do not, one kernel has to serve all from now on. Called at start.
         """
         ...
 
-    def rehearse(self, layer: Linear) -> None:
+    def rehearse(self, layer: Layer) -> None:
         """Launch what :meth:`prove` will launch and learn nothing from it: for compiling kernels ahead."""
         ...
 
@@ -150,19 +159,19 @@ class Plain:
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
         return stored
 
-    def linear(self, layer: Linear, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, layer: Layer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         return linear(x, layer.weight, layer.bias, residual)
 
     def linear_norm(
-        self, layer: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, layer: Layer, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return linear_norm(x, layer.weight, layer.bias, residual, weight, eps)
 
-    def prove(self, layer: Linear) -> bool:
+    def prove(self, layer: Layer) -> bool:
         """See :func:`unisono.kernels.prove_exact`."""
         return prove_exact(layer.weight)
 
-    def rehearse(self, layer: Linear) -> None:
+    def rehearse(self, layer: Layer) -> None:
         rehearse_proof(layer.weight)
 
 
