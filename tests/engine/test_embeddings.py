@@ -301,3 +301,8 @@ def test_requests_say_so_themselves(llm: LLM) -> None:
     """The engine's own door checks too: token ids may be placeholders only where an embedding stands."""
     with pytest.raises(BadRequest, match="token id -1"):
         llm.engine.add(EngineRequest("r", [-1, 2], SamplingParams(seed=1)))
+    for params, param in ((SamplingParams(), "seed"), (SamplingParams(seed=1, n=2), "n")):
+        with pytest.raises(BadRequest, match="one sequence here, with a seed") as caught:
+            llm.engine.add(EngineRequest("r", [1, 2], params))
+        assert caught.value.param == param
+    assert not llm.engine.scheduler.has_work

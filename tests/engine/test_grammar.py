@@ -419,17 +419,21 @@ def test_aborted_between_the_two_passes(certain: LLM, monkeypatch: pytest.Monkey
     engine = certain.engine
     for name in ("stays", "goes"):
         engine.add(replace(certain._request([4, 5], FORM), request_id=name))
+    got: dict[str, list[int]] = {"stays": [], "goes": [], "later": []}
+
+    def step() -> None:
+        for delta in engine.step():
+            got[delta.request_id] += delta.token_ids
+
     while engine.scheduler._drafting is None:
-        engine.step()
+        step()
     slot = engine._sequences["goes"].slot
     engine.abort("goes")
     later = replace(certain._request(PROMPTS[3], FREE_RUN), request_id="later")
     engine.add(later)
-    got: dict[str, list[int]] = {"stays": [], "later": []}
     slots = set()
     while engine.has_work():
-        for delta in engine.step():
-            got[delta.request_id] += delta.token_ids
+        step()
         slots |= {s.slot for s in engine.scheduler.active if s.request.request_id == "later"}
     assert slot in slots, "the slot went to another request"
     assert got["later"] == alone.tokens

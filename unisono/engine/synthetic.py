@@ -14,7 +14,7 @@ import torch
 from unisono.config import EngineConfig
 from unisono.kernels.rounds import force_drafts
 from unisono.passes.acceptance import AcceptanceRule, ExactMatch
-from unisono.passes.modules import SlotTensors
+from unisono.passes.slot_tensors import SlotTensors
 
 
 def acceptance_rule(config: EngineConfig, slots: SlotTensors) -> AcceptanceRule:

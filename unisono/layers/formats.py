@@ -22,6 +22,15 @@ FLOATS = ("F32", "F16", "BF16")
 """safetensors' names of the dtypes that a floating-point parameter is converted from."""
 
 
+class LinearLayer(Protocol):
+    """What a format reads of a linear layer."""
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+    @property
+    def bias(self) -> torch.Tensor | None: ...
+
+
 @dataclass(frozen=True)
 class Slice:
     """Elements ``start`` … ``stop`` - 1 of a tensor along ``dim``."""
@@ -93,18 +102,6 @@ class Place:
         self.parameter.copy_(stored if self.format is None else self.format.read(self.kind, stored))
 
 
-class Layer(Protocol):
-    """What a format sees of a linear layer, beside the parameters that it named: each is an attribute."""
-
-    dtype: torch.dtype
-
-    @property
-    def weight(self) -> torch.Tensor: ...
-
-    @property
-    def bias(self) -> torch.Tensor | None: ...
-
-
 class WeightFormat(Protocol):
     """How the weight [N, K] of a linear layer is stored and applied. One object serves all layers of its kind.
 
@@ -125,24 +122,24 @@ class WeightFormat(Protocol):
         """What is copied into parameter ``kind``, from the checkpoint's tensor or a rank's part of it."""
         ...
 
-    def linear(self, layer: Layer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """x [M, K] -> [M, N] in x's dtype: product, then ``layer.bias``, then ``residual``, each sum rounded."""
         ...
 
     def linear_norm(
-        self, layer: Layer, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(:meth:`linear`, RMSNorm of it with ``weight`` and ``eps``)."""
         ...
 
-    def prove(self, layer: Layer) -> bool:
+    def prove(self, layer: LinearLayer) -> bool:
         """Compare, on the GPU at hand, the bits of the kernels that serve different numbers of rows.
 
         Returns whether they agree; where they do not, one kernel has to serve all from now on. Called at start.
         """
         ...
 
-    def rehearse(self, layer: Layer) -> None:
+    def rehearse(self, layer: LinearLayer) -> None:
         """Launch what :meth:`prove` will launch and learn nothing from it: for compiling kernels ahead."""
         ...
 
@@ -159,19 +156,19 @@ class Plain:
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
         return stored
 
-    def linear(self, layer: Layer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         return linear(x, layer.weight, layer.bias, residual)
 
     def linear_norm(
-        self, layer: Layer, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return linear_norm(x, layer.weight, layer.bias, residual, weight, eps)
 
-    def prove(self, layer: Layer) -> bool:
+    def prove(self, layer: LinearLayer) -> bool:
         """See :func:`unisono.kernels.prove_exact`."""
         return prove_exact(layer.weight)
 
-    def rehearse(self, layer: Layer) -> None:
+    def rehearse(self, layer: LinearLayer) -> None:
         rehearse_proof(layer.weight)
 
 

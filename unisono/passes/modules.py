@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -15,26 +14,12 @@ from unisono.kernels.rounds import commit
 from unisono.models.decoder import Decoder
 from unisono.passes.acceptance import AcceptanceRule, ExactMatch
 from unisono.passes.features.base import Computed, Feature, Outputs, Overriding
+from unisono.passes.slot_tensors import SlotTensors
+from unisono.passes.tree import Tree
 from unisono.program import Buffers, Hidden
-from unisono.sampling.pipeline import DraftSampler, EditFields, edit_and_sample
-
-if TYPE_CHECKING:
-    from unisono.passes.tree import Tree
+from unisono.sampling.pipeline import DraftSampler, edit_and_sample
 
 Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
-
-
-class SlotTensors(EditFields, Protocol):
-    """The state of running requests that passes read and write, a row for each slot; see ``engine/slots.py``.
-
-    padding: the slot of rows that no request fills. page_table [tables, pages]; the others [S].
-    """
-
-    padding: int
-    max_length: torch.Tensor
-    max_drafts: torch.Tensor
-    last_token: torch.Tensor
-    page_table: torch.Tensor
 
 
 @dataclass(frozen=True)

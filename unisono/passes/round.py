@@ -14,7 +14,8 @@ from unisono.kernels.pages import grow_pages
 from unisono.kernels.rounds import limit_drafts
 from unisono.kernels.tree_paths import Fork
 from unisono.passes.features.base import PassKind
-from unisono.passes.modules import Modules, SlotTensors
+from unisono.passes.modules import Modules
+from unisono.passes.slot_tensors import SlotTensors
 from unisono.passes.tree import Tree
 from unisono.passes.verify import verify_chain, verify_tree
 from unisono.program import Buffers, Field, Program, Schema

@@ -14,7 +14,7 @@ import torch
 
 from unisono.drafters.base import TreeDrafter
 from unisono.kernels.tree_paths import Best, Fork, best_path, fork_paths, span_pages
-from unisono.passes.modules import SlotTensors
+from unisono.passes.slot_tensors import SlotTensors
 from unisono.state.specs import ALL, PAGE_SIZE
 from unisono.state.store import StateStore
 
