@@ -23,7 +23,9 @@ FLOATS = ("F32", "F16", "BF16")
 
 
 class LinearLayer(Protocol):
-    """What a format reads of a linear layer."""
+    """What a format reads of a linear layer, beside the other parameters that it named. dtype: of activations."""
+
+    dtype: torch.dtype
 
     @property
     def weight(self) -> torch.Tensor: ...
