@@ -429,6 +429,9 @@ def test_aborted_between_the_two_passes(certain: LLM, monkeypatch: pytest.Monkey
         step()
     slot = engine._sequences["goes"].slot
     engine.abort("goes")
+    named: list[int] = []
+    real = Planner.launch
+    monkeypatch.setattr(Planner, "launch", lambda self, key, b: (named.extend(b["slots"]), real(self, key, b))[1])
     later = replace(certain._request(PROMPTS[3], FREE_RUN), request_id="later")
     engine.add(later)
     slots = set()
@@ -436,6 +439,8 @@ def test_aborted_between_the_two_passes(certain: LLM, monkeypatch: pytest.Monkey
         step()
         slots |= {s.slot for s in engine.scheduler.active if s.request.request_id == "later"}
     assert slot in slots, "the slot went to another request"
+    assert min(named) >= 0
+    assert engine.runner.slots.padding in named
     assert got["later"] == alone.tokens
     assert got["stays"] == play(certain, [[4, 5]], [FORM])[0].tokens
     engine.check_integrity()
