@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine.helpers import engine, mixed_params, prompts, tokens
+from unisono.engine.device_state import DeviceState, StateSizes
 from unisono.engine.prompt_budget import PromptBudget
 from unisono.engine.scheduler import Scheduler
 from unisono.engine.sequence import Extend, Pass, Round, Sequence, Verify
-from unisono.engine.slots import Slots
+from unisono.engine.slots import SlotPool
 from unisono.state.pages import PagePool
-from unisono.state.store import StateStore
 from unisono.types import ConfigError, EngineRequest, FinishReason, SamplingParams
 
 BOUND, ROUND_MS, MOST = 40.0, 5.0, 8192
@@ -41,10 +40,11 @@ class Device:
     _order: int = 0
 
     def __post_init__(self) -> None:
-        store = StateStore(9, 1, 65536, 32, torch.device("cpu"))
-        self.slots = Slots(8, 65536, 64, store)
+        self.slots = SlotPool(8, 64, lambda command: None)
         given: Any = (self.max_stall_ms, MOST, table, lambda running: ROUND_MS, self.learns)
         budget = PromptBudget(*given, clock=lambda: self.now / 1e3)
+        pool = PagePool(40_000)
+        device = DeviceState(pool, StateSizes(1, MOST, 65536), lambda command: None)
         self.scheduler = Scheduler(pool, self.slots, device, 1, 8, budget)
 
     def add(self, prompt: int, output: int) -> Sequence:
