@@ -71,7 +71,7 @@ def step_ms(llm: LLM, batch: int, context: int, tokens: int) -> float:
             last = now
         else:
             last = None
-    return statistics.median(times[8:-2])
+    return statistics.median(times[8:-2] or times or [float("nan")])
 
 
 def ttft_ms(llm: LLM, length: int, repeats: int) -> float:
