@@ -98,7 +98,7 @@ def stall(llm: LLM, streams: int, prompts: int, length: int) -> dict[str, float]
         engine.add(EngineRequest(f"stream-{i}", prompt(rng, vocab, 64), greedy(4000)))
     heard: dict[str, float] = {}
     gaps: list[float] = []
-    left = prompts
+    left, after = prompts, 0
     added = finished = 0.0
     for step in range(100_000):
         if step == 60:
@@ -114,7 +114,8 @@ def stall(llm: LLM, streams: int, prompts: int, length: int) -> dict[str, float]
                 if step > 60 and delta.request_id in heard:
                     gaps.append(1e3 * (now - heard[delta.request_id]))
                 heard[delta.request_id] = now
-        if not left:
+        after += not left
+        if after > 8:  # every stream was heard again
             break
     for i in range(streams):
         engine.abort(f"stream-{i}")

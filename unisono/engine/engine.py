@@ -70,6 +70,7 @@ class Engine:
             self.config.max_num_batched_tokens,
             runner.extend_ms,
             self.draft_controller.round_ms,
+            runner.attention_share,
             learns=self.config.device.type == "cuda",
         )
         slots = SlotPool(self.config.max_num_seqs, self.checkpoint.config.vocab_size, runner.send)

@@ -1,8 +1,8 @@
 """How many prompt tokens the next prompt pass takes, so that running requests do not wait too long for their next
 round.
 
-Costs of passes come from the planner's table, which is measured on padding. Attention over long contexts takes longer,
-so the table is corrected by what passes take at run time, as the draft controller corrects what rounds take.
+Costs of passes come from the planner's table, which is measured on padding, where attention sees nothing. So attention
+is added in proportion to the context, and the sum is corrected by what passes take at run time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Requests
 
-from unisono.engine.adaptive import RoundCosts
+from unisono.engine.adaptive import BELIEF, MOST_CORRECTION
 from unisono.engine.buckets import LEAST_TOKENS
 from unisono.engine.sequence import Extend, Round, Sequence
 
@@ -25,7 +25,8 @@ class PromptBudget:
 
     max_stall_ms: the bound. most: tokens of a pass at most. extend_ms: what a pass of so many tokens takes, by the
     table. round_ms: what the next round of these running requests takes; of both kinds where both run
-    (``scheduler.py``). learns: whether passes are timed. clock: in seconds.
+    (``scheduler.py``). attention: by what share of the table's time each token of context makes a pass longer.
+    learns: whether passes are timed. clock: in seconds.
 
     Where nothing runs, passes are as large as they can be. A pass of LEAST_TOKENS may always run between two rounds.
     """
@@ -36,33 +37,33 @@ class PromptBudget:
         most: int,
         extend_ms: Callable[[int], float],
         round_ms: Callable[[Requests[Sequence]], float],
+        attention: float = 0.0,
         learns: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._max_stall_ms, self._most, self._round_ms = max_stall_ms, most, round_ms
         self._learns, self._clock = learns, clock
-        self._table = extend_ms
-        # Of what passes take, as a share of what the table says: a running median.
-        self._share = RoundCosts(lambda rows, drafts: 1.0)
+        self._table, self._attention = extend_ms, attention
+        self._correction = 1.0  # what passes take over what is expected of them, a moving average
         self._sizes = range(LEAST_TOKENS, most + 1, LEAST_TOKENS)
         self._spent = 0.0  # milliseconds of prompt passes since the last round
         self._read_at: float | None = None  # when the last round was read
         self._between: list[Extend] = []  # prompt passes that were read since
 
-    def tokens(self, running: Requests[Sequence]) -> int:
-        """Tokens of a prompt pass that may be launched now; 0 where a round comes first."""
+    def tokens(self, running: Requests[Sequence], start: int) -> int:
+        """Tokens of a prompt pass that may be launched now; 0 where a round comes first. start: of its first prompt."""
         if not running:
             self._spent, self._read_at = 0.0, None
             return self._most
         left = self._max_stall_ms - self._round_ms(running) - self._spent
-        fitting = bisect_right(self._sizes, left, key=self._ms)
+        fitting = bisect_right(self._sizes, left, key=lambda size: self._ms(size, start + size / 2))
         if fitting == len(self._sizes):
             return self._most
         return self._sizes[fitting - 1] if fitting else 0 if self._spent else min(LEAST_TOKENS, self._most)
 
     def extended(self, work: Extend) -> None:
         """A prompt pass is launched while requests are running."""
-        self._spent += self._ms(work.tokens)
+        self._spent += self._ms(work.tokens, _context(work))
 
     def round_launched(self) -> None:
         """A round is launched: the next prompt pass has all the time again."""
@@ -80,10 +81,16 @@ class PromptBudget:
         # Shorter ones are the ends of prompts: few, and of other sizes.
         if before is not None and len(between) == 1 and between[0].full:
             added = 1e3 * (now - before) - self._round_ms(work.sequences)
-            self._share.measured(1, 0, added / self._table_ms(between[0].tokens))
+            known = self._correction * added / self._ms(between[0].tokens, _context(between[0]))
+            correction = self._correction + BELIEF * (known - self._correction)
+            self._correction = min(max(correction, 1 / MOST_CORRECTION), MOST_CORRECTION)
 
-    def _ms(self, tokens: int) -> float:
-        return self._table_ms(tokens) * (self._share.ms(1, 0) or 1.0)
+    def _ms(self, tokens: int, context: float) -> float:
+        """What a pass takes whose tokens see ``context`` keys on average."""
+        table = self._table(tokens) or GUESSED_MS * tokens
+        return table * (1 + self._attention * context) * self._correction
 
-    def _table_ms(self, tokens: int) -> float:
-        return self._table(tokens) or GUESSED_MS * tokens
+
+def _context(work: Extend) -> float:
+    """Keys that a token of the pass sees, on average."""
+    return sum((c.end - c.start) * (c.start + c.end) / 2 for c in work.chunks) / max(1, work.tokens)

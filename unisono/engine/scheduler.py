@@ -69,7 +69,7 @@ class Scheduler:
         """The next pass; None when there is nothing to run before the pass in flight is read."""
         self.device.before_pass()
         self._admit()
-        if self.extending and (tokens := self.budget.tokens(self.running)):
+        if self.extending and (tokens := self.budget.tokens(self.running, self.extending[0].extended)):
             extend = self._next_extend(tokens)
             self.budget.extended(extend)
             return extend

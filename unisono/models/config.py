@@ -46,9 +46,9 @@ class DecoderConfig:
     @property
     def attention(self) -> AttentionSpec:
         """The spec of the last layer that attends; draft modules take what their tensors do not tell from it."""
-        for layer in reversed(self.layers):
-            if isinstance(layer.mixer, AttentionSpec):
-                return layer.mixer
+        for spec in map(attention_of, reversed(self.layers)):
+            if spec is not None:
+                return spec
         raise CheckpointError(f"a {self.architecture} with this config.json has no attention layer.")
 
     @property
@@ -60,6 +60,11 @@ class DecoderConfig:
     num_heads = property(lambda self: self.attention.num_heads)
     num_kv_heads = property(lambda self: self.attention.num_kv_heads)
     head_dim = property(lambda self: self.attention.head_dim)
+
+
+def attention_of(layer: LayerSpec) -> AttentionSpec | None:
+    """The spec of a layer that attends; None for another mixer."""
+    return layer.mixer if isinstance(layer.mixer, AttentionSpec) else None
 
 
 @dataclass(frozen=True)
