@@ -70,8 +70,8 @@ class Engine:
             self.config.max_num_batched_tokens,
             runner.extend_ms,
             self.draft_controller.round_ms,
-            runner.attention_share,
             learns=self.config.device.type == "cuda",
+            attention=runner.attention_share,
         )
         slots = SlotPool(self.config.max_num_seqs, self.checkpoint.config.vocab_size, runner.send)
         sizes = StateSizes(runner.width, self.config.max_num_batched_tokens, self.config.max_model_len)

@@ -12,12 +12,15 @@ from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Requests
 
-from unisono.engine.adaptive import BELIEF, MOST_CORRECTION
+from unisono.engine.adaptive import MOST_CORRECTION
 from unisono.engine.buckets import LEAST_TOKENS
 from unisono.engine.sequence import Extend, Round, Sequence
 
 GUESSED_MS = 0.005
 """Milliseconds of a prompt token where the table says nothing, for nothing is captured; corrected like the table."""
+
+BELIEF = 0.5
+"""How far what a single pass took corrects what is expected of the next ones."""
 
 
 class PromptBudget:
@@ -37,8 +40,8 @@ class PromptBudget:
         most: int,
         extend_ms: Callable[[int], float],
         round_ms: Callable[[Requests[Sequence]], float],
-        attention: float = 0.0,
         learns: bool = True,
+        attention: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._max_stall_ms, self._most, self._round_ms = max_stall_ms, most, round_ms
