@@ -101,7 +101,8 @@ def fit_pages(
     config = _within_context(config, pages, why)
     if asked is None:
         config = config.decide("num_pages", pages, f"{PAGE_SIZE} tokens each; {why}")
-    return demand.counts(pages), snapshots, config
+    counts = {**demand.counts(pages), **demand.windows} if asked else demand.counts(pages)
+    return counts, snapshots, config
 
 
 def _within_context(config: ResolvedConfig, pages: int, why: str) -> ResolvedConfig:
