@@ -128,7 +128,7 @@ def test_states_that_are_lost_are_noticed(certain: Path, tmp_path: Path) -> None
         play(llm, batch, [greedy] * 6)
         before = acceptance(llm)
         with torch.inference_mode():
-            llm.engine.worker.drafter._page_hidden.zero_()
+            llm.engine.worker.store.view("drafter")["page_hidden"].zero_()
         play(llm, batch, [greedy] * 6)
         assert before == 1
         assert acceptance(llm) < 0.8

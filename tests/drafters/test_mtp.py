@@ -105,9 +105,9 @@ def test_one_state_for_all_modules_is_noticed(tmp_path: Path) -> None:
     with engine(case.path, speculative=spec(4), enforce_eager=True) as llm:
         texts = [p + t for p, t in zip(batch, case.greedy(batch), strict=True)]
         seen = record(llm, texts)
-        first, *others = llm.engine.worker.drafter._stages
+        first, *others = llm.engine.worker.store.view("drafter")["stages"]
         for stage in others:
-            stage.hidden = first.hidden
+            stage["hidden"] = first["hidden"]
         assert tokens(llm, batch, GREEDY) == case.greedy(batch)
     assert sum(mistakes(case, seen[::2])) > len(seen[::2]) / 2
 
@@ -212,8 +212,8 @@ def test_the_modules_come_from_their_own_directory_too(sure: Sure, tmp_path: Pat
 def test_wrong_states_lose_acceptance(tmp_path: Path) -> None:
     """The construction can fail: with one hidden state kept for all modules most drafts are refused."""
     with engine(certain(tmp_path, 3), speculative=spec(5), enforce_eager=True) as llm:
-        first, *others = llm.engine.worker.drafter._stages
+        first, *others = llm.engine.worker.store.view("drafter")["stages"]
         for stage in others:
-            stage.hidden = first.hidden
+            stage["hidden"] = first["hidden"]
         play(llm, BATCH, PARAMS)
         assert acceptance(llm) < 0.6

@@ -34,7 +34,7 @@ class Retrace:
     def __init__(self, llm: LLM) -> None:
         worker, config = llm.engine.worker, llm.engine.config
         self.drafter, self.slots, self.paths = worker.drafter, worker.slots, config.asked.speculative.paths
-        self._context = self.drafter._context
+        self._context, self._state = self.drafter._context, worker.store.view("drafter")
         self._pick, self._propose = self._context.sample, self.drafter.propose
         self.drafter.propose = self.propose
         self.compared, self.pages, self._given = 0, set(), {}
@@ -63,7 +63,7 @@ class Retrace:
 
     def _check(self, slot: int, path: tuple[int, ...], forced: torch.Tensor, drafted: dict[int, torch.Tensor]) -> None:
         room = int(self.slots.max_length[slot] - self.slots.length[slot])  # beyond, positions are not what they seem
-        rows, kept = forced.new_tensor([slot]), getattr(self.drafter, "_draft", None)
+        rows, kept = forced.new_tensor([slot]), self._state.tree.get("draft")
         before = None if kept is None else kept[slot].clone()
         if kept is not None:
             assert forced[0, 0] == kept[slot, path[0]]
@@ -108,12 +108,12 @@ def test_what_is_kept_depends_on_the_text_alone(
     for most in (0, None):
         with drafting_tree(method, made, {"topk": 3, "num_draft_tokens": 12}, enforce_eager=True) as llm:
             drafter, slots = llm.engine.worker.drafter, llm.engine.worker.slots
-            observe, states = drafter.observe, {}
+            observe, states, kept_state = drafter.observe, {}, llm.engine.worker.store.view("drafter")
 
-            def watched(verified: Any, drafter=drafter, slots=slots, observe=observe, states=states) -> None:
+            def watched(verified: Any, state=kept_state, slots=slots, observe=observe, states=states) -> None:
                 observe(verified)
                 slot = int(verified.slots[0])
-                states[int(slots.length[slot])] = drafter._hidden[slot].clone(), drafter._draft[slot].clone()
+                states[int(slots.length[slot])] = state["hidden"][slot].clone(), state["draft"][slot].clone()
 
             def counted(*given: Any, best: Any = tree.best_path) -> Any:
                 nonlocal others

@@ -104,10 +104,10 @@ LETTERS = StructuredOutputs(regex="[a-z]*")
 PAUSABLE = ("eagle", "eagle3", "mtp", "standalone")
 
 
-def carried(drafter: Any) -> list[torch.Tensor]:
-    """The hidden states [S, H] that a drafter carries from round to round."""
-    stages = getattr(drafter, "_stages", [])
-    return [drafter._hidden] if hasattr(drafter, "_hidden") else [stage.hidden for stage in stages]
+def carried(llm: LLM) -> list[torch.Tensor]:
+    """The hidden states [S, H] that the drafter carries from round to round."""
+    state = llm.engine.worker.store.view("drafter").tree
+    return [part["hidden"] for part in (state, *state.get("stages", ())) if "hidden" in part]
 
 
 def proposals(llm: LLM, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[float]]:
@@ -123,7 +123,7 @@ def proposals(llm: LLM, params: SamplingParams, monkeypatch: pytest.MonkeyPatch)
         for slot, row in zip(rows.tolist(), drafts.tolist(), strict=True):
             if slot != slots.padding:
                 text = tuple(slots.history[slot, : int(slots.length[slot])].tolist())
-                seen[text] = [*row, *(part[slot].sum().item() for part in carried(drafter))]
+                seen[text] = [*row, *(part[slot].sum().item() for part in carried(llm))]
 
     monkeypatch.setattr(drafter, "propose", propose)
     answers = tokens(llm, TEXTS, params)

@@ -17,7 +17,7 @@ addresses, no host synchronisation. Shapes: R rows, W = 1 + k, T tokens, S slots
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -45,6 +45,7 @@ class DrafterContext:
     state: the drafter's own state, the tree of its ``state_specs()`` with tensors in place of specs; from the first
     pass on.
     target_state: the same of the target, one entry for each layer; only to be read.
+    page_tables: by page lifetime, the page table of the state with that lifetime, as ``slots.page_table`` is of ALL.
     dtype, device: of weights and KV. max_model_len, page_size: of the cache that page tables index.
     progress: called with the share of the drafter's weights that is loaded, 0 … 1.
     decide: called with (name, value, reason) of each choice that the drafter made by itself; ``explain`` shows them.
@@ -58,6 +59,7 @@ class DrafterContext:
     best: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
     state: StateView
     target_state: StateView
+    page_tables: Mapping[int, torch.Tensor]
     dtype: torch.dtype
     device: torch.device
     max_model_len: int

@@ -19,7 +19,7 @@ from unisono.layers.linear import prove_linears
 from unisono.models.config import DecoderConfig
 from unisono.models.mtp_frozen import FrozenCheckpoint
 from unisono.program import Features, Hidden
-from unisono.state.specs import ALL, PerSlot, Tree
+from unisono.state.specs import PerSlot, Tree
 from unisono.types import SpeculativeConfig
 
 
@@ -56,8 +56,9 @@ class FrozenMTPDrafter:
         )  # fmt: skip
         # Of the last committed token the target has no key yet: what is seen ends before it.
         seen, known = (positions - 1).clamp_min(-1), (kv_len - 1).clamp_min(0)
-        inputs = AttentionInputs(slots, seen, slot_mapping, known, s.page_table, width=1)
-        pass_context = PassContext({ALL: inputs}, rotary_positions=positions)
+        tables = context.page_tables.items()
+        groups = {g: AttentionInputs(slots, seen, slot_mapping, known, table, width=1) for g, table in tables}
+        pass_context = PassContext(groups, rotary_positions=positions)
         hidden, kv = context.state["hidden"].index_select(0, slots), context.target_state.tree
         for step in range(drafts.shape[1]):
             hidden, logits = head(token_ids, hidden, pass_context, kv)

@@ -30,7 +30,7 @@ from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
 from unisono.program import Features
-from unisono.state.specs import Tree, whole_requests
+from unisono.state.specs import Tail, Tree, leaves, whole_requests
 from unisono.types import ConfigError, SpeculativeConfig
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,13 @@ class StandaloneDrafter:
         self._unobserved = Unobserved(context)
 
     def state_specs(self) -> Tree:
-        return {"layers": whole_requests(self._model.state_specs()), NAME: self._unobserved.state_specs()}
+        layers = whole_requests(self._model.state_specs())
+        if any(isinstance(spec, Tail) for spec in leaves(layers)):
+            raise ConfigError(
+                f"the draft model in {self._checkpoint.path} has recurrent layers, which drafts cannot roll back; "
+                "give a draft model with attention only."
+            )
+        return {"layers": layers, NAME: self._unobserved.state_specs()}
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor | None = None) -> None:
         rows = slots if tables is None else tables

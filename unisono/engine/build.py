@@ -109,6 +109,10 @@ class Build:
             self._size()
         self.worker.graphs.programs = self._programs()
 
+    def close(self) -> None:
+        """Let go of what passes are made of."""
+        del self.request_features, self._modules
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Time a stage of the start."""
@@ -147,6 +151,7 @@ class Build:
             best=sampler.best,
             state=worker.store.view("drafter"),
             target_state=worker.store.view("target"),
+            page_tables=worker.store.page_tables,
             dtype=config.dtype,
             device=config.device,
             max_model_len=config.max_model_len,

@@ -101,8 +101,10 @@ class DeviceState:
         """Hold window pages for ``tokens`` tokens in all; returns what the page tables of each window grow by."""
         assert request.pages is not None
         growth = {}
+        offered = request.pages.committed_tokens >= _aligned(request.extended)  # the prompt's pages, to the prefix tree
         for lifetime, window in request.pages.windows.items():
-            window.free_before(len(request.tokens) - 1)
+            if offered:
+                window.free_before(len(request.tokens) - 1)
             growth[lifetime] = window.grow(tokens)
         return growth
 

@@ -86,3 +86,4 @@ class Runner:
             feature.close()
         self.worker.close()
         del self.request_features
+        self._build.close()

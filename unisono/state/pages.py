@@ -68,6 +68,11 @@ class Reservation:
         """The pages of lifetime ALL."""
         return [e.page for e in self.entries]
 
+    @property
+    def committed_tokens(self) -> int:
+        """Leading tokens whose pages were offered to the prefix tree."""
+        return self._inserted * PAGE_SIZE
+
     def pages_from(self, column: int) -> list[int]:
         """The pages of lifetime ALL from a page-table column on."""
         return [e.page for e in self.entries[column:]]

@@ -1,0 +1,161 @@
+"""A model with two page lifetimes, two head sizes and a recurrence: the same bytes in every way, with every drafter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.drafters.make_heads import make_eagle, make_eagle3
+from tests.engine.helpers import counted, draw_drafts, engine, mixed_params, prompts, tokens
+from tests.engine.matrix import TREES
+from tests.models.make import make_checkpoint
+from tests.state.mixed_model import ARCHITECTURE, VOCAB, WINDOW, make_mixed, next_token, weights_of
+from unisono import catalog
+from unisono.models.checkpoint import Checkpoint
+from unisono.state.specs import PAGE_SIZE
+from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
+
+PROMPTS = [p if i % 2 else p[: 3 + i] * 8 for i, p in enumerate(prompts(10, VOCAB, low=3, high=70, seed=8))]
+PARAMS = mixed_params(10, max_tokens=40)
+FLAGS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 6, "dtype": "float32"}
+SCARCE = {"num_pages": 20}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def listed() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(catalog.models.entries, ARCHITECTURE, "tests.state.mixed_model:MIXED")  # type: ignore[arg-type]
+        yield
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory, listed: Any) -> Path:
+    return make_mixed(tmp_path_factory.mktemp("mixed"))
+
+
+@pytest.fixture(scope="module")
+def plain(mixed: Path) -> list[list[int]]:
+    """Each request by itself, eagerly, its prompt in one pass."""
+    with engine(mixed, **{**FLAGS, "max_num_seqs": 1}, enforce_eager=True) as llm:
+        return [tokens(llm, [p], [q])[0] for p, q in zip(PROMPTS, PARAMS, strict=True)]
+
+
+def test_tokens_are_the_references(mixed: Path) -> None:
+    weights, params = weights_of(mixed), SamplingParams(temperature=0, max_tokens=45, ignore_eos=True)
+    with engine(mixed, **FLAGS) as llm:
+        for prompt, answer in zip(PROMPTS[:4], tokens(llm, PROMPTS[:4], params), strict=True):
+            ids = list(prompt)
+            for token in answer:
+                assert token == next_token(weights, ids)
+                ids.append(token)
+
+
+WAYS = {
+    "batched": {},
+    "chunks of 16": {"max_num_batched_tokens": 16},
+    "chunks of 23, eager": {"max_num_batched_tokens": 23, "enforce_eager": True},
+    "scarce pages": SCARCE,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_same_bytes(way: str, mixed: Path, plain: list[list[int]]) -> None:
+    with engine(mixed, **{**FLAGS, **WAYS[way]}) as llm:
+        assert tokens(llm, PROMPTS, PARAMS) == plain
+        assert tokens(llm, PROMPTS, PARAMS) == plain, "after prefix hits"
+        assert way == "scarce pages" or llm.engine.scheduler.prefix_hits > 0
+        assert (llm.engine.scheduler.preemptions > 0) == (way == "scarce pages")
+        llm.engine.check_integrity()
+        assert llm.engine.pool.usage == 0
+
+
+def test_a_window_frees_its_pages(mixed: Path) -> None:
+    """A request of 150 tokens holds no more window pages than its window and two rounds reach."""
+    with engine(mixed, **FLAGS) as llm:
+        held: list[int] = []
+        step = llm.engine.step
+
+        def watched() -> Any:
+            deltas = step()
+            held.extend(len(r.windows[WINDOW].entries) for r in llm.engine.pool.open_reservations)
+            return deltas
+
+        llm.engine.step = watched  # type: ignore[method-assign]
+        tokens(llm, [PROMPTS[0][:10]], SamplingParams(temperature=0, max_tokens=140, ignore_eos=True))
+    assert 2 <= max(held) <= WINDOW // PAGE_SIZE + 3
+
+
+def test_a_prefix_hit_goes_on_from_its_snapshot(mixed: Path) -> None:
+    """One token after a page's end and near it; the hit is as long as that of a model without recurrence.
+
+    The snapshot after a prompt of whole pages serves longer prompts only: a prompt's last token is never cached.
+    """
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    base = prompts(1, VOCAB, low=100, high=101, seed=2)[0]
+    cuts = [base[:n] for n in (49, 50, 63, 65, 66, 95, 97)]
+    with engine(mixed, **FLAGS) as llm:
+        cold = []
+        for cut in cuts:
+            llm.engine.reset_prefix_cache()
+            cold.append(tokens(llm, [cut], params)[0])
+        for cut, answer in zip(cuts, cold, strict=True):
+            tokens(llm, [cut], params)
+            (output,) = llm.generate([cut], params)
+            assert output.outputs[0].token_ids == answer
+            assert output.num_cached_tokens == (len(cut) - 1) // PAGE_SIZE * PAGE_SIZE
+
+
+def drafters(mixed: Path, folder: Path) -> dict[str, dict[str, Any]]:
+    """Every method that drafts for this model, with random heads."""
+    config = Checkpoint.open(mixed).config
+    return {
+        "ngram": {},
+        "suffix": {},
+        "standalone": {"model": str(make_checkpoint(folder / "draft", "qwen3"))},
+        "eagle": {"model": str(make_eagle(folder / "eagle", config).path)},
+        "eagle3": {"model": str(make_eagle3(folder / "eagle3", config, (2, 1, 3), aux=[2, 1, 3]).path)},
+    }
+
+
+@pytest.mark.parametrize("way", ["batched", "scarce pages"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "standalone", "eagle", "eagle3"])
+def test_same_bytes_with_every_drafter(
+    method: str, way: str, mixed: Path, plain: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of drafts changes at random, none included."""
+    draw_drafts(monkeypatch)
+    spec = SpeculativeConfig.parse({"method": method, "num_speculative_tokens": 3, **drafters(mixed, tmp_path)[method]})
+    with engine(mixed, **{**FLAGS, **WAYS[way]}, speculative=spec, adaptive=True) as llm:
+        assert tokens(llm, PROMPTS, PARAMS) == plain
+        assert tokens(llm, PROMPTS, PARAMS) == plain, "after prefix hits"
+        assert all(kind != "eager" for program, kind, _ in counted(llm) if program == "round")
+        llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle3"])
+def test_same_bytes_with_trees(method: str, mixed: Path, plain: list[list[int]], tmp_path: Path) -> None:
+    spec = SpeculativeConfig.parse({"method": method, **TREES["binary"], **drafters(mixed, tmp_path)[method]})
+    with engine(mixed, **FLAGS, speculative=spec) as llm:
+        assert tokens(llm, PROMPTS, PARAMS) == plain
+        assert tokens(llm, PROMPTS, PARAMS) == plain, "after prefix hits"
+        assert llm.engine.counters.accepted_tokens > 0
+
+
+def test_accepted_drafts_are_remembered_wherever_a_page_ends(mixed: Path) -> None:
+    """A text that repeats itself, so that drafts are accepted across many page ends."""
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, allowed_token_ids=(7, 8))
+    prompt = [7, 8] * 6
+    with engine(mixed, **FLAGS) as llm:
+        expected = tokens(llm, [prompt], params)
+    for k in (1, 3, 5):
+        with engine(mixed, **FLAGS, speculative=SpeculativeConfig("ngram", num_speculative_tokens=k)) as llm:
+            assert tokens(llm, [prompt], params) == expected
+            assert llm.engine.counters.accepted_tokens > 20
+
+
+def test_a_draft_model_with_a_recurrence_is_refused(mixed: Path) -> None:
+    spec = SpeculativeConfig("standalone", model=str(mixed), num_speculative_tokens=2)
+    with pytest.raises(ConfigError, match="recurrent layers"):
+        engine(mixed, **FLAGS, speculative=spec)
