@@ -17,11 +17,11 @@ def test_a_prefix_moves_with_its_windows_and_snapshots() -> None:
     tokens = tokens_of(1, 2, 3)
     pool, other = (PagePool(12, {32: 7}, snapshots=3) for _ in range(2))
     assert pool.snapshots is not None
-    reservation = run(pool, tokens)
+    reservation = run(pool, tokens, 8)
     node = reservation.node_after(len(tokens))
     assert node is not None
     pool.snapshots.attach(node, pool.snapshots.take())
-    run(other, tokens_of(9)).release()  # other page numbers there
+    run(other, tokens_of(9), 8).release()  # other page numbers there
     prefix = export_prefix(pool, here, [*tokens, 5])
     assert import_prefix(other, there, prefix) == len(tokens)
     other.check_integrity()
@@ -40,7 +40,7 @@ def test_what_does_not_fit_is_left_out() -> None:
     here, there = made(), made()
     tokens = tokens_of(1, 2, 3, 4)
     pool, other = PagePool(12, {32: 7}), PagePool(3, {32: 7})
-    run(pool, tokens)
+    run(pool, tokens, 8)
     assert import_prefix(other, there, export_prefix(pool, here, tokens)) == 2 * PAGE_SIZE
     other.check_integrity()
     assert other.tree.pages == 2

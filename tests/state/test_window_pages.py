@@ -36,7 +36,7 @@ def test_a_request_holds_no_more_than_its_window() -> None:
 def test_a_prefix_is_usable_where_its_window_is_complete() -> None:
     """The pages of lifetime ALL are all cached; of the window's only those that were not needed elsewhere."""
     tokens = tokens_of(1, 2, 3, 4, 5, 6)
-    pool = PagePool(100, {WINDOW: 8})
+    pool = PagePool(100, {WINDOW: 9})
     run(pool, tokens).release()
     assert pool.open([*tokens, 0]).cached_tokens == len(tokens)
     for reservation in list(pool.open_reservations):
@@ -116,7 +116,7 @@ def test_snapshots_give_way_in_order_of_use() -> None:
 
 
 def test_pages_are_counted_per_lifetime() -> None:
-    pool = PagePool(10, {WINDOW: 7})
+    pool = PagePool(10, {WINDOW: 8})
     reservation = run(pool, tokens_of(1, 2, 3, 4))
     pool.windows[WINDOW].free.append(reservation.windows[WINDOW].entries[0][0])
     with pytest.raises(RuntimeError, match="owned by both"):

@@ -31,7 +31,7 @@ class WindowPool:
     def quota(self, tokens: int, max_model_len: int) -> int:
         """Pages that a request may need at once whose passes reach ``tokens`` beyond what the host knows."""
         longest = -(-max_model_len // PAGE_SIZE)
-        return min(longest, (self.lifetime + tokens) // PAGE_SIZE + 2)
+        return min(longest, (self.lifetime + tokens) // PAGE_SIZE + 3)
 
     @property
     def has_spare(self) -> bool:
@@ -117,8 +117,13 @@ class WindowPages:
                 self.entries[at] = page, node
 
     def free_before(self, position: int) -> None:
-        """Give back the pages that a token at ``position`` and later ones cannot read."""
-        while self.entries and self.first < first_live_column(position, self.pool.lifetime):
+        """Give back the pages that tokens from the page of ``position`` on cannot read.
+
+        Not just from ``position`` on: a cached prefix ends with a page, and whoever goes on from there reads as far
+        back.
+        """
+        live = first_live_column(position - position % PAGE_SIZE, self.pool.lifetime)
+        while self.entries and self.first < live:
             self._give_back(*self.entries.popleft())
             self.first += 1
 
