@@ -440,7 +440,7 @@ def test_aborted_between_the_two_passes(certain: LLM, monkeypatch: pytest.Monkey
         slots |= {s.slot for s in engine.scheduler.active if s.request.request_id == "later"}
     assert slot in slots, "the slot went to another request"
     assert min(named) >= 0
-    assert engine.runner.slots.padding in named
+    assert engine.worker.slots.padding in named
     assert got["later"] == alone.tokens
     assert got["stays"] == play(certain, [[4, 5]], [FORM])[0].tokens
     engine.check_integrity()

@@ -73,8 +73,12 @@ def test_deltas_that_pile_up_keep_everything() -> None:
         delta.absorb(TokenDelta("r", [8], hidden_states=dataclasses.replace(row, data=data)))
     delta.absorb(TokenDelta("r", [9]))
     assert (delta.hidden_states, delta.prompt_hidden_states) == (dataclasses.replace(row, data=b"abcdwxyz"), prompt)
+    delta = TokenDelta("r", [7])
+    for value in (1, 2):
+        delta.absorb(TokenDelta("r", [8], extra={"top": [value]}))
+    assert delta.extra == {"top": [1, 2]}
     fields = [f.name for f in dataclasses.fields(TokenDelta)]
-    assert len(fields) == 11, "a new field: does absorb() merge it?"
+    assert len(fields) == 12, "a new field: does absorb() merge it?"
 
 
 def test_streamed_logprobs_are_the_whole_ones(server: Server) -> None:

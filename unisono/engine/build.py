@@ -175,7 +175,7 @@ class Build:
             processed_logprobs=asked.logprobs_mode == "processed_logprobs",
             synthetic=asked.synthetic,
             slots=worker.slots,
-            logits=worker.model.logits,
+            logits=lambda hidden: worker.model.logits(hidden),
         )
         return [catalog.features.load(name)(context) for name in catalog.features.listed]
 

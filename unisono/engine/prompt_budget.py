@@ -44,11 +44,10 @@ class PromptBudget:
         attention: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._max_stall_ms, self._most, self._round_ms = max_stall_ms, most, round_ms
+        self._max_stall_ms, self.most, self._round_ms = max_stall_ms, most, round_ms
         self._learns, self._clock = learns, clock
         self._table, self._attention = extend_ms, attention
         self._correction = 1.0  # what passes take over what is expected of them, a moving average
-        self._sizes = range(LEAST_TOKENS, most + 1, LEAST_TOKENS)
         self._spent = 0.0  # milliseconds of prompt passes since the last round
         self._read_at: float | None = None  # when the last round was read
         self._between: list[Extend] = []  # prompt passes that were read since
@@ -57,12 +56,13 @@ class PromptBudget:
         """Tokens of a prompt pass that may be launched now; 0 where a round comes first. start: of its first prompt."""
         if not running:
             self._spent, self._read_at = 0.0, None
-            return self._most
+            return self.most
         left = self._max_stall_ms - self._round_ms(running) - self._spent
-        fitting = bisect_right(self._sizes, left, key=lambda size: self._ms(size, start + size / 2))
-        if fitting == len(self._sizes):
-            return self._most
-        return self._sizes[fitting - 1] if fitting else 0 if self._spent else min(LEAST_TOKENS, self._most)
+        sizes = range(LEAST_TOKENS, self.most + 1, LEAST_TOKENS)
+        fitting = bisect_right(sizes, left, key=lambda size: self._ms(size, start + size / 2))
+        if fitting == len(sizes):
+            return self.most
+        return sizes[fitting - 1] if fitting else 0 if self._spent else min(LEAST_TOKENS, self.most)
 
     def extended(self, work: Extend) -> None:
         """A prompt pass is launched while requests are running."""

@@ -129,7 +129,7 @@ def _modes(llm: Any, chunk: int) -> dict[str, Callable[[], Any]]:
     return {
         "alone": cold,
         "batched": cold,
-        f"in chunks of {chunk}": lambda: changed(scheduler, "max_batched_tokens", chunk),
+        f"in chunks of {chunk}": lambda: changed(scheduler.budget, "most", chunk),
         "after a prefix hit": contextlib.nullcontext,
         "preempted": scarce,
         "without graphs": lambda: changed(planner, "enabled", False),
