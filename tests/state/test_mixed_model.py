@@ -15,7 +15,7 @@ from tests.state.mixed_model import ARCHITECTURE, VOCAB, WINDOW, make_mixed, nex
 from unisono import catalog
 from unisono.models.checkpoint import Checkpoint
 from unisono.state.specs import PAGE_SIZE
-from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
+from unisono.types import ConfigError, EngineRequest, SamplingParams, SpeculativeConfig
 
 PROMPTS = [p if i % 2 else p[: 3 + i] * 8 for i, p in enumerate(prompts(10, VOCAB, low=3, high=70, seed=8))]
 PARAMS = mixed_params(10, max_tokens=40)
@@ -153,6 +153,30 @@ def test_accepted_drafts_are_remembered_wherever_a_page_ends(mixed: Path) -> Non
         with engine(mixed, **FLAGS, speculative=SpeculativeConfig("ngram", num_speculative_tokens=k)) as llm:
             assert tokens(llm, [prompt], params) == expected
             assert llm.engine.counters.accepted_tokens > 20
+
+
+@pytest.mark.parametrize("method", [None, "eagle"])
+def test_a_running_prompt_moves_to_another_engine(method: str | None, mixed: Path, tmp_path: Path) -> None:
+    """Its pages, windows, snapshots and the drafter's state: the other engine goes on from there with the same
+    bytes."""
+    prompt = prompts(1, VOCAB, low=120, high=121, seed=4)[0]
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=30, ignore_eos=True)
+    flags = {**FLAGS, "max_num_batched_tokens": 32}
+    if method is not None:
+        given = {"method": method, "num_speculative_tokens": 3, **drafters(mixed, tmp_path)[method]}
+        flags["speculative"] = SpeculativeConfig.parse(given)
+    with engine(mixed, **flags) as llm:
+        expected = tokens(llm, [prompt], params)
+    with engine(mixed, **flags) as one, engine(mixed, **flags) as other:
+        one.engine.add(EngineRequest("moving", prompt, params))
+        while not (prefix := one.engine.export_prefix(prompt)).tokens:
+            one.engine.step()
+        assert one.engine.scheduler.extending, "its prompt is still running"
+        assert other.engine.import_prefix(prefix) == len(prefix.tokens)
+        other.engine.check_integrity()
+        (output,) = other.generate([prompt], params)
+        assert output.num_cached_tokens == len(prefix.tokens) > 0
+        assert [output.outputs[0].token_ids] == expected
 
 
 def test_a_draft_model_with_a_recurrence_is_refused(mixed: Path) -> None:

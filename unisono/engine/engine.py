@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Ids
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,7 @@ from unisono.passes.features.base import Committed
 from unisono.request_checks import check_request
 from unisono.state.pages import PagePool
 from unisono.state.specs import ALL
+from unisono.state.transfer import Prefix, export_prefix, import_prefix
 from unisono.types import BadRequest, ConfigError, EngineRequest, FinishReason, SamplingParams, TokenDelta
 
 
@@ -141,6 +143,7 @@ class Engine:
         begun = ((feature, feature.begin(request)) for feature in features)
         return {feature: state for feature, state in begun if state is not None}
 
+    @torch.inference_mode()
     def abort(self, request_id: str) -> None:
         """Forget a request and free its pages; unknown ids are ignored, for it may just have ended."""
         sequence = self._sequences.pop(request_id, None)
@@ -150,6 +153,17 @@ class Engine:
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix that no request uses; returns the pages freed."""
         return self.pool.drop_cached()
+
+    @torch.inference_mode()
+    def export_prefix(self, tokens: Ids[int]) -> Prefix:
+        """The state of the longest cached prefix of these token ids, on the CPU; target's and drafter's."""
+        return export_prefix(self.pool, self.worker.store, tokens)
+
+    @torch.inference_mode()
+    def import_prefix(self, prefix: Prefix) -> int:
+        """Cache a prefix that an engine with the same model, drafter and dtype exported; returns its tokens cached
+        now."""
+        return import_prefix(self.pool, self.worker.store, prefix)
 
     def has_work(self) -> bool:
         return self.scheduler.has_work or self._in_flight is not None
