@@ -81,7 +81,7 @@ def scan(inputs: torch.Tensor, context: PassContext, tails: TailPass, state: Tai
         snapshot = torch.where((active & (at < first) & (at + 1 == tails.until))[:, None], h, snapshot)
     tokens = len(inputs)
     if context.query_start is None:
-        begin, steps = torch.arange(len(rows)) * (tokens // len(rows)), tokens // len(rows)
+        begin, steps = torch.arange(len(rows), device=rows.device) * (tokens // len(rows)), tokens // len(rows)
         end = begin + steps
     else:
         begin, end, steps = context.query_start[:-1].long(), context.query_start[1:].long(), tokens
