@@ -52,8 +52,8 @@ class Launcher:
             return Launched(work, "extend", self._extend(work))
         if isinstance(work, Verify):
             return Launched(work.round, "verify", self._verify(work.round, work.drafts))
-        if work.behind:
-            slots = [s.slot for s in work.behind]
+        if work.catching_up:
+            slots = [s.slot for s in work.catching_up]
             self._launch(self._runner.catch_up_key(len(slots)), {"slots": slots})
         if not work.reads_drafts:
             return Launched(work, "round", self._round(work))

@@ -123,8 +123,8 @@ class DraftController:
         most, each = max(s.unobserved for s in work.sequences), self._runner.max_unobserved
         full = self._limit is not None and most >= self._limit
         if most and (work.drafts or full):
-            work = replace(work, behind=tuple(s for s in work.sequences if s.unobserved))
-            for sequence in work.behind:
+            work = replace(work, catching_up=tuple(s for s in work.sequences if s.unobserved))
+            for sequence in work.catching_up:
                 sequence.unobserved = max(0, sequence.unobserved - each)
             if most > each:
                 self._put_off[work.reads_drafts], work = work.drafts, replace(work, drafts=0)

@@ -122,14 +122,14 @@ class Extend:
 class Round:
     """A round. growth: by page lifetime, what each sequence's page table grows by: ``(first column, pages)``.
 
-    drafts: of each sequence, at most. behind: those whose drafter catches up before it. reads_drafts: whether it is two
-    passes, for the host reads the drafts between them.
+    drafts: of each sequence, at most. catching_up: those whose drafter catches up before it. reads_drafts: whether it
+    is two passes, for the host reads the drafts between them.
     """
 
     sequences: list[Sequence]
     growth: Mapping[int, list[Growth]]
     drafts: int
-    behind: tuple[Sequence, ...] = ()
+    catching_up: tuple[Sequence, ...] = ()
     reads_drafts: bool = False
 
     @cached_property
@@ -145,7 +145,7 @@ class Round:
     def plain(self) -> bool:
         """Whether it is one pass of the program whose graphs' times are known, and no other pass."""
         asks: Features = functools.reduce(operator.or_, (feature.asks for feature in self.asked), NO_FEATURES)
-        return asks == NO_FEATURES and not self.reads_drafts and not self.behind
+        return asks == NO_FEATURES and not self.reads_drafts and not self.catching_up
 
     @property
     def committing(self) -> list[tuple[int, Sequence]]:

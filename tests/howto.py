@@ -1,0 +1,46 @@
+"""Follows a page of docs that adds something in a package of its own: writes its files, installs them, runs its
+command."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def text_of(page: str) -> str:
+    return (ROOT / "docs" / f"{page}.md").read_text()
+
+
+def blocks(page: str, kind: str) -> list[str]:
+    """The page's code blocks of a language."""
+    found = re.findall(r"```(\w+)\n(.*?)```", text_of(page), re.DOTALL)
+    return [text for name, text in found if name == kind]
+
+
+def install(page: str, module: str, directory: Path) -> None:
+    """Write the page's module and its test, and the metadata that installing them would write."""
+    code, test = blocks(page, "python")
+    (directory / f"{module}.py").write_text(code)
+    (directory / f"test_{module}.py").write_text(test)
+    project = tomllib.loads(blocks(page, "toml")[0])["project"]
+    info = directory / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    ((group, points),) = project["entry-points"].items()
+    lines = [f"[{group}]", *(f"{name} = {where}" for name, where in points.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+
+
+def run(page: str, directory: Path, *more: str) -> str:
+    """What the page's one command prints there, with this interpreter and this checkout."""
+    (command,) = blocks(page, "sh")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(directory), str(ROOT)])}
+    words = [*command.replace("python ", f"{sys.executable} ", 1).split(), *more]
+    done = subprocess.run(words, cwd=directory, env=environment, capture_output=True, text=True, timeout=400)
+    return done.stdout + done.stderr
