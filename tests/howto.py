@@ -23,24 +23,34 @@ def blocks(page: str, kind: str) -> list[str]:
     return [text for name, text in found if name == kind]
 
 
-def install(page: str, module: str, directory: Path) -> None:
-    """Write the page's module and its test, and the metadata that installing them would write."""
+def install(page: str, module: str, directory: Path, entry_point: str = "") -> None:
+    """Write the page's module and its test, and the metadata that installing them would write.
+
+    entry_point: ``group:name=where``, for a page that has no pyproject.toml.
+    """
     code, test = blocks(page, "python")
     (directory / f"{module}.py").write_text(code)
     (directory / f"test_{module}.py").write_text(test)
-    project = tomllib.loads(blocks(page, "toml")[0])["project"]
-    info = directory / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    name, version, groups = module.replace("_", "-"), "0.1", {}
+    if entry_point:
+        group, _, point = entry_point.partition(":")
+        groups[group] = dict([point.split("=")])
+    else:
+        project = tomllib.loads(blocks(page, "toml")[0])["project"]
+        name, version, groups = project["name"], project["version"], project["entry-points"]
+    info = directory / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-    ((group, points),) = project["entry-points"].items()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    ((group, points),) = groups.items()
     lines = [f"[{group}]", *(f"{name} = {where}" for name, where in points.items())]
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
 def run(page: str, directory: Path, *more: str) -> str:
-    """What the page's one command prints there, with this interpreter and this checkout."""
-    (command,) = blocks(page, "sh")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(directory), str(ROOT)])}
+    """What the page's last command prints there, with this interpreter and this checkout."""
+    command = blocks(page, "sh")[-1]
+    paths = [str(directory), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     words = [*command.replace("python ", f"{sys.executable} ", 1).split(), *more]
     done = subprocess.run(words, cwd=directory, env=environment, capture_output=True, text=True, timeout=400)
     return done.stdout + done.stderr

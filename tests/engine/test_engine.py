@@ -177,7 +177,8 @@ def test_every_pass_is_counted_with_its_reason(qwen3: Path) -> None:
         assert CUDA or all(kind == graph for _, kind, _ in passes), "on a CPU every pass replays"
         assert sum(n for (program, _, _), n in passes.items() if program == "extend") <= 3
         rows = llm.engine.info()["graphs"]
-        assert {r["rows"] for r in rows if r["program"] == "round"} == {1, 2, 4}
+        sizes = {r["rows"] for r in rows if r["program"] == "round"}
+        assert {1, 4} <= sizes <= {1, 2, 4}, "on a GPU measured costs may leave 2 to the graph of 4"
         samples = {(n, tuple(sorted(labels.items()))): v for n, _, labels, v, _ in llm.engine.metrics()}
         key = ("passes", (("kind", graph), ("program", "round"), ("reason", "")))
         assert samples[key] == passes["round", graph, ""]

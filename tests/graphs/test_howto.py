@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,51 +10,33 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.howto import ROOT, blocks, install, run, text_of
 from unisono.program import Reason
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "graphs.md").read_text()
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
-
-
-def blocks(kind: str) -> list[str]:
-    return [text for found, text in BLOCKS if found == kind]
+PAGE, MODULE = "graphs", "bigram_drafter"
 
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """The page's files and the entry point that it asks for."""
-    drafter, test = blocks("python")
-    (tmp_path / "bigram_drafter.py").write_text(drafter)
-    (tmp_path / "test_bigram_drafter.py").write_text(test)
-    info = tmp_path / "bigram_drafter-0.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bigram-drafter\nVersion: 0.1\n")
-    (info / "entry_points.txt").write_text("[unisono.drafters]\nbigram = bigram_drafter:BigramDrafter\n")
+    install(PAGE, MODULE, tmp_path, f"unisono.drafters:bigram={MODULE}:BigramDrafter")
     return tmp_path
 
 
-def run(package: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), str(ROOT)])}
-    command = blocks("sh")[-1].replace("python ", f"{sys.executable} ", 1).split()
-    return subprocess.run(command, cwd=package, env=environment, capture_output=True, text=True, timeout=300)
-
-
 def test_the_example_passes(package: Path) -> None:
-    done = run(package)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 passed" in done.stdout
+    printed = run(PAGE, package)
+    assert "2 passed" in printed, printed
 
 
 def test_without_the_break_the_example_is_refused(package: Path) -> None:
-    drafter = package / "bigram_drafter.py"
+    drafter = package / f"{MODULE}.py"
     drafter.write_text(drafter.read_text().replace("@eager_break\n", ""))
-    done = run(package)
-    assert done.returncode == 1
-    assert torch.cuda.is_available() or "cannot be captured: it reads a tensor's values on the host" in done.stdout
+    printed = run(PAGE, package)
+    assert " failed" in printed
+    assert torch.cuda.is_available() or "cannot be captured: it reads a tensor's values on the host" in printed
 
 
-@pytest.mark.parametrize("line", blocks("sh")[0].splitlines())
+@pytest.mark.parametrize("line", blocks(PAGE, "sh")[0].splitlines())
 def test_commands(line: str) -> None:
     command = line.replace(".venv/bin/unisono", f"{sys.executable} -m unisono")
     done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -63,5 +44,5 @@ def test_commands(line: str) -> None:
 
 
 def test_every_reason_that_can_come_is_explained() -> None:
-    told = set(re.findall(r"^\| ([A-Z_]+) \|", PAGE, re.MULTILINE))
+    told = set(re.findall(r"^\| ([A-Z_]+) \|", text_of(PAGE), re.MULTILINE))
     assert told == {reason.name for reason in Reason}

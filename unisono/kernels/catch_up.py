@@ -80,7 +80,7 @@ def _catch_up_kernel(
     real = j < count
     at = end - count + j
     page = tl.load(table + at // PAGE, mask=real, other=0)
-    starts_page = real & (at % PAGE == 0)
+    starts_page = real & (at > 0) & (at % PAGE == 0)
     out = row * W + j
     tl.store(token_ids + out, tl.load(sampled + out, mask=real, other=0), mask=j < W)
     tl.store(positions + out, tl.where(real, at, -1), mask=j < W)
@@ -187,7 +187,7 @@ def _places_cpu(page_table: Tensor, slot: Tensor, at: Tensor, spare: Tensor, pag
     """slot_mapping of entries at positions ``at`` (-1: padding), and the pages that end right before them."""
     real, column = at >= 0, (at // page_size).clamp_min(0).long()
     slot_mapping = (page_table[slot, column] * page_size + at % page_size).where(real, spare % page_size)
-    starts_page = real & (at % page_size == 0)
+    starts_page = (at > 0) & (at % page_size == 0)
     return slot_mapping, page_table[slot, (column - 1).clamp_min(0)].where(starts_page, -1)
 
 
