@@ -79,7 +79,7 @@ def _engine_flags(
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per pass.")] = None,
     max_stall_ms: Annotated[
-        float, typer.Option(help="Milliseconds that running requests wait for prompts, from one round to the next.")
+        float, typer.Option(help="Milliseconds of prompt passes between two rounds of running requests.")
     ] = 50.0,
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights; needs config.json only.")] = "auto",
     attention_backend: Annotated[str, typer.Option(help=f"auto, {', '.join(catalog.attention.names)}.")] = "auto",

@@ -35,8 +35,8 @@ class EngineConfig:
     max_model_len: tokens per request, prompt and output together.
     gpu_memory_utilization: share of the card's memory the engine may take, 0 … 1.
     max_num_seqs: requests that run at once. max_num_batched_tokens: prompt tokens per extend pass.
-    max_stall_ms: milliseconds that running requests wait at most from one round to the next: prompt passes between them
-    are as large as fits, by what passes cost.
+    max_stall_ms: milliseconds between two rounds of running requests, at most: prompt passes between them are as large
+    as fits, by what passes cost.
     load_format: auto, or dummy for random weights (needs config.json only).
     enforce_eager: short for graphs="off".
     graphs: auto, full, segmented or off, for all passes or for some: "extend=segmented,round=full". auto captures

@@ -94,8 +94,8 @@ def test_the_bound_holds_and_passes_are_as_large_as_it_allows() -> None:
     device.run(20)
     long = [device.add(8000, 3) for _ in range(5)]
     device.run()
-    assert max(device.gaps) <= BOUND + 1e-6
-    largest = max(n for n in range(16, MOST, 16) if table(n) + ROUND_MS <= BOUND)
+    assert max(device.gaps) <= BOUND + ROUND_MS + 1e-6
+    largest = max(n for n in range(16, MOST, 16) if table(n) <= BOUND)
     assert max(device.sizes) == largest
     assert device.sizes.count(largest) >= len(device.sizes) - len(long), "all but ends of prompts"
     assert all(s.finish is FinishReason.LENGTH for s in (*streams, *long))
@@ -110,7 +110,7 @@ def test_nobody_waits_and_passes_are_whole() -> None:
     assert device.now < table(32_000) + 4 * table(0) + 1
 
 
-@pytest.mark.parametrize("bound", [1.0, 7.0])
+@pytest.mark.parametrize("bound", [1.0, 2.1])
 def test_prompts_go_on_however_tight_the_bound_is(bound: float) -> None:
     """The least pass runs between two rounds, and no other."""
     device = Device(max_stall_ms=bound)
@@ -132,8 +132,8 @@ def test_the_table_is_corrected_by_what_passes_take(learns: bool) -> None:
     device.add(60_000, 2)
     device.run()
     late = [gap for gap in device.gaps if gap > ROUND_MS + 0.1][8:-1]
-    assert len(late) > 9
-    assert (max(late) <= 1.01 * BOUND) is learns
+    assert len(late) > 5
+    assert (max(late) <= 1.01 * BOUND + ROUND_MS) is learns
 
 
 def test_a_table_that_knows_nothing() -> None:
@@ -145,7 +145,7 @@ def test_a_table_that_knows_nothing() -> None:
     device.add(60_000, 2)
     device.run()
     late = [gap for gap in device.gaps if gap > ROUND_MS + 0.1][8:-1]
-    assert BOUND * 0.9 < max(late) <= 1.01 * BOUND
+    assert BOUND * 0.9 < max(late) - ROUND_MS <= 1.01 * BOUND
 
 
 @functools.cache

@@ -24,7 +24,7 @@ BELIEF = 0.5
 
 
 class PromptBudget:
-    """Bounds the time between two rounds: of all prompt passes between them, and of the round itself.
+    """Bounds the time from the end of a round to the start of the next: that of all prompt passes between them.
 
     max_stall_ms: the bound. most: tokens of a pass at most. extend_ms: what a pass of so many tokens takes, by the
     table. round_ms: what the next round of these running requests takes; of both kinds where both run
@@ -57,7 +57,7 @@ class PromptBudget:
         if not running:
             self._spent, self._read_at = 0.0, None
             return self.most
-        left = self._max_stall_ms - self._round_ms(running) - self._spent
+        left = self._max_stall_ms - self._spent
         sizes = range(LEAST_TOKENS, self.most + 1, LEAST_TOKENS)
         fitting = bisect_right(sizes, left, key=lambda size: self._ms(size, start + size / 2))
         if fitting == len(sizes):
