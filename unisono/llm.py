@@ -39,7 +39,7 @@ class LLM:
         try:
             self.tokenizer = Tokenizer.load(self.engine.checkpoint.path)
         except BaseException:
-            self.engine.shutdown()  # nobody else could
+            self.engine.shutdown()  # the caller has no object to do it with
             raise
         self._inputs = InputProcessor(self.tokenizer, ModelFacts.of(self.engine.info(), self.tokenizer))
         self.eos_token_ids = self._inputs.model.eos_token_ids

@@ -30,7 +30,7 @@ class FinishReason(enum.IntEnum):
 class Vectors:
     """Rows of numbers on their way between rooms and processes; ``vectors.py`` makes tensors of them.
 
-    dtype: float32, float16 or bfloat16. size: numbers in a row. data: the rows, one behind the other, in the machine's
+    dtype: float32, float16 or bfloat16. size: numbers in a row. data: the rows, one after the other, in the machine's
     byte order.
     """
 
@@ -39,7 +39,7 @@ class Vectors:
     data: bytes
 
     def joined(self, later: Vectors) -> Vectors:
-        """These rows, and those of ``later`` behind them."""
+        """These rows, then those of ``later``."""
         return Vectors(self.dtype, self.size, self.data + later.data)
 
 
@@ -118,7 +118,7 @@ class CompletionOutput:
     ``logprobs`` maps, for each token, ids to their log-probability: the token's own and the likeliest ones'.
     ``hidden_states``: a tensor [tokens - 1, hidden] in the model's dtype, of each token but the last.
     ``extra``: what features of other packages report, a list for each name.
-    ``error``: why it could not go on, where ``finish_reason`` is "abort" and nobody asked for that.
+    ``error``: why it could not go on, where ``finish_reason`` is "abort" and no caller asked for it.
     """
 
     index: int

@@ -49,11 +49,11 @@ def parse_nodes(given: object) -> tuple[Node, ...]:
 
 
 def promising(children: int, budget: int, depth: int) -> tuple[Node, ...]:
-    """The ``budget`` likeliest nodes of the tree with so many children a node and this depth.
+    """The ``budget`` likeliest nodes of a tree with this depth and this number of children per node.
 
     A node is likely as all of its path is: the product of RIGHT · NEXT^d over its digits, so a parent always comes
     before its children and a sibling before the next. Of equals the shallower comes first. The tree is smaller where
-    ``children`` and ``depth`` do not give so many nodes. Raises ValueError for too many paths.
+    ``children`` and ``depth`` give fewer nodes. Raises ValueError for too many paths.
     """
     nodes: list[Node] = []
     waiting: list[tuple[float, int, Node]] = []

@@ -134,8 +134,8 @@ class SpeculativeConfig:
     def parse(given: Mapping[str, Any]) -> SpeculativeConfig:
         """From vLLM's flat form: every key that is no field of this class is an option of the method.
 
-        A tree is ``speculative_token_tree`` (its nodes, as vLLM writes them), or ``topk`` and ``num_draft_tokens``: the
-        so many likeliest nodes with at most ``topk`` children each, by the prior of ``token_tree.promising``.
+        A tree is ``speculative_token_tree`` (its nodes, as vLLM writes them), or ``topk`` and ``num_draft_tokens``:
+        that number of likeliest nodes with at most ``topk`` children each, by the prior of ``token_tree.promising``.
         """
         if not isinstance(given.get("method"), str):
             raise ConfigError(
@@ -237,7 +237,7 @@ class SamplingParams:
     stop: strings that end the text; include_stop_str_in_output: whether they are part of it.
     stop_token_ids: ids that end the request beside the model's EOS ids.
     ignore_eos: go on after EOS (for benchmarks).
-    logprobs: report the log-probability of each token and of so many likeliest ones; None reports none.
+    logprobs: report the log-probability of each token and of this number of likeliest ones; None reports none.
     prompt_logprobs: the same for each prompt token but the first. logprob_start_len (SGLang's name): only for prompt
     tokens from this position on. The prompt is computed from the token before that, without the prefix cache.
     return_hidden_states (SGLang's name): report the final hidden state, after the last norm, of each prompt token and
@@ -362,7 +362,7 @@ class EngineRequest:
 
     ``stop_ids`` are the device's stop ids (the model's EOS ids unless ignored, and the request's own).
     ``bad_words`` are the token sequences of ``params.bad_words``. ``params.seed`` is set (never None) by the time a
-    request reaches the engine. ``shares_with`` is an earlier request with the same prompt: this one starts behind its
+    request reaches the engine. ``shares_with`` is an earlier request with the same prompt: this one starts after its
     first token, when the prefix cache has the prompt's pages. ``overrides``: embeddings at some of the prompt's
     positions, where ``prompt_token_ids`` has PLACEHOLDER.
     """

@@ -53,7 +53,7 @@ class AttentionInputs:
 class LastTokens:
     """The tokens of a pass whose outputs are read, one of each row, where no other's are.
 
-    A layer behind which nothing else is read writes the keys and values of all tokens, and computes the rest for these
+    The last layer writes the keys and values of all tokens, and computes the rest for these
     alone. Their bits are the same, for no token's depend on another's row.
 
     last [E] int32: where they stand among the pass's tokens. inputs: they alone, as a round of width 1; nothing is

@@ -83,9 +83,9 @@ class SelfTest:
 
 @dataclass(frozen=True)
 class Verified:
-    """What a round left behind, for :meth:`Drafter.observe`.
+    """The result of a round, for :meth:`Drafter.observe`.
 
-    slots [R] int32. result [R, W + 2] int32: count, status, committed tokens (-1 behind ``count``); a row that
+    slots [R] int32. result [R, W + 2] int32: count, status, committed tokens (-1 after ``count``); a row that
     held no active request has count 0. sampled [R, W] int32. hidden [R·W, d] of the verified positions, as
     ``Drafter.features`` asked (None where it asked for none). ``slots.length`` is already n + count.
     """
@@ -102,7 +102,7 @@ class PromptPass:
 
     slots [E], query_start [E + 1], start [E] int32: row r owns tokens query_start[r] … query_start[r + 1] of
     the pass, the first of them at absolute position start[r]; rows that are not used own none.
-    token_ids [T]; next_ids [T]: the token after each (the sampled one behind the prompt's last); positions [T]:
+    token_ids [T]; next_ids [T]: the token after each (the sampled one after the prompt's last); positions [T]:
     -1 for padding. last [E]: index of each row's last token. hidden as asked: [T, d], of Hidden.LAST [E, d], or None.
     """
 

@@ -49,7 +49,7 @@ class Unobserved:
     def take(self, slots: torch.Tensor, lag: int = 0) -> Verified:
         """Up to ``context.max_unobserved`` unobserved tokens of each of slots [R], as one round would have left them.
 
-        They count as observed from now on. hidden is None where none are kept. lag: take the tokens so many positions
+        They count as observed from now on. hidden is None where none are kept. lag: take the tokens this many positions
         before those, for a draft model that begins a round with the last tokens it knows.
         """
         s, hidden = self._context.slots, self._context.state[NAME]["hidden"]

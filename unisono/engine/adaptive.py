@@ -2,8 +2,8 @@
 
 Plain arithmetic over what the host has read; nothing of the device. :class:`Acceptance` estimates, for each request and
 place in a draft, how often it is accepted once those before it were. :class:`RoundCosts` says what a round takes: its
-graph's time on padding, and how much longer rounds of so many requests take in fact. :class:`AdaptiveK` chooses. It may
-be wrong about both; no choice changes a text.
+graph's time on padding, and how much longer rounds with this number of requests really take.
+:class:`AdaptiveK` chooses. It may be wrong about both; no choice changes a text.
 
 Shapes: R rows of a round, K drafts at most, S slots.
 """
@@ -86,8 +86,8 @@ class Acceptance:
 
 @dataclass
 class _Level:
-    """Of rounds of about so many requests: how much longer they take than on padding, and of each number of drafts,
-    how much it differs from the first one seen. recent: times beyond padding, of ``drafts`` without a change."""
+    """For rounds with about this number of requests: how much longer they take than on padding, and how much each
+    number of drafts differs from the first one seen. recent: times beyond padding, of ``drafts`` without a change."""
 
     offset: float | None = None
     correction: dict[int, float] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class RoundCosts:
         self._last: _Level | None = None
 
     def ms(self, rows: int, drafts: int) -> float | None:
-        """What a round of so many requests takes; None: it has no graph, and should not be chosen."""
+        """Milliseconds of a round with this number of requests; None: it has no graph, and should not be chosen."""
         padding = self._table(rows, drafts)
         if padding is None:
             return None
@@ -125,7 +125,7 @@ class RoundCosts:
         self._last = None
 
     def measured(self, rows: int, drafts: int, ms: float) -> None:
-        """A round of so many requests took so long, as did those around it."""
+        """A round with this number of requests took ``ms``, and so did those around it."""
         padding = self._table(rows, drafts)
         if padding is None:
             return

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class DraftController:
-    """Chooses for the rounds of one engine. ``pinned``: draft so many whatever seems best; None: adapt.
+    """Chooses for the rounds of one engine. ``pinned``: a fixed number of drafts; None: adapt.
 
     ``rounds[k]`` counts rounds with k drafts.
     """
@@ -64,7 +64,7 @@ class DraftController:
         return self.policy.costs.ms(rows, drafts) or self._runner.planner.expected_ms(key)
 
     def pin(self, drafts: int | None) -> None:
-        """Draft so many in every round; None: adapt, where there is a choice."""
+        """Draft this number of tokens in every round; None: adapt, where there is a choice."""
         choices = self._runner.choices
         self.pinned = choices[0] if len(choices) == 1 else drafts
 
@@ -158,7 +158,7 @@ class DraftController:
                 self.policy.acceptance.count(slots, np.array(asked)[rows], counts[rows] - 1)
 
     def _learn_cost(self, work: Round, after: Round, ms: float) -> None:
-        """So long after the pass before it was ``work`` read, with ``after`` launched behind it."""
+        """``work`` was read this long after the pass before it; ``after`` was launched next."""
         if _alike(work, after):
             self.policy.costs.measured(len(work.sequences), work.drafts, ms)
             return

@@ -279,7 +279,7 @@ class Engine:
         return 0 if self.has_work() else self.runner.planner.capture_missing()
 
     def pin_drafts(self, drafts: int | None) -> None:
-        """Have every round draft so many tokens, one of ``runner.choices``; None: as many as pay. For measurements."""
+        """Draft this number of tokens in every round, one of ``runner.choices``; None: adapt. For measurements."""
         if drafts is not None and drafts not in self.runner.choices:
             raise ConfigError(f"{drafts} drafts a round: this engine has captured rounds with {self.runner.choices}.")
         self.draft_controller.pin(drafts)

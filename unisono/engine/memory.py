@@ -44,12 +44,12 @@ class PageDemand:
     logits_bytes: int = 0
 
     def bytes(self, pages: int) -> int:
-        """Bytes of the KV cache with so many pages of lifetime ALL, those of tree paths included."""
+        """Bytes of the KV cache with this number of pages of lifetime ALL, those of tree paths included."""
         counts = self.counts(pages)
         return sum((counts[w] + self.path_pages) * size for w, size in self.page_bytes.items())
 
     def counts(self, pages: int) -> dict[int, int]:
-        """Pages of each lifetime beside so many of ALL."""
+        """Pages of each lifetime, given those of ALL."""
         return {ALL: pages, **{w: min(pages, most) for w, most in self.windows.items()}}
 
     def fit(self, free: int, most: int) -> int:

@@ -26,8 +26,8 @@ BELIEF = 0.5
 class PromptBudget:
     """Bounds the time from the end of a round to the start of the next: that of all prompt passes between them.
 
-    max_stall_ms: the bound. most: tokens of a pass at most. extend_ms: what a pass of so many tokens takes, by the
-    table. round_ms: what the next round of these running requests takes; of both kinds where both run
+    max_stall_ms: the bound. most: tokens of a pass at most. extend_ms: the time of a pass with this number of tokens,
+    by the table. round_ms: what the next round of these running requests takes; of both kinds where both run
     (``scheduler.py``). attention: by what share of the table's time each token of context makes a pass longer.
     learns: whether passes are timed. clock: in seconds.
 

@@ -58,7 +58,7 @@ class Runner:
         self.planner.forget()
 
     def round_key(self, rows: int, drafts: int) -> Key:
-        """Of a round of so many requests with so many drafts each."""
+        """Of a round with this number of requests and of drafts for each."""
         return Key("round", Shape(rows, 1 + drafts), self.features)
 
     @property
@@ -70,11 +70,11 @@ class Runner:
         return ATTENTION_RATE * 2 * heads / max(1, products)
 
     def catch_up_key(self, rows: int) -> Key:
-        """Of a pass in which the drafter catches up with so many requests."""
+        """Of a pass in which the drafter catches up with this number of requests."""
         return Key("catch_up", Shape(rows, self.max_unobserved))
 
     def extend_ms(self, tokens: int) -> float:
-        """What a prompt pass of so many tokens takes on padding; on a CPU a fixed figure, for runs to be repeatable."""
+        """Milliseconds of a prompt pass of this size, on padding; on a CPU a fixed figure, so that runs repeat."""
         if self.config.device.type == "cpu":
             return CPU_COST.replay(tokens)
         return self.planner.expected_ms(Key("extend", Shape(tokens), self.features))

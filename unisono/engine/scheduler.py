@@ -220,7 +220,7 @@ class Scheduler:
     def _grow(self, sequence: Sequence) -> None:
         """Reserve the worst case of one more round.
 
-        Without a pass in flight, whoever arrived last gives pages back until it fits; else that has to wait.
+        Without a pass in flight, the latest request gives its pages back until it fits; with one, this has to wait.
         """
         while sequence.pages is not None:
             try:

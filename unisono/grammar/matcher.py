@@ -63,9 +63,9 @@ class Matcher:
             self._accepted += 1
 
     def masks(self, drafts: np.ndarray, out: np.ndarray) -> None:
-        """Fill ``out [P, W, words]`` int32, contiguous, all ones, for positions behind ``drafts [P, k]`` (-1: none).
+        """Fill ``out [P, W, words]`` int32, contiguous, all ones, for the positions after ``drafts [P, k]`` (-1: none).
 
-        out[p, j] is for the position behind drafts[p, :j]. Behind a draft that the grammar refuses, or that ends the
+        out[p, j] is for the position after drafts[p, :j]. After a draft that the grammar refuses, or that ends the
         text, it stays all ones: the mask before forbids the one, and nothing follows the other.
         """
         flat = out.reshape(-1, out.shape[-1])
@@ -101,7 +101,7 @@ class Matcher:
         self._longest = max(self._longest, time.thread_time() - started)
 
     def _fill(self, flat: np.ndarray, row: int, ahead: int) -> None:
-        """The mask behind ``ahead`` drafts, of which the matcher knows."""
+        """The mask after ``ahead`` drafts that the matcher has accepted."""
         with self._clocked():
             self._matcher.fill_next_token_bitmask(flat, row)
         if not flat[row].any():  # nothing continues: the text ends here, and accept() says why
@@ -114,7 +114,7 @@ class Matcher:
                 flat[row] = before
 
     def _held_back(self, length: int) -> Sequence[int]:
-        """The ids that may not end an output of so many tokens if it can go on."""
+        """The ids that may not end an output of this length if it can go on."""
         if length < self._params.min_tokens:
             return (*self._eos, *self._params.stop_token_ids)
         return self._eos if self._params.ignore_eos else ()

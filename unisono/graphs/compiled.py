@@ -1,7 +1,7 @@
 """Compiled ("piecewise") passes: what a segment dispatches is recorded, cut into pieces, and these are torch.compiled.
 
 A piece is a longest run of recorded PyTorch ops that change nothing (no op that writes into its arguments, no eager
-break, no buffer that somebody writes later) and whose results are exact (:data:`EXACT`). It becomes one function of
+break, no buffer that is written later) and whose results are exact (:data:`EXACT`). It becomes one function of
 tensors, so the compiler sees neither Python nor aliases nor mutation. What lies between pieces runs as it was recorded:
 most of all the project's own kernels, which the compiler could only call. So a model written in plain PyTorch gains
 most, and one written in fused kernels next to nothing.
@@ -213,7 +213,7 @@ def written_by(call: Call) -> Iterable[Any]:
 
 
 def _is_pure(call: Call, written: set[int]) -> bool:
-    """Whether the call changes nothing, nobody changes what it makes, and its result is exact."""
+    """Whether the call changes no tensor, nothing changes its result later, and the result is exact."""
     if call.op._schema.is_mutable or call.op.namespace != "aten":
         return False
     if call.view:

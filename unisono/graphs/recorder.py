@@ -79,7 +79,7 @@ def _is_view(op: Any, args: tuple, results: tuple[torch.Tensor, ...]) -> bool:
 
 
 class _HostReads(TorchFunctionMode):
-    """Refuses what reads or makes tensors on the host behind the dispatcher's back."""
+    """Refuses host reads and host-made tensors that the dispatcher does not see."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in _UNSEEN:

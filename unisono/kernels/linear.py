@@ -44,7 +44,7 @@ class Tile:
     stages: int
 
 
-_TILES = {  # up to so many rows: tiles for N small (≤ 2 programs of 16 outputs a multiprocessor), middling, large
+_TILES = {  # by rows at most: tiles for N small (≤ 2 programs of 16 outputs a multiprocessor), middling, large
     16: (Tile(16, 16, 512, 2, 4), Tile(16, 64, 256, 4, 4), Tile(16, 64, 128, 4, 4)),
     32: (Tile(32, 32, 256, 2, 4), Tile(32, 32, 256, 2, 4), Tile(32, 64, 128, 2, 4)),
     64: (Tile(64, 32, 256, 4, 4), Tile(64, 64, 128, 4, 5), Tile(64, 64, 64, 4, 4)),

@@ -38,7 +38,7 @@ GREEDY_BELOW = tl.constexpr(1e-5)
 
 FILTER_LANES, FILTER_WARPS = 8192, 32
 ARGMAX_BLOCKS = {16: (1024, 4), 1 << 30: (4096, 8)}
-"""Elements and warps of an argmax program, up to so many rows. Many rows fill the device with few programs each."""
+"""By rows at most: elements and warps of an argmax program. Many rows fill the device with few programs each."""
 
 CACHED = 16384
 """Elements whose noise the twin computes at a time: what a core's cache holds."""

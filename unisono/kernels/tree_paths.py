@@ -67,7 +67,7 @@ class Best(NamedTuple):
 
 
 def span_pages(drafts: int, page_size: int) -> int:
-    """Pages that the positions a path may write can touch, when it drafts so many tokens."""
+    """Pages that the positions a path may write can touch, for this number of drafts."""
     return (drafts + REACH.value - 2) // page_size + 2
 
 

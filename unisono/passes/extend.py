@@ -55,7 +55,7 @@ def extend_program(modules: Modules, max_rows: int, name: str = "extend") -> Pro
         sampled = modules.sample(b, hidden, last, b.sample_slots, drafts, Outputs(b))
         b.result.copy_(modules.commit(sampled, drafts, b.sample_slots))
         if modules.width > 1:
-            b.outputs_ready()  # somebody waits for the first token, and not for the drafter
+            b.outputs_ready()  # the first token need not wait for the drafter
             seen = last if modules.drafter.features.hidden is Hidden.LAST else seen
             next_ids = _with_sampled(b.next_ids, b.last, sampled[:, 0], b.sample_slots != slots.padding)
             modules.drafter.observe_prompt(
@@ -66,7 +66,7 @@ def extend_program(modules: Modules, max_rows: int, name: str = "extend") -> Pro
 
 
 def _reads_last_tokens_only(modules: Modules, b: Buffers) -> bool:
-    """Whether nobody reads the target's output for other tokens of a prompt pass than each row's last one."""
+    """Whether only each row's last token of a prompt pass has its target output read."""
     features = modules.drafter.features
     if features.hidden is Hidden.FULL or modules.model.config.num_layers in features.aux_layers:
         return False

@@ -20,7 +20,7 @@ from unisono.state.store import StateStore
 
 
 def path_pages(paths: int, drafts: int, num_slots: int) -> int:
-    """Pages that the paths of so many requests have to themselves."""
+    """Pages that only tree paths use, for this number of requests."""
     return (paths - 1) * span_pages(drafts, PAGE_SIZE) * num_slots
 
 
@@ -33,7 +33,7 @@ class Tree:
     slots: SlotTensors
     store: StateStore
     num_pages: Mapping[int, int]  # by lifetime, without those of the paths
-    unused: torch.Tensor  # bool [P, k]: behind each path's end
+    unused: torch.Tensor  # bool [P, k]: after each path's end
 
     @staticmethod
     def of(
@@ -68,7 +68,7 @@ class Tree:
         return fork_paths(table, slots, s.length, s.status, len(self.paths), pages, first, PAGE_SIZE)
 
     def propose(self, fork: Fork, drafts: torch.Tensor) -> None:
-        """Write ``drafts [R · P, k]``, -1 behind each path's end."""
+        """Write ``drafts [R · P, k]``, -1 after each path's end."""
         self.drafter.propose(fork.slots, drafts, fork.tables)
         drafts.view(-1, *self.unused.shape).masked_fill_(self.unused, -1)
 

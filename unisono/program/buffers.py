@@ -231,7 +231,7 @@ def _aside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-# It writes nothing, but has to stay behind what writes the outputs: hence the mutable argument.
+# It writes nothing, but has to stay after what writes the outputs: hence the mutable argument.
 _library = torch.library.Library("unisono", "FRAGMENT")
 _library.define("outputs_ready(Tensor(a!) outputs, int buffers) -> ()")
 _library.impl(
@@ -243,7 +243,7 @@ _library.impl(
 class PendingOutputs:
     """Outputs of a launched pass on their way to the host. Owns its copy: a later replay can't change it.
 
-    done: set when they are there; the pass may go on behind that (:meth:`Buffers.outputs_ready`).
+    done: set when they are there; the pass may go on after that (:meth:`Buffers.outputs_ready`).
     """
 
     schema: Schema

@@ -19,7 +19,7 @@ class Shape:
 
 
 class Hidden(enum.IntEnum):
-    """Which hidden states a pass must leave behind; a later one covers every earlier one but AUX."""
+    """Which hidden states a pass must return; a later one covers every earlier one but AUX."""
 
     NULL = 0  # none
     LAST = 1  # of a prompt pass each row's last token's, of a round as FULL

@@ -63,7 +63,7 @@ def sample_tokens(
 
     Row r * width + j stands at position ``fields.length[slots[r]] + offset + j``; ``ids`` names the token of each
     column where a drafter knows only some. Drafting, verification and plain decoding pick by this one rule, with
-    noise keyed by (seed, position, token id): equal logits give equal tokens whoever asks, and near ones mostly
+    noise keyed by (seed, position, token id): equal logits give equal tokens for every caller, and near ones mostly
     do (Daliri, Musco, Suresh, arXiv 2408.07978).
     """
     return sample(
@@ -137,7 +137,7 @@ class DraftSampler:
     with verification; a drafter need not know. Elsewhere it sees what is committed.
 
     ``paths`` are those of a tree, row r · P + l of a round being path l: there each row gets the candidate that its
-    path's digit names (0 behind its end), so that a drafter need not know of digits either.
+    path's digit names (0 after its end), so that a drafter need not know of digits either.
     """
 
     def __init__(self, fields: EditFields, paths: Sequence[Sequence[int]] = ()) -> None:

@@ -57,7 +57,7 @@ def load_factory(name: str) -> Factory:
 
 
 def main(address: str, factory: str, config: Any) -> None:
-    """Make an engine of ``config`` and run it behind the socket at ``address``; exits 1 after an error."""
+    """Make an engine of ``config`` and serve it on the socket at ``address``; exits 1 after an error."""
     # The terminal sends Ctrl-C to both processes; the API process decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -101,7 +101,9 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
         server = _Uvicorn(_uvicorn_config(create_app(service)))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reporting = asyncio.create_task(_report_progress(service))
-        listener.listen(BACKLOG)  # uvicorn will in a moment; whoever reads the next line may connect at once
+        listener.listen(
+            BACKLOG
+        )  # uvicorn listens a moment later, and a client that reads the next line may connect at once
         freeze_heap()
         host, port = listener.getsockname()[:2]
         logger.info("Serving %s on http://%s:%d/v1 (Ctrl-C stops)", ", ".join(service.names), host, port)

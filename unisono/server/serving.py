@@ -141,7 +141,7 @@ def with_max_tokens(params: SamplingParams, prompt: int, context: int) -> Sampli
 
 
 def check_hidden_states(enabled: bool, hidden_size: int, prompt: int, params: SamplingParams) -> None:
-    """Raise BadRequest where this server returns no hidden states, or not so many as ``prompt`` tokens may have."""
+    """Raise BadRequest where this server returns no hidden states, or fewer than ``prompt`` tokens may have."""
     name, tokens = "return_hidden_states", prompt + params.n * (params.max_tokens or 0)
     if not params.return_hidden_states:
         return

@@ -2,7 +2,7 @@
 
 ::
 
-    page 0            padding: takes the writes of padding tokens, owned by nobody
+    page 0            padding: takes the writes of padding tokens, owned by no request
     free              in the pool's free list
     reserved          in one Reservation: a request's uncommitted or private pages
     cached            in the prefix tree; locked while a Reservation's page table names it
@@ -88,7 +88,7 @@ class Reservation:
 
         complete: leading tokens whose state is complete, all by default. A drafter may compute a token's state one
         round later than the target does, so the last token of a request's last round is incomplete. Whoever goes on
-        from such a page completes it; whoever has the same tokens complete replaces it.
+        from such a page completes it; a request that has the same tokens complete replaces it.
         """
         complete = len(tokens) if complete is None else complete
         for i in range(self._inserted, len(tokens) // PAGE_SIZE):
@@ -173,7 +173,7 @@ class PagePool:
         return reservation
 
     def has_quotas(self, quotas: Mapping[int, int]) -> bool:
-        """Whether a request may need so many pages at once of each window lifetime."""
+        """Whether a request may need this number of pages at once of each window lifetime."""
         return all(self.windows[lifetime].unpromised >= pages for lifetime, pages in quotas.items())
 
     def take(self, count: int) -> list[int]:

@@ -98,7 +98,7 @@ def map_tree(tree: Tree, change: Callable[[Spec], Any]) -> Tree:
 
 
 def whole_requests(tree: Tree) -> Tree:
-    """The same specs with every page kept as long as its request: what a drafter reads may lag behind the target."""
+    """The same specs with every page kept as long as its request: a drafter may read later than the target."""
     return map_tree(tree, lambda spec: replace(spec, lifetime=ALL) if isinstance(spec, Paged) else spec)
 
 

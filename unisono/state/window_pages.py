@@ -119,8 +119,8 @@ class WindowPages:
     def free_before(self, position: int) -> None:
         """Give back the pages that tokens from the page of ``position`` on cannot read.
 
-        Not just from ``position`` on: a cached prefix ends with a page, and whoever goes on from there reads as far
-        back.
+        Not just from ``position`` on: a cached prefix ends with a page, and a request that goes on from there reads
+        as far back.
         """
         live = first_live_column(position - position % PAGE_SIZE, self.pool.lifetime)
         while self.entries and self.first < live:

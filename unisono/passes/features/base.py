@@ -239,7 +239,7 @@ class Feature:
 
 
 def words_of(size: int, dtype: torch.dtype) -> int:
-    """int32 words of a vector of so many numbers. Raises ValueError where that is no whole number."""
+    """int32 words of a vector with this number of elements. Raises ValueError where that is no whole number."""
     words, rest = divmod(size * dtype.itemsize, 4)
     if rest:
         raise ValueError(f"{size} numbers of {dtype} do not fill four-byte words")
