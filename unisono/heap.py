@@ -10,7 +10,8 @@ from contextlib import contextmanager
 def freeze_heap() -> None:
     """Collect garbage, and have later collections pass over what is left: a model's and its libraries' objects.
 
-    Looking through all of these takes 0.2 s, in which no request gets a token, at an unforeseeable time. For processes of the project's own: what is there now is not looked at again.
+    A collection that goes through all of these takes 0.2 s, in which no request gets a token, at an unforeseeable time.
+    For processes of the project's own: objects that exist now are never collected.
     """
     gc.collect()
     gc.freeze()
