@@ -25,7 +25,7 @@ ALLOWED = {
     "heap": set(),
     "catalog": {"types"},
     "vectors": {"types"},
-    "config": {"types"},
+    "config": {"types", "vectors"},
     "tokenizer": {"types"},
     "request_checks": {"types"},
     "frontend": {"types", "vectors", "tokenizer", "request_checks"},

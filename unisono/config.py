@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol
 import torch
 
 from unisono.types import ConfigError, SpeculativeConfig
+from unisono.vectors import DTYPES
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 GPU_MAX_SEQS, CPU_MAX_SEQS = 256, 16
 GPU_BATCHED_TOKENS, CPU_BATCHED_TOKENS = 8192, 512

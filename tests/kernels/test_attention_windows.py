@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.paged_requests import ALWAYS_CUT, IMPLEMENTATIONS, NEVER_CUT, Requests
-from unisono.attention.base import AttentionInputs
+from unisono.attention.base import AttentionInputs, AttentionOptions
 from unisono.attention.reference import ReferenceAttention
 
 LENGTHS = [570, 40, 570]
@@ -96,8 +96,9 @@ def test_the_reference_reads_nothing_behind_the_window(value, width):
             case._int32([0, 1, 2]), positions, positions, case._int32(LENGTHS), case.table, width, query_start
         )
         backend.plan(inputs)
+        options = AttentionOptions(case.scale, 100, soft_cap=2.0, sinks=case.sink)
         caches = case.k_cache, case.v_cache
-        outputs.append(backend.forward(q, *caches, inputs, case.scale, 100, soft_cap=2.0, sinks=case.sink))
+        outputs.append(backend.forward(q, caches, inputs, options))
     case.soft_cap = 2.0
     want = torch.cat([case.oracle(row, n - 5, n) for row, n in enumerate(LENGTHS)])
     assert torch.equal(*outputs)

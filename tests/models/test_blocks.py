@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.models.make_mtp import rotate
-from unisono.attention.base import AttentionInputs
+from unisono.attention.base import AttentionInputs, AttentionOptions
 from unisono.attention.context import PassContext
 from unisono.attention.triton import TritonAttention
 from unisono.layers.rotary import RotarySpec
@@ -97,28 +97,26 @@ class Recorder:
 
     def __init__(self) -> None:
         self.plans = 0
-        self.calls: list[tuple[float, int, dict[str, Any]]] = []
+        self.calls: list[AttentionOptions] = []
 
     def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         self.plans += 1
 
-    def forward(self, q: torch.Tensor, k: Any, v: Any, inputs: Any, scale: float, window: int, **options: Any) -> Any:
-        self.calls.append((scale, window, options))
+    def forward(self, q: torch.Tensor, kv: Any, inputs: Any, options: AttentionOptions) -> Any:
+        self.calls.append(options)
         return q.flatten(1)
 
 
 def test_the_backend_is_told_what_the_spec_says() -> None:
-    """And of what a layer has not, nothing, so that a backend need not know it."""
     made = Recorder()
     b = builder(lambda q, kv: made)
     plain, rich = SPEC.build(b), replace(SPEC, scale=1.0, window=9, soft_cap=30.0, sink=True).build(b)
     context = PassContext.of(one_pass())
     for attention in (plain, rich):
         attention(torch.zeros(TOKENS, HIDDEN), context, state_of(attention))
-    assert made.calls[0] == (20**-0.5, 0, {})
-    scale, window, options = made.calls[1]
-    assert (scale, window, sorted(options), options["soft_cap"]) == (1.0, 9, ["sinks", "soft_cap"], 30.0)
-    assert options["sinks"] is rich.sinks
+    assert made.calls[0] == AttentionOptions(20**-0.5)
+    assert replace(made.calls[1], sinks=None) == AttentionOptions(1.0, window=9, soft_cap=30.0)
+    assert made.calls[1].sinks is rich.sinks
     assert made.plans == 2  # one for each window
 
 

@@ -16,6 +16,9 @@ import torch
 
 from unisono.program import eager_break
 
+KV = tuple[torch.Tensor, torch.Tensor]
+"""A layer's keys and values, each [NP, Hkv, P, D]."""
+
 
 @dataclass(slots=True)
 class AttentionInputs:
@@ -68,6 +71,23 @@ class LastTokens:
         return x.index_select(0, self.last)
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """How a layer attends.
+
+    scale: of the scores. window: how many positions a token sees, itself included; 0: all. first: keys at positions
+    below it are invisible, and a token that stands there yields zeros. soft_cap > 0: scores become
+    soft_cap · tanh(score / soft_cap), before they are masked. sinks [Hq] fp32: exp(sink) is added to the denominator of
+    its head's softmax.
+    """
+
+    scale: float
+    window: int = 0
+    first: int = 0
+    soft_cap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
 class AttentionBackend(Protocol):
     """One way to compute attention over the paged KV cache.
 
@@ -91,24 +111,9 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        inputs: AttentionInputs,
-        scale: float,
-        window: int,
-        first: int = 0,
-        soft_cap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend. q [T, Hq, D]; k_cache, v_cache [NP, Hkv, P, D]; ``window`` 0 sees everything.
-
-        Keys at positions below ``first`` are invisible; a token that stands there yields zeros.
-        soft_cap > 0: scores become soft_cap · tanh(score / soft_cap), before they are masked.
-        sinks [Hq] fp32: exp(sink) is added to the denominator of its head's softmax.
-        The pass's own keys and values are already in the cache. Returns [T, Hq · D] in q's dtype.
+    def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
+        """Attend. q [T, Hq, D]; kv: the layer's pages, with the pass's own keys and values. Returns [T, Hq · D] in q's
+        dtype.
         """
         ...
 
@@ -161,21 +166,10 @@ class BreakingAttention:
         else:
             _plan(self.backend, inputs, window)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        inputs: AttentionInputs,
-        scale: float,
-        window: int,
-        first: int = 0,
-        soft_cap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
         """See :class:`AttentionBackend`."""
         attend = _attend_where_split if self.backend.capturable else _attend
-        return attend(self.backend, q, k_cache, v_cache, inputs, scale, window, first, soft_cap, sinks)
+        return attend(self.backend, q, kv, inputs, options)
 
 
 def _call(backend: AttentionBackend, *args: Any) -> torch.Tensor:

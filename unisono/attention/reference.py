@@ -11,7 +11,7 @@ import itertools
 
 import torch
 
-from unisono.attention.base import AttentionInputs
+from unisono.attention.base import KV, AttentionInputs, AttentionOptions
 
 
 class ReferenceAttention:
@@ -39,35 +39,24 @@ class ReferenceAttention:
             if positions[token] >= 0
         ]
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        inputs: AttentionInputs,
-        scale: float,
-        window: int,
-        first: int = 0,
-        soft_cap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
         """See :class:`unisono.attention.base.AttentionBackend`. H: KV heads, G: query heads of each."""
         tokens, heads, dim = q.shape
-        kv_heads, page_size = k_cache.shape[1:3]
+        kv_heads, page_size = kv[0].shape[1:3]
         out = q.new_zeros(tokens, heads * dim)
         for token, position, table in inputs.plan:
-            since = max(first, position - window + 1 if window > 0 else 0)
+            since = max(options.first, position - options.window + 1 if options.window > 0 else 0)
             if since > position:
                 continue
             at = torch.arange(since, position + 1, device=q.device)
             page, offset = table[at // page_size].long(), at % page_size
-            k_HND, v_HND = (c[page, :, offset].transpose(0, 1).float().contiguous() for c in (k_cache, v_cache))
+            k_HND, v_HND = (c[page, :, offset].transpose(0, 1).float().contiguous() for c in kv)
             q_HGD = q[token].view(kv_heads, heads // kv_heads, dim).float()
-            scores_HGN = q_HGD @ k_HND.transpose(1, 2) * scale
-            if soft_cap > 0:
-                scores_HGN = soft_cap * (scores_HGN / soft_cap).tanh()
-            if sinks is not None:  # one more column, dropped after the softmax
-                scores_HGN = torch.cat((scores_HGN, sinks.float().view(kv_heads, -1, 1)), -1)
+            scores_HGN = q_HGD @ k_HND.transpose(1, 2) * options.scale
+            if options.soft_cap > 0:
+                scores_HGN = options.soft_cap * (scores_HGN / options.soft_cap).tanh()
+            if options.sinks is not None:  # one more column, dropped after the softmax
+                scores_HGN = torch.cat((scores_HGN, options.sinks.float().view(kv_heads, -1, 1)), -1)
             weights_HGN = scores_HGN.softmax(-1)[..., : len(at)]
             out[token] = (weights_HGN @ v_HND).flatten().to(q.dtype)
         return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from unisono.attention.base import AttentionInputs
+from unisono.attention.base import KV, AttentionInputs, AttentionOptions
 from unisono.kernels import attention_hopper
 from unisono.kernels.attention import attention, attention_plan
 
@@ -58,7 +58,7 @@ class TritonAttention:
         rows = torch.arange(len(kv_len), dtype=torch.int32, device=q.device)
         inputs = AttentionInputs(rows, positions, positions, kv_len, page_table, None, query_start)
         self.plan(inputs)
-        return self.forward(q, k_cache, v_cache, inputs, q.shape[2] ** -0.5, 0)
+        return self.forward(q, (k_cache, v_cache), inputs, AttentionOptions(q.shape[2] ** -0.5))
 
     def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         """Fill ``inputs.plan``: which program walks what. One launch, no host sync."""
@@ -88,18 +88,8 @@ class TritonAttention:
             rows //= 2
         return max(rows * self.num_kv_heads // self.num_heads, 1)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        inputs: AttentionInputs,
-        scale: float,
-        window: int,
-        first: int = 0,
-        soft_cap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
         """See :class:`unisono.attention.base.AttentionBackend`."""
-        cache = k_cache, v_cache, inputs.page_table
-        return attention(q, *cache, inputs.positions, inputs.plan, scale, window, first, soft_cap, sinks)
+        o = options
+        given = (q, *kv, inputs.page_table, inputs.positions, inputs.plan)
+        return attention(*given, o.scale, o.window, o.first, o.soft_cap, o.sinks)

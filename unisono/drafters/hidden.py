@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
-from unisono.attention.base import AttentionBackend, AttentionInputs
+from unisono.attention.base import KV, AttentionBackend, AttentionInputs, AttentionOptions
 from unisono.attention.context import PassContext
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.unobserved import NAME, Unobserved
@@ -88,20 +88,8 @@ class FromFirstEntry:
     def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         self.backend.plan(inputs, window)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        inputs: AttentionInputs,
-        scale: float,
-        window: int,
-        first: int = 0,
-        soft_cap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        since = max(first, self.since)
-        return self.backend.forward(q, k_cache, v_cache, inputs, scale, window, since, soft_cap, sinks)
+    def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
+        return self.backend.forward(q, kv, inputs, replace(options, first=max(options.first, self.since)))
 
 
 class HiddenDrafter:

@@ -15,15 +15,13 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import nn
 
+from unisono.attention.base import KV, AttentionOptions
 from unisono.attention.context import PassContext
 from unisono.kernels import rope_and_cache
 from unisono.layers.mlp import GatedMLP
 from unisono.layers.rotary import RotarySpec
 from unisono.models.build import Builder, require
 from unisono.state.specs import ALL, PAGE_SIZE, Paged, Tree
-
-KV = tuple[torch.Tensor, torch.Tensor]
-"""An attention layer's keys and values, each [NP, Hkv, PAGE_SIZE, D]."""
 
 
 class Stream(NamedTuple):
@@ -151,7 +149,7 @@ class Attention(nn.Module):
         if context.last_tokens is not None:
             q = context.last_tokens.select(q)
             gate = None if gate is None else context.last_tokens.select(gate)
-        out = self._attend(q, context.queries, *state)
+        out = self._attend(q, context.queries, state)
         return out if gate is None else out * gate.sigmoid()
 
     def project(
@@ -178,14 +176,10 @@ class Attention(nn.Module):
         where, heads = (positions, inputs.slot_mapping, k_cache, v_cache), (self.spec.num_heads, self.kv_heads)
         return rope_and_cache(qkv, q_norm, k_norm, self.eps, self.cos_sin, *where, *heads)
 
-    def _attend(
-        self, q: torch.Tensor, context: PassContext, k_cache: torch.Tensor, v_cache: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, context: PassContext, kv: KV) -> torch.Tensor:
         inputs = context.plan(self.backend, self.spec.lifetime, self.spec.window)
-        options: dict[str, Any] = {"soft_cap": self.spec.soft_cap} if self.spec.soft_cap else {}
-        if self.sinks is not None:
-            options["sinks"] = self.sinks
-        return self.backend.forward(q, k_cache, v_cache, inputs, self.scale, self.spec.window, **options)
+        options = AttentionOptions(self.scale, self.spec.window, soft_cap=self.spec.soft_cap, sinks=self.sinks)
+        return self.backend.forward(q, kv, inputs, options)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,9 @@ import functools
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from unisono.attention.base import AttentionInputs
+from unisono.attention.base import KV, AttentionInputs, AttentionOptions
 from unisono.models.config import DecoderConfig
 from unisono.types import ConfigError
-
-KV = tuple[torch.Tensor, torch.Tensor]
 
 
 class TrainingAttention:
@@ -32,34 +30,23 @@ class TrainingAttention:
     def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         """Does nothing: the caller has set ``inputs.plan``."""
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        inputs: AttentionInputs,
-        scale: float,
-        window: int,
-        first: int = 0,
-        soft_cap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
         """q [B · L, Hq, D] -> [B · L, Hq · D]; see :class:`unisono.attention.base.AttentionBackend`."""
-        if soft_cap or sinks is not None:
+        if options.soft_cap or options.sinks is not None:
             raise ConfigError("draft heads cannot be trained for a model whose attention has a soft cap or sinks yet.")
         rows = inputs.slots.shape[0]
         queries = q.view(rows, -1, *q.shape[1:]).transpose(1, 2)
         length, heads = queries.shape[2], q.shape[1]
-        caches = [*(inputs.plan or ()), (k_cache, v_cache)]
+        caches = [*(inputs.plan or ()), kv]
         keys, values = (
             torch.cat([_by_row(cache[i], rows, length) for cache in caches], dim=2).repeat_interleave(
-                heads // k_cache.shape[1], dim=1
+                heads // kv[0].shape[1], dim=1
             )
             for i in (0, 1)
         )
-        plain = len(caches) == 1 and not window
-        mask = None if plain else _visible(length, len(caches) - 1, window, q.device)
-        out = scaled_dot_product_attention(queries, keys, values, mask, is_causal=plain, scale=scale)
+        plain = len(caches) == 1 and not options.window
+        mask = None if plain else _visible(length, len(caches) - 1, options.window, q.device)
+        out = scaled_dot_product_attention(queries, keys, values, mask, is_causal=plain, scale=options.scale)
         return out.transpose(1, 2).reshape(rows * length, -1)
 
 
