@@ -27,6 +27,8 @@ def exact(
     requests: Annotated[int, typer.Option(help="How many requests.")] = 200,
     output_len: Annotated[int, typer.Option(help="Tokens per request.")] = 32,
     max_prompt: Annotated[int, typer.Option(help="Longest prompt in tokens.")] = 900,
+    long: Annotated[int, typer.Option(help="How many of the requests have --long-output-len tokens.", min=0)] = 0,
+    long_output_len: Annotated[int, typer.Option(help="Tokens of those.", min=1)] = 2100,
     chunk: Annotated[int, typer.Option(help="Prompt tokens per pass in the chunked run.")] = 256,
     speculative_config: Annotated[str | None, typer.Option(help="As of `unisono serve`, JSON.")] = None,
 ) -> None:
@@ -34,9 +36,11 @@ def exact(
     from unisono.llm import LLM
     from unisono.types import SpeculativeConfig
 
-    flags: dict[str, Any] = {"dtype": dtype, "load_format": load_format, "max_model_len": max_prompt + output_len}
+    longest = max(output_len, long_output_len) if long else output_len
+    flags: dict[str, Any] = {"dtype": dtype, "load_format": load_format, "max_model_len": max_prompt + longest}
     llm = LLM(model, **flags)
     prompts, params = _requests(llm, requests, output_len, max_prompt)
+    params[:long] = [replace(p, max_tokens=long_output_len) for p in params[:long]]
     reference = _one_by_one(llm, prompts, params)
     if speculative_config:
         llm.shutdown()
