@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.kernels.delta_cases import Layer, Passes, Sizes, cuts, differing, oracle, rounds
-from unisono.kernels.causal_conv import causal_conv
+from unisono.kernels.causal_conv import causal_conv, launch_causal_conv
 from unisono.kernels.gated_delta import gated_delta
 
 SIZES = {
@@ -60,3 +60,18 @@ def test_twin_bits_do_not_depend_on_the_cuts(sizes: Sizes) -> None:
     rnd, other = random.Random(0), twins(layer)
     rounds(other, rnd, iter(lambda: rnd.randrange(1, 9), 0))
     assert differing(whole, other) == 0
+
+
+def conv_kernels(layer: Layer) -> Passes:
+    return Passes(layer, launch_causal_conv, gated_delta)
+
+
+def test_conv_x() -> None:
+    layer = Layer(Sizes(2, 4, 16, 16, width=4), torch.float32, [40, 37])
+    a = twins(layer); a.prompt(layer.lengths)
+    b = conv_kernels(layer); b.prompt(layer.lengths)
+    print([relative(x, y) for x, y in zip(a.out, b.out)])
+    c = conv_kernels(layer); cuts(c, random.Random(0), 15)
+    print(differing(b, c))
+    c = conv_kernels(layer); rounds(c, random.Random(0), itertools.repeat(3), 20)
+    print(differing(b, c), c.length)
