@@ -1,0 +1,342 @@
+"""Triton kernels of the gated delta rule. Launched by kernels/gated_delta.py.
+
+A chunk is 16 tokens at a multiple of 16. What of it does not depend on the state, :func:`_prepare_kernel` computes: of
+the products of its keys and queries, and of the decays, it makes T (the new values are T times the values' errors) and
+P (the outputs are P times the new values, besides what they read of the state). :func:`_delta_kernel` walks a row's
+chunks with the state in registers. Prompt passes and rounds run the same arithmetic, and differ in where they find
+tokens: a round's chunks begin before its tokens, so most of their inputs are remembered.
+
+The tensor cores multiply 16-bit numbers. S, the errors, the new values, T and P are therefore split into two such terms,
+which leaves 16 of fp32's 24 bits; q, k and v are exact. The bits of a chunk must not depend on which kernel computes
+it, so nothing is left to the compiler: every fused multiply-add is written out, a split is guarded, and sums over a
+dimension are products on the tensor core or have one term that is not zero.
+
+Shapes: T tokens, R rows, NR state rows, HK / HV key / value heads, K / V head sizes, C elements of q, k and v side by
+side, W tokens per row of a round, RING positions that a row remembers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from unisono.kernels.gated_delta_cpu import CHUNK as CHUNK_TOKENS
+from unisono.kernels.gated_delta_cpu import EPS as LENGTH_EPS
+from unisono.kernels.overlap import follow
+
+CHUNK = tl.constexpr(CHUNK_TOKENS)
+EPS = tl.constexpr(LENGTH_EPS)
+GUARDED = tl.constexpr(not triton.knobs.runtime.interpret)
+NEVER = tl.constexpr(2**31 - 1)
+
+
+# ---- products of fp32 numbers in two terms ----------------------------------------------------------
+
+
+@triton.jit
+def _split(x, LOW: tl.constexpr):
+    """x as two terms of 8 bits each; the first is cut, not rounded.
+
+    The move keeps the compiler from fusing the product that x may be into the subtraction, in one kernel and not in
+    another.
+    """
+    if GUARDED:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(LOW), (x - high).to(LOW)
+
+
+@triton.jit
+def _times(x, y, acc):
+    """acc + x y for fp32 x and exact y."""
+    LOW: tl.constexpr = y.dtype
+    if LOW == tl.float32:
+        return tl.dot(x, y, acc, input_precision="ieee")
+    high, low = _split(x, LOW)
+    acc = tl.dot(low, y, acc, input_precision="ieee")
+    return tl.dot(high, y, acc, input_precision="ieee")
+
+
+@triton.jit
+def _times_split(x, y_high, y_low, acc):
+    """acc + x (y_high + y_low) for fp32 x; in fp32 y_low is nothing."""
+    LOW: tl.constexpr = y_high.dtype
+    if LOW == tl.float32:
+        return tl.dot(x, y_high, acc, input_precision="ieee")
+    high, low = _split(x, LOW)
+    acc = tl.dot(low, y_high, acc, input_precision="ieee")
+    acc = tl.dot(high, y_low, acc, input_precision="ieee")
+    return tl.dot(high, y_high, acc, input_precision="ieee")
+
+
+@triton.jit
+def _store_split(pointer, x, at, SQUARE: tl.constexpr):
+    """Store a square as two terms, the second behind the first; in fp32 as it is."""
+    LOW: tl.constexpr = pointer.dtype.element_ty
+    if LOW == tl.float32:
+        tl.store(pointer + at, x)
+    else:
+        high, low = _split(x, LOW)
+        tl.store(pointer + at, high)
+        tl.store(pointer + SQUARE + at, low)
+
+
+@triton.jit
+def _load_split(pointer, at, SQUARE: tl.constexpr):
+    """What :func:`_store_split` stored."""
+    high = tl.load(pointer + at)
+    if pointer.dtype.element_ty == tl.float32:
+        return high, high
+    return high, tl.load(pointer + SQUARE + at)
+
+
+# ---- where tokens are -------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tile(new, new_stride, ring, ring_stride, position, begin, first, stop, slot, d, RING: tl.constexpr,
+          OLD: tl.constexpr):  # fmt: skip
+    """Elements d of the tokens at ``position`` [N]: of the pass or remembered; absent ones are zero. [N, len(d)]."""
+    present = position < stop
+    fresh = (present & (position >= first))[:, None]
+    row = (begin + position - first).to(tl.int64)
+    x = tl.load(new + row[:, None] * new_stride + d[None, :], mask=fresh, other=0.0)
+    if OLD:
+        old = (present & (position < first))[:, None]
+        row = slot.to(tl.int64) * RING + position % RING
+        x = tl.where(old, tl.load(ring + row[:, None] * ring_stride + d[None, :], mask=old, other=0.0), x)
+    return x
+
+
+@triton.jit
+def _gate(gates, gates_ring, position, begin, first, stop, slot, h, HV: tl.constexpr, RING: tl.constexpr):
+    """(g, beta) of head h at ``position``, a number or [N]; zero where there is no token."""
+    present = position < stop
+    new, old = present & (position >= first), present & (position < first)
+    row = (begin + position - first).to(tl.int64) * (2 * HV) + h
+    kept = (slot.to(tl.int64) * RING + position % RING) * (2 * HV) + h
+    g = tl.where(old, tl.load(gates_ring + kept, mask=old, other=0.0), tl.load(gates + row, mask=new, other=0.0))
+    beta = tl.load(gates + row + HV, mask=new, other=0.0)
+    return g, tl.where(old, tl.load(gates_ring + kept + HV, mask=old, other=0.0), beta)
+
+
+# ---- what of a chunk does not depend on the state ---------------------------------------------------
+
+
+@triton.jit
+def _squares(kk, qk, qq, sums, sums_row, beta, SCALE: tl.constexpr):
+    """T, P [CHUNK, CHUNK] and the chunk's factors [CHUNK] from products of its keys and queries, fp32.
+
+    sums, sums_row: the decays' logs added up, along the rows and along the columns of a square; beta: along the rows.
+    """
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    k_row = tl.rsqrt(tl.sum(tl.where(i == j, kk, 0.0), 0) + EPS)
+    k_col = tl.rsqrt(tl.sum(tl.where(i == j, kk, 0.0), 1) + EPS)
+    q_col = tl.rsqrt(tl.sum(tl.where(i == j, qq, 0.0), 1) + EPS) * SCALE
+    left = tl.exp(tl.where(i >= j, sums[:, None] - sums_row[None, :], 0.0)) * k_row[None, :]
+    below = tl.where(i > j, kk * (beta * k_col)[:, None] * left, 0.0)
+    P = tl.where(i >= j, qk * q_col[:, None] * left, 0.0)
+    T = tl.where(i == j, 1.0, 0.0)
+    zero = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for s in range(CHUNK - 1):
+        row = tl.sum(tl.where(i == s, T, 0.0), 0)
+        column = tl.sum(tl.where(j == s, below, 0.0), 1)
+        T = tl.fma(zero - column[:, None], zero + row[None, :], T)
+    end = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, sums, 0.0), 0)
+    decay = tl.exp(sums)
+    return T, P, decay * k_col, decay * q_col, tl.exp(end - sums) * k_col, tl.exp(end)
+
+
+@triton.jit(do_not_specialize=["R"])
+def _prepare_kernel(
+    qkv, gates, kv_ring, gates_ring, squares, factors, rows, since, first, end, query_start, R, W,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr, SCALE: tl.constexpr,
+    EXTRA: tl.constexpr, ROUND: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk, value head). EXTRA: of a round, chunks of a row; else see :func:`first_chunk` of the launch."""
+    follow(OVERLAP)
+    c, h = tl.program_id(0), tl.program_id(1)
+    if ROUND:
+        row = c // EXTRA
+        chunk, begin = c % EXTRA, row * W
+    else:
+        r = tl.arange(0, BLOCK_R)
+        bases = tl.load(query_start + r, mask=r < R, other=0) // CHUNK + EXTRA * r
+        row = tl.sum(((bases <= c) & (r < R)).to(tl.int32), 0) - 1
+        begin = tl.load(query_start + row)
+        chunk = c - begin // CHUNK - EXTRA * row
+    start, at, stop, slot = tl.load(since + row), tl.load(first + row), tl.load(end + row), tl.load(rows + row)
+    start += chunk * CHUNK
+    limit = at + W if ROUND else stop
+    if (at >= 0) & (start < limit):
+        i, d = tl.arange(0, CHUNK), tl.arange(0, K)
+        position = start + i
+        G: tl.constexpr = HV // HK
+        C: tl.constexpr = 2 * HK * K + HV * V
+        KV: tl.constexpr = HK * K + HV * V
+        hk = h // G
+        k = _tile(qkv + HK * K + hk * K, C, kv_ring + hk * K, KV, position, begin, at, stop, slot, d, RING, True)
+        q = _tile(qkv + hk * K, C, kv_ring, KV, position, begin, at, stop, slot, d, RING, False)
+        g, beta = _gate(gates, gates_ring, position, begin, at, stop, slot, h, HV, RING)
+        if ROUND:  # the ring has room for the pass's tokens beside those that are read
+            fresh = (position >= at) & (position < stop)
+            kept = slot.to(tl.int64) * RING + position % RING
+            tl.store(kv_ring + kept[:, None] * KV + hk * K + d[None, :], k, mask=fresh[:, None] & (h % G == 0))
+            tl.store(gates_ring + kept * (2 * HV) + h, g, mask=fresh)
+            tl.store(gates_ring + kept * (2 * HV) + HV + h, beta, mask=fresh)
+        sums, sums_row = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+        for s in tl.static_range(CHUNK):
+            term = tl.sum(tl.where(i == s, g, 0.0), 0)
+            sums += tl.where(i >= s, term, 0.0)
+            sums_row += tl.where(i >= s, term, 0.0)
+        zero = tl.zeros([CHUNK, CHUNK], tl.float32)
+        kk = tl.dot(k, tl.trans(k), zero, input_precision="ieee")
+        qk = tl.dot(q, tl.trans(k), zero, input_precision="ieee")
+        qq = tl.dot(q, tl.trans(q), zero, input_precision="ieee")
+        T, P, w_k, w_q, w_s, whole = _squares(kk, qk, qq, sums, sums_row, beta, SCALE)
+        own = (c.to(tl.int64) * HV + h) * (4 * CHUNK * CHUNK)
+        square = i[None, :] * CHUNK + i[:, None]  # stored by columns
+        _store_split(squares + own, T * beta[None, :], square, CHUNK * CHUNK)
+        _store_split(squares + own + 2 * CHUNK * CHUNK, P, square, CHUNK * CHUNK)
+        f = factors + (c.to(tl.int64) * HV + h) * (4 * CHUNK) + i
+        tl.store(f, w_k)
+        tl.store(f + CHUNK, w_q)
+        tl.store(f + 2 * CHUNK, w_s)
+        tl.store(f + 3 * CHUNK, tl.zeros([CHUNK], tl.float32) + whole)
+
+
+# ---- the walk over a row's chunks -------------------------------------------------------------------
+
+
+@triton.jit
+def _chunk(S, k, q, v, squares, factors):
+    """(outputs [V, CHUNK], what the state takes in of each token [V, CHUNK], what is left of it) of one chunk.
+
+    S [V, K] fp32 before it. k, q [CHUNK, K], v [CHUNK, V] as stored.
+    """
+    LOW: tl.constexpr = k.dtype
+    i = tl.arange(0, CHUNK)
+    square = i[:, None] * CHUNK + i[None, :]
+    T_high, T_low = _load_split(squares, square, CHUNK * CHUNK)
+    P_high, P_low = _load_split(squares + 2 * CHUNK * CHUNK, square, CHUNK * CHUNK)
+    w_k, w_q = tl.load(factors + i)[None, :], tl.load(factors + CHUNK + i)[None, :]
+    w_s, whole = tl.load(factors + 2 * CHUNK + i)[None, :], tl.load(factors + 3 * CHUNK)
+    values = tl.trans(v).to(tl.float32)
+    zero = tl.zeros_like(values)
+    k, q = tl.trans(k), tl.trans(q)
+    if LOW == tl.float32:
+        errors = tl.fma(-tl.dot(S, k, zero, input_precision="ieee"), zero + w_k, values)
+        read = tl.dot(S, q, zero, input_precision="ieee") * w_q
+    else:
+        S_high, S_low = _split(S, LOW)
+        k_low, k_high = (
+            tl.dot(S_low, k, zero, input_precision="ieee"), tl.dot(S_high, k, zero, input_precision="ieee"),
+        )  # fmt: skip
+        q_low, q_high = (
+            tl.dot(S_low, q, zero, input_precision="ieee"), tl.dot(S_high, q, zero, input_precision="ieee"),
+        )  # fmt: skip
+        errors = tl.fma(-k_high, zero + w_k, tl.fma(-k_low, zero + w_k, values))
+        read = tl.fma(q_high, zero + w_q, q_low * w_q)
+    new = _times_split(errors, T_high, T_low, zero)
+    return _times_split(new, P_high, P_low, read), new * w_s, whole
+
+
+@triton.jit(do_not_specialize=["T", "R"])
+def _delta_kernel(
+    qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end, query_start, T, R, W,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr, EXTRA: tl.constexpr,
+    ROUND: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of V, value head, row); of a prompt pass row R is the padding tokens."""
+    follow(OVERLAP)
+    h, row = tl.program_id(1), tl.program_id(2)
+    C: tl.constexpr = 2 * HK * K + HV * V
+    KV: tl.constexpr = HK * K + HV * V
+    dv, d, i = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, K), tl.arange(0, CHUNK)
+    hk = h // (HV // HK)
+    out += h * V + dv[None, :]
+    if ROUND:
+        begin, at = row * W, tl.load(first + row)
+    else:
+        begin = tl.load(query_start + row)
+        at = tl.load(first + row, mask=row < R, other=-1)
+    if at < 0:
+        w = begin + tl.arange(0, BLOCK_W)
+        last = begin + W if ROUND else tl.where(row < R, begin, T)
+        for t in range(0, last - begin, BLOCK_W):
+            token = (w + t).to(tl.int64)[:, None] * (HV * V)
+            tl.store(out + token, tl.zeros([BLOCK_W, BLOCK_V], out.dtype.element_ty), mask=(w + t < last)[:, None])
+    else:
+        slot, start, goal, stop = tl.load(rows + row), tl.load(since + row), tl.load(until + row), tl.load(end + row)
+        limit = at + W if ROUND else stop
+        chunks, keep = tl.cdiv(limit - start, CHUNK), (goal - start) // CHUNK
+        base = row * EXTRA if ROUND else begin // CHUNK + row * EXTRA
+        home = state + (slot.to(tl.int64) * HV + h) * (V * K) + dv[:, None] * K + d[None, :]
+        S = tl.load(home)
+        k_new, k_old = qkv + HK * K + hk * K, kv_ring + hk * K
+        v_new, v_old = qkv + 2 * HK * K + h * V, kv_ring + HK * K + h * V
+        lead = chunks if ROUND else tl.minimum(tl.cdiv(at - start, CHUNK), chunks)
+        for ch in tl.range(0, lead, num_stages=1):
+            position = start + ch * CHUNK + i
+            k = _tile(k_new, C, k_old, KV, position, begin, at, stop, slot, d, RING, True)
+            v = _tile(v_new, C, v_old, KV, position, begin, at, stop, slot, dv, RING, True)
+            q = _tile(qkv + hk * K, C, kv_ring, KV, position, begin, at, stop, slot, d, RING, False)
+            place = (base + ch).to(tl.int64) * HV + h
+            o, taken, whole = _chunk(S, k, q, v, squares + place * (4 * CHUNK * CHUNK), factors + place * (4 * CHUNK))
+            inside = ((position >= at) & (position < limit))[:, None]
+            token = (begin + position - at).to(tl.int64)[:, None] * (HV * V)
+            tl.store(out + token, tl.trans(o).to(out.dtype.element_ty), mask=inside)
+            if ROUND:  # as in _prepare_kernel
+                kept = slot.to(tl.int64) * RING + position % RING
+                fresh = ((position >= at) & (position < stop))[:, None]
+                tl.store(v_old + kept[:, None] * KV + dv[None, :], v, mask=fresh)
+            if (ch + 1 < chunks) | (ch + 1 == keep):
+                S = _times(taken, k, S * whole)
+            if ch + 1 == keep:
+                tl.store(home, S)
+        if not ROUND:
+            for ch in tl.range(lead, keep, num_stages=STAGES):  # whole chunks of the pass's own tokens
+                token = (begin + start - at + ch * CHUNK + i).to(tl.int64)[:, None]
+                k = tl.load(k_new + token * C + d[None, :])
+                q = tl.load(qkv + hk * K + token * C + d[None, :])
+                v = tl.load(v_new + token * C + dv[None, :])
+                place = (base + ch).to(tl.int64) * HV + h
+                o, taken, whole = _chunk(S, k, q, v, squares + place * (4 * CHUNK * CHUNK), factors + place * (4 * CHUNK))
+                tl.store(out + token * (HV * V), tl.trans(o).to(out.dtype.element_ty))
+                S = _times(taken, k, S * whole)
+            if keep > lead:
+                tl.store(home, S)
+            if tl.maximum(lead, keep) < chunks:  # the open chunk
+                ch = chunks - 1
+                position = start + ch * CHUNK + i
+                k = _tile(k_new, C, k_old, KV, position, begin, at, stop, slot, d, RING, False)
+                v = _tile(v_new, C, v_old, KV, position, begin, at, stop, slot, dv, RING, False)
+                q = _tile(qkv + hk * K, C, kv_ring, KV, position, begin, at, stop, slot, d, RING, False)
+                place = (base + ch).to(tl.int64) * HV + h
+                o, taken, whole = _chunk(S, k, q, v, squares + place * (4 * CHUNK * CHUNK), factors + place * (4 * CHUNK))
+                token = (begin + position - at).to(tl.int64)[:, None] * (HV * V)
+                tl.store(out + token, tl.trans(o).to(out.dtype.element_ty), mask=(position < stop)[:, None])
+
+
+@triton.jit
+def _remember_kernel(
+    qkv, gates, kv_ring, gates_ring, rows, first, until, end, query_start, QUERIES: tl.constexpr, KV: tl.constexpr,
+    HV: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """After a prompt pass: remember the tokens of its open chunk. The last program of a row takes the gates."""
+    follow(OVERLAP)
+    row = tl.program_id(0)
+    at = tl.load(first + row)
+    if at >= 0:
+        position = tl.maximum(tl.load(until + row), at) + tl.arange(0, CHUNK)
+        open_ = (position < tl.load(end + row))[:, None]
+        token = (tl.load(query_start + row) + position - at).to(tl.int64)[:, None]
+        kept = (tl.load(rows + row).to(tl.int64) * RING + position % RING)[:, None]
+        x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        if tl.program_id(1) * BLOCK < KV:
+            kv = tl.load(qkv + token * (QUERIES + KV) + QUERIES + x, mask=open_ & (x < KV), other=0.0)
+            tl.store(kv_ring + kept * KV + x, kv, mask=open_ & (x < KV))
+        else:
+            x = tl.arange(0, BLOCK_H)[None, :]
+            both = tl.load(gates + token * (2 * HV) + x, mask=open_ & (x < 2 * HV), other=0.0)
+            tl.store(gates_ring + kept * (2 * HV) + x, both, mask=open_ & (x < 2 * HV))
