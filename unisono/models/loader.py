@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -21,6 +22,9 @@ LoadFormat = Literal["auto", "dummy"]
 Progress = Callable[[str, float], None]
 
 DUMMY_STD = 0.02
+
+PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
+"""How the names of a text model's tensors begin in exports of the whole model, of the text model and of its base."""
 
 SEED_NAMES = {".mixer.": ".attention.", ".feed_forward.": ".mlp."}
 """Parts of parameter names -> their names in the seeds of dummy weights, so that these stay what they were."""
@@ -48,7 +52,14 @@ def load_model(
     """
     config = checkpoint.config
     builder = Builder(
-        config.hidden_size, config.rms_eps, dtype, device, attention, max_positions, checkpoint.format_of_module
+        config.hidden_size,
+        config.rms_eps,
+        dtype,
+        device,
+        attention,
+        max_positions,
+        checkpoint.format_of_module,
+        config.zero_centered_norms,
     )
     decoder = Decoder(config, builder)
     if load_format == "dummy":
@@ -60,11 +71,41 @@ def load_model(
 
 def checkpoint_names(decoder: Decoder, family: Family) -> dict[str, Place]:
     """What a checkpoint must hold: each tensor's name there -> where it goes."""
-    return {
-        f"{family.name(module)}.{kind}": place
-        for module, kind, place in places(decoder)
-        if not (module == "lm_head" and decoder.config.tie_embeddings)
-    }
+    found: dict[str, Place] = {}
+    layers = decoder.config.layers
+    for module, kind, place in places(decoder):
+        if not (module == "lm_head" and decoder.config.tie_embeddings):
+            name, rows = f"{family.name(module, layers)}.{kind}", family.rows_of(module, layers)
+            found[name] = place if rows is None else Shared.of(name, place, rows, found.get(name))
+    return found
+
+
+@dataclass(frozen=True)
+class Shared(Place):
+    """A checkpoint's tensor whose rows belong to several projections. parts: (place, its rows of the tensor)."""
+
+    parts: tuple[tuple[Place, torch.Tensor], ...] = ()
+
+    @classmethod
+    def of(cls, name: str, place: Place, rows: torch.Tensor, others: Place | None) -> Shared:
+        """``others``, or an empty one, with one more place. rows: of a weight with one row for each output.
+
+        Raises CheckpointError where the format stores blocks of outputs that the rows cut or mix.
+        """
+        block = len(rows) // max(1, place.shape[0])
+        blocks = rows.view(-1, block)
+        if not torch.equal(blocks, blocks[:, :1] // block * block + torch.arange(block)):
+            raise CheckpointError(
+                f"tensor {name} has a value for each {block} outputs, which belong to different projections here. "
+                "Give a checkpoint in which this layer is not quantised."
+            )
+        parts = (*getattr(others, "parts", ()), (place, blocks[:, 0] // block))
+        shape = sum(len(rows) for _, rows in parts), *place.shape[1:]
+        return cls(place.parameter, shape, place.accepts, parts=parts)
+
+    def fill(self, stored: torch.Tensor) -> None:
+        for place, rows in self.parts:
+            place.fill(stored[rows.to(stored.device)])
 
 
 @torch.no_grad()
@@ -88,12 +129,11 @@ def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progres
     wanted, tensors = checkpoint_names(decoder, checkpoint.family), checkpoint.tensors()
     head = f"{checkpoint.family.name('lm_head')}.weight"
     tied = decoder.config.tie_embeddings
-    if not any(name.startswith("model.") for name in tensors):  # the base model's export
-        wanted = {name.removeprefix("model."): place for name, place in wanted.items()}
-    drafting = draft_prefixes(tensors)
+    wanted = _as_exported(wanted, checkpoint.family, tensors)
+    unread = (*draft_prefixes(tensors), *checkpoint.family.unread)
 
     def unexpected(name: str) -> str | None:
-        if name.startswith(drafting) or (tied and name == head):
+        if name.startswith(unread) or (tied and name == head):
             return None
         return f"a {checkpoint.config.architecture} with this config.json has no place for it"
 
@@ -101,6 +141,17 @@ def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progres
     fill(wanted, tensors, decoder.embed.weight.device, lambda share: progress("load", share))
     if tied and head in tensors:
         _check_tied_head(decoder, head, tensors)
+
+
+def _as_exported(wanted: Mapping[str, Place], family: Family, tensors: Mapping[str, TensorInfo]) -> Mapping[str, Place]:
+    """The same places by the names of this export, which may have the family's names under another prefix.
+
+    The prefix is the one under which the token embedding is found.
+    """
+    own, _, embed = family.name("embed").rpartition(".")
+    own = f"{own}." if own else ""
+    prefix = next((p for p in (own, *PREFIXES) if f"{p}{embed}.weight" in tensors), own)
+    return {prefix + name.removeprefix(own) if name.startswith(own) else name: p for name, p in wanted.items()}
 
 
 def draft_prefixes(tensors: Iterable[str]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from torch import nn
 
 from unisono.layers.formats import Place, Slice
 from unisono.layers.linear import Linear
+from unisono.layers.norm import RMSNorm
 from unisono.types import CheckpointError
 
 IGNORED = re.compile(r"rotary_emb\.inv_freq$")
@@ -79,7 +80,7 @@ def places(root: nn.Module) -> Iterator[tuple[str, str, Place]]:
     The projections of a merged linear layer count as modules in it; kind is the last part of a tensor's name.
     """
     for path, module in root.named_modules():
-        if isinstance(module, Linear):
+        if isinstance(module, (Linear, RMSNorm)):
             for name, place in module.places():
                 projection, _, kind = name.rpartition(".")
                 yield f"{path}.{projection}" if projection else path, kind, place
