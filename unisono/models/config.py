@@ -62,10 +62,11 @@ class DecoderConfig:
         """Of each layer, how many positions a token sees, itself included; 0: all."""
         return tuple(getattr(layer.mixer, "window", 0) for layer in self.layers)
 
-    # For callers that take one size for all layers, until state is allocated by ``state_specs()``.
-    num_heads = property(lambda self: self.attention.num_heads)
-    num_kv_heads = property(lambda self: self.attention.num_kv_heads)
-    head_dim = property(lambda self: self.attention.head_dim)
+    @property
+    def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """Each distinct (query heads, KV heads, head size) of the layers that attend, of which there is at least one."""
+        specs = [self.attention, *(spec for spec in map(attention_of, self.layers) if spec is not None)]
+        return tuple(dict.fromkeys((spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs))
 
 
 def attention_of(layer: LayerSpec) -> AttentionSpec | None:

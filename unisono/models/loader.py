@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import nn
 
 from unisono.layers.formats import Place
 from unisono.layers.norm import RMSNorm
@@ -63,7 +64,7 @@ def load_model(
     )
     decoder = Decoder(config, builder)
     if load_format == "dummy":
-        _fill_randomly(decoder, seed)
+        fill_randomly(decoder, seed)
     else:
         _fill_from_files(decoder, checkpoint, progress)
     return decoder.eval()
@@ -109,12 +110,17 @@ class Shared(Place):
 
 
 @torch.no_grad()
-def _fill_randomly(decoder: Decoder, seed: int) -> None:
-    """A tensor's values depend on the seed and its name alone, so a model's first layers are a smaller model's."""
-    generator = torch.Generator(decoder.embed.weight.device)
-    for path, module in decoder.named_modules():
+def fill_randomly(root: nn.Module, seed: int) -> None:
+    """N(0, 0.02^2) in all parameters but norms; what has no memory yet, to be shared later, is passed over.
+
+    A tensor's values depend on the seed and its name alone, so a model's first layers are a smaller model's.
+    """
+    for path, module in root.named_modules():
         if not isinstance(module, RMSNorm):  # norms are born as ones
             for kind, parameter in module.named_parameters(recurse=False):
+                if parameter.is_meta:
+                    continue
+                generator = torch.Generator(parameter.device)
                 name = f"{path}.{kind}"
                 for part, old in SEED_NAMES.items():
                     name = name.replace(part, old)
