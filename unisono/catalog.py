@@ -63,6 +63,7 @@ models = Registry(
     {
         "LlamaForCausalLM": "unisono.models.llama:LLAMA",
         "MistralForCausalLM": "unisono.models.mistral:MISTRAL",
+        "MixtralForCausalLM": "unisono.models.mixtral:MIXTRAL",
         "Qwen2ForCausalLM": "unisono.models.qwen2:QWEN2",
         "Qwen3ForCausalLM": "unisono.models.qwen3:QWEN3",
         "Qwen3NextForCausalLM": "unisono.models.qwen3_next:QWEN3_NEXT",
@@ -70,6 +71,7 @@ models = Registry(
         "Qwen3_5ForConditionalGeneration": "unisono.models.qwen3_5:QWEN3_5_VISION",
         "Qwen3_5MoeForCausalLM": "unisono.models.qwen3_5_moe:QWEN3_5_MOE",
         "Qwen3_5MoeForConditionalGeneration": "unisono.models.qwen3_5_moe:QWEN3_5_MOE_VISION",
+        "Qwen3MoeForCausalLM": "unisono.models.qwen3_moe:QWEN3_MOE",
     },
     error=CheckpointError,
     group="unisono.models",

@@ -64,7 +64,7 @@ class DecoderConfig:
 
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """Each distinct (query heads, KV heads, head size) of the layers that attend, of which there is at least one."""
+        """Each distinct (query heads, KV heads, head size) of the layers that attend, one at least."""
         specs = [self.attention, *(spec for spec in map(attention_of, self.layers) if spec is not None)]
         return tuple(dict.fromkeys((spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs))
 
@@ -83,8 +83,9 @@ class Family:
     """What a family file exports, and the catalog lists.
 
     read: transformers config -> DecoderConfig.
-    names: module -> checkpoint module; ``*`` is the layer number. A projection of a merged linear layer is named like
-        a module in it (``layers.*.mixer.qkv.q``). ``.weight``, ``.bias`` and the like carry over.
+    names: module -> checkpoint module; ``*`` is the layer number, and behind ``each`` a second one the expert's. A
+        projection of a merged linear layer is named like a module in it (``layers.*.mixer.qkv.q``). ``.weight``,
+        ``.bias`` and the like carry over.
     rows: projection -> a function of its layer's spec: which rows of the checkpoint's tensor are the projection's, in
         order, int64. Several projections may then have the same checkpoint module, whose rows they share.
     unread: how the names begin of tensors that are not read -> why.
@@ -101,27 +102,25 @@ class Family:
 
     def rows_of(self, module: str, layers: Sequence[LayerSpec]) -> torch.Tensor | None:
         """Which rows of the checkpoint's tensor are a module's; None where all are, in their order."""
-        key, number = _key(module)
-        rows = self.rows.get(key)
-        return None if rows is None or number is None else rows(layers[number])
+        key, numbers = _key(module)
+        return self.rows[key](layers[numbers[0]]) if key in self.rows else None
 
 
 def checkpoint_name(names: Mapping[str, Name], module: str, layers: Sequence[LayerSpec] = ()) -> str:
-    """The checkpoint's name of a module, by ``names`` of :class:`Family`'s kind."""
-    key, number = _key(module)
+    """The checkpoint's name of a module, by ``names`` of :class:`Family`'s kind. Raises KeyError without one."""
+    key, numbers = _key(module)
     theirs = names[key]
-    if number is None:
-        assert isinstance(theirs, str)
-        return theirs
     if not isinstance(theirs, str):
-        theirs = theirs[type(layers[number].mixer)]
-    return theirs.replace("*", str(number))
+        theirs = theirs[type(layers[numbers[0]].mixer)]
+    for number in numbers:
+        theirs = theirs.replace("*", str(number), 1)
+    return theirs
 
 
-def _key(module: str) -> tuple[str, int | None]:
-    """(the module with ``*`` for its layer's number, the number)."""
-    number = re.search(r"\.(\d+)\.", module)
-    return (module, None) if number is None else (re.sub(r"\.\d+\.", ".*.", module), int(number[1]))
+def _key(module: str) -> tuple[str, list[int]]:
+    """(the module with ``*`` for its layer's number and none for an expert's, these numbers)."""
+    key = re.sub(r"\.\d+(?=\.)", ".*", re.sub(r"\.each\.\d+", ".each", module))
+    return key, [int(number) for number in re.findall(r"\.(\d+)(?=\.)", module)]
 
 
 def read_decoder_config(hf_config: Any, layers: Sequence[LayerSpec], **options: Any) -> DecoderConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,7 @@ from unisono.models.build import AttentionFactory, Builder
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import Family
 from unisono.models.decoder import Decoder
-from unisono.models.weights import TensorInfo, check, fill, places, read
+from unisono.models.weights import TensorInfo, check, fill, places, read, tensor_name
 from unisono.types import CheckpointError
 
 LoadFormat = Literal["auto", "dummy"]
@@ -70,13 +70,20 @@ def load_model(
     return decoder.eval()
 
 
-def checkpoint_names(decoder: Decoder, family: Family) -> dict[str, Place]:
-    """What a checkpoint must hold: each tensor's name there -> where it goes."""
-    found: dict[str, Place] = {}
+def checkpoint_names(decoder: Decoder, family: Family, tensors: Container[str] = ()) -> dict[str, Place]:
+    """What a checkpoint must hold: each tensor's name there -> where it goes. tensors: what it holds."""
     layers = decoder.config.layers
-    for module, kind, place in places(decoder):
+
+    def held(module: str, kind: str) -> bool:
+        try:
+            return tensor_name(family.name(module, layers), kind) in tensors
+        except KeyError:  # the family does not store it so
+            return False
+
+    found: dict[str, Place] = {}
+    for module, kind, place in places(decoder, held):
         if not (module == "lm_head" and decoder.config.tie_embeddings):
-            name, rows = f"{family.name(module, layers)}.{kind}", family.rows_of(module, layers)
+            name, rows = tensor_name(family.name(module, layers), kind), family.rows_of(module, layers)
             found[name] = place if rows is None else Shared.of(name, place, rows, found.get(name))
     return found
 
@@ -132,10 +139,10 @@ def fill_randomly(root: nn.Module, seed: int) -> None:
 
 
 def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progress) -> None:
-    wanted, tensors = checkpoint_names(decoder, checkpoint.family), checkpoint.tensors()
+    tensors = _as_named(checkpoint.tensors(), checkpoint.family)
     head = f"{checkpoint.family.name('lm_head')}.weight"
     tied = decoder.config.tie_embeddings
-    wanted = _as_exported(wanted, checkpoint.family, tensors)
+    wanted = checkpoint_names(decoder, checkpoint.family, tensors)
     unread = (*draft_prefixes(tensors), *checkpoint.family.unread)
 
     def unexpected(name: str) -> str | None:
@@ -149,15 +156,21 @@ def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progres
         _check_tied_head(decoder, head, tensors)
 
 
-def _as_exported(wanted: Mapping[str, Place], family: Family, tensors: Mapping[str, TensorInfo]) -> Mapping[str, Place]:
-    """The same places by the names of this export, which may have the family's names under another prefix.
+def _as_named(tensors: Mapping[str, TensorInfo], family: Family) -> Mapping[str, TensorInfo]:
+    """The text model's tensors by the family's names: exports may have them under another prefix.
 
     The prefix is the one under which the token embedding is found.
     """
     own, _, embed = family.name("embed").rpartition(".")
     own = f"{own}." if own else ""
     prefix = next((p for p in (own, *PREFIXES) if f"{p}{embed}.weight" in tensors), own)
-    return {prefix + name.removeprefix(own) if name.startswith(own) else name: p for name, p in wanted.items()}
+    apart = (f"{family.name('lm_head')}.", *draft_prefixes(tensors), *family.unread)
+    if prefix == own:
+        return tensors
+    return {
+        own + name[len(prefix) :] if name.startswith(prefix) and not name.startswith(apart) else name: info
+        for name, info in tensors.items()
+    }
 
 
 def draft_prefixes(tensors: Iterable[str]) -> tuple[str, ...]:

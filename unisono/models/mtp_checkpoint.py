@@ -8,7 +8,7 @@ target does. Other blocks are refused by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from unisono.models import weights
 from unisono.models.blocks import BlockSpec, LayerSpec, MLPSpec
 from unisono.models.build import AttentionFactory, Builder, no_attention
 from unisono.models.checkpoint import read_tensors
-from unisono.models.config import DecoderConfig
+from unisono.models.config import DecoderConfig, checkpoint_name
 from unisono.models.decoder import Decoder
 from unisono.models.experts import ExpertsSpec
 from unisono.models.loader import fill_randomly
@@ -59,15 +59,24 @@ class Layout:
         """The checkpoint's name of one of our modules in MTP module ``number``."""
         if module in self.names:
             return self.names[module].replace("*", str(number))
-        return self.block.replace("*", str(number)) + BLOCK[module.removeprefix("layer.")]
+        return self.block.replace("*", str(number)) + checkpoint_name(BLOCK, module.removeprefix("layer."))
 
-    def targets(self, module: MTPModule, number: int, shared: Sequence[str] = SHARED) -> dict[str, Place]:
-        """The checkpoint's names of a module's tensors -> where they go, but for those of ``shared`` parts."""
-        return {
-            f"{self.name(path, number)}.{kind}": place
-            for path, kind, place in weights.places(module)
-            if path not in shared
-        }
+    def targets(
+        self, module: MTPModule, number: int, shared: Sequence[str] = SHARED, tensors: Container[str] = ()
+    ) -> dict[str, Place]:
+        """The checkpoint's names of a module's tensors -> where they go, but for those of ``shared`` parts.
+
+        tensors: what the checkpoint holds.
+        """
+
+        def named(path: str, kind: str) -> str:
+            return weights.tensor_name(self.name(path, number), kind)
+
+        def held(path: str, kind: str) -> bool:
+            return path not in SHARED and named(path, kind) in tensors
+
+        found = weights.places(module, held)
+        return {named(path, kind): place for path, kind, place in found if path not in shared}
 
     def numbers(self, tensors: Mapping[str, TensorInfo]) -> list[int]:
         """The numbers of the modules that the checkpoint holds, in order."""
@@ -220,7 +229,7 @@ class MTPCheckpoint:
 
     def _targets(self, module: MTPModule, number: int) -> dict[str, Place]:
         shared = [part for part in SHARED if not self._stores(part, number)]
-        return self.layout.targets(module, number, shared)
+        return self.layout.targets(module, number, shared, self.tensors or {})
 
     def _check(self) -> None:
         """Compare every module's tensors with what it needs. Raises CheckpointError naming the first misfit."""

@@ -10,21 +10,16 @@ from typing import Any
 
 from unisono.models.config import DecoderConfig, Family, Name
 from unisono.models.experts import ExpertsSpec
+from unisono.models.mixtral import names
 from unisono.models.qwen3_5 import NAMES, UNREAD, in_language_model, read_hybrid
 
 EXPERTS: dict[str, Name] = {
-    "layers.*.feed_forward.router": "model.layers.*.mlp.gate",
-    "layers.*.feed_forward.experts.gate_up": "model.layers.*.mlp.experts.gate_up_proj",
-    "layers.*.feed_forward.experts.down": "model.layers.*.mlp.experts.down_proj",
-    "layers.*.feed_forward.experts.each.gate": "model.layers.*.mlp.experts.*.gate_proj",
-    "layers.*.feed_forward.experts.each.up": "model.layers.*.mlp.experts.*.up_proj",
-    "layers.*.feed_forward.experts.each.down": "model.layers.*.mlp.experts.*.down_proj",
+    **names("mlp", "gate_proj", "up_proj", "down_proj"),
     "layers.*.feed_forward.shared.gate_up.gate": "model.layers.*.mlp.shared_expert.gate_proj",
     "layers.*.feed_forward.shared.gate_up.up": "model.layers.*.mlp.shared_expert.up_proj",
     "layers.*.feed_forward.shared.down": "model.layers.*.mlp.shared_expert.down_proj",
     "layers.*.feed_forward.shared_gate": "model.layers.*.mlp.shared_expert_gate",
 }
-"""Names of the experts of a layer; the second ``*`` is the expert's number."""
 
 MOE_NAMES = NAMES | EXPERTS
 

@@ -18,6 +18,7 @@ from unisono.models.config import DecoderConfig, Family, Name, read_mlp
 from unisono.models.gated_delta import GatedDeltaSpec
 from unisono.models.qwen3_5 import read_hybrid
 from unisono.models.qwen3_5_moe import MOE_NAMES, read_experts
+from unisono.models.qwen3_moe import is_sparse
 
 NAMES: dict[str, Name] = {
     **MOE_NAMES,
@@ -56,14 +57,14 @@ ROWS = {
 
 
 def read(hf_config: Any) -> DecoderConfig:
-    """Layer n has experts if n + 1 is a multiple of ``decoder_sparse_step`` and ``mlp_only_layers`` lacks n."""
-    mlp, experts = read_mlp(hf_config), read_experts(hf_config, normalize=hf_config.norm_topk_prob)
+    """Every ``decoder_sparse_step``-th layer has experts, but those of ``mlp_only_layers``."""
 
-    def feed_forward(number: int) -> BlockSpec:
-        sparse = number not in hf_config.mlp_only_layers and (number + 1) % hf_config.decoder_sparse_step == 0
-        return experts if sparse and hf_config.num_experts > 0 else mlp
+    def feed_forward(layer: int) -> BlockSpec:
+        if is_sparse(hf_config, layer):
+            return read_experts(hf_config, normalize=hf_config.norm_topk_prob)
+        return read_mlp(hf_config)
 
-    return read_hybrid(hf_config, [feed_forward(number) for number in range(hf_config.num_hidden_layers)])
+    return read_hybrid(hf_config, [feed_forward(layer) for layer in range(hf_config.num_hidden_layers)])
 
 
 QWEN3_NEXT = Family(read, NAMES, rows=ROWS)
