@@ -117,6 +117,9 @@ LAYOUTS = {
 }
 """By the models that use it. Sources: the models' files in vLLM and SGLang, and transformers' ``MtpModel``."""
 
+EXPERTS_NAMES = r"\.(mlp\.experts|mlp\.gate\.|mlp\.shared_expert|moe\.)"
+"""Tensors of a mixture of experts."""
+
 UNSUPPORTED = {
     r"\.self_attn\.(q_a_proj|kv_a_proj|kv_b_proj)": "multi-head latent attention (MLA)",
     r"\.(linear_attn|mamba)\.": "linear attention",
@@ -255,10 +258,18 @@ def _block_config(
 ) -> DecoderConfig:
     """The shapes of a module's block, from its tensors; what they do not tell is the target's."""
     prefix = layout.block.replace("*", str(number))
+
+    def like(pattern: str) -> str | None:
+        return next((n for n in tensors if n.startswith(prefix) and re.search(pattern, n)), None)
+
     for pattern, what in UNSUPPORTED.items():
-        name = next((n for n in tensors if n.startswith(prefix) and re.search(pattern, n)), None)
-        if name is not None:
+        if (name := like(pattern)) is not None:
             raise CheckpointError(f"{directory}: the MTP module has {what} ({name}), which is not supported yet.")
+    if layout.root and getattr(target.hf_config, "mtp_use_dedicated_embeddings", False):
+        raise CheckpointError(
+            f"{directory}: mtp_use_dedicated_embeddings=True in the target's config.json is not supported: the modules "
+            "share the target's embedding."
+        )
 
     def shape(module: str, kind: str = "weight") -> tuple[int, ...]:
         name = f"{layout.name(module, number)}.{kind}"
@@ -287,19 +298,19 @@ def _block_config(
     )
     down, router = "layer.feed_forward.down", "layer.feed_forward.router"
     feed_forward: BlockSpec
-    if has(router):
-        feed_forward = _experts(directory, target, f"{layout.name(router, number)}.weight", shape(router)[0])
+    if (name := like(EXPERTS_NAMES)) is not None:
+        feed_forward = replace(_experts(directory, target, name), num_experts=shape(router)[0])
     else:
         feed_forward = MLPSpec(shape(down)[1], has(down, "bias"))
     return replace(target, layers=(LayerSpec(mixer, feed_forward),))
 
 
-def _experts(directory: Path, target: DecoderConfig, router: str, count: int) -> ExpertsSpec:
-    """The target's experts, ``count`` of them; its last layer's, for nothing in a module says how it routes."""
+def _experts(directory: Path, target: DecoderConfig, name: str) -> ExpertsSpec:
+    """The last of the target's mixtures of experts, as which a module routes; ``name``: a tensor of the module's."""
     for layer in reversed(target.layers):
         if isinstance(layer.feed_forward, ExpertsSpec):
-            return replace(layer.feed_forward, num_experts=count)
+            return layer.feed_forward
     raise CheckpointError(
-        f"{directory}: the MTP module has a mixture of experts ({router}), and a {target.architecture} with this "
-        "config.json has none: how the module chooses experts is not known."
+        f"{directory}: the MTP module has a mixture of experts ({name}), and a {target.architecture} with this "
+        "config.json has none, so nothing says how the module routes."
     )
