@@ -85,8 +85,7 @@ class Build:
             )
         self.width, self.paths = 1 + drafter.num_drafts, max(1, len(spec.paths))
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
-        ring = PAGE_SIZE + 2 * self.width
-        store = StateStore(config.max_num_seqs + 1, self.paths, config.max_model_len, ring, config.device)
+        store = StateStore(config.max_num_seqs + 1, self.paths, config.max_model_len, self.width, config.device)
         slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, store)
         store.declare("target", model.state_specs())
         self.worker = Worker(model, drafter, store, slots, GraphSet(config.device, {}, config.asked.compile))
