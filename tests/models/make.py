@@ -137,8 +137,9 @@ def make_checkpoint(
 ) -> Path:
     """Write a random checkpoint of ``family`` (a key of FAMILIES or HYBRIDS) into ``directory`` and return it.
 
-    overrides: fields of the family's transformers config, of its text model where it has several. max_shard_size: e.g. ``"100KB"`` makes an index and
-    several shards. tokenizer: also save a byte-level one with a chat template (ids 0-255 are bytes).
+    overrides: fields of the family's transformers config, of its text model where it has several. max_shard_size: e.g.
+    ``"100KB"`` makes an index and several shards. tokenizer: also save a byte-level one with a chat template (ids
+    0-255 are bytes).
     """
     fields = {**COMMON, **(FAMILIES | HYBRIDS)[family], **overrides}
     if f"{family}_text" in HYBRIDS:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.models.harness import Session, chunked, load, rounds, together, whole
-from tests.models.hybrids import CASES, FULL, LINEAR, fused, one_by_one, reference, renamed
-from tests.models.make import END, make_checkpoint
-from unisono.models.checkpoint import Checkpoint
-from unisono.types import CheckpointError
+from tests.models.harness import chunked, load, rounds, together, whole
+from tests.models.hybrids import CASES, reference
+from tests.models.make import make_checkpoint
 
 LENGTHS = (150, 33, 5)
 """None is a multiple of a page, a tile or a width."""

@@ -90,6 +90,13 @@ class Checkpoint:
         """Every tensor of the checkpoint; see :func:`read_tensors`."""
         return read_tensors(self.path)
 
+    def unread(self) -> list[tuple[str, str, str]]:
+        """(how their names begin, how many there are, why) of tensors that its family passes over."""
+        beginnings = self.family.unread
+        names = self.tensors() if beginnings else ()
+        counts = {b: sum(name.startswith(b) for name in names) for b in beginnings}
+        return [(f"{b}*", f"{counts[b]} tensors not read", why) for b, why in beginnings.items() if counts[b]]
+
 
 def read_tensors(directory: Path) -> dict[str, TensorInfo]:
     """Every tensor of a checkpoint's directory, from the headers of its shards.
