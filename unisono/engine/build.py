@@ -83,6 +83,7 @@ class Build:
                 seed=config.asked.seed,
                 progress=progress,
             )
+        self.decide("weights", *checkpoint.quantization.decision())
         self.width, self.paths = 1 + drafter.num_drafts, max(1, len(spec.paths))
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
         ring = PAGE_SIZE + 2 * self.width

@@ -78,10 +78,19 @@ def _fill_randomly(decoder: Decoder, seed: int) -> None:
                 for part, old in SEED_NAMES.items():
                     name = name.replace(part, old)
                 generator.manual_seed(seed ^ zlib.crc32(name.encode()))
-                if parameter.is_floating_point():
-                    parameter.normal_(0, DUMMY_STD, generator=generator)
-                else:  # of a quantised weight
-                    parameter.random_(-8, 8, generator=generator)
+                _draw(parameter, generator)
+
+
+def _draw(parameter: torch.Tensor, generator: torch.Generator) -> None:
+    """Random values; those of a quantised weight of one byte are spread so that its scales, of DUMMY_STD, suit them."""
+    if parameter.is_floating_point() and parameter.itemsize > 1:
+        parameter.normal_(0, DUMMY_STD, generator=generator)
+    elif parameter.is_floating_point():
+        parameter.copy_(torch.empty_like(parameter, dtype=torch.float32).normal_(generator=generator))
+    elif parameter.itemsize > 1:  # packed
+        parameter.random_(generator=generator)
+    else:
+        parameter.random_(-8, 8, generator=generator)
 
 
 def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progress) -> None:
