@@ -74,7 +74,10 @@ models = Registry(
 formats = Registry(
     "weight format",
     {
+        "awq": "unisono.layers.formats_int4:read_awq",
+        "compressed-tensors": "unisono.layers.formats_compressed:read",
         "fp8": "unisono.layers.formats_fp8:read",
+        "gptq": "unisono.layers.formats_int4:read_gptq",
     },
     error=CheckpointError,
     group="unisono.formats",

@@ -64,14 +64,18 @@ def _tile(rows: int) -> Tile:
 
 
 @triton.jit
+def _scale(x_scales, w_scales, step, PADDED, row_ok):
+    """The product of the activations' and the weight's scales of a step, [tokens]."""
+    return tl.load(x_scales + step * PADDED, mask=row_ok, other=0.0) * tl.load(w_scales + step)
+
+
+@triton.jit
 def _four_scales(x_scales, w_scales, step, G, PADDED, row_ok):
-    """The products of the activations' and the weight's scales of four steps from ``step`` on: [tokens] each."""
-    last = G - 1
-    i, j, k, m = tl.minimum(step, last), tl.minimum(step + 1, last), tl.minimum(step + 2, last), tl.minimum(step + 3, last)
-    a = tl.load(x_scales + i * PADDED, mask=row_ok, other=0.0) * tl.load(w_scales + i)
-    b = tl.load(x_scales + j * PADDED, mask=row_ok, other=0.0) * tl.load(w_scales + j)
-    c = tl.load(x_scales + k * PADDED, mask=row_ok, other=0.0) * tl.load(w_scales + k)
-    d = tl.load(x_scales + m * PADDED, mask=row_ok, other=0.0) * tl.load(w_scales + m)
+    """:func:`_scale` of four steps from ``step`` on."""
+    a = _scale(x_scales, w_scales, tl.minimum(step, G - 1), PADDED, row_ok)
+    b = _scale(x_scales, w_scales, tl.minimum(step + 1, G - 1), PADDED, row_ok)
+    c = _scale(x_scales, w_scales, tl.minimum(step + 2, G - 1), PADDED, row_ok)
+    d = _scale(x_scales, w_scales, tl.minimum(step + 3, G - 1), PADDED, row_ok)
     return a, b, c, d
 
 
@@ -114,7 +118,7 @@ def _fp8_linear_kernel(x8, x_scales, w8, w_scales, bias, residual, out, M, N, K,
             scales = ahead
     elif BY_BLOCK:
         for step in range(0, G):
-            scale = tl.load(xs_ptrs + step * PADDED, mask=row_ok, other=0.0) * tl.load(ws_ptrs + step)
+            scale = _scale(xs_ptrs, ws_ptrs, step, PADDED, row_ok)
             acc += _step_product(x_ptrs, w_ptrs, step, row_ok, ks, K, EVEN_K) * scale[None, :]
     else:
         STEPS: tl.constexpr = 4 if AHEAD else 1
@@ -148,7 +152,7 @@ def launch_fp8_product(
     dtype: torch.dtype,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """The Triton product of what :func:`launch_quantize` returned for ``rows`` rows; ``tile`` overrides the blocking."""
+    """The Triton product of what :func:`launch_quantize` returned for ``rows`` rows; ``tile`` changes speed only."""
     residual = None if residual is None else residual.contiguous()
     (n, k), tile = weight.shape, tile or _tile(rows)
     out = x8.new_empty(rows, n, dtype=dtype)
@@ -308,6 +312,6 @@ def _aot_fp8(dtype: str, tile: Tile, by_block: bool, even_k: bool, bias: bool) -
 
 
 AOT: list[AotCase] = [
-    *(_aot_fp8("bf16", tile, by_block, True, False) for tile in (*_TILES.values(), _LARGE) for by_block in (True, False)),
+    *(_aot_fp8("bf16", tile, kind, True, False) for tile in (*_TILES.values(), _LARGE) for kind in (True, False)),
     *(_aot_fp8("fp16", tile, by_block, False, True) for tile in (_TILES[16], _LARGE) for by_block in (True, False)),
 ]

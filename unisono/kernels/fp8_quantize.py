@@ -103,10 +103,8 @@ def quantize_cpu(
     (rows, k), width = x.shape, group or x.shape[1]
     groups = -(-k // width)
     value = torch.nn.functional.pad(x.float(), (0, groups * width - k)).view(rows, groups, width)
-    if fixed is None:
-        scale = value.abs().amax(2).clamp_min(SMALLEST) / LARGEST
-    else:
-        scale = fixed.max().expand(rows, groups)
+    computed = value.abs().amax(2).clamp_min(SMALLEST) / LARGEST
+    scale = computed if fixed is None else fixed.max().expand(rows, groups)
     scaled = (value / scale[..., None]).clamp(-LARGEST, LARGEST).to(E4M3)
     return scaled.view(rows, groups * width)[:, :k], scale.t().contiguous()
 

@@ -22,8 +22,7 @@ from unisono.kernels import rms_norm
 from unisono.kernels.fp8 import fp8_linear, prove_fp8, rehearse_fp8_proof
 from unisono.kernels.fp8_quantize import E4M3, GROUP, LARGEST, SMALLEST
 from unisono.layers.formats import FLOATS, ONE_VALUE, PLAIN, Layout, LinearLayer, Stored, WeightFormat
-from unisono.layers.module_names import named
-from unisono.types import CheckpointError
+from unisono.layers.quantization_config import named, require
 
 STORED_E4M3 = Stored(E4M3, ("F8_E4M3",))
 
@@ -158,23 +157,16 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
-    """From a ``quantization_config`` with quant_method "fp8" to the format of each module, by its name in the checkpoint.
+    """From a ``quantization_config`` with quant_method "fp8" to the format of each module, by its checkpoint's name.
 
     With ``weight_block_size`` [128, 128]: BlockFp8. Without: one scale for a projection (``weight_scale``), and
     ``input_scale`` where ``activation_scheme`` is "static". Raises CheckpointError for anything else.
     """
-    scheme, block = config.get("activation_scheme", "dynamic"), config.get("weight_block_size")
-    for name, value, supported in (
-        ("fmt", config.get("fmt", "e4m3"), ("e4m3", "float8_e4m3fn")),
-        ("scale_fmt", config.get("scale_fmt") or "float", ("float",)),
-        ("expert_dtype", config.get("expert_dtype", "fp8"), ("fp8",)),
-        ("activation_scheme", scheme, ("dynamic", "static") if block is None else ("dynamic",)),
-        ("weight_block_size", block if block is None else tuple(block), (None, (GROUP, GROUP))),
-        ("modules_to_convert", config.get("modules_to_convert"), (None, [])),
-    ):
-        if value not in supported:
-            ways = " or ".join(repr(each) for each in supported)
-            raise CheckpointError(f"quant_method 'fp8' with {name}={value!r}: supported is {ways}.")
+    block = config.get("weight_block_size")
+    require("fp8", config, {"fmt": ("e4m3", "float8_e4m3fn"), "scale_fmt": ("float", None), "expert_dtype": ("fp8",)})
+    require("fp8", config, {"weight_block_size": (None, [GROUP, GROUP]), "modules_to_convert": (None, [])})
+    require("fp8", config, {"activation_scheme": ("dynamic",) if block else ("dynamic", "static")})
+    scheme = config.get("activation_scheme", "dynamic")
     kept = (*(config.get("modules_to_not_convert") or ()), *(config.get("ignored_layers") or ()), "lm_head")
     quantised: WeightFormat = BlockFp8() if block else RowFp8(True, "input_scale" if scheme == "static" else None)
     return lambda module: PLAIN if named(module, kept) else quantised

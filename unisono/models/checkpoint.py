@@ -18,7 +18,7 @@ import torch
 from unisono import catalog
 from unisono.layers.formats import PLAIN, WeightFormat
 from unisono.models.config import DecoderConfig, Family
-from unisono.models.quantization import Quantization, find_quantization
+from unisono.models.quantization import PLAIN_WEIGHTS, Quantization, find_quantization
 from unisono.models.weights import TensorInfo, read_header
 from unisono.types import CheckpointError
 
@@ -52,7 +52,7 @@ class Checkpoint:
     generation: GenerationDefaults
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype | None
-    quantization: Quantization = Quantization()
+    quantization: Quantization = PLAIN_WEIGHTS
 
     @classmethod
     def open(cls, path: str | Path, quantization: str | None = None) -> Checkpoint:

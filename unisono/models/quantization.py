@@ -51,6 +51,9 @@ class Quantization:
         return self.method, f"linear layers of mixers and feed-forwards are quantised while loading; {stay}"
 
 
+PLAIN_WEIGHTS = Quantization()
+
+
 def find_quantization(raw: Mapping[str, Any], directory: Path, asked: str | None = None) -> Quantization:
     """From config.json, and ``--quantization`` where it is given.
 
@@ -61,7 +64,7 @@ def find_quantization(raw: Mapping[str, Any], directory: Path, asked: str | None
         raise ConfigError(f"--quantization {asked!r} is unknown; choose one of {', '.join(catalog.formats.names)}.")
     if not config:
         if asked is None:
-            return Quantization()
+            return PLAIN_WEIGHTS
         if asked not in catalog.online_formats:
             online = ", ".join(catalog.online_formats.names)
             raise ConfigError(
@@ -78,7 +81,7 @@ def find_quantization(raw: Mapping[str, Any], directory: Path, asked: str | None
     if method not in catalog.formats:
         raise CheckpointError(
             f"{directory} is quantised (quant_method={method!r}), which is not supported: weights are read in "
-            f"bfloat16, float16 and float32, and in {', '.join(catalog.formats.names)}. Give the unquantised checkpoint."
+            f"bfloat16, float16, float32 and {', '.join(catalog.formats.names)}. Give the unquantised checkpoint."
         )
     try:
         return Quantization(method, catalog.formats.load(method)(config))

@@ -1,9 +1,12 @@
-"""How a quantization_config names modules: lists of names, beginnings, ends and regular expressions."""
+"""What readers of a quantization_config share: how it names modules, and which values of its fields are supported."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from unisono.types import CheckpointError
 
 REGEX = "re:"
 """What a regular expression begins with in compressed-tensors' lists."""
@@ -36,3 +39,15 @@ def targeted(module: str, targets: Iterable[str], kinds: Iterable[str] = ()) -> 
         re.match(target[len(REGEX) :], module) is not None if target.startswith(REGEX) else target in (module, *kinds)
         for target in targets
     )
+
+
+def require(method: str, config: Mapping[str, Any], rules: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise CheckpointError unless each field of a quantization_config is one of its supported values.
+
+    The first of them is what a config means that leaves the field out.
+    """
+    for name, supported in rules.items():
+        value = config.get(name, supported[0])
+        if value not in supported:
+            ways = " or ".join(repr(each) for each in supported)
+            raise CheckpointError(f"quant_method {method!r} with {name}={value!r}: supported is {ways}.")
