@@ -82,15 +82,14 @@ def _fill_randomly(decoder: Decoder, seed: int) -> None:
 
 
 def _draw(parameter: torch.Tensor, generator: torch.Generator) -> None:
-    """Random values; those of a quantised weight of one byte are spread so that its scales, of DUMMY_STD, suit them."""
-    if parameter.is_floating_point() and parameter.itemsize > 1:
+    """Random values. Those of a quantised weight are around 1 or any bits; its scales are floating-point parameters."""
+    if not parameter.is_floating_point():
+        signed = parameter.dtype is torch.int8
+        parameter.random_(-8 if signed else 0, 8 if signed else 256, generator=generator)
+    elif parameter.itemsize > 1:
         parameter.normal_(0, DUMMY_STD, generator=generator)
-    elif parameter.is_floating_point():
-        parameter.copy_(torch.empty_like(parameter, dtype=torch.float32).normal_(generator=generator))
-    elif parameter.itemsize > 1:  # packed
-        parameter.random_(generator=generator)
     else:
-        parameter.random_(-8, 8, generator=generator)
+        parameter.copy_(torch.empty_like(parameter, dtype=torch.float32).normal_(generator=generator))
 
 
 def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progress) -> None:
