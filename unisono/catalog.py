@@ -78,9 +78,22 @@ models = Registry(
 )
 """By ``architectures[0]`` of config.json; each entry is a ``models.config.Family``."""
 
-formats = Registry("weight format", {}, error=CheckpointError, group="unisono.formats")
+formats = Registry(
+    "weight format",
+    {
+        "awq": "unisono.layers.formats_int4:read_awq",
+        "compressed-tensors": "unisono.layers.formats_compressed:read",
+        "fp8": "unisono.layers.formats_fp8:read",
+        "gptq": "unisono.layers.formats_int4:read_gptq",
+    },
+    error=CheckpointError,
+    group="unisono.formats",
+)
 """By ``quantization_config.quant_method`` of config.json; each entry makes of that config a function from a module's
 name in the checkpoint to its ``layers.formats.WeightFormat``."""
+
+online_formats = Registry("weight format that is made while loading", {"fp8": "unisono.layers.formats_fp8:ONLINE_FP8"})
+"""By ``--quantization``, for checkpoints that are not quantised; each entry is a ``layers.formats.WeightFormat``."""
 
 drafters = Registry(
     "drafter",

@@ -82,6 +82,10 @@ def _engine_flags(
         float, typer.Option(help="Milliseconds of prompt passes between two rounds of running requests.")
     ] = 50.0,
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights; needs config.json only.")] = "auto",
+    quantization: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(catalog.formats.names)}; default: the checkpoint's. fp8 quantises a plain one."),
+    ] = None,
     attention_backend: Annotated[str, typer.Option(help=f"auto, {', '.join(catalog.attention.names)}.")] = "auto",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Capture no graph.")] = False,
     graphs: Annotated[

@@ -38,6 +38,8 @@ class EngineConfig:
     max_stall_ms: milliseconds between two rounds of running requests, at most: prompt passes between them are as large
     as fits, by what passes cost.
     load_format: auto, or dummy for random weights (needs config.json only).
+    quantization: None: weights as the checkpoint has them. fp8: quantises a plain checkpoint while loading. Any method
+    that the checkpoint's quantization_config does not name is an error.
     enforce_eager: short for graphs="off".
     graphs: auto, full, segmented or off, for all passes or for some: "extend=segmented,round=full". auto captures
     whole where the attention backend allows it, and prompt passes only in sizes where a graph pays; full and segmented
@@ -62,6 +64,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     max_stall_ms: float = 50.0
     load_format: Literal["auto", "dummy"] = "auto"
+    quantization: str | None = None
     seed: int = 0
     attention_backend: str = "auto"
     enforce_eager: bool = False
@@ -215,6 +218,7 @@ class ResolvedConfig:
             "max_stall_ms": self.asked.max_stall_ms,
             "attention_backend": self.attention_backend,
             "load_format": self.asked.load_format,
+            "quantization": self.asked.quantization,
             "gpu_memory_utilization": self.asked.gpu_memory_utilization,
             "enforce_eager": self.asked.enforce_eager,
             "graphs": dict(self.graphs),

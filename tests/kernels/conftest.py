@@ -39,14 +39,42 @@ def dots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+    def values(operand: Any, dtype: np.dtype) -> np.ndarray:
+        data = _e4m3_values(operand.data) if operand.dtype.scalar.is_fp8e4nv() else operand.data
+        return data.astype(dtype)
+
     def create_dot(self: object, a: Any, b: Any, d: Any, *precision: object) -> TensorHandle:
         total = np.zeros_like(d.data)
-        for k in range(a.data.shape[-1]):
-            total += a.data[..., k, None].astype(total.dtype) * b.data[k].astype(total.dtype)
+        left, right = values(a, total.dtype), values(b, total.dtype)
+        for k in range(left.shape[-1]):
+            total += left[..., k, None] * right[k]
         return TensorHandle(total + d.data, d.dtype.scalar)
 
     if not torch.cuda.is_available():
         monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def _e4m3_values(data: np.ndarray) -> np.ndarray:
+    """What e4m3 values, which the interpreter keeps as bytes, stand for."""
+    return torch.from_numpy(np.ascontiguousarray(data)).view(torch.float8_e4m3fn).float().numpy()
+
+
+@pytest.fixture(autouse=True)
+def e4m3_rounds_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter converts to e4m3 as the device does; its own conversion loses the carry of a rounding."""
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def converted(data: np.ndarray, source: Any, to: Any, rounding: object) -> np.ndarray:
+        if not to.is_fp8e4nv():
+            return convert(data, source, to, rounding)
+        kind = {16: np.float16, 32: np.float32}[source.primitive_bitwidth]
+        value = torch.from_numpy(np.ascontiguousarray(data).view(kind).astype(np.float32))
+        return value.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(interpreter, "_convert_float", converted)
 
 
 @pytest.fixture(autouse=True)

@@ -68,10 +68,14 @@ def conv_kernels(layer: Layer) -> Passes:
 
 def test_conv_x() -> None:
     layer = Layer(Sizes(2, 4, 16, 16, width=4), torch.float32, [40, 37])
-    a = twins(layer); a.prompt(layer.lengths)
-    b = conv_kernels(layer); b.prompt(layer.lengths)
+    a = twins(layer)
+    a.prompt(layer.lengths)
+    b = conv_kernels(layer)
+    b.prompt(layer.lengths)
     print([relative(x, y) for x, y in zip(a.out, b.out)])
-    c = conv_kernels(layer); cuts(c, random.Random(0), 15)
+    c = conv_kernels(layer)
+    cuts(c, random.Random(0), 15)
     print(differing(b, c))
-    c = conv_kernels(layer); rounds(c, random.Random(0), itertools.repeat(3), 20)
+    c = conv_kernels(layer)
+    rounds(c, random.Random(0), itertools.repeat(3), 20)
     print(differing(b, c), c.length)

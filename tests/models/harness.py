@@ -28,10 +28,10 @@ MAX_WIDTH = 4
 """Tokens of a row in the widest round."""
 
 
-def load(directory: Path, **options: Any) -> Decoder:
+def load(directory: Path, quantization: str | None = None, **options: Any) -> Decoder:
     """The checkpoint's decoder with the in-tree attention; fp32 on the CPU unless ``options`` say otherwise."""
     options = {"dtype": torch.float32, "device": "cpu", "max_positions": 512, **options}
-    checkpoint = Checkpoint.open(directory)
+    checkpoint = Checkpoint.open(directory, quantization)
     backend = catalog.attention.load("triton")
     return load_model(checkpoint, attention=lambda q, kv: backend(q, kv, options["device"]), **options)
 

@@ -104,8 +104,8 @@ def test_config_values_that_are_not_computed(directory, field, value):
 
 
 def test_quantised_is_refused(directory):
-    edit(directory / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
-    refused(directory, "awq", "unquantised")
+    edit(directory / "config.json", quantization_config={"quant_method": "bitsandbytes"})
+    refused(directory, "bitsandbytes", "unquantised")
 
 
 @pytest.mark.parametrize("changes", [{"eos_token_id": "</s>"}, {"temperature": "hot"}])

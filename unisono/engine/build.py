@@ -85,6 +85,7 @@ class Build:
             )
         for passed_over in checkpoint.unread() if config.asked.load_format == "auto" else ():
             self.decide(*passed_over)
+        self.decide("weights", *checkpoint.quantization.decision())
         self.width, self.paths = 1 + drafter.num_drafts, max(1, len(spec.paths))
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
         store = StateStore(config.max_num_seqs + 1, self.paths, config.max_model_len, self.width, config.device)

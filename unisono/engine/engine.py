@@ -47,7 +47,7 @@ class Engine:
         self, config: EngineConfig, progress: Callable[[str, float], None] = lambda stage, share: None
     ) -> None:
         started = time.perf_counter()
-        checkpoint = Checkpoint.open(config.model)
+        checkpoint = Checkpoint.open(config.model, config.quantization)
         resolved = resolve(config, Hardware.detect(config.device), checkpoint)
         self.checkpoint = checkpoint
         with torch.inference_mode():

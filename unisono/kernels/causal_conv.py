@@ -243,13 +243,9 @@ def _cases() -> list[AotCase]:
         block: dict[str, Any] = {"J": 4, "RING": 2 + width, "BLOCK_C": _CHANNELS, "OVERLAP": True}
         both = {"HV": heads, "BLOCK_H": triton.next_power_of_2(heads)}
         rounds = ints("rows since first until end", "u_stride ba_stride C W")
-        cases.append(
-            AotCase(_conv_round_kernel, floats | rounds, block | both | {"BLOCK_W": width, "BLOCK_J": 4})
-        )
+        cases.append(AotCase(_conv_round_kernel, floats | rounds, block | both | {"BLOCK_W": width, "BLOCK_J": 4}))
         prompts = ints("rows since first query_start", "u_stride ba_stride C T R")
-        cases.append(
-            AotCase(_conv_prompt_kernel, floats | prompts, block | both | {"BLOCK_T": _TOKENS, "BLOCK_R": 16})
-        )
+        cases.append(AotCase(_conv_prompt_kernel, floats | prompts, block | both | {"BLOCK_T": _TOKENS, "BLOCK_R": 16}))
         kept = {name: floats[name] for name in ("u", "snapshot", "ring")}
         kept |= ints("rows since first until end query_start", "u_stride C")
         blocks = {"BLOCK_N": triton.next_power_of_2(2 + width), "BLOCK_J": 4}

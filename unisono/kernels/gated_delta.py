@@ -168,9 +168,7 @@ def _cases() -> list[AotCase]:
             walk |= ints("rows since first until end query_start", "T R W")
             tile = (ROUND_TILE if is_round else PROMPT_TILE).of(value_dim)
             more = {"BLOCK_V": tile.size, "BLOCK_W": triton.next_power_of_2(width) if is_round else CHUNK}
-            cases.append(
-                AotCase(_delta_kernel, walk, options | more | {"STAGES": tile.stages}, num_warps=tile.warps)
-            )
+            cases.append(AotCase(_delta_kernel, walk, options | more | {"STAGES": tile.stages}, num_warps=tile.warps))
         names = ("qkv", "gates", "kv_ring", "gates_ring")
         remember = {name: floats[name] for name in names} | ints("rows first until end query_start", "")
         queries = key_heads * key_dim

@@ -301,7 +301,9 @@ def _delta_kernel(
                 q = tl.load(qkv + hk * K + token * C + d[None, :])
                 v = tl.load(v_new + token * C + dv[None, :])
                 place = (base + ch).to(tl.int64) * HV + h
-                o, taken, whole = _chunk(S, k, q, v, squares + place * (4 * CHUNK * CHUNK), factors + place * (4 * CHUNK))
+                o, taken, whole = _chunk(
+                    S, k, q, v, squares + place * (4 * CHUNK * CHUNK), factors + place * (4 * CHUNK)
+                )
                 tl.store(out + token * (HV * V), tl.trans(o).to(out.dtype.element_ty))
                 S = _times(taken, k, S * whole)
             if keep > lead:
@@ -313,7 +315,9 @@ def _delta_kernel(
                 v = _tile(v_new, C, v_old, KV, position, begin, at, stop, slot, dv, RING, False)
                 q = _tile(qkv + hk * K, C, kv_ring, KV, position, begin, at, stop, slot, d, RING, False)
                 place = (base + ch).to(tl.int64) * HV + h
-                o, taken, whole = _chunk(S, k, q, v, squares + place * (4 * CHUNK * CHUNK), factors + place * (4 * CHUNK))
+                o, taken, whole = _chunk(
+                    S, k, q, v, squares + place * (4 * CHUNK * CHUNK), factors + place * (4 * CHUNK)
+                )
                 token = (begin + position - at).to(tl.int64)[:, None] * (HV * V)
                 tl.store(out + token, tl.trans(o).to(out.dtype.element_ty), mask=(position < stop)[:, None])
 

@@ -1,16 +1,16 @@
 """Weight formats: how a linear layer's weight is stored, read from a checkpoint, applied, and proven exact.
 
-A :class:`WeightFormat` is what ``Linear`` is composed of; ``Plain`` is the one that is bundled. A :class:`Place` says
-where a checkpoint's tensor goes; the loader (``models/weights.py``) fills places. docs/adding-a-weight-format.md
-shows a format of one's own.
+A :class:`WeightFormat` is what ``Linear`` is composed of; ``Plain`` is the one for weights that are not quantised. A
+:class:`Place` says where a checkpoint's tensor goes; the loader (``models/weights.py``) fills places.
+docs/adding-a-weight-format.md shows a format of one's own.
 
 Shapes: N outputs, K inputs of a linear layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,10 @@ class LinearLayer(Protocol):
     def weight(self) -> torch.Tensor: ...
     @property
     def bias(self) -> torch.Tensor | None: ...
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The outputs of each projection that the layer computes."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -65,22 +69,58 @@ WHOLE = Share()
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How a checkpoint stores a tensor that has another shape there than in its parameter.
+
+    shapes: the shapes that mean this layout, from a projection's outputs and inputs. dim: along which dimension the
+    outputs lie; None: every rank reads all of it. packed: outputs in one element along ``dim``.
+    """
+
+    shapes: Callable[[int, int], tuple[tuple[int, ...], ...]]
+    dim: int | None = None
+    packed: int = 1
+
+
+ONE_VALUE = Layout(lambda outputs, inputs: ((), (1,), (1, 1)))
+"""One number for a whole projection."""
+
+
+@dataclass(frozen=True)
 class Stored:
     """One tensor of a weight format.
 
-    dtype: of the parameter. accepts: safetensors' names of the dtypes that it is read from. outputs: how many of the
-    layer's outputs one of its rows serves. inputs: how many of its inputs one column serves; 0: it has rows only.
+    dtype: of the parameter; None: there is no parameter, the tensor is only looked at by the format's ``read``.
+    accepts: safetensors' names of the dtypes that it is read from; none: no checkpoint has it, the ``read`` of another
+    tensor makes it. outputs: how many of the layer's outputs one of its rows serves. inputs: how many of its inputs
+    one column serves; 0: it has rows only. layout: in a checkpoint; None: as in the parameter.
     """
 
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     accepts: tuple[str, ...]
     outputs: int = 1
     inputs: int = 1
+    layout: Layout | None = None
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        """Of the tensor of a layer of this size."""
+        """Of the parameter of a layer of this size."""
         rows = -(-outputs // self.outputs)
         return (rows, -(-inputs // self.inputs)) if self.inputs else (rows,)
+
+    def stored_shapes(self, outputs: int, inputs: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes that a checkpoint's tensor may have."""
+        return self.layout.shapes(outputs, inputs) if self.layout else (self.shape(outputs, inputs),)
+
+    def part(self, start: int, stop: int) -> Slice | None:
+        """What of a checkpoint's tensor serves outputs ``start`` … ``stop`` - 1; None: all of it.
+
+        Raises ConfigError where an element there serves outputs on both sides of a bound.
+        """
+        dim, each = (self.layout.dim, self.layout.packed) if self.layout else (0, self.outputs)
+        if dim is None:
+            return None
+        if start % each:
+            raise ConfigError(f"output {start} begins within a block of {each}: the layer cannot be divided there.")
+        return Slice(dim, start // each, -(-stop // each))
 
 
 class Reader(Protocol):
@@ -98,7 +138,8 @@ class Place:
     parameter: what is filled, a parameter or some rows of one. shape: of the checkpoint's whole tensor. accepts:
     safetensors' names of the dtypes that it may have. part: what of it is read, None for all. format, kind: what
     prepares the tensor as it was read, None for nothing. form: where a module can be stored in several forms, the one
-    that this place belongs to; a checkpoint holds all places of one form.
+    that this place belongs to; a checkpoint holds all places of one form. others: by kind, the parameters that this
+    tensor fills beside its own. also: other shapes that the checkpoint's tensor may have.
     """
 
     parameter: torch.Tensor
@@ -108,10 +149,18 @@ class Place:
     format: Reader | None = None
     kind: str = ""
     form: str = ""
+    others: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    also: tuple[tuple[int, ...], ...] = ()
 
     def fill(self, stored: torch.Tensor) -> None:
         """Copy ``stored``, the part that was read, into the parameter, converting it."""
-        self.parameter.copy_(stored if self.format is None else self.format.read(self.kind, stored))
+        if self.format is None:
+            self.parameter.copy_(stored)
+            return
+        prepared = self.format.read(self.kind, stored)
+        made = {self.kind: prepared} if isinstance(prepared, torch.Tensor) else prepared
+        for kind, tensor in made.items():
+            (self.parameter if kind == self.kind else self.others[kind]).copy_(tensor)
 
 
 class WeightFormat(Protocol):
@@ -130,8 +179,12 @@ class WeightFormat(Protocol):
         """
         ...
 
-    def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
-        """What is copied into parameter ``kind``, from the checkpoint's tensor or a rank's part of it."""
+    def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]:
+        """What is copied into parameter ``kind``, from a projection's tensor in a checkpoint or a rank's part of it.
+
+        Or what is copied into several parameters, by their kinds; into none where the mapping is empty. Raises
+        CheckpointError where the tensor holds what the format does not compute.
+        """
         ...
 
     def linear(self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:

@@ -6,11 +6,12 @@ Built by ``models``, filled by its loader.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from unisono.layers.formats import FLOATS, PLAIN, WHOLE, Place, Share, Slice, Stored, WeightFormat
+from unisono.layers.formats import FLOATS, PLAIN, WHOLE, Place, Share, Stored, WeightFormat
 from unisono.layers.norm import RMSNorm
 
 
@@ -37,12 +38,13 @@ class Linear(nn.Module):
         super().__init__()
         self.inputs, self.dtype, self.format, self.share = inputs, dtype, format, share
         self.projections = {"": outputs} if isinstance(outputs, int) else dict(outputs)
-        held = [stop - start for start, stop in map(share.part, self.projections.values())]
-        self.outputs = sum(held)
+        self.held = tuple(stop - start for start, stop in map(share.part, self.projections.values()))
+        self.outputs = sum(self.held)
         for kind, stored in format.tensors(dtype).items():
-            rows = sum(stored.shape(each, inputs)[0] for each in held)
-            shape = (rows, *stored.shape(self.outputs, inputs)[1:])
-            self.register_parameter(kind, _parameter(shape, stored.dtype, device))
+            if stored.dtype is not None:
+                rows = sum(stored.shape(each, inputs)[0] for each in self.held)
+                shape = (rows, *stored.shape(self.outputs, inputs)[1:])
+                self.register_parameter(kind, _parameter(shape, stored.dtype, device))
         self.bias = _parameter((self.outputs,), dtype, device) if bias else None
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -60,22 +62,30 @@ class Linear(nn.Module):
 
     def places(self) -> Iterator[tuple[str, Place]]:
         """What a checkpoint stores of the layer: (name inside the layer, where it goes)."""
-        for kind, stored in self.format.tensors(self.dtype).items():
-            yield from self._places(kind, stored, self.format)
+        tensors = self.format.tensors(self.dtype)
+        made = {kind: stored for kind, stored in tensors.items() if not stored.accepts}
+        rows = {kind: self._rows(kind, stored) for kind, stored in tensors.items()}
+        for kind, stored in tensors.items():
+            if stored.accepts:
+                for number, (name, place) in enumerate(self._places(kind, stored, self.format)):
+                    yield name, replace(place, others={other: rows[other][number] for other in made})
         if self.bias is not None:
             yield from self._places("bias", Stored(self.dtype, FLOATS, inputs=0), None)
 
     def _places(self, kind: str, stored: Stored, format: WeightFormat | None) -> Iterator[tuple[str, Place]]:
-        """The places of one parameter, a run of its rows for each projection."""
-        first = 0
-        for projection, outputs in self.projections.items():
-            start, stop = self.share.part(outputs)
-            rows = stored.shape(stop - start, self.inputs)[0]
-            part = Slice(0, start // stored.outputs, start // stored.outputs + rows) if self.share != WHOLE else None
-            into = getattr(self, kind)[first : first + rows]
-            place = Place(into, stored.shape(outputs, self.inputs), stored.accepts, part, format, kind)
+        """The places of one tensor, one for each projection."""
+        for (projection, outputs), into in zip(self.projections.items(), self._rows(kind, stored), strict=True):
+            part = stored.part(*self.share.part(outputs)) if self.share != WHOLE else None
+            shape, *also = stored.stored_shapes(outputs, self.inputs)
+            place = Place(into, shape, stored.accepts, part, format, kind, also=tuple(also))
             yield f"{projection}.{kind}" if projection else kind, place
-            first += rows
+
+    def _rows(self, kind: str, stored: Stored) -> list[torch.Tensor]:
+        """The rows of a parameter that serve each projection; empty tensors where there is no parameter."""
+        if stored.dtype is None:
+            return [torch.empty(0) for _ in self.held]
+        counts = [stored.shape(outputs, self.inputs)[0] for outputs in self.held]
+        return list(getattr(self, kind).split(counts))
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:

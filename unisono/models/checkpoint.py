@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from unisono import catalog
-from unisono.layers.formats import WeightFormat
-from unisono.models.build import plain
+from unisono.layers.formats import PLAIN, WeightFormat
 from unisono.models.config import DecoderConfig, Family
+from unisono.models.quantization import PLAIN_WEIGHTS, Quantization, find_quantization
 from unisono.models.weights import TensorInfo, read_header
 from unisono.types import CheckpointError
 
@@ -43,7 +43,7 @@ class Checkpoint:
     dtype: the dtype that config.json declares, or None where it declares none.
     eos_token_ids: the end-of-sequence ids of config.json and generation_config.json together, sorted; the
         tokenizer's own is its reader's to add.
-    formats: the weight format of a module by its name in the checkpoint.
+    quantization: how its weights are stored on the device.
     """
 
     path: Path
@@ -52,19 +52,20 @@ class Checkpoint:
     generation: GenerationDefaults
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype | None
-    formats: Callable[[str], WeightFormat] = field(default=plain, repr=False)
+    quantization: Quantization = PLAIN_WEIGHTS
 
     @classmethod
-    def open(cls, path: str | Path) -> Checkpoint:
+    def open(cls, path: str | Path, quantization: str | None = None) -> Checkpoint:
         """Read the configs of a directory or a bundled name; weights may be absent (``--load-format dummy``).
 
-        Raises CheckpointError: no such directory, a hub id, config.json missing or unparsable, an
-        unsupported architecture, quantised weights, values that the blocks do not compute.
+        quantization: what ``--quantization`` asks for; None: what the checkpoint has. Raises CheckpointError: no such
+        directory, a hub id, config.json missing or unparsable, an unsupported architecture or quantisation, values that
+        the blocks do not compute; ConfigError: a ``quantization`` that is not the checkpoint's.
         """
         directory = find_directory(path)
         raw = read_json(directory / "config.json")
         family = catalog.models.load(_architecture(raw, directory))
-        formats = _formats(raw, directory)
+        quantized = find_quantization(raw, directory, quantization)
         hf_config, config = _parse_config(directory, family)
         generation_file = directory / "generation_config.json"
         generation = _generation_defaults(generation_file) if generation_file.exists() else GenerationDefaults()
@@ -79,12 +80,13 @@ class Checkpoint:
             generation=generation,
             eos_token_ids=tuple(sorted({*eos, *generation.eos_token_ids})),
             dtype=dtype if isinstance(dtype, torch.dtype) else None,
-            formats=formats,
+            quantization=quantized,
         )
 
     def format_of_module(self, module: str) -> WeightFormat:
         """The weight format of one of the decoder's modules."""
-        return self.formats(self.family.name(module, self.config.layers))
+        tied = module == "lm_head" and self.config.tie_embeddings
+        return PLAIN if tied else self.quantization.format(module, self.family.name(module, self.config.layers))
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Every tensor of the checkpoint; see :func:`read_tensors`."""
@@ -162,21 +164,6 @@ def _architecture(raw: Mapping[str, Any], directory: Path) -> str:
     if names[0] not in catalog.models:
         raise CheckpointError(f"{directory}: architecture {names[0]!r} is not supported. Supported: {supported}.")
     return names[0]
-
-
-def _formats(raw: Mapping[str, Any], directory: Path) -> Callable[[str], WeightFormat]:
-    """The weight format of each module, as ``quantization_config`` says. Raises CheckpointError for an unknown one."""
-    quantisation = raw.get("quantization_config")
-    if not quantisation:
-        return plain
-    method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
-    if method not in catalog.formats:
-        others = f", and {', '.join(catalog.formats.names)}" if catalog.formats.names else ""
-        raise CheckpointError(
-            f"{directory} is quantised (quant_method={method!r}), which is not supported: only bfloat16, "
-            f"float16 and float32 weights are read{others}. Give the unquantised checkpoint."
-        )
-    return catalog.formats.load(method)(quantisation)
 
 
 def _parse_config(directory: Path, family: Family) -> tuple[Any, DecoderConfig]:

@@ -132,10 +132,18 @@ def fill_randomly(root: nn.Module, seed: int) -> None:
                 for part, old in SEED_NAMES.items():
                     name = name.replace(part, old)
                 generator.manual_seed(seed ^ zlib.crc32(name.encode()))
-                if parameter.is_floating_point():
-                    parameter.normal_(0, DUMMY_STD, generator=generator)
-                else:  # of a quantised weight
-                    parameter.random_(-8, 8, generator=generator)
+                _draw(parameter, generator)
+
+
+def _draw(parameter: torch.Tensor, generator: torch.Generator) -> None:
+    """Random values. Those of a quantised weight are around 1 or any bits; its scales are floating-point parameters."""
+    if not parameter.is_floating_point():
+        signed = parameter.dtype is torch.int8
+        parameter.random_(-8 if signed else 0, 8 if signed else 256, generator=generator)
+    elif parameter.itemsize > 1:
+        parameter.normal_(0, DUMMY_STD, generator=generator)
+    else:
+        parameter.copy_(torch.empty_like(parameter, dtype=torch.float32).normal_(generator=generator))
 
 
 def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progress) -> None:

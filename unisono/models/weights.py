@@ -146,7 +146,7 @@ def check(
 
 def check_tensor(name: str, info: TensorInfo, place: Place) -> None:
     """Raise CheckpointError unless a tensor has the shape and a dtype that its place accepts."""
-    if info.shape != place.shape:
+    if info.shape not in (place.shape, *place.also):
         raise CheckpointError(
             f"{info.file}: tensor {name} has shape {list(info.shape)}; config.json asks for {list(place.shape)}."
         )

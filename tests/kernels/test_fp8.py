@@ -1,0 +1,133 @@
+"""fp8 products: right against the dequantised operands in float64, alike in kernel and twin, the same in any batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from unisono.kernels import fp8
+from unisono.kernels.fp8 import Tile, fp8_linear, fp8_linear_cpu, fp8_linear_cuda, launch_fp8_product
+from unisono.kernels.fp8_quantize import E4M3, launch_quantize, quantize_cpu
+
+SHAPES = [(1, 64, 128), (5, 130, 300), (20, 96, 640), (70, 200, 200)]  # M, N, K
+KINDS = ["by block", "by output", "fixed"]
+RUNS = [fp8_linear_cuda, fp8_linear_cpu]
+
+
+def weight_of(n: int, k: int, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """e4m3 weight, its scales, and the activations' scales of two merged projections."""
+    weight = (torch.randn(n, k) * 100).clamp(-448, 448).to(E4M3)
+    scales = torch.rand(-(-n // 128), -(-k // 128)) if kind == "by block" else torch.rand(n)
+    return weight, scales * 1e-3, torch.tensor([0.007, 0.011]) if kind == "fixed" else None
+
+
+def quantised(x: torch.Tensor, kind: str, fixed: torch.Tensor | None) -> torch.Tensor:
+    """Values [M, K] in float64 that quantised activations stand for, one group after the other."""
+    out = torch.empty_like(x, dtype=torch.float64)
+    width = 128 if kind == "by block" else x.shape[1]
+    for start in range(0, x.shape[1], width):
+        part = x[:, start : start + width].float()
+        scale = part.abs().amax(1, keepdim=True) / 448 if fixed is None else fixed.max().expand(len(x), 1)
+        out[:, start : start + width] = (part / scale).clamp(-448, 448).to(E4M3).double() * scale.double()
+    return out
+
+
+def dequantised(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The weight [N, K] in float64, one value after the other's block."""
+    n, k = weight.shape
+    if scales.dim() == 1:
+        return weight.double() * scales.double()[:, None]
+    rows, cols = torch.arange(n) // 128, torch.arange(k) // 128
+    return weight.double() * scales.double()[rows][:, cols]
+
+
+def on(device: torch.device, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if t is None else t.to(device) for t in tensors]
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_matches_float64(run, shape, kind, dtype, device, assert_close):
+    rows, n, k = shape
+    weight, scales, fixed = weight_of(n, k, kind)
+    x, bias, residual = (torch.randn(size).to(dtype) for size in ((rows, k), (n,), (rows, n)))
+    x[0] *= 30
+    product = quantised(x, kind, fixed) @ dequantised(weight, scales).t()
+    device = torch.device("cpu") if run is fp8_linear_cpu else device
+    given = on(device, x, weight, scales, fixed)
+    assert_close(run(*given, None, None), product)
+    assert_close(run(*given, *on(device, bias, residual)), product + bias + residual)
+    bare, b, r = run(*given, None, None), bias.to(device), residual.to(device)
+    assert torch.equal(run(*given, b, r), (bare + b) + r), "bias and residual are rounded one after the other"
+
+
+@pytest.mark.parametrize("group", [128, None])
+@pytest.mark.parametrize("k", [128, 200, 1500])
+def test_activations_are_quantised_alike(group, k, dtype, device):
+    x = torch.randn(7, k).to(dtype)
+    x[2], x[3, :5] = 0, 600  # a row of zeros; one whose other values are small
+    for fixed in (None, torch.tensor([0.01, 0.4])):
+        want, want_scales = quantize_cpu(x, group, fixed)
+        got, scales = launch_quantize(x.to(device), group, None if fixed is None else fixed.to(device))
+        assert torch.equal(got[:7].cpu().float(), want.float())
+        assert torch.equal(scales[:, :7].cpu(), want_scales)
+        assert got.shape == (8, k)
+        assert not got[7].float().any(), "padding is zero"
+    assert want.float().abs().max() == 448, "what lies beyond the largest value is clamped to it"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("run", RUNS)
+def test_rows_are_exact(run, kind, dtype, device, assert_rows_exact):
+    device = torch.device("cpu") if run is fp8_linear_cpu else device
+    n, k, rows = (130, 300, 24) if run is fp8_linear_cpu or device.type == "cuda" else (70, 150, 6)
+    weight, scales, fixed = on(device, *weight_of(n, k, kind))
+    x, residual = torch.randn(rows, k).to(device, dtype), torch.randn(rows, n).to(device, dtype)
+    assert_rows_exact(lambda x, residual: run(x, weight, scales, fixed, None, residual), x, residual)
+
+
+@pytest.mark.parametrize("kind", ["by block", "by output"])
+@pytest.mark.parametrize("k", [512, 700])
+def test_the_tile_changes_no_bit(kind, k, device):
+    """The interpreter adds a step's products in order, and steps in order; so must every blocking."""
+    weight, scales, _ = on(device, *weight_of(200, k, kind))
+    x = torch.randn(20, k, device=device).to(torch.float16)
+    x8, x_scales = launch_quantize(x, 128 if kind == "by block" else None)
+    tiles = [Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(16, 128, 4, 2), Tile(128, 128, 8, 4, ahead=False)]
+    outs = [launch_fp8_product(x8, x_scales, weight, scales, None, None, 20, x.dtype, tile) for tile in tiles]
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's scaled_mm of blocks needs a GPU")
+@pytest.mark.parametrize("kind", ["by block", "by output"])
+def test_both_products_give_one_rows_bits(kind, device):
+    weight, scales, _ = on(device, *weight_of(512, 1024, kind))
+    fp8.prove_fp8(weight, scales, torch.bfloat16)
+    x = torch.randn(600, 1024, device=device, dtype=torch.bfloat16)
+    want = fp8_linear(x, weight, scales)
+    for rows in (1, 3, 16, 17, 64, 65, 100, 257):
+        assert torch.equal(fp8_linear(x[:rows], weight, scales), want[:rows])
+
+
+def test_op_dispatches_and_knows_its_shape():
+    weight, scales, _ = weight_of(40, 200, "by block")
+    x = torch.randn(3, 200)
+    assert torch.equal(fp8_linear(x, weight, scales), fp8_linear_cpu(x, weight, scales, None, None, None))
+    assert fp8_linear(x[:0], weight, scales).shape == (0, 40)
+    assert fp8_linear(*(t.to("meta") for t in (x, weight, scales))).shape == (3, 40)
+    assert fp8.prove_fp8(weight, scales, torch.float32), "nothing to compare on a CPU"
+
+
+def test_where_torch_has_no_such_product_triton_serves(monkeypatch):
+    """The proof fails instead of raising, and what failed stays failed."""
+    monkeypatch.setattr(fp8, "_proven", {})
+    monkeypatch.setattr(fp8, "launch_quantize", lambda x, group: (x, x))
+    monkeypatch.setattr(fp8, "launch_fp8_product", lambda *given: torch.zeros(1))
+
+    def refuse(*given):
+        raise RuntimeError("multiplication of these is not supported")
+
+    monkeypatch.setattr(fp8, "_scaled_mm", refuse)
+    weight, scales, _ = weight_of(40, 200, "by block")
+    assert not fp8._same_bits(weight, scales, torch.bfloat16, 65)

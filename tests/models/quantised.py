@@ -1,0 +1,291 @@
+"""Writes a random checkpoint of transformers again in each published quantised layout, and computes it in float64.
+
+Every writer packs numbers one by one as the format's documentation says, and returns what they stand for; nothing here
+is shared with the package's readers. The reference is transformers' model in float64 whose linear layers have these
+weights and, for fp8, quantise their inputs.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+E4M3 = torch.float8_e4m3fn
+
+Written = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""(a weight's tensors by the last part of their names, its values in float64)"""
+
+Activations = Callable[[torch.Tensor, float], torch.Tensor]
+"""(inputs in float64, the layer's fixed scale) -> what their quantised values stand for."""
+
+
+def e4m3(values: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+    return (values / scale).clamp(-448, 448).to(E4M3)
+
+
+def by_token(x: torch.Tensor, _: float) -> torch.Tensor:
+    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-10) / 448
+    return e4m3(x, scale).double() * scale
+
+
+def by_token_and_group(x: torch.Tensor, _: float) -> torch.Tensor:
+    return torch.cat([by_token(part, 0) for part in x.split(128, -1)], -1)
+
+
+def fixed(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return e4m3(x, scale).double() * scale
+
+
+def untouched(x: torch.Tensor, _: float) -> torch.Tensor:
+    return x
+
+
+def fp8_blocks(scale_name: str, scale_dtype: torch.dtype = torch.float32) -> Callable[[torch.Tensor], Written]:
+    def write(weight: torch.Tensor) -> Written:
+        n, k = weight.shape
+        scales = torch.empty(-(-n // 128), -(-k // 128), dtype=scale_dtype)
+        stored, values = torch.empty(n, k, dtype=E4M3), torch.empty(n, k, dtype=torch.float64)
+        for i in range(0, n, 128):
+            for j in range(0, k, 128):
+                block = weight[i : i + 128, j : j + 128].double()
+                scales[i // 128, j // 128] = block.abs().max() / 448
+                scale = scales[i // 128, j // 128].double()
+                stored[i : i + 128, j : j + 128] = e4m3(block, scale)
+                values[i : i + 128, j : j + 128] = stored[i : i + 128, j : j + 128].double() * scale
+        return {"weight": stored, scale_name: scales}, values
+
+    return write
+
+
+def fp8_rows(
+    one: bool, shape: Sequence[int], scale_dtype: torch.dtype, static: bool
+) -> Callable[[torch.Tensor], Written]:
+    """One scale for all rows or one for each; ``shape``: of the scales as stored, -1 for the rows."""
+
+    def write(weight: torch.Tensor) -> Written:
+        largest = weight.abs().max() if one else weight.abs().amax(1)
+        scales = (largest / 448).to(scale_dtype)
+        of_rows = scales.double().expand(weight.shape[0])[:, None]
+        stored = e4m3(weight.double(), of_rows)
+        tensors = {"weight": stored, "weight_scale": scales.reshape(tuple(shape))}
+        if static:
+            tensors["input_scale"] = torch.tensor(0.011)
+        return tensors, stored.double() * of_rows
+
+    return write
+
+
+def int4_numbers(
+    weight: torch.Tensor, group: int, symmetric: bool, scale_dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """(numbers 0 … 15 [N, K], zeros [N, G], scales [N, G], values in float64)."""
+    n, k = weight.shape
+    size = k if group == -1 else group
+    grouped = weight.double().view(n, k // size, size)
+    low, high = grouped.amin(2), grouped.amax(2)
+    if symmetric:
+        scales, zeros = (grouped.abs().amax(2) / 7.5).to(scale_dtype), torch.full(low.shape, 8)
+    else:
+        scales = ((high - low) / 15).to(scale_dtype)
+        zeros = (-low / scales.double()).round().clamp(1, 15).int()
+    numbers = (grouped / scales.double()[..., None] + zeros[..., None]).round().clamp(0, 15).int()
+    values = (numbers - zeros[..., None]).double() * scales.double()[..., None]
+    return numbers.view(n, k), zeros.int(), scales, values.view(n, k)
+
+
+def pack(numbers: torch.Tensor, dim: int, order: Sequence[int] = range(8)) -> torch.Tensor:
+    """Eight numbers along ``dim`` in an int32: number ``order[i]`` in bits 4 i and up."""
+    eights = numbers.movedim(dim, -1).unflatten(-1, (-1, 8)).long()
+    words = sum(eights[..., place] << (4 * i) for i, place in enumerate(order))
+    return torch.where(words >= 2**31, words - 2**32, words).int().movedim(-1, dim).contiguous()
+
+
+def awq(group: int) -> Callable[[torch.Tensor], Written]:
+    def write(weight: torch.Tensor) -> Written:
+        numbers, zeros, scales, values = int4_numbers(weight, group, False, torch.float16)
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        packed = {"qweight": pack(numbers.t(), 1, order), "qzeros": pack(zeros.t(), 1, order)}
+        return {**packed, "scales": scales.t().contiguous()}, values
+
+    return write
+
+
+def gptq(group: int, symmetric: bool, offset: int) -> Callable[[torch.Tensor], Written]:
+    def write(weight: torch.Tensor) -> Written:
+        numbers, zeros, scales, values = int4_numbers(weight, group, symmetric, torch.float16)
+        size = weight.shape[1] if group == -1 else group
+        return {
+            "qweight": pack(numbers.t(), 0),
+            "qzeros": pack(zeros.t() - offset, 1),
+            "scales": scales.t().contiguous(),
+            "g_idx": (torch.arange(weight.shape[1]) // size).int(),
+        }, values
+
+    return write
+
+
+def packed_int4(group: int, symmetric: bool) -> Callable[[torch.Tensor], Written]:
+    def write(weight: torch.Tensor) -> Written:
+        numbers, zeros, scales, values = int4_numbers(weight, group, symmetric, torch.bfloat16)
+        tensors = {"weight_packed": pack(numbers, 1), "weight_scale": scales.contiguous()}
+        tensors["weight_shape"] = torch.tensor(weight.shape)
+        return tensors if symmetric else tensors | {"weight_zero_point": pack(zeros, 0)}, values
+
+    return write
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A published layout: how a weight is written, config.json's quantization_config, and what becomes of inputs."""
+
+    write: Callable[[torch.Tensor], Written]
+    config: dict[str, Any]
+    activations: Activations = untouched
+    plain: tuple[str, ...] = field(default=())
+
+
+def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, format: str) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*layers.1.mlp.*"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }
+
+
+def float8(strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False, **more}
+
+
+def int4(strategy: str, group: int | None, symmetric: bool) -> dict[str, Any]:
+    return {"num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": strategy, "group_size": group}
+
+
+IGNORED = ("layers.1.mlp",)
+"""What the layouts that have a list keep plain, besides the LM head."""
+
+BLOCK_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+TOKEN, TENSOR = float8("token", dynamic=True), float8("tensor")
+
+LAYOUTS = {
+    "fp8-blocks": Layout(
+        fp8_blocks("weight_scale_inv"),
+        BLOCK_CONFIG | {"modules_to_not_convert": ["lm_head", "model.layers.1.mlp.gate_proj", "model.layers.1.mlp"]},
+        by_token_and_group,
+        IGNORED,
+    ),
+    "fp8-blocks-bf16-scales": Layout(fp8_blocks("weight_scale_inv", torch.bfloat16), BLOCK_CONFIG, by_token_and_group),
+    "fp8-static": Layout(
+        fp8_rows(True, (), torch.float32, True),
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        fixed,
+    ),
+    "compressed-fp8-channel": Layout(
+        fp8_rows(False, (-1, 1), torch.bfloat16, False),
+        compressed(float8("channel"), TOKEN, "float-quantized"),
+        by_token,
+        IGNORED,
+    ),
+    "compressed-fp8-tensor": Layout(
+        fp8_rows(True, (1,), torch.float32, False),
+        compressed(TENSOR, TOKEN, "float-quantized"),
+        by_token,
+        IGNORED,
+    ),
+    "compressed-fp8-static": Layout(
+        fp8_rows(True, (1,), torch.bfloat16, True),
+        compressed(TENSOR, TENSOR, "float-quantized"),
+        fixed,
+        IGNORED,
+    ),
+    "compressed-fp8-blocks": Layout(
+        fp8_blocks("weight_scale"),
+        compressed(
+            float8("block", block_structure=[128, 128]),
+            float8("group", dynamic=True, group_size=128),
+            "float-quantized",
+        ),
+        by_token_and_group,
+        IGNORED,
+    ),
+    "awq": Layout(
+        awq(128),
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+        | {"modules_to_not_convert": ["layers.1.mlp"]},
+        plain=IGNORED,
+    ),
+    "awq-64": Layout(
+        awq(64), {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+    ),
+    "gptq": Layout(
+        gptq(128, True, 1), {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+    ),
+    "gptq-asymmetric-v2": Layout(
+        gptq(32, False, 0),
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+        | {"checkpoint_format": "gptq_v2", "dynamic": {"-:.*layers.1.mlp": {}}},
+        plain=IGNORED,
+    ),
+    "gptq-asymmetric": Layout(
+        gptq(128, False, 1), {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False}
+    ),
+    "compressed-int4": Layout(
+        packed_int4(128, True), compressed(int4("group", 128, True), None, "pack-quantized"), plain=IGNORED
+    ),
+    "compressed-int4-asymmetric": Layout(
+        packed_int4(64, False), compressed(int4("group", 64, False), None, "pack-quantized"), plain=IGNORED
+    ),
+    "compressed-int4-channel": Layout(
+        packed_int4(-1, True), compressed(int4("channel", None, True), None, "pack-quantized"), plain=IGNORED
+    ),
+}
+
+
+def quantise(source: Path, target: Path, layout: Layout) -> dict[str, torch.Tensor]:
+    """Write ``source`` with its projections in a layout; returns these weights in float64, by their modules' names."""
+    shutil.copytree(source, target)
+    tensors, values = load_file(source / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        module = name.removesuffix(".weight")
+        if not any(plain in module for plain in layout.plain):
+            stored, values[module] = layout.write(tensors.pop(name))
+            tensors |= {f"{module}.{kind}": tensor for kind, tensor in stored.items()}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": layout.config}))
+    return values
+
+
+class Dequantised(nn.Module):
+    """A linear layer of the reference: float64 weights, inputs as the layout has them."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activations: Activations) -> None:
+        super().__init__()
+        self.weight, self.bias, self.activations = weight, bias, activations
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.activations(x, 0.011), self.weight, self.bias)
+
+
+@torch.no_grad()
+def reference(
+    source: Path, values: dict[str, torch.Tensor], activations: Activations, tokens: list[int]
+) -> torch.Tensor:
+    """Logits [len(tokens), V] in float64 of ``source`` with these weights in place of its own."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64, attn_implementation="eager")
+    for name, weight in values.items():
+        old = model.get_submodule(name)
+        model.set_submodule(name, Dequantised(weight, old.bias, activations))
+    return model(torch.tensor([tokens])).logits[0]

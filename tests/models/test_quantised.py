@@ -1,0 +1,183 @@
+"""Quantised checkpoints in every published layout: logits are float64's, the text depends on the weights alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models.harness import Session, load, whole
+from tests.models.make import make_checkpoint
+from tests.models.quantised import LAYOUTS, by_token_and_group, fp8_blocks, quantise, reference
+from unisono import LLM, SamplingParams
+from unisono.models.checkpoint import Checkpoint
+from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
+
+BIG = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+ODD = {"hidden_size": 168, "intermediate_size": 200, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 40}
+"""Nothing is a multiple of 128: scales of merged projections do not lie side by side."""
+
+PROMPT = [random.Random(0).randrange(256) for _ in range(40)]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("plain") / "model"
+    return make_checkpoint(directory, "qwen2", num_hidden_layers=2, **BIG)
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("odd") / "model"
+    return make_checkpoint(directory, "qwen3", num_hidden_layers=2, tokenizer=False, **ODD)
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_logits_are_those_of_the_dequantised_weights(name: str, plain: Path, tmp_path: Path) -> None:
+    """4e-3: of 10,000 inputs a few lie so near the middle of two e4m3 values that fp32 rounds them the other way."""
+    layout = LAYOUTS[name]
+    values = quantise(plain, tmp_path / "model", layout)
+    want = reference(plain, values, layout.activations, PROMPT)
+    (got,) = whole(load(tmp_path / "model"), [PROMPT])
+    assert error(got, want) < (4e-3 if "fp8" in name else 1e-5)
+    assert error(reference(plain, {}, layout.activations, PROMPT), want) > 2e-2, "quantising changed nothing"
+
+
+@pytest.mark.parametrize("online", [False, True])
+@pytest.mark.parametrize("model", ["plain", "odd"])
+def test_fp8_made_while_loading_is_published_fp8(online, model, request, tmp_path) -> None:
+    """--quantization fp8 gives the bits of a checkpoint that was quantised by blocks before, at any size."""
+    source, layout = request.getfixturevalue(model), LAYOUTS["fp8-blocks-bf16-scales"]
+    layout = type(layout)(fp8_blocks("weight_scale_inv"), layout.config, by_token_and_group)
+    values = quantise(source, tmp_path / "model", layout)
+    (got,) = whole(load_online(source) if online else load(tmp_path / "model"), [PROMPT])
+    assert error(got, reference(source, values, by_token_and_group, PROMPT)) < 4e-3
+
+
+def load_online(directory: Path) -> Any:
+    return load(directory, quantization="fp8")
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "compressed-fp8-channel", "gptq-asymmetric"])
+def test_rows_do_not_depend_on_the_pass(name: str, plain: Path, tmp_path: Path) -> None:
+    """One pass, uneven chunks and rounds give the same bits."""
+    quantise(plain, tmp_path / "model", LAYOUTS[name])
+    decoder = load(tmp_path / "model")
+    (want,) = whole(decoder, [PROMPT])
+    session = Session(decoder, 2, 64)
+    parts = [session.extend({0: PROMPT[:17], 1: PROMPT[:5]})[0], session.extend({0: PROMPT[17:30]}, padding=3)[0]]
+    parts += [session.round(4, {0: PROMPT[30:34]})[0], session.round(6, {0: PROMPT[34:]}, padding=2)[0]]
+    assert torch.equal(torch.cat(parts), want)
+
+
+def answers(path: Path, prompts: list[str], **flags: Any) -> list[list[int]]:
+    with LLM(str(path), max_num_seqs=3, max_model_len=128, **flags) as llm:
+        params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "awq", "online"])
+def test_the_text_depends_on_the_weights_alone(name: str, plain: Path, tmp_path: Path) -> None:
+    path, flags = plain, {"quantization": "fp8"}
+    if name in LAYOUTS:
+        path, flags = tmp_path / "model", {}
+        quantise(plain, path, LAYOUTS[name])
+    prompts = ["one two one two one", "abcabcab", "x"]
+    together = answers(path, prompts, **flags)
+    assert together != answers(plain, prompts), "quantising changed nothing"
+    assert answers(path, prompts[1:2], **flags) == together[1:2]
+    drafts = SpeculativeConfig("ngram", num_speculative_tokens=3)
+    assert answers(path, prompts, speculative=drafts, **flags) == together
+
+
+def test_explain_says_what_is_quantised(plain: Path) -> None:
+    with LLM(str(plain), max_num_seqs=2, max_model_len=64, load_format="dummy", quantization="fp8") as llm:
+        info = llm.engine.info()
+        assert llm.generate(["a"], SamplingParams(max_tokens=3))[0].outputs[0].token_ids
+    (decision,) = [d for d in info["decisions"] if d["name"] == "weights"]
+    assert decision["value"] == "fp8"
+    assert "while loading" in decision["reason"]
+    assert info["settings"]["quantization"] == "fp8"
+
+
+@pytest.mark.parametrize("name", ["fp8-static", "awq", "compressed-int4-asymmetric"])
+def test_dummy_weights(name: str, plain: Path, tmp_path: Path) -> None:
+    quantise(plain, tmp_path / "model", LAYOUTS[name])
+    (tmp_path / "model/model.safetensors").unlink()
+    (logits,) = whole(load(tmp_path / "model", load_format="dummy"), [PROMPT])
+    assert logits.isfinite().all()
+    assert logits.std() > 0
+
+
+def edit(directory: Path, **changes: Any) -> Path:
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+GROUP = LAYOUTS["compressed-fp8-channel"].config["config_groups"]["group_0"]
+REFUSED = {
+    "another block": ("fp8-blocks", {"weight_block_size": [64, 128]}, "weight_block_size=[64, 128]"),
+    "fixed scales of blocks": ("fp8-blocks", {"activation_scheme": "static"}, "activation_scheme='static'"),
+    "e5m2": ("fp8-blocks", {"fmt": "e5m2"}, "fmt='e5m2'"),
+    "powers of two": ("fp8-blocks", {"scale_fmt": "ue8m0"}, "scale_fmt='ue8m0'"),
+    "three bits": ("awq", {"bits": 3}, "bits=3"),
+    "gemv": ("awq", {"version": "gemv"}, "version='gemv'"),
+    "a group of 16": ("awq", {"group_size": 16}, "group_size=16"),
+    "desc_act": ("gptq", {"desc_act": True}, "desc_act=True"),
+    "rules": ("gptq", {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic='+:.*'"),
+    "int8": (
+        "compressed-fp8-channel",
+        {"config_groups": {"g": GROUP | {"input_activations": {"num_bits": 8, "type": "int"}}}},
+        "'type': 'int'",
+    ),
+    "weights alone": ("compressed-fp8-channel", {"config_groups": {"g": GROUP | {"input_activations": None}}}, "None"),
+    "nvfp4": ("compressed-fp8-channel", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+    "a cache": ("compressed-fp8-channel", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+    "mxfp4": ("awq", {"quant_method": "mxfp4"}, "quant_method='mxfp4'"),
+    "bitsandbytes": ("awq", {"quant_method": "bitsandbytes"}, "awq, compressed-tensors, fp8, gptq"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_is_refused_by_name(name: str, plain: Path, tmp_path: Path) -> None:
+    layout, changes, named = REFUSED[name]
+    quantise(plain, tmp_path / "model", LAYOUTS[layout])
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(edit(tmp_path / "model", **changes))
+    assert named in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_activation_order_is_refused(plain: Path, tmp_path: Path) -> None:
+    quantise(plain, tmp_path / "model", LAYOUTS["gptq"])
+    tensors = load_file(tmp_path / "model/model.safetensors")
+    name = next(name for name in tensors if name.endswith("g_idx"))
+    tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, tmp_path / "model/model.safetensors")
+    with pytest.raises(CheckpointError, match="desc_act"):
+        load(tmp_path / "model")
+
+
+def test_the_flag_and_the_checkpoint_agree(plain: Path, tmp_path: Path) -> None:
+    quantise(plain, tmp_path / "model", LAYOUTS["awq"])
+    assert Checkpoint.open(tmp_path / "model", "awq").quantization.method == "awq"
+    for path, asked, named in (
+        (tmp_path / "model", "fp8", "'awq'"),
+        (plain, "gptq", "--quantization fp8"),
+        (plain, "int3", "awq, compressed-tensors, fp8, gptq"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            Checkpoint.open(path, asked)
+        assert named in str(caught.value)
+        assert f"--quantization {asked}".replace("int3", "'int3'") in str(caught.value)

@@ -1,0 +1,317 @@
+"""Products of activations and e4m3 weights whose bits do not depend on the batch. Owns the ``fp8_linear`` op.
+
+Activations are quantised first (``kernels/fp8_quantize.py``): by row and 128 columns where the weight has a scale for
+each block of 128 × 128, by row where it has one for each output. The product walks K in steps of 128. Each step is a
+product of e4m3 values with fresh fp32 accumulators, and steps are added in order, so a row's bits are fixed by the
+weight alone.
+
+The Triton kernel has the weight as the tile's rows and the tokens as its columns, so that it is e4m3 ``wgmma`` at any
+number of tokens. The other way round, Triton widens tiles of 16 rows to fp16 ``mma``, with other bits (measured on an
+H200). Above FEW_ROWS rows torch's ``scaled_mm`` runs where :func:`prove_fp8` found the Triton kernel's bits in it on
+the present GPU, and the Triton kernel where not.
+
+Shapes: M rows, K inputs, N outputs, G = ceil(K / 128).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from unisono.kernels.fp8_quantize import (
+    GROUP,
+    launch_quantize,
+    quantize_cpu,
+    widened_activations,
+)
+from unisono.kernels.library import AotCase, define, fixed_rows_matmul, register
+from unisono.kernels.linear import launch_add
+from unisono.kernels.overlap import follow, overlapped
+
+FEW_ROWS = 64
+"""Up to this many rows the Triton kernel runs; above it ``scaled_mm`` does, where it is proven exact."""
+
+PROOF_ROWS = (65, 96, 128, 192, 256, 512, 1024, 2048)
+"""Numbers of rows at which ``scaled_mm`` is compared with the Triton kernel."""
+
+_proven: dict[tuple[int, int, torch.dtype, bool], bool] = {}
+"""(N, K, dtype of activations, scales by block) -> whether :func:`prove_fp8` saw the same bits from ``scaled_mm``."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Blocking of the Triton kernel: tokens, outputs, warps, stages. It decides about speed and changes no bit.
+
+    ahead: whether an iteration takes four steps of K, and reads the scales of the next four.
+    """
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    ahead: bool = True
+
+
+_TILES = {16: Tile(16, 64, 4, 3), 32: Tile(32, 64, 4, 3), 64: Tile(64, 64, 4, 3)}
+_LARGE = Tile(128, 128, 8, 4, ahead=False)
+
+
+def _tile(rows: int) -> Tile:
+    return next((tile for most, tile in _TILES.items() if rows <= most), _LARGE)
+
+
+@triton.jit
+def _scale(x_scales, w_scales, step, PADDED, row_ok):
+    """The product of the activations' and the weight's scales of a step, [tokens]."""
+    return tl.load(x_scales + step * PADDED, mask=row_ok, other=0.0) * tl.load(w_scales + step)
+
+
+@triton.jit
+def _four_scales(x_scales, w_scales, step, G, PADDED, row_ok):
+    """:func:`_scale` of four steps from ``step`` on."""
+    a = _scale(x_scales, w_scales, tl.minimum(step, G - 1), PADDED, row_ok)
+    b = _scale(x_scales, w_scales, tl.minimum(step + 1, G - 1), PADDED, row_ok)
+    c = _scale(x_scales, w_scales, tl.minimum(step + 2, G - 1), PADDED, row_ok)
+    d = _scale(x_scales, w_scales, tl.minimum(step + 3, G - 1), PADDED, row_ok)
+    return a, b, c, d
+
+
+@triton.jit
+def _step_product(x_ptrs, w_ptrs, step, row_ok, ks, K, EVEN_K: tl.constexpr):
+    """The product over the 128 inputs of a step, [outputs, tokens]."""
+    if EVEN_K:
+        x_tile = tl.load(x_ptrs + step * 128, mask=row_ok[:, None], other=0.0)
+        w_tile = tl.load(w_ptrs + step * 128)
+    else:
+        inside = ks < K - step * 128
+        x_tile = tl.load(x_ptrs + step * 128, mask=row_ok[:, None] & inside[None, :], other=0.0)
+        w_tile = tl.load(w_ptrs + step * 128, mask=inside[None, :], other=0.0)
+    return tl.dot(w_tile, tl.trans(x_tile))
+
+
+@triton.jit
+def _fp8_linear_kernel(x8, x_scales, w8, w_scales, bias, residual, out, M, N, K, PADDED,
+                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, BY_BLOCK: tl.constexpr,
+                       EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+                       OVERLAP: tl.constexpr):  # fmt: skip
+    # Row tiles of one weight tile are neighbours in the grid, so that the weight is read from memory once.
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, 128)
+    row_ok, col_ok = rows < M, cols < N
+    x_ptrs = x8 + rows.to(tl.int64)[:, None] * K + ks[None, :]
+    # The last weight tile repeats the last row: that is cheaper than a mask, and the result is not stored.
+    w_ptrs = w8 + tl.minimum(cols, N - 1).to(tl.int64)[:, None] * K + ks[None, :]
+    G = tl.cdiv(K, 128)
+    xs_ptrs, ws_ptrs = x_scales + rows, w_scales + (tl.program_id(1) * BLOCK_N // 128) * G
+    follow(OVERLAP)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if BY_BLOCK and AHEAD:
+        scales = _four_scales(xs_ptrs, ws_ptrs, 0, G, PADDED, row_ok)
+        for first in range(0, G, 4):
+            ahead = _four_scales(xs_ptrs, ws_ptrs, first + 4, G, PADDED, row_ok)
+            for j in tl.static_range(4):
+                acc += _step_product(x_ptrs, w_ptrs, first + j, row_ok, ks, K, EVEN_K) * scales[j][None, :]
+            scales = ahead
+    elif BY_BLOCK:
+        for step in range(0, G):
+            scale = _scale(xs_ptrs, ws_ptrs, step, PADDED, row_ok)
+            acc += _step_product(x_ptrs, w_ptrs, step, row_ok, ks, K, EVEN_K) * scale[None, :]
+    else:
+        STEPS: tl.constexpr = 4 if AHEAD else 1
+        for first in range(0, G, STEPS):
+            for j in tl.static_range(STEPS):
+                acc += _step_product(x_ptrs, w_ptrs, first + j, row_ok, ks, K, EVEN_K)
+        of_rows = tl.load(xs_ptrs, mask=row_ok, other=0.0)
+        acc = acc * of_rows[None, :] * tl.load(w_scales + cols, mask=col_ok, other=0.0)[:, None]
+
+    # Round before every addition: these are the bits of the unfused path, which serves large M.
+    y = tl.trans(acc).to(out.dtype.element_ty)
+    if HAS_BIAS:
+        b = tl.load(bias + cols, mask=col_ok, other=0.0)
+        y = (y.to(tl.float32) + b.to(tl.float32)[None, :]).to(y.dtype)
+    at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    inside = row_ok[:, None] & col_ok[None, :]
+    if HAS_RESIDUAL:
+        r = tl.load(residual + at, mask=inside, other=0.0)
+        y = (y.to(tl.float32) + r.to(tl.float32)).to(y.dtype)
+    tl.store(out + at, y, mask=inside)
+
+
+def launch_fp8_product(
+    x8: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    w_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    rows: int,
+    dtype: torch.dtype,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """The Triton product of what :func:`launch_quantize` returned for ``rows`` rows; ``tile`` changes speed only."""
+    residual = None if residual is None else residual.contiguous()
+    (n, k), tile = weight.shape, tile or _tile(rows)
+    out = x8.new_empty(rows, n, dtype=dtype)
+    grid = (triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))
+    _fp8_linear_kernel[grid](
+        x8, x_scales, weight, w_scales, bias, residual, out, rows, n, k, x8.shape[0],
+        BLOCK_M=tile.m, BLOCK_N=tile.n, AHEAD=tile.ahead, BY_BLOCK=w_scales.dim() == 2,
+        EVEN_K=k % (512 if tile.ahead else 128) == 0,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        num_warps=tile.warps, num_stages=tile.stages, **overlapped(x8.device),
+    )  # fmt: skip
+    return out
+
+
+def _scaled_mm(
+    x8: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """torch's product of all rows of ``x8``, padding included: [M', N].
+
+    Scales by block are taken as torch.nn.functional.scaled_mm wants them: those of x [M', G] with rows side by side,
+    those of the weight [G, N / 128] with G side by side, in strides of a multiple of four.
+    """
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    if w_scales.dim() == 1:
+        recipe, of_x, of_w = (ScalingType.RowWise,) * 2, x_scales.view(-1, 1), w_scales.view(1, -1)
+    else:
+        recipe = (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
+        groups = w_scales.shape[1]
+        if groups % 4:
+            w_scales = torch.nn.functional.pad(w_scales, (0, -groups % 4))
+        of_x, of_w = x_scales.t(), w_scales.t()[:groups]
+    return scaled_mm(x8, weight.t(), of_x, recipe[0], of_w, recipe[1], output_dtype=dtype)
+
+
+def _group(w_scales: torch.Tensor) -> int | None:
+    """The columns of activations that share a scale, by the kind of the weight's scales."""
+    return GROUP if w_scales.dim() == 2 else None
+
+
+@torch.no_grad()
+def prove_fp8(weight: torch.Tensor, w_scales: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether ``scaled_mm`` gives the small Triton tile's bits for this weight on this GPU, at all PROOF_ROWS.
+
+    Once in a process for each shape, dtype of activations and kind of scales. Where all agree, :func:`fp8_linear`
+    runs the shape on ``scaled_mm`` above FEW_ROWS rows; elsewhere, also where torch has no such product, on Triton.
+    True, and without effect, on a CPU. Synchronises; for the engine's start.
+    """
+    if weight.device.type != "cuda":
+        return True
+    key = *weight.shape, dtype, w_scales.dim() == 2
+    if key not in _proven:
+        _proven[key] = all(_same_bits(weight, w_scales, dtype, rows) for rows in PROOF_ROWS)
+    return _proven[key]
+
+
+def _same_bits(weight: torch.Tensor, w_scales: torch.Tensor, dtype: torch.dtype, rows: int) -> bool:
+    """Whether both products of ``weight`` and random inputs [rows, K] are equal."""
+    generator = torch.Generator(weight.device).manual_seed(rows)
+    x = torch.randn(rows, weight.shape[1], device=weight.device, generator=generator).to(dtype)
+    x8, x_scales = launch_quantize(x, _group(w_scales))
+    want = launch_fp8_product(x8, x_scales, weight, w_scales, None, None, rows, dtype, _tile(1))
+    try:
+        return torch.equal(_scaled_mm(x8, x_scales, weight, w_scales, dtype)[:rows], want)
+    except (RuntimeError, ValueError, ImportError, NotImplementedError):  # this torch or GPU has no such product
+        return False
+
+
+def rehearse_fp8_proof(weight: torch.Tensor, w_scales: torch.Tensor, dtype: torch.dtype) -> None:
+    """Launch what :func:`prove_fp8` will launch and ignore the result: this compiles the kernels ahead of time."""
+    if weight.device.type == "cuda":
+        for rows in PROOF_ROWS:
+            _same_bits(weight, w_scales, dtype, rows)
+
+
+def fp8_linear_cuda(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    w_scales: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    rows = x.shape[0]
+    x8, x_scales = launch_quantize(x, _group(w_scales), x_scale)
+    if rows > FEW_ROWS and _proven.get((*weight.shape, x.dtype, w_scales.dim() == 2), False):
+        y = _scaled_mm(x8, x_scales, weight, w_scales, x.dtype)[:rows]
+        return y if bias is None and residual is None else launch_add(y, bias, residual)
+    return launch_fp8_product(x8, x_scales, weight, w_scales, bias, residual, rows, x.dtype)
+
+
+def widened_weight(weight: torch.Tensor, w_scales: torch.Tensor) -> torch.Tensor:
+    """What an e4m3 weight [N, K] with its scales ([ceil(N / 128), G] or [N]) stands for, in fp32."""
+    if w_scales.dim() == 1:
+        return weight.float() * w_scales[:, None]
+    n, k = weight.shape
+    return weight.float() * w_scales.repeat_interleave(GROUP, 0)[:n].repeat_interleave(GROUP, 1)[:, :k]
+
+
+def fp8_linear_cpu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    w_scales: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    values = widened_activations(*quantize_cpu(x, _group(w_scales), x_scale))
+    y = fixed_rows_matmul(values.contiguous(), widened_weight(weight, w_scales).t()).to(x.dtype)
+    if bias is not None:
+        y = y + bias
+    return y if residual is None else y + residual
+
+
+def _fp8_linear_meta(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+define(
+    "fp8_linear(Tensor x, Tensor weight, Tensor w_scales, Tensor? x_scale, Tensor? bias, Tensor? residual) -> Tensor"
+)
+register("fp8_linear", cuda=fp8_linear_cuda, cpu=fp8_linear_cpu, meta=_fp8_linear_meta)
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    w_scales: torch.Tensor,
+    x_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``x [M, K] @ (e4m3 weight [N, K] · scales)^T (+ bias [N]) (+ residual [M, N])`` -> [M, N] in x's dtype.
+
+    w_scales: fp32 [ceil(N / 128), G], one for each block of 128 × 128 (DeepSeek-V3, arXiv 2412.19437, section 3.3), and
+    x is quantised by row and 128 columns; or [N], one for each output, and x is quantised by row. x_scale [n] fp32: the
+    activations' scales that n merged projections were calibrated with, of which the largest is taken in place of
+    computed ones; for scales by output. The product is rounded, then the bias is added and rounded, then the residual.
+    A row's bits depend on that row, the weight, its bias and its residual only.
+    """
+    return torch.ops.unisono.fp8_linear(x, weight, w_scales, x_scale, bias, residual)
+
+
+def _aot_fp8(dtype: str, tile: Tile, by_block: bool, even_k: bool, bias: bool) -> AotCase:
+    others = {name: f"*{dtype}" for name in ("bias", "residual", "out")}
+    scales = dict.fromkeys(("x_scales", "w_scales"), "*fp32")
+    return AotCase(
+        _fp8_linear_kernel,
+        {"x8": "*fp8e4nv", "w8": "*fp8e4nv", **scales, **others, **dict.fromkeys(("M", "N", "K", "PADDED"), "i32")},
+        {
+            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "AHEAD": tile.ahead, "BY_BLOCK": by_block,
+            "EVEN_K": even_k, "HAS_BIAS": bias, "HAS_RESIDUAL": True, "OVERLAP": True,
+        },
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+
+
+AOT: list[AotCase] = [
+    *(_aot_fp8("bf16", tile, kind, True, False) for tile in (*_TILES.values(), _LARGE) for kind in (True, False)),
+    *(_aot_fp8("fp16", tile, by_block, False, True) for tile in (_TILES[16], _LARGE) for by_block in (True, False)),
+]
