@@ -93,16 +93,17 @@ def launch_gated_delta(
     tokens, count, is_round = qkv.shape[0], rows.shape[0], query_start is None
     if tokens == 0:
         return out
-    sizes, overlap = Sizes.of(qkv, state, kv_ring), overlapped(qkv.device)
+    sizes, device = Sizes.of(qkv, state, kv_ring), qkv.device
     places, besides = sizes.chunks(tokens, count, is_round)
     heads, width = sizes.value_heads, tokens // count if is_round else 0
     squares = qkv.new_empty((places, heads, 4, CHUNK, CHUNK))
     factors = gates.new_empty((places, heads, 4, CHUNK))
     starts = rows if query_start is None else query_start
-    options: dict[str, Any] = {**sizes.constexprs, "EXTRA": besides, "ROUND": is_round, **overlap}
+    options: dict[str, Any] = {**sizes.constexprs, "EXTRA": besides, "ROUND": is_round}
     _prepare_kernel[(places, heads)](
         qkv, gates, kv_ring, gates_ring, squares, factors, rows, since, first, end, starts, count, width,
         SCALE=sizes.key_dim**-0.5, BLOCK_R=triton.next_power_of_2(count), num_warps=1, **options,
+        **overlapped(device),
     )  # fmt: skip
     tile = (round_tile if is_round else prompt_tile).of(sizes.value_dim)
     grid = (sizes.value_dim // tile.size, heads, count + (not is_round))
@@ -111,18 +112,19 @@ def launch_gated_delta(
     if is_round and besides == 2:
         _round_kernel[grid](
             *inputs, width, BLOCK_V=tile.size, BLOCK_W=block, BLOCK_K=min(tile.slice, sizes.key_dim),
-            num_warps=tile.warps, maxnreg=tile.registers, **sizes.constexprs, **overlap,
+            num_warps=tile.warps, maxnreg=tile.registers, **sizes.constexprs, **overlapped(device),
         )  # fmt: skip
     else:
         _walk_kernel[grid](
             *inputs, starts, tokens, count, width, BLOCK_V=tile.size, BLOCK_W=block, STAGES=tile.stages,
-            num_warps=tile.warps, **options,
+            num_warps=tile.warps, **options, **overlapped(device),
         )  # fmt: skip
     if not is_round:
         kv = kv_ring.shape[2]
         _remember_kernel[(count, triton.cdiv(kv, _ELEMENTS) + 1)](
             qkv, gates, kv_ring, gates_ring, rows, first, until, end, starts, QUERIES=qkv.shape[1] - kv, KV=kv, HV=heads,
-            RING=sizes.ring, BLOCK=_ELEMENTS, BLOCK_H=triton.next_power_of_2(2 * heads), num_warps=4, **overlap,
+            RING=sizes.ring, BLOCK=_ELEMENTS, BLOCK_H=triton.next_power_of_2(2 * heads), num_warps=4,
+            **overlapped(device),
         )  # fmt: skip
     return out
 
