@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from unisono.kernels.gated_delta_cpu import CHUNK, gated_delta_cpu
-from unisono.kernels.gated_delta_triton import _prepare_kernel, _remember_kernel, _round_kernel, _walk_kernel
+from unisono.kernels.gated_delta_triton import _prepare_kernel, _remember_chunk_kernel, _round_kernel, _walk_kernel
 from unisono.kernels.library import AotCase, define, ints, register
 from unisono.kernels.overlap import overlapped
 
@@ -108,20 +108,19 @@ def launch_gated_delta(
     tile = (round_tile if is_round else prompt_tile).of(sizes.value_dim)
     grid = (sizes.value_dim // tile.size, heads, count + (not is_round))
     inputs = qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end
-    block = triton.next_power_of_2(width) if is_round else CHUNK
     if is_round and besides == 2:
         _round_kernel[grid](
-            *inputs, width, BLOCK_V=tile.size, BLOCK_W=block, BLOCK_K=min(tile.slice, sizes.key_dim),
+            *inputs, width, BLOCK_V=tile.size, BLOCK_K=min(tile.slice, sizes.key_dim),
             num_warps=tile.warps, maxnreg=tile.registers, **sizes.constexprs, **overlapped(device),
         )  # fmt: skip
     else:
         _walk_kernel[grid](
-            *inputs, starts, tokens, count, width, BLOCK_V=tile.size, BLOCK_W=block, STAGES=tile.stages,
+            *inputs, starts, tokens, count, width, BLOCK_V=tile.size, STAGES=tile.stages,
             num_warps=tile.warps, **options, **overlapped(device),
         )  # fmt: skip
     if not is_round:
         kv = kv_ring.shape[2]
-        _remember_kernel[(count, triton.cdiv(kv, _ELEMENTS) + 1)](
+        _remember_chunk_kernel[(count, triton.cdiv(kv, _ELEMENTS) + 1)](
             qkv, gates, kv_ring, gates_ring, rows, first, until, end, starts, QUERIES=qkv.shape[1] - kv, KV=kv, HV=heads,
             RING=sizes.ring, BLOCK=_ELEMENTS, BLOCK_H=triton.next_power_of_2(2 * heads), num_warps=4,
             **overlapped(device),
@@ -182,7 +181,7 @@ def _cases() -> list[AotCase]:
             names = ("qkv", "kv_ring", "squares", "factors", "state", "out")
             walk = {name: floats[name] for name in names} | ints("rows since first until end", "W")
             tile = (ROUND_TILE if is_round else PROMPT_TILE).of(value_dim)
-            more = {"BLOCK_V": tile.size, "BLOCK_W": triton.next_power_of_2(width) if is_round else CHUNK}
+            more: dict[str, Any] = {"BLOCK_V": tile.size}
             if is_round and besides == 2:
                 more |= {"BLOCK_K": min(tile.slice, key_dim), "OVERLAP": True} | sizes.constexprs
                 cases.append(AotCase(_round_kernel, walk, more, num_warps=tile.warps, maxnreg=tile.registers))
@@ -194,7 +193,7 @@ def _cases() -> list[AotCase]:
         queries = key_heads * key_dim
         options = {"QUERIES": queries, "KV": queries + value_heads * value_dim, "HV": value_heads, "RING": sizes.ring}
         options |= {"BLOCK": _ELEMENTS, "BLOCK_H": triton.next_power_of_2(2 * value_heads), "OVERLAP": True}
-        cases.append(AotCase(_remember_kernel, remember, options))
+        cases.append(AotCase(_remember_chunk_kernel, remember, options))
     return cases
 
 

@@ -256,7 +256,7 @@ def _chunk(S, k, q, v, squares, factors):
 def _walk_kernel(
     qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end, query_start, T, R, W,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr, EXTRA: tl.constexpr,
-    ROUND: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    ROUND: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of V, value head, row) walks all chunks of a row; of a prompt pass row R is the padding tokens."""
     follow(OVERLAP)
@@ -271,7 +271,7 @@ def _walk_kernel(
         begin = tl.load(query_start + row)
         at = tl.load(first + row, mask=row < R, other=-1)
     if at < 0:
-        _blank(out, begin, begin + W if ROUND else tl.where(row < R, begin, T), HV * V, BLOCK_V, BLOCK_W)
+        _blank(out, begin, begin + W if ROUND else tl.where(row < R, begin, T), HV * V, BLOCK_V)
     else:
         slot, start, goal, stop = tl.load(rows + row), tl.load(since + row), tl.load(until + row), tl.load(end + row)
         limit = at + W if ROUND else stop
@@ -321,7 +321,7 @@ def _walk_kernel(
 def _round_kernel(
     qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end, W,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """:func:`_walk_kernel` for rounds of at most two chunks a row: the state passes through in slices of K.
 
@@ -335,7 +335,7 @@ def _round_kernel(
     out += h * V + dv[None, :]
     begin, at = row * W, tl.load(first + row)
     if at < 0:
-        _blank(out, begin, begin + W, HV * V, BLOCK_V, BLOCK_W)
+        _blank(out, begin, begin + W, HV * V, BLOCK_V)
     else:
         slot, start, goal, stop = tl.load(rows + row), tl.load(since + row), tl.load(until + row), tl.load(end + row)
         limit, position = at + W, start + i
@@ -385,16 +385,16 @@ def _put(out, v_ring, o, v, position, begin, first, stop, limit, slot, dv, STRID
 
 
 @triton.jit
-def _blank(out, begin, last, STRIDE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr):
+def _blank(out, begin, last, STRIDE: tl.constexpr, BLOCK_V: tl.constexpr):
     """Store zeros as the outputs of padding tokens."""
-    for t in range(begin, last, BLOCK_W):
-        token = t + tl.arange(0, BLOCK_W)
-        zeros = tl.zeros([BLOCK_W, BLOCK_V], out.dtype.element_ty)
+    for t in range(begin, last, CHUNK):
+        token = t + tl.arange(0, CHUNK)
+        zeros = tl.zeros([CHUNK, BLOCK_V], out.dtype.element_ty)
         tl.store(out + token.to(tl.int64)[:, None] * STRIDE, zeros, mask=(token < last)[:, None])
 
 
 @triton.jit
-def _remember_kernel(
+def _remember_chunk_kernel(
     qkv, gates, kv_ring, gates_ring, rows, first, until, end, query_start, QUERIES: tl.constexpr, KV: tl.constexpr,
     HV: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
