@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from unisono.kernels.gated_delta_cpu import CHUNK, gated_delta_cpu
-from unisono.kernels.gated_delta_triton import _delta_kernel, _prepare_kernel, _remember_kernel
+from unisono.kernels.gated_delta_triton import _prepare_kernel, _remember_chunk_kernel, _round_kernel, _walk_kernel
 from unisono.kernels.library import AotCase, define, ints, register
 from unisono.kernels.overlap import overlapped
 
@@ -27,19 +27,25 @@ _ELEMENTS = 512
 
 
 class Tile(NamedTuple):
-    """How the walk is cut: rows of the state in a program, warps, stages of the loop over whole chunks."""
+    """How the walk is cut: rows of the state in a program, and warps.
+
+    stages: of the loop over whole chunks. slice: columns of the state that pass through a round at once. registers:
+    of a thread of a round at most.
+    """
 
     size: int
     warps: int
     stages: int = 1
+    slice: int = 64
+    registers: int | None = None
 
     def of(self, value_dim: int) -> Tile:
         """The tile for heads of this size."""
         size = min(self.size, value_dim)
-        return Tile(size, max(1, self.warps * size // self.size), self.stages)
+        return self._replace(size=size, warps=max(1, self.warps * size // self.size))
 
 
-PROMPT_TILE, ROUND_TILE = Tile(16, 1, 2), Tile(64, 4)
+PROMPT_TILE, ROUND_TILE = Tile(16, 1, 2), Tile(64, 4, registers=128)
 """The fastest of those measured on an H200. No bit depends on them."""
 
 
@@ -87,28 +93,37 @@ def launch_gated_delta(
     tokens, count, is_round = qkv.shape[0], rows.shape[0], query_start is None
     if tokens == 0:
         return out
-    sizes, overlap = Sizes.of(qkv, state, kv_ring), overlapped(qkv.device)
+    sizes, device = Sizes.of(qkv, state, kv_ring), qkv.device
     places, besides = sizes.chunks(tokens, count, is_round)
     heads, width = sizes.value_heads, tokens // count if is_round else 0
     squares = qkv.new_empty((places, heads, 4, CHUNK, CHUNK))
     factors = gates.new_empty((places, heads, 4, CHUNK))
     starts = rows if query_start is None else query_start
-    options: dict[str, Any] = {**sizes.constexprs, "EXTRA": besides, "ROUND": is_round, **overlap}
+    options: dict[str, Any] = {**sizes.constexprs, "EXTRA": besides, "ROUND": is_round}
     _prepare_kernel[(places, heads)](
         qkv, gates, kv_ring, gates_ring, squares, factors, rows, since, first, end, starts, count, width,
         SCALE=sizes.key_dim**-0.5, BLOCK_R=triton.next_power_of_2(count), num_warps=1, **options,
+        **overlapped(device),
     )  # fmt: skip
     tile = (round_tile if is_round else prompt_tile).of(sizes.value_dim)
-    _delta_kernel[(sizes.value_dim // tile.size, heads, count + (not is_round))](
-        qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end, starts, tokens, count, width,
-        BLOCK_V=tile.size, BLOCK_W=triton.next_power_of_2(width) if is_round else CHUNK, STAGES=tile.stages,
-        num_warps=tile.warps, **options,
-    )  # fmt: skip
+    grid = (sizes.value_dim // tile.size, heads, count + (not is_round))
+    inputs = qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end
+    if is_round and besides == 2:
+        _round_kernel[grid](
+            *inputs, width, BLOCK_V=tile.size, BLOCK_K=min(tile.slice, sizes.key_dim),
+            num_warps=tile.warps, maxnreg=tile.registers, **sizes.constexprs, **overlapped(device),
+        )  # fmt: skip
+    else:
+        _walk_kernel[grid](
+            *inputs, starts, tokens, count, width, BLOCK_V=tile.size, STAGES=tile.stages,
+            num_warps=tile.warps, **options, **overlapped(device),
+        )  # fmt: skip
     if not is_round:
         kv = kv_ring.shape[2]
-        _remember_kernel[(count, triton.cdiv(kv, _ELEMENTS) + 1)](
+        _remember_chunk_kernel[(count, triton.cdiv(kv, _ELEMENTS) + 1)](
             qkv, gates, kv_ring, gates_ring, rows, first, until, end, starts, QUERIES=qkv.shape[1] - kv, KV=kv, HV=heads,
-            RING=sizes.ring, BLOCK=_ELEMENTS, BLOCK_H=triton.next_power_of_2(2 * heads), num_warps=4, **overlap,
+            RING=sizes.ring, BLOCK=_ELEMENTS, BLOCK_H=triton.next_power_of_2(2 * heads), num_warps=4,
+            **overlapped(device),
         )  # fmt: skip
     return out
 
@@ -164,17 +179,21 @@ def _cases() -> list[AotCase]:
             more = {"SCALE": key_dim**-0.5, "BLOCK_R": 16}
             cases.append(AotCase(_prepare_kernel, prepare, options | more, num_warps=1))
             names = ("qkv", "kv_ring", "squares", "factors", "state", "out")
-            walk = {name: floats[name] for name in names}
-            walk |= ints("rows since first until end query_start", "T R W")
+            walk = {name: floats[name] for name in names} | ints("rows since first until end", "W")
             tile = (ROUND_TILE if is_round else PROMPT_TILE).of(value_dim)
-            more = {"BLOCK_V": tile.size, "BLOCK_W": triton.next_power_of_2(width) if is_round else CHUNK}
-            cases.append(AotCase(_delta_kernel, walk, options | more | {"STAGES": tile.stages}, num_warps=tile.warps))
+            more: dict[str, Any] = {"BLOCK_V": tile.size}
+            if is_round and besides == 2:
+                more |= {"BLOCK_K": min(tile.slice, key_dim), "OVERLAP": True} | sizes.constexprs
+                cases.append(AotCase(_round_kernel, walk, more, num_warps=tile.warps, maxnreg=tile.registers))
+            else:
+                more |= {"STAGES": tile.stages} | options
+                cases.append(AotCase(_walk_kernel, walk | ints("query_start", "T R"), more, num_warps=tile.warps))
         names = ("qkv", "gates", "kv_ring", "gates_ring")
         remember = {name: floats[name] for name in names} | ints("rows first until end query_start", "")
         queries = key_heads * key_dim
         options = {"QUERIES": queries, "KV": queries + value_heads * value_dim, "HV": value_heads, "RING": sizes.ring}
         options |= {"BLOCK": _ELEMENTS, "BLOCK_H": triton.next_power_of_2(2 * value_heads), "OVERLAP": True}
-        cases.append(AotCase(_remember_kernel, remember, options))
+        cases.append(AotCase(_remember_chunk_kernel, remember, options))
     return cases
 
 

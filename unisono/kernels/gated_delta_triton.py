@@ -2,8 +2,8 @@
 
 A chunk is 16 tokens at a multiple of 16. What of it does not depend on the state, :func:`_prepare_kernel` computes: of
 the products of its keys and queries, and of the decays, it makes T (the new values are T times the values' errors) and
-P (the outputs are P times the new values, besides what they read of the state). :func:`_delta_kernel` walks a row's
-chunks with the state in registers. Prompt passes and rounds run the same arithmetic, and differ in where they find
+P (the outputs are P times the new values, besides what they read of the state). :func:`_walk_kernel` walks a row's
+chunks with the state in registers, :func:`_round_kernel` takes the one or two chunks of a round. Prompt passes and rounds run the same arithmetic, and differ in where they find
 tokens: a round's chunks begin before its tokens, so most of their inputs are remembered.
 
 The tensor cores multiply 16-bit numbers. S, the errors, the new values, T and P are therefore split into two such terms,
@@ -96,16 +96,15 @@ def _load_split(pointer, at, SQUARE: tl.constexpr):
 @triton.jit
 def _tile(new, new_stride, ring, ring_stride, position, begin, first, stop, slot, d, RING: tl.constexpr,
           OLD: tl.constexpr):  # fmt: skip
-    """Elements d of the tokens at ``position`` [N]: of the pass or remembered; absent ones are zero. [N, len(d)]."""
-    present = position < stop
-    fresh = (present & (position >= first))[:, None]
-    row = (begin + position - first).to(tl.int64)
-    x = tl.load(new + row[:, None] * new_stride + d[None, :], mask=fresh, other=0.0)
+    """Elements d of the tokens at ``position`` [N]: of the pass or, if OLD, remembered; others are zero. [N, len(d)]"""
+    there = position < stop
+    row = new + (begin + position - first).to(tl.int64) * new_stride
     if OLD:
-        old = (present & (position < first))[:, None]
-        row = slot.to(tl.int64) * RING + position % RING
-        x = tl.where(old, tl.load(ring + row[:, None] * ring_stride + d[None, :], mask=old, other=0.0), x)
-    return x
+        kept = ring + (slot.to(tl.int64) * RING + position % RING) * ring_stride
+        row = tl.where(position < first, kept, row)
+    else:
+        there = there & (position >= first)
+    return tl.load(row[:, None] + d[None, :], mask=there[:, None], other=0.0)
 
 
 @triton.jit
@@ -209,12 +208,28 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _chunk(S, k, q, v, squares, factors):
+def _reads(S, k, q, k_high, k_low, q_high, q_low):
+    """The products of S [V, n] with keys and queries [CHUNK, n], added to what there is, [V, CHUNK] in two terms."""
+    LOW: tl.constexpr = k.dtype
+    k, q = tl.trans(k), tl.trans(q)
+    if LOW == tl.float32:
+        k_high = tl.dot(S, k, k_high, input_precision="ieee")
+        q_high = tl.dot(S, q, q_high, input_precision="ieee")
+    else:
+        S_high, S_low = _split(S, LOW)
+        k_low = tl.dot(S_low, k, k_low, input_precision="ieee")
+        k_high = tl.dot(S_high, k, k_high, input_precision="ieee")
+        q_low = tl.dot(S_low, q, q_low, input_precision="ieee")
+        q_high = tl.dot(S_high, q, q_high, input_precision="ieee")
+    return k_high, k_low, q_high, q_low
+
+
+@triton.jit
+def _within(k_high, k_low, q_high, q_low, v, squares, factors):
     """(outputs [V, CHUNK], what the state takes in of each token [V, CHUNK], what is left of it) of one chunk.
 
-    S [V, K] fp32 before it. k, q [CHUNK, K], v [CHUNK, V] as stored.
+    v [CHUNK, V]; the others as :func:`_reads` and :func:`_prepare_kernel` left them.
     """
-    LOW: tl.constexpr = k.dtype
     i = tl.arange(0, CHUNK)
     square = i[:, None] * CHUNK + i[None, :]
     T_high, T_low = _load_split(squares, square, CHUNK * CHUNK)
@@ -223,37 +238,32 @@ def _chunk(S, k, q, v, squares, factors):
     w_s, whole = tl.load(factors + 2 * CHUNK + i)[None, :], tl.load(factors + 3 * CHUNK)
     values = tl.trans(v).to(tl.float32)
     zero = tl.zeros_like(values)
-    k, q = tl.trans(k), tl.trans(q)
-    if LOW == tl.float32:
-        errors = tl.fma(-tl.dot(S, k, zero, input_precision="ieee"), zero + w_k, values)
-        read = tl.dot(S, q, zero, input_precision="ieee") * w_q
-    else:
-        S_high, S_low = _split(S, LOW)
-        k_low, k_high = (
-            tl.dot(S_low, k, zero, input_precision="ieee"), tl.dot(S_high, k, zero, input_precision="ieee"),
-        )  # fmt: skip
-        q_low, q_high = (
-            tl.dot(S_low, q, zero, input_precision="ieee"), tl.dot(S_high, q, zero, input_precision="ieee"),
-        )  # fmt: skip
-        errors = tl.fma(-k_high, zero + w_k, tl.fma(-k_low, zero + w_k, values))
-        read = tl.fma(q_high, zero + w_q, q_low * w_q)
+    errors = tl.fma(-k_high, zero + w_k, tl.fma(-k_low, zero + w_k, values))
+    read = tl.fma(q_high, zero + w_q, q_low * w_q)
     new = _times_split(errors, T_high, T_low, zero)
     return _times_split(new, P_high, P_low, read), new * w_s, whole
 
 
+@triton.jit
+def _chunk(S, k, q, v, squares, factors):
+    """:func:`_within` of a chunk that begins with the state S [V, K]."""
+    zero = tl.zeros([v.shape[1], CHUNK], tl.float32)
+    k_high, k_low, q_high, q_low = _reads(S, k, q, zero, zero, zero, zero)
+    return _within(k_high, k_low, q_high, q_low, v, squares, factors)
+
+
 @triton.jit(do_not_specialize=["T", "R"])
-def _delta_kernel(
+def _walk_kernel(
     qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end, query_start, T, R, W,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr, EXTRA: tl.constexpr,
-    ROUND: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    ROUND: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of V, value head, row); of a prompt pass row R is the padding tokens."""
+    """Program (tile of V, value head, row) walks all chunks of a row; of a prompt pass row R is the padding tokens."""
     follow(OVERLAP)
     h, row = tl.program_id(1), tl.program_id(2)
     C: tl.constexpr = 2 * HK * K + HV * V
     KV: tl.constexpr = HK * K + HV * V
     dv, d, i = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, K), tl.arange(0, CHUNK)
-    hk = h // (HV // HK)
     out += h * V + dv[None, :]
     if ROUND:
         begin, at = row * W, tl.load(first + row)
@@ -261,69 +271,130 @@ def _delta_kernel(
         begin = tl.load(query_start + row)
         at = tl.load(first + row, mask=row < R, other=-1)
     if at < 0:
-        w = begin + tl.arange(0, BLOCK_W)
-        last = begin + W if ROUND else tl.where(row < R, begin, T)
-        for t in range(0, last - begin, BLOCK_W):
-            token = (w + t).to(tl.int64)[:, None] * (HV * V)
-            tl.store(out + token, tl.zeros([BLOCK_W, BLOCK_V], out.dtype.element_ty), mask=(w + t < last)[:, None])
+        _blank(out, begin, begin + W if ROUND else tl.where(row < R, begin, T), HV * V, BLOCK_V)
     else:
         slot, start, goal, stop = tl.load(rows + row), tl.load(since + row), tl.load(until + row), tl.load(end + row)
         limit = at + W if ROUND else stop
         chunks, keep = tl.cdiv(limit - start, CHUNK), (goal - start) // CHUNK
-        base = row * EXTRA if ROUND else begin // CHUNK + row * EXTRA
+        base = (row * EXTRA if ROUND else begin // CHUNK + row * EXTRA).to(tl.int64) * HV + h
+        squares += base * (4 * CHUNK * CHUNK)
+        factors += base * (4 * CHUNK)
         home = state + (slot.to(tl.int64) * HV + h) * (V * K) + dv[:, None] * K + d[None, :]
         S = tl.load(home)
-        k_new, k_old = qkv + HK * K + hk * K, kv_ring + hk * K
-        v_new, v_old = qkv + 2 * HK * K + h * V, kv_ring + HK * K + h * V
+        q_new, k_new, v_new = qkv + h // (HV // HK) * K, qkv + (HK + h // (HV // HK)) * K, qkv + 2 * HK * K + h * V
+        k_old, v_old = kv_ring + h // (HV // HK) * K, kv_ring + HK * K + h * V
         lead = chunks if ROUND else tl.minimum(tl.cdiv(at - start, CHUNK), chunks)
-        for ch in tl.range(0, lead, num_stages=1):
-            position = start + ch * CHUNK + i
-            k = _tile(k_new, C, k_old, KV, position, begin, at, stop, slot, d, RING, True)
-            v = _tile(v_new, C, v_old, KV, position, begin, at, stop, slot, dv, RING, True)
-            q = _tile(qkv + hk * K, C, kv_ring, KV, position, begin, at, stop, slot, d, RING, False)
-            place = (base + ch).to(tl.int64) * HV + h
-            o, taken, whole = _chunk(S, k, q, v, squares + place * (4 * CHUNK * CHUNK), factors + place * (4 * CHUNK))
-            inside = ((position >= at) & (position < limit))[:, None]
-            token = (begin + position - at).to(tl.int64)[:, None] * (HV * V)
-            tl.store(out + token, tl.trans(o).to(out.dtype.element_ty), mask=inside)
-            if ROUND:  # as in _prepare_kernel
-                kept = slot.to(tl.int64) * RING + position % RING
-                fresh = ((position >= at) & (position < stop))[:, None]
-                tl.store(v_old + kept[:, None] * KV + dv[None, :], v, mask=fresh)
-            if (ch + 1 < chunks) | (ch + 1 == keep):
-                S = _times(taken, k, S * whole)
-            if ch + 1 == keep:
-                tl.store(home, S)
-        if not ROUND:
-            for ch in tl.range(lead, keep, num_stages=STAGES):  # whole chunks of the pass's own tokens
-                token = (begin + start - at + ch * CHUNK + i).to(tl.int64)[:, None]
-                k = tl.load(k_new + token * C + d[None, :])
-                q = tl.load(qkv + hk * K + token * C + d[None, :])
-                v = tl.load(v_new + token * C + dv[None, :])
-                place = (base + ch).to(tl.int64) * HV + h
-                o, taken, whole = _chunk(
-                    S, k, q, v, squares + place * (4 * CHUNK * CHUNK), factors + place * (4 * CHUNK)
-                )
-                tl.store(out + token * (HV * V), tl.trans(o).to(out.dtype.element_ty))
-                S = _times(taken, k, S * whole)
-            if keep > lead:
-                tl.store(home, S)
-            if tl.maximum(lead, keep) < chunks:  # the open chunk
-                ch = chunks - 1
+        for step in tl.range(0, lead + (not ROUND), num_stages=1):
+            ch = step
+            if not ROUND:
+                if step == lead:  # whole chunks of the pass's own tokens, then the open one
+                    for ch_ in tl.range(lead, keep, num_stages=STAGES):
+                        token = (begin + start - at + ch_ * CHUNK + i).to(tl.int64)[:, None]
+                        k, q = tl.load(k_new + token * C + d[None, :]), tl.load(q_new + token * C + d[None, :])
+                        v = tl.load(v_new + token * C + dv[None, :])
+                        place = ch_ * HV
+                        o, taken, whole = _chunk(
+                            S, k, q, v, squares + place * (4 * CHUNK * CHUNK), factors + place * (4 * CHUNK)
+                        )
+                        tl.store(out + token * (HV * V), tl.trans(o).to(out.dtype.element_ty))
+                        S = _times(taken, k, S * whole)
+                    if keep > lead:
+                        tl.store(home, S)
+                    ch = tl.maximum(lead, keep)
+            if ch < chunks:
                 position = start + ch * CHUNK + i
-                k = _tile(k_new, C, k_old, KV, position, begin, at, stop, slot, d, RING, False)
-                v = _tile(v_new, C, v_old, KV, position, begin, at, stop, slot, dv, RING, False)
-                q = _tile(qkv + hk * K, C, kv_ring, KV, position, begin, at, stop, slot, d, RING, False)
-                place = (base + ch).to(tl.int64) * HV + h
+                k = _tile(k_new, C, k_old, KV, position, begin, at, stop, slot, d, RING, True)
+                v = _tile(v_new, C, v_old, KV, position, begin, at, stop, slot, dv, RING, True)
+                q = _tile(q_new, C, q_new, C, position, begin, at, stop, slot, d, RING, False)
+                place = ch * HV
                 o, taken, whole = _chunk(
                     S, k, q, v, squares + place * (4 * CHUNK * CHUNK), factors + place * (4 * CHUNK)
                 )
-                token = (begin + position - at).to(tl.int64)[:, None] * (HV * V)
-                tl.store(out + token, tl.trans(o).to(out.dtype.element_ty), mask=(position < stop)[:, None])
+                _put(out, v_old, o, v, position, begin, at, stop, limit, slot, dv, HV * V, KV, RING, ROUND)
+                if (ch + 1 < chunks) | (ch + 1 == keep):
+                    S = _times(taken, k, S * whole)
+                if ch + 1 == keep:
+                    tl.store(home, S)
 
 
 @triton.jit
-def _remember_kernel(
+def _round_kernel(
+    qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end, W,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """:func:`_walk_kernel` for rounds of at most two chunks a row: the state passes through in slices of K.
+
+    It is read again where a chunk closes, for the second one, and written where the chunk's tokens are committed.
+    """
+    follow(OVERLAP)
+    h, row = tl.program_id(1), tl.program_id(2)
+    C: tl.constexpr = 2 * HK * K + HV * V
+    KV: tl.constexpr = HK * K + HV * V
+    dv, d, i = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_K), tl.arange(0, CHUNK)
+    out += h * V + dv[None, :]
+    begin, at = row * W, tl.load(first + row)
+    if at < 0:
+        _blank(out, begin, begin + W, HV * V, BLOCK_V)
+    else:
+        slot, start, goal, stop = tl.load(rows + row), tl.load(since + row), tl.load(until + row), tl.load(end + row)
+        limit, position = at + W, start + i
+        squares += (row * 2 * HV + h).to(tl.int64) * (4 * CHUNK * CHUNK)
+        factors += (row * 2 * HV + h).to(tl.int64) * (4 * CHUNK)
+        home = state + (slot.to(tl.int64) * HV + h) * (V * K) + dv[:, None] * K + d[None, :]
+        q_new, k_new, v_new = qkv + h // (HV // HK) * K, qkv + (HK + h // (HV // HK)) * K, qkv + 2 * HK * K + h * V
+        k_old, v_old = kv_ring + h // (HV // HK) * K, kv_ring + HK * K + h * V
+        v = _tile(v_new, C, v_old, KV, position, begin, at, stop, slot, dv, RING, True)
+        k_high = tl.zeros([BLOCK_V, CHUNK], tl.float32)
+        k_low, q_high, q_low = k_high, k_high, k_high
+        for s in tl.static_range(0, K, BLOCK_K):
+            k = _tile(k_new + s, C, k_old + s, KV, position, begin, at, stop, slot, d, RING, True)
+            q = _tile(q_new + s, C, q_new, C, position, begin, at, stop, slot, d, RING, False)
+            k_high, k_low, q_high, q_low = _reads(tl.load(home + s), k, q, k_high, k_low, q_high, q_low)
+        o, taken, whole = _within(k_high, k_low, q_high, q_low, v, squares, factors)
+        _put(out, v_old, o, v, position, begin, at, stop, limit, slot, dv, HV * V, KV, RING, True)
+        if (limit > start + CHUNK) | (goal > start):
+            after = position + CHUNK
+            k_high = tl.zeros([BLOCK_V, CHUNK], tl.float32)
+            k_low, q_high, q_low = k_high, k_high, k_high
+            for s in tl.static_range(0, K, BLOCK_K):
+                k = _tile(k_new + s, C, k_old + s, KV, position, begin, at, stop, slot, d, RING, True)
+                S = _times(taken, k, tl.load(home + s) * whole)
+                if goal > start:
+                    tl.store(home + s, S)
+                k = _tile(k_new + s, C, k_old + s, KV, after, begin, at, stop, slot, d, RING, True)
+                q = _tile(q_new + s, C, q_new, C, after, begin, at, stop, slot, d, RING, False)
+                k_high, k_low, q_high, q_low = _reads(S, k, q, k_high, k_low, q_high, q_low)
+            v = _tile(v_new, C, v_old, KV, after, begin, at, stop, slot, dv, RING, True)
+            if limit > start + CHUNK:
+                o, taken, whole = _within(
+                    k_high, k_low, q_high, q_low, v, squares + HV * 4 * CHUNK * CHUNK, factors + HV * 4 * CHUNK
+                )
+                _put(out, v_old, o, v, after, begin, at, stop, limit, slot, dv, HV * V, KV, RING, True)
+
+
+@triton.jit
+def _put(out, v_ring, o, v, position, begin, first, stop, limit, slot, dv, STRIDE: tl.constexpr, KV: tl.constexpr,
+         RING: tl.constexpr, REMEMBER: tl.constexpr):  # fmt: skip
+    """Store a chunk's outputs o [V, CHUNK] of tokens of the pass, those up to ``limit``, and remember their values."""
+    token = (begin + position - first).to(tl.int64)[:, None] * STRIDE
+    tl.store(out + token, tl.trans(o).to(out.dtype.element_ty), mask=((position >= first) & (position < limit))[:, None])
+    if REMEMBER:  # the ring has room for the pass's tokens beside those that are read
+        kept = (slot.to(tl.int64) * RING + position % RING)[:, None] * KV
+        tl.store(v_ring + kept + dv[None, :], v, mask=((position >= first) & (position < stop))[:, None])
+
+
+@triton.jit
+def _blank(out, begin, last, STRIDE: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Store zeros as the outputs of padding tokens."""
+    for t in range(begin, last, CHUNK):
+        token = t + tl.arange(0, CHUNK)
+        zeros = tl.zeros([CHUNK, BLOCK_V], out.dtype.element_ty)
+        tl.store(out + token.to(tl.int64)[:, None] * STRIDE, zeros, mask=(token < last)[:, None])
+
+
+@triton.jit
+def _remember_chunk_kernel(
     qkv, gates, kv_ring, gates_ring, rows, first, until, end, query_start, QUERIES: tl.constexpr, KV: tl.constexpr,
     HV: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -341,6 +412,6 @@ def _remember_kernel(
             kv = tl.load(qkv + token * (QUERIES + KV) + QUERIES + x, mask=open_ & (x < KV), other=0.0)
             tl.store(kv_ring + kept * KV + x, kv, mask=open_ & (x < KV))
         else:
-            x = tl.arange(0, BLOCK_H)[None, :]
-            both = tl.load(gates + token * (2 * HV) + x, mask=open_ & (x < 2 * HV), other=0.0)
-            tl.store(gates_ring + kept * (2 * HV) + x, both, mask=open_ & (x < 2 * HV))
+            y = tl.arange(0, BLOCK_H)[None, :]
+            both = tl.load(gates + token * (2 * HV) + y, mask=open_ & (y < 2 * HV), other=0.0)
+            tl.store(gates_ring + kept * (2 * HV) + y, both, mask=open_ & (y < 2 * HV))
