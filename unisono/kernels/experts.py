@@ -185,7 +185,8 @@ def launch_down(h: torch.Tensor, weight: torch.Tensor, plan: Plan, tile: Tile | 
 def pairs_by_expert(ids: torch.Tensor, experts: int, stack: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """(expert, its pairs, their tokens) of each expert that has some, the shared one last. For CPU twins."""
     (rows, top_k), flat = ids.shape, ids.flatten().long()
-    for expert, pairs in enumerate(flat.argsort(stable=True).split(torch.bincount(flat, minlength=experts).tolist())):
+    counts = torch.bincount(flat, minlength=experts + 1)
+    for expert, pairs in enumerate(flat.argsort(stable=True).split(counts.tolist())[:experts]):
         if len(pairs):
             yield expert, pairs, pairs // top_k
     if stack > experts:
@@ -243,7 +244,8 @@ def expert_gate_up(x: torch.Tensor, weight: torch.Tensor, plan: Plan) -> torch.T
     """x [M, H] -> ``silu(x @ gate^T) * (x @ up^T)`` of each pair, [P, I], in x's dtype.
 
     weight [E, 2 I, H], gate rows first; [E + 1, 2 I, H] with a shared expert that rides along, and the result then has
-    M rows more. Rounded after the products, after SiLU and after its product, as :func:`~unisono.kernels.silu_mul`.
+    M rows more. Rows of pairs without an expert are not written. Rounded after the products, after SiLU and after its
+    product, as :func:`~unisono.kernels.silu_mul`.
     """
     return torch.ops.unisono.expert_gate_up(x, weight, *plan)
 
