@@ -62,6 +62,15 @@ def test_padding_has_no_expert(choose, device):
         assert torch.equal(got[[0, 2]], want[[0, 2]])
 
 
+@pytest.mark.parametrize("choose", [launch_choose, choose_cpu])
+def test_a_pass_of_padding_alone_has_experts_in_turns(choose, device):
+    """It is run to be measured: without experts it would say that many tokens cost what one does."""
+    positions = torch.full((4,), -1, dtype=torch.int32).to(device)
+    ids, weights, _ = choose(logits_of(4, 5, device), positions, 5, 3, True)
+    assert ids.flatten().tolist() == [0, 1, 2, 3, 4] * 2 + [0, 1]
+    assert not weights.any()
+
+
 @pytest.mark.parametrize("run", [route_cuda, route_cpu])
 def test_rows_are_exact(run, dtype, device, assert_rows_exact):
     on = device if run is route_cuda else torch.device("cpu")

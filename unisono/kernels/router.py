@@ -20,17 +20,29 @@ Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(ids [M, top_k] i32, weights [M, top_k] fp32, gates [M] fp32)."""
 
 
+_SEEN = 512
+"""Positions that a row of padding looks at together."""
+
+
 @triton.jit
 def _choose_kernel(logits, positions, ids, weights, gates, stride, E, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
                    CHOSEN: tl.constexpr, NORMALIZE: tl.constexpr, GATE: tl.constexpr, PADDED: tl.constexpr,
-                   OVERLAP: tl.constexpr):  # fmt: skip
+                   SEEN: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """EXPERTS, CHOSEN: powers of two that hold E and TOP_K. GATE: logit E is the shared expert's."""
     follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     e, k = tl.arange(0, EXPERTS), tl.arange(0, CHOSEN)
     x = tl.load(logits + row * stride + e, mask=e < E, other=float("-inf"))
     x = tl.where(x == x, x, float("-inf"))  # of padding anything may come: its experts must still be experts
-    real = tl.load(positions + row) >= 0 if PADDED else True
+    # Padding has no expert, unless there is nothing else: a pass on padding is run to be measured, and is to cost what
+    # others do. So its rows have the experts in turns.
+    real, furthest = True, -1
+    if PADDED:
+        real = tl.load(positions + row) >= 0
+        for start in range(0, tl.where(real, 0, tl.num_programs(0)), SEEN):
+            at = start + tl.arange(0, SEEN)
+            seen = tl.load(positions + at, mask=at < tl.num_programs(0), other=-1)
+            furthest = tl.maximum(furthest, tl.max(seen, 0))
     free = e < E
     top = tl.max(x, 0)
     chosen = tl.zeros([CHOSEN], tl.float32)
@@ -41,7 +53,8 @@ def _choose_kernel(logits, positions, ids, weights, gates, stride, E, TOP_K: tl.
         share = tl.exp(best - top)
         total += share
         chosen = tl.where(k == slot, share, chosen)
-        tl.store(ids + row * TOP_K + slot, tl.where(real, at, E))
+        padding = tl.where(furthest < 0, (row * TOP_K + slot) % E, E).to(tl.int32)
+        tl.store(ids + row * TOP_K + slot, tl.where(real, at, padding))
         free = free & (e != at)
     if not NORMALIZE:
         total = tl.sum(tl.where(e < E, tl.exp(x - top), 0.0), 0)
@@ -61,7 +74,7 @@ def launch_choose(
     _choose_kernel[(rows,)](
         logits, positions, ids, weights, gates, width, experts,
         TOP_K=top_k, EXPERTS=block, CHOSEN=triton.next_power_of_2(top_k), NORMALIZE=normalize, GATE=width > experts,
-        PADDED=positions is not None, num_warps=_warps(block), **overlapped(logits.device),
+        PADDED=positions is not None, SEEN=_SEEN, num_warps=_warps(block), **overlapped(logits.device),
     )  # fmt: skip
     return ids, weights, gates
 
@@ -94,7 +107,9 @@ def choose_cpu(
     weights = chosen / total[:, None]
     if positions is not None:
         padding = (positions < 0)[:, None]
-        ids, weights = torch.where(padding, experts, ids), torch.where(padding, 0.0, weights)
+        in_turns = torch.arange(ids.numel()).view(ids.shape) % experts
+        ids = torch.where(padding, in_turns if padding.all() else experts, ids)
+        weights = torch.where(padding, 0.0, weights)
     return ids.to(torch.int32), weights, gates
 
 
@@ -130,7 +145,8 @@ def route(
 
     Returns (ids [M, top_k] i32; their softmax over all E, with ``normalize`` divided by its sum over the chosen, [M,
     top_k] fp32; the gate's sigmoid [M] fp32, or [0] without one). The ids of a row are different numbers below E, even
-    where x is NaN. Padding has id E, no expert, and weight 0: it costs no reading of weights.
+    where x is NaN. Padding has id E, no expert, and weight 0, so no expert's weights are read for it; in a pass of
+    padding alone, which is run to be measured, its ids are the experts in turns.
     """
     return torch.ops.unisono.route(x, weight, positions, experts, top_k, normalize)
 
@@ -141,7 +157,7 @@ AOT: list[AotCase] = [
         {**dict.fromkeys(("logits", "weights", "gates"), "*fp32"), **ints("positions ids", "stride E")},
         {
             "TOP_K": top_k, "EXPERTS": experts, "CHOSEN": triton.next_power_of_2(top_k), "NORMALIZE": normalize,
-            "GATE": gate, "PADDED": True, "OVERLAP": True,
+            "GATE": gate, "PADDED": gate, "SEEN": _SEEN, "OVERLAP": True,
         },
         num_warps=_warps(experts),
     )
