@@ -22,7 +22,8 @@ from unisono.models.checkpoint import WEIGHTS, Checkpoint
 from unisono.models.mtp_checkpoint import MTPCheckpoint
 from unisono.types import CheckpointError, SpeculativeConfig
 
-FAMILIES = ["qwen3_5_text", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
+FULL = pytest.mark.full
+FAMILIES = ["qwen3_5_text", "qwen3_5_moe", pytest.param("qwen3_5", marks=FULL), pytest.param("qwen3_next", marks=FULL)]
 FLAGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 96, "max_num_seqs": 4}
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.drafters.proposals import record
 from tests.engine.helpers import counted, draw_drafts, engine, mixed_params, prompts, tokens
 from tests.models.hybrid_mtp import with_module
-from tests.models.hybrids import CASES, reference
+from tests.models.hybrids import CASES, FULL, LINEAR, reference
 from tests.models.make import make_checkpoint
 from unisono.state.specs import PAGE_SIZE
 from unisono.types import EngineRequest, SamplingParams, SpeculativeConfig
@@ -19,7 +20,7 @@ FLAGS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "dtype": "floa
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 PROMPTS = prompts(8, 256, low=3, high=80, seed=5)
 
-FAST = ("qwen3_5-heads-3x", "qwen3_5_moe-vision", "qwen3_next-plain-layers")
+FAST = ("qwen3_5-heads-3x",)
 
 
 def only_fast(names: Any) -> list[Any]:
@@ -56,15 +57,16 @@ def test_greedy_tokens_are_transformers(checkpoint: Path) -> None:
 # ---- the same bytes ----------------------------------------------------------------------------------
 
 FAMILIES = ["qwen3_5_text", pytest.param("qwen3_5_moe", marks=pytest.mark.full)]
-LONG = prompts(5, 256, low=3, high=70, seed=8)
+LONG = prompts(4, 256, low=3, high=70, seed=8)
 MIXED = [p if i % 2 else p[: 3 + i] * 6 for i, p in enumerate(LONG)]
-PARAMS = mixed_params(len(MIXED), max_tokens=110)
+PARAMS = mixed_params(len(MIXED), max_tokens=102)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a random MTP module."""
-    path = make_checkpoint(tmp_path_factory.mktemp(request.param) / "target", request.param, tokenizer=False)
+    layers = {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR]}
+    path = make_checkpoint(tmp_path_factory.mktemp(request.param) / "target", request.param, tokenizer=False, **layers)
     return with_module(path).path
 
 
@@ -79,20 +81,17 @@ def drafting(method: str, k: int) -> dict[str, Any]:
     return {} if method == "none" else {"speculative": SpeculativeConfig(method, num_speculative_tokens=k)}
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "batched": {},
-    "chunks of 23, scarce pages": {"max_num_batched_tokens": 23, "num_pages": 26},
-}
-METHODS = [
-    ("none", 0),
-    ("ngram", 3),
-    ("mtp", 3),
-    *(pytest.param(*m, marks=pytest.mark.full) for m in (("suffix", 3), ("ngram", 1), ("mtp", 1), ("suffix", 1))),
+SCARCE = "chunks of 23, scarce pages"
+WAYS: dict[str, dict[str, Any]] = {"batched": {}, SCARCE: {"max_num_batched_tokens": 23, "num_pages": 22}}
+QUICK = (("none", 0, SCARCE), ("mtp", 3, SCARCE), ("ngram", 3, "batched"))
+MATRIX = [
+    pytest.param(method, k, way, marks=() if (method, k, way) in QUICK else pytest.mark.full)
+    for method, k in (("none", 0), ("ngram", 1), ("ngram", 3), ("suffix", 3), ("mtp", 1), ("mtp", 3))
+    for way in WAYS
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("method", "k"), METHODS)
+@pytest.mark.parametrize(("method", "k", "way"), MATRIX)
 def test_same_bytes(method: str, k: int, way: str, hybrid: Path, plain: list[list[int]]) -> None:
     with engine(hybrid, **{**FLAGS, **WAYS[way]}, **drafting(method, k)) as llm:
         assert tokens(llm, MIXED, PARAMS) == plain
@@ -113,12 +112,21 @@ def test_same_bytes_with_drafts_that_come_and_go(
         assert tokens(llm, MIXED, PARAMS) == plain, "after prefix hits"
 
 
-@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_drafts_are_accepted_by_any_number_at_any_position(hybrid: Path, plain: list[list[int]]) -> None:
+    """The drafter is told the right tokens: 0, 1, … k of them, by the committed length."""
+    with engine(hybrid, **FLAGS, **drafting("mtp", 4), enforce_eager=True) as llm:
+        record(llm, [p + t for p, t in zip(MIXED, plain, strict=True)])
+        assert tokens(llm, MIXED, PARAMS) == plain
+        assert llm.engine.counters.accept_length > 2
+        assert tokens(llm, MIXED, PARAMS) == plain, "after prefix hits"
+
+
+@pytest.mark.parametrize("method", ["mtp", pytest.param("ngram", marks=pytest.mark.full)])
 def test_a_prefix_hit_near_a_page_end(method: str, hybrid: Path) -> None:
     """The hit is as long as that of a model without recurrence; the text goes on as without it."""
     params = SamplingParams(temperature=0.9, seed=4, max_tokens=20, ignore_eos=True)
     base = prompts(1, 256, low=100, high=101, seed=2)[0]
-    cuts = [base[:n] for n in (31, 32, 33, 47, 48, 49, 64, 65)]
+    cuts = [base[:n] for n in (31, 32, 33, 48, 49, 64)]
     with engine(hybrid, **FLAGS, **drafting(method, 3)) as llm:
         cold = []
         for cut in cuts:
@@ -133,7 +141,7 @@ def test_a_prefix_hit_near_a_page_end(method: str, hybrid: Path) -> None:
         assert tokens(llm, cuts, params) == cold
 
 
-@pytest.mark.parametrize("method", ["ngram", "mtp"])
+@pytest.mark.parametrize("method", ["mtp", pytest.param("ngram", marks=pytest.mark.full)])
 def test_aborts_leave_nothing_behind(method: str, hybrid: Path, plain: list[list[int]]) -> None:
     """Requests that are aborted in their prompts and in their rounds; those that come after have the same bytes."""
     with engine(hybrid, **{**FLAGS, "max_num_batched_tokens": 23}, **drafting(method, 3)) as llm:
@@ -151,10 +159,10 @@ def test_aborts_leave_nothing_behind(method: str, hybrid: Path, plain: list[list
 
 def test_accepted_drafts_are_remembered_wherever_a_page_ends(hybrid: Path) -> None:
     """A text that repeats itself, so that drafts are accepted across many page ends."""
-    params = SamplingParams(temperature=0, max_tokens=160, ignore_eos=True, allowed_token_ids=(7, 8))
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, allowed_token_ids=(7, 8))
     with engine(hybrid, **FLAGS) as llm:
         expected = tokens(llm, [[7, 8] * 6], params)
-    for k in (1, 3, 5):
+    for k in (1, 5):
         with engine(hybrid, **FLAGS, **drafting("ngram", k)) as llm:
             assert tokens(llm, [[7, 8] * 6], params) == expected
             assert llm.engine.counters.accepted_tokens > 20
