@@ -10,16 +10,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engine.helpers import engine
 from tests.models.harness import load, whole
 from tests.models.hybrids import FULL, LINEAR, fused, one_by_one, renamed
 from tests.models.make import END, make_checkpoint
 from unisono.layers.formats import Place
+from unisono.models.build import Builder, no_attention
 from unisono.models.checkpoint import WEIGHTS, Checkpoint
+from unisono.models.decoder import Decoder
 from unisono.models.loader import Shared
+from unisono.models.mtp_checkpoint import MTPCheckpoint
 from unisono.types import CheckpointError
 
+SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 PROMPT = [[7, 200, 31, 5, 90, 90, 14, 3, 77, 120, 9, 64, 8, 19, 2, 33, 101, 250, 42, 6]]
 
 
@@ -149,3 +154,20 @@ def test_blocks_of_outputs_move_whole_or_are_refused() -> None:
     assert second.item() == 11
     with pytest.raises(CheckpointError, match="a value for each 2 outputs"):
         Shared.of("scale", Place(first, (2, 1)), torch.tensor([1, 2, 5, 0]), None)
+
+
+@pytest.mark.parametrize("shape", ["qwen3.5-9b", "qwen3.5-35b-a3b"])
+def test_benchmark_shapes_are_the_models_sizes(shape: str) -> None:
+    """As many elements as transformers' text model has, without memory; and a module that goes with it."""
+    config = Checkpoint.open(SHAPES / shape).config
+    builder = Builder(config.hidden_size, config.rms_eps, torch.bfloat16, "meta", no_attention, 1)
+    target = Decoder(config, builder)
+    hf_config = AutoConfig.from_pretrained(SHAPES / shape)
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(hf_config.text_config)
+    assert sum(p.numel() for p in target.parameters()) == sum(p.numel() for p in theirs.parameters())
+    modules = MTPCheckpoint.open(SHAPES / shape, config, dummy=True)
+    assert modules.depth == 1
+    module = modules.load(target, 0, no_attention, torch.bfloat16)
+    assert module.embed is target.embed
+    assert module.layer.mixer.spec.output_gate

@@ -257,7 +257,7 @@ def _block_config(
     directory: Path, layout: Layout, number: int, tensors: Mapping[str, TensorInfo], target: DecoderConfig
 ) -> DecoderConfig:
     """The shapes of a module's block, from its tensors; what they do not tell is the target's."""
-    prefix = layout.block.replace("*", str(number))
+    prefix = layout.root or layout.block.replace("*", str(number))
 
     def like(pattern: str) -> str | None:
         return next((n for n in tensors if n.startswith(prefix) and re.search(pattern, n)), None)
