@@ -63,8 +63,10 @@ models = Registry(
     {
         "LlamaForCausalLM": "unisono.models.llama:LLAMA",
         "MistralForCausalLM": "unisono.models.mistral:MISTRAL",
+        "MixtralForCausalLM": "unisono.models.mixtral:MIXTRAL",
         "Qwen2ForCausalLM": "unisono.models.qwen2:QWEN2",
         "Qwen3ForCausalLM": "unisono.models.qwen3:QWEN3",
+        "Qwen3MoeForCausalLM": "unisono.models.qwen3_moe:QWEN3_MOE",
     },
     error=CheckpointError,
     group="unisono.models",

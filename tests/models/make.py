@@ -59,6 +59,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 20,
         "sliding_window": 19,
     },
+    "mixtral": {
+        "hidden_size": 72,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+        "sliding_window": 19,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+    },
     "qwen2": {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1},
     "qwen3": {
         "hidden_size": 84,
@@ -66,6 +75,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 7,
         "head_dim": 40,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "qwen3_moe": {
+        "hidden_size": 84,
+        "num_attention_heads": 7,
+        "num_key_value_heads": 7,
+        "head_dim": 40,
+        "num_experts": 11,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 52,
+        "norm_topk_prob": True,
     },
 }
 

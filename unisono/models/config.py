@@ -72,8 +72,9 @@ class Family:
     """What a family file exports, and the catalog lists.
 
     read: transformers config -> DecoderConfig.
-    names: module -> checkpoint module; ``*`` is the layer number. A projection of a merged linear layer is named like
-        a module in it (``layers.*.mixer.qkv.q``). ``.weight``, ``.bias`` and the like carry over.
+    names: module -> checkpoint module; ``*`` is the layer number, and behind ``each`` a second one the expert's. A
+        projection of a merged linear layer is named like a module in it (``layers.*.mixer.qkv.q``). ``.weight``,
+        ``.bias`` and the like carry over.
     """
 
     read: Callable[[Any], DecoderConfig]
@@ -85,10 +86,12 @@ class Family:
 
 
 def checkpoint_name(names: Mapping[str, str], module: str) -> str:
-    """The checkpoint's name of a module, by ``names`` of :class:`Family`'s kind."""
-    number = re.search(r"\.(\d+)\.", module)
-    theirs = names[re.sub(r"\.\d+\.", ".*.", module)]
-    return theirs.replace("*", number[1]) if number else theirs
+    """The checkpoint's name of a module, by ``names`` of :class:`Family`'s kind. Raises KeyError without one."""
+    numbers = re.findall(r"\.(\d+)(?=\.)", module)
+    theirs = names[re.sub(r"\.\d+(?=\.)", ".*", re.sub(r"\.each\.\d+", ".each", module))]
+    for number in numbers:
+        theirs = theirs.replace("*", number, 1)
+    return theirs
 
 
 def read_decoder_config(hf_config: Any, layers: Sequence[LayerSpec]) -> DecoderConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -14,7 +14,7 @@ from unisono.models.build import AttentionFactory, Builder
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import Family
 from unisono.models.decoder import Decoder
-from unisono.models.weights import TensorInfo, check, fill, places, read
+from unisono.models.weights import TensorInfo, check, fill, places, read, tensor_name
 from unisono.types import CheckpointError
 
 LoadFormat = Literal["auto", "dummy"]
@@ -58,11 +58,18 @@ def load_model(
     return decoder.eval()
 
 
-def checkpoint_names(decoder: Decoder, family: Family) -> dict[str, Place]:
-    """What a checkpoint must hold: each tensor's name there -> where it goes."""
+def checkpoint_names(decoder: Decoder, family: Family, tensors: Container[str] = ()) -> dict[str, Place]:
+    """What a checkpoint must hold: each tensor's name there -> where it goes. tensors: what it holds."""
+
+    def held(module: str, kind: str) -> bool:
+        try:
+            return tensor_name(family.name(module), kind) in tensors
+        except KeyError:  # the family does not store it so
+            return False
+
     return {
-        f"{family.name(module)}.{kind}": place
-        for module, kind, place in places(decoder)
+        tensor_name(family.name(module), kind): place
+        for module, kind, place in places(decoder, held)
         if not (module == "lm_head" and decoder.config.tie_embeddings)
     }
 
@@ -93,10 +100,13 @@ def _draw(parameter: torch.Tensor, generator: torch.Generator) -> None:
 
 
 def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progress) -> None:
-    wanted, tensors = checkpoint_names(decoder, checkpoint.family), checkpoint.tensors()
+    tensors = checkpoint.tensors()
     head = f"{checkpoint.family.name('lm_head')}.weight"
     tied = decoder.config.tie_embeddings
-    if not any(name.startswith("model.") for name in tensors):  # the base model's export
+    if any(name.startswith("model.") for name in tensors):
+        wanted = checkpoint_names(decoder, checkpoint.family, tensors)
+    else:  # the base model's export
+        wanted = checkpoint_names(decoder, checkpoint.family, {f"model.{name}" for name in tensors})
         wanted = {name.removeprefix("model."): place for name, place in wanted.items()}
     drafting = draft_prefixes(tensors)
 
