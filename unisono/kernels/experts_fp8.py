@@ -240,7 +240,10 @@ def _aot(rows: int, hidden: int, inner: int, experts: int, top_k: int, rides: bo
     pairs, cases = rows * top_k, []
     lead, tile_m = pairs <= LEAD_PAIRS, fp8_tile_rows(pairs, experts)
     chosen = _TILES[tile_m]
-    for kernel, names, tile in ((_gate_up_kernel, "x8 x_scales h", chosen.up), (_down_kernel, "h8 h_scales y", chosen.down)):
+    for kernel, names, tile in (
+        (_gate_up_kernel, "x8 x_scales h", chosen.up),
+        (_down_kernel, "h8 h_scales y", chosen.down),
+    ):
         x, scales, out = names.split()
         tensors = {x: "*fp8e4nv", "weight": "*fp8e4nv", scales: "*fp32", "w_scales": "*fp32", out: "*bf16"}
         sizes = {

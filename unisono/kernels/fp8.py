@@ -150,10 +150,8 @@ def _fp8_linear_kernel(x8, x_scales, w8, w_scales, bias, residual, out, M, N, K,
     # The last weight tile repeats the last row: that is cheaper than a mask, and the result is not stored.
     weight_rows = tl.minimum(cols, N - 1)
     w_ptrs = w8 + weight_rows.to(tl.int64)[:, None] * K + ks[None, :]
-    if BY_BLOCK:
-        ws_ptrs = w_scales + (tl.program_id(1) * BLOCK_N // 128) * tl.cdiv(K, 128)
-    else:
-        ws_ptrs = w_scales + weight_rows
+    block = tl.program_id(1) * BLOCK_N // 128
+    ws_ptrs = w_scales + block * tl.cdiv(K, 128) if BY_BLOCK else w_scales + weight_rows
     follow(OVERLAP)
     acc = e4m3_product(x_ptrs, row_ok, x_scales + rows, w_ptrs, ws_ptrs, K, PADDED,
                        BLOCK_M, BLOCK_N, AHEAD, BY_BLOCK, False, EVEN_K)  # fmt: skip
