@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from unisono.kernels import experts as kernels
+from unisono.kernels import rms_norm
 from unisono.kernels.experts import (
     Tile,
     expert_down,
@@ -18,7 +18,7 @@ from unisono.kernels.experts import (
     launch_down,
     launch_gate_up,
 )
-from unisono.kernels.experts_combine import combine_cpu, combine_experts, launch_combine
+from unisono.kernels.experts_combine import combine_cpu, combine_experts, combine_experts_norm, launch_combine
 from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, launch_sort_pairs, num_tiles, plan_experts, sort_pairs_cpu
 
 SMALL = Tile(16, 16, 1, 2, True)
@@ -103,10 +103,10 @@ def test_rows_are_exact(run, dtype, device, assert_rows_exact):
     def layer(x, ids, weights, gates, residual):
         if run == "twin":
             y = expert_down_cpu(expert_gate_up_cpu(x, gate_up, ids, experts), down, ids, experts)
-            return combine_cpu(y[: ids.numel()], weights, y[ids.numel() :], gates, residual)
+            return combine_cpu(y[: ids.numel()], weights, y[ids.numel() :], gates, residual, None, 0.0)[0]
         plan = plans(ids, experts, 16)[run]
         y = launch_down(launch_gate_up(x, gate_up, plan, SMALL), down, plan, SMALL)
-        return launch_combine(y[: ids.numel()], weights, y[ids.numel() :], gates, residual)
+        return launch_combine(y[: ids.numel()], weights, y[ids.numel() :], gates, residual, None, 0.0)[0]
 
     assert_rows_exact(layer, x, ids, weights, gates, residual)
 
@@ -136,9 +136,11 @@ def test_the_sort_is_stable_and_its_tiles_cover_every_pair_once(rows, experts, t
     ids = choice(rows, experts, top_k)
     if experts > 4:
         ids[ids == 3] = 2  # an expert that nobody takes, and one that many take
+        ids[5:9] = experts  # padding
     order, tiles = (t.cpu() for t in launch_sort_pairs(ids.to(device), experts, tile))
-    assert torch.equal(order.long(), ids.flatten().argsort(stable=True))
-    assert torch.equal(order, sort_pairs_cpu(ids, experts, tile)[0])
+    sorted_ = ids.flatten().argsort(stable=True)[: (ids < experts).sum()]
+    assert torch.equal(order[: len(sorted_)].long(), sorted_)
+    assert torch.equal(order[: len(sorted_)], sort_pairs_cpu(ids, experts, tile)[0][: len(sorted_)])
     assert tiles.shape == (3, num_tiles(ids.numel(), experts, tile))
     flat, covered = ids.flatten(), []
     for expert, first, count in tiles.T.tolist():
@@ -146,7 +148,7 @@ def test_the_sort_is_stable_and_its_tiles_cover_every_pair_once(rows, experts, t
         mine = order[first : first + count].long()
         assert (flat[mine] == expert).all()
         covered += mine.tolist()
-    assert sorted(covered) == list(range(ids.numel()))
+    assert sorted(covered) == (flat < experts).nonzero().flatten().tolist()
     full = tiles[:, tiles[2] > 0]
     assert torch.equal(full, sort_pairs_cpu(ids, experts, tile)[1][:, : full.shape[1]])
 
@@ -170,10 +172,16 @@ def test_the_sum_matches_float64(run, shared, dtype, device, assert_close):
     expected = (y.double().view(7, 3, 70) * weights.double()[..., None]).sum(1)
     if also is not None:
         expected = expected + also.double() * (1 if gates is None else gates.double()[:, None])
-    out = run(y, weights, also, gates, residual)
+    out, _ = run(y, weights, also, gates, residual, None, 0.0)
     assert_close(out, expected + residual.double())
-    unfused = run(y, weights, also, gates, torch.zeros_like(residual))
+    unfused, _ = run(y, weights, also, gates, torch.zeros_like(residual), None, 0.0)
     assert torch.equal(out, unfused + residual), "the sum is rounded before the residual is added"
+    weights_of_norms = [torch.rand(70, device=on).to(dtype), torch.rand(70, device=on)]
+    for norm_weight in weights_of_norms if run is launch_combine else weights_of_norms[:1]:
+        total, normed = run(y, weights, also, gates, residual, norm_weight, 1e-3)
+        assert torch.equal(total, out)
+        value = out.double()
+        assert_close(normed, value * (value.square().mean(1, keepdim=True) + 1e-3).rsqrt() * norm_weight.double())
 
 
 def test_the_sum_is_in_the_order_of_the_slots(device):
@@ -181,8 +189,8 @@ def test_the_sum_is_in_the_order_of_the_slots(device):
     residual, weights = torch.zeros(1, 1, device=device), torch.ones(1, 3, device=device)
     for parts, total in (([1e8, 1.0, -1e8], 0.0), ([1e8, -1e8, 1.0], 1.0)):
         y = torch.tensor(parts, device=device)[:, None]
-        assert launch_combine(y, weights, None, None, residual).item() == total
-        assert combine_cpu(y.cpu(), weights.cpu(), None, None, residual.cpu()).item() == total
+        assert launch_combine(y, weights, None, None, residual, None, 0.0)[0].item() == total
+        assert combine_cpu(y.cpu(), weights.cpu(), None, None, residual.cpu(), None, 0.0)[0].item() == total
 
 
 def test_ops_dispatch_and_know_their_shapes():
@@ -197,5 +205,7 @@ def test_ops_dispatch_and_know_their_shapes():
     h = expert_gate_up(torch.empty(200, 20, device="meta"), gate_up.to("meta"), meta)
     assert expert_down(h, down.to("meta"), meta).shape == (600, 20)
     out = combine_experts(y[:10], torch.ones(5, 2), y[10:], None, x)
-    assert torch.equal(out, combine_cpu(y[:10], torch.ones(5, 2), y[10:], None, x))
-    assert kernels.TILES
+    assert torch.equal(out, combine_cpu(y[:10], torch.ones(5, 2), y[10:], None, x, None, 0.0)[0])
+    total, normed = combine_experts_norm(y[:10], torch.ones(5, 2), y[10:], None, x, torch.ones(20), 1e-3)
+    assert torch.equal(total, out)
+    assert torch.equal(normed, rms_norm(out, torch.ones(20), 1e-3))

@@ -15,12 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from unisono.kernels.experts_combine import combine_experts
+from unisono.kernels.experts_combine import combine_experts, combine_experts_norm
 from unisono.kernels.experts_plan import plan_experts
 from unisono.kernels.router import route
 from unisono.layers.expert_formats import ExpertFormat
 from unisono.layers.formats import WHOLE, Place, Share, Slice, Stored
 from unisono.layers.mlp import GatedMLP
+from unisono.layers.norm import RMSNorm
 
 
 class Stack(nn.Module):
@@ -164,10 +165,13 @@ class Experts(nn.Module):
     def stacks(self) -> tuple[Stack, Stack]:
         return self.experts["gate_up"], self.experts["down"]  # type: ignore[return-value]
 
-    def forward(self, x: torch.Tensor) -> Mixed:
-        """x [M, H] -> what :meth:`project` adds up."""
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> Mixed:
+        """x [M, H] -> what :meth:`project` adds up.
+
+        positions [M] i32: rows below 0 are padding, which goes to no expert; None: there is none.
+        """
         gate_up, down = self.stacks
-        ids, weights, gates = route(x, self.router, gate_up.experts, self.top_k, self.normalize)
+        ids, weights, gates = route(x, self.router, positions, gate_up.experts, self.top_k, self.normalize)
         pairs, format = ids.numel(), gate_up.format
         plan = plan_experts(ids, gate_up.experts, format.tile(pairs, gate_up.experts, x.dtype))
         y = format.down(down, format.gate_up(gate_up, x, plan), plan)
@@ -178,6 +182,8 @@ class Experts(nn.Module):
 
     def project(self, y: Mixed, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(residual + the sum, ``norm`` of it); without a norm the sum twice."""
+        if isinstance(norm, RMSNorm):
+            return combine_experts_norm(*y, residual, norm.weight, norm.eps)
         total = combine_experts(*y, residual)
         return total, total if norm is None else norm(total)
 
