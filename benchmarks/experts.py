@@ -65,7 +65,7 @@ class Layer:
         return torch.randn(count, self.shape.hidden, device=self.device).to(torch.bfloat16)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return route(x, self.router, None, self.shape.experts, self.shape.top_k, True)
+        return route(x, self.router, None, None, self.shape.experts, self.shape.top_k, True)
 
     def plan(self, ids: torch.Tensor, tile: int | None = None) -> Plan:
         pairs, experts = ids.numel(), self.shape.experts

@@ -17,6 +17,7 @@ from tests.models.harness import load, whole
 from tests.models.make import make_checkpoint
 from unisono.kernels.experts_plan import LEAD_PAIRS
 from unisono.layers.expert_formats import PLAIN_EXPERTS, PlainExperts, expert_format
+from unisono.layers.experts import expert_counts
 from unisono.layers.formats import Plain, Share, Slice
 from unisono.layers.norm import RMSNorm
 from unisono.models.build import Builder, no_attention
@@ -255,6 +256,13 @@ def test_drafts_graphs_and_batches_change_nothing(made):
     params = [SamplingParams(temperature=i % 2 * 0.8, seed=i, max_tokens=24, ignore_eos=True) for i in range(6)]
     with engine(made) as llm:
         plain = tokens(llm, batch, params)
+        counted = expert_counts(llm.engine.worker.model)
+        load = llm.engine.info()["experts"]
+    assert [row["layer"] for row in load] == ["layers.0", "layers.1", "layers.2"]
+    read = sum(len(prompt) + 23 for prompt in batch)  # of each answer the last token is never computed
+    assert [row["choices"] for row in load[:2]] == [3 * read, 3 * read]
+    assert load[2]["choices"] < 3 * read, "the last layer computes of prompts the last tokens alone"
+    assert load[0]["max / mean"] == round(max(counted["layers.0.feed_forward"]) * 11 / (3 * read), 2)
     for flags in ({}, {"enforce_eager": True, "max_num_seqs": 3}, {"max_num_batched_tokens": 16}):
         spec = SpeculativeConfig("ngram", num_speculative_tokens=3)
         with engine(made, speculative=spec, **flags) as llm:

@@ -198,7 +198,7 @@ def launch_sort_pairs(ids: torch.Tensor, experts: int, tile: int) -> tuple[torch
     )  # fmt: skip
     _place_kernel[(blocks + triton.cdiv(count, _LISTED),)](
         ids, starts, firsts, totals, order, tiles, pairs, blocks, count, experts,
-        EXPERTS=width, BLOCK=block, TILE=tile, LISTED=_LISTED, num_warps=block // 32 if block > 64 else 4, **overlapped(device),
+        EXPERTS=width, BLOCK=block, TILE=tile, LISTED=_LISTED, num_warps=max(4, block // 32), **overlapped(device),
     )  # fmt: skip
     return order, tiles
 

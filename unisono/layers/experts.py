@@ -141,8 +141,11 @@ class Experts(nn.Module):
 
     gate_up, down: the experts' stacks. shared: the shared expert where it does not ride along in them. gated: it has a
     gate, sigmoid of a product with x; without one it counts in full. normalize: a token's weights sum to 1. The
-    router's weight [E, H] has the gate's behind it.
+    router's weight [E, H] has the gate's behind it. counts [E]: tokens that went to each expert, see
+    :func:`expert_counts`.
     """
+
+    counts: torch.Tensor
 
     def __init__(
         self,
@@ -159,6 +162,7 @@ class Experts(nn.Module):
             gate_up.experts + gated, gate_up.inputs, dtype=gate_up.dtype, device=next(gate_up.parameters()).device
         )
         self.router = nn.Parameter(router, requires_grad=False)
+        self.register_buffer("counts", torch.zeros(gate_up.experts, dtype=torch.int64, device=router.device), False)
         self.experts, self.shared = nn.ModuleDict({"gate_up": gate_up, "down": down}), shared
 
     @property
@@ -171,7 +175,7 @@ class Experts(nn.Module):
         positions [M] i32: rows below 0 are padding, which goes to no expert; None: there is none.
         """
         gate_up, down = self.stacks
-        ids, weights, gates = route(x, self.router, positions, gate_up.experts, self.top_k, self.normalize)
+        ids, weights, gates = route(x, self.router, positions, self.counts, gate_up.experts, self.top_k, self.normalize)
         pairs, format = ids.numel(), gate_up.format
         plan = plan_experts(ids, gate_up.experts, format.tile(pairs, gate_up.experts, x.dtype))
         y = format.down(down, format.gate_up(gate_up, x, plan), plan)
@@ -206,3 +210,21 @@ class Experts(nn.Module):
             for name, linear in (("gate_up", self.shared.gate_up), ("down", self.shared.down)):
                 for inside, place in linear.places():
                     yield f"shared.{name}.{inside}", place
+
+
+def expert_counts(model: nn.Module) -> dict[str, list[int]]:
+    """By path of each module with experts: tokens, without padding, that went to each since
+    :func:`reset_expert_counts`. Waits for the device."""
+    counts = {path: module.counts for path, module in model.named_modules() if isinstance(module, Experts)}
+    if not counts:
+        return {}
+    sizes = [len(each) for each in counts.values()]
+    together = torch.cat(list(counts.values())).cpu().split(sizes)
+    return {path: each.tolist() for path, each in zip(counts, together, strict=True)}
+
+
+def reset_expert_counts(model: nn.Module) -> None:
+    """Count from zero on."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.counts.zero_()
