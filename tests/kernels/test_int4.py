@@ -75,7 +75,7 @@ def test_unpacking_is_one_rounding_and_both_products_agree(shape, zeros, dtype, 
     x = torch.randn(rows, k, device=device).to(dtype)
     packed = launch_int4_linear(x, *on(device, *stored), group, None, None)
     # The interpreter adds up each tile of K before it adds tiles, a GPU does not: there it has the same tiles of K.
-    tile = None if device.type == "cuda" else linear.Tile(16, 32, int4._steps(group)[0], 4, 2)
+    tile = None if device.type == "cuda" else linear.Tile(16, 32, int4.int4_steps(group)[0], 4, 2)
     assert torch.equal(packed, launch_linear(x, unpacked, None, None, tile)), "the plain product has other bits"
 
 

@@ -64,32 +64,76 @@ def _tile(rows: int) -> Tile:
 
 
 @triton.jit
-def _scale(x_scales, w_scales, step, PADDED, row_ok):
-    """The product of the activations' and the weight's scales of a step, [tokens]."""
-    return tl.load(x_scales + step * PADDED, mask=row_ok, other=0.0) * tl.load(w_scales + step)
+def _scales(x_scales, x_ok, w_scales, step, last, PADDED):
+    """The activations' scales [tokens] and the weight's, [outputs] or one, of a step, ``last`` at most."""
+    at = tl.minimum(step, last)
+    return tl.load(x_scales + at * PADDED, mask=x_ok, other=0.0), tl.load(w_scales + at)
 
 
 @triton.jit
-def _four_scales(x_scales, w_scales, step, G, PADDED, row_ok):
-    """:func:`_scale` of four steps from ``step`` on."""
-    a = _scale(x_scales, w_scales, tl.minimum(step, G - 1), PADDED, row_ok)
-    b = _scale(x_scales, w_scales, tl.minimum(step + 1, G - 1), PADDED, row_ok)
-    c = _scale(x_scales, w_scales, tl.minimum(step + 2, G - 1), PADDED, row_ok)
-    d = _scale(x_scales, w_scales, tl.minimum(step + 3, G - 1), PADDED, row_ok)
-    return a, b, c, d
+def _four_scales(x_scales, x_ok, w_scales, step, last, PADDED):
+    """:func:`_scales` of four steps from ``step`` on."""
+    x0, w0 = _scales(x_scales, x_ok, w_scales, step, last, PADDED)
+    x1, w1 = _scales(x_scales, x_ok, w_scales, step + 1, last, PADDED)
+    x2, w2 = _scales(x_scales, x_ok, w_scales, step + 2, last, PADDED)
+    x3, w3 = _scales(x_scales, x_ok, w_scales, step + 3, last, PADDED)
+    return (x0, x1, x2, x3), (w0, w1, w2, w3)
 
 
 @triton.jit
-def _step_product(x_ptrs, w_ptrs, step, row_ok, ks, K, EVEN_K: tl.constexpr):
+def _scaled(product, xs, ws, BY_OUTPUT: tl.constexpr):
+    """A step's product [outputs, tokens] times its scales."""
+    if BY_OUTPUT:
+        return product * (xs[None, :] * ws[:, None])
+    else:
+        return product * (xs * ws)[None, :]
+
+
+@triton.jit
+def _step_product(x_ptrs, w_ptrs, step, x_ok, K, EVEN_K: tl.constexpr):
     """The product over the 128 inputs of a step, [outputs, tokens]."""
     if EVEN_K:
-        x_tile = tl.load(x_ptrs + step * 128, mask=row_ok[:, None], other=0.0)
+        x_tile = tl.load(x_ptrs + step * 128, mask=x_ok[:, None], other=0.0)
         w_tile = tl.load(w_ptrs + step * 128)
     else:
-        inside = ks < K - step * 128
-        x_tile = tl.load(x_ptrs + step * 128, mask=row_ok[:, None] & inside[None, :], other=0.0)
+        inside = tl.arange(0, 128) < K - step * 128
+        x_tile = tl.load(x_ptrs + step * 128, mask=x_ok[:, None] & inside[None, :], other=0.0)
         w_tile = tl.load(w_ptrs + step * 128, mask=inside[None, :], other=0.0)
     return tl.dot(w_tile, tl.trans(x_tile))
+
+
+@triton.jit
+def e4m3_product(x_ptrs, x_ok, x_scales, w_ptrs, w_scales, K, PADDED,
+                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, BY_BLOCK: tl.constexpr,
+                 BY_OUTPUT: tl.constexpr, EVEN_K: tl.constexpr):  # fmt: skip
+    """The product of e4m3 tiles over K, with their scales: fp32 [outputs, tokens].
+
+    x_ptrs [BLOCK_M, 128], w_ptrs [BLOCK_N, 128]: the first step's values; rows of x that are not ``x_ok`` count as 0.
+    x_scales [BLOCK_M]: of the first step; those of the next are PADDED behind it. w_scales: with BY_BLOCK of the first
+    step, [BLOCK_N] with BY_OUTPUT, otherwise one for all outputs, the next ones behind it; without BY_BLOCK [BLOCK_N],
+    of the outputs.
+    """
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    steps = tl.cdiv(K, 128)
+    last = steps - 1
+    STEPS: tl.constexpr = 4 if AHEAD else 1
+    if BY_BLOCK and AHEAD:
+        xs, ws = _four_scales(x_scales, x_ok, w_scales, 0, last, PADDED)
+        for first in range(0, steps, STEPS):
+            next_xs, next_ws = _four_scales(x_scales, x_ok, w_scales, first + STEPS, last, PADDED)
+            for j in tl.static_range(STEPS):
+                acc += _scaled(_step_product(x_ptrs, w_ptrs, first + j, x_ok, K, EVEN_K), xs[j], ws[j], BY_OUTPUT)
+            xs, ws = next_xs, next_ws
+    elif BY_BLOCK:
+        for step in range(0, steps):
+            xs, ws = _scales(x_scales, x_ok, w_scales, step, last, PADDED)
+            acc += _scaled(_step_product(x_ptrs, w_ptrs, step, x_ok, K, EVEN_K), xs, ws, BY_OUTPUT)
+    else:
+        for first in range(0, steps, STEPS):
+            for j in tl.static_range(STEPS):
+                acc += _step_product(x_ptrs, w_ptrs, first + j, x_ok, K, EVEN_K)
+        acc = acc * tl.load(x_scales, mask=x_ok, other=0.0)[None, :] * tl.load(w_scales)[:, None]
+    return acc
 
 
 @triton.jit
@@ -104,29 +148,13 @@ def _fp8_linear_kernel(x8, x_scales, w8, w_scales, bias, residual, out, M, N, K,
     row_ok, col_ok = rows < M, cols < N
     x_ptrs = x8 + rows.to(tl.int64)[:, None] * K + ks[None, :]
     # The last weight tile repeats the last row: that is cheaper than a mask, and the result is not stored.
-    w_ptrs = w8 + tl.minimum(cols, N - 1).to(tl.int64)[:, None] * K + ks[None, :]
-    G = tl.cdiv(K, 128)
-    xs_ptrs, ws_ptrs = x_scales + rows, w_scales + (tl.program_id(1) * BLOCK_N // 128) * G
+    weight_rows = tl.minimum(cols, N - 1)
+    w_ptrs = w8 + weight_rows.to(tl.int64)[:, None] * K + ks[None, :]
+    block = tl.program_id(1) * BLOCK_N // 128
+    ws_ptrs = w_scales + block * tl.cdiv(K, 128) if BY_BLOCK else w_scales + weight_rows
     follow(OVERLAP)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if BY_BLOCK and AHEAD:
-        scales = _four_scales(xs_ptrs, ws_ptrs, 0, G, PADDED, row_ok)
-        for first in range(0, G, 4):
-            ahead = _four_scales(xs_ptrs, ws_ptrs, first + 4, G, PADDED, row_ok)
-            for j in tl.static_range(4):
-                acc += _step_product(x_ptrs, w_ptrs, first + j, row_ok, ks, K, EVEN_K) * scales[j][None, :]
-            scales = ahead
-    elif BY_BLOCK:
-        for step in range(0, G):
-            scale = _scale(xs_ptrs, ws_ptrs, step, PADDED, row_ok)
-            acc += _step_product(x_ptrs, w_ptrs, step, row_ok, ks, K, EVEN_K) * scale[None, :]
-    else:
-        STEPS: tl.constexpr = 4 if AHEAD else 1
-        for first in range(0, G, STEPS):
-            for j in tl.static_range(STEPS):
-                acc += _step_product(x_ptrs, w_ptrs, first + j, row_ok, ks, K, EVEN_K)
-        of_rows = tl.load(xs_ptrs, mask=row_ok, other=0.0)
-        acc = acc * of_rows[None, :] * tl.load(w_scales + cols, mask=col_ok, other=0.0)[:, None]
+    acc = e4m3_product(x_ptrs, row_ok, x_scales + rows, w_ptrs, ws_ptrs, K, PADDED,
+                       BLOCK_M, BLOCK_N, AHEAD, BY_BLOCK, False, EVEN_K)  # fmt: skip
 
     # Round before every addition: these are the bits of the unfused path, which serves large M.
     y = tl.trans(acc).to(out.dtype.element_ty)

@@ -55,7 +55,7 @@ def _tile(rows: int, dtype: torch.dtype) -> Tile:
     return next((tile for most, tile in _TILES.items() if rows <= most), _LARGE)
 
 
-def _steps(group: int) -> tuple[int, int]:
+def int4_steps(group: int) -> tuple[int, int]:
     """(inputs of a step, which share a scale; steps of an iteration)."""
     width = 128 if group % 128 == 0 else 64 if group % 64 == 0 else 32
     return width, 256 // width
@@ -69,6 +69,35 @@ def _unpacked(packed, zero, scale, dtype: tl.constexpr, BLOCK_N: tl.constexpr, W
 
 
 @triton.jit
+def int4_product(x_ptrs, x_ok, w_ptrs, s_ptrs, z_ptrs, K, group,
+                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
+                 EVEN_K: tl.constexpr, HAS_ZEROS: tl.constexpr):  # fmt: skip
+    """The product over K of x and of a packed weight, unpacked in registers: fp32 [rows, outputs].
+
+    x_ptrs [BLOCK_M, WIDTH], w_ptrs [BLOCK_N, WIDTH / 2]: the first step's; rows of x that are not ``x_ok`` count as 0.
+    s_ptrs, z_ptrs [BLOCK_N]: of the first group, the next ones behind it.
+    """
+    ks, pairs = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 2)
+    last = tl.cdiv(K, group) - 1
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, K, WIDTH * STEPS):
+        for j in tl.static_range(STEPS):
+            start = first + j * WIDTH
+            at = tl.minimum(start // group, last)
+            if EVEN_K:
+                x_tile = tl.load(x_ptrs + start, mask=x_ok[:, None], other=0.0)
+                packed = tl.load(w_ptrs + start // 2)
+            else:
+                x_tile = tl.load(x_ptrs + start, mask=x_ok[:, None] & (ks < K - start)[None, :], other=0.0)
+                packed = tl.load(w_ptrs + start // 2, mask=(pairs < (K - start) // 2)[None, :], other=0)
+            scale = tl.load(s_ptrs + at)
+            zero = tl.load(z_ptrs + at).to(tl.float32) if HAS_ZEROS else tl.full((BLOCK_N,), 8.0, tl.float32)
+            w_tile = _unpacked(packed, zero, scale, x_tile.dtype, BLOCK_N, WIDTH)
+            acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
 def _int4_linear_kernel(x, weight, scales, zeros, bias, residual, out, M, N, K, group,
                         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
                         EVEN_K: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -76,32 +105,16 @@ def _int4_linear_kernel(x, weight, scales, zeros, bias, residual, out, M, N, K, 
     # Row tiles of one weight tile are neighbours in the grid, so that the weight is read from memory once.
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    ks, bytes_ = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 2)
     row_ok, col_ok = rows < M, cols < N
     # The last weight tile repeats the last row: that is cheaper than a mask, and the result is not stored.
     weight_rows = tl.minimum(cols, N - 1).to(tl.int64)
     G = tl.cdiv(K, group)
-    x_ptrs = x + rows.to(tl.int64)[:, None] * K + ks[None, :]
-    w_ptrs = weight + weight_rows[:, None] * (K // 2) + bytes_[None, :]
+    x_ptrs = x + rows.to(tl.int64)[:, None] * K + tl.arange(0, WIDTH)[None, :]
+    w_ptrs = weight + weight_rows[:, None] * (K // 2) + tl.arange(0, WIDTH // 2)[None, :]
     follow(OVERLAP)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(0, K, WIDTH * STEPS):
-        for j in tl.static_range(STEPS):
-            start = first + j * WIDTH
-            at = tl.minimum(start // group, G - 1)
-            if EVEN_K:
-                x_tile = tl.load(x_ptrs + start, mask=row_ok[:, None], other=0.0)
-                packed = tl.load(w_ptrs + start // 2)
-            else:
-                x_tile = tl.load(x_ptrs + start, mask=row_ok[:, None] & (ks < K - start)[None, :], other=0.0)
-                packed = tl.load(w_ptrs + start // 2, mask=(bytes_ < (K - start) // 2)[None, :], other=0)
-            scale = tl.load(scales + weight_rows * G + at)
-            if HAS_ZEROS:
-                zero = tl.load(zeros + weight_rows * G + at).to(tl.float32)
-            else:
-                zero = tl.full((BLOCK_N,), 8.0, tl.float32)
-            w_tile = _unpacked(packed, zero, scale, x.dtype.element_ty, BLOCK_N, WIDTH)
-            acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision="ieee")
+    z_ptrs = zeros + weight_rows * G if HAS_ZEROS else zeros
+    acc = int4_product(x_ptrs, row_ok, w_ptrs, scales + weight_rows * G, z_ptrs, K, group,
+                       BLOCK_M, BLOCK_N, WIDTH, STEPS, EVEN_K, HAS_ZEROS)  # fmt: skip
 
     # Round before every addition: these are the bits of the unfused path, which serves large M.
     y = acc.to(out.dtype.element_ty)
@@ -148,7 +161,7 @@ def launch_int4_linear(
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     (rows, k), n = x.shape, weight.shape[0]
-    tile, (width, steps) = tile or _tile(rows, x.dtype), _steps(group)
+    tile, (width, steps) = tile or _tile(rows, x.dtype), int4_steps(group)
     out = x.new_empty(rows, n)
     _int4_linear_kernel[(triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))](
         x, weight, scales, zeros, bias, residual, out, rows, n, k, group,
@@ -279,7 +292,7 @@ def int4_linear(
 
 
 def _aot_int4(dtype: str, tile: Tile, group: int, zeros: bool, even_k: bool, bias: bool) -> AotCase:
-    width, steps = _steps(group)
+    width, steps = int4_steps(group)
     tensors = {name: f"*{dtype}" for name in ("x", "bias", "residual", "out")}
     packed = {"weight": "*u8", "scales": "*fp32", "zeros": "*i8"}
     return AotCase(

@@ -8,8 +8,8 @@ it stores stacks; :func:`expert_format` finds it.
   outputs and inputs a value serves). A stack's parameter of that kind is [E (+ 1), rows, columns], the rows of gate
   before those of up; the extra weight is a shared expert that rides along.
 * **Read**: from single tensors (``experts.7.gate_proj.<kind>``), each into its rows, or from a fused one
-  (``experts.gate_up_proj``, for other kinds with ``kind.removeprefix("weight")`` behind it) into all. Both pass through
-  :meth:`ExpertFormat.read`, so that a format can repack: it gets [rows, columns] or [E, rows, columns].
+  (``experts.gate_up_proj``, for other kinds with ``kind.removeprefix("weight")`` behind it), which is taken apart.
+  Both pass through :meth:`ExpertFormat.read`, so that a format can repack: it gets one projection of one expert.
 * **Applied**: :meth:`ExpertFormat.gate_up` and :meth:`ExpertFormat.down`. The plan says which expert each pair of a
   token and an expert goes to; a format's kernel reads its rows by ``tile_rows``, ``tile_pairs`` and ``tokens_of`` of
   ``kernels/experts_plan.py``, its CPU twin by ``pairs_by_expert`` of ``kernels/experts.py``.
@@ -59,8 +59,8 @@ class ExpertFormat(Protocol):
         """The tensors of one weight by the last part of their names in a checkpoint; dtype: of activations."""
         ...
 
-    def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
-        """What is copied into the parameter's rows, from one projection of one expert or from a fused tensor."""
+    def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]:
+        """What is copied into the parameter's rows, from one projection of one expert. See ``WeightFormat.read``."""
         ...
 
     def tile(self, pairs: int, experts: int, dtype: torch.dtype) -> int:

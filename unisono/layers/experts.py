@@ -8,8 +8,8 @@ Shapes: M tokens, H features, E experts, I features of an expert, P = M * top_k 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -50,19 +50,32 @@ class Stack(nn.Module):
         self.outputs = sum(projections.values())
         first, end = share.part(experts)
         for kind, stored in format.tensors(dtype).items():
-            rows = sum(self._rows(stored))
-            shape = (end - first + rides, rows, *stored.shape(self.outputs, inputs)[1:])
-            parameter = torch.empty(shape, dtype=stored.dtype, device=device)
-            self.register_parameter(kind, nn.Parameter(parameter, requires_grad=False))
+            if stored.dtype is not None:
+                rows = sum(self._rows(stored))
+                shape = (end - first + rides, rows, *stored.shape(self.outputs, inputs)[1:])
+                parameter = torch.empty(shape, dtype=stored.dtype, device=device)
+                self.register_parameter(kind, nn.Parameter(parameter, requires_grad=False))
 
     def fused(self) -> Iterator[tuple[str, Place]]:
-        """What a checkpoint stores of the stack where it stores it as a whole: (end of its name, where it goes)."""
+        """What a checkpoint stores of the stack where it stores it as a whole: (end of its name, where it goes).
+
+        Nothing where it cannot be told which rows are of which projection.
+        """
         first, end = self.share.part(self.experts)
+        each: dict[str, list[list[Place]]] = {}
+        for expert in range(end - first):
+            places: dict[str, list[Place]] = {}
+            for _, kind, place in self._of(expert):
+                places.setdefault(kind, []).append(place)
+            for kind, projections in places.items():
+                each.setdefault(kind, []).append(projections)
+        *but_last, _ = self.projections.values()
         for kind, stored in self.format.tensors(self.dtype).items():
-            into = getattr(self, kind)[: end - first]
-            part = None if self.share == WHOLE else Slice(0, first, end)
-            place = Place(into, (self.experts, *into.shape[1:]), stored.accepts, part, self.format, kind)
-            yield kind.removeprefix("weight"), place
+            if stored.accepts and stored.layout is None and all(n % stored.outputs == 0 for n in but_last):
+                into = getattr(self, kind)[: end - first]
+                part = None if self.share == WHOLE else Slice(0, first, end)
+                shape = (self.experts, *into.shape[1:])
+                yield kind.removeprefix("weight"), Fused(into, shape, stored.accepts, part, each=each[kind])
 
     def single(self) -> Iterator[tuple[int, str, str, Place]]:
         """(expert, projection, kind, place) of each tensor where experts are stored one by one, those of this rank."""
@@ -76,17 +89,38 @@ class Stack(nn.Module):
         return self._of(-1)
 
     def _of(self, index: int) -> Iterator[tuple[str, str, Place]]:
-        for kind, stored in self.format.tensors(self.dtype).items():
-            row, parameter = 0, getattr(self, kind)[index]
-            for (projection, outputs), rows in zip(self.projections.items(), self._rows(stored), strict=True):
-                into = parameter[row : row + rows]
-                shape = stored.shape(outputs, self.inputs)
-                yield projection, kind, Place(into, shape, stored.accepts, None, self.format, kind)
-                row += rows
+        tensors = self.format.tensors(self.dtype)
+        rows = {kind: self._rows_of(kind, stored, index) for kind, stored in tensors.items()}
+        made = [kind for kind, stored in tensors.items() if not stored.accepts]
+        for kind, stored in tensors.items():
+            for number, (projection, outputs) in enumerate(self.projections.items()):
+                if stored.accepts:
+                    shape, *also = stored.stored_shapes(outputs, self.inputs)
+                    others = {other: rows[other][number] for other in made}
+                    place = Place(rows[kind][number], shape, stored.accepts, None, self.format, kind)
+                    yield projection, kind, replace(place, others=others, also=tuple(also))
+
+    def _rows_of(self, kind: str, stored: Stored, index: int) -> list[torch.Tensor]:
+        """The rows of each projection of an expert in a parameter; empty tensors where there is no parameter."""
+        if stored.dtype is None:
+            return [torch.empty(0) for _ in self.projections]
+        return list(getattr(self, kind)[index].split(self._rows(stored)))
 
     def _rows(self, stored: Stored) -> list[int]:
         """Rows of each projection in a tensor."""
         return [stored.shape(outputs, self.inputs)[0] for outputs in self.projections.values()]
+
+
+@dataclass(frozen=True)
+class Fused(Place):
+    """Where a tensor [E, rows, columns] of a whole stack goes; ``each``: where an expert's projections would go."""
+
+    each: Sequence[Sequence[Place]] = ()
+
+    def fill(self, stored: torch.Tensor) -> None:
+        for places, expert in zip(self.each, stored, strict=True):
+            for place, rows in zip(places, expert.split([place.shape[0] for place in places]), strict=True):
+                place.fill(rows)
 
 
 class Mixed(NamedTuple):
@@ -124,7 +158,9 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.top_k, self.normalize, self.gated = top_k, normalize, gated
-        router = torch.empty(gate_up.experts + gated, gate_up.inputs, dtype=gate_up.dtype, device=gate_up.weight.device)
+        router = torch.empty(
+            gate_up.experts + gated, gate_up.inputs, dtype=gate_up.dtype, device=next(gate_up.parameters()).device
+        )
         self.router = nn.Parameter(router, requires_grad=False)
         self.register_buffer("counts", torch.zeros(gate_up.experts, dtype=torch.int64, device=router.device), False)
         self.experts, self.shared = nn.ModuleDict({"gate_up": gate_up, "down": down}), shared

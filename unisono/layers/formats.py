@@ -126,7 +126,7 @@ class Stored:
 class Reader(Protocol):
     """What a :class:`Place` asks of a format."""
 
-    def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
+    def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]:
         """See :meth:`WeightFormat.read`."""
         ...
 

@@ -21,6 +21,7 @@ import torch
 from unisono.kernels import rms_norm
 from unisono.kernels.fp8 import fp8_linear, prove_fp8, rehearse_fp8_proof
 from unisono.kernels.fp8_quantize import E4M3, GROUP, LARGEST, SMALLEST
+from unisono.layers.expert_formats_quantised import Fp8Experts
 from unisono.layers.formats import FLOATS, ONE_VALUE, PLAIN, Layout, LinearLayer, Stored, WeightFormat
 from unisono.layers.quantization_config import named, require
 
@@ -40,11 +41,12 @@ class _Fp8:
     fixed_kind: str | None
 
     def linear(self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        scales, fixed = self._scales(layer), getattr(layer, self.fixed_kind) if self.fixed_kind else None
-        if scales.dim() == 1 or _blocks_meet(layer.held):
-            return fp8_linear(x, layer.weight, scales, fixed, layer.bias, residual)
-        parts = zip(layer.weight.split(layer.held), scales.split([_blocks(n) for n in layer.held]), strict=True)
-        y = torch.cat([fp8_linear(x, weight, own) for weight, own in parts], 1)
+        weight, scales = self.operands(layer)
+        fixed = getattr(layer, self.fixed_kind) if self.fixed_kind else None
+        if self._is_one_product(layer):
+            return fp8_linear(x, weight, scales, fixed, layer.bias, residual)
+        parts = zip(weight.split(layer.held), scales.split([_blocks(n) for n in layer.held]), strict=True)
+        y = torch.cat([fp8_linear(x, *part) for part in parts], 1)
         y = y if layer.bias is None else y + layer.bias
         return y if residual is None else y + residual
 
@@ -56,31 +58,33 @@ class _Fp8:
 
     def prove(self, layer: LinearLayer) -> bool:
         """See :func:`unisono.kernels.fp8.prove_fp8`."""
-        return prove_fp8(layer.weight, self._scales(layer), layer.dtype) if self._is_one_product(layer) else True
+        return prove_fp8(*self.operands(layer), layer.dtype) if self._is_one_product(layer) else True
 
     def rehearse(self, layer: LinearLayer) -> None:
         if self._is_one_product(layer):
-            rehearse_fp8_proof(layer.weight, self._scales(layer), layer.dtype)
+            rehearse_fp8_proof(*self.operands(layer), layer.dtype)
+
+    @property
+    def experts(self) -> Fp8Experts | None:
+        """How stacks of experts are stored and applied; None with fixed scales of activations: not supported."""
+        return None if self.fixed_kind else Fp8Experts(self)  # type: ignore[arg-type]
+
+    def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weight and its scales."""
+        return layer.weight, getattr(layer, self.scale_kind)
 
     def _is_one_product(self, layer: LinearLayer) -> bool:
-        return self._scales(layer).dim() == 1 or _blocks_meet(layer.held)
+        """Whether the blocks of merged projections are those of one weight: each but the last fills its blocks.
 
-    def _scales(self, layer: LinearLayer) -> torch.Tensor:
-        scales: torch.Tensor = getattr(layer, self.scale_kind)
-        return scales
+        Where not (only in very small models), each projection is a product of its own.
+        """
+        by_block = getattr(layer, self.scale_kind).dim() == 2
+        return not by_block or all(outputs % GROUP == 0 for outputs in layer.held[:-1])
 
 
 def _blocks(outputs: int) -> int:
     """Blocks of GROUP outputs in a projection; the last may be smaller."""
     return -(-outputs // GROUP)
-
-
-def _blocks_meet(held: tuple[int, ...]) -> bool:
-    """Whether the blocks of merged projections are those of one weight: each but the last fills its blocks.
-
-    Where not (only in very small models), each projection is a product of its own.
-    """
-    return all(outputs % GROUP == 0 for outputs in held[:-1])
 
 
 @dataclass(frozen=True)

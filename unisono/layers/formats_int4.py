@@ -28,6 +28,7 @@ import torch
 
 from unisono.kernels import rms_norm
 from unisono.kernels.int4 import int4_linear, prove_int4, rehearse_int4_proof
+from unisono.layers.expert_formats_quantised import Int4Experts
 from unisono.layers.formats import FLOATS, PLAIN, Layout, LinearLayer, Stored, WeightFormat
 from unisono.layers.quantization_config import named, require
 from unisono.types import CheckpointError
@@ -74,7 +75,7 @@ class Int4:
         return "qzeros"
 
     def linear(self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        return int4_linear(x, *self._weight(layer), layer.bias, residual)
+        return int4_linear(x, *self.operands(layer), layer.bias, residual)
 
     def linear_norm(
         self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -84,17 +85,22 @@ class Int4:
 
     def prove(self, layer: LinearLayer) -> bool:
         """See :func:`unisono.kernels.int4.prove_int4`."""
-        return prove_int4(*self._weight(layer), layer.dtype)
+        return prove_int4(*self.operands(layer), layer.dtype)
 
     def rehearse(self, layer: LinearLayer) -> None:
-        rehearse_int4_proof(*self._weight(layer), layer.dtype)
+        rehearse_int4_proof(*self.operands(layer), layer.dtype)
 
-    def _weight(self, layer: LinearLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
+    @property
+    def experts(self) -> Int4Experts:
+        """How stacks of experts are stored and applied."""
+        return Int4Experts(self)  # type: ignore[arg-type]
+
+    def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
         """Weight, scales, zeros and group as the kernels take them."""
         packed: torch.Tensor = getattr(layer, self.weight_kind)
         kind = self.zero_kind()
         zeros = getattr(layer, kind) if kind else None
-        inputs = 2 * packed.shape[1]
+        inputs = 2 * packed.shape[-1]
         return packed, getattr(layer, self.scale_kind), zeros, inputs if self.group == -1 else self.group
 
     def _stored(self, weight: Layout, scales: Layout, zeros: Layout) -> dict[str, Stored]:

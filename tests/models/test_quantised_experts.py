@@ -1,0 +1,157 @@
+"""Quantised checkpoints with experts: logits are float64's in every layout and form, drafts change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from tests.models.harness import load, whole
+from tests.models.make import make_checkpoint
+from tests.models.quantised import LAYOUTS, Activations, Dequantised, quantise
+from unisono import LLM, SamplingParams
+from unisono.types import CheckpointError, SpeculativeConfig
+
+SIZES = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "moe_intermediate_size": 128,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+}
+PROMPT = [7 * i % 251 for i in range(40)]
+NAMES = ["fp8-blocks", "compressed-fp8-channel", "compressed-fp8-blocks", "awq", "gptq-asymmetric", "compressed-int4"]
+
+
+class Experts(nn.Module):
+    """The experts of a layer in float64, token by token; each projection as the layout has it."""
+
+    def __init__(self, projections: dict[str, Dequantised]) -> None:
+        super().__init__()
+        self.projections = projections
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for row, chosen, shares in zip(x, ids.tolist(), weights, strict=True):
+            total = torch.zeros_like(row)
+            for expert, share in zip(chosen, shares, strict=True):
+                gate, up, down = (self.projections[f"{expert}.{name}_proj"] for name in ("gate", "up", "down"))
+                total += share * down(nn.functional.silu(gate(row[None])) * up(row[None]))[0]
+            rows.append(total)
+        return torch.stack(rows)
+
+
+@torch.no_grad()
+def reference(source: Path, values: dict[str, torch.Tensor], activations: Activations) -> torch.Tensor:
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64, **eager)
+    experts: dict[str, dict[str, Dequantised]] = {}
+    for name, weight in values.items():
+        layer, of_experts, rest = name.partition(".experts.")
+        if of_experts:
+            experts.setdefault(f"{layer}.experts", {})[rest] = Dequantised(weight, None, activations)
+        else:
+            model.set_submodule(name, Dequantised(weight, model.get_submodule(name).bias, activations))
+    for name, projections in experts.items():
+        model.set_submodule(name, Experts(projections))
+    return model(torch.tensor([PROMPT])).logits[0]
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    directory = make_checkpoint(tmp_path_factory.mktemp("plain") / "model", "qwen3_moe", **SIZES)
+    assert any(".experts.3.up_proj" in name for name in load_file(directory / "model.safetensors"))
+    return directory
+
+
+def fuse(directory: Path) -> None:
+    """Store the experts of each layer as one tensor of each kind, as transformers has them."""
+    tensors, path = load_file(directory / "model.safetensors"), directory / "model.safetensors"
+    for first in [name for name in tensors if ".experts.0.gate_proj." in name]:
+        stem, kind = first.split(".experts.0.gate_proj")
+        end = kind.removeprefix(".weight")
+
+        def take(expert: int, name: str, stem: str = stem, kind: str = kind) -> torch.Tensor:
+            return tensors.pop(f"{stem}.experts.{expert}.{name}_proj{kind}").view(-1, 1).view(torch.uint8)
+
+        shapes = [tensors[f"{stem}.experts.0.{name}_proj{kind}"] for name in ("gate", "down")]
+        both = [torch.cat([take(e, "gate"), take(e, "up")]) for e in range(SIZES["num_experts"])]
+        down = [take(e, "down") for e in range(SIZES["num_experts"])]
+        for name, parts, like, times in (("gate_up", both, shapes[0], 2), ("down", down, shapes[1], 1)):
+            rows = (len(parts), times * like.shape[0], *like.shape[1:])
+            tensors[f"{stem}.experts.{name}_proj{end}"] = torch.stack(parts).view(like.dtype).view(rows)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_the_dequantised_weights(name: str, plain: Path, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    values = quantise(plain, tmp_path / "model", layout)
+    assert any(".experts." in module for module in values)
+    (got,) = whole(load(tmp_path / "model"), [PROMPT])
+    assert error(got, reference(plain, values, layout.activations)) < (4e-3 if "fp8" in name else 1e-5)
+
+
+def test_fused_experts_and_those_made_while_loading_have_the_same_bits(plain: Path, tmp_path: Path) -> None:
+    layout = LAYOUTS["fp8-blocks-bf16-scales"]
+    published = type(layout)(LAYOUTS["fp8-blocks"].write, layout.config, layout.activations)
+    quantise(plain, tmp_path / "single", published)
+    (single,) = whole(load(tmp_path / "single"), [PROMPT])
+    fuse(tmp_path / "single")
+    (fused,) = whole(load(tmp_path / "single"), [PROMPT])
+    assert torch.equal(fused, single)
+    (online,) = whole(load(plain, quantization="fp8"), [PROMPT])
+    assert torch.equal(online, load_fused_online(plain, tmp_path))
+    assert error(online, single.double()) < 4e-3
+
+
+def load_fused_online(plain: Path, tmp_path: Path) -> torch.Tensor:
+    (tmp_path / "fused").mkdir()
+    for file in plain.iterdir():
+        (tmp_path / "fused" / file.name).write_bytes(file.read_bytes())
+    fuse(tmp_path / "fused")
+    assert any(name.endswith("experts.gate_up_proj") for name in load_file(tmp_path / "fused/model.safetensors"))
+    return whole(load(tmp_path / "fused", quantization="fp8"), [PROMPT])[0]
+
+
+def answers(path: Path, prompts: list[str], **flags: Any) -> list[list[int]]:
+    with LLM(str(path), max_num_seqs=3, max_model_len=128, **flags) as llm:
+        params = SamplingParams(temperature=0.8, seed=1, max_tokens=16)
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "gptq-asymmetric"])
+def test_the_text_depends_on_the_weights_alone(name: str, plain: Path, tmp_path: Path) -> None:
+    quantise(plain, tmp_path / "model", LAYOUTS[name])
+    prompts = ["one two one two one", "abcabcab", "x"]
+    together = answers(tmp_path / "model", prompts)
+    assert together != answers(plain, prompts), "quantising changed nothing"
+    assert answers(tmp_path / "model", prompts[1:2]) == together[1:2]
+    drafts = SpeculativeConfig("ngram", num_speculative_tokens=3)
+    assert answers(tmp_path / "model", prompts, speculative=drafts) == together
+
+
+def test_fixed_scales_of_activations_are_refused(plain: Path, tmp_path: Path) -> None:
+    quantise(plain, tmp_path / "model", LAYOUTS["fp8-static"])
+    with pytest.raises(CheckpointError, match="experts in format 'fp8 with scales of outputs' are not supported"):
+        load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "awq"])
+def test_dummy_weights(name: str, plain: Path, tmp_path: Path) -> None:
+    quantise(plain, tmp_path / "model", LAYOUTS[name])
+    (tmp_path / "model/model.safetensors").unlink()
+    (logits,) = whole(load(tmp_path / "model", load_format="dummy"), [PROMPT])
+    assert logits.isfinite().all()

@@ -1,0 +1,263 @@
+"""The matrix products of experts whose weights are e4m3. Owns ``expert_fp8_gate_up`` and ``expert_fp8_down``.
+
+They are ``kernels/experts.py`` with the arithmetic of ``kernels/fp8.py``: a token's activations are quantised once, by
+128 columns or by row as the weight's scales are, and a pair's row is the product of e4m3 values over K in steps of 128
+and in order. So a row's bits are fixed by that row and its expert's weight. Weights are the tile's rows, tokens its
+columns, at any number of tokens. The inner activations are quantised the same way before ``down``.
+
+Shapes: M tokens, H features, I of an expert, E experts in the stack with one that rides along, P = M * top_k pairs,
+B(n) = ceil(n / 128). Scales: w_scales of gate and up fp32 [E, 2 B(I), B(H)], gate's rows first, or [E, 2 I]; of down
+[E, B(H), B(I)] or [E, H].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from unisono.kernels.activation import silu_mul_cpu
+from unisono.kernels.experts import _split, pairs_by_expert
+from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, tile_pairs, tile_rows, tokens_of
+from unisono.kernels.fp8 import e4m3_product, widened_weight
+from unisono.kernels.fp8_quantize import GROUP, launch_quantize, quantize_cpu, widened_activations
+from unisono.kernels.library import AotCase, define, fixed_rows_matmul, ints, register
+from unisono.kernels.overlap import follow, overlapped
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Blocking of a product: outputs (of gate and up together), warps, stages; ``ahead``: see ``kernels/fp8.py``."""
+
+    n: int
+    warps: int
+    stages: int
+    ahead: bool
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Blocking of both products. across: as in ``kernels/experts.py``."""
+
+    up: Tile
+    down: Tile
+    across: bool
+
+
+_TILES = {  # by rows of a plan's tile
+    16: Tiles(Tile(128, 4, 2, True), Tile(64, 4, 3, True), True),
+    32: Tiles(Tile(128, 4, 2, True), Tile(64, 4, 3, True), False),
+    64: Tiles(Tile(128, 8, 4, False), Tile(128, 8, 4, False), False),
+    128: Tiles(Tile(128, 8, 4, False), Tile(128, 8, 4, False), False),
+}
+
+_ROWS = {4: 16, 32: 32, 96: 64, float("inf"): 128}
+"""Up to so many pairs an expert, on average: rows of a tile."""
+
+
+def fp8_tile_rows(pairs: int, experts: int) -> int:
+    """Rows of a tile in both products of a pass with so many pairs, from shapes alone."""
+    return next(rows for most, rows in _ROWS.items() if pairs <= most * experts)
+
+
+@triton.jit
+def _gate_up_kernel(x8, x_scales, weight, w_scales, h, ids, order, tiles, M, count, PADDED,
+                    H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
+                    TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
+                    LEAD: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr, BY_BLOCK: tl.constexpr,
+                    OVERLAP: tl.constexpr):  # fmt: skip
+    """h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
+    follow(OVERLAP)
+    HALF: tl.constexpr = BLOCK_N // 2
+    t, part = _split(tl.program_id(0), tl.num_programs(0), tl.cdiv(I, HALF), ACROSS)
+    e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
+    ks, r = tl.arange(0, 128), tl.arange(0, BLOCK_N)
+    # The last outputs repeat: that is cheaper than a mask, and they are not stored.
+    outputs, up = tl.minimum(part * HALF + r % HALF, I - 1), r // HALF
+    rows = outputs + up * I
+    w_ptrs = weight + e.to(tl.int64) * (2 * I * H) + rows[:, None] * H + ks[None, :]
+    STEPS: tl.constexpr = (H + 127) // 128
+    BLOCKS: tl.constexpr = (I + 127) // 128
+    if BY_BLOCK:
+        ws_ptrs = w_scales + e * (2 * BLOCKS * STEPS) + (outputs // 128 + up * BLOCKS) * STEPS
+    else:
+        ws_ptrs = w_scales + e * (2 * I) + rows
+    EVEN: tl.constexpr = H % (512 if AHEAD else 128) == 0
+    for base in range(0, n, TILE):
+        pair, valid = tile_pairs(order, first, rank, base, n, M, TOP_K, TILE, LEAD, PAIRS)
+        token = tokens_of(pair, M, TOP_K)
+        x_ptrs = x8 + token.to(tl.int64)[:, None] * H + ks[None, :]
+        acc = e4m3_product(x_ptrs, valid, x_scales + token, w_ptrs, ws_ptrs, H, PADDED,
+                           TILE, BLOCK_N, AHEAD, BY_BLOCK, True, EVEN)  # fmt: skip
+        gate, up_ = tl.split(tl.trans(acc).reshape(TILE, 2, HALF).permute(0, 2, 1))
+        # Rounded as the unfused MLP rounds: the product, SiLU, and its product with the other half.
+        dtype = h.dtype.element_ty
+        gate, up_ = gate.to(dtype).to(tl.float32), up_.to(dtype).to(tl.float32)
+        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        cols = part * HALF + tl.arange(0, HALF)
+        at = pair.to(tl.int64)[:, None] * I + cols[None, :]
+        tl.store(h + at, (silu * up_).to(dtype), mask=valid[:, None] & (cols < I)[None, :])
+
+
+@triton.jit
+def _down_kernel(h8, h_scales, weight, w_scales, y, ids, order, tiles, M, count, PADDED,
+                 H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
+                 TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
+                 LEAD: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr, BY_BLOCK: tl.constexpr,
+                 OVERLAP: tl.constexpr):  # fmt: skip
+    """y [pairs, H]."""
+    follow(OVERLAP)
+    t, part = _split(tl.program_id(0), tl.num_programs(0), tl.cdiv(H, BLOCK_N), ACROSS)
+    e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
+    ks, cols = tl.arange(0, 128), part * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.minimum(cols, H - 1)
+    w_ptrs = weight + e.to(tl.int64) * (H * I) + rows[:, None] * I + ks[None, :]
+    STEPS: tl.constexpr = (I + 127) // 128
+    if BY_BLOCK:
+        ws_ptrs = w_scales + (e * ((H + 127) // 128) + part * BLOCK_N // 128) * STEPS
+    else:
+        ws_ptrs = w_scales + e * H + rows
+    EVEN: tl.constexpr = I % (512 if AHEAD else 128) == 0
+    for base in range(0, n, TILE):
+        pair, valid = tile_pairs(order, first, rank, base, n, M, TOP_K, TILE, LEAD, PAIRS)
+        x_ptrs = h8 + pair.to(tl.int64)[:, None] * I + ks[None, :]
+        acc = e4m3_product(x_ptrs, valid, h_scales + pair, w_ptrs, ws_ptrs, I, PADDED,
+                           TILE, BLOCK_N, AHEAD, BY_BLOCK, False, EVEN)  # fmt: skip
+        at = pair.to(tl.int64)[:, None] * H + cols[None, :]
+        tl.store(y + at, tl.trans(acc).to(y.dtype.element_ty), mask=valid[:, None] & (cols < H)[None, :])
+
+
+def _launch(
+    kernel: triton.JITFunction,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    w_scales: torch.Tensor,
+    plan: Plan,
+    sizes: tuple[int, int, int],
+    tile: Tile,
+    across: bool,
+) -> torch.Tensor:
+    """Quantise x and run a product of it to [pairs, N]; sizes: (H, I, N)."""
+    by_block, (hidden, inner, outputs) = w_scales.dim() == 3, sizes
+    x8, x_scales = launch_quantize(x, GROUP if by_block else None)
+    (rows, top_k), rides = plan.ids.shape, weight.shape[0] - plan.experts
+    pairs, lead = rows * top_k, plan.tiles is None
+    count = pairs if plan.tiles is None else plan.tiles.shape[1]
+    shared = rides if lead else rides * triton.cdiv(rows, plan.tile)
+    out = x.new_empty(pairs + rides * rows, outputs)
+    parts = triton.cdiv(outputs, tile.n // 2 if kernel is _gate_up_kernel else tile.n)
+    kernel[((count + shared) * parts,)](
+        x8, x_scales, weight, w_scales, out, plan.ids, plan.order, plan.tiles, rows, count, x8.shape[0],
+        H=hidden, I=inner, E=plan.experts, TOP_K=top_k, TILE=plan.tile, BLOCK_N=tile.n, ACROSS=across,
+        RIDES=rides > 0, LEAD=lead, PAIRS=triton.next_power_of_2(pairs) if lead else 1,
+        AHEAD=tile.ahead, BY_BLOCK=by_block, num_warps=tile.warps, num_stages=tile.stages, **overlapped(x.device),
+    )  # fmt: skip
+    return out
+
+
+def launch_fp8_gate_up(x: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """The kernels of :func:`expert_fp8_gate_up`."""
+    inner, tiles = weight.shape[1] // 2, _TILES[plan.tile]
+    return _launch(_gate_up_kernel, x, weight, w_scales, plan, (x.shape[1], inner, inner), tiles.up, tiles.across)
+
+
+def launch_fp8_down(h: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """The kernels of :func:`expert_fp8_down`."""
+    hidden, tiles = weight.shape[1], _TILES[plan.tile]
+    return _launch(_down_kernel, h, weight, w_scales, plan, (hidden, h.shape[1], hidden), tiles.down, tiles.across)
+
+
+def _gate_up_cuda(x, weight, w_scales, ids, experts, tile, order, tiles):
+    return launch_fp8_gate_up(x, weight, w_scales, Plan(ids, experts, tile, order, tiles))
+
+
+def _down_cuda(h, weight, w_scales, ids, experts, tile, order, tiles):
+    return launch_fp8_down(h, weight, w_scales, Plan(ids, experts, tile, order, tiles))
+
+
+def _widened(x: torch.Tensor, w_scales: torch.Tensor) -> torch.Tensor:
+    return widened_activations(*quantize_cpu(x, GROUP if w_scales.dim() == 3 else None))
+
+
+def expert_fp8_gate_up_cpu(
+    x: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, ids: torch.Tensor, experts: int, *plan: object
+) -> torch.Tensor:
+    h, values = _gate_up_meta(x, weight, w_scales, ids, experts), _widened(x, w_scales)
+    for expert, pairs, tokens in pairs_by_expert(ids, experts, weight.shape[0]):
+        halves = zip(weight[expert].chunk(2), w_scales[expert].chunk(2), strict=True)
+        both = torch.cat([widened_weight(half, scales) for half, scales in halves])
+        h[pairs] = silu_mul_cpu(fixed_rows_matmul(values[tokens], both.t()).to(x.dtype))
+    return h
+
+
+def expert_fp8_down_cpu(
+    h: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, ids: torch.Tensor, experts: int, *plan: object
+) -> torch.Tensor:
+    y, values = _down_meta(h, weight), _widened(h, w_scales)
+    for expert, pairs, _ in pairs_by_expert(ids, experts, weight.shape[0]):
+        y[pairs] = fixed_rows_matmul(values[pairs], widened_weight(weight[expert], w_scales[expert]).t()).to(h.dtype)
+    return y
+
+
+def _gate_up_meta(
+    x: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, ids: torch.Tensor, experts: int, *plan: object
+) -> torch.Tensor:
+    return x.new_empty(ids.numel() + (weight.shape[0] - experts) * ids.shape[0], weight.shape[1] // 2)
+
+
+def _down_meta(h: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+    return h.new_empty(h.shape[0], weight.shape[1])
+
+
+for _name, _cuda, _cpu, _meta in (
+    ("expert_fp8_gate_up", _gate_up_cuda, expert_fp8_gate_up_cpu, _gate_up_meta),
+    ("expert_fp8_down", _down_cuda, expert_fp8_down_cpu, _down_meta),
+):
+    define(
+        f"{_name}(Tensor x, Tensor weight, Tensor w_scales, Tensor ids, int experts, int tile, Tensor? order,"
+        " Tensor? tiles) -> Tensor"
+    )
+    register(_name, cuda=_cuda, cpu=_cpu, meta=_meta)
+
+
+def expert_fp8_gate_up(x: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """x [M, H] -> ``silu(gate(x)) * up(x)`` of each pair, [P (+ M), I] in x's dtype; weight e4m3 [E, 2 I, H].
+
+    Rounded after the products, after SiLU and after its product. Rows of pairs without an expert are not written.
+    """
+    return torch.ops.unisono.expert_fp8_gate_up(x, weight, w_scales, *plan)
+
+
+def expert_fp8_down(h: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """h [P (+ M), I] -> each row times its own expert's weight, [P (+ M), H] in h's dtype; weight e4m3 [E, H, I]."""
+    return torch.ops.unisono.expert_fp8_down(h, weight, w_scales, *plan)
+
+
+def _aot(rows: int, hidden: int, inner: int, experts: int, top_k: int, rides: bool, by_block: bool) -> list[AotCase]:
+    """Both products of ``rows`` tokens."""
+    pairs, cases = rows * top_k, []
+    lead, tile_m = pairs <= LEAD_PAIRS, fp8_tile_rows(pairs, experts)
+    chosen = _TILES[tile_m]
+    for kernel, names, tile in (
+        (_gate_up_kernel, "x8 x_scales h", chosen.up),
+        (_down_kernel, "h8 h_scales y", chosen.down),
+    ):
+        x, scales, out = names.split()
+        tensors = {x: "*fp8e4nv", "weight": "*fp8e4nv", scales: "*fp32", "w_scales": "*fp32", out: "*bf16"}
+        sizes = {
+            "H": hidden, "I": inner, "E": experts, "TOP_K": top_k, "TILE": tile_m, "BLOCK_N": tile.n,
+            "ACROSS": chosen.across, "RIDES": rides, "LEAD": lead, "AHEAD": tile.ahead, "BY_BLOCK": by_block,
+            "PAIRS": triton.next_power_of_2(pairs) if lead else 1, "OVERLAP": True,
+        }  # fmt: skip
+        signature = {**tensors, **ints("ids order tiles", "M count PADDED")}
+        cases.append(AotCase(kernel, signature, sizes, num_warps=tile.warps, num_stages=tile.stages))
+    return cases
+
+
+AOT: list[AotCase] = [
+    *(case for rows in (1, 16, 512, 2048, 4096) for case in _aot(rows, 2048, 512, 256, 8, True, True)),
+    *(case for rows in (1, 512) for case in _aot(rows, 2048, 768, 128, 8, False, False)),
+    *(case for rows in (1, 64) for case in _aot(rows, 200, 100, 5, 2, True, True)),
+]

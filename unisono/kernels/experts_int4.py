@@ -1,0 +1,273 @@
+"""The matrix products of experts with 4-bit weights. Owns ``expert_int4_gate_up`` and ``expert_int4_down``.
+
+They are ``kernels/experts.py`` with weights that are unpacked in registers (``kernels/int4.py``) and rounded to the
+activations' dtype: the same product of the same values in the same order, at any number of tokens.
+
+Shapes: M tokens, H features, I of an expert, E experts in the stack with one that rides along, P = M * top_k pairs,
+G(k) = ceil(k / group). Packed weights uint8 [E, 2 I, H / 2] and [E, H, I / 2]; scales fp32 and zeros int8
+[E, 2 I, G(H)] and [E, H, G(I)].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from unisono.kernels.activation import silu_mul_cpu
+from unisono.kernels.experts import _split, pairs_by_expert
+from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, tile_pairs, tile_rows, tokens_of
+from unisono.kernels.int4 import int4_product, int4_steps, unpack_cpu
+from unisono.kernels.library import AotCase, define, fixed_rows_matmul, ints, register
+from unisono.kernels.overlap import follow, overlapped
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Blocking of both products: outputs (of gate and up together; of down), warps, stages, as ``Tile`` of experts."""
+
+    up: int
+    down: int
+    warps: int
+    stages: int
+    across: bool
+
+
+_TILES = {  # by rows of a plan's tile
+    16: Tile(64, 64, 4, 4, True),
+    32: Tile(128, 64, 4, 3, False),
+    64: Tile(128, 128, 8, 3, False),
+    128: Tile(128, 128, 8, 2, False),
+}
+
+_ROWS = {4: 16, 32: 32, 96: 64, float("inf"): 128}
+"""Up to so many pairs an expert, on average: rows of a tile."""
+
+
+def int4_tile_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
+    """Rows of a tile in both products of a pass with so many pairs, from shapes alone."""
+    return 16 if dtype is torch.float32 else next(rows for most, rows in _ROWS.items() if pairs <= most * experts)
+
+
+@triton.jit
+def _gate_up_kernel(x, weight, scales, zeros, h, ids, order, tiles, M, count, group,
+                    H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
+                    TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
+                    LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
+                    HAS_ZEROS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
+    follow(OVERLAP)
+    HALF: tl.constexpr = BLOCK_N // 2
+    t, part = _split(tl.program_id(0), tl.num_programs(0), tl.cdiv(I, HALF), ACROSS)
+    e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
+    r = tl.arange(0, BLOCK_N)
+    # The last outputs repeat: that is cheaper than a mask, and they are not stored.
+    rows = tl.minimum(part * HALF + r % HALF, I - 1) + (r // HALF) * I
+    w_ptrs = weight + e.to(tl.int64) * (I * H) + rows[:, None] * (H // 2) + tl.arange(0, WIDTH // 2)[None, :]
+    of_rows = (e.to(tl.int64) * (2 * I) + rows) * tl.cdiv(H, group)
+    z_ptrs = zeros + of_rows if HAS_ZEROS else zeros
+    for base in range(0, n, TILE):
+        pair, valid = tile_pairs(order, first, rank, base, n, M, TOP_K, TILE, LEAD, PAIRS)
+        x_ptrs = x + tokens_of(pair, M, TOP_K).to(tl.int64)[:, None] * H + tl.arange(0, WIDTH)[None, :]
+        acc = int4_product(x_ptrs, valid, w_ptrs, scales + of_rows, z_ptrs, H, group,
+                           TILE, BLOCK_N, WIDTH, STEPS, H % (WIDTH * STEPS) == 0, HAS_ZEROS)  # fmt: skip
+        gate, up = tl.split(acc.reshape(TILE, 2, HALF).permute(0, 2, 1))
+        # Rounded as the unfused MLP rounds: the product, SiLU, and its product with the other half.
+        dtype = h.dtype.element_ty
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        cols = part * HALF + tl.arange(0, HALF)
+        at = pair.to(tl.int64)[:, None] * I + cols[None, :]
+        tl.store(h + at, (silu * up).to(dtype), mask=valid[:, None] & (cols < I)[None, :])
+
+
+@triton.jit
+def _down_kernel(h, weight, scales, zeros, y, ids, order, tiles, M, count, group,
+                 H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
+                 TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
+                 LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
+                 HAS_ZEROS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """y [pairs, H]."""
+    follow(OVERLAP)
+    t, part = _split(tl.program_id(0), tl.num_programs(0), tl.cdiv(H, BLOCK_N), ACROSS)
+    e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
+    cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.minimum(cols, H - 1)
+    w_ptrs = weight + e.to(tl.int64) * (H * I // 2) + rows[:, None] * (I // 2) + tl.arange(0, WIDTH // 2)[None, :]
+    of_rows = (e.to(tl.int64) * H + rows) * tl.cdiv(I, group)
+    z_ptrs = zeros + of_rows if HAS_ZEROS else zeros
+    for base in range(0, n, TILE):
+        pair, valid = tile_pairs(order, first, rank, base, n, M, TOP_K, TILE, LEAD, PAIRS)
+        x_ptrs = h + pair.to(tl.int64)[:, None] * I + tl.arange(0, WIDTH)[None, :]
+        acc = int4_product(x_ptrs, valid, w_ptrs, scales + of_rows, z_ptrs, I, group,
+                           TILE, BLOCK_N, WIDTH, STEPS, I % (WIDTH * STEPS) == 0, HAS_ZEROS)  # fmt: skip
+        at = pair.to(tl.int64)[:, None] * H + cols[None, :]
+        tl.store(y + at, acc.to(y.dtype.element_ty), mask=valid[:, None] & (cols < H)[None, :])
+
+
+def _launch(
+    kernel: triton.JITFunction,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    plan: Plan,
+    sizes: tuple[int, int, int],
+    outputs: int,
+) -> torch.Tensor:
+    """Run a product of x to [pairs, N]; sizes: (H, I, N). outputs: those of a program."""
+    x, (hidden, inner, columns), tile = x.contiguous(), sizes, _TILES[plan.tile]
+    (rows, top_k), rides = plan.ids.shape, weight.shape[0] - plan.experts
+    pairs, lead = rows * top_k, plan.tiles is None
+    count = pairs if plan.tiles is None else plan.tiles.shape[1]
+    shared = rides if lead else rides * triton.cdiv(rows, plan.tile)
+    width, steps = int4_steps(group)
+    out = x.new_empty(pairs + rides * rows, columns)
+    kernel[((count + shared) * triton.cdiv(columns, outputs),)](
+        x, weight, scales, zeros, out, plan.ids, plan.order, plan.tiles, rows, count, group,
+        H=hidden, I=inner, E=plan.experts, TOP_K=top_k, TILE=plan.tile, ACROSS=tile.across,
+        BLOCK_N=2 * outputs if kernel is _gate_up_kernel else outputs,
+        RIDES=rides > 0, LEAD=lead, PAIRS=triton.next_power_of_2(pairs) if lead else 1,
+        WIDTH=width, STEPS=steps, HAS_ZEROS=zeros is not None,
+        num_warps=tile.warps, num_stages=tile.stages, **overlapped(x.device),
+    )  # fmt: skip
+    return out
+
+
+def launch_int4_gate_up(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
+) -> torch.Tensor:
+    """The kernel of :func:`expert_int4_gate_up`."""
+    inner = weight.shape[1] // 2
+    sizes, outputs = (x.shape[1], inner, inner), _TILES[plan.tile].up // 2
+    return _launch(_gate_up_kernel, x, weight, scales, zeros, group, plan, sizes, outputs)
+
+
+def launch_int4_down(
+    h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
+) -> torch.Tensor:
+    """The kernel of :func:`expert_int4_down`."""
+    hidden = weight.shape[1]
+    sizes, outputs = (hidden, h.shape[1], hidden), _TILES[plan.tile].down
+    return _launch(_down_kernel, h, weight, scales, zeros, group, plan, sizes, outputs)
+
+
+def _gate_up_cuda(x, weight, scales, zeros, group, ids, experts, tile, order, tiles):
+    return launch_int4_gate_up(x, weight, scales, zeros, group, Plan(ids, experts, tile, order, tiles))
+
+
+def _down_cuda(h, weight, scales, zeros, group, ids, experts, tile, order, tiles):
+    return launch_int4_down(h, weight, scales, zeros, group, Plan(ids, experts, tile, order, tiles))
+
+
+def _unpacked_expert(
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, expert: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return unpack_cpu(weight[expert], scales[expert], None if zeros is None else zeros[expert], group, dtype)
+
+
+def expert_int4_gate_up_cpu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    ids: torch.Tensor,
+    experts: int,
+    *plan: object,
+) -> torch.Tensor:
+    h = _gate_up_meta(x, weight, scales, zeros, group, ids, experts)
+    for expert, pairs, tokens in pairs_by_expert(ids, experts, weight.shape[0]):
+        unpacked = _unpacked_expert(weight, scales, zeros, group, expert, x.dtype)
+        h[pairs] = silu_mul_cpu(fixed_rows_matmul(x[tokens], unpacked.t()))
+    return h
+
+
+def expert_int4_down_cpu(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    ids: torch.Tensor,
+    experts: int,
+    *plan: object,
+) -> torch.Tensor:
+    y = _down_meta(h, weight)
+    for expert, pairs, _ in pairs_by_expert(ids, experts, weight.shape[0]):
+        y[pairs] = fixed_rows_matmul(h[pairs], _unpacked_expert(weight, scales, zeros, group, expert, h.dtype).t())
+    return y
+
+
+def _gate_up_meta(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    ids: torch.Tensor,
+    experts: int,
+    *plan: object,
+) -> torch.Tensor:
+    return x.new_empty(ids.numel() + (weight.shape[0] - experts) * ids.shape[0], weight.shape[1] // 2)
+
+
+def _down_meta(h: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+    return h.new_empty(h.shape[0], weight.shape[1])
+
+
+for _name, _cuda, _cpu, _meta in (
+    ("expert_int4_gate_up", _gate_up_cuda, expert_int4_gate_up_cpu, _gate_up_meta),
+    ("expert_int4_down", _down_cuda, expert_int4_down_cpu, _down_meta),
+):
+    define(
+        f"{_name}(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, int group, Tensor ids, int experts, int tile,"
+        " Tensor? order, Tensor? tiles) -> Tensor"
+    )
+    register(_name, cuda=_cuda, cpu=_cpu, meta=_meta)
+
+
+def expert_int4_gate_up(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
+) -> torch.Tensor:
+    """x [M, H] -> ``silu(gate(x)) * up(x)`` of each pair, [P (+ M), I] in x's dtype; gate's rows first in the weight.
+
+    group: inputs that share a scale, as ``int4_linear`` takes it. Rounded after the products, after SiLU and after its
+    product. Rows of pairs without an expert are not written.
+    """
+    return torch.ops.unisono.expert_int4_gate_up(x, weight, scales, zeros, group, *plan)
+
+
+def expert_int4_down(
+    h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
+) -> torch.Tensor:
+    """h [P (+ M), I] -> each row times its own expert's weight, [P (+ M), H] in h's dtype."""
+    return torch.ops.unisono.expert_int4_down(h, weight, scales, zeros, group, *plan)
+
+
+def _aot(dtype: str, rows: int, hidden: int, inner: int, experts: int, top_k: int, zeros: bool, group: int) -> list:
+    """Both products of ``rows`` tokens."""
+    pairs, cases, (width, steps) = rows * top_k, [], int4_steps(group)
+    lead = pairs <= LEAD_PAIRS
+    tile_m = int4_tile_rows(pairs, experts, torch.float32 if dtype == "fp32" else torch.bfloat16)
+    tile = _TILES[tile_m]
+    for kernel, (x, out), outputs in ((_gate_up_kernel, "xh", tile.up), (_down_kernel, "hy", tile.down)):
+        tensors = {x: f"*{dtype}", "weight": "*u8", "scales": "*fp32", "zeros": "*i8", out: f"*{dtype}"}
+        sizes = {
+            "H": hidden, "I": inner, "E": experts, "TOP_K": top_k, "TILE": tile_m, "BLOCK_N": outputs,
+            "ACROSS": tile.across, "RIDES": zeros, "LEAD": lead, "WIDTH": width, "STEPS": steps, "HAS_ZEROS": zeros,
+            "PAIRS": triton.next_power_of_2(pairs) if lead else 1, "OVERLAP": True,
+        }  # fmt: skip
+        signature = {**tensors, **ints("ids order tiles", "M count group")}
+        cases.append(AotCase(kernel, signature, sizes, num_warps=tile.warps, num_stages=tile.stages))
+    return cases
+
+
+AOT: list[AotCase] = [
+    *(case for rows in (1, 16, 512, 2048, 4096) for case in _aot("bf16", rows, 2048, 512, 256, 8, True, 128)),
+    *(case for rows in (1, 512) for case in _aot("bf16", rows, 2048, 768, 128, 8, False, 128)),
+    *(case for dtype in ("fp16", "fp32") for case in _aot(dtype, 16, 192, 96, 5, 2, True, 32)),
+]

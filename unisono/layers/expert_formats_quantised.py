@@ -1,0 +1,85 @@
+"""Stacks of experts in fp8 and in 4 bits: ``formats_fp8`` and ``formats_int4`` store a weight, a plan applies it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from unisono.kernels.experts_fp8 import expert_fp8_down, expert_fp8_gate_up, fp8_tile_rows
+from unisono.kernels.experts_int4 import expert_int4_down, expert_int4_gate_up, int4_tile_rows
+from unisono.kernels.experts_plan import Plan
+from unisono.layers.expert_formats import Stack
+from unisono.layers.formats import Stored
+
+
+class Weights(Protocol):
+    """What the formats here take of a weight format, beside its products' operands."""
+
+    @property
+    def name(self) -> str: ...
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]: ...
+    def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]: ...
+
+
+class Fp8Weights(Weights, Protocol):
+    def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight and scales, from the parameters of a layer or of a stack."""
+        ...
+
+
+class Int4Weights(Weights, Protocol):
+    def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
+        """Weight, scales, zeros and group, from the parameters of a layer or of a stack."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Stacks:
+    """A stack is stored as ``weights`` stores one weight."""
+
+    weights: Weights
+
+    @property
+    def name(self) -> str:
+        return self.weights.name
+
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
+        return self.weights.tensors(dtype)
+
+    def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]:
+        return self.weights.read(kind, stored)
+
+
+@dataclass(frozen=True)
+class Fp8Experts(_Stacks):
+    """e4m3 stacks with scales of blocks or of outputs."""
+
+    weights: Fp8Weights
+
+    def tile(self, pairs: int, experts: int, dtype: torch.dtype) -> int:
+        return fp8_tile_rows(pairs, experts)
+
+    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        return expert_fp8_gate_up(x, *self.weights.operands(stack), plan)
+
+    def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
+        return expert_fp8_down(h, *self.weights.operands(stack), plan)
+
+
+@dataclass(frozen=True)
+class Int4Experts(_Stacks):
+    """Packed stacks."""
+
+    weights: Int4Weights
+
+    def tile(self, pairs: int, experts: int, dtype: torch.dtype) -> int:
+        return int4_tile_rows(pairs, experts, dtype)
+
+    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        return expert_int4_gate_up(x, *self.weights.operands(stack), plan)
+
+    def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
+        return expert_int4_down(h, *self.weights.operands(stack), plan)
