@@ -50,7 +50,7 @@ def config_json(config: HybridConfig, pad: int, eos: int) -> dict[str, object]:
         "mamba_ssm_dtype": "float32",
         "mtp_num_hidden_layers": 1,
         "mtp_use_dedicated_embeddings": False,
-        "router_aux_loss_coef": 0.01,
+        "router_aux_loss_coef": 0.02,
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
         "use_cache": True,

@@ -1,7 +1,7 @@
 """A Qwen3.5-MoE in plain torch, written for training speed: Gated DeltaNet, gated attention, experts, one MTP module.
 
 ``train`` and ``evaluate`` use it; the engine serves the trained weights with its own decoder. Parameters have the
-names of transformers' ``Qwen3_5MoeForCausalLM``. Its formulas and those of vLLM's MTP module are followed, with gates in
+names of transformers' ``Qwen3_5MoeForCausalLM``. The formulas are its own and those of vLLM's MTP module, with gates in
 fp32.
 
 Every expert computes every token, and the weights of those that were not chosen are zero: at this size this is faster

@@ -30,13 +30,13 @@ from unisono.tools.draft_training.muon import Muon
 
 BEGAN = time.monotonic()
 
-TRUNK_UNTIL, MTP_UNTIL = 0.77, 0.95
+TRUNK_UNTIL, MTP_UNTIL = 0.78, 0.95
 """Shares of the time limit at which training of the model, and of its MTP module, ends."""
 
 WARM_UP, COOL_DOWN = 0.02, 0.6
 """Shares of a phase in which the learning rate rises linearly from zero, and falls linearly to zero."""
 
-BALANCE = 0.01
+BALANCE = 0.02
 """Weight of the experts' balance in the loss."""
 
 DRAFTS, DISCOUNT = 3, 0.8
@@ -173,13 +173,13 @@ class Compiled:
     def __init__(self, model: TinyHybrid, device: str) -> None:
         self.model, self.device = model, device
         self.head_loss: Callable[..., Tensor] = model.head_loss
-        self.drafts_loss: Callable[..., Tensor] = self._drafts_loss
+        self.draft_loss: Callable[..., Tensor] = self._draft_loss
         if device == "cuda":
             torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs as it is
             for layer in model.model.layers:
                 layer.compile()
             self.head_loss = torch.compile(model.head_loss)
-            self.drafts_loss = torch.compile(self._drafts_loss)
+            self.draft_loss = torch.compile(self._draft_loss)
 
     def trunk_loss(self, ids: Tensor, targets: Tensor, weights: Tensor, positions: Tensor) -> Tensor:
         """Cross entropy of the next token, and the experts' balance."""
@@ -194,16 +194,18 @@ class Compiled:
                 hidden, _ = self.model.hidden(ids, positions)
             size = min(SEGMENT, ids.shape[1])
             ids, weights, hidden = (x.unflatten(1, (-1, size)).flatten(0, 1) for x in (ids, weights, hidden))
-            return self.drafts_loss(ids, weights, hidden)
+            losses = []
+            for s, state in enumerate(self.model.unroll(ids, hidden, DRAFTS)):
+                seen = slice(1 + s, 1 + s + state.shape[1])  # these states of the model predict what the step drafts
+                loss = self.draft_loss(state, hidden[:, seen].contiguous(), weights[:, seen].contiguous())
+                losses.append(DISCOUNT**s * loss)
+            return torch.stack(losses).sum()
 
-    def _drafts_loss(self, ids: Tensor, weights: Tensor, hidden: Tensor) -> Tensor:
-        total = hidden.new_zeros((), dtype=torch.float32)
-        for s, state in enumerate(self.model.unroll(ids, hidden, DRAFTS)):
-            seen = slice(1 + s, 1 + s + state.shape[1])  # these states of the model predict what the step drafts
-            wanted = self.model.head(hidden[:, seen]).float().softmax(-1)
-            losses = -(wanted * self.model.head(state).float().log_softmax(-1)).sum(-1)
-            total = total + DISCOUNT**s * (losses * weights[:, seen]).sum() / weights[:, seen].sum()
-        return total
+    def _draft_loss(self, state: Tensor, hidden: Tensor, weights: Tensor) -> Tensor:
+        """Weighted mean cross-entropy of a step's states with the model's distribution at ``hidden`` [B, n, H]."""
+        wanted = self.model.head(hidden).float().softmax(-1)
+        losses = -(wanted * self.model.head(state).float().log_softmax(-1)).sum(-1)
+        return (losses * weights).sum() / weights.sum()
 
 
 def _begin_mtp(model: TinyHybrid) -> None:
