@@ -24,7 +24,7 @@ def random_weights(target: Path, seed: int = 0) -> Weights:
     def scale(size: int) -> torch.Tensor:
         return 1 + 0.2 * torch.randn(size, generator=generator)
 
-    queries = HEADS * config.head_dim
+    queries = HEADS * config.attention.head_dim
     w = {
         "model.embed_tokens.weight": matrix(config.vocab_size, WIDTH),
         "model.norm.weight": scale(WIDTH),
@@ -35,7 +35,7 @@ def random_weights(target: Path, seed: int = 0) -> Weights:
         layer = {
             "input_layernorm": scale(WIDTH),
             "self_attn.q_proj": matrix(queries, WIDTH),
-            "self_attn.q_norm": scale(config.head_dim),
+            "self_attn.q_norm": scale(config.attention.head_dim),
             "self_attn.o_proj": matrix(WIDTH, queries),
             "post_attention_layernorm": scale(WIDTH),
             "mlp.gate_proj": matrix(MLP, WIDTH),

@@ -73,8 +73,8 @@ class Case:
         q = norm(q, w["self_attn.q_norm.weight"], c.rms_eps)
         q = rotate(q, c.hf_config.rope_parameters["rope_theta"], torch.tensor([at]))[0]
         most = c.windows[-1] - 1 if c.windows[-1] else at  # a window counts the query's own position
-        keys, values = (t[:, -most:].repeat_interleave(HEADS // c.num_kv_heads, 0) for t in (keys, values))
-        p = ((keys @ q[..., None])[..., 0] / c.head_dim**0.5).softmax(-1)
+        keys, values = (t[:, -most:].repeat_interleave(HEADS // c.attention.num_kv_heads, 0) for t in (keys, values))
+        p = ((keys @ q[..., None])[..., 0] / c.attention.head_dim**0.5).softmax(-1)
         x = x + (p[:, None] @ values).flatten() @ w["self_attn.o_proj.weight"].T
         y = norm(x, w["post_attention_layernorm.weight"], c.rms_eps)
         gate = torch.nn.functional.silu(y @ w["mlp.gate_proj.weight"].T)
@@ -126,7 +126,7 @@ def sure(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     save_file(target, path / WEIGHTS, metadata={"format": "pt"})
 
     w: Weights = {}
-    hidden, queries = config.hidden_size, HEADS * config.head_dim
+    hidden, queries = config.hidden_size, HEADS * config.attention.head_dim
     w["lm_head.weight"] = target["lm_head.weight"]
     w["model.norm.weight"] = torch.ones(hidden)
     w["pre_projection.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1)

@@ -205,7 +205,7 @@ def test_the_modules_come_from_their_own_directory_too(sure: Sure, tmp_path: Pat
         assert_every_draft_accepted(llm, entries)
     with pytest.raises(CheckpointError, match="no MTP modules"):
         engine(target, speculative=spec(3))
-    with pytest.raises(ConfigError, match=r"'mtp' has no option 'topk'. It has none; leave it out"):
+    with pytest.raises(ConfigError, match=r"'mtp' has no option 'topk'. Its options: load_format"):
         engine(target, speculative=spec(3, options={"topk": 4}))
 
 

@@ -40,9 +40,22 @@ def test_both_ways_to_multiply_give_the_same_bits(rows, bias, dtype, device, mon
         assert torch.equal(normed, launch_rms_norm(want, norm_weight, 1e-6))
 
 
+@pytest.mark.parametrize("blas", [False, True])
+def test_a_norm_weight_in_fp32_rounds_once_on_both_ways(blas, dtype, device, monkeypatch):
+    x, weight, b, residual, norm_weight = inputs(9, 48, 80, dtype, device)
+    norm_weight = 1 + 0.3 * norm_weight.float()
+    monkeypatch.setattr(MODULE, "runs_on_blas", lambda x, weight: blas)
+    monkeypatch.setattr(MODULE, "blas_linear", launch_linear)
+    total, normed = linear_norm_cuda(x, weight, b, residual, norm_weight, 1e-6)
+    assert torch.equal(total, launch_linear(x, weight, b, residual))
+    assert torch.equal(normed, launch_rms_norm(total.float(), norm_weight, 1e-6).to(dtype))
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["", "norm weight in fp32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_op_is_the_two_ops(dtype):
+def test_op_is_the_two_ops(dtype, wide):
     x, weight, bias, residual, norm_weight = inputs(21, 40, 30, dtype, "cpu")
+    norm_weight = norm_weight.float() if wide else norm_weight
     total, normed = linear_norm(x, weight, bias, residual, norm_weight, 1e-6)
     assert torch.equal(total, linear(x, weight, bias, residual))
     assert torch.equal(normed, rms_norm(total, norm_weight, 1e-6))

@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from unisono.kernels import rope_and_cache
+from unisono.kernels.norm import rms_norm_cpu
 from unisono.kernels.rotary import launch_rope_and_cache, rope_and_cache_cpu
 from unisono.layers.rotary import rotary_table
 from unisono.types import ConfigError
@@ -40,11 +41,13 @@ class Case:
 
 
 def make_case(head_dim, rot_dim, norm, dtype, device, tokens=9, heads=4, kv_heads=2):
+    """norm: whether there are head norms, or the dtype of their weights."""
     angles = torch.rand(64, rot_dim // 2) * 6
     positions = torch.randint(0, 64, (tokens,), dtype=torch.int32)
     slots = PAGE + torch.randperm(PAGE * (PAGES - 1), dtype=torch.int32)[:tokens]
     positions[-2:], slots[-2:] = -1, torch.tensor([1, 2])
-    weights = [torch.randn(head_dim).to(device, dtype) if norm else None for _ in "qk"]
+    of_norms = norm if isinstance(norm, torch.dtype) else dtype
+    weights = [torch.randn(head_dim).to(device, of_norms) if norm else None for _ in "qk"]
     return Case(
         torch.randn(tokens, (heads + 2 * kv_heads) * head_dim).to(device, dtype),
         tuple(weights),
@@ -76,7 +79,7 @@ DIMS = [(128, 128), (64, 32), (24, 24), (80, 80), (96, 96), (256, 64)]  # head_d
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("norm", [True, False, torch.float32], ids=["norm", "no norm", "fp32 norm"])
 @pytest.mark.parametrize(("head_dim", "rot_dim"), DIMS)
 def test_matches_float64_and_writes_only_its_slots(op, head_dim, rot_dim, norm, dtype, device, assert_close):
     case = make_case(head_dim, rot_dim, norm, dtype, "cpu" if op is rope_and_cache_cpu else device)
@@ -114,6 +117,25 @@ def test_tokens_are_exact(op, head_dim, rot_dim, dtype, device, assert_rows_exac
         return torch.cat([q, k_cache[pages, :, offsets], v_cache[pages, :, offsets]], dim=1)
 
     assert_rows_exact(q_k_v, torch.arange(9, device=case.qkv.device))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("rot_dim", [24, 8])
+def test_head_norms_in_fp32_round_once_before_the_rotation(op, rot_dim, dtype, device):
+    """Heads whose norm was computed in fp32 and rounded, and are then rotated without a norm."""
+    case = make_case(24, rot_dim, torch.float32, dtype, "cpu" if op is rope_and_cache_cpu else device)
+    heads = case.qkv.unflatten(1, (case.heads + 2 * case.kv_heads, -1)).cpu()
+    q, k, v = heads.split((case.heads, case.kv_heads, case.kv_heads), dim=1)
+    q, k = (rms_norm_cpu(x.float(), w.cpu(), EPS).to(dtype) for x, w in zip((q, k), case.norms, strict=True))
+    apart = dataclasses.replace(
+        case, qkv=torch.cat((q, k, v), dim=1).flatten(1).to(case.qkv.device), norms=(None, None)
+    )
+    mine, theirs = case.run(op), apart.run(op)
+    if op is rope_and_cache_cpu:
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(mine, theirs, strict=True))
+    else:  # the kernel sums a head's squares in another order
+        differ = [(a.nan_to_num() != b.nan_to_num()).float().mean() for a, b in zip(mine, theirs, strict=True)]
+        assert max(differ) < (0.9 if dtype is torch.float32 else 0.02)
 
 
 def test_op_declares_what_it_mutates():

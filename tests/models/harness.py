@@ -19,9 +19,13 @@ from unisono.attention.context import PassContext
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.decoder import Decoder
 from unisono.models.loader import load_model
-from unisono.state.specs import Paged, map_tree
+from unisono.state.specs import Paged, Tail, leaves, map_tree
+from unisono.state.store import TailView
+from unisono.state.tails import TailPass
 
 PAGE = 16
+MAX_WIDTH = 4
+"""Tokens of a row in the widest round."""
 
 
 def load(directory: Path, **options: Any) -> Decoder:
@@ -45,13 +49,23 @@ class Session:
         self.pages = [order[s * pages : (s + 1) * pages] for s in range(slots)]
         self.page_table = torch.tensor([*self.pages, [0] * pages], **self.ints)  # the last slot is padding
 
-        def allocate(spec: Paged) -> torch.Tensor:
-            # NaN: a read of a key that was never written can't go unseen
-            cache = torch.full((slots * pages + 1, *spec.shape), float("nan"), dtype=spec.dtype, device=device)
+        def nan(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            # a read of what was never written can't go unseen
+            return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+        def allocate(spec: Paged | Tail) -> torch.Tensor | TailView:
+            if isinstance(spec, Tail):
+                return TailView(
+                    {n: torch.zeros(slots + 1, *s, dtype=t, device=device) for n, (s, t) in spec.snapshot.items()},
+                    {n: nan((slots + 1, r.ring(MAX_WIDTH), *r.shape), r.dtype) for n, r in spec.inputs.items()},
+                )
+            cache = nan((slots * pages + 1, *spec.shape), spec.dtype)
             cache[0] = 0
             return cache
 
         self.state = map_tree(decoder.state_specs(), allocate)
+        self.recurs = any(isinstance(spec, Tail) for spec in leaves(decoder.state_specs()))
+        self.seen = torch.zeros(slots + 1, **self.ints)  # tokens that each row's snapshots have seen
         self.length = [0] * slots
 
     def extend(
@@ -123,7 +137,13 @@ class Session:
             query_start=None if starts is None else torch.tensor(starts, **self.ints),
         )
         alone = inputs.last_tokens(inputs.query_start[1:] - 1) if last_tokens else None
-        hidden, _ = self.decoder(torch.tensor(tokens, **self.ints), PassContext.of(inputs, alone), self.state)
+        context = PassContext.of(inputs, alone)
+        if self.recurs:
+            where = inputs.positions, inputs.kv_len, inputs.query_start
+            context.tails = TailPass.of(inputs.slots, *where, self.seen)
+        hidden, _ = self.decoder(torch.tensor(tokens, **self.ints), context, self.state)
+        if context.tails is not None:
+            context.tails.advance(self.seen)
         return self.decoder.logits(hidden)
 
 

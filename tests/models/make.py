@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GenerationConfig,
     PreTrainedTokenizerFast,
 )
@@ -59,6 +60,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 20,
         "sliding_window": 19,
     },
+    "mixtral": {
+        "hidden_size": 72,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+        "sliding_window": 19,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+    },
     "qwen2": {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1},
     "qwen3": {
         "hidden_size": 84,
@@ -67,6 +77,51 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 40,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
+    "qwen3_moe": {
+        "hidden_size": 84,
+        "num_attention_heads": 7,
+        "num_key_value_heads": 7,
+        "head_dim": 40,
+        "num_experts": 11,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 52,
+        "norm_topk_prob": True,
+    },
+}
+
+_HYBRID: dict[str, Any] = {
+    "hidden_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 10,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {**_HYBRID, "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2},
+    "qwen3_5_moe_text": {**_HYBRID, **_EXPERTS, "full_attention_interval": 2},
+    "qwen3_next": {**_HYBRID, **_EXPERTS, "full_attention_interval": 2},
+}
+HYBRIDS["qwen3_5_text"]["num_hidden_layers"] = 6
+HYBRIDS["qwen3_5"], HYBRIDS["qwen3_5_moe"] = HYBRIDS["qwen3_5_text"], HYBRIDS["qwen3_5_moe_text"]
+"""Families with Gated DeltaNet layers. Those without ``_text`` have a vision tower beside the text model."""
+
+TOWER: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
 }
 
 
@@ -80,13 +135,21 @@ def make_checkpoint(
     tokenizer: bool = True,
     **overrides: Any,
 ) -> Path:
-    """Write a random checkpoint of ``family`` (a key of FAMILIES) into ``directory`` and return it.
+    """Write a random checkpoint of ``family`` (a key of FAMILIES or HYBRIDS) into ``directory`` and return it.
 
-    overrides: fields of the family's transformers config. max_shard_size: e.g. ``"100KB"`` makes an index and
-    several shards. tokenizer: also save a byte-level one with a chat template (ids 0-255 are bytes).
+    overrides: fields of the family's transformers config, of its text model where it has several. max_shard_size: e.g.
+    ``"100KB"`` makes an index and several shards. tokenizer: also save a byte-level one with a chat template (ids
+    0-255 are bytes).
     """
-    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **overrides})
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    fields = {**COMMON, **(FAMILIES | HYBRIDS)[family], **overrides}
+    if f"{family}_text" in HYBRIDS:
+        tower = {**TOWER, "out_hidden_size": fields["hidden_size"]}
+        tied = fields.get("tie_word_embeddings", False)
+        config = AutoConfig.for_model(family, text_config=fields, vision_config=tower, tie_word_embeddings=tied)
+        model = AutoModelForImageTextToText.from_config(config, dtype=dtype)
+    else:
+        config = AutoConfig.for_model(family, **fields)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     _randomise(model, seed)
     model.generation_config = GenerationConfig(eos_token_id=END, pad_token_id=PAD, bos_token_id=BOS)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
@@ -119,7 +182,9 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith("norm.weight"):
-            value = 1 + 0.2 * noise
+            value = parameter.mean() + 0.2 * noise  # transformers starts norms at 1, zero-centred ones at 0
+        elif name.endswith("A_log"):
+            value = noise - 2.5  # states that remember tens of tokens
         elif parameter.dim() == 1:
             value = 0.3 * noise
         else:

@@ -60,7 +60,7 @@ def random_modules(config: DecoderConfig, depth: int, *, seed: int = 0, shared: 
     shared: projection and norms are one for all modules, as Qwen's layout has them.
     """
     generator = torch.Generator().manual_seed(seed)
-    layer, hidden, head = config.layers[-1], config.hidden_size, config.head_dim
+    layer, hidden, head = config.layers[-1], config.hidden_size, config.attention.head_dim
     width, mixer = layer.feed_forward.intermediate_size, layer.mixer
     queries, keys = mixer.num_heads * head, mixer.num_kv_heads * head
 
@@ -148,16 +148,16 @@ def block(w: Weights, x: torch.Tensor, config: DecoderConfig, positions: torch.T
     def heads(name: str) -> torch.Tensor:
         bias = w.get(f"self_attn.{name}_proj.bias", torch.zeros(()))
         y = (norm(x, w["input_layernorm.weight"], eps) @ w[f"self_attn.{name}_proj.weight"].T + bias).view(
-            tokens, -1, config.head_dim
+            tokens, -1, config.attention.head_dim
         )
         if name != "v":
             if config.attention.qk_norm:
                 y = norm(y, w[f"self_attn.{name}_norm.weight"], eps)
             y = rotate(y, theta, positions)
-        return y.transpose(0, 1).repeat_interleave(config.num_heads // y.shape[1], 0)
+        return y.transpose(0, 1).repeat_interleave(config.attention.num_heads // y.shape[1], 0)
 
     causal = torch.ones(tokens, tokens).tril().log()
-    scores = heads("q") @ heads("k").mT / config.head_dim**0.5 + causal
+    scores = heads("q") @ heads("k").mT / config.attention.head_dim**0.5 + causal
     attended = (scores.softmax(-1) @ heads("v")).transpose(0, 1).reshape(tokens, -1)
     x = x + attended @ w["self_attn.o_proj.weight"].T
     y = norm(x, w["post_attention_layernorm.weight"], eps)

@@ -53,7 +53,7 @@ def test_open_reads_the_configs(directory):
     edit(directory / "generation_config.json", eos_token_id=[END, 9], temperature=0.7, top_k=20)
     checkpoint = Checkpoint.open(str(directory))
     assert checkpoint.config.architecture == "Qwen2ForCausalLM"
-    assert (checkpoint.config.num_heads, checkpoint.config.num_kv_heads) == (5, 1)
+    assert checkpoint.config.attention_shapes == ((5, 1, 16),)
     assert checkpoint.dtype is torch.bfloat16
     assert checkpoint.eos_token_ids == (7, 9, END)
     assert (checkpoint.generation.temperature, checkpoint.generation.top_k) == (0.7, 20)

@@ -53,6 +53,22 @@ CASES = {
         "qwen3",
         {"attention_bias": True, "num_attention_heads": 6, "num_key_value_heads": 3},
     ),
+    "mixtral": ("mixtral", {"max_shard_size": "100KB"}),
+    "mixtral-one-expert": ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1, "sliding_window": None}),
+    "qwen3_moe": ("qwen3_moe", {"tie_word_embeddings": True}),
+    "qwen3_moe-all-experts-some-layers": (
+        "qwen3_moe",
+        {
+            "num_experts_per_tok": 11,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+        },
+    ),
 }
 
 LENGTHS = (270, 33, 5)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import torch
 
 from unisono.state.pages import PagePool, Reservation
-from unisono.state.specs import ALL, PAGE_SIZE, Paged, PerSlot, Tail
+from unisono.state.specs import ALL, PAGE_SIZE, Paged, PerSlot, Remembered, Tail
 from unisono.state.store import StateStore, TailView
 
 KV = Paged((2, PAGE_SIZE, 4), torch.float32)
 WINDOW = Paged((1, PAGE_SIZE, 8), torch.float32, lifetime=32)
-TAIL = Tail(((3, 2), torch.float32), ((5,), torch.float32))
+TAIL = Tail(
+    {"h": ((3, 2), torch.float32), "taps": ((3, 4), torch.float16)},
+    {"x": Remembered((5,), torch.float32), "u": Remembered((4,), torch.float16, last=3)},
+)
 
 
 def made(paths: int = 1) -> StateStore:
     """A store with state of every kind for a target and a drafter, filled with random numbers."""
-    store = StateStore(slots=4, paths=paths, max_model_len=160, ring=24, device=torch.device("cpu"))
+    store = StateStore(slots=4, paths=paths, max_model_len=160, width=4, device=torch.device("cpu"))
     store.declare("target", [(KV, KV), (WINDOW, WINDOW), TAIL])
     page = Paged((6,), torch.float16, by_token=False)
     store.declare("drafter", {"kv": (KV, KV), "hidden": PerSlot((6,), torch.float16, fill=2), "page": page})
@@ -32,7 +35,7 @@ def tensors(tree: object) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, TailView):
-        return [tree.snapshot, tree.inputs]
+        return tree.tensors
     parts = tree.values() if isinstance(tree, dict) else tree
     return [t for part in parts for t in tensors(part)]  # type: ignore[attr-defined]
 

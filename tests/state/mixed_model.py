@@ -21,7 +21,7 @@ from unisono.models.blocks import AttentionSpec, LayerSpec, MLPSpec
 from unisono.models.build import Builder
 from unisono.models.config import DecoderConfig, Family, read_decoder_config
 from unisono.models.llama import NAMES
-from unisono.state.specs import PAGE_SIZE, Tail
+from unisono.state.specs import PAGE_SIZE, Remembered, Tail
 from unisono.state.store import TailView
 from unisono.state.tails import TailPass
 
@@ -55,7 +55,7 @@ class Decay(nn.Module):
         self.o = builder.linear("o", STATE, builder.hidden_size)
 
     def state_specs(self) -> Tail:
-        return Tail(((STATE,), torch.float32), ((2 * STATE,), torch.float32))
+        return Tail({"h": ((STATE,), torch.float32)}, {"inputs": Remembered((2 * STATE,), torch.float32)})
 
     def forward(self, x: torch.Tensor, context: PassContext, state: TailView) -> torch.Tensor:
         """x [T, H] -> [T, STATE], or of the last tokens."""
@@ -71,10 +71,11 @@ class Decay(nn.Module):
 
 def scan(inputs: torch.Tensor, context: PassContext, tails: TailPass, state: TailView) -> torch.Tensor:
     """The recurrence over a pass: remembered inputs first, then the pass's own; inputs [T, 2 STATE] -> [T, STATE]."""
-    rows, ring, first = tails.rows.long(), state.inputs.shape[1], tails.first
+    home, ring_home = state.snapshot["h"], state.inputs["inputs"]
+    rows, ring, first = tails.rows.long(), ring_home.shape[1], tails.first
     active = first >= 0
-    h = snapshot = state.snapshot.index_select(0, rows)
-    memory = state.inputs.index_select(0, rows)
+    h = snapshot = home.index_select(0, rows)
+    memory = ring_home.index_select(0, rows)
     for step in range(ring):
         at = tails.since + step
         h = torch.where((active & (at < first))[:, None], decay(h, remembered(memory, at % ring)), h)
@@ -97,8 +98,8 @@ def scan(inputs: torch.Tensor, context: PassContext, tails: TailPass, state: Tai
         place = at.clamp_min(0) % ring
         kept = torch.where(real[:, None], new, remembered(memory, place))
         memory = memory.scatter(1, _index(memory, place), kept[:, None])
-    state.snapshot.index_copy_(0, rows, snapshot)
-    state.inputs.index_copy_(0, rows, memory)
+    home.index_copy_(0, rows, snapshot)
+    ring_home.index_copy_(0, rows, memory)
     return out[:tokens]
 
 

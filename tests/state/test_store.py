@@ -15,8 +15,9 @@ def test_views_have_the_shape_of_the_specs() -> None:
     (k, v), (wide, _), tail = store.view("target").tree
     assert k.shape == v.shape == (12, 2, PAGE_SIZE, 4)
     assert wide.shape == (7, 1, PAGE_SIZE, 8)
-    assert tail.snapshot.shape == (12, 3, 2)
-    assert tail.inputs.shape == (12, 24, 5)
+    assert {name: tuple(t.shape) for name, t in tail.snapshot.items()} == {"h": (12, 3, 2), "taps": (12, 3, 4)}
+    assert {name: tuple(t.shape) for name, t in tail.inputs.items()} == {"x": (12, 15 + 8, 5), "u": (12, 3 + 3, 4)}
+    assert tail.snapshot["taps"].dtype == tail.inputs["u"].dtype == torch.float16
     drafter = store.view("drafter")
     assert drafter["hidden"].shape == (4, 6)
     assert drafter["page"].shape == (12, 6)
@@ -31,11 +32,11 @@ def test_bytes_are_counted_by_lifetime_and_owner() -> None:
     assert store.page_bytes(ALL, "drafter") == 2 * kv + 12
     assert store.page_bytes(32) == 2 * PAGE_SIZE * 8 * 4
     assert store.nbytes("target") == 12 * 2 * kv + 7 * store.page_bytes(32)
-    assert store.snapshot_bytes() == 24
+    assert store.snapshot_bytes() == 24 + 24
 
 
 def test_a_window_that_no_request_outgrows_is_kept_whole() -> None:
-    store = StateStore(2, 1, max_model_len=32, ring=8, device=torch.device("cpu"))
+    store = StateStore(2, 1, max_model_len=32, width=4, device=torch.device("cpu"))
     store.declare("target", [WINDOW])
     assert store.lifetimes == (ALL,)
     assert [spec.lifetime for spec in leaves(whole_requests({"a": WINDOW}))] == [ALL]
@@ -83,14 +84,19 @@ def test_snapshots_bring_a_tail_back() -> None:
     store = made(paths=2)
     tail = store.view("target").tree[2]
     store.tail_positions[1] = 48
-    saved = tail.snapshot[1].clone()
+    saved = {name: kept[1].clone() for name, kept in tail.snapshot.items()}
+
+    def is_saved(row: int) -> bool:
+        return all(torch.equal(tail.snapshot[name][row], kept) for name, kept in saved.items())
+
     store.save_tail(1, 2)
     store.reset_tail(1)
     assert int(store.tail_positions[1]) == 0
-    assert not tail.snapshot[1].any()
+    assert not any(kept[1].any() for kept in tail.snapshot.values())
     store.load_tail(3, 2, 48)
-    assert torch.equal(tail.snapshot[3], saved)
+    assert is_saved(3)
     assert int(store.tail_positions[3]) == 48
     store.copy_tails(torch.tensor([3], dtype=torch.int32), torch.tensor([6], dtype=torch.int32))
-    assert torch.equal(tail.snapshot[6], saved)
+    assert is_saved(6)
+    assert all(torch.equal(kept[6], kept[3]) for kept in tail.inputs.values())
     assert int(store.tail_positions[6]) == 48

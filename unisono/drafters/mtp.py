@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.drafters.base import DrafterContext
-from unisono.drafters.hidden import HiddenDrafter
+from unisono.drafters.base import DrafterContext, SelfTest
+from unisono.drafters.hidden import OTHER_TARGET, RANDOM, HiddenDrafter
 from unisono.drafters.mtp_multi import MultiMTPDrafter
-from unisono.drafters.options import read_options
+from unisono.drafters.options import LOAD_FORMAT, read_options
 from unisono.models.config import DecoderConfig
 from unisono.models.mtp import MTPModule
 from unisono.models.mtp_checkpoint import MTPCheckpoint
@@ -19,20 +19,22 @@ class MTPDrafter(HiddenDrafter):
     """DeepSeek-V3's module (arXiv 2412.19437, section 2.2), going on from its own hidden states.
 
     The modules are in ``spec.model``, by default in the target's own directory. Where there are several, module i
-    drafts token i, and what is made is a MultiMTPDrafter, for chains only. There are no options. Raises ConfigError for
-    any, CheckpointError for modules that are missing or do not fit the target.
+    drafts token i, and what is made is a MultiMTPDrafter, for chains only. Option ``load_format="dummy"`` gives random
+    weights to as many modules as the target's config.json declares. Raises ConfigError for other options,
+    CheckpointError for modules that are missing or do not fit the target.
     """
 
     name = "mtp"
     features = Features(Hidden.FULL)
 
     def __new__(cls, spec: SpeculativeConfig, target: DecoderConfig) -> Any:
-        read_options(spec, {}, takes_model=True)
-        checkpoint = MTPCheckpoint.open(spec.model or target.hf_config.name_or_path, target)
-        if min(checkpoint.depth, spec.num_speculative_tokens) > 1:
-            return MultiMTPDrafter(spec, checkpoint)
-        drafter = super().__new__(cls)
-        drafter._checkpoint = checkpoint
+        dummy = read_options(spec, LOAD_FORMAT, takes_model=True)["load_format"] == "dummy"
+        checkpoint = MTPCheckpoint.open(spec.model or target.hf_config.name_or_path, target, dummy=dummy)
+        several = min(checkpoint.depth, spec.num_speculative_tokens) > 1
+        drafter = MultiMTPDrafter(spec, checkpoint) if several else super().__new__(cls)
+        if not several:
+            drafter._checkpoint = checkpoint
+        drafter.self_test = SelfTest(OTHER_TARGET, RANDOM if dummy else None)
         return drafter
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -68,8 +68,8 @@ class Build:
             self._leave_a_core()
         c = checkpoint.config
         make_attention = functools.cache(self._attention)
-        attention = make_attention(c.num_heads, c.num_kv_heads)
-        self.config = config = graph_modes(self.config, attention)
+        attention = {shape: make_attention(*shape[:2]) for shape in c.attention_shapes}
+        self.config = config = graph_modes(self.config, next(iter(attention.values())))
         spec = config.asked.speculative or SpeculativeConfig()
         drafter = _drafter(spec, c)  # raises before weights are loaded
         with self.stage("load"):
@@ -83,10 +83,11 @@ class Build:
                 seed=config.asked.seed,
                 progress=progress,
             )
+        for passed_over in checkpoint.unread() if config.asked.load_format == "auto" else ():
+            self.decide(*passed_over)
         self.width, self.paths = 1 + drafter.num_drafts, max(1, len(spec.paths))
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
-        ring = PAGE_SIZE + 2 * self.width
-        store = StateStore(config.max_num_seqs + 1, self.paths, config.max_model_len, ring, config.device)
+        store = StateStore(config.max_num_seqs + 1, self.paths, config.max_model_len, self.width, config.device)
         slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, store)
         store.declare("target", model.state_specs())
         self.worker = Worker(model, drafter, store, slots, GraphSet(config.device, {}, config.asked.compile))
@@ -104,7 +105,7 @@ class Build:
         self._modules = self._lent(spec, sampler)
         if config.device.type == "cuda":
             with self.stage("compile"):
-                self._compile(attention, c.head_dim, self._programs())
+                self._compile(attention, self._programs())
         with self.stage("size the KV cache"):
             self._size()
         self.worker.graphs.programs = self._programs()
@@ -204,14 +205,23 @@ class Build:
             programs.append(catch_up_program(drafter, self.worker.slots))
         return {program.name: program for program in programs}
 
-    def _compile(self, attention: BreakingAttention, head_dim: int, programs: dict[str, Program]) -> None:
-        """Compile the kernels of all passes; first those whose bits decide which kernels the larger passes run."""
+    def _compile(
+        self, attention: Mapping[tuple[int, int, int], BreakingAttention], programs: dict[str, Program]
+    ) -> None:
+        """Compile the kernels of all passes; first those whose bits decide which kernels the larger passes run.
+
+        attention: the backend of each distinct (query heads, KV heads, head size) of the model.
+        """
         config, worker = self.config, self.worker
         with compiling_only(config.device):
             rehearse_proofs(worker.model.modules())
-            attention.rehearse(head_dim, config.dtype)
+            for (_, _, head_dim), backend in attention.items():
+                backend.rehearse(head_dim, config.dtype)
         self._prove_exact()
-        self.decide("attention of long prompts", *attention.prove(head_dim, config.dtype))
+        for (heads, kv_heads, head_dim), backend in attention.items():
+            name = "attention of long prompts"
+            which = f", {heads} heads over {kv_heads} of {head_dim}" if len(attention) > 1 else ""
+            self.decide(name + which, *backend.prove(head_dim, config.dtype))
         launched = "while the one before it ends" if overlaps(config.device) else "when its turn comes"
         self.decide("a layer's kernel is launched", launched, "ahead of its turn from compute capability 9.0 on")
         with compiling_only(config.device):

@@ -127,13 +127,14 @@ def launch_linear(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     tile: Tile | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The Triton product at any M; ``tile`` overrides the blocking (speed only)."""
+    """The Triton product at any M; ``tile`` overrides the blocking (speed only). out_dtype: None: that of x."""
     x, weight = x.contiguous(), weight.contiguous()
     residual = None if residual is None else residual.contiguous()
     (rows, k), n = x.shape, weight.shape[0]
     tile = tile or _config(rows, n, x.dtype)
-    out = x.new_empty(rows, n)
+    out = x.new_empty(rows, n, dtype=out_dtype)
     grid = (triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))
     _linear_kernel[grid](
         x, weight, bias, residual, out, rows, n, k,

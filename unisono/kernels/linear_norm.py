@@ -77,6 +77,7 @@ def linear_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``total = linear(x [M, K], weight [H, K], bias, residual [M, H])`` and ``rms_norm(total, norm_weight, eps)``.
 
-    Returns (total, normed), each [M, H]; the bits are those of the two ops one after the other.
+    norm_weight [H]: of x's dtype or fp32, as ``rms_norm`` takes it. Returns (total, normed), each [M, H]; the bits are
+    those of the two ops one after the other.
     """
     return torch.ops.unisono.linear_norm(x, weight, bias, residual, norm_weight, eps)

@@ -3,6 +3,11 @@
 One program takes one row, and the shape of the row alone fixes the order of its sum, so a row's bits
 do not depend on the batch.
 
+The weight's dtype says how often the result is rounded. A weight of the activations' dtype multiplies the rounded
+value, as in Llama. A weight in fp32 multiplies the value in fp32, and the product is rounded once: so do the
+zero-centred norms of Qwen3-Next and Qwen3.5, whose weight is 1 + w in fp32. Where the activations are fp32 too, both
+are the same.
+
 Shapes: M rows, H features.
 """
 
@@ -14,6 +19,14 @@ import triton.language as tl
 
 from unisono.kernels.library import AotCase, define, differentiable, register
 from unisono.kernels.overlap import follow, overlapped
+
+
+@triton.jit
+def rounded_before_weight(normed, weight, dtype: tl.constexpr):
+    """The normalised value, in fp32, as a weight multiplies it: rounded to the dtype, unless the weight is fp32."""
+    if weight.dtype.element_ty != tl.float32:
+        normed = normed.to(dtype).to(tl.float32)
+    return normed
 
 
 @triton.jit
@@ -31,8 +44,7 @@ def _rms_norm_kernel(x, residual, weight, total, out, eps, H,
         value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / H + eps)
     w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
-    # Rounded to the dtype before the weight, as the Llama family is trained and published.
-    normed = (value * scale).to(out.dtype.element_ty).to(tl.float32)
+    normed = rounded_before_weight(value * scale, weight, out.dtype.element_ty)
     tl.store(out + row + cols, (normed * w).to(out.dtype.element_ty), mask=inside)
 
 
@@ -69,8 +81,8 @@ def _launch(
 
 def rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     value = x.contiguous().float()
-    scale = torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
-    return weight * (value * scale).to(x.dtype)
+    normed = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
+    return (weight * (normed if weight.dtype is torch.float32 else normed.to(x.dtype))).to(x.dtype)
 
 
 def _rms_norm_meta(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -78,7 +90,7 @@ def _rms_norm_meta(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
 
 def rms_norm_formula(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """:func:`rms_norm` with a gradient, in x's dtype; the weight's may be another."""
+    """:func:`rms_norm` with a gradient, in x's dtype. The value is rounded before the weight, whatever its dtype."""
     value = x.float()
     normed = (value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     return (weight * normed).to(x.dtype)
@@ -90,10 +102,10 @@ differentiable("rms_norm", rms_norm_formula)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``x * rsqrt(mean(x^2) + eps) * weight`` for x [M, H], weight [H] of one dtype -> [M, H].
+    """``x * rsqrt(mean(x^2) + eps) * weight`` for x [M, H], weight [H] -> [M, H] in x's dtype.
 
-    Computed in fp32; the normalised value is rounded to the dtype before the multiplication by the
-    weight, as in Llama (Zhang and Sennrich, arXiv 1910.07467). H up to 16384.
+    Computed in fp32 (Zhang and Sennrich, arXiv 1910.07467). The weight is in x's dtype: the normalised value is then
+    rounded before the multiplication, as in Llama. Or it is in fp32: the product alone is rounded. H up to 16384.
     """
     return torch.ops.unisono.rms_norm(x, weight, eps)
 
@@ -101,10 +113,19 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 AOT: list[AotCase] = [
     AotCase(
         _rms_norm_kernel,
-        {**dict.fromkeys(("x", "residual", "weight", "total", "out"), f"*{dtype}"), "eps": "fp32", "H": "i32"},
+        {
+            **dict.fromkeys(("x", "residual", "total", "out"), f"*{dtype}"),
+            "weight": f"*{weight}",
+            "eps": "fp32",
+            "H": "i32",
+        },
         {"BLOCK_H": block, "HAS_RESIDUAL": residual, "OVERLAP": True},
         num_warps=row_warps(block),
     )
     for residual in (False, True)
-    for dtype, block in (("bf16", 256), ("bf16", 4096), ("bf16", 16384), ("fp16", 4096), ("fp32", 4096))
+    for dtype, weight, block in (
+        *(("bf16", "bf16", block) for block in (256, 4096, 16384)),
+        *(("bf16", "fp32", block) for block in (2048, 4096, 8192)),
+        *(("fp16", "fp16", 4096), ("fp16", "fp32", 4096), ("fp32", "fp32", 4096)),
+    )
 ]

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.library import AotCase, define, differentiable, register
-from unisono.kernels.norm import rms_norm_cpu, rms_norm_formula
+from unisono.kernels.norm import rms_norm_cpu, rms_norm_formula, rounded_before_weight
 from unisono.kernels.overlap import follow, overlapped
 
 
@@ -78,7 +78,7 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
 def _scaled(x, scale, weight, inside, dtype: tl.constexpr):
     """RMSNorm's last step with rms_norm's roundings, in fp32."""
     w = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-    return ((x * scale).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
+    return (rounded_before_weight(x * scale, weight, dtype) * w).to(dtype).to(tl.float32)
 
 
 def _blocks(num_heads: int, num_kv_heads: int, head_dim: int, rot_dim: int) -> dict[str, int]:
@@ -189,7 +189,8 @@ def rope_and_cache(
     """Norm and rotate the query and key heads, write keys and values to the cache, return the queries.
 
     qkv [T, (Hq + 2 Hkv) D]: query, key and value heads of each token, one after the other.
-    q_norm, k_norm [D]: per-head RMSNorm weights (Qwen3); both or neither. eps: theirs.
+    q_norm, k_norm [D]: per-head RMSNorm weights (Qwen3); both or neither, of one dtype, as ``rms_norm`` takes them.
+    eps: theirs.
     cos_sin [max_positions, rot_dim] fp32: ``rot_dim / 2`` cosines, then as many sines. The first rot_dim
     dimensions of a head rotate in the NeoX order (d with d + rot_dim / 2; Su et al., arXiv 2104.09864),
     in fp32 with one rounding at the end; the others pass unchanged.
@@ -205,10 +206,19 @@ def rope_and_cache(
     )
 
 
-def _aot_rope(dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, rot_dim: int, norm: bool) -> AotCase:
-    tensors = dict.fromkeys(("qkv", "q_norm", "k_norm", "q_out", "k_cache", "v_cache"), f"*{dtype}")
+def _aot_rope(dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, rot_dim: int, norm: bool | str) -> AotCase:
+    """norm: whether there are head norms, or the dtype of their weights."""
+    tensors = dict.fromkeys(("qkv", "q_out", "k_cache", "v_cache"), f"*{dtype}")
+    tensors |= dict.fromkeys(("q_norm", "k_norm"), f"*{norm if isinstance(norm, str) else dtype}")
     inputs = {"eps": "fp32", "cos_sin": "*fp32", "positions": "*i32", "slot_mapping": "*i32"}
-    sizes = {"HQ": num_heads, "HKV": num_kv_heads, "D": head_dim, "HALF": rot_dim // 2, "PAGE": 16, "HAS_NORM": norm}
+    sizes = {
+        "HQ": num_heads,
+        "HKV": num_kv_heads,
+        "D": head_dim,
+        "HALF": rot_dim // 2,
+        "PAGE": 16,
+        "HAS_NORM": bool(norm),
+    }
     blocks = _blocks(num_heads, num_kv_heads, head_dim, rot_dim)
     return AotCase(
         _rope_and_cache_kernel, tensors | inputs, sizes | blocks | {"OVERLAP": True}, num_warps=_warps(blocks)
@@ -223,4 +233,7 @@ AOT: list[AotCase] = [
     _aot_rope("fp16", 32, 8, 80, 80, True),
     _aot_rope("fp32", 3, 1, 24, 24, True),
     _aot_rope("bf16", 16, 0, 128, 128, True),
+    _aot_rope("bf16", 16, 4, 256, 64, "fp32"),
+    _aot_rope("bf16", 16, 2, 256, 64, "fp32"),
+    _aot_rope("fp16", 24, 4, 256, 64, "fp32"),
 ]

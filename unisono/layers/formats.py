@@ -83,21 +83,31 @@ class Stored:
         return (rows, -(-inputs // self.inputs)) if self.inputs else (rows,)
 
 
+class Reader(Protocol):
+    """What a :class:`Place` asks of a format."""
+
+    def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
+        """See :meth:`WeightFormat.read`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a checkpoint's tensor goes.
 
     parameter: what is filled, a parameter or some rows of one. shape: of the checkpoint's whole tensor. accepts:
     safetensors' names of the dtypes that it may have. part: what of it is read, None for all. format, kind: what
-    prepares the tensor as it was read, None for nothing.
+    prepares the tensor as it was read, None for nothing. form: where a module can be stored in several forms, the one
+    that this place belongs to; a checkpoint holds all places of one form.
     """
 
     parameter: torch.Tensor
     shape: tuple[int, ...]
     accepts: tuple[str, ...] = FLOATS
     part: Slice | None = None
-    format: WeightFormat | None = None
+    format: Reader | None = None
     kind: str = ""
+    form: str = ""
 
     def fill(self, stored: torch.Tensor) -> None:
         """Copy ``stored``, the part that was read, into the parameter, converting it."""

@@ -1,20 +1,42 @@
-"""RMSNorm as a module. Built by ``models``."""
+"""RMSNorm as a module. Built by ``models``, filled by its loader."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from unisono.kernels import rms_norm
+from unisono.layers.formats import Place
 
 
 class RMSNorm(nn.Module):
-    """``x [M, size] -> [M, size]``; see :func:`unisono.kernels.rms_norm`."""
+    """``x [M, size] -> [M, size]``; see :func:`unisono.kernels.rms_norm`.
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device | str) -> None:
+    zero_centered: the checkpoint stores w, and the norm multiplies by 1 + w in fp32 and rounds once (Qwen3-Next,
+    Qwen3.5). ``weight`` is then an fp32 parameter that holds 1 + w.
+    """
+
+    def __init__(
+        self, size: int, eps: float, dtype: torch.dtype, device: torch.device | str, zero_centered: bool = False
+    ) -> None:
         super().__init__()
+        dtype = torch.float32 if zero_centered else dtype
         self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device), requires_grad=False)
-        self.eps = eps
+        self.eps, self.zero_centered = eps, zero_centered
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        """What a checkpoint stores of the norm: (name inside it, where it goes)."""
+        kind = _ZeroCenteredWeight if self.zero_centered else Place
+        yield "weight", kind(self.weight, tuple(self.weight.shape))
+
+
+class _ZeroCenteredWeight(Place):
+    """Where w goes: the parameter holds 1 + w, computed in fp32."""
+
+    def fill(self, stored: torch.Tensor) -> None:
+        self.parameter.copy_(1 + stored.float())

@@ -45,7 +45,7 @@ class Builder:
 
     hidden_size, rms_eps: of the residual stream and its norms. attention: makes backends. max_positions: length of
     rotary tables, in tokens. format: the weight format of a module by its path in the model, such as
-    ``layers.0.mixer.o``. path: of the module in the making.
+    ``layers.0.mixer.o``. zero_centered_norms: see :class:`RMSNorm`. path: of the module in the making.
     """
 
     hidden_size: int
@@ -55,6 +55,7 @@ class Builder:
     attention: AttentionFactory
     max_positions: int
     format: Callable[[str], WeightFormat] = plain
+    zero_centered_norms: bool = False
     path: str = ""
     _tables: dict[RotarySpec, torch.Tensor] = field(default_factory=dict, repr=False)
     _backends: dict[tuple[int, int], AttentionBackend] = field(default_factory=dict, repr=False)
@@ -63,10 +64,17 @@ class Builder:
         """The builder of the submodule ``name``."""
         return replace(self, path=f"{self.path}.{name}" if self.path else name)
 
-    def beside(self, attention: AttentionFactory, dtype: torch.dtype, hidden_size: int | None = None) -> Builder:
+    def beside(
+        self,
+        attention: AttentionFactory,
+        dtype: torch.dtype,
+        hidden_size: int | None = None,
+        zero_centered_norms: bool = False,
+    ) -> Builder:
         """The builder of a module that drafts for this model: plain, with this model's rotary tables."""
+        own = {"attention": attention, "dtype": dtype, "format": plain, "path": "", "_backends": {}}
         size = hidden_size or self.hidden_size
-        return replace(self, hidden_size=size, dtype=dtype, attention=attention, format=plain, path="", _backends={})
+        return replace(self, hidden_size=size, zero_centered_norms=zero_centered_norms, **own)
 
     def linear(
         self, name: str, inputs: int, outputs: int | Mapping[str, int], bias: bool = False, empty: bool = False
@@ -85,8 +93,8 @@ class Builder:
         return Embedding(vocab_size, self.hidden_size, self.dtype, "meta" if empty else self.device)
 
     def norm(self, size: int | None = None) -> RMSNorm:
-        """An RMSNorm over ``size`` elements, by default the hidden size."""
-        return RMSNorm(size or self.hidden_size, self.rms_eps, self.dtype, self.device)
+        """An RMSNorm of the model's kind over ``size`` elements, by default the hidden size."""
+        return RMSNorm(size or self.hidden_size, self.rms_eps, self.dtype, self.device, self.zero_centered_norms)
 
     def backend(self, num_heads: int, num_kv_heads: int) -> AttentionBackend:
         """The backend of layers with these heads: one for each pair."""

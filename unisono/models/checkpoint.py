@@ -68,8 +68,10 @@ class Checkpoint:
         hf_config, config = _parse_config(directory, family)
         generation_file = directory / "generation_config.json"
         generation = _generation_defaults(generation_file) if generation_file.exists() else GenerationDefaults()
-        eos = _token_ids(getattr(hf_config, "eos_token_id", None), directory / "config.json")
-        dtype = hf_config.dtype
+        text = config.hf_config
+        declared = [getattr(each, "eos_token_id", None) for each in (hf_config, text)]
+        eos = {i for ids in declared for i in _token_ids(ids, directory / "config.json")}
+        dtype = hf_config.dtype or text.dtype
         return cls(
             path=directory,
             family=family,
@@ -82,11 +84,18 @@ class Checkpoint:
 
     def format_of_module(self, module: str) -> WeightFormat:
         """The weight format of one of the decoder's modules."""
-        return self.formats(self.family.name(module))
+        return self.formats(self.family.name(module, self.config.layers))
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Every tensor of the checkpoint; see :func:`read_tensors`."""
         return read_tensors(self.path)
+
+    def unread(self) -> list[tuple[str, str, str]]:
+        """(how their names begin, how many there are, why) of tensors that its family passes over."""
+        beginnings = self.family.unread
+        names = self.tensors() if beginnings else ()
+        counts = {b: sum(name.startswith(b) for name in names) for b in beginnings}
+        return [(f"{b}*", f"{counts[b]} tensors not read", why) for b, why in beginnings.items() if counts[b]]
 
 
 def read_tensors(directory: Path) -> dict[str, TensorInfo]:

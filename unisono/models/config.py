@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from unisono.layers.rotary import RotarySpec
 from unisono.models.blocks import AttentionSpec, LayerSpec, MLPSpec
 from unisono.models.build import require
@@ -21,8 +23,10 @@ from unisono.types import CheckpointError
 class DecoderConfig:
     """A decoder: its layers and what they share. Immutable; sizes are element counts.
 
-    layers: each layer's own spec. max_positions: the context length that config.json declares. hf_config: the
-    transformers config it was read from. Raises CheckpointError for values that cannot be computed.
+    layers: each layer's own spec. max_positions: the context length that config.json declares. zero_centered_norms: the
+    kind of all norms that the builder makes (``layers.norm``). mtp_modules: how many multi-token prediction modules
+    config.json declares. hf_config: the transformers config it was read from, that of the text model where there are
+    several. Raises CheckpointError for values that cannot be computed.
     """
 
     architecture: str
@@ -32,6 +36,8 @@ class DecoderConfig:
     rms_eps: float
     max_positions: int
     tie_embeddings: bool = False
+    zero_centered_norms: bool = False
+    mtp_modules: int = 0
     hf_config: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -56,10 +62,11 @@ class DecoderConfig:
         """Of each layer, how many positions a token sees, itself included; 0: all."""
         return tuple(getattr(layer.mixer, "window", 0) for layer in self.layers)
 
-    # For callers that take one size for all layers, until state is allocated by ``state_specs()``.
-    num_heads = property(lambda self: self.attention.num_heads)
-    num_kv_heads = property(lambda self: self.attention.num_kv_heads)
-    head_dim = property(lambda self: self.attention.head_dim)
+    @property
+    def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """Each distinct (query heads, KV heads, head size) of the layers that attend, one at least."""
+        specs = [self.attention, *(spec for spec in map(attention_of, self.layers) if spec is not None)]
+        return tuple(dict.fromkeys((spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs))
 
 
 def attention_of(layer: LayerSpec) -> AttentionSpec | None:
@@ -67,41 +74,72 @@ def attention_of(layer: LayerSpec) -> AttentionSpec | None:
     return layer.mixer if isinstance(layer.mixer, AttentionSpec) else None
 
 
+Name = str | Mapping[type, str]
+"""A checkpoint's name of a module; where it depends on the layer's mixer, the name for each kind of mixer spec."""
+
+
 @dataclass(frozen=True)
 class Family:
     """What a family file exports, and the catalog lists.
 
     read: transformers config -> DecoderConfig.
-    names: module -> checkpoint module; ``*`` is the layer number. A projection of a merged linear layer is named like
-        a module in it (``layers.*.mixer.qkv.q``). ``.weight``, ``.bias`` and the like carry over.
+    names: module -> checkpoint module; ``*`` is the layer number, and behind ``each`` a second one the expert's. A
+        projection of a merged linear layer is named like a module in it (``layers.*.mixer.qkv.q``). ``.weight``,
+        ``.bias`` and the like carry over.
+    rows: projection -> a function of its layer's spec: which rows of the checkpoint's tensor are the projection's, in
+        order, int64. Several projections may then have the same checkpoint module, whose rows they share.
+    unread: how the names begin of tensors that are not read -> why.
     """
 
     read: Callable[[Any], DecoderConfig]
-    names: Mapping[str, str]
+    names: Mapping[str, Name]
+    rows: Mapping[str, Callable[[LayerSpec], torch.Tensor]] = field(default_factory=dict)
+    unread: Mapping[str, str] = field(default_factory=dict)
 
-    def name(self, module: str) -> str:
-        """The checkpoint's name of a module."""
-        return checkpoint_name(self.names, module)
+    def name(self, module: str, layers: Sequence[LayerSpec] = ()) -> str:
+        """The checkpoint's name of a module. layers: the model's, for names that depend on a layer's mixer."""
+        return checkpoint_name(self.names, module, layers)
+
+    def rows_of(self, module: str, layers: Sequence[LayerSpec]) -> torch.Tensor | None:
+        """Which rows of the checkpoint's tensor are a module's; None where all are, in their order."""
+        key, numbers = _key(module)
+        return self.rows[key](layers[numbers[0]]) if key in self.rows else None
 
 
-def checkpoint_name(names: Mapping[str, str], module: str) -> str:
-    """The checkpoint's name of a module, by ``names`` of :class:`Family`'s kind."""
-    number = re.search(r"\.(\d+)\.", module)
-    theirs = names[re.sub(r"\.\d+\.", ".*.", module)]
-    return theirs.replace("*", number[1]) if number else theirs
+def checkpoint_name(names: Mapping[str, Name], module: str, layers: Sequence[LayerSpec] = ()) -> str:
+    """The checkpoint's name of a module, by ``names`` of :class:`Family`'s kind. Raises KeyError without one."""
+    key, numbers = _key(module)
+    theirs = names[key]
+    if not isinstance(theirs, str):
+        theirs = theirs[type(layers[numbers[0]].mixer)]
+    for number in numbers:
+        theirs = theirs.replace("*", str(number), 1)
+    return theirs
 
 
-def read_decoder_config(hf_config: Any, layers: Sequence[LayerSpec]) -> DecoderConfig:
-    """A DecoderConfig of these layers; the rest from a transformers config, where all families spell it alike."""
+def _key(module: str) -> tuple[str, list[int]]:
+    """(the module with ``*`` for its layer's number and none for an expert's, these numbers)."""
+    key = re.sub(r"\.\d+(?=\.)", ".*", re.sub(r"\.each\.\d+", ".each", module))
+    return key, [int(number) for number in re.findall(r"\.(\d+)(?=\.)", module)]
+
+
+def read_decoder_config(hf_config: Any, layers: Sequence[LayerSpec], **options: Any) -> DecoderConfig:
+    """A DecoderConfig of these layers; the rest from a transformers config, where all families spell it alike.
+
+    Sizes are those of the text model, where the config has several; options: further fields of the DecoderConfig.
+    """
+    text = hf_config.get_text_config()
+    text.name_or_path = hf_config.name_or_path
     return DecoderConfig(
         architecture=hf_config.architectures[0],
-        vocab_size=hf_config.vocab_size,
-        hidden_size=hf_config.hidden_size,
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
         layers=tuple(layers),
-        rms_eps=hf_config.rms_norm_eps,
-        max_positions=hf_config.max_position_embeddings,
+        rms_eps=text.rms_norm_eps,
+        max_positions=text.max_position_embeddings,
         tie_embeddings=bool(hf_config.tie_word_embeddings),
-        hf_config=hf_config,
+        hf_config=text,
+        **options,
     )
 
 

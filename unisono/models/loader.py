@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import nn
 
 from unisono.layers.formats import Place
 from unisono.layers.norm import RMSNorm
@@ -14,13 +16,16 @@ from unisono.models.build import AttentionFactory, Builder
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import Family
 from unisono.models.decoder import Decoder
-from unisono.models.weights import TensorInfo, check, fill, places, read
+from unisono.models.weights import TensorInfo, check, fill, places, read, tensor_name
 from unisono.types import CheckpointError
 
 LoadFormat = Literal["auto", "dummy"]
 Progress = Callable[[str, float], None]
 
 DUMMY_STD = 0.02
+
+PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
+"""How the names of a text model's tensors begin in exports of the whole model, of the text model and of its base."""
 
 SEED_NAMES = {".mixer.": ".attention.", ".feed_forward.": ".mlp."}
 """Parts of parameter names -> their names in the seeds of dummy weights, so that these stay what they were."""
@@ -48,32 +53,81 @@ def load_model(
     """
     config = checkpoint.config
     builder = Builder(
-        config.hidden_size, config.rms_eps, dtype, device, attention, max_positions, checkpoint.format_of_module
+        config.hidden_size,
+        config.rms_eps,
+        dtype,
+        device,
+        attention,
+        max_positions,
+        checkpoint.format_of_module,
+        config.zero_centered_norms,
     )
     decoder = Decoder(config, builder)
     if load_format == "dummy":
-        _fill_randomly(decoder, seed)
+        fill_randomly(decoder, seed)
     else:
         _fill_from_files(decoder, checkpoint, progress)
     return decoder.eval()
 
 
-def checkpoint_names(decoder: Decoder, family: Family) -> dict[str, Place]:
-    """What a checkpoint must hold: each tensor's name there -> where it goes."""
-    return {
-        f"{family.name(module)}.{kind}": place
-        for module, kind, place in places(decoder)
-        if not (module == "lm_head" and decoder.config.tie_embeddings)
-    }
+def checkpoint_names(decoder: Decoder, family: Family, tensors: Container[str] = ()) -> dict[str, Place]:
+    """What a checkpoint must hold: each tensor's name there -> where it goes. tensors: what it holds."""
+    layers = decoder.config.layers
+
+    def held(module: str, kind: str) -> bool:
+        try:
+            return tensor_name(family.name(module, layers), kind) in tensors
+        except KeyError:  # the family does not store it so
+            return False
+
+    found: dict[str, Place] = {}
+    for module, kind, place in places(decoder, held):
+        if not (module == "lm_head" and decoder.config.tie_embeddings):
+            name, rows = tensor_name(family.name(module, layers), kind), family.rows_of(module, layers)
+            found[name] = place if rows is None else Shared.of(name, place, rows, found.get(name))
+    return found
+
+
+@dataclass(frozen=True)
+class Shared(Place):
+    """A checkpoint's tensor whose rows belong to several projections. parts: (place, its rows of the tensor)."""
+
+    parts: tuple[tuple[Place, torch.Tensor], ...] = ()
+
+    @classmethod
+    def of(cls, name: str, place: Place, rows: torch.Tensor, others: Place | None) -> Shared:
+        """``others``, or an empty one, with one more place. rows: of a weight with one row for each output.
+
+        Raises CheckpointError where the format stores blocks of outputs that the rows cut or mix.
+        """
+        block = len(rows) // max(1, place.shape[0])
+        blocks = rows.view(-1, block)
+        if not torch.equal(blocks, blocks[:, :1] // block * block + torch.arange(block)):
+            raise CheckpointError(
+                f"tensor {name} has a value for each {block} outputs, which belong to different projections here. "
+                "Give a checkpoint in which this layer is not quantised."
+            )
+        parts = (*getattr(others, "parts", ()), (place, blocks[:, 0] // block))
+        shape = sum(len(rows) for _, rows in parts), *place.shape[1:]
+        return cls(place.parameter, shape, place.accepts, parts=parts)
+
+    def fill(self, stored: torch.Tensor) -> None:
+        for place, rows in self.parts:
+            place.fill(stored[rows.to(stored.device)])
 
 
 @torch.no_grad()
-def _fill_randomly(decoder: Decoder, seed: int) -> None:
-    """A tensor's values depend on the seed and its name alone, so a model's first layers are a smaller model's."""
-    generator = torch.Generator(decoder.embed.weight.device)
-    for path, module in decoder.named_modules():
+def fill_randomly(root: nn.Module, seed: int) -> None:
+    """N(0, 0.02^2) in all parameters but norms; what has no memory yet, to be shared later, is passed over.
+
+    A tensor's values depend on the seed and its name alone, so a model's first layers are a smaller model's.
+    """
+    for path, module in root.named_modules():
         if not isinstance(module, RMSNorm):  # norms are born as ones
             for kind, parameter in module.named_parameters(recurse=False):
+                if parameter.is_meta:
+                    continue
+                generator = torch.Generator(parameter.device)
                 name = f"{path}.{kind}"
                 for part, old in SEED_NAMES.items():
                     name = name.replace(part, old)
@@ -85,15 +139,14 @@ def _fill_randomly(decoder: Decoder, seed: int) -> None:
 
 
 def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progress) -> None:
-    wanted, tensors = checkpoint_names(decoder, checkpoint.family), checkpoint.tensors()
+    tensors = _as_named(checkpoint.tensors(), checkpoint.family)
     head = f"{checkpoint.family.name('lm_head')}.weight"
     tied = decoder.config.tie_embeddings
-    if not any(name.startswith("model.") for name in tensors):  # the base model's export
-        wanted = {name.removeprefix("model."): place for name, place in wanted.items()}
-    drafting = draft_prefixes(tensors)
+    wanted = checkpoint_names(decoder, checkpoint.family, tensors)
+    unread = (*draft_prefixes(tensors), *checkpoint.family.unread)
 
     def unexpected(name: str) -> str | None:
-        if name.startswith(drafting) or (tied and name == head):
+        if name.startswith(unread) or (tied and name == head):
             return None
         return f"a {checkpoint.config.architecture} with this config.json has no place for it"
 
@@ -101,6 +154,23 @@ def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progres
     fill(wanted, tensors, decoder.embed.weight.device, lambda share: progress("load", share))
     if tied and head in tensors:
         _check_tied_head(decoder, head, tensors)
+
+
+def _as_named(tensors: Mapping[str, TensorInfo], family: Family) -> Mapping[str, TensorInfo]:
+    """The text model's tensors by the family's names: exports may have them under another prefix.
+
+    The prefix is the one under which the token embedding is found.
+    """
+    own, _, embed = family.name("embed").rpartition(".")
+    own = f"{own}." if own else ""
+    prefix = next((p for p in (own, *PREFIXES) if f"{p}{embed}.weight" in tensors), own)
+    apart = (f"{family.name('lm_head')}.", *draft_prefixes(tensors), *family.unread)
+    if prefix == own:
+        return tensors
+    return {
+        own + name[len(prefix) :] if name.startswith(prefix) and not name.startswith(apart) else name: info
+        for name, info in tensors.items()
+    }
 
 
 def draft_prefixes(tensors: Iterable[str]) -> tuple[str, ...]:

@@ -1,13 +1,14 @@
 """Multi-token prediction modules as checkpoints keep them: beside the target's weights or in a directory alone.
 
 Owns the key layouts, what a block's shapes tell, and every way in which modules do not fit their target. Drafters
-call it. The blocks read are those of the supported families; MLA and mixture-of-experts blocks are refused by name.
+call it. A block attends as the target's attention layers do and has their norms; where it has experts, it routes as the
+target does. Other blocks are refused by name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,22 +18,25 @@ import torch
 from unisono import catalog
 from unisono.layers.formats import Place
 from unisono.models import weights
-from unisono.models.blocks import LayerSpec, MLPSpec
+from unisono.models.blocks import BlockSpec, LayerSpec, MLPSpec
 from unisono.models.build import AttentionFactory, Builder, no_attention
 from unisono.models.checkpoint import read_tensors
-from unisono.models.config import DecoderConfig
+from unisono.models.config import DecoderConfig, checkpoint_name
 from unisono.models.decoder import Decoder
+from unisono.models.experts import ExpertsSpec
+from unisono.models.loader import fill_randomly
 from unisono.models.mtp import MTPModule
 from unisono.models.qwen3 import QWEN3
+from unisono.models.qwen3_5_moe import EXPERTS
 from unisono.models.weights import TensorInfo
 from unisono.types import CheckpointError
 
 BLOCK = {
-    ours.removeprefix("layers.*."): theirs.removeprefix("model.layers.*.")
-    for ours, theirs in QWEN3.names.items()
+    ours.removeprefix("layers.*."): str(theirs).removeprefix("model.layers.*.")
+    for ours, theirs in (QWEN3.names | EXPERTS).items()
     if ours.startswith("layers.*.")
 }
-"""Names inside a decoder block, relative to it: Llama's and Qwen3's head norms."""
+"""Names inside a decoder block, relative to it: Llama's, Qwen3's head norms, the experts of Qwen's."""
 
 SHARED = ("embed", "lm_head")
 """What a module shares with the target, though its checkpoint may store it."""
@@ -42,26 +46,37 @@ SHARED = ("embed", "lm_head")
 class Layout:
     """Where a family of checkpoints keeps its modules; ``*`` is a module's number in ``block`` and ``names``.
 
-    block: what a decoder block's names begin with. names: the rest of the module, and what the block renames.
+    block: what a decoder block's names begin with. names: the rest of the module, and what the block renames. root:
+    what the names of all modules' tensors begin with, where nothing else's do.
     """
 
     block: str
     names: Mapping[str, str]
     hidden_first: bool = False
+    root: str = ""
 
     def name(self, module: str, number: int) -> str:
         """The checkpoint's name of one of our modules in MTP module ``number``."""
         if module in self.names:
             return self.names[module].replace("*", str(number))
-        return self.block.replace("*", str(number)) + BLOCK[module.removeprefix("layer.")]
+        return self.block.replace("*", str(number)) + checkpoint_name(BLOCK, module.removeprefix("layer."))
 
-    def targets(self, module: MTPModule, number: int, shared: Sequence[str] = SHARED) -> dict[str, Place]:
-        """The checkpoint's names of a module's tensors -> where they go, but for those of ``shared`` parts."""
-        return {
-            f"{self.name(path, number)}.{kind}": place
-            for path, kind, place in weights.places(module)
-            if path not in shared
-        }
+    def targets(
+        self, module: MTPModule, number: int, shared: Sequence[str] = SHARED, tensors: Container[str] = ()
+    ) -> dict[str, Place]:
+        """The checkpoint's names of a module's tensors -> where they go, but for those of ``shared`` parts.
+
+        tensors: what the checkpoint holds.
+        """
+
+        def named(path: str, kind: str) -> str:
+            return weights.tensor_name(self.name(path, number), kind)
+
+        def held(path: str, kind: str) -> bool:
+            return path not in SHARED and named(path, kind) in tensors
+
+        found = weights.places(module, held)
+        return {named(path, kind): place for path, kind, place in found if path not in shared}
 
     def numbers(self, tensors: Mapping[str, TensorInfo]) -> list[int]:
         """The numbers of the modules that the checkpoint holds, in order."""
@@ -76,11 +91,13 @@ def _nextn(block: str, **names: str) -> Layout:
     return Layout(block, {ours: block + theirs for ours, theirs in {**inside, **names}.items()})
 
 
+QWEN = "Qwen3-Next, Qwen3.5"
+
 LAYOUTS = {
     "DeepSeek-V3, GLM": _nextn(
         "model.layers.*.", norm="shared_head.norm", embed="embed_tokens", lm_head="shared_head.head"
     ),
-    "Qwen3-Next, Qwen3.5": Layout(
+    QWEN: Layout(
         "mtp.layers.*.",
         {
             "embed_norm": "mtp.pre_fc_norm_embedding",
@@ -88,6 +105,7 @@ LAYOUTS = {
             "project": "mtp.fc",
             "norm": "mtp.norm",
         },
+        root="mtp.",
     ),
     "MiMo": replace(
         _nextn(
@@ -99,9 +117,11 @@ LAYOUTS = {
 }
 """By the models that use it. Sources: the models' files in vLLM and SGLang, and transformers' ``MtpModel``."""
 
+EXPERTS_NAMES = r"\.(mlp\.experts|mlp\.gate\.|mlp\.shared_expert|moe\.)"
+"""Tensors of a mixture of experts."""
+
 UNSUPPORTED = {
     r"\.self_attn\.(q_a_proj|kv_a_proj|kv_b_proj)": "multi-head latent attention (MLA)",
-    r"\.(mlp\.experts|mlp\.gate\.|mlp\.shared_expert|moe\.)": "a mixture of experts",
     r"\.(linear_attn|mamba)\.": "linear attention",
     r"(weight_scale_inv|weight_scale|qweight)$": "quantised weights",
 }
@@ -111,15 +131,16 @@ UNSUPPORTED = {
 class MTPCheckpoint:
     """Opened modules, checked against the target's shapes. Make one with :meth:`open`.
 
-    config: a decoder of one layer with the shapes of a module's block; vocabulary, head size, rotary angles and window
-    are those of the target('s last layer). numbers: each module's in the checkpoint's names, first step first.
+    config: a decoder of one layer with the shapes of a module's block; vocabulary, head size, rotary angles, window and
+    kind of norms are those of the target('s last layer that attends). numbers: each module's in the checkpoint's names,
+    first step first. tensors: None for random weights.
     """
 
     path: Path
     layout: Layout = field(repr=False)
     config: DecoderConfig
     numbers: tuple[int, ...]
-    tensors: Mapping[str, TensorInfo] = field(repr=False)
+    tensors: Mapping[str, TensorInfo] | None = field(repr=False)
 
     @property
     def depth(self) -> int:
@@ -127,8 +148,11 @@ class MTPCheckpoint:
         return len(self.numbers)
 
     @classmethod
-    def open(cls, path: str | Path, target: DecoderConfig) -> MTPCheckpoint:
+    def open(cls, path: str | Path, target: DecoderConfig, *, dummy: bool = False) -> MTPCheckpoint:
         """Find the modules in a directory, which may be the target's own, from its safetensors' headers.
+
+        dummy: random weights; reads nothing, for the target's config says how many modules there are. Their blocks are
+        then as the target's last layer, but for its mixer, which is that of its last layer that attends.
 
         Raises CheckpointError: no directory, no modules, blocks of a kind that is not supported, a hidden size that
         is not the target's, tensors that are missing or have no place.
@@ -136,6 +160,8 @@ class MTPCheckpoint:
         directory = catalog.resolve_name(path)
         if not directory.is_dir():
             raise CheckpointError(f"{directory} is no directory: give the one that holds the MTP modules.")
+        if dummy:
+            return cls._made_up(directory, target)
         tensors = read_tensors(directory)
         for layout in LAYOUTS.values():
             numbers = layout.numbers(tensors)
@@ -146,6 +172,17 @@ class MTPCheckpoint:
                 return opened
         keys = "; ".join(f"{models}: {layout.name('project', 0)}" for models, layout in LAYOUTS.items())
         raise CheckpointError(f"{directory} has no MTP modules. Looked for, with any number: {keys}.")
+
+    @classmethod
+    def _made_up(cls, directory: Path, target: DecoderConfig) -> MTPCheckpoint:
+        if not target.mtp_modules:
+            raise CheckpointError(
+                f"{directory / 'config.json'} declares no MTP modules (mtp_num_hidden_layers), so there are none to "
+                "give random weights. Leave load_format out to read modules."
+            )
+        block = LayerSpec(target.attention, target.layers[-1].feed_forward)
+        config = replace(target, layers=(block,))
+        return cls(directory, LAYOUTS[QWEN], config, tuple(range(target.mtp_modules)), None)
 
     def load(
         self,
@@ -160,9 +197,12 @@ class MTPCheckpoint:
         Its embedding and LM head are the target's, unless the checkpoint stores others. ``progress`` is called with the
         share of its elements that is in place, 0 … 1.
         """
-        number = self.numbers[step]
-        module = self._module(number, target.builder.beside(attention, dtype))
-        weights.fill(self._targets(module, number), self.tensors, target.embed.weight.device, progress)
+        number, kind = self.numbers[step], self.config.zero_centered_norms
+        module = self._module(number, target.builder.beside(attention, dtype, zero_centered_norms=kind))
+        if self.tensors is None:
+            fill_randomly(module, seed=step)
+        else:
+            weights.fill(self._targets(module, number), self.tensors, target.embed.weight.device, progress)
         for part in SHARED:
             if not self._stores(part, number) or weights.same_as(getattr(module, part), getattr(target, part)):
                 setattr(module, part, getattr(target, part))
@@ -181,7 +221,7 @@ class MTPCheckpoint:
 
     def _stores(self, part: str, number: int) -> bool:
         """Whether the checkpoint stores an embedding or LM head of a module, which may be a copy of the target's."""
-        return part in self.layout.names and f"{self.layout.name(part, number)}.weight" in self.tensors
+        return part in self.layout.names and f"{self.layout.name(part, number)}.weight" in (self.tensors or {})
 
     def _module(self, number: int, builder: Builder) -> MTPModule:
         """A module, uninitialised; what it is to share takes no memory."""
@@ -192,31 +232,44 @@ class MTPCheckpoint:
 
     def _targets(self, module: MTPModule, number: int) -> dict[str, Place]:
         shared = [part for part in SHARED if not self._stores(part, number)]
-        return self.layout.targets(module, number, shared)
+        return self.layout.targets(module, number, shared, self.tensors or {})
 
     def _check(self) -> None:
         """Compare every module's tensors with what it needs. Raises CheckpointError naming the first misfit."""
-        builder = Builder(self.config.hidden_size, self.config.rms_eps, torch.float32, "meta", no_attention, 1)
+        c, layout = self.config, self.layout
+        zero_centered = c.zero_centered_norms
+        builder = Builder(
+            c.hidden_size, c.rms_eps, torch.float32, "meta", no_attention, 1, zero_centered_norms=zero_centered
+        )
         for number in self.numbers:
-            prefix = self.layout.block.replace("*", str(number))
             wanted = self._targets(self._module(number, builder), number)
-            weights.check(wanted, self.tensors, self.path, partial(_unexpected, prefix))
+            weights.check(wanted, self.tensors or {}, self.path, partial(_unexpected, layout, number))
 
 
-def _unexpected(prefix: str, name: str) -> str | None:
-    """Why a tensor of the module whose names begin with ``prefix`` has no place; None for other tensors."""
-    return "an MTP module has none like it" if name.startswith(prefix) else None
+def _unexpected(layout: Layout, number: int, name: str) -> str | None:
+    """Why a tensor of module ``number`` has no place; None for other modules' and the target's tensors."""
+    own, of_blocks = layout.block.replace("*", str(number)), layout.block.partition("*")[0]
+    common = layout.root and name.startswith(layout.root) and not name.startswith(of_blocks)
+    return "an MTP module has none like it" if common or name.startswith(own) else None
 
 
 def _block_config(
     directory: Path, layout: Layout, number: int, tensors: Mapping[str, TensorInfo], target: DecoderConfig
 ) -> DecoderConfig:
     """The shapes of a module's block, from its tensors; what they do not tell is the target's."""
-    prefix = layout.block.replace("*", str(number))
+    prefix = layout.root or layout.block.replace("*", str(number))
+
+    def like(pattern: str) -> str | None:
+        return next((n for n in tensors if n.startswith(prefix) and re.search(pattern, n)), None)
+
     for pattern, what in UNSUPPORTED.items():
-        name = next((n for n in tensors if n.startswith(prefix) and re.search(pattern, n)), None)
-        if name is not None:
+        if (name := like(pattern)) is not None:
             raise CheckpointError(f"{directory}: the MTP module has {what} ({name}), which is not supported yet.")
+    if layout.root and getattr(target.hf_config, "mtp_use_dedicated_embeddings", False):
+        raise CheckpointError(
+            f"{directory}: mtp_use_dedicated_embeddings=True in the target's config.json is not supported: the modules "
+            "share the target's embedding."
+        )
 
     def shape(module: str, kind: str = "weight") -> tuple[int, ...]:
         name = f"{layout.name(module, number)}.{kind}"
@@ -233,14 +286,31 @@ def _block_config(
             f"{directory}: {layout.name('project', number)}.weight has shape {list(shape('project'))}; a target of "
             f"hidden size {hidden} needs {[hidden, 2 * hidden]}. These modules belong to another model."
         )
-    dim = target.head_dim
+    dim, queries = target.attention.head_dim, shape("layer.mixer.o")[1]
     mixer = replace(
         target.attention,
-        num_heads=shape("layer.mixer.o")[1] // dim,
+        num_heads=queries // dim,
         num_kv_heads=shape("layer.mixer.qkv.k")[0] // dim,
         qkv_bias=has("layer.mixer.qkv.q", "bias"),
         o_bias=has("layer.mixer.o", "bias"),
         qk_norm=has("layer.mixer.q_norm"),
+        output_gate=shape("layer.mixer.qkv.q")[0] == 2 * queries,
     )
-    down = "layer.feed_forward.down"
-    return replace(target, layers=(LayerSpec(mixer, MLPSpec(shape(down)[1], has(down, "bias"))),))
+    down, router = "layer.feed_forward.down", "layer.feed_forward.router"
+    feed_forward: BlockSpec
+    if (name := like(EXPERTS_NAMES)) is not None:
+        feed_forward = replace(_experts(directory, target, name), num_experts=shape(router)[0])
+    else:
+        feed_forward = MLPSpec(shape(down)[1], has(down, "bias"))
+    return replace(target, layers=(LayerSpec(mixer, feed_forward),))
+
+
+def _experts(directory: Path, target: DecoderConfig, name: str) -> ExpertsSpec:
+    """The last of the target's mixtures of experts, as which a module routes; ``name``: a tensor of the module's."""
+    for layer in reversed(target.layers):
+        if isinstance(layer.feed_forward, ExpertsSpec):
+            return layer.feed_forward
+    raise CheckpointError(
+        f"{directory}: the MTP module has a mixture of experts ({name}), and a {target.architecture} with this "
+        "config.json has none, so nothing says how the module routes."
+    )

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from unisono.layers.formats import Place, Slice
-from unisono.layers.linear import Linear
 from unisono.types import CheckpointError
 
 IGNORED = re.compile(r"rotary_emb\.inv_freq$")
@@ -73,19 +73,53 @@ def read_pickle(file: Path) -> dict[str, TensorInfo]:
     }
 
 
-def places(root: nn.Module) -> Iterator[tuple[str, str, Place]]:
-    """``(module, kind, place)`` of all that a checkpoint stores of ``root``.
+@runtime_checkable
+class Placed(Protocol):
+    """A module that names its places itself, and those of all that is in it."""
 
-    The projections of a merged linear layer count as modules in it; kind is the last part of a tensor's name.
+    def places(self) -> Iterator[tuple[str, Place]]:
+        """(name inside the module, where it goes) of each tensor that a checkpoint may hold."""
+        ...
+
+
+def places(
+    root: nn.Module, held: Callable[[str, str], bool] = lambda module, kind: False
+) -> Iterator[tuple[str, str, Place]]:
+    """``(module, kind, place)`` of all that a checkpoint stores of ``root``; :func:`tensor_name` makes names of them.
+
+    What a module's own ``places()`` yields counts as modules in it: the projections of a merged linear layer, single
+    experts. held: whether the checkpoint has the tensor of a module and kind; of a module that can be stored in
+    several forms, the places are those of the first form of which it has one, else of the first.
     """
-    for path, module in root.named_modules():
-        if isinstance(module, Linear):
-            for name, place in module.places():
-                projection, _, kind = name.rpartition(".")
-                yield f"{path}.{projection}" if projection else path, kind, place
-        else:
+    for path, module in _owners(root, "", set()):
+        if not isinstance(module, Placed):
             for kind, parameter in module.named_parameters(recurse=False):
                 yield path, kind, Place(parameter, tuple(parameter.shape))
+            continue
+        found = []
+        for inside, place in module.places():
+            part, _, kind = inside.rpartition(".")
+            found.append((".".join(filter(None, (path, part))), kind, place))
+        forms = list(dict.fromkeys(place.form for *_, place in found if place.form))
+        there = (form for form in forms if any(p.form == form and held(name, kind) for name, kind, p in found))
+        form = next(there, forms[0] if forms else "")
+        yield from (each for each in found if each[2].form in ("", form))
+
+
+def _owners(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules by path, each once, without what is inside one that names its places itself."""
+    if module in seen:
+        return
+    seen.add(module)
+    yield path, module
+    if not isinstance(module, Placed):
+        for name, child in module.named_children():
+            yield from _owners(child, f"{path}.{name}" if path else name, seen)
+
+
+def tensor_name(module: str, kind: str) -> str:
+    """A checkpoint's name of a tensor: a fused one has its module's name, or a name that begins so."""
+    return module + kind if kind == "" or kind.startswith("_") else f"{module}.{kind}"
 
 
 def check(

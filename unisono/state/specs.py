@@ -6,7 +6,7 @@ same tree with tensors in place of the specs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,19 +57,46 @@ class PerSlot:
 
 
 @dataclass(frozen=True)
+class Remembered:
+    """One input of a recurrence, of which a row remembers the latest positions.
+
+    shape, dtype: of one position. last: how many positions before a pass's first token are read; 0: all since the
+    snapshot. With ``last`` > 0 a pass must read a row's remembered inputs before it writes them.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    last: int = 0
+
+    def ring(self, width: int) -> int:
+        """Positions that a row remembers where a round has up to ``width`` tokens of a row.
+
+        A snapshot lags up to PAGE_SIZE - 1 committed tokens behind a round's first one, and behind the next round's
+        first one another ``width``. Inputs since the snapshot have room for the next round's own tokens as well, so
+        these may be written while the earlier ones are still read.
+        """
+        return self.last + width - 1 if self.last else PAGE_SIZE - 1 + 2 * width
+
+
+@dataclass(frozen=True)
 class Tail:
     """State of a recurrence: a snapshot at a multiple of PAGE_SIZE positions, and the raw inputs since.
 
-    snapshot, inputs: shape and dtype of a snapshot, and of what one position puts in.
+    snapshot: shape and dtype of each tensor of a snapshot, by name. inputs: what a row remembers of each position.
     """
 
-    snapshot: tuple[tuple[int, ...], torch.dtype]
-    inputs: tuple[tuple[int, ...], torch.dtype]
+    snapshot: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    inputs: Mapping[str, Remembered]
 
     @property
     def snapshot_bytes(self) -> int:
         """Bytes of one snapshot."""
-        return _bytes(*self.snapshot)
+        return sum(_bytes(*each) for each in self.snapshot.values())
+
+    def row_bytes(self, width: int) -> int:
+        """Bytes of one row: its snapshot, and its inputs where a round has up to ``width`` tokens of a row."""
+        inputs = sum(each.ring(width) * _bytes(each.shape, each.dtype) for each in self.inputs.values())
+        return self.snapshot_bytes + inputs
 
 
 Spec = Paged | PerSlot | Tail

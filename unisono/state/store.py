@@ -27,14 +27,20 @@ PageKey = tuple[int, tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class TailView:
-    """What a recurrent layer sees of its state. NR rows as in page tables; ring: positions that a row remembers.
+    """What a recurrent layer sees of its state, tensors by the names of :class:`unisono.state.specs.Tail`.
 
-    snapshot [NR, *shape]: the state after ``store.tail_positions`` tokens of each row. inputs [NR, ring, *shape]: the
-    raw inputs since, that of position p at p % ring.
+    NR rows as in page tables; ring: positions that a row remembers. snapshot [NR, *shape]: the state after
+    ``store.tail_positions`` tokens of each row. inputs [NR, ring, *shape]: the raw inputs since, that of position p at
+    p % ring.
     """
 
-    snapshot: torch.Tensor
-    inputs: torch.Tensor
+    snapshot: dict[str, torch.Tensor]
+    inputs: dict[str, torch.Tensor]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them; the first dimension is the row."""
+        return [*self.snapshot.values(), *self.inputs.values()]
 
 
 class StateView:
@@ -52,11 +58,12 @@ class StateStore:
     """Allocates state, and copies, exports and imports it.
 
     slots: S. paths: tree paths of each request, 1 for a chain. max_model_len: positions of a request; windows as long
-    as that are lifetime ALL. ring: positions whose inputs a tail remembers.
+    as that are lifetime ALL. width: tokens of a row in the widest round, which says how many positions' inputs a tail
+    remembers.
     """
 
-    def __init__(self, slots: int, paths: int, max_model_len: int, ring: int, device: torch.device) -> None:
-        self.slots, self.paths, self.max_model_len, self.ring, self.device = slots, paths, max_model_len, ring, device
+    def __init__(self, slots: int, paths: int, max_model_len: int, width: int, device: torch.device) -> None:
+        self.slots, self.paths, self.max_model_len, self.width, self.device = slots, paths, max_model_len, width, device
         self.max_pages = -(-max_model_len // PAGE_SIZE)
         self.num_pages: dict[int, int] = {}  # by lifetime, those of tree paths included
         self.page_tables: dict[int, torch.Tensor] = {}  # by lifetime, [NR, MP] int32
@@ -67,7 +74,7 @@ class StateStore:
         self._views: dict[str, StateView] = defaultdict(StateView)
         self._slot_state: dict[str, Tree] = {}  # the owners' trees with None in place of paged specs
         self._pages: dict[PageKey, torch.Tensor] = {}  # [specs, NP, *shape]
-        self._snapshots: list[torch.Tensor] = []  # of each tail, [ids, *shape]
+        self._snapshots: list[torch.Tensor] = []  # of each tail and name, [ids, *shape]
         self._table(ALL)
 
     # ---- declaring and allocating --------------------------------------------------------------
@@ -121,9 +128,8 @@ class StateStore:
             self._views[owner].tree = map_tree(
                 specs, partial(self._filled, iter(_flat(self._slot_state[owner])), taken)
             )
-        for tail in self._tail_views():
-            dims = (snapshots, *tail.snapshot.shape[1:])
-            self._snapshots.append(torch.zeros(dims, dtype=tail.snapshot.dtype, device=self.device))
+        for live in self._live_snapshots():
+            self._snapshots.append(torch.zeros((snapshots, *live.shape[1:]), dtype=live.dtype, device=self.device))
 
     def nbytes(self, owner: str | None = None) -> int:
         """Bytes of pages, of all owners or of one."""
@@ -147,8 +153,8 @@ class StateStore:
         another's."""
         src, dst = sources.long(), rows.long()
         for tail in self._tail_views():
-            tail.snapshot.index_copy_(0, dst, tail.snapshot.index_select(0, src))
-            tail.inputs.index_copy_(0, dst, tail.inputs.index_select(0, src))
+            for tensor in tail.tensors:
+                tensor.index_copy_(0, dst, tensor.index_select(0, src))
         self.tail_positions.index_copy_(0, dst, self.tail_positions.index_select(0, src))
 
     # ---- commands between passes ---------------------------------------------------------------
@@ -156,19 +162,19 @@ class StateStore:
     def reset_tail(self, slot: int) -> None:
         """Begin a slot's recurrences at position 0."""
         self.tail_positions[slot] = 0
-        for tail in self._tail_views():
-            tail.snapshot[slot].zero_()
+        for live in self._live_snapshots():
+            live[slot].zero_()
 
     def save_tail(self, slot: int, snapshot: int) -> None:
         """Keep a slot's snapshots under an id."""
-        for tail, saved in zip(self._tail_views(), self._snapshots, strict=True):
-            saved[snapshot].copy_(tail.snapshot[slot])
+        for live, saved in zip(self._live_snapshots(), self._snapshots, strict=True):
+            saved[snapshot].copy_(live[slot])
 
     def load_tail(self, slot: int, snapshot: int, position: int) -> None:
         """Go on from the snapshots of an id, which were taken after ``position`` tokens."""
         self.tail_positions[slot] = position
-        for tail, saved in zip(self._tail_views(), self._snapshots, strict=True):
-            tail.snapshot[slot].copy_(saved[snapshot])
+        for live, saved in zip(self._live_snapshots(), self._snapshots, strict=True):
+            live[slot].copy_(saved[snapshot])
 
     def export_page(self, lifetime: int, page: int) -> list[torch.Tensor]:
         """The bytes of a page: a copy [specs, *shape] on the CPU for each shape and dtype of its lifetime."""
@@ -183,7 +189,7 @@ class StateStore:
             pages[:, page].copy_(given)
 
     def export_snapshot(self, snapshot: int) -> list[torch.Tensor]:
-        """The bytes of a snapshot, one tensor for each tail, on the CPU."""
+        """The bytes of a snapshot, one tensor for each tail and name, on the CPU."""
         return [saved[snapshot].cpu() for saved in self._snapshots]
 
     def import_snapshot(self, snapshot: int, state: list[torch.Tensor]) -> None:
@@ -211,10 +217,10 @@ class StateStore:
 
     def _of_slots(self, spec: Spec) -> Any:
         if isinstance(spec, Tail):
-            rows, (shape, dtype) = self.slots * self.paths, spec.snapshot
-            snapshot = torch.zeros((rows, *shape), dtype=dtype, device=self.device)
-            shape, dtype = spec.inputs
-            return TailView(snapshot, torch.zeros((rows, self.ring, *shape), dtype=dtype, device=self.device))
+            rows = self.slots * self.paths
+            shapes = {name: ((rows, *shape), dtype) for name, (shape, dtype) in spec.snapshot.items()}
+            rings = {name: ((rows, r.ring(self.width), *r.shape), r.dtype) for name, r in spec.inputs.items()}
+            return TailView(self._zeros(shapes), self._zeros(rings))
         assert isinstance(spec, PerSlot)
         return torch.full((self.slots, *spec.shape), spec.fill, dtype=spec.dtype, device=self.device)
 
@@ -224,6 +230,13 @@ class StateStore:
 
     def _tail_views(self) -> list[TailView]:
         return [held for state in self._slot_state.values() for held in _flat(state) if isinstance(held, TailView)]
+
+    def _live_snapshots(self) -> list[torch.Tensor]:
+        """[NR, *shape], of each tail and name."""
+        return [tensor for tail in self._tail_views() for tensor in tail.snapshot.values()]
+
+    def _zeros(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, torch.Tensor]:
+        return {name: torch.zeros(dims, dtype=dtype, device=self.device) for name, (dims, dtype) in shapes.items()}
 
     def _ints(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=self.device)

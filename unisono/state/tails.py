@@ -21,8 +21,8 @@ class TailPass:
 
     rows: each row's row of :class:`unisono.state.store.TailView`. since: tokens that its snapshot has seen before the
     pass. first: position of the row's first token of the pass. Inputs of positions since … first - 1 are remembered.
-    until: tokens that the snapshot has to have seen after the pass. Rows without a request have first -1, and keep
-    their state. A token counts if it stands at the position that follows the token before it in its row; others are
+    until: tokens that the snapshot has to have seen after the pass. end: the position after the row's last token that
+    counts; 0 where there is none. Rows without a request have first -1, and keep their state. A token counts if it stands at the position that follows the token before it in its row; others are
     padding.
     """
 
@@ -30,6 +30,12 @@ class TailPass:
     since: torch.Tensor
     first: torch.Tensor
     until: torch.Tensor
+    end: torch.Tensor
+
+    @property
+    def fields(self) -> tuple[torch.Tensor, ...]:
+        """rows, since, first, until, end: what kernels take."""
+        return self.rows, self.since, self.first, self.until, self.end
 
     @staticmethod
     def of(
@@ -47,7 +53,7 @@ class TailPass:
         else:
             first, committed = (kv_len - query_start.diff()).masked_fill(kv_len == 0, -1), kv_len
         until = torch.where(first >= 0, committed - committed % PAGE_SIZE, since)
-        return TailPass(rows, since, first, until)
+        return TailPass(rows, since, first, until, kv_len)
 
     def advance(self, seen: torch.Tensor) -> None:
         """After the pass: write ``until`` into seen [NR]."""

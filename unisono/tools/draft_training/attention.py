@@ -99,7 +99,7 @@ def new_pass(
         width=length,
         plan=earlier,
     )
-    shape = (rows * length // page, config.num_kv_heads, page, config.head_dim)
+    shape = (rows * length // page, config.attention.num_kv_heads, page, config.attention.head_dim)
     return inputs, [
         (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
         for _ in range(layers)

@@ -1,0 +1,208 @@
+"""Texts for the recurrent ops: their float64 oracle, and an engine's passes over them, cut in any way.
+
+Everything that a pass may not read is NaN: remembered inputs outside the live window, queries of earlier tokens,
+rows of padding. Rejected drafts are random.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+TAPS, PAGE = 4, 16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Heads of a layer, and how many tokens of a row a round may have."""
+
+    key_heads: int = 2
+    value_heads: int = 4
+    key_dim: int = 32
+    value_dim: int = 32
+    width: int = 8
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.keys + self.value_heads * self.value_dim
+
+
+@dataclass
+class Layer:
+    """A layer's weights, and the raw inputs u and gate inputs ba of some texts."""
+
+    sizes: Sizes
+    dtype: torch.dtype
+    lengths: list[int]
+    seed: int = 0
+    texts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        s, g = self.sizes, torch.Generator().manual_seed(self.seed)
+        self.weight = (torch.randn(s.channels, 1, TAPS, generator=g) / 2).to(self.dtype)
+        self.a_log = torch.log(torch.rand(s.value_heads, generator=g) * 15 + 1)
+        step = torch.exp(torch.rand(s.value_heads, generator=g) * 4.6 - 6.9)
+        self.dt_bias = step + torch.log(-torch.expm1(-step))
+        self.texts = [self.noise(n, g) for n in self.lengths]
+
+    def noise(self, tokens: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """u [tokens, C] and ba [tokens, 2 Hv]."""
+        u = torch.randn(tokens, self.sizes.channels, generator=g)
+        return u.to(self.dtype), (1.5 * torch.randn(tokens, 2 * self.sizes.value_heads, generator=g)).to(self.dtype)
+
+
+def oracle(layer: Layer, text: int, rounded: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """The formulas in float64: outputs [T, Hv, V] and the state after all tokens [Hv, V, K].
+
+    rounded: the convolution's output is rounded to the layer's dtype, as the ops do.
+    """
+    s, (u, ba) = layer.sizes, layer.texts[text]
+    padded = torch.cat((torch.zeros(TAPS - 1, s.channels), u)).double()
+    conv = sum(padded[j : j + len(u)] * layer.weight[:, 0, j].double() for j in range(TAPS))
+    x = conv * torch.sigmoid(conv)
+    x = x.to(layer.dtype).double() if rounded else x
+    q, k, v = x.split((s.keys, s.keys, s.value_heads * s.value_dim), dim=1)
+    groups = s.value_heads // s.key_heads
+
+    def heads(t: torch.Tensor) -> torch.Tensor:
+        t = t.unflatten(1, (s.key_heads, s.key_dim))
+        return (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(groups, 1)
+
+    q, k, v = heads(q) * s.key_dim**-0.5, heads(k), v.unflatten(1, (s.value_heads, s.value_dim))
+    b, a = ba.double().chunk(2, dim=1)
+    g = -layer.a_log.double().exp() * torch.nn.functional.softplus(a + layer.dt_bias.double())
+    state, out = torch.zeros(s.value_heads, s.value_dim, s.key_dim, dtype=torch.float64), []
+    for t in range(len(u)):
+        state = state * g[t].exp()[:, None, None]
+        error = (v[t] - torch.einsum("hvk,hk->hv", state, k[t])) * b[t].sigmoid()[:, None]
+        state = state + error[:, :, None] * k[t][:, None, :]
+        out.append(torch.einsum("hvk,hk->hv", state, q[t]))
+    return torch.stack(out), state
+
+
+class Passes:
+    """Rows of state, and passes over the texts of a layer. ``conv`` and ``rule`` are the ops or their launchers.
+
+    length [r]: tokens of text r that are committed. out [r]: outputs of committed tokens, NaN for those to come.
+    """
+
+    def __init__(self, layer: Layer, conv: Callable[..., Any], rule: Callable[..., Any], device: str = "cpu") -> None:
+        s, rows = layer.sizes, len(layer.texts) + 1
+        self.layer, self.conv, self.rule, self.device = layer, conv, rule, device
+
+        def nan(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((rows, *shape), torch.nan, dtype=dtype, device=device)
+
+        self.order = torch.randperm(
+            rows, generator=torch.Generator().manual_seed(1)
+        ).int()  # rows of state, the last pads
+        self.state = nan(s.value_heads, s.value_dim, s.key_dim, dtype=torch.float32)
+        self.taps = nan(TAPS - 1, s.channels, dtype=layer.dtype)
+        self.state[self.order[:-1].long()] = 0
+        self.taps[self.order[:-1].long()] = 0
+        self.rings = {
+            "conv": nan(TAPS - 1 + s.width - 1, s.channels, dtype=layer.dtype),
+            "kv": nan(PAGE - 1 + 2 * s.width, s.channels - s.keys, dtype=layer.dtype),
+            "gates": nan(PAGE - 1 + 2 * s.width, 2, s.value_heads, dtype=torch.float32),
+        }
+        self.since = torch.zeros(rows, dtype=torch.int32)
+        self.length = [0] * len(layer.texts)
+        self.out = [torch.full((n, s.value_heads * s.value_dim), torch.nan, dtype=layer.dtype) for n in layer.lengths]
+
+    def prompt(self, new: list[int], pad: int = 0, pad_rows: int = 0) -> None:
+        """Compute new[r] more tokens of each text; pad tokens and rows at the end."""
+        part = [(r, self.length[r], n) for r, n in enumerate(new) if n]
+        parts = [tuple(x[at : at + n] for x in self.layer.texts[r]) for r, at, n in part]
+        starts = [0]
+        for _, _, n in part:
+            starts.append(starts[-1] + n)
+        starts += [starts[-1]] * pad_rows
+        first = torch.tensor([at for _, at, _ in part] + [-1] * pad_rows, dtype=torch.int32)
+        end = torch.tensor([at + n for _, at, n in part] + [0] * pad_rows, dtype=torch.int32)
+        out = self._run(parts, pad, first, end, end, [r for r, _, _ in part], torch.tensor(starts, dtype=torch.int32))
+        assert not out[starts[-1] :].any(), "padding tokens are zero"
+        for (r, at, n), begin in zip(part, starts, strict=False):
+            self.out[r][at : at + n] = out[begin : begin + n]
+            self.length[r] += n
+
+    def round(
+        self, width: int, right: list[int], seed: int = 0, pad_rows: int = 0, room: list[int] | None = None
+    ) -> None:
+        """A round of ``width`` tokens of each text, of which the first right[r] are the text's and are committed.
+
+        room: tokens of each row that count, as near a request's last position; all by default.
+        """
+        g, parts = torch.Generator().manual_seed(seed), []
+        for r, good in enumerate(right):
+            at, drafts = self.length[r], self.layer.noise(width, g)
+            parts.append(tuple(torch.cat((x[at : at + good], d[good:])) for x, d in zip(self.layer.texts[r], drafts)))
+        first = torch.tensor([*self.length, *[-1] * pad_rows], dtype=torch.int32)
+        end = first + torch.tensor([*(room or [width] * len(right)), *[1] * pad_rows], dtype=torch.int32)
+        out = self._run(parts, width * pad_rows, first, end, first, list(range(len(right))), None)
+        assert not out[width * len(right) :].any(), "padding rows are zero"
+        for r, good in enumerate(right):
+            at = self.length[r]
+            self.out[r][at : at + good] = out[width * r : width * r + good]
+            self.length[r] += good
+
+    def _run(self, parts, pad, first, end, committed, texts, query_start) -> torch.Tensor:
+        u, ba = (
+            torch.cat([*tensors, torch.full((pad, tensors[0].shape[1]), 7.0).to(tensors[0])]) for tensors in zip(*parts)
+        )
+        wide = torch.cat((u, torch.full_like(u, torch.nan)), 1).to(self.device)[:, : u.shape[1]]  # rows with a stride
+        rows = torch.cat((self.order[torch.tensor(texts)], self.order[-1:].expand(len(first) - len(texts))))
+        since = self.since[rows.long()]
+        until = torch.where(first >= 0, committed - committed % PAGE, since)
+        where = [t.to(self.device) for t in (rows, since, first, until.int(), end)]
+        query_start = None if query_start is None else query_start.to(self.device)
+        layer, on = self.layer, self.device
+        weights = (layer.weight.to(on), ba.to(on), layer.a_log.to(on), layer.dt_bias.to(on))
+        qkv, gates = self.conv(wide, *weights, self.taps, self.rings["conv"], *where, query_start)
+        if query_start is not None or pad:
+            live = len(u) - pad
+            assert not qkv[live:].any(), "padding tokens are zero"
+            gates = torch.cat((gates[:live], torch.full_like(gates[live:], torch.nan)))
+        out = self.rule(qkv, gates, self.state, self.rings["kv"], self.rings["gates"], *where, query_start)
+        self.since[rows.long()] = until.int()
+        return out.cpu()
+
+
+def cuts(passes: Passes, rnd: random.Random, most: int) -> None:
+    """Compute all texts in prompt passes of random sizes."""
+    while any(at < n for at, n in zip(passes.length, passes.layer.lengths, strict=True)):
+        left = [n - at for at, n in zip(passes.length, passes.layer.lengths, strict=True)]
+        new = [min(rnd.randrange(most), n) for n in left]
+        if any(new):
+            passes.prompt(new, pad=rnd.randrange(3), pad_rows=rnd.randrange(2))
+
+
+def rounds(passes: Passes, rnd: random.Random, widths: Iterator[int], first: int = 40) -> None:
+    """A prompt pass of random length, then rounds with random accepted counts until a text is over."""
+    passes.prompt([rnd.randrange(1, first) for _ in passes.length])
+    for width in widths:
+        left = min(n - at for at, n in zip(passes.length, passes.layer.lengths, strict=True))
+        if left < width:
+            break
+        right = [rnd.randrange(1, width + 1) for _ in passes.length]
+        passes.round(width, right, seed=rnd.randrange(10**6), pad_rows=rnd.randrange(2))
+
+
+def differing(one: Passes, other: Passes) -> int:
+    """Rows of outputs that differ among the tokens that both have computed, and rows of state at equal positions."""
+    count = 0
+    for r, (a, b) in enumerate(zip(one.out, other.out, strict=True)):
+        n = min(one.length[r], other.length[r])
+        count += int((a[:n] != b[:n]).any(1).sum())  # NaN differs from itself
+        row = int(one.order[r])
+        if int(one.since[row]) == int(other.since[row]):
+            count += int((one.state[row] != other.state[row]).flatten(1).any(1).sum())
+            count += int((one.taps[row] != other.taps[row]).any())
+    return count

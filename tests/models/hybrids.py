@@ -1,0 +1,110 @@
+"""The checkpoints of hybrid families that tests share, their transformers models, and other exports of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from unisono.models.checkpoint import WEIGHTS
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_5-tied-heads-1x": (
+        "qwen3_5_text",
+        {
+            "tie_word_embeddings": True,
+            "linear_num_value_heads": 2,
+            "layer_types": [FULL, LINEAR, LINEAR, FULL, LINEAR, LINEAR],
+            "attention_bias": True,
+        },
+    ),
+    "qwen3_5-heads-3x": (
+        "qwen3_5_text",
+        {
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 9,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 1,
+            "layer_types": [LINEAR, FULL, LINEAR],
+            "num_hidden_layers": 3,
+        },
+    ),
+    "qwen3_5-vision": ("qwen3_5", {}),
+    "qwen3_5-vision-tied": ("qwen3_5", {"tie_word_embeddings": True}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
+    "qwen3_5_moe-vision": ("qwen3_5_moe", {"shared_expert_intermediate_size": 32}),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next-plain-layers": (
+        "qwen3_next",
+        {
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "num_hidden_layers": 6,
+            "norm_topk_prob": False,
+            "linear_num_value_heads": 6,
+            "linear_value_head_dim": 16,
+            "layer_types": [LINEAR, LINEAR, FULL, LINEAR, FULL, LINEAR],
+        },
+    ),
+}
+"""Name -> (family, fields of its config)."""
+
+
+def reference(directory: Path) -> torch.nn.Module:
+    """transformers' model of a checkpoint, in fp32."""
+    architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
+    kind = getattr(transformers, architecture)
+    return kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def renamed(
+    source: Path, directory: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> Path:
+    """A copy of a checkpoint with other tensors."""
+    shutil.copytree(source, directory)
+    tensors = change(load_file(source / WEIGHTS))
+    save_file({n: t.contiguous() for n, t in tensors.items()}, directory / WEIGHTS, metadata={"format": "pt"})
+    return directory
+
+
+def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors with each layer's experts in two: [E, 2 I, H], gate rows first, and [E, H, I]."""
+    found, parts = {}, {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        if match:
+            parts.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
+        else:
+            found[name] = tensor
+    for name, part in parts.items():
+        count = 1 + max(number for number, _ in part)
+        found[f"{name}.gate_up_proj"] = torch.stack([torch.cat((part[i, "gate"], part[i, "up"])) for i in range(count)])
+        found[f"{name}.down_proj"] = torch.stack([part[i, "down"] for i in range(count)])
+    return found
+
+
+def one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors with each expert's apart."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".experts.gate_up_proj"):
+            for i, weight in enumerate(tensor):
+                gate, up = weight.chunk(2)
+                base = f"{name.removesuffix('gate_up_proj')}{i}."
+                found |= {f"{base}gate_proj.weight": gate, f"{base}up_proj.weight": up}
+        elif name.endswith(".experts.down_proj"):
+            for i, weight in enumerate(tensor):
+                found[f"{name.removesuffix('down_proj')}{i}.down_proj.weight"] = weight
+        else:
+            found[name] = tensor
+    return found

@@ -1,0 +1,151 @@
+"""Exports of the families with Gated DeltaNet layers: names, forms of experts, what is passed over, what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.engine.helpers import engine
+from tests.models.harness import load, whole
+from tests.models.hybrids import FULL, LINEAR, fused, one_by_one, renamed
+from tests.models.make import END, make_checkpoint
+from unisono.layers.formats import Place
+from unisono.models.checkpoint import WEIGHTS, Checkpoint
+from unisono.models.loader import Shared
+from unisono.types import CheckpointError
+
+PROMPT = [[7, 200, 31, 5, 90, 90, 14, 3, 77, 120, 9, 64, 8, 19, 2, 33, 101, 250, 42, 6]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("hybrids")
+    families = "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_next"
+    return {f: make_checkpoint(root / f, f, tokenizer=f == "qwen3_5") for f in families}
+
+
+def logits(directory: Path) -> torch.Tensor:
+    return whole(load(directory), PROMPT)[0]
+
+
+def moved(tensors: dict[str, torch.Tensor], old: str, new: str) -> dict[str, torch.Tensor]:
+    return {re.sub(f"^{re.escape(old)}", new, name): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next"])
+def test_experts_fused_or_one_by_one_are_the_same(family: str, made: dict[str, Path], tmp_path: Path) -> None:
+    together = renamed(made[family], tmp_path / "fused", fused)
+    apart = renamed(together, tmp_path / "apart", one_by_one)
+    assert any(name.endswith("experts.gate_up_proj") for name in load_file(together / WEIGHTS))
+    assert any(".experts.9.down_proj.weight" in name for name in load_file(apart / WEIGHTS))
+    assert torch.equal(logits(together), logits(apart))
+    assert torch.equal(logits(made[family]), logits(apart))
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", ""])
+def test_a_text_models_names_may_have_another_prefix(prefix: str, made: dict[str, Path], tmp_path: Path) -> None:
+    source = made["qwen3_5_text"]
+    other = renamed(source, tmp_path / "other", lambda t: moved(t, "model.", prefix))
+    assert torch.equal(logits(other), logits(source))
+
+
+def test_a_text_only_export_of_the_model_with_a_tower(made: dict[str, Path], tmp_path: Path) -> None:
+    def text_only(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        text = {n: t for n, t in tensors.items() if ".visual." not in n}
+        return moved(text, "model.language_model.", "model.")
+
+    assert torch.equal(logits(renamed(made["qwen3_5"], tmp_path / "text", text_only)), logits(made["qwen3_5"]))
+
+
+def test_the_tower_and_modules_are_passed_over(made: dict[str, Path], tmp_path: Path) -> None:
+    more = {"mtp.fc.weight": torch.zeros(2, 2), "mtp.layers.0.mlp.up_proj.weight": torch.zeros(2, 2)}
+    both = renamed(made["qwen3_5"], tmp_path / "both", lambda t: t | more)
+    assert torch.equal(logits(both), logits(made["qwen3_5"]))
+    ((beginning, count, why),) = Checkpoint.open(both).unread()
+    assert (beginning, why) == ("model.visual.*", "the vision tower is not read: pictures are refused for now")
+    assert re.fullmatch(r"\d\d tensors not read", count)
+    with engine(both, max_model_len=64, max_num_seqs=2) as llm:
+        found = {d["name"]: d for d in llm.engine.info()["decisions"]}
+    assert "pictures are refused for now" in found["model.visual.*"]["reason"]
+
+
+def test_an_unknown_tensor_is_refused(made: dict[str, Path], tmp_path: Path) -> None:
+    more = {"model.language_model.layers.0.linear_attn.in_proj_c.weight": torch.zeros(2, 2)}
+    with pytest.raises(CheckpointError, match=r"in_proj_c.weight \[2, 2\] is unexpected"):
+        load(renamed(made["qwen3_5"], tmp_path / "more", lambda t: t | more))
+
+
+def test_a_missing_tensor_is_named_as_packed(made: dict[str, Path], tmp_path: Path) -> None:
+    name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
+    with pytest.raises(CheckpointError, match=rf"{name} \[320, 80\] is missing"):
+        load(renamed(made["qwen3_next"], tmp_path / "less", lambda t: {n: v for n, v in t.items() if n != name}))
+
+
+def changed(source: Path, directory: Path, **fields: Any) -> Path:
+    """A directory with the same config.json but for these fields, and no weights."""
+    raw = json.loads((source / "config.json").read_text())
+    raw.get("text_config", raw).update(fields)
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(raw))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid'"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16'"),
+        ({"layer_types": [LINEAR] * 6}, "at least one layer must be full_attention"),
+        ({"layer_types": [FULL, "sliding_attention"] * 3}, "layer_types='sliding_attention'"),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads=3"),
+    ],
+    ids=["output gate", "state dtype", "no attention", "window", "value heads"],
+)
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5"])
+def test_what_is_not_computed_is_refused(
+    fields: dict[str, Any], words: str, family: str, made: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        Checkpoint.open(changed(made[family], tmp_path / "config", **fields))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5", "qwen3_5_moe_text"])
+def test_what_the_text_models_config_says_is_read(family: str, made: dict[str, Path], tmp_path: Path) -> None:
+    fields = {"mtp_num_hidden_layers": 1, "attn_output_gate": False, "eos_token_id": 5, "output_gate_type": "swish"}
+    path = changed(made[family], tmp_path / "config", **fields, full_attention_interval=4, mamba_ssm_dtype="float32")
+    checkpoint = Checkpoint.open(path)
+    config = checkpoint.config
+    assert config.mtp_modules == 1
+    assert config.zero_centered_norms
+    assert config.attention_shapes == ((4, 2, 32),)
+    assert not config.attention.output_gate
+    assert checkpoint.eos_token_ids == (5,)
+    assert checkpoint.dtype is torch.float32
+    assert config.hf_config.name_or_path == str(path)
+    assert END not in checkpoint.eos_token_ids
+
+
+def test_layers_by_interval(made: dict[str, Path], tmp_path: Path) -> None:
+    path = changed(made["qwen3_next"], tmp_path / "config", layer_types=None, full_attention_interval=3)
+    kinds = [type(layer.mixer).__name__ for layer in Checkpoint.open(path).config.layers]
+    assert kinds == ["GatedDeltaSpec", "GatedDeltaSpec", "AttentionSpec", "GatedDeltaSpec"]
+
+
+def test_blocks_of_outputs_move_whole_or_are_refused() -> None:
+    """A tensor with a value for each 2 outputs: rows that keep pairs together move its values, others are refused."""
+    first, second = torch.zeros(2, 1), torch.zeros(1, 1)
+    rows = torch.tensor([4, 5, 0, 1])
+    joined = Shared.of("scale", Place(first, (2, 1)), rows, None)
+    joined = Shared.of("scale", Place(second, (1, 1)), torch.tensor([2, 3]), joined)
+    assert joined.shape == (3, 1)
+    joined.fill(torch.tensor([[10.0], [11.0], [12.0]]))
+    assert first.flatten().tolist() == [12, 10]
+    assert second.item() == 11
+    with pytest.raises(CheckpointError, match="a value for each 2 outputs"):
+        Shared.of("scale", Place(first, (2, 1)), torch.tensor([1, 2, 5, 0]), None)

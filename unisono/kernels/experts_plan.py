@@ -1,0 +1,252 @@
+"""Which rows an expert's matrix products take together. Owns the ``sort_pairs`` op.
+
+A token and one of its experts are a *pair*: pair ``token * top_k + slot``. Where a shared expert rides along in the
+same stack of weights (as expert E), the pairs behind those are its own, one for each token. Products write a pair's
+result to the pair's own row, so the plan decides about speed and changes no bit.
+
+There are two plans, chosen by the number of pairs alone. Up to LEAD_PAIRS, the first pair of each expert gathers the
+expert's pairs, and nothing is sorted. Above that, three small kernels sort pairs by expert: count in blocks, turn the
+counts into places, place. No atomics, no host, and no shape depends on data: there are as many tiles as the worst
+choice of experts needs, and those behind the last have no rows.
+
+:func:`tile_rows`, :func:`tile_pairs` and :func:`tokens_of` are what a product's kernel reads its rows with.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from unisono.kernels.library import AotCase, define, ints, register
+from unisono.kernels.overlap import follow, overlapped
+
+LEAD_PAIRS = 128
+"""Up to so many pairs nothing is sorted."""
+
+_COUNTED = 32
+"""Blocks of counts that are added at once."""
+
+_LISTED = 16
+"""Tiles that one program lists."""
+
+
+class Plan(NamedTuple):
+    """How a pass's pairs are divided into tiles.
+
+    ids [M, top_k] i32: the experts of each token. experts: E, how many they are chosen from. tile: rows of a tile.
+    order [P] i32: pairs sorted by expert. tiles [3, tiles] i32: of each its expert, its first place in ``order`` and
+    its number of rows, 0 in those that are not needed. Both None: not sorted.
+    """
+
+    ids: torch.Tensor
+    experts: int
+    tile: int
+    order: torch.Tensor | None = None
+    tiles: torch.Tensor | None = None
+
+
+def num_tiles(pairs: int, experts: int, tile: int) -> int:
+    """Tiles that any choice of experts can need: each expert has at most one that is not full."""
+    return min(pairs, pairs // tile + experts)
+
+
+# ---- the rows of a tile, in a product's kernel ------------------------------------------------------
+
+
+@triton.jit
+def tile_rows(ids, tiles, t, M, count, E: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr,
+              RIDES: tl.constexpr, LEAD: tl.constexpr, PAIRS: tl.constexpr):  # fmt: skip
+    """(expert, number of rows n, first, rank [PAIRS]) of tile ``t``.
+
+    count: listed tiles. RIDES: a shared expert has tiles too. LEAD: not sorted: tile t is pair t, and has rows where
+    that pair is its expert's first; n may exceed TILE. PAIRS: a power of two that holds all pairs. :func:`tile_pairs`
+    takes the results.
+    """
+    pairs = M * TOP_K
+    if LEAD:
+        p = tl.arange(0, PAIRS)
+        every = tl.load(ids + p, mask=p < pairs, other=-1)
+        e = tl.load(ids + t, mask=t < pairs, other=E)
+        same = (every == e).to(tl.int32)
+        leads = tl.min(tl.where(same != 0, p, PAIRS), 0) == t
+        n = tl.where(t < pairs, tl.where(leads, tl.sum(same, 0), 0), M)
+        rank = tl.where(same != 0, tl.cumsum(same, 0) - 1, -1)
+        first = tl.where(t < pairs, -1, pairs)
+    else:
+        shared = tl.cdiv(M, TILE) if RIDES else 0
+        listed = t >= shared
+        e = tl.load(tiles + t - shared, mask=listed, other=E)
+        first = tl.load(tiles + count + t - shared, mask=listed, other=0)
+        n = tl.load(tiles + 2 * count + t - shared, mask=listed, other=0)
+        first, n = tl.where(listed, first, -1 - t * TILE), tl.where(listed, n, tl.minimum(M - t * TILE, TILE))
+        rank = tl.zeros([PAIRS], tl.int32)
+    return e, n, first, rank
+
+
+@triton.jit
+def tile_pairs(order, first, rank, base, n, M, TOP_K: tl.constexpr, TILE: tl.constexpr, LEAD: tl.constexpr,
+               PAIRS: tl.constexpr):  # fmt: skip
+    """(pair, whether it is one), each [TILE], of rows ``base`` … of a tile."""
+    r = base + tl.arange(0, TILE)
+    valid, pairs = r < n, M * TOP_K
+    if LEAD:
+        p = tl.arange(0, PAIRS)
+        own = tl.sum(tl.where(rank[None, :] == r[:, None], p[None, :], 0), 1)
+        pair = tl.where(first < 0, own, first + r)
+    else:
+        own = tl.load(order + first + r, mask=valid & (first >= 0), other=0)
+        pair = tl.where(first < 0, pairs - 1 - first + r, own)
+    return pair, valid
+
+
+@triton.jit
+def tokens_of(pair, M, TOP_K: tl.constexpr):
+    """The token of each pair."""
+    return tl.where(pair < M * TOP_K, pair // TOP_K, pair - M * TOP_K)
+
+
+# ---- the sort ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _count_kernel(ids, counts, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """counts [blocks, EXPERTS]: how many pairs of each block of BLOCK pairs an expert has."""
+    follow(OVERLAP)
+    block = tl.program_id(0)
+    p = block * BLOCK + tl.arange(0, BLOCK)
+    e = tl.load(ids + p, mask=p < pairs, other=EXPERTS)  # absent pairs are counted in the upper half
+    both = tl.histogram(e, 2 * EXPERTS).reshape(2, EXPERTS)
+    half = tl.arange(0, 2)[:, None]
+    tl.store(counts + block * EXPERTS + tl.arange(0, EXPERTS), tl.sum(tl.where(half == 0, both, 0), 0))
+
+
+@triton.jit
+def _starts_kernel(counts, starts, firsts, totals, blocks, EXPERTS: tl.constexpr, EACH: tl.constexpr,
+                   TILE: tl.constexpr, COUNTED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """starts [blocks, EXPERTS]: where in the order a block's pairs of each expert begin.
+
+    firsts, totals [EXPERTS]: each expert's first tile and its number of pairs. Every program adds all counts; it writes
+    EACH experts.
+    """
+    follow(OVERLAP)
+    e, r = tl.arange(0, EXPERTS), tl.arange(0, COUNTED)
+    total = tl.zeros([EXPERTS], tl.int32)
+    for block in range(0, blocks, COUNTED):
+        at = (block + r)[:, None] * EXPERTS + e[None, :]
+        total += tl.sum(tl.load(counts + at, mask=(block + r < blocks)[:, None], other=0), 0)
+    if tl.program_id(0) == 0:
+        of_each = (total + TILE - 1) // TILE
+        tl.store(firsts + e, tl.cumsum(of_each, 0) - of_each)
+        tl.store(totals + e, total)
+    place = tl.cumsum(total, 0) - total
+    own = tl.program_id(0) * EACH + tl.arange(0, EACH)
+    run = tl.sum(tl.where(e[None, :] == own[:, None], place[None, :], 0), 1)
+    for block in range(0, blocks, COUNTED):
+        at = (block + r)[:, None] * EXPERTS + own[None, :]
+        inside = (block + r < blocks)[:, None]
+        count = tl.load(counts + at, mask=inside, other=0)
+        tl.store(starts + at, run[None, :] + tl.cumsum(count, 0) - count, mask=inside)
+        run += tl.sum(count, 0)
+
+
+@triton.jit
+def _place_kernel(ids, starts, firsts, totals, order, tiles, pairs, blocks, count, EXPERTS: tl.constexpr,
+                  BLOCK: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """Programs below ``blocks`` place a block's pairs, those behind them list LISTED tiles each."""
+    follow(OVERLAP)
+    block = tl.program_id(0)
+    if block < blocks:
+        i = tl.arange(0, BLOCK)
+        p = block * BLOCK + i
+        e = tl.load(ids + p, mask=p < pairs, other=-1)
+        before = tl.sum(((e[:, None] == e[None, :]) & (i[None, :] < i[:, None])).to(tl.int32), 1)
+        at = tl.load(starts + block * EXPERTS + e, mask=p < pairs, other=0) + before
+        tl.store(order + at, p, mask=p < pairs)
+    else:
+        x = tl.arange(0, EXPERTS)
+        first, total = tl.load(firsts + x), tl.load(totals + x)
+        t = (block - blocks) * LISTED + tl.arange(0, LISTED)
+        expert = tl.sum((first[None, :] <= t[:, None]).to(tl.int32), 1) - 1
+        mine = x[None, :] == expert[:, None]
+        begin = tl.sum(tl.where(mine, first[None, :], 0), 1)
+        size = tl.sum(tl.where(mine, total[None, :], 0), 1)
+        place = tl.sum(tl.where(x[None, :] < expert[:, None], total[None, :], 0), 1) + (t - begin) * TILE
+        rows = tl.minimum(tl.maximum(size - (t - begin) * TILE, 0), TILE)
+        tl.store(tiles + t, tl.where(rows > 0, expert, 0), mask=t < count)
+        tl.store(tiles + count + t, tl.where(rows > 0, place, 0), mask=t < count)
+        tl.store(tiles + 2 * count + t, rows, mask=t < count)
+
+
+def _block(pairs: int) -> int:
+    return 64 if pairs <= 8192 else 256
+
+
+def launch_sort_pairs(ids: torch.Tensor, experts: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+    pairs, device = ids.numel(), ids.device
+    width, block = max(16, triton.next_power_of_2(experts)), _block(pairs)
+    blocks, count = triton.cdiv(pairs, block), num_tiles(pairs, experts, tile)
+    counts, starts = (torch.empty(blocks, width, dtype=torch.int32, device=device) for _ in range(2))
+    firsts, totals = (torch.empty(width, dtype=torch.int32, device=device) for _ in range(2))
+    order, tiles = torch.empty(pairs, dtype=torch.int32, device=device), ids.new_empty(3, count)
+    _count_kernel[(blocks,)](ids, counts, pairs, EXPERTS=width, BLOCK=block, num_warps=4, **overlapped(device))
+    _starts_kernel[(width // 16,)](
+        counts, starts, firsts, totals, blocks,
+        EXPERTS=width, EACH=16, TILE=tile, COUNTED=_COUNTED, num_warps=8, **overlapped(device),
+    )  # fmt: skip
+    _place_kernel[(blocks + triton.cdiv(count, _LISTED),)](
+        ids, starts, firsts, totals, order, tiles, pairs, blocks, count,
+        EXPERTS=width, BLOCK=block, TILE=tile, LISTED=_LISTED, num_warps=4, **overlapped(device),
+    )  # fmt: skip
+    return order, tiles
+
+
+def sort_pairs_cpu(ids: torch.Tensor, experts: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+    flat = ids.flatten()
+    count, totals = num_tiles(flat.numel(), experts, tile), torch.bincount(flat, minlength=experts)
+    of_each = (totals + tile - 1) // tile
+    tiles = torch.zeros(3, count, dtype=torch.int32)
+    expert = torch.repeat_interleave(torch.arange(experts), of_each)
+    begin = (torch.cumsum(of_each, 0) - of_each)[expert]
+    done = (torch.arange(len(expert)) - begin) * tile
+    tiles[0, : len(expert)] = expert
+    tiles[1, : len(expert)] = (torch.cumsum(totals, 0) - totals)[expert] + done
+    tiles[2, : len(expert)] = (totals[expert] - done).clamp(max=tile)
+    return flat.argsort(stable=True).to(torch.int32), tiles
+
+
+def _sort_pairs_meta(ids: torch.Tensor, experts: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return ids.new_empty(ids.numel()), ids.new_empty(3, num_tiles(ids.numel(), experts, tile))
+
+
+define("sort_pairs(Tensor ids, int experts, int tile) -> (Tensor, Tensor)")
+register("sort_pairs", cuda=launch_sort_pairs, cpu=sort_pairs_cpu, meta=_sort_pairs_meta)
+
+
+def plan_experts(ids: torch.Tensor, experts: int, tile: int) -> Plan:
+    """The plan of a pass whose tokens go to experts ``ids [M, top_k]`` of ``experts``, for tiles of ``tile`` rows."""
+    if ids.numel() <= LEAD_PAIRS:
+        return Plan(ids, experts, tile)
+    return Plan(ids, experts, tile, *torch.ops.unisono.sort_pairs(ids, experts, tile))
+
+
+AOT: list[AotCase] = [
+    case
+    for width, block, tile in ((256, 64, 32), (256, 256, 128), (128, 64, 16), (16, 64, 64))
+    for case in (
+        AotCase(_count_kernel, ints("ids counts", "pairs"), {"EXPERTS": width, "BLOCK": block, "OVERLAP": True}),
+        AotCase(
+            _starts_kernel,
+            ints("counts starts firsts totals", "blocks"),
+            {"EXPERTS": width, "EACH": 16, "TILE": tile, "COUNTED": _COUNTED, "OVERLAP": True},
+            num_warps=8,
+        ),
+        AotCase(
+            _place_kernel,
+            ints("ids starts firsts totals order tiles", "pairs blocks count"),
+            {"EXPERTS": width, "BLOCK": block, "TILE": tile, "LISTED": _LISTED, "OVERLAP": True},
+        ),
+    )
+]

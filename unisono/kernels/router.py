@@ -1,0 +1,128 @@
+"""Which experts a token goes to, and with what weight. Owns the ``route`` op; called by ``layers``.
+
+Two launches at any number of rows: the product with the router's weight, whose logits stay fp32, and the choice. One
+program chooses for one row, so a row's choice depends on that row alone. Ties go to the lower id.
+
+Shapes: M rows, H features, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from unisono.kernels.library import AotCase, define, fixed_rows_matmul, register
+from unisono.kernels.linear import launch_linear
+from unisono.kernels.overlap import follow, overlapped
+
+Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""(ids [M, top_k] i32, weights [M, top_k] fp32, gates [M] fp32)."""
+
+
+@triton.jit
+def _choose_kernel(logits, ids, weights, gates, stride, E, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
+                   CHOSEN: tl.constexpr, NORMALIZE: tl.constexpr, GATE: tl.constexpr,
+                   OVERLAP: tl.constexpr):  # fmt: skip
+    """EXPERTS, CHOSEN: powers of two that hold E and TOP_K. GATE: logit E is the shared expert's."""
+    follow(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    e, k = tl.arange(0, EXPERTS), tl.arange(0, CHOSEN)
+    x = tl.load(logits + row * stride + e, mask=e < E, other=float("-inf"))
+    x = tl.where(x == x, x, float("-inf"))  # of padding anything may come: its experts must still be experts
+    free = e < E
+    top = tl.max(x, 0)
+    chosen = tl.zeros([CHOSEN], tl.float32)
+    total = 0.0
+    for slot in range(TOP_K):
+        best = tl.max(tl.where(free, x, float("-inf")), 0)
+        at = tl.min(tl.where(free & (x == best), e, EXPERTS), 0)
+        share = tl.exp(best - top)
+        total += share
+        chosen = tl.where(k == slot, share, chosen)
+        tl.store(ids + row * TOP_K + slot, at)
+        free = free & (e != at)
+    if not NORMALIZE:
+        total = tl.sum(tl.where(e < E, tl.exp(x - top), 0.0), 0)
+    tl.store(weights + row * TOP_K + k, chosen / total, mask=k < TOP_K)
+    if GATE:
+        tl.store(gates + row, 1.0 / (1.0 + tl.exp(-tl.load(logits + row * stride + E))))
+
+
+def launch_choose(logits: torch.Tensor, experts: int, top_k: int, normalize: bool) -> Routing:
+    """The choice from fp32 logits [M, E], or [M, E + 1] with that of the shared expert's gate."""
+    rows, width = logits.shape
+    ids = torch.empty(rows, top_k, dtype=torch.int32, device=logits.device)
+    weights, gates = logits.new_empty(rows, top_k), logits.new_empty(rows if width > experts else 0)
+    block = triton.next_power_of_2(experts)
+    _choose_kernel[(rows,)](
+        logits, ids, weights, gates, width, experts, TOP_K=top_k, EXPERTS=block, CHOSEN=triton.next_power_of_2(top_k),
+        NORMALIZE=normalize, GATE=width > experts, num_warps=_warps(block), **overlapped(logits.device),
+    )  # fmt: skip
+    return ids, weights, gates
+
+
+def _warps(block: int) -> int:
+    """From the number of experts alone: it is part of the order of the softmax's sum."""
+    return max(1, min(block // 256, 8))
+
+
+def route_cuda(x: torch.Tensor, weight: torch.Tensor, experts: int, top_k: int, normalize: bool) -> Routing:
+    logits = launch_linear(x, weight, None, None, out_dtype=torch.float32)
+    return launch_choose(logits, experts, top_k, normalize)
+
+
+def choose_cpu(logits: torch.Tensor, experts: int, top_k: int, normalize: bool) -> Routing:
+    scores = logits[:, :experts]
+    scores = torch.where(scores.isnan(), -torch.inf, scores)
+    ids = scores.argsort(dim=1, descending=True, stable=True)[:, :top_k]
+    shares = torch.exp(scores - scores.amax(1, keepdim=True))
+    chosen = shares.gather(1, ids)
+    # Column by column: torch's own sum takes the order that the number of rows suggests.
+    total = torch.zeros_like(chosen[:, 0])
+    for column in (chosen if normalize else shares).unbind(1):
+        total = total + column
+    gates = 1 / (1 + torch.exp(-logits[:, experts:].flatten().contiguous()))
+    return ids.to(torch.int32), chosen / total[:, None], gates
+
+
+def route_cpu(x: torch.Tensor, weight: torch.Tensor, experts: int, top_k: int, normalize: bool) -> Routing:
+    logits = fixed_rows_matmul(x.float().contiguous(), weight.float().t())
+    return choose_cpu(logits, experts, top_k, normalize)
+
+
+def _route_meta(x: torch.Tensor, weight: torch.Tensor, experts: int, top_k: int, normalize: bool) -> Routing:
+    rows = x.shape[0]
+    ids, weights = (x.new_empty(rows, top_k, dtype=dtype) for dtype in (torch.int32, torch.float32))
+    return ids, weights, x.new_empty(rows if weight.shape[0] > experts else 0, dtype=torch.float32)
+
+
+define("route(Tensor x, Tensor weight, int experts, int top_k, bool normalize) -> (Tensor, Tensor, Tensor)")
+register("route", cuda=route_cuda, cpu=route_cpu, meta=_route_meta)
+
+
+def route(x: torch.Tensor, weight: torch.Tensor, experts: int, top_k: int, normalize: bool) -> Routing:
+    """The ``top_k`` experts of each row of x [M, H], in falling order of softmax(x @ weight^T), ties to the lower id.
+
+    weight [E, H], or [E + 1, H] with the shared expert's gate as its last row. Logits are summed and kept in fp32.
+    Returns (ids [M, top_k] i32; their softmax over all E, with ``normalize`` divided by its sum over the chosen, [M,
+    top_k] fp32; the gate's sigmoid [M] fp32, or [0] without one). The ids of a row are different numbers below E,
+    even where x is NaN.
+    """
+    return torch.ops.unisono.route(x, weight, experts, top_k, normalize)
+
+
+AOT: list[AotCase] = [
+    AotCase(
+        _choose_kernel,
+        {"logits": "*fp32", "ids": "*i32", "weights": "*fp32", "gates": "*fp32", "stride": "i32", "E": "i32"},
+        {
+            "TOP_K": top_k, "EXPERTS": experts, "CHOSEN": triton.next_power_of_2(top_k), "NORMALIZE": normalize,
+            "GATE": gate, "OVERLAP": True,
+        },
+        num_warps=_warps(experts),
+    )
+    for experts, top_k, normalize, gate in (
+        (256, 8, True, True), (128, 8, True, False), (512, 10, False, True), (8, 2, True, False)
+    )
+]  # fmt: skip

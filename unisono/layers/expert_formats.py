@@ -1,0 +1,112 @@
+"""Weight formats of experts: how a stack of E weights is stored, read from a checkpoint, and applied.
+
+An :class:`ExpertFormat` is what ``layers/experts.py`` is composed of, as a ``WeightFormat`` is of ``Linear``. The two
+stacks of a layer, gate with up and down, have the same format. A weight format says in its attribute ``experts`` how
+it stores stacks; :func:`expert_format` finds it.
+
+* **Stored**: :meth:`ExpertFormat.tensors` names what is stored of *one* weight [N, K] (``Stored``: a dtype and how many
+  outputs and inputs a value serves). A stack's parameter of that kind is [E (+ 1), rows, columns], the rows of gate
+  before those of up; the extra weight is a shared expert that rides along.
+* **Read**: from single tensors (``experts.7.gate_proj.<kind>``), each into its rows, or from a fused one
+  (``experts.gate_up_proj``, for other kinds with ``kind.removeprefix("weight")`` behind it) into all. Both pass through
+  :meth:`ExpertFormat.read`, so that a format can repack: it gets [rows, columns] or [E, rows, columns].
+* **Applied**: :meth:`ExpertFormat.gate_up` and :meth:`ExpertFormat.down`. The plan says which expert each pair of a
+  token and an expert goes to; a format's kernel reads its rows by ``tile_rows``, ``tile_pairs`` and ``tokens_of`` of
+  ``kernels/experts_plan.py``, its CPU twin by ``pairs_by_expert`` of ``kernels/experts.py``.
+
+Shapes: M tokens, H features, I of an expert, P = M * top_k pairs, N outputs and K inputs of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from unisono.kernels.experts import expert_down, expert_gate_up, expert_tiles
+from unisono.kernels.experts_plan import Plan
+from unisono.layers.formats import FLOATS, PLAIN, Stored, WeightFormat
+from unisono.types import CheckpointError
+
+
+class Stack(Protocol):
+    """What a format reads of a stack, beside the other parameters that it named.
+
+    dtype: of activations. inputs: K. outputs: N, of gate and up together.
+    """
+
+    dtype: torch.dtype
+    inputs: int
+    outputs: int
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+
+class ExpertFormat(Protocol):
+    """How a stack of weights [E, N, K] is stored and applied. One object serves all stacks of its kind.
+
+    A pair's result may depend on its token's row and its expert's weight only: never on other rows, on their number, on
+    the plan or its tile.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
+        """The tensors of one weight by the last part of their names in a checkpoint; dtype: of activations."""
+        ...
+
+    def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
+        """What is copied into the parameter's rows, from one projection of one expert or from a fused tensor."""
+        ...
+
+    def tile(self, pairs: int, experts: int, dtype: torch.dtype) -> int:
+        """Rows of a tile, in both products of a pass with so many pairs; from these numbers alone."""
+        ...
+
+    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """x [M, H] -> ``silu(gate(x)) * up(x)`` of each pair, in x's dtype: [P, I], or [P + M, I] with a shared expert.
+
+        Rounded after each product, after SiLU and after its product with the other half.
+        """
+        ...
+
+    def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """What :meth:`gate_up` returned -> each row times its own expert's weight, [P (+ M), H] in h's dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainExperts:
+    """Floating-point weights in the activations' dtype."""
+
+    name: str = "plain"
+
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
+        return {"weight": Stored(dtype, FLOATS)}
+
+    def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
+        return stored
+
+    def tile(self, pairs: int, experts: int, dtype: torch.dtype) -> int:
+        return expert_tiles(pairs, experts, dtype).rows
+
+    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        return expert_gate_up(x, stack.weight, plan)
+
+    def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
+        return expert_down(h, stack.weight, plan)
+
+
+PLAIN_EXPERTS = PlainExperts()
+
+
+def expert_format(format: WeightFormat) -> ExpertFormat:
+    """How a weight format stores stacks of experts. Raises CheckpointError where it does not say."""
+    found = PLAIN_EXPERTS if format is PLAIN else getattr(format, "experts", None)
+    if found is None:
+        raise CheckpointError(f"weights of experts in format {format.name!r} are not supported: it has no `experts`.")
+    return found

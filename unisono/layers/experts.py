@@ -1,0 +1,166 @@
+"""A mixture of experts: a router, a stack of gated MLPs of which each token takes some, and perhaps a shared one.
+
+Built by ``models``, filled by its loader. A shared expert of the experts' size and format rides along as the stacks'
+last weight; any other is a gated MLP of its own. A token's sum is in the order of its choices, the shared expert last.
+
+Shapes: M tokens, H features, E experts, I features of an expert, P = M * top_k pairs of a token and an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from unisono.kernels.experts_combine import combine_experts
+from unisono.kernels.experts_plan import plan_experts
+from unisono.kernels.router import route
+from unisono.layers.expert_formats import ExpertFormat
+from unisono.layers.formats import WHOLE, Place, Share, Slice, Stored
+from unisono.layers.mlp import GatedMLP
+
+
+class Stack(nn.Module):
+    """E weights [N, K] of one kind, and with ``rides`` a shared expert's behind them; parameters are uninitialised.
+
+    projections: the outputs of each, by name ("gate", "up"); one of no name is the whole. share: which experts a rank
+    holds.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        experts: int,
+        inputs: int,
+        projections: Mapping[str, int],
+        rides: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        format: ExpertFormat,
+        share: Share = WHOLE,
+    ) -> None:
+        super().__init__()
+        self.inputs, self.dtype, self.format, self.share = inputs, dtype, format, share
+        self.experts, self.rides, self.projections = experts, rides, dict(projections)
+        self.outputs = sum(projections.values())
+        first, end = share.part(experts)
+        for kind, stored in format.tensors(dtype).items():
+            rows = sum(self._rows(stored))
+            shape = (end - first + rides, rows, *stored.shape(self.outputs, inputs)[1:])
+            parameter = torch.empty(shape, dtype=stored.dtype, device=device)
+            self.register_parameter(kind, nn.Parameter(parameter, requires_grad=False))
+
+    def fused(self) -> Iterator[tuple[str, Place]]:
+        """What a checkpoint stores of the stack where it stores it as a whole: (end of its name, where it goes)."""
+        first, end = self.share.part(self.experts)
+        for kind, stored in self.format.tensors(self.dtype).items():
+            into = getattr(self, kind)[: end - first]
+            part = None if self.share == WHOLE else Slice(0, first, end)
+            place = Place(into, (self.experts, *into.shape[1:]), stored.accepts, part, self.format, kind)
+            yield kind.removeprefix("weight"), place
+
+    def single(self) -> Iterator[tuple[int, str, str, Place]]:
+        """(expert, projection, kind, place) of each tensor where experts are stored one by one, those of this rank."""
+        first, end = self.share.part(self.experts)
+        for expert in range(first, end):
+            for projection, kind, place in self._of(expert - first):
+                yield expert, projection, kind, place
+
+    def riding(self) -> Iterator[tuple[str, str, Place]]:
+        """(projection, kind, place) of the shared expert that rides along."""
+        return self._of(-1)
+
+    def _of(self, index: int) -> Iterator[tuple[str, str, Place]]:
+        for kind, stored in self.format.tensors(self.dtype).items():
+            row, parameter = 0, getattr(self, kind)[index]
+            for (projection, outputs), rows in zip(self.projections.items(), self._rows(stored), strict=True):
+                into = parameter[row : row + rows]
+                shape = stored.shape(outputs, self.inputs)
+                yield projection, kind, Place(into, shape, stored.accepts, None, self.format, kind)
+                row += rows
+
+    def _rows(self, stored: Stored) -> list[int]:
+        """Rows of each projection in a tensor."""
+        return [stored.shape(outputs, self.inputs)[0] for outputs in self.projections.values()]
+
+
+class Mixed(NamedTuple):
+    """What the experts said of M tokens, before it is added up.
+
+    y [P, H]: a token's rows in the order of its choices; weights [M, top_k] fp32; shared [M, H] and its gates [M] fp32.
+    """
+
+    y: torch.Tensor
+    weights: torch.Tensor
+    shared: torch.Tensor | None
+    gates: torch.Tensor | None
+
+
+class Experts(nn.Module):
+    """A feed-forward (``models/blocks.py``): ``sum of weight * expert(x)`` over a token's ``top_k`` choices, and
+    ``gate * shared(x)``.
+
+    gate_up, down: the experts' stacks. shared: the shared expert where it does not ride along in them. gated: it has a
+    gate, sigmoid of a product with x; without one it counts in full. normalize: a token's weights sum to 1. The
+    router's weight [E, H] has the gate's behind it.
+    """
+
+    def __init__(
+        self,
+        gate_up: Stack,
+        down: Stack,
+        top_k: int,
+        normalize: bool,
+        shared: GatedMLP | None = None,
+        gated: bool = False,
+    ) -> None:
+        super().__init__()
+        self.top_k, self.normalize, self.gated = top_k, normalize, gated
+        router = torch.empty(gate_up.experts + gated, gate_up.inputs, dtype=gate_up.dtype, device=gate_up.weight.device)
+        self.router = nn.Parameter(router, requires_grad=False)
+        self.experts, self.shared = nn.ModuleDict({"gate_up": gate_up, "down": down}), shared
+
+    @property
+    def stacks(self) -> tuple[Stack, Stack]:
+        return self.experts["gate_up"], self.experts["down"]  # type: ignore[return-value]
+
+    def forward(self, x: torch.Tensor) -> Mixed:
+        """x [M, H] -> what :meth:`project` adds up."""
+        gate_up, down = self.stacks
+        ids, weights, gates = route(x, self.router, gate_up.experts, self.top_k, self.normalize)
+        pairs, format = ids.numel(), gate_up.format
+        plan = plan_experts(ids, gate_up.experts, format.tile(pairs, gate_up.experts, x.dtype))
+        y = format.down(down, format.gate_up(gate_up, x, plan), plan)
+        shared = y[pairs:] if gate_up.rides else None
+        if self.shared is not None:
+            shared = self.shared.down(self.shared(x))
+        return Mixed(y[:pairs], weights, shared, gates if self.gated else None)
+
+    def project(self, y: Mixed, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(residual + the sum, ``norm`` of it); without a norm the sum twice."""
+        total = combine_experts(*y, residual)
+        return total, total if norm is None else norm(total)
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        """What a checkpoint stores: (name inside the layer, where it goes). Experts come fused or one by one."""
+        count = self.stacks[0].experts
+        for name, rows in (("router", self.router[:count]), ("shared_gate", self.router[count:])):
+            if len(rows):
+                yield f"{name}.weight", Place(rows, tuple(rows.shape))
+        for name, stack in self.experts.items():
+            assert isinstance(stack, Stack)
+            for kind, place in stack.fused():
+                yield f"experts.{name}.{kind}", replace(place, form="fused")
+            for expert, projection, kind, place in stack.single():
+                yield f"experts.each.{expert}.{projection or name}.{kind}", replace(place, form="single")
+            if stack.rides:
+                for projection, kind, place in stack.riding():
+                    yield ".".join(filter(None, ("shared", name, projection, kind))), place
+        if self.shared is not None:
+            for name, linear in (("gate_up", self.shared.gate_up), ("down", self.shared.down)):
+                for inside, place in linear.places():
+                    yield f"shared.{name}.{inside}", place

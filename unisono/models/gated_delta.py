@@ -1,0 +1,122 @@
+"""Gated DeltaNet: a mixer whose tokens read a state of fixed size (Yang, Kautz and Hatamizadeh, arXiv 2412.06464).
+
+Built by the blocks of a family (docs/adding-a-model.md) like attention. Shapes: T tokens of a pass, E tokens whose
+output is read, H hidden, Hk / Hv key / value heads, K / V their sizes, J taps of the convolution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from unisono.attention.context import PassContext
+from unisono.kernels.causal_conv import causal_conv
+from unisono.kernels.gated_delta import gated_delta
+from unisono.kernels.gated_norm import gated_norm
+from unisono.models.build import Builder, require
+from unisono.state.specs import Remembered, Tail
+from unisono.state.store import TailView
+
+HEAD_SIZES = (16, 32, 64, 128)
+"""What the kernels compute."""
+
+
+@dataclass(frozen=True)
+class GatedDeltaSpec:
+    """One Gated DeltaNet layer.
+
+    num_value_heads: a multiple r of num_key_heads; value heads h r … h r + r - 1 share key head h. conv_size: taps of
+    the causal convolution over queries, keys and values.
+
+    Raises CheckpointError for values that cannot be computed.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_size: int = 4
+
+    def __post_init__(self) -> None:
+        keys, values = self.num_key_heads, self.num_value_heads
+        require(keys >= 1, "linear_num_key_heads", keys, "it must be at least 1")
+        rule = f"it must be a multiple of {keys} key heads"
+        require(values >= 1 and values % keys == 0, "linear_num_value_heads", values, rule)
+        for name, size in (("key", self.key_head_dim), ("value", self.value_head_dim)):
+            rule = f"the kernels compute heads of {', '.join(map(str, HEAD_SIZES))}"
+            require(size in HEAD_SIZES, f"linear_{name}_head_dim", size, rule)
+        require(2 <= self.conv_size <= 8, "linear_conv_kernel_dim", self.conv_size, "the kernels compute 2 to 8 taps")
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """Elements of all queries, as many as of all keys, and of all values."""
+        return self.num_key_heads * self.key_head_dim, self.num_value_heads * self.value_head_dim
+
+    def build(self, builder: Builder) -> GatedDelta:
+        return GatedDelta(self, builder)
+
+
+class GatedDelta(nn.Module):
+    """Projections, convolution, gated delta rule, gated norm.
+
+    ``in_proj`` has the projections qkv and z, ``gates`` b and a. A_log, dt_bias and the norm's weight are fp32.
+    """
+
+    def __init__(self, spec: GatedDeltaSpec, builder: Builder) -> None:
+        super().__init__()
+        self.spec, self.dtype, self.eps = spec, builder.dtype, builder.rms_eps
+        keys, values = spec.channels
+        self.in_proj = builder.linear("in_proj", builder.hidden_size, {"qkv": 2 * keys + values, "z": values})
+        heads = spec.num_value_heads
+        self.gates = builder.linear("gates", builder.hidden_size, {"b": heads, "a": heads})
+        self.conv = _Weight((2 * keys + values, 1, spec.conv_size), builder.dtype, builder.device)
+        self.A_log = _parameter((heads,), torch.float32, builder.device)
+        self.dt_bias = _parameter((heads,), torch.float32, builder.device)
+        self.norm = _Weight((spec.value_head_dim,), torch.float32, builder.device)
+        self.o = builder.linear("o", values, builder.hidden_size)
+
+    def state_specs(self) -> Tail:
+        """S and the convolution's last raw inputs; since then keys, values and gates, and the latest raw inputs."""
+        spec, (keys, values) = self.spec, self.spec.channels
+        state, taps = (spec.num_value_heads, spec.value_head_dim, spec.key_head_dim), spec.conv_size - 1
+        return Tail(
+            {"state": (state, torch.float32), "conv": ((taps, 2 * keys + values), self.dtype)},
+            {
+                "conv": Remembered((2 * keys + values,), self.dtype, last=taps),
+                "kv": Remembered((keys + values,), self.dtype),
+                "gates": Remembered((2, spec.num_value_heads), torch.float32),
+            },
+        )
+
+    def forward(self, x: torch.Tensor, context: PassContext, state: TailView) -> torch.Tensor:
+        """x [T, H] -> [T, Hv · V], which ``o`` reads, or with last tokens [E, Hv · V]; moves the state on."""
+        assert context.tails is not None
+        where = (*context.tails.fields, context.query_start)
+        both = self.in_proj(x)
+        u, z = both[:, : self.conv.weight.shape[0]], both[:, self.conv.weight.shape[0] :]
+        memory = state.snapshot["conv"], state.inputs["conv"]
+        qkv, gates = causal_conv(u, self.conv.weight, self.gates(x), self.A_log, self.dt_bias, *memory, *where)
+        out = gated_delta(qkv, gates, state.snapshot["state"], state.inputs["kv"], state.inputs["gates"], *where)
+        if context.last_tokens is not None:
+            out, z = context.last_tokens.select(out), context.last_tokens.select(z)
+        return gated_norm(out, z, self.norm.weight, self.eps)
+
+    def project(
+        self, y: torch.Tensor, residual: torch.Tensor, norm: nn.Module | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(residual + ``o(y)``, ``norm`` of it); without a norm the sum twice."""
+        return self.o.then_norm(y, residual, norm)
+
+
+class _Weight(nn.Module):
+    """A tensor called ``weight``."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.weight = _parameter(shape, dtype, device)
+
+
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
