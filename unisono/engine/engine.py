@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
+from unisono.drafters.carried import carried_speculation
 from unisono.engine import report
 from unisono.engine.batch import Launched, Launcher
 from unisono.engine.device_state import DeviceState, StateSizes
@@ -48,7 +49,7 @@ class Engine:
     ) -> None:
         started = time.perf_counter()
         checkpoint = Checkpoint.open(config.model)
-        resolved = resolve(config, Hardware.detect(config.device), checkpoint)
+        resolved = _with_carried_drafts(resolve(config, Hardware.detect(config.device), checkpoint), checkpoint)
         self.checkpoint = checkpoint
         with torch.inference_mode():
             self.runner = Runner(resolved, checkpoint, progress)
@@ -296,3 +297,15 @@ class Engine:
             self._in_flight.wait()
             self._in_flight = None
         self.runner.close()
+
+
+def _with_carried_drafts(config: ResolvedConfig, checkpoint: Checkpoint) -> ResolvedConfig:
+    """Speculation by what the checkpoint carries, unless flags say how to speculate or its weights are not read."""
+    if config.asked.speculative is not None or config.asked.load_format == "dummy":
+        return config
+    found = carried_speculation(checkpoint.path, checkpoint.config)
+    if found is None:
+        return config
+    spec, reason = found
+    value = "none" if spec is None else f"{spec.method}, k = {spec.num_speculative_tokens}"
+    return config.decide("speculative", value, reason, speculative=spec)

@@ -117,6 +117,7 @@ def latency(
     imported = time.perf_counter() - imported
     flags: dict[str, Any] = {"dtype": dtype, "load_format": load_format, "max_model_len": max_model_len}
     flags |= {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    flags["speculative"] = SpeculativeConfig("none")
     if speculative_config:
         flags["speculative"] = SpeculativeConfig.parse(json.loads(speculative_config))
         flags["synthetic_acceptance_length"] = synthetic_acceptance_length

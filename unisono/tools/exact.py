@@ -35,7 +35,7 @@ def exact(
     from unisono.types import SpeculativeConfig
 
     flags: dict[str, Any] = {"dtype": dtype, "load_format": load_format, "max_model_len": max_prompt + output_len}
-    llm = LLM(model, **flags)
+    llm = LLM(model, speculative=SpeculativeConfig("none"), **flags)
     prompts, params = _requests(llm, requests, output_len, max_prompt)
     reference = _one_by_one(llm, prompts, params)
     if speculative_config:
