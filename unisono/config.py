@@ -51,6 +51,7 @@ class EngineConfig:
     accepted, as /metrics counts it; places beyond the last never are.
     logprobs_mode: log-probabilities of the model's own logits (raw), or of what tokens are drawn from: edited, divided
     by the temperature, filtered (processed).
+    enable_prefix_caching: whether a prompt may begin with pages that an earlier one left. It changes no text.
     enable_prompt_embeds, enable_return_hidden_states: whether the server takes embeddings in requests, and puts hidden
     states into answers. The offline interface always does.
     """
@@ -75,6 +76,7 @@ class EngineConfig:
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_rates: tuple[float, ...] = ()
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    enable_prefix_caching: bool = True
     enable_prompt_embeds: bool = False
     enable_return_hidden_states: bool = False
 
@@ -224,6 +226,7 @@ class ResolvedConfig:
             "compile": self.asked.compile,
             "graph_bytes": self.graph_bytes,
             "logprobs_mode": self.asked.logprobs_mode,
+            "enable_prefix_caching": self.asked.enable_prefix_caching,
             "enable_prompt_embeds": self.asked.enable_prompt_embeds,
             "enable_return_hidden_states": self.asked.enable_return_hidden_states,
             "seed": self.asked.seed,

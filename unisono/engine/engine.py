@@ -66,7 +66,9 @@ class Engine:
         """Have no requests, no cached prefixes, nothing counted."""
         runner, worker = self.runner, self.worker
         windows = {lifetime: count for lifetime, count in worker.num_pages.items() if lifetime != ALL}
-        self.pool = PagePool(worker.num_pages[ALL], windows, worker.snapshots if worker.store.tails else None)
+        snapshots = worker.snapshots if worker.store.tails else None
+        hits = self.config.asked.enable_prefix_caching
+        self.pool = PagePool(worker.num_pages[ALL], windows, snapshots, hits)
         self.draft_controller = DraftController(runner)
         budget = PromptBudget(
             self.config.asked.max_stall_ms,
