@@ -197,6 +197,9 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar="UNISONO_API_KEY", help="Require Authorization: Bearer KEY on /v1.")
     ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="Tell thinking from what is said in chat answers: qwen3 or deepseek_r1.")
+    ] = None,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests to end on Ctrl-C.")] = 30.0,
 ) -> None:
     """Serve the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models."""
@@ -213,6 +216,7 @@ def serve(
         port=port,
         api_key=api_key or None,  # an empty environment variable is none
         drain_timeout=drain_timeout,
+        reasoning_parser=reasoning_parser,
     )
     with _bars() as progress:
         run_server(config, settings, progress)

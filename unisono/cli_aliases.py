@@ -1,8 +1,9 @@
 """SGLang's and vLLM's names of flags, for the commands that start an engine; ``docs/cli.md`` has the table.
 
-:func:`translate` rewrites a command line before it is parsed. An alias gives the same as the flag that it stands for, or
-is accepted with a note that says what happens instead. Nothing is ignored in silence: a value that cannot be honoured
-is an error, and so is an unknown flag, which names the nearest known one. ``cli`` calls it; no other module does.
+:func:`translate` rewrites a command line before it is parsed. An alias gives the same as the flag that it stands for,
+or is accepted with a note that says what happens instead. Nothing is ignored in silence: a value that cannot be
+honoured is an error, and so is an unknown flag, which names the nearest known one. ``cli`` calls it; no other module
+does.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class Translation:
             steps = 3 if self.steps is None else self.steps
             if drafts != steps + 1:
                 self.notes.append(
-                    f"--speculative-num-draft-tokens {drafts}: a chain of {steps} steps verifies {steps + 1} tokens, as "
-                    "--speculative-num-steps says."
+                    f"--speculative-num-draft-tokens {drafts}: a chain of {steps} steps verifies {steps + 1} tokens; "
+                    "the number of steps counts."
                 )
 
 

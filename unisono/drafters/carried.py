@@ -1,6 +1,6 @@
-"""Speculation with what a checkpoint brings along: the MTP modules beside its weights. The engine asks before it builds.
+"""Speculation with what a checkpoint brings along: the MTP modules beside its weights.
 
-It reads the headers of the safetensors files, never a name.
+The engine asks before it builds. What counts is what the headers of the safetensors files hold, never a name.
 """
 
 from __future__ import annotations
