@@ -50,7 +50,8 @@ ALLOWED = {
     "llm": {"types", "config", "engine", "tokenizer", "frontend"},
     "server": {"types", "heap", "tokenizer", "frontend"},
     "tools": {"types", "heap", "catalog", "config", "llm", "tokenizer", "state", "models", "attention"},
-    "cli": {"types", "catalog", "config", "frontend", "llm", "server", "tools"},
+    "cli_aliases": {"types"},
+    "cli": {"types", "catalog", "config", "cli_aliases", "frontend", "llm", "server", "tools"},
 }  # fmt: skip
 
 

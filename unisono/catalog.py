@@ -135,7 +135,7 @@ _BUNDLED = Path(__file__).parent / "bundled"
 
 bundled: Mapping[str, Path] = {
     name: _BUNDLED / name
-    for name in ("tiny", "tiny-eagle", "tiny-eagle3", "tiny-mtp", "tiny-draft")
+    for name in ("tiny", "tiny-hybrid", "tiny-eagle", "tiny-eagle3", "tiny-mtp", "tiny-draft")
     if name == "tiny" or (_BUNDLED / name).is_dir()
 }
 """Checkpoints inside the package, by the name that stands wherever a PATH may: a model, and its draft heads."""

@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from unisono import __version__, catalog
+from unisono.cli_aliases import translate
 from unisono.types import (
     BadRequest,
     ConfigError,
@@ -57,6 +58,19 @@ class _Commands(TyperGroup):
 
 def _complain(error: UnisonoError) -> None:
     stderr.print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+
+
+class _EngineCommand(TyperCommand):
+    """A command that starts an engine: it also takes the names that other engines give to flags."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = [p for p in self.get_params(ctx) if p.param_type_name == "option"]
+        known = {name for p in options for name in (*p.opts, *p.secondary_opts)}
+        switches = {name for p in options if getattr(p, "is_flag", False) for name in (*p.opts, *p.secondary_opts)}
+        translation = translate(args, known, switches)
+        for note in translation.notes:
+            stderr.print(f"[dim]{escape(note)}[/]", soft_wrap=True, highlight=False)
+        return super().parse_args(ctx, translation.arguments)
 
 
 app = typer.Typer(
@@ -114,6 +128,13 @@ def _engine_flags(
     ] = None,
     speculative_model: Annotated[str | None, typer.Option(help="Short for its model: a checkpoint directory.")] = None,
     num_speculative_tokens: Annotated[int | None, typer.Option(help="Short for its k: drafts per round.")] = None,
+    speculative_topk: Annotated[int | None, typer.Option(help="Short for its topk: children of a tree's node.")] = None,
+    speculative_tree_nodes: Annotated[
+        int | None, typer.Option(help="Short for its num_draft_tokens: nodes of a tree of drafts.")
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse prompts' KV pages.")
+    ] = True,
 ) -> None:
     """The flags of every command that starts an engine: fields of ``unisono.config.EngineConfig``."""
 
@@ -131,6 +152,8 @@ def _with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
             method=given.pop("speculative_method"),
             model=given.pop("speculative_model"),
             num_speculative_tokens=given.pop("num_speculative_tokens"),
+            topk=given.pop("speculative_topk"),
+            num_draft_tokens=given.pop("speculative_tree_nodes"),
         )
         command(given, **values)
 
@@ -167,7 +190,7 @@ def _main(
     pass
 
 
-@app.command()
+@app.command(cls=_EngineCommand)
 @_with_engine_flags
 def serve(
     flags: dict[str, Any],
@@ -180,6 +203,9 @@ def serve(
     seed: Annotated[int, typer.Option(help="Of dummy weights.")] = 0,
     api_key: Annotated[
         str | None, typer.Option(envvar="UNISONO_API_KEY", help="Require Authorization: Bearer KEY on /v1.")
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="Tell thinking from what is said in chat answers: qwen3 or deepseek_r1.")
     ] = None,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests to end on Ctrl-C.")] = 30.0,
 ) -> None:
@@ -197,6 +223,7 @@ def serve(
         port=port,
         api_key=api_key or None,  # an empty environment variable is none
         drain_timeout=drain_timeout,
+        reasoning_parser=reasoning_parser,
     )
     with _bars() as progress:
         run_server(config, settings, progress)
@@ -210,7 +237,7 @@ MinP = Annotated[float | None, typer.Option(help="Drop tokens below this share o
 SampleSeed = Annotated[int | None, typer.Option(help="Repeats an answer; default: a new one, printed.")]
 
 
-@app.command()
+@app.command(cls=_EngineCommand)
 @_with_engine_flags
 def generate(
     flags: dict[str, Any],
@@ -235,7 +262,7 @@ def generate(
         stderr.print(f"[dim]seed {params.seed}[/]", highlight=False)
 
 
-@app.command()
+@app.command(cls=_EngineCommand)
 @_with_engine_flags
 def chat(
     flags: dict[str, Any],
@@ -265,7 +292,7 @@ def chat(
                 messages.append({"role": "assistant", "content": answer})
 
 
-@app.command()
+@app.command(cls=_EngineCommand)
 @_with_engine_flags
 def explain(
     flags: dict[str, Any],
@@ -293,7 +320,7 @@ def explain(
         stdout.print(_table(title, columns, [[row.get(c, "") for c in columns] for row in rows]))  # type: ignore[attr-defined]
 
 
-@app.command(name="eval")
+@app.command(name="eval", cls=_EngineCommand)
 @_with_engine_flags
 def evaluate(
     flags: dict[str, Any],

@@ -48,12 +48,14 @@ class EngineConfig:
     replay every pass. off captures nothing; every pass runs eagerly and is counted.
     compile: pieces of every captured pass go through torch.compile first.
     graph_memory: GiB that graphs may take; None: a share of what is free before the KV cache is sized.
-    speculative: how drafts are made; None decodes without. synthetic_acceptance_length: benchmarks only: accept so
+    speculative: how drafts are made; None: with the MTP modules that the checkpoint carries, and not at all where it
+    carries none. The method "none" turns speculation off. synthetic_acceptance_length: benchmarks only: accept so
     many tokens a round on average, bonus included, whatever the drafts are; the text is then meaningless.
     synthetic_acceptance_rates: benchmarks only, the same by place: the share of rounds in which draft 1, 2 … is
     accepted, as /metrics counts it; places beyond the last never are.
     logprobs_mode: log-probabilities of the model's own logits (raw), or of what tokens are drawn from: edited, divided
     by the temperature, filtered (processed).
+    enable_prefix_caching: whether a prompt may begin with pages that an earlier one left. It changes no text.
     enable_prompt_embeds, enable_return_hidden_states: whether the server takes embeddings in requests, and puts hidden
     states into answers. The offline interface always does.
     """
@@ -80,6 +82,7 @@ class EngineConfig:
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_rates: tuple[float, ...] = ()
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    enable_prefix_caching: bool = True
     enable_prompt_embeds: bool = False
     enable_return_hidden_states: bool = False
 
@@ -192,7 +195,8 @@ class Decision:
 class ResolvedConfig:
     """An :class:`EngineConfig` with nothing left open.
 
-    graphs: the mode of each program. graph_bytes: what graphs may take, once the memory is known.
+    graphs: the mode of each program. graph_bytes: what graphs may take, once the memory is known. speculative: None
+    where nothing drafts.
     """
 
     asked: EngineConfig
@@ -204,6 +208,7 @@ class ResolvedConfig:
     attention_backend: str
     graphs: Mapping[str, str] = field(default_factory=dict)
     graph_bytes: int = 0
+    speculative: SpeculativeConfig | None = None
     decisions: tuple[Decision, ...] = ()
 
     def decide(self, name: str, value: object, reason: str, **changes: Any) -> ResolvedConfig:
@@ -231,10 +236,11 @@ class ResolvedConfig:
             "compile": self.asked.compile,
             "graph_bytes": self.graph_bytes,
             "logprobs_mode": self.asked.logprobs_mode,
+            "enable_prefix_caching": self.asked.enable_prefix_caching,
             "enable_prompt_embeds": self.asked.enable_prompt_embeds,
             "enable_return_hidden_states": self.asked.enable_return_hidden_states,
             "seed": self.asked.seed,
-            "speculative": dataclasses.asdict(self.asked.speculative) if self.asked.speculative else None,
+            "speculative": dataclasses.asdict(self.speculative) if self.speculative else None,
             "synthetic_acceptance_length": self.asked.synthetic_acceptance_length,
             "synthetic_acceptance_rates": list(self.asked.synthetic_acceptance_rates),
         }
@@ -285,6 +291,7 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
             "attention_backend", config.attention_backend, "triton", "exact at any width, batch and chunking"
         ),
         graphs=dict.fromkeys(GRAPH_PROGRAMS, "off") if config.enforce_eager else parse_graphs(config.graphs),
+        speculative=config.speculative,
         decisions=tuple(decisions),
     )
 

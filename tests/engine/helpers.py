@@ -13,14 +13,16 @@ import torch
 
 from unisono.engine.draft_controller import DraftController
 from unisono.llm import LLM
-from unisono.types import SamplingParams
+from unisono.types import SamplingParams, SpeculativeConfig
 
 
 def engine(path: Path | str, **flags: Any) -> LLM:
-    """An LLM with room for a few requests; flags override. It drafts a fixed number of tokens unless ``adaptive``."""
-    spec, adaptive = flags.get("speculative"), flags.pop("adaptive", False)
-    if spec is not None:
-        flags["speculative"] = replace(spec, adaptive=adaptive)
+    """An LLM with room for a few requests; flags override. It drafts a fixed number of tokens unless ``adaptive``.
+
+    It does not speculate unless asked to, not even with what the checkpoint carries.
+    """
+    spec, adaptive = flags.get("speculative") or SpeculativeConfig("none"), flags.pop("adaptive", False)
+    flags["speculative"] = replace(spec, adaptive=adaptive)
     return LLM(str(path), **{"max_num_seqs": 8, "max_model_len": 256, "max_num_batched_tokens": 128, **flags})
 
 

@@ -9,7 +9,7 @@ import itertools
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +18,13 @@ from random import Random
 import numpy as np
 from tokenizers import Tokenizer
 
-from training.tiny.documents import document, standard_library
+from training.tiny.documents import Document, document, standard_library
 
 READY = 6
 """Batches in flight per worker."""
+
+Source = Callable[[Random, list[str]], Document]
+"""Makes a random document; its second argument is the standard library's text."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,15 @@ class Packing:
 
 
 @contextmanager
-def stream(tokenizer: Tokenizer, packing: Packing, seed: int, workers: int) -> Iterator[Iterator[Batch]]:
-    """An endless iterator of batches, which ``workers`` processes make in advance.
+def stream(
+    tokenizer: Tokenizer, packing: Packing, seed: int, workers: int, source: Source = document
+) -> Iterator[Iterator[Batch]]:
+    """An endless iterator of batches of ``source``'s documents, which ``workers`` processes make in advance.
 
     Enter it before CUDA is initialised, because it forks.
     """
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, context, _start, (tokenizer.to_str(),)) as pool:
+    with ProcessPoolExecutor(workers, context, _start, (tokenizer.to_str(), source)) as pool:
         seeds = (f"{seed} {number}" for number in itertools.count())
         waiting: deque[Future[Batch]] = deque()
 
@@ -82,22 +87,23 @@ class _Worker:
 
     tokenizer: Tokenizer
     library: list[str]
+    source: Source
 
 
 _worker: _Worker
 
 
-def _start(tokenizer: str) -> None:
+def _start(tokenizer: str, source: Source) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = _Worker(Tokenizer.from_str(tokenizer), standard_library())
+    _worker = _Worker(Tokenizer.from_str(tokenizer), standard_library(), source)
 
 
 def _fill_row(ids: np.ndarray, weights: np.ndarray, rng: Random) -> list[int]:
     """Fill a row with documents, truncating the last; returns their start indices."""
     at, starts = 0, []
     while at < len(ids):
-        texts, parts_weights = zip(*document(rng, _worker.library), strict=True)
+        texts, parts_weights = zip(*_worker.source(rng, _worker.library), strict=True)
         starts.append(at)
         for encoded, weight in zip(_worker.tokenizer.encode_batch_fast(list(texts)), parts_weights, strict=True):
             part = encoded.ids[: len(ids) - at]

@@ -10,13 +10,14 @@ import keyword
 import os
 import re
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 from training.tiny.data import train_problem
 from training.tiny.retell import retell
 from training.tiny.skeletons import parse
-from training.tiny.stories import CHOICE
+from training.tiny.stories import CHOICE, Problem
 
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END, START, STOP)
@@ -72,11 +73,14 @@ _EXCHANGES = parse((_HERE / "chat.txt").read_text(), held_out=False)
 _SNIPPETS = [block.split("\n", 1) for block in ("\n" + (_HERE / "snippets.txt").read_text()).split("\n## ")[1:]]
 
 
-def document(rng: Random, library: list[str]) -> Document:
-    """A random document: mostly maths in chat form; also small talk, code snippets and the standard library."""
+def document(rng: Random, library: list[str], conversation: Callable[[Random], Document] | None = None) -> Document:
+    """A random document: mostly maths in chat form; also small talk, code snippets and the standard library.
+
+    conversation: makes the documents in chat form, in place of those without thinking.
+    """
     draw = rng.random()
     if draw < 0.87:
-        return _conversation(rng)
+        return (conversation or _conversation)(rng)
     if draw < 0.92:
         problem = train_problem(rng)
         return [(f"Question: {retell(problem.question, rng)}\nAnswer:", ASKED), (f" {problem.worked_answer}{END}", 1.0)]
@@ -106,27 +110,28 @@ def _conversation(rng: Random) -> Document:
     if rng.random() < 0.2:
         pieces.append((f"{START}system\n{rng.choice(SYSTEMS)}{STOP}\n", 0.0))
     for _ in range(turns):
-        question, answer = _exchange(rng)
+        question, answer, _ = exchange(rng)
         pieces.append((f"{START}user\n{question}{STOP}\n", ASKED))
         pieces.append((f"{START}assistant\n", 0.0))
         pieces.append((f"{answer}{STOP}\n", 1.0))
     return [*pieces, (END, 1.0)]
 
 
-def _exchange(rng: Random) -> tuple[str, str]:
+def exchange(rng: Random) -> tuple[str, str, Problem | None]:
+    """A random user turn, its answer, and the problem that is asked, if it is one."""
     draw = rng.random()
     if draw < 0.12:
-        exchange = rng.choice(_EXCHANGES)
-        asked = CHOICE.sub(lambda m: rng.choice(m[1].split("|")), rng.choice(exchange.wordings))
-        return asked.strip(), rng.choice(exchange.steps)
+        talk = rng.choice(_EXCHANGES)
+        asked = CHOICE.sub(lambda m: rng.choice(m[1].split("|")), rng.choice(talk.wordings))
+        return asked.strip(), rng.choice(talk.steps), None
     if draw < 0.15:
         name, code = rng.choice(_SNIPPETS)
         first = code.strip().partition("\n")[0]
         asked = rng.choice(WRITE).format(name) if rng.random() < 0.6 else rng.choice(CONTINUE).format(first)
-        return asked, f"```python\n{code.strip()}\n```"
+        return asked, f"```python\n{code.strip()}\n```", None
     problem = train_problem(rng)
     aside = rng.choice(ASIDES) if rng.random() < 0.12 else "{}"
-    return aside.format(retell(problem.question, rng)), problem.worked_answer
+    return aside.format(retell(problem.question, rng)), problem.worked_answer, problem
 
 
 def _library_part(rng: Random, library: list[str]) -> Document:

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from training.tiny.batches import Source
 from training.tiny.documents import END, SPECIAL_TOKENS, START, STOP, document, standard_library
 
 VOCABULARY = 4096
@@ -29,10 +31,17 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(seed: int, documents: int = SAMPLE_DOCUMENTS) -> Tokenizer:
-    """A tokenizer of ``VOCABULARY`` tokens, the special ones first (ids 0, 1, 2), trained on a sample of the text."""
+def train_tokenizer(
+    seed: int, documents: int = SAMPLE_DOCUMENTS, source: Source = document, marks: Sequence[str] = ()
+) -> Tokenizer:
+    """A tokenizer of ``VOCABULARY`` tokens, the special ones first (ids 0, 1, 2), trained on a sample of the text.
+
+    marks: texts that are tokens of their own and are not skipped in decoding; they get the last ids.
+    """
     rng, library = Random(f"tokenizer {seed}"), standard_library()
-    sample = ["".join(piece for piece, _ in document(rng, library)) for _ in range(documents)] + library
+    sample = ["".join(piece for piece, _ in source(rng, library)) for _ in range(documents)] + library
+    for mark in marks:
+        sample = [text.replace(mark, "") for text in sample]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -45,16 +54,17 @@ def train_tokenizer(seed: int, documents: int = SAMPLE_DOCUMENTS) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY - len(marks),
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(sample, trainer)
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str = CHAT_TEMPLATE) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -67,4 +77,4 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (folder / "chat_template.jinja").write_text(chat_template)

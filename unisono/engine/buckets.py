@@ -54,7 +54,7 @@ TILES = (*ROW_TILES, 128, 256, 512, 1024)
 
 def draft_choices(config: ResolvedConfig, most: int) -> tuple[tuple[int, ...], str]:
     """The numbers of drafts that a round may have, ascending, and the reason. most: the drafter's k."""
-    spec = config.asked.speculative
+    spec = config.speculative
     if not most or spec is None:
         return (most,), "nothing drafts"
     if not spec.adaptive:

@@ -70,7 +70,7 @@ class Build:
         make_attention = functools.cache(self._attention)
         attention = {shape: make_attention(*shape[:2]) for shape in c.attention_shapes}
         self.config = config = graph_modes(self.config, next(iter(attention.values())))
-        spec = config.asked.speculative or SpeculativeConfig()
+        spec = config.speculative or SpeculativeConfig()
         drafter = _drafter(spec, c)  # raises before weights are loaded
         with self.stage("load"):
             model = load_model(

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
+from unisono.drafters.carried import carried_speculation
 from unisono.engine import report
 from unisono.engine.batch import Launched, Launcher
 from unisono.engine.device_state import DeviceState, StateSizes
@@ -48,7 +49,7 @@ class Engine:
     ) -> None:
         started = time.perf_counter()
         checkpoint = Checkpoint.open(config.model, config.quantization)
-        resolved = resolve(config, Hardware.detect(config.device), checkpoint)
+        resolved = _with_carried_drafts(resolve(config, Hardware.detect(config.device), checkpoint), checkpoint)
         self.checkpoint = checkpoint
         with torch.inference_mode():
             self.runner = Runner(resolved, checkpoint, progress)
@@ -65,7 +66,9 @@ class Engine:
         """Have no requests, no cached prefixes, nothing counted."""
         runner, worker = self.runner, self.worker
         windows = {lifetime: count for lifetime, count in worker.num_pages.items() if lifetime != ALL}
-        self.pool = PagePool(worker.num_pages[ALL], windows, worker.snapshots if worker.store.tails else None)
+        snapshots = worker.snapshots if worker.store.tails else None
+        hits = self.config.asked.enable_prefix_caching
+        self.pool = PagePool(worker.num_pages[ALL], windows, snapshots, hits)
         self.draft_controller = DraftController(runner)
         budget = PromptBudget(
             self.config.asked.max_stall_ms,
@@ -296,3 +299,15 @@ class Engine:
             self._in_flight.wait()
             self._in_flight = None
         self.runner.close()
+
+
+def _with_carried_drafts(config: ResolvedConfig, checkpoint: Checkpoint) -> ResolvedConfig:
+    """Speculation by what the checkpoint carries, unless flags say how to speculate or its weights are not read."""
+    if config.asked.speculative is not None or config.asked.load_format == "dummy":
+        return config
+    found = carried_speculation(checkpoint.path, checkpoint.config)
+    if found is None:
+        return config
+    spec, reason = found
+    value = "none" if spec is None else f"{spec.method}, k = {spec.num_speculative_tokens}"
+    return config.decide("speculative", value, reason, speculative=spec)

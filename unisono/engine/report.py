@@ -96,7 +96,7 @@ def info(engine: Reported) -> dict[str, object]:
     """See :meth:`unisono.engine.engine.Engine.info`."""
     runner, scheduler, config = engine.runner, engine.scheduler, engine.checkpoint.config
     worker = runner.worker
-    spec = engine.config.asked.speculative
+    spec = engine.config.speculative
     speculation = {
         "drafter": worker.drafter.name,
         "num_speculative_tokens": runner.width - 1,

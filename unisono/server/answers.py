@@ -40,13 +40,14 @@ class Answer:
 
     async def whole(self) -> Response:
         """The finished answer. Raises what ended a generation early."""
-        texts = [""] * len(self.generations)
+        texts, thoughts = [""] * len(self.generations), [""] * len(self.generations)
         ids: list[list[int]] = [[] for _ in self.generations]
         reports: list[list[TokenReport]] = [[] for _ in self.generations]
         ends: dict[int, Piece] = {}
         async with aclosing(merge(self.generations)) as pieces:
             async for piece in pieces:
                 texts[piece.index] += piece.text
+                thoughts[piece.index] += piece.reasoning
                 ids[piece.index] += piece.token_ids
                 reports[piece.index] += piece.reports or []
                 ends[piece.index] = piece
@@ -55,6 +56,8 @@ class Answer:
             end = ends[index]
             assert end.finish is not None
             choice = self.shape.choice(index, texts[index], end.finish, end.stop, generation.seed)
+            if generation.splits:
+                choice.message.reasoning_content = thoughts[index] or None
             if (states := await asyncio.to_thread(generation.hidden_states)) is not None:
                 choice.hidden_states, prompt_states = states
                 if prompt_states is not None:
@@ -95,11 +98,14 @@ class Answer:
             generation.close()
 
     def _chunk_choices(self, piece: Piece) -> Choices:
-        """A choice with the piece's text, or what was asked of its tokens, and the closing one if it is the last."""
+        """Choices with the thinking and text of a piece, or what was asked of its tokens; at the end the closing one."""
         choices: Choices = []
-        if piece.text or piece.reports or (self.request.return_token_ids and piece.token_ids):
-            choice = self.shape.text(piece.index, piece.text)
-            choices.append(self._with_tokens(choice, piece.token_ids, piece.reports or []))
+        if piece.reasoning:
+            choices.append(self.shape.reasoning(piece.index, piece.reasoning))
+        if piece.text or (not choices and (piece.reports or (self.request.return_token_ids and piece.token_ids))):
+            choices.append(self.shape.text(piece.index, piece.text))
+        if choices:
+            self._with_tokens(choices[0], piece.token_ids, piece.reports or [])
         if piece.finish is not None:
             choices.append(self.shape.last(piece.index, piece.finish, piece.stop))
         return choices

@@ -42,8 +42,10 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles of messages, and how templates call them."""
-MESSAGE_FIELDS = {"role", "content", "name"}
-NULL_MESSAGE_FIELDS = {"refusal", "audio", "annotations", "function_call", "tool_calls", "reasoning_content"}
+MESSAGE_FIELDS = {"role", "content", "name", "reasoning_content"}
+TEXT_MESSAGE_FIELDS = ("name", "reasoning_content")
+"""Fields of a message that are passed to the chat template as they are."""
+NULL_MESSAGE_FIELDS = {"refusal", "audio", "annotations", "function_call", "tool_calls"}
 """What clients send back when they return an assistant's message as they got it."""
 
 MAX_PROMPTS = 1024
@@ -310,11 +312,12 @@ def _message(message: Any, where: str) -> dict[str, str]:
         if name not in MESSAGE_FIELDS and not (name in NULL_MESSAGE_FIELDS and value in (None, [])):
             raise BadRequest(f"{where}.{name}={show(value)} is not supported; remove it.", f"{where}.{name}")
     result = {"role": ROLES[role], "content": _content(message.get("content"), f"{where}.content")}
-    name = message.get("name")
-    if name is not None:
-        if not isinstance(name, str):
-            raise BadRequest(f"{where}.name={show(name)} is not valid: it must be a string.", f"{where}.name")
-        result["name"] = name
+    for name in TEXT_MESSAGE_FIELDS:
+        value = message.get(name)
+        if value is not None:
+            if not isinstance(value, str):
+                raise BadRequest(f"{where}.{name}={show(value)} is not valid: it must be a string.", f"{where}.{name}")
+            result[name] = value
     return result
 
 

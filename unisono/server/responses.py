@@ -2,6 +2,7 @@
 
 A choice carries more than OpenAI's: ``seed``, which reproduces it (in a stream, with the choice's first chunk),
 ``stop_reason`` (the stop string that ended it, or null) and, where return_token_ids asks for it, ``token_ids``;
+``reasoning_content`` of its message where a reasoning parser is configured;
 ``hidden_states`` where return_hidden_states does, with the first choice of each prompt ``prompt_hidden_states`` too.
 """
 
@@ -126,11 +127,13 @@ class Message(msgspec.Struct, kw_only=True):
     role: str = "assistant"
     content: str
     refusal: None = None
+    reasoning_content: str | UnsetType | None = UNSET
 
 
 class MessageDelta(msgspec.Struct, omit_defaults=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -196,6 +199,7 @@ class Shape(Protocol):
     def choice(self, index: int, text: str, finish: str, stop: str | None, seed: int) -> Any: ...
     def first(self, index: int, seed: int) -> Any: ...
     def text(self, index: int, text: str) -> Any: ...
+    def reasoning(self, index: int, text: str) -> Any: ...
     def last(self, index: int, finish: str, stop: str | None) -> Any: ...
     def logprobs(self, reports: list[TokenReport]) -> Any: ...
     def add_prompt_logprobs(self, answer: Response, given: list[PromptLogprobs]) -> None: ...
@@ -214,6 +218,9 @@ class ChatShape:
 
     def text(self, index: int, text: str) -> ChatChunkChoice:
         return ChatChunkChoice(index, MessageDelta(content=text))
+
+    def reasoning(self, index: int, text: str) -> ChatChunkChoice:
+        return ChatChunkChoice(index, MessageDelta(reasoning_content=text))
 
     def last(self, index: int, finish: str, stop: str | None) -> ChatChunkChoice:
         return ChatChunkChoice(index, MessageDelta(), finish, stop)
@@ -245,6 +252,9 @@ class TextShape:
 
     def text(self, index: int, text: str) -> TextChoice:
         return TextChoice(index, text)
+
+    def reasoning(self, index: int, text: str) -> TextChoice:
+        raise NotImplementedError("completions are not split")
 
     def last(self, index: int, finish: str, stop: str | None) -> TextChoice:
         return TextChoice(index, "", finish, stop)

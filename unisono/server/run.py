@@ -28,6 +28,7 @@ from unisono.heap import freeze_heap
 from unisono.server.app import INSPECT_LIMIT, Service, create_app
 from unisono.server.client import EngineClient, Progress
 from unisono.server.metrics import ProgressLine, ServerMetrics
+from unisono.server.reasoning import parser_named
 from unisono.server.serving import Serving
 from unisono.tokenizer import Tokenizer
 from unisono.types import ConfigError, EngineDead, UnisonoError
@@ -48,6 +49,7 @@ class ServerSettings:
 
     model_path: directory with the tokenizer. names: what clients may call the model; answers carry the one they used.
     drain_timeout: seconds that running requests get to finish after the first signal.
+    reasoning_parser: how thinking is told from what is said in chat answers (``reasoning.PARSERS``), if at all.
     engine: ``"module:Class"``, called with the engine's config in the engine process.
     """
 
@@ -57,6 +59,7 @@ class ServerSettings:
     port: int = 8000
     api_key: str | None = None
     drain_timeout: float = 30.0
+    reasoning_parser: str | None = None
     engine: str = ENGINE
 
 
@@ -65,8 +68,10 @@ def serve(config: Any, settings: ServerSettings, progress: Progress = lambda sta
 
     ``progress`` is called with a stage of the engine's start and its share done, 0 … 1.
 
-    Raises ConfigError if the port is taken, and what keeps the engine from starting (a UnisonoError).
+    Raises ConfigError if the port is taken or the reasoning parser is unknown, and what keeps the engine from starting
+    (a UnisonoError).
     """
+    parser_named(settings.reasoning_parser)  # raises before anything starts
     with bind(settings.host, settings.port) as listener:
         loop_factory = _uvicorn_config(None).get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -128,7 +133,7 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
     metrics = ServerMetrics(settings.names[0], lambda: client.samples)
     return Service(
         client=client,
-        serving=Serving(client, InputProcessor(tokenizer, facts), metrics),
+        serving=Serving(client, InputProcessor(tokenizer, facts), metrics, parser_named(settings.reasoning_parser)),
         metrics=metrics,
         names=settings.names,
         root=str(settings.model_path),

@@ -19,6 +19,7 @@ from unisono.server.embeds import load_embeds
 from unisono.server.generation import Echo, Generation
 from unisono.server.metrics import ServerMetrics
 from unisono.server.protocol import ChatRequest, CompletionRequest
+from unisono.server.reasoning import Parser, Splitter
 from unisono.types import BadRequest, EngineRequest, SamplingParams
 
 T = TypeVar("T")
@@ -32,8 +33,10 @@ MAX_HIDDEN_NUMBERS = 1 << 24
 class Serving:
     """Makes generations of parsed request bodies."""
 
-    def __init__(self, client: EngineClient, inputs: InputProcessor, metrics: ServerMetrics) -> None:
-        self.inputs = inputs
+    def __init__(
+        self, client: EngineClient, inputs: InputProcessor, metrics: ServerMetrics, parser: Parser | None = None
+    ) -> None:
+        self.inputs, self._parser = inputs, parser
         self._client = client
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(1, "tokenizer")
@@ -64,7 +67,18 @@ class Serving:
         conversation, options = request.conversation(), request.template_options()
         prompt = await self._in_thread(lambda: self.inputs.chat(conversation, **options))
         one = self.inputs.request(request_id, prompt, self._within_limits(prompt, params))
-        return self._generations(one, request.prompt_logprobs)
+        return self._generations(one, request.prompt_logprobs, splitter=self._splitter(request, prompt, params))
+
+    def _splitter(self, request: ChatRequest, prompt: Prompt, params: SamplingParams) -> Callable[[], Splitter] | None:
+        """Makes what tells thinking from what is said in an answer; None where nothing is told apart.
+
+        That is so without a parser, and for structured answers, whose grammar leaves no room for a thought.
+        """
+        parser, text, structured = self._parser, prompt.text or "", params.structured_outputs
+        if parser is None or (structured is not None and structured.kind != "structural_tag"):
+            return None
+        prefix = request.conversation()[-1]["content"] if request.continue_final_message else None
+        return lambda: parser.splitter(text, prefix)
 
     async def _prompts(self, request: CompletionRequest) -> list[Prompt]:
         """Return the prompts in the order of their choices: embeddings first, as in vLLM. Raises BadRequest."""
@@ -107,17 +121,32 @@ class Serving:
         return params
 
     def _generations(
-        self, request: EngineRequest, scored: int | None, first: int = 0, echo: Echo | None = None
+        self,
+        request: EngineRequest,
+        scored: int | None,
+        first: int = 0,
+        echo: Echo | None = None,
+        splitter: Callable[[], Splitter] | None = None,
     ) -> list[Generation]:
         """Make a generation of each sequence of a prepared request.
 
         scored: the body's prompt_logprobs. first: number of the first one's choice. echo: what the answers begin with.
+        splitter: makes what splits an answer.
         """
         wanted = request.params.prompt_logprobs is not None
         scores = asyncio.get_running_loop().create_future() if wanted else None
         outputs = [SequenceOutput(sequence, self.inputs.tokenizer) for sequence in request.sequences()]
         return [
-            Generation(self._client, output, self._metrics.timer(), index, scores, scored, echo)
+            Generation(
+                self._client,
+                output,
+                self._metrics.timer(),
+                index,
+                scores,
+                scored,
+                echo,
+                splitter() if splitter else None,
+            )
             for index, output in enumerate(outputs, first)
         ]
 

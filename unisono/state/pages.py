@@ -126,11 +126,18 @@ class PagePool:
     """All pages, and the prefix tree that keeps committed ones after their request ends.
 
     num_pages: of lifetime ALL. windows: pages of each window lifetime. snapshots: how many snapshots of tails the tree
-    may keep; None where the model has no tails, so that a cached prefix needs none.
+    may keep; None where the model has no tails, so that a cached prefix needs none. hits: whether reservations begin
+    with cached pages at all.
     """
 
-    def __init__(self, num_pages: int, windows: Mapping[int, int] | None = None, snapshots: int | None = None) -> None:
-        self.num_pages = num_pages
+    def __init__(
+        self,
+        num_pages: int,
+        windows: Mapping[int, int] | None = None,
+        snapshots: int | None = None,
+        hits: bool = True,
+    ) -> None:
+        self.num_pages, self.hits = num_pages, hits
         self.free = [p for p in range(num_pages - 1, -1, -1) if p != PADDING_PAGE]
         self.tree = PrefixTree(self._forget)
         self.windows = {lifetime: WindowPool(lifetime, count) for lifetime, count in (windows or {}).items()}
@@ -153,7 +160,7 @@ class PagePool:
         The last token is never served from the cache: its logits are needed. quotas: pages that the request may need at
         once of each window lifetime; see :meth:`has_quotas`.
         """
-        path = self._usable(self.tree.match(tokens[: len(tokens) - 1]))
+        path = self._usable(self.tree.match(tokens[: len(tokens) - 1])) if self.hits else []
         windows = {lifetime: WindowPages(pool, 0) for lifetime, pool in self.windows.items()}
         for lifetime, window in windows.items():
             window.set_quota((quotas or {}).get(lifetime, 0))

@@ -159,7 +159,7 @@ def adaptive(
     else:
         flags |= {"max_model_len": 512, "gpu_memory_utilization": 0.4}
     workload: Workload = Rounds(context, rounds, length) if rates else Problems(max(sizes))
-    plain = LLM(model, **flags)
+    plain = LLM(model, speculative=SpeculativeConfig("none"), **flags)
     if not rates:
         flags["gpu_memory_utilization"] = 0.8
     llm = LLM(model, speculative=spec, synthetic_acceptance_rates=rates, **flags)

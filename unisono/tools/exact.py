@@ -24,6 +24,7 @@ def exact(
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    quantization: Annotated[str | None, typer.Option(help="As of `unisono serve`.")] = None,
     requests: Annotated[int, typer.Option(help="How many requests.")] = 200,
     output_len: Annotated[int, typer.Option(help="Tokens per request.")] = 32,
     max_prompt: Annotated[int, typer.Option(help="Longest prompt in tokens.")] = 900,
@@ -37,8 +38,13 @@ def exact(
     from unisono.types import SpeculativeConfig
 
     longest = max(output_len, long_output_len) if long else output_len
-    flags: dict[str, Any] = {"dtype": dtype, "load_format": load_format, "max_model_len": max_prompt + longest}
-    llm = LLM(model, **flags)
+    flags: dict[str, Any] = {
+        "dtype": dtype,
+        "quantization": quantization,
+        "load_format": load_format,
+        "max_model_len": max_prompt + longest,
+    }
+    llm = LLM(model, speculative=SpeculativeConfig("none"), **flags)
     prompts, params = _requests(llm, requests, output_len, max_prompt)
     params[:long] = [replace(p, max_tokens=long_output_len) for p in params[:long]]
     reference = _one_by_one(llm, prompts, params)

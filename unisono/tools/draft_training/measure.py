@@ -43,6 +43,7 @@ def measure(
 
     A complete prompt is cut in half, and the target continues the first half.
     """
+    spec = spec or SpeculativeConfig("none")  # None would speculate with what the target carries
     with LLM(target, max_model_len=longest, speculative=spec, **flags) as llm:
         llm.engine.pin_drafts(llm.engine.runner.choices[-1])
         halves = [p.token_ids[: max(2, len(p.token_ids) // 2)] if p.complete else p.token_ids for p in prompts]

@@ -17,7 +17,7 @@ all iterations."""
 
 
 class Muon(torch.optim.Optimizer):
-    """Optimizes matrices [out, in]; use AdamW for embeddings and norms. Equal shapes are updated in one batch."""
+    """Optimizes matrices [..., out, in]; use AdamW for embeddings and norms. Equal shapes are updated in one batch."""
 
     def __init__(
         self, parameters: Iterable[Tensor], lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.1
@@ -37,7 +37,7 @@ class Muon(torch.optim.Optimizer):
                 velocity = state.setdefault("velocity", torch.zeros_like(gradients))
                 velocity.lerp_(gradients, 1 - group["momentum"])
                 update = orthogonal(gradients.lerp(velocity, group["momentum"]))
-                scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
+                scale = group["lr"] * max(1.0, shape[-2] / shape[-1]) ** 0.5
                 torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(parameters, list(update.to(gradients.dtype).unbind()), alpha=-scale)
 

@@ -1,0 +1,176 @@
+"""``--reasoning-parser``: thinking is told from what is said, wherever deltas cut the marks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Server, Start
+from unisono.server.reasoning import PARSERS, parser_named
+from unisono.types import ConfigError
+
+QWEN, R1 = PARSERS["qwen3"], PARSERS["deepseek_r1"]
+TURN = "<|im_start|>assistant\n"
+OPEN, CLOSED = TURN + "<think>\n", TURN + "<think>\n\n</think>\n\n"
+
+# parser, end of the prompt, answer -> thinking, content
+CASES = {
+    "opened by the prompt": (QWEN, OPEN, "a < b\n</think>\n\nYes.\n", ("a < b", "Yes.\n")),
+    "opened by the answer": (QWEN, TURN, "\n<think>\nstep </think>\nYes", ("step", "Yes")),
+    "turned off": (QWEN, CLOSED, "Yes, <think> is a mark </think>.", ("", "Yes, <think> is a mark </think>.")),
+    "no thought": (QWEN, TURN, "<thin air> it is", ("", "<thin air> it is")),
+    "never closed": (QWEN, OPEN, "one\n\ntwo </thin", ("one\n\ntwo </thin", "")),
+    "empty thought": (QWEN, OPEN, "\n</think>\n\nHello", ("", "Hello")),
+    "near misses": (QWEN, OPEN, "<</thi </think </think>ok", ("<</thi </think", "ok")),
+    "second close": (QWEN, OPEN, "a</think>b</think>c", ("a", "b</think>c")),
+    "nothing": (QWEN, OPEN, "", ("", "")),
+    "a blank answer": (QWEN, TURN, " \n", ("", " \n")),
+    "r1 without an opening mark": (R1, TURN, "step\n</think>\nYes", ("step", "Yes")),
+    "r1 never closed": (R1, TURN, "step by step", ("step by step", "")),
+    "r1 turned off": (R1, CLOSED, "Yes", ("", "Yes")),
+}
+
+
+def split(parser: Any, prompt: str, pieces: list[str], prefix: str | None = None) -> tuple[str, str]:
+    splitter = parser.splitter(prompt, prefix)
+    found = [splitter.feed(piece) for piece in pieces] + [splitter.feed("", last=True)]
+    return "".join(thinking for thinking, _ in found), "".join(content for _, content in found)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_wherever_deltas_are_cut(case: tuple[Any, str, str, tuple[str, str]]) -> None:
+    parser, prompt, answer, expected = case
+    assert split(parser, prompt, [answer]) == expected
+    assert split(parser, prompt, list(answer)) == expected
+    for first in range(len(answer)):
+        for second in range(first, len(answer)):
+            pieces = [answer[:first], answer[first:second], answer[second:]]
+            assert split(parser, prompt, pieces) == expected
+
+
+def test_text_is_not_held_back_for_long() -> None:
+    splitter = QWEN.splitter(OPEN)
+    assert splitter.feed("a step, ") == ("a step,", "")
+    assert splitter.feed("and </th") == (" and", "")
+    assert splitter.feed("ing>") == (" </thing>", "")
+    assert splitter.feed("</think>") == ("", "")
+    assert splitter.feed("\n\nY") == ("", "Y")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "expected"),
+    [
+        ("<think>\nfirst", ("next", "Yes")),
+        ("<think>a</think>So", ("", "next</think>\nYes")),
+        ("", ("", "next</think>\nYes")),
+    ],
+)
+def test_a_continued_answer_goes_on_where_it_was(prefix: str, expected: tuple[str, str]) -> None:
+    if prefix:
+        assert split(QWEN, "anything", ["next</think>\nYes"], prefix) == expected
+
+
+def test_unknown_names_are_refused() -> None:
+    assert parser_named(None) is None
+    with pytest.raises(ConfigError, match=r"'qwen'.*qwen3, deepseek_r1"):
+        parser_named("qwen")
+
+
+@pytest.fixture(scope="module")
+def thinking(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from tests.server.conftest import servers
+
+    with servers(tmp_path_factory) as start:
+        yield start(model_dir, reasoning_parser="qwen3")
+
+
+def body(content: str, opening: str, **more: Any) -> dict[str, Any]:
+    """The fake engine repeats the prompt up to the end of the user's turn."""
+    return {"messages": [{"role": "user", "content": content}], "chat_template_kwargs": {"opening": opening}, **more}
+
+
+def whole(server: Server, **request: Any) -> dict[str, Any]:
+    answer = server.http.post("/v1/chat/completions", json=request)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+def streamed(server: Server, **request: Any) -> tuple[str, str, list[dict[str, Any]]]:
+    choices = []
+    with server.http.stream("POST", "/v1/chat/completions", json={"stream": True, **request}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                choices += json.loads(line.removeprefix("data: "))["choices"]
+    deltas = [choice["delta"] for choice in choices]
+    assert not any("content" in d and "reasoning_content" in d for d in deltas)
+    return (
+        "".join(d.get("reasoning_content", "") for d in deltas),
+        "".join(d.get("content", "") for d in deltas),
+        choices,
+    )
+
+
+def test_answers_and_streams_are_split(thinking: Server) -> None:
+    request = body("step one\n</think>\n\nThe answer is 2.", "<think>\n")
+    message = whole(thinking, **request)["message"]
+    assert message["reasoning_content"] == "user\nstep one"
+    assert message["content"] == "The answer is 2."
+    reasoning, content, choices = streamed(thinking, **request, logprobs=True, return_token_ids=True)
+    assert (reasoning, content) == ("user\nstep one", "The answer is 2.")
+    ids = [token for choice in choices for token in choice.get("token_ids", [])]
+    names = [entry for choice in choices if choice.get("logprobs") for entry in choice["logprobs"]["content"]]
+    again = whole(thinking, **request, logprobs=True, return_token_ids=True)
+    assert again["token_ids"] == ids
+    assert len(again["logprobs"]["content"]) == len(names) == len(ids)
+
+
+def test_an_answer_cut_off_while_thinking(thinking: Server) -> None:
+    request = body("a long thought", "<think>\n", max_tokens=5)
+    choice = whole(thinking, **request)
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"] == ""
+    assert choice["message"]["reasoning_content"]
+    assert streamed(thinking, **request)[:2] == (choice["message"]["reasoning_content"], "")
+
+
+def test_thinking_turned_off_by_the_template(thinking: Server) -> None:
+    message = whole(thinking, **body("plain", "<think>\n\n</think>\n\n"))["message"]
+    assert message["reasoning_content"] is None
+    assert message["content"] == "user\nplain"
+
+
+def test_several_answers_and_structured_ones(thinking: Server) -> None:
+    request = body("x</think>y", "<think>\n", n=2)
+    answer = thinking.http.post("/v1/chat/completions", json=request).json()
+    assert [c["message"]["reasoning_content"] for c in answer["choices"]] == ["user\nx"] * 2
+    reasoning, content, _ = streamed(thinking, **request)
+    assert (len(reasoning), content) == (2 * len("user\nx"), "yy")
+    structured = whole(thinking, **body("x", "<think>\n"), structured_outputs={"regex": ".*"})["message"]
+    assert structured["content"] == "user\nx"
+    assert "reasoning_content" not in structured
+
+
+def test_thoughts_may_come_back_as_history(thinking: Server) -> None:
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "ho", "reasoning_content": "hm"},
+        {"role": "user", "content": "x</think>y"},
+    ]
+    whole(thinking, messages=messages)
+    bad = thinking.http.post("/v1/chat/completions", json={"messages": [{**messages[1], "reasoning_content": 3}]})
+    assert bad.status_code == 400
+    assert "reasoning_content" in bad.json()["error"]["message"]
+
+
+def test_without_a_parser_nothing_changes(server: Server) -> None:
+    message = whole(server, **body("x</think>y", "<think>\n"))["message"]
+    assert message["content"] == "user\nx</think>y"
+    assert "reasoning_content" not in message
+
+
+def test_an_unknown_parser_ends_the_start(start: Start) -> None:
+    server = start(ready=False, reasoning_parser="qwen")
+    assert server.wait() == 1
+    assert "deepseek_r1" in server.log.read_text()
