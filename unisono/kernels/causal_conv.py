@@ -177,7 +177,7 @@ def launch_causal_conv(
     u = u if u.stride(1) == 1 else u.contiguous()
     out, gates = _causal_conv_meta(u, weight, ba)
     tokens, channels, heads, rows_ = u.shape[0], u.shape[1], a_log.shape[0], rows.shape[0]
-    if tokens == 0:
+    if tokens == 0 and query_start is None:
         return out, gates
     taps, positions = weight.shape[-1], ring.shape[1]
     options: dict[str, Any] = {"J": taps, "RING": positions, "BLOCK_C": _CHANNELS}
@@ -192,10 +192,11 @@ def launch_causal_conv(
             **overlapped(u.device),
         )  # fmt: skip
         return out, gates
-    _conv_prompt_kernel[(triton.cdiv(tokens, _TOKENS), blocks + 1)](
-        *inputs, query_start, u.stride(0), ba.stride(0), channels, tokens, rows_, HV=heads, BLOCK_T=_TOKENS,
-        BLOCK_H=heads_block, BLOCK_R=triton.next_power_of_2(rows_), **options, num_warps=4, **overlapped(u.device),
-    )  # fmt: skip
+    if tokens:
+        _conv_prompt_kernel[(triton.cdiv(tokens, _TOKENS), blocks + 1)](
+            *inputs, query_start, u.stride(0), ba.stride(0), channels, tokens, rows_, HV=heads, BLOCK_T=_TOKENS,
+            BLOCK_H=heads_block, BLOCK_R=triton.next_power_of_2(rows_), **options, num_warps=4, **overlapped(u.device),
+        )  # fmt: skip
     _conv_keep_kernel[(rows_, blocks)](
         u, snapshot, ring, rows, since, first, until, end, query_start, u.stride(0), channels,
         BLOCK_N=triton.next_power_of_2(positions), BLOCK_J=taps_block, **options, num_warps=4, **overlapped(u.device),

@@ -22,8 +22,8 @@ from unisono.kernels.gated_delta_triton import _prepare_kernel, _remember_chunk_
 from unisono.kernels.library import AotCase, define, ints, register
 from unisono.kernels.overlap import overlapped
 
-_ELEMENTS = 512
-"""Keys and values of a program that remembers them."""
+_ELEMENTS, _ROWS = 512, 32
+"""Keys and values of a program that remembers them. Rows of a prompt pass up to which kernels are the same."""
 
 
 class Tile(NamedTuple):
@@ -91,7 +91,7 @@ def launch_gated_delta(
 ) -> Tensor:  # fmt: skip
     out = _gated_delta_meta(qkv, gates, state)
     tokens, count, is_round = qkv.shape[0], rows.shape[0], query_start is None
-    if tokens == 0:
+    if tokens == 0 and is_round:
         return out
     sizes, device = Sizes.of(qkv, state, kv_ring), qkv.device
     places, besides = sizes.chunks(tokens, count, is_round)
@@ -102,7 +102,7 @@ def launch_gated_delta(
     options: dict[str, Any] = {**sizes.constexprs, "EXTRA": besides, "ROUND": is_round}
     _prepare_kernel[(places, heads)](
         qkv, gates, kv_ring, gates_ring, squares, factors, rows, since, first, end, starts, count, width,
-        SCALE=sizes.key_dim**-0.5, BLOCK_R=triton.next_power_of_2(count), num_warps=1, **options,
+        SCALE=sizes.key_dim**-0.5, BLOCK_R=max(_ROWS, triton.next_power_of_2(count)), num_warps=1, **options,
         **overlapped(device),
     )  # fmt: skip
     tile = (round_tile if is_round else prompt_tile).of(sizes.value_dim)
@@ -118,7 +118,7 @@ def launch_gated_delta(
             *inputs, starts, tokens, count, width, BLOCK_V=tile.size, STAGES=tile.stages,
             num_warps=tile.warps, **options, **overlapped(device),
         )  # fmt: skip
-    if not is_round:
+    if tokens and not is_round:
         kv = kv_ring.shape[2]
         _remember_chunk_kernel[(count, triton.cdiv(kv, _ELEMENTS) + 1)](
             qkv, gates, kv_ring, gates_ring, rows, first, until, end, starts, QUERIES=qkv.shape[1] - kv, KV=kv, HV=heads,
@@ -176,7 +176,7 @@ def _cases() -> list[AotCase]:
             options = {**sizes.constexprs, "EXTRA": besides, "ROUND": is_round, "OVERLAP": True}
             names = ("qkv", "gates", "kv_ring", "gates_ring", "squares", "factors")
             prepare = {name: floats[name] for name in names} | ints("rows since first end query_start", "R W")
-            more = {"SCALE": key_dim**-0.5, "BLOCK_R": 16}
+            more = {"SCALE": key_dim**-0.5, "BLOCK_R": _ROWS}
             cases.append(AotCase(_prepare_kernel, prepare, options | more, num_warps=1))
             names = ("qkv", "kv_ring", "squares", "factors", "state", "out")
             walk = {name: floats[name] for name in names} | ints("rows since first until end", "W")
