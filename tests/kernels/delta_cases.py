@@ -101,7 +101,9 @@ class Passes:
         def nan(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.full((rows, *shape), torch.nan, dtype=dtype, device=device)
 
-        self.order = torch.randperm(rows, generator=torch.Generator().manual_seed(1)).int()  # rows of state, the last pads
+        self.order = torch.randperm(
+            rows, generator=torch.Generator().manual_seed(1)
+        ).int()  # rows of state, the last pads
         self.state = nan(s.value_heads, s.value_dim, s.key_dim, dtype=torch.float32)
         self.taps = nan(TAPS - 1, s.channels, dtype=layer.dtype)
         self.state[self.order[:-1].long()] = 0
@@ -131,7 +133,9 @@ class Passes:
             self.out[r][at : at + n] = out[begin : begin + n]
             self.length[r] += n
 
-    def round(self, width: int, right: list[int], seed: int = 0, pad_rows: int = 0, room: list[int] | None = None) -> None:
+    def round(
+        self, width: int, right: list[int], seed: int = 0, pad_rows: int = 0, room: list[int] | None = None
+    ) -> None:
         """A round of ``width`` tokens of each text, of which the first right[r] are the text's and are committed.
 
         room: tokens of each row that count, as near a request's last position; all by default.
@@ -139,7 +143,11 @@ class Passes:
         g, parts = torch.Generator().manual_seed(seed), []
         for r, good in enumerate(right):
             at, drafts = self.length[r], self.layer.noise(width, g)
-            parts.append(tuple(torch.cat((x[at : at + good], d[good:])) for x, d in zip(self.layer.texts[r], drafts)))
+            parts.append(
+                tuple(
+                    torch.cat((x[at : at + good], d[good:])) for x, d in zip(self.layer.texts[r], drafts, strict=True)
+                )
+            )
         first = torch.tensor([*self.length, *[-1] * pad_rows], dtype=torch.int32)
         end = first + torch.tensor([*(room or [width] * len(right)), *[1] * pad_rows], dtype=torch.int32)
         out = self._run(parts, width * pad_rows, first, end, first, list(range(len(right))), None)
@@ -156,7 +164,10 @@ class Passes:
         self._run([nothing], 0, at, at, at, list(range(len(at))), torch.zeros(len(at) + 1, dtype=torch.int32))
 
     def _run(self, parts, pad, first, end, committed, texts, query_start) -> torch.Tensor:
-        u, ba = (torch.cat([*tensors, torch.full((pad, tensors[0].shape[1]), 7.0).to(tensors[0])]) for tensors in zip(*parts))
+        u, ba = (
+            torch.cat([*tensors, torch.full((pad, tensors[0].shape[1]), 7.0).to(tensors[0])])
+            for tensors in zip(*parts, strict=True)
+        )
         wide = torch.cat((u, torch.full_like(u, torch.nan)), 1).to(self.device)[:, : u.shape[1]]  # rows with a stride
         rows = torch.cat((self.order[torch.tensor(texts)], self.order[-1:].expand(len(first) - len(texts))))
         since = self.since[rows.long()]
