@@ -298,8 +298,7 @@ def _walk_kernel(
                     for whole_ch in tl.range(lead, keep, num_stages=STAGES):
                         token = (begin + start - at + whole_ch * CHUNK + i).to(tl.int64)[:, None]
                         k, q = tl.load(k_new + token * C + d[None, :]), tl.load(q_new + token * C + d[None, :])
-                        v = tl.load(v_new + token * C + dv[None, :])
-                        place = whole_ch * HV
+                        v, place = tl.load(v_new + token * C + dv[None, :]), whole_ch * HV
                         o, taken, whole = _chunk(
                             S, k, q, v, squares + place * (4 * CHUNK * CHUNK), factors + place * (4 * CHUNK)
                         )

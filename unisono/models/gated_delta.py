@@ -107,10 +107,11 @@ class GatedDelta(nn.Module):
     def _recur(self, u: torch.Tensor, ba: torch.Tensor, context: PassContext, state: TailView) -> torch.Tensor:
         """u [T, 2 Hk · K + Hv · V], ba [T, 2 Hv] -> [T, Hv · V]."""
         assert context.tails is not None
-        taps = self.conv.weight, ba, self.A_log, self.dt_bias, state.snapshot["conv"], state.inputs["conv"]
-        qkv, gates = causal_conv(u, *taps, *context.tails.fields, context.query_start)
-        memory = state.snapshot["state"], state.inputs["kv"], state.inputs["gates"]
-        return gated_delta(qkv, gates, *memory, *context.tails.fields, context.query_start)
+        where, starts = context.tails.fields, context.query_start
+        conv = state.snapshot["conv"], state.inputs["conv"]
+        qkv, gates = causal_conv(u, self.conv.weight, ba, self.A_log, self.dt_bias, *conv, *where, starts)
+        kept = state.snapshot["state"], state.inputs["kv"], state.inputs["gates"]
+        return gated_delta(qkv, gates, *kept, *where, starts)
 
     def project(
         self, y: torch.Tensor, residual: torch.Tensor, norm: nn.Module | None

@@ -33,7 +33,7 @@ class TailPass:
     end: torch.Tensor
 
     @property
-    def fields(self) -> tuple[torch.Tensor, ...]:
+    def fields(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """rows, since, first, until, end: what kernels take."""
         return self.rows, self.since, self.first, self.until, self.end
 
