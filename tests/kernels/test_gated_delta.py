@@ -6,7 +6,6 @@ import itertools
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -141,6 +140,21 @@ def test_a_text_that_ends_within_a_round(made: Any) -> None:
     kept = other.rings["kv"][other.order[0]].cpu()
     live = {p % kept.shape[0] for p in range(32, 40)}
     assert all(kept[p].isfinite().all() == (p in live or p <= 40 - 32) for p in live)
+
+
+@pytest.mark.parametrize("made", [twins, kernels])
+def test_a_pass_without_tokens_moves_the_state_on(made: Any) -> None:
+    """To where a prompt pass over the same tokens would have moved it."""
+    layer = Layer(Sizes(1, 2, 16, 16, width=4), torch.float32, [33, 48])
+    whole, other = made(layer), made(layer)
+    whole.prompt(layer.lengths)
+    other.prompt([30, 44])
+    other.round(4, [3, 4])
+    behind = [int(other.since[row]) for row in other.order[:2]]
+    other.settle()
+    assert behind == [16, 32]
+    assert [int(other.since[row]) for row in other.order[:2]] == [32, 48]
+    assert differing(whole, other) == 0
 
 
 def test_shapes_and_no_tokens() -> None:
