@@ -17,9 +17,10 @@ from tests.models.harness import load, whole
 from tests.models.make import make_checkpoint
 from unisono.kernels.experts_plan import LEAD_PAIRS
 from unisono.layers.expert_formats import PLAIN_EXPERTS, PlainExperts, expert_format
-from unisono.layers.experts import expert_counts
+from unisono.layers.experts import expert_counts, products_per_token
 from unisono.layers.formats import Plain, Share, Slice
 from unisono.layers.norm import RMSNorm
+from unisono.models import weights
 from unisono.models.build import Builder, no_attention
 from unisono.models.checkpoint import WEIGHTS
 from unisono.models.config import checkpoint_name
@@ -87,6 +88,15 @@ def test_a_layer_is_float64s(name, rows):
     for row in (0, rows - 1):
         alone, _ = layer.project(layer(x[row : row + 1]), residual[row : row + 1], None)
         assert torch.equal(alone[0], total[row])
+
+
+def test_a_token_is_multiplied_with_what_it_chooses():
+    """The engine compares a pass's products with its attention."""
+    layer = build(SPEC)
+    assert products_per_token(layer) == layer.router.numel() + 4 * 3 * 24 * HIDDEN
+    assert products_per_token(torch.nn.ModuleList([layer, build(SPECS["one-expert"])])) == (
+        layer.router.numel() + 4 * 3 * 24 * HIDDEN + 2 * HIDDEN + 2 * 3 * 24 * HIDDEN
+    )
 
 
 def test_names_of_experts_have_two_numbers():
@@ -161,6 +171,21 @@ def test_a_missing_expert_is_named(directory, form):
     del tensors[name]
     save_file(tensors, directory / WEIGHTS)
     with pytest.raises(CheckpointError, match=f"tensor {name} .* is missing"):
+        load(directory)
+
+
+def test_several_threads_read_the_same_model(made, directory, monkeypatch):
+    want = whole(load(made), PROMPT)[0]
+    monkeypatch.setattr(weights, "PIECE", 1000)
+    shares = []
+    with torch.inference_mode():
+        decoder = load(directory, progress=lambda stage, share: shares.append(share))
+        assert torch.equal(whole(decoder, PROMPT)[0], want)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    broken = lambda self, stored: 1 / 0  # noqa: E731
+    monkeypatch.setattr(weights.Place, "fill", broken)
+    with pytest.raises(ZeroDivisionError):
         load(directory)
 
 
