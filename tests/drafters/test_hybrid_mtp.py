@@ -17,7 +17,7 @@ from tests.models.harness import load
 from tests.models.hybrid_mtp import Case, forward, with_module
 from tests.models.hybrids import fused, renamed
 from tests.models.make import make_checkpoint
-from tests.models.test_mtp_formats import open_modules, run
+from tests.models.mtp_pass import open_modules, run
 from unisono.models.checkpoint import WEIGHTS, Checkpoint
 from unisono.models.mtp_checkpoint import MTPCheckpoint
 from unisono.types import CheckpointError, SpeculativeConfig

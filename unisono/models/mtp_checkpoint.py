@@ -33,7 +33,7 @@ from unisono.types import CheckpointError
 
 BLOCK = {
     ours.removeprefix("layers.*."): str(theirs).removeprefix("model.layers.*.")
-    for ours, theirs in (QWEN3.names | EXPERTS).items()
+    for ours, theirs in {**QWEN3.names, **EXPERTS}.items()
     if ours.startswith("layers.*.")
 }
 """Names inside a decoder block, relative to it: Llama's, Qwen3's head norms, the experts of Qwen's."""
