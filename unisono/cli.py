@@ -76,6 +76,9 @@ def _engine_flags(
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 (half) or float32.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Context: prompt and output together, in tokens.")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to use.")] = 0.9,
+    snapshot_share: Annotated[
+        float, typer.Option(help="Of models with recurrent layers: share of the KV cache for prefix snapshots.")
+    ] = 0.1,
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per pass.")] = None,
     max_stall_ms: Annotated[

@@ -34,6 +34,8 @@ class EngineConfig:
     dtype: auto, float32, float16 (half) or bfloat16.
     max_model_len: tokens per request, prompt and output together.
     gpu_memory_utilization: share of the card's memory the engine may take, 0 … 1.
+    snapshot_share: of models with recurrent layers, the share of the KV cache's bytes that snapshots for the prefix cache
+    may take, 0 … 1.
     max_num_seqs: requests that run at once. max_num_batched_tokens: prompt tokens per extend pass.
     max_stall_ms: milliseconds that running requests wait at most from one round to the next: prompt passes between them
     are as large as fits, by what passes cost.
@@ -58,6 +60,7 @@ class EngineConfig:
     dtype: str = "auto"
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.9
+    snapshot_share: float = 0.1
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_stall_ms: float = 50.0
@@ -87,6 +90,8 @@ class EngineConfig:
             raise ConfigError(
                 f"--gpu-memory-utilization {self.gpu_memory_utilization}: give a share above 0, at most 1."
             )
+        if not 0.0 < self.snapshot_share < 1.0:
+            raise ConfigError(f"--snapshot-share {self.snapshot_share}: give a share above 0 and below 1.")
         for name, low in (("max_model_len", 2), ("max_num_seqs", 1), ("max_num_batched_tokens", 16), ("num_pages", 2)):
             value = getattr(self, name)
             if value is not None and value < low:
@@ -216,6 +221,7 @@ class ResolvedConfig:
             "attention_backend": self.attention_backend,
             "load_format": self.asked.load_format,
             "gpu_memory_utilization": self.asked.gpu_memory_utilization,
+            "snapshot_share": self.asked.snapshot_share,
             "enforce_eager": self.asked.enforce_eager,
             "graphs": dict(self.graphs),
             "compile": self.asked.compile,

@@ -153,6 +153,12 @@ class Passes:
             self.out[r][at : at + good] = out[width * r : width * r + good]
             self.length[r] += good
 
+    def settle(self) -> None:
+        """Move every state on to the last multiple of 16 tokens, by a pass without tokens."""
+        at = torch.tensor(self.length, dtype=torch.int32)
+        nothing = tuple(x[:0] for x in self.layer.texts[0])
+        self._run([nothing], 0, at, at, at, list(range(len(at))), torch.zeros(len(at) + 1, dtype=torch.int32))
+
     def _run(self, parts, pad, first, end, committed, texts, query_start) -> torch.Tensor:
         u, ba = (
             torch.cat([*tensors, torch.full((pad, tensors[0].shape[1]), 7.0).to(tensors[0])]) for tensors in zip(*parts)

@@ -41,7 +41,7 @@ def _compile(case) -> dict:
     compiled = compile(
         source(case.kernel, kinds, dict(case.constexprs), attrs),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.maxnreg},
     )
     if compiled.metadata.shared > SHARED_LIMIT:
         raise ValueError(f"needs {compiled.metadata.shared} bytes of shared memory; the limit is {SHARED_LIMIT}")

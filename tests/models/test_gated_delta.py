@@ -91,6 +91,23 @@ def test_accepted_drafts_cross_chunks(gated: Path) -> None:
             assert llm.engine.counters.accepted_tokens > 20
 
 
+def test_a_conversation_goes_on_from_its_snapshot(gated: Path) -> None:
+    """Drafts move the snapshot of a request's last round on, so both hits and text are those without drafts."""
+    found = {}
+    for k in (0, 4):
+        spec = SpeculativeConfig("ngram", num_speculative_tokens=k) if k else None
+        with engine(gated, **FLAGS, speculative=spec) as llm:
+            found[k] = []
+            for i, prompt in enumerate(prompts(8, VOCAB, low=20, high=60, seed=3)):
+                params = SamplingParams(temperature=0, max_tokens=20 + i, ignore_eos=True, allowed_token_ids=(7, 8))
+                (first,) = llm.generate([prompt], params)
+                said = [*prompt, *first.outputs[0].token_ids]
+                (second,) = llm.generate([[*said, 5, 6]], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+                assert second.num_cached_tokens == (len(said) - 1) // 16 * 16
+                found[k].append((said, second.outputs[0].token_ids))
+    assert found[0] == found[4]
+
+
 @pytest.mark.parametrize(
     ("sizes", "name"),
     [

@@ -65,6 +65,10 @@ class Decay(nn.Module):
         out = scan(inputs, context, context.tails, state)
         return out if context.last_tokens is None else context.last_tokens.select(out)
 
+    def settle(self, context: PassContext, state: TailView) -> None:
+        assert context.tails is not None
+        scan(state.inputs["inputs"].new_empty((0, 2 * STATE)), context, context.tails, state)
+
     def project(self, y: torch.Tensor, residual: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self.o.then_norm(y, residual, norm)
 

@@ -107,6 +107,27 @@ def test_a_prefix_hit_goes_on_from_its_snapshot(mixed: Path) -> None:
             assert output.num_cached_tokens == (len(cut) - 1) // PAGE_SIZE * PAGE_SIZE
 
 
+def test_a_conversation_is_cached_alike_with_drafts(mixed: Path) -> None:
+    """What a request leaves is found up to its last whole page, wherever its last round began."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=20 + i, ignore_eos=True, allowed_token_ids=(7, 8)) for i in range(12)
+    ]
+    found = {}
+    for k in (0, 4):
+        spec = SpeculativeConfig("ngram", num_speculative_tokens=k) if k else None
+        with engine(mixed, **FLAGS, speculative=spec) as llm:
+            found[k] = []
+            for prompt, param in zip(prompts(12, VOCAB, low=20, high=60, seed=3), params, strict=True):
+                (first,) = llm.generate([prompt], param)
+                said = [*prompt, *first.outputs[0].token_ids]
+                (second,) = llm.generate([[*said, 5, 6]], param)
+                assert second.num_cached_tokens == (len(said) - 1) // PAGE_SIZE * PAGE_SIZE
+                found[k].append((said, second.outputs[0].token_ids))
+            assert k == 0 or llm.engine.counters.accepted_tokens > 100
+            llm.engine.check_integrity()
+    assert found[0] == found[4]
+
+
 def drafters(mixed: Path, folder: Path) -> dict[str, dict[str, Any]]:
     """Every method that drafts for this model, with random heads."""
     config = Checkpoint.open(mixed).config

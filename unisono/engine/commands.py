@@ -60,10 +60,14 @@ class ResetTail(msgspec.Struct, frozen=True, tag=True):
 
 
 class SaveTail(msgspec.Struct, frozen=True, tag=True):
-    """Keep the snapshots of a slot's recurrences under an id."""
+    """Keep the snapshots of a slot's recurrences under an id.
+
+    position: tokens after which the snapshots are to be, from remembered inputs; 0: where they are.
+    """
 
     slot: int
     snapshot: int
+    position: int = 0
 
 
 class LoadTail(msgspec.Struct, frozen=True, tag=True):

@@ -120,12 +120,14 @@ class DeviceState:
             pool.give_back(snapshot)
         request.snapshots.clear()
         ended = request.finish in (FinishReason.STOP, FinishReason.LENGTH)  # on the device, so later passes skip it
-        node = pages.node_after(_aligned(max(request.extended, request.round_start)))
+        seen = _aligned(max(request.extended, request.round_start))  # by the tails: a round's drafts do not move them
+        position = max(seen, pages.committed_tokens)
+        node = pages.node_after(position)
         if node is None or node.snapshot >= 0 or not (ended or not request.in_flight):
             return
         snapshot = pool.take()
         if snapshot >= 0:
-            self._send(SaveTail(request.slot, snapshot))
+            self._send(SaveTail(request.slot, snapshot, position if position > seen else 0))
             pool.attach(node, snapshot)
 
     def _attach(self, pages: Reservation, position: int, snapshot: int) -> None:

@@ -22,8 +22,8 @@ CPU_KV_BYTES = 1 << 30
 """Bytes of the KV cache on a CPU, at most: enough for the bundled models."""
 
 
-SNAPSHOT_SHARE, MOST_SNAPSHOTS = 0.1, 4096
-"""Of the KV cache's bytes, what snapshots of recurrent layers may take, and how many there are at most."""
+MOST_SNAPSHOTS = 4096
+"""Snapshots of recurrent layers, at most."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,10 @@ def fit_pages(
         config = config.decide("path_pages", path_pages, f"{path_bytes} bytes; {why}")
     snapshots = 0
     if demand.snapshot_bytes:
-        snapshots = min(MOST_SNAPSHOTS, max(1, int(SNAPSHOT_SHARE * free) // demand.snapshot_bytes))
+        share = config.asked.snapshot_share
+        snapshots = min(MOST_SNAPSHOTS, max(1, int(share * free) // demand.snapshot_bytes))
         free -= snapshots * demand.snapshot_bytes
-        reason = f"{SNAPSHOT_SHARE:.0%} of the KV cache's bytes, for prefixes of a model with recurrent layers"
+        reason = f"--snapshot-share: {share:.0%} of the KV cache's bytes, for prefixes of a model with recurrent layers"
         config = config.decide("snapshots", snapshots, reason)
     pages = asked or demand.fit(free, whole)
     if pages < 2:

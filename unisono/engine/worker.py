@@ -16,6 +16,7 @@ from unisono.engine.commands import Command, LoadTail, ResetSlots, ResetTail, Sa
 from unisono.engine.slots import Slots
 from unisono.graphs.graph_set import GraphSet
 from unisono.models.decoder import Decoder
+from unisono.passes.settle import settle_tails
 from unisono.program import PendingOutputs
 from unisono.state.store import StateStore
 
@@ -47,6 +48,8 @@ class Worker:
         elif isinstance(command, WritePages):
             self.slots.write_pages(command)
         elif isinstance(command, SaveTail):
+            if command.position:
+                settle_tails(self.model, self.store, command.slot, command.position)
             self.store.save_tail(command.slot, command.snapshot)
         elif isinstance(command, LoadTail):
             self.store.load_tail(command.slot, command.snapshot, command.position)

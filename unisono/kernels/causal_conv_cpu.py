@@ -32,22 +32,17 @@ def causal_conv_cpu(
     p = PassRows(rows.long(), since.long(), first.long(), until.long(), end.long())
     begin, row_T = tokens_of_rows(p, query_start, len(u))
     taps = weight.shape[-1]
-    if len(u) == 0:
-        return torch.empty_like(u), u.new_empty((0, 2, ba.shape[1] // 2), dtype=torch.float32)
     back = torch.arange(1 - taps, 0)
     history = _earlier(snapshot, ring, p, p.first[:, None] + back)  # [R, J - 1, C]
     moved = torch.nonzero(p.until > p.since).flatten()
     at = p.until[moved, None] + back
     new = at - p.first[moved, None] + begin[moved, None]
-    kept = torch.where(
-        (at >= p.first[moved, None])[..., None],
-        u[new.clamp(0, len(u) - 1)],
-        _earlier(snapshot, ring, p.of(moved), at),
-    )
+    source = torch.cat((history.flatten(0, 1), u))  # what stands before a row's tokens, then all tokens
+    fresh = source[(new + len(source) - len(u)).clamp(0, max(len(source) - 1, 0))]
+    kept = torch.where((new >= begin[moved, None])[..., None], fresh, _earlier(snapshot, ring, p.of(moved), at))
 
     token = torch.nonzero(row_T >= 0).flatten()
     owner = row_T[token]
-    source = torch.cat((history.flatten(0, 1), u))  # what stands before a row's tokens, then all tokens
     acc = torch.zeros((len(token), u.shape[1]))
     for j in range(taps):
         step = token - begin[owner] - (taps - 1) + j

@@ -1,16 +1,131 @@
-"""The gated delta rule. Owns the ``gated_delta`` op; called by ``models``."""
+"""The gated delta rule. Owns the ``gated_delta`` op; called by ``models``.
+
+Tokens are computed in chunks of 16 at absolute positions, the open chunk anew from its remembered inputs in every pass.
+So a token's bits do not depend on the passes that a text was cut into, nor on the other rows. A prompt pass has three
+launches: what chunks are without the state, the walk over each row's chunks, and remembering the open chunk's inputs.
+A round has two; its tokens are remembered on the way.
+
+Shapes: T tokens, R rows, NR state rows, Hk / Hv key / value heads, K / V head sizes, RING positions that a row
+remembers.
+"""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
+import triton
 from torch import Tensor
 
-from unisono.kernels.gated_delta_cpu import gated_delta_cpu
-from unisono.kernels.library import define, register
+from unisono.kernels.gated_delta_cpu import CHUNK, gated_delta_cpu
+from unisono.kernels.gated_delta_triton import _prepare_kernel, _remember_chunk_kernel, _round_kernel, _walk_kernel
+from unisono.kernels.library import AotCase, define, ints, register
+from unisono.kernels.overlap import overlapped
+
+_ELEMENTS, _ROWS = 512, 32
+"""Keys and values of a program that remembers them. Rows of a prompt pass up to which kernels are the same."""
 
 
-def launch_gated_delta(*args: object) -> Tensor:
-    raise NotImplementedError
+class Tile(NamedTuple):
+    """How the walk is cut: rows of the state in a program, and warps.
+
+    stages: of the loop over whole chunks. slice: columns of the state that pass through a round at once. registers:
+    of a thread of a round at most.
+    """
+
+    size: int
+    warps: int
+    stages: int = 1
+    slice: int = 64
+    registers: int | None = None
+
+    def of(self, value_dim: int) -> Tile:
+        """The tile for heads of this size."""
+        size = min(self.size, value_dim)
+        return self._replace(size=size, warps=max(1, self.warps * size // self.size))
+
+
+PROMPT_TILE, ROUND_TILE = Tile(16, 1, 2), Tile(64, 4, registers=128)
+"""The fastest of those measured on an H200. No bit depends on them."""
+
+
+class Sizes(NamedTuple):
+    """What the kernels are compiled for."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    ring: int
+
+    @staticmethod
+    def of(qkv: Tensor, state: Tensor, kv_ring: Tensor) -> Sizes:
+        value_heads, value_dim, key_dim = state.shape[1:]
+        return Sizes((qkv.shape[1] - kv_ring.shape[2]) // key_dim, value_heads, key_dim, value_dim, kv_ring.shape[1])
+
+    @property
+    def constexprs(self) -> dict[str, int]:
+        return {
+            "HK": self.key_heads, "HV": self.value_heads, "K": self.key_dim, "V": self.value_dim, "RING": self.ring,
+        }  # fmt: skip
+
+    def chunks(self, tokens: int, rows: int, is_round: bool) -> tuple[int, int]:
+        """(places for chunks of a pass, places that a row has besides).
+
+        A row reaches back to its snapshot: ring - width tokens, of a ring of 15 + 2 width. The chunks of a round's row
+        stand at row * besides. In a prompt pass those of a row whose tokens begin at t stand at t // 16 + row * besides:
+        no row's places reach into the next one's, whatever the rows' lengths are.
+        """
+        back = (self.ring + CHUNK - 1) // 2
+        if is_round:
+            besides = triton.cdiv(back + tokens // rows, CHUNK)
+            return rows * besides, besides
+        besides = triton.cdiv(back + CHUNK - 1, CHUNK)
+        return tokens // CHUNK + rows * besides + 1, besides
+
+
+def launch_gated_delta(
+    qkv: Tensor, gates: Tensor, state: Tensor, kv_ring: Tensor, gates_ring: Tensor, rows: Tensor, since: Tensor,
+    first: Tensor, until: Tensor, end: Tensor, query_start: Tensor | None,
+    prompt_tile: Tile = PROMPT_TILE, round_tile: Tile = ROUND_TILE,
+) -> Tensor:  # fmt: skip
+    out = _gated_delta_meta(qkv, gates, state)
+    tokens, count, is_round = qkv.shape[0], rows.shape[0], query_start is None
+    if tokens == 0 and is_round:
+        return out
+    sizes, device = Sizes.of(qkv, state, kv_ring), qkv.device
+    places, besides = sizes.chunks(tokens, count, is_round)
+    heads, width = sizes.value_heads, tokens // count if is_round else 0
+    squares = qkv.new_empty((places, heads, 4, CHUNK, CHUNK))
+    factors = gates.new_empty((places, heads, 4, CHUNK))
+    starts = rows if query_start is None else query_start
+    options: dict[str, Any] = {**sizes.constexprs, "EXTRA": besides, "ROUND": is_round}
+    _prepare_kernel[(places, heads)](
+        qkv, gates, kv_ring, gates_ring, squares, factors, rows, since, first, end, starts, count, width,
+        SCALE=sizes.key_dim**-0.5, BLOCK_R=max(_ROWS, triton.next_power_of_2(count)), num_warps=1, **options,
+        **overlapped(device),
+    )  # fmt: skip
+    tile = (round_tile if is_round else prompt_tile).of(sizes.value_dim)
+    grid = (sizes.value_dim // tile.size, heads, count + (not is_round))
+    inputs = qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end
+    if is_round and besides == 2:
+        _round_kernel[grid](
+            *inputs, width, BLOCK_V=tile.size, BLOCK_K=min(tile.slice, sizes.key_dim),
+            num_warps=tile.warps, maxnreg=tile.registers, **sizes.constexprs, **overlapped(device),
+        )  # fmt: skip
+    else:
+        _walk_kernel[grid](
+            *inputs, starts, tokens, count, width, BLOCK_V=tile.size, STAGES=tile.stages,
+            num_warps=tile.warps, **options, **overlapped(device),
+        )  # fmt: skip
+    if tokens and not is_round:
+        kv = kv_ring.shape[2]
+        _remember_chunk_kernel[(count, triton.cdiv(kv, _ELEMENTS) + 1)](
+            qkv, gates, kv_ring, gates_ring, rows, first, until, end, starts, QUERIES=qkv.shape[1] - kv, KV=kv, HV=heads,
+            RING=sizes.ring, BLOCK=_ELEMENTS, BLOCK_H=triton.next_power_of_2(2 * heads), num_warps=4,
+            **overlapped(device),
+        )  # fmt: skip
+    return out
 
 
 def _gated_delta_meta(qkv: Tensor, gates: Tensor, state: Tensor, *_: object) -> Tensor:
@@ -35,15 +150,51 @@ def gated_delta(
         S <- S exp(g_t);  S <- S + (v_t - S k_t) beta_t k_t^T;  o_t = S q_t
 
     qkv [T, Hk K + Hk K + Hv V]: queries, keys, values after the convolution. gates [T, 2, Hv] fp32: g, then beta.
-    state [NR, Hv, V, K] fp32: S after ``since`` tokens. kv_ring [NR, positions, Hk K + Hv V], gates_ring [NR,
-    positions, 2, Hv]: what the tokens since had; that of position p at p % positions. rows … end [R], query_start
-    [R + 1] or None in a round: see :class:`unisono.state.tails.TailPass`. Value heads h r … h r + r - 1 share key head
-    h, with r = Hv / Hk. Returns o [T, Hv V] in qkv's dtype, zero for padding tokens; the state moves on to ``until``
-    tokens, and the rings remember the pass's tokens.
+    state [NR, Hv, V, K] fp32: S after ``since`` tokens. kv_ring [NR, RING, Hk K + Hv V], gates_ring [NR, RING, 2, Hv]:
+    what the tokens since had, that of position p at p % RING. rows … end [R], query_start [R + 1] or None in a round:
+    see :class:`unisono.state.tails.TailPass`. Value heads h r … h r + r - 1 share key head h, with r = Hv / Hk. K and V
+    are powers of two from 16 to 128.
 
-    Tokens are computed in chunks of 16 at absolute positions, the open chunk from its remembered inputs in every pass.
-    So a token's bits do not depend on the passes that a text was cut into.
+    Returns o [T, Hv V] in qkv's dtype, zero for padding tokens; the state moves on to ``until`` tokens, and the rings
+    remember the pass's tokens.
     """
     return torch.ops.unisono.gated_delta(
         qkv, gates, state, kv_ring, gates_ring, rows, since, first, until, end, query_start
     )
+
+
+def _cases() -> list[AotCase]:
+    cases = []
+    shapes = [("bf16", (16, 32, 128, 128), 4), ("bf16", (16, 48, 128, 128), 4), ("fp16", (4, 8, 32, 32), 4)]
+    shapes += [("bf16", (4, 8, 32, 32), 8), ("bf16", (16, 16, 128, 128), 1), ("fp32", (4, 8, 32, 32), 2)]
+    for dtype, (key_heads, value_heads, key_dim, value_dim), width in shapes:
+        sizes = Sizes(key_heads, value_heads, key_dim, value_dim, CHUNK - 1 + 2 * width)
+        floats = {**dict.fromkeys(("qkv", "kv_ring", "squares", "out"), f"*{dtype}"), "gates": "*fp32"}
+        floats |= dict.fromkeys(("gates_ring", "factors", "state"), "*fp32")
+        for is_round in (False, True):
+            _, besides = sizes.chunks(width * 16, 16, is_round)
+            options = {**sizes.constexprs, "EXTRA": besides, "ROUND": is_round, "OVERLAP": True}
+            names = ("qkv", "gates", "kv_ring", "gates_ring", "squares", "factors")
+            prepare = {name: floats[name] for name in names} | ints("rows since first end query_start", "R W")
+            more = {"SCALE": key_dim**-0.5, "BLOCK_R": _ROWS}
+            cases.append(AotCase(_prepare_kernel, prepare, options | more, num_warps=1))
+            names = ("qkv", "kv_ring", "squares", "factors", "state", "out")
+            walk = {name: floats[name] for name in names} | ints("rows since first until end", "W")
+            tile = (ROUND_TILE if is_round else PROMPT_TILE).of(value_dim)
+            more: dict[str, Any] = {"BLOCK_V": tile.size}
+            if is_round and besides == 2:
+                more |= {"BLOCK_K": min(tile.slice, key_dim), "OVERLAP": True} | sizes.constexprs
+                cases.append(AotCase(_round_kernel, walk, more, num_warps=tile.warps, maxnreg=tile.registers))
+            else:
+                more |= {"STAGES": tile.stages} | options
+                cases.append(AotCase(_walk_kernel, walk | ints("query_start", "T R"), more, num_warps=tile.warps))
+        names = ("qkv", "gates", "kv_ring", "gates_ring")
+        remember = {name: floats[name] for name in names} | ints("rows first until end query_start", "")
+        queries = key_heads * key_dim
+        options = {"QUERIES": queries, "KV": queries + value_heads * value_dim, "HV": value_heads, "RING": sizes.ring}
+        options |= {"BLOCK": _ELEMENTS, "BLOCK_H": triton.next_power_of_2(2 * value_heads), "OVERLAP": True}
+        cases.append(AotCase(_remember_chunk_kernel, remember, options))
+    return cases
+
+
+AOT = _cases()

@@ -87,6 +87,8 @@ def _chunks(
     key_heads = queries // dim
     old, absent = position < p.first[:, None], position >= p.end[:, None]
     place = p.rows[:, None] * ring + position % ring
+    if not len(qkv):  # the pass only moves the state on
+        qkv, gates = qkv.new_zeros((1, qkv.shape[1])), gates.new_zeros((1, *gates.shape[1:]))
     token = token.clamp_max(len(qkv) - 1)
 
     def gathered(pass_: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,7 @@ class AotCase:
     """One configuration of a Triton kernel for the ahead-of-time sm_90a gate.
 
     ``signature`` maps argument names to Triton types (``"*bf16"``, ``"i32"``, ``"fp32"``);
-    ``constexprs`` maps the compile-time arguments to values.
+    ``constexprs`` maps the compile-time arguments to values. ``maxnreg``: registers of a thread at most.
     """
 
     kernel: Any
@@ -61,6 +61,7 @@ class AotCase:
     constexprs: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 3
+    maxnreg: int | None = None
 
 
 def ints(pointers: str, scalars: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -61,6 +61,15 @@ class Mixer(Protocol):
 
     def state_specs(self) -> Tree:
         """What the mixer keeps of requests; calls get the same tree with tensors in place of specs."""
+        ...
+
+
+@runtime_checkable
+class Settles(Protocol):
+    """A mixer whose state is a tail (:class:`unisono.state.specs.Tail`)."""
+
+    def settle(self, context: PassContext, state: Any) -> None:
+        """Move the snapshot on to ``context.tails.until`` from remembered inputs, in a pass of rows without tokens."""
         ...
 
 

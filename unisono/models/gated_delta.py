@@ -92,16 +92,25 @@ class GatedDelta(nn.Module):
 
     def forward(self, x: torch.Tensor, context: PassContext, state: TailView) -> torch.Tensor:
         """x [T, H] -> [T, Hv · V], which ``o`` reads, or with last tokens [E, Hv · V]; moves the state on."""
-        assert context.tails is not None
-        where = (*context.tails.fields, context.query_start)
         both = self.in_proj(x)
         u, z = both[:, : self.conv.weight.shape[0]], both[:, self.conv.weight.shape[0] :]
-        memory = state.snapshot["conv"], state.inputs["conv"]
-        qkv, gates = causal_conv(u, self.conv.weight, self.gates(x), self.A_log, self.dt_bias, *memory, *where)
-        out = gated_delta(qkv, gates, state.snapshot["state"], state.inputs["kv"], state.inputs["gates"], *where)
+        out = self._recur(u, self.gates(x), context, state)
         if context.last_tokens is not None:
             out, z = context.last_tokens.select(out), context.last_tokens.select(z)
         return gated_norm(out, z, self.norm.weight, self.eps)
+
+    def settle(self, context: PassContext, state: TailView) -> None:
+        """Move the state on to where the pass, which has no tokens, says; see :class:`unisono.models.blocks.Settles`."""
+        nothing = self.conv.weight.new_empty((0, self.in_proj.outputs))
+        self._recur(nothing[:, : self.conv.weight.shape[0]], nothing[:, : self.gates.outputs], context, state)
+
+    def _recur(self, u: torch.Tensor, ba: torch.Tensor, context: PassContext, state: TailView) -> torch.Tensor:
+        """u [T, 2 Hk · K + Hv · V], ba [T, 2 Hv] -> [T, Hv · V]."""
+        assert context.tails is not None
+        where = (*context.tails.fields, context.query_start)
+        taps = self.conv.weight, ba, self.A_log, self.dt_bias, state.snapshot["conv"], state.inputs["conv"]
+        qkv, gates = causal_conv(u, *taps, *where)
+        return gated_delta(qkv, gates, state.snapshot["state"], state.inputs["kv"], state.inputs["gates"], *where)
 
     def project(
         self, y: torch.Tensor, residual: torch.Tensor, norm: nn.Module | None

@@ -1,0 +1,417 @@
+"""Triton kernels of the gated delta rule. Launched by kernels/gated_delta.py.
+
+A chunk is 16 tokens at a multiple of 16. What of it does not depend on the state, :func:`_prepare_kernel` computes: of
+the products of its keys and queries, and of the decays, it makes T (the new values are T times the values' errors) and
+P (the outputs are P times the new values, besides what they read of the state). :func:`_walk_kernel` walks a row's
+chunks with the state in registers, :func:`_round_kernel` takes the one or two chunks of a round. Prompt passes and rounds run the same arithmetic, and differ in where they find
+tokens: a round's chunks begin before its tokens, so most of their inputs are remembered.
+
+The tensor cores multiply 16-bit numbers. S, the errors, the new values, T and P are therefore split into two such terms,
+which leaves 16 of fp32's 24 bits; q, k and v are exact. The bits of a chunk must not depend on which kernel computes
+it, so nothing is left to the compiler: every fused multiply-add is written out, a split is guarded, and sums over a
+dimension are products on the tensor core or have one term that is not zero.
+
+Shapes: T tokens, R rows, NR state rows, HK / HV key / value heads, K / V head sizes, C elements of q, k and v side by
+side, W tokens per row of a round, RING positions that a row remembers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from unisono.kernels.gated_delta_cpu import CHUNK as CHUNK_TOKENS
+from unisono.kernels.gated_delta_cpu import EPS as LENGTH_EPS
+from unisono.kernels.overlap import follow
+
+CHUNK = tl.constexpr(CHUNK_TOKENS)
+EPS = tl.constexpr(LENGTH_EPS)
+GUARDED = tl.constexpr(not triton.knobs.runtime.interpret)
+NEVER = tl.constexpr(2**31 - 1)
+
+
+# ---- products of fp32 numbers in two terms ----------------------------------------------------------
+
+
+@triton.jit
+def _split(x, LOW: tl.constexpr):
+    """x as two terms of 8 bits each; the first is cut, not rounded.
+
+    The move keeps the compiler from fusing the product that x may be into the subtraction, in one kernel and not in
+    another.
+    """
+    if GUARDED:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(LOW), (x - high).to(LOW)
+
+
+@triton.jit
+def _times(x, y, acc):
+    """acc + x y for fp32 x and exact y."""
+    LOW: tl.constexpr = y.dtype
+    if LOW == tl.float32:
+        return tl.dot(x, y, acc, input_precision="ieee")
+    high, low = _split(x, LOW)
+    acc = tl.dot(low, y, acc, input_precision="ieee")
+    return tl.dot(high, y, acc, input_precision="ieee")
+
+
+@triton.jit
+def _times_split(x, y_high, y_low, acc):
+    """acc + x (y_high + y_low) for fp32 x; in fp32 y_low is nothing."""
+    LOW: tl.constexpr = y_high.dtype
+    if LOW == tl.float32:
+        return tl.dot(x, y_high, acc, input_precision="ieee")
+    high, low = _split(x, LOW)
+    acc = tl.dot(low, y_high, acc, input_precision="ieee")
+    acc = tl.dot(high, y_low, acc, input_precision="ieee")
+    return tl.dot(high, y_high, acc, input_precision="ieee")
+
+
+@triton.jit
+def _store_split(pointer, x, at, SQUARE: tl.constexpr):
+    """Store a square as two terms, the second behind the first; in fp32 as it is."""
+    LOW: tl.constexpr = pointer.dtype.element_ty
+    if LOW == tl.float32:
+        tl.store(pointer + at, x)
+    else:
+        high, low = _split(x, LOW)
+        tl.store(pointer + at, high)
+        tl.store(pointer + SQUARE + at, low)
+
+
+@triton.jit
+def _load_split(pointer, at, SQUARE: tl.constexpr):
+    """What :func:`_store_split` stored."""
+    high = tl.load(pointer + at)
+    if pointer.dtype.element_ty == tl.float32:
+        return high, high
+    return high, tl.load(pointer + SQUARE + at)
+
+
+# ---- where tokens are -------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tile(new, new_stride, ring, ring_stride, position, begin, first, stop, slot, d, RING: tl.constexpr,
+          OLD: tl.constexpr):  # fmt: skip
+    """Elements d of the tokens at ``position`` [N]: of the pass or, if OLD, remembered; others are zero. [N, len(d)]"""
+    there = position < stop
+    row = new + (begin + position - first).to(tl.int64) * new_stride
+    if OLD:
+        kept = ring + (slot.to(tl.int64) * RING + position % RING) * ring_stride
+        row = tl.where(position < first, kept, row)
+    else:
+        there = there & (position >= first)
+    return tl.load(row[:, None] + d[None, :], mask=there[:, None], other=0.0)
+
+
+@triton.jit
+def _gate(gates, gates_ring, position, begin, first, stop, slot, h, HV: tl.constexpr, RING: tl.constexpr):
+    """(g, beta) of head h at ``position``, a number or [N]; zero where there is no token."""
+    present = position < stop
+    new, old = present & (position >= first), present & (position < first)
+    row = (begin + position - first).to(tl.int64) * (2 * HV) + h
+    kept = (slot.to(tl.int64) * RING + position % RING) * (2 * HV) + h
+    g = tl.where(old, tl.load(gates_ring + kept, mask=old, other=0.0), tl.load(gates + row, mask=new, other=0.0))
+    beta = tl.load(gates + row + HV, mask=new, other=0.0)
+    return g, tl.where(old, tl.load(gates_ring + kept + HV, mask=old, other=0.0), beta)
+
+
+# ---- what of a chunk does not depend on the state ---------------------------------------------------
+
+
+@triton.jit
+def _squares(kk, qk, qq, sums, sums_row, beta, SCALE: tl.constexpr):
+    """T, P [CHUNK, CHUNK] and the chunk's factors [CHUNK] from products of its keys and queries, fp32.
+
+    sums, sums_row: the decays' logs added up, along the rows and along the columns of a square; beta: along the rows.
+    """
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    k_row = tl.rsqrt(tl.sum(tl.where(i == j, kk, 0.0), 0) + EPS)
+    k_col = tl.rsqrt(tl.sum(tl.where(i == j, kk, 0.0), 1) + EPS)
+    q_col = tl.rsqrt(tl.sum(tl.where(i == j, qq, 0.0), 1) + EPS) * SCALE
+    left = tl.exp(tl.where(i >= j, sums[:, None] - sums_row[None, :], 0.0)) * k_row[None, :]
+    below = tl.where(i > j, kk * (beta * k_col)[:, None] * left, 0.0)
+    P = tl.where(i >= j, qk * q_col[:, None] * left, 0.0)
+    T = tl.where(i == j, 1.0, 0.0)
+    zero = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for s in range(CHUNK - 1):
+        row = tl.sum(tl.where(i == s, T, 0.0), 0)
+        column = tl.sum(tl.where(j == s, below, 0.0), 1)
+        T = tl.fma(zero - column[:, None], zero + row[None, :], T)
+    end = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, sums, 0.0), 0)
+    decay = tl.exp(sums)
+    return T, P, decay * k_col, decay * q_col, tl.exp(end - sums) * k_col, tl.exp(end)
+
+
+@triton.jit(do_not_specialize=["R"])
+def _prepare_kernel(
+    qkv, gates, kv_ring, gates_ring, squares, factors, rows, since, first, end, query_start, R, W,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr, SCALE: tl.constexpr,
+    EXTRA: tl.constexpr, ROUND: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk, value head). EXTRA: of a round, chunks of a row; else see :func:`first_chunk` of the launch."""
+    follow(OVERLAP)
+    c, h = tl.program_id(0), tl.program_id(1)
+    if ROUND:
+        row = c // EXTRA
+        chunk, begin = c % EXTRA, row * W
+    else:
+        r = tl.arange(0, BLOCK_R)
+        bases = tl.load(query_start + r, mask=r < R, other=0) // CHUNK + EXTRA * r
+        row = tl.sum(((bases <= c) & (r < R)).to(tl.int32), 0) - 1
+        begin = tl.load(query_start + row)
+        chunk = c - begin // CHUNK - EXTRA * row
+    start, at, stop, slot = tl.load(since + row), tl.load(first + row), tl.load(end + row), tl.load(rows + row)
+    start += chunk * CHUNK
+    limit = at + W if ROUND else stop
+    if (at >= 0) & (start < limit):
+        i, d = tl.arange(0, CHUNK), tl.arange(0, K)
+        position = start + i
+        G: tl.constexpr = HV // HK
+        C: tl.constexpr = 2 * HK * K + HV * V
+        KV: tl.constexpr = HK * K + HV * V
+        hk = h // G
+        k = _tile(qkv + HK * K + hk * K, C, kv_ring + hk * K, KV, position, begin, at, stop, slot, d, RING, True)
+        q = _tile(qkv + hk * K, C, kv_ring, KV, position, begin, at, stop, slot, d, RING, False)
+        g, beta = _gate(gates, gates_ring, position, begin, at, stop, slot, h, HV, RING)
+        if ROUND:  # the ring has room for the pass's tokens beside those that are read
+            fresh = (position >= at) & (position < stop)
+            kept = slot.to(tl.int64) * RING + position % RING
+            tl.store(kv_ring + kept[:, None] * KV + hk * K + d[None, :], k, mask=fresh[:, None] & (h % G == 0))
+            tl.store(gates_ring + kept * (2 * HV) + h, g, mask=fresh)
+            tl.store(gates_ring + kept * (2 * HV) + HV + h, beta, mask=fresh)
+        sums, sums_row = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+        for s in tl.static_range(CHUNK):
+            term = tl.sum(tl.where(i == s, g, 0.0), 0)
+            sums += tl.where(i >= s, term, 0.0)
+            sums_row += tl.where(i >= s, term, 0.0)
+        zero = tl.zeros([CHUNK, CHUNK], tl.float32)
+        kk = tl.dot(k, tl.trans(k), zero, input_precision="ieee")
+        qk = tl.dot(q, tl.trans(k), zero, input_precision="ieee")
+        qq = tl.dot(q, tl.trans(q), zero, input_precision="ieee")
+        T, P, w_k, w_q, w_s, whole = _squares(kk, qk, qq, sums, sums_row, beta, SCALE)
+        own = (c.to(tl.int64) * HV + h) * (4 * CHUNK * CHUNK)
+        square = i[None, :] * CHUNK + i[:, None]  # stored by columns
+        _store_split(squares + own, T * beta[None, :], square, CHUNK * CHUNK)
+        _store_split(squares + own + 2 * CHUNK * CHUNK, P, square, CHUNK * CHUNK)
+        f = factors + (c.to(tl.int64) * HV + h) * (4 * CHUNK) + i
+        tl.store(f, w_k)
+        tl.store(f + CHUNK, w_q)
+        tl.store(f + 2 * CHUNK, w_s)
+        tl.store(f + 3 * CHUNK, tl.zeros([CHUNK], tl.float32) + whole)
+
+
+# ---- the walk over a row's chunks -------------------------------------------------------------------
+
+
+@triton.jit
+def _reads(S, k, q, k_high, k_low, q_high, q_low):
+    """The products of S [V, n] with keys and queries [CHUNK, n], added to what there is, [V, CHUNK] in two terms."""
+    LOW: tl.constexpr = k.dtype
+    k, q = tl.trans(k), tl.trans(q)
+    if LOW == tl.float32:
+        k_high = tl.dot(S, k, k_high, input_precision="ieee")
+        q_high = tl.dot(S, q, q_high, input_precision="ieee")
+    else:
+        S_high, S_low = _split(S, LOW)
+        k_low = tl.dot(S_low, k, k_low, input_precision="ieee")
+        k_high = tl.dot(S_high, k, k_high, input_precision="ieee")
+        q_low = tl.dot(S_low, q, q_low, input_precision="ieee")
+        q_high = tl.dot(S_high, q, q_high, input_precision="ieee")
+    return k_high, k_low, q_high, q_low
+
+
+@triton.jit
+def _within(k_high, k_low, q_high, q_low, v, squares, factors):
+    """(outputs [V, CHUNK], what the state takes in of each token [V, CHUNK], what is left of it) of one chunk.
+
+    v [CHUNK, V]; the others as :func:`_reads` and :func:`_prepare_kernel` left them.
+    """
+    i = tl.arange(0, CHUNK)
+    square = i[:, None] * CHUNK + i[None, :]
+    T_high, T_low = _load_split(squares, square, CHUNK * CHUNK)
+    P_high, P_low = _load_split(squares + 2 * CHUNK * CHUNK, square, CHUNK * CHUNK)
+    w_k, w_q = tl.load(factors + i)[None, :], tl.load(factors + CHUNK + i)[None, :]
+    w_s, whole = tl.load(factors + 2 * CHUNK + i)[None, :], tl.load(factors + 3 * CHUNK)
+    values = tl.trans(v).to(tl.float32)
+    zero = tl.zeros_like(values)
+    errors = tl.fma(-k_high, zero + w_k, tl.fma(-k_low, zero + w_k, values))
+    read = tl.fma(q_high, zero + w_q, q_low * w_q)
+    new = _times_split(errors, T_high, T_low, zero)
+    return _times_split(new, P_high, P_low, read), new * w_s, whole
+
+
+@triton.jit
+def _chunk(S, k, q, v, squares, factors):
+    """:func:`_within` of a chunk that begins with the state S [V, K]."""
+    zero = tl.zeros([v.shape[1], CHUNK], tl.float32)
+    k_high, k_low, q_high, q_low = _reads(S, k, q, zero, zero, zero, zero)
+    return _within(k_high, k_low, q_high, q_low, v, squares, factors)
+
+
+@triton.jit(do_not_specialize=["T", "R"])
+def _walk_kernel(
+    qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end, query_start, T, R, W,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr, EXTRA: tl.constexpr,
+    ROUND: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of V, value head, row) walks all chunks of a row; of a prompt pass row R is the padding tokens."""
+    follow(OVERLAP)
+    h, row = tl.program_id(1), tl.program_id(2)
+    C: tl.constexpr = 2 * HK * K + HV * V
+    KV: tl.constexpr = HK * K + HV * V
+    dv, d, i = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, K), tl.arange(0, CHUNK)
+    out += h * V + dv[None, :]
+    if ROUND:
+        begin, at = row * W, tl.load(first + row)
+    else:
+        begin = tl.load(query_start + row)
+        at = tl.load(first + row, mask=row < R, other=-1)
+    if at < 0:
+        _blank(out, begin, begin + W if ROUND else tl.where(row < R, begin, T), HV * V, BLOCK_V)
+    else:
+        slot, start, goal, stop = tl.load(rows + row), tl.load(since + row), tl.load(until + row), tl.load(end + row)
+        limit = at + W if ROUND else stop
+        chunks, keep = tl.cdiv(limit - start, CHUNK), (goal - start) // CHUNK
+        base = (row * EXTRA if ROUND else begin // CHUNK + row * EXTRA).to(tl.int64) * HV + h
+        squares += base * (4 * CHUNK * CHUNK)
+        factors += base * (4 * CHUNK)
+        home = state + (slot.to(tl.int64) * HV + h) * (V * K) + dv[:, None] * K + d[None, :]
+        S = tl.load(home)
+        q_new, k_new, v_new = qkv + h // (HV // HK) * K, qkv + (HK + h // (HV // HK)) * K, qkv + 2 * HK * K + h * V
+        k_old, v_old = kv_ring + h // (HV // HK) * K, kv_ring + HK * K + h * V
+        lead = chunks if ROUND else tl.minimum(tl.cdiv(at - start, CHUNK), chunks)
+        for step in tl.range(0, lead + (not ROUND), num_stages=1):
+            ch = step
+            if not ROUND:
+                if step == lead:  # whole chunks of the pass's own tokens, then the open one
+                    for ch_ in tl.range(lead, keep, num_stages=STAGES):
+                        token = (begin + start - at + ch_ * CHUNK + i).to(tl.int64)[:, None]
+                        k, q = tl.load(k_new + token * C + d[None, :]), tl.load(q_new + token * C + d[None, :])
+                        v = tl.load(v_new + token * C + dv[None, :])
+                        place = ch_ * HV
+                        o, taken, whole = _chunk(
+                            S, k, q, v, squares + place * (4 * CHUNK * CHUNK), factors + place * (4 * CHUNK)
+                        )
+                        tl.store(out + token * (HV * V), tl.trans(o).to(out.dtype.element_ty))
+                        S = _times(taken, k, S * whole)
+                    if keep > lead:
+                        tl.store(home, S)
+                    ch = tl.maximum(lead, keep)
+            if ch < chunks:
+                position = start + ch * CHUNK + i
+                k = _tile(k_new, C, k_old, KV, position, begin, at, stop, slot, d, RING, True)
+                v = _tile(v_new, C, v_old, KV, position, begin, at, stop, slot, dv, RING, True)
+                q = _tile(q_new, C, q_new, C, position, begin, at, stop, slot, d, RING, False)
+                place = ch * HV
+                o, taken, whole = _chunk(
+                    S, k, q, v, squares + place * (4 * CHUNK * CHUNK), factors + place * (4 * CHUNK)
+                )
+                _put(out, v_old, o, v, position, begin, at, stop, limit, slot, dv, HV * V, KV, RING, ROUND)
+                if (ch + 1 < chunks) | (ch + 1 == keep):
+                    S = _times(taken, k, S * whole)
+                if ch + 1 == keep:
+                    tl.store(home, S)
+
+
+@triton.jit
+def _round_kernel(
+    qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end, W,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """:func:`_walk_kernel` for rounds of at most two chunks a row: the state passes through in slices of K.
+
+    It is read again where a chunk closes, for the second one, and written where the chunk's tokens are committed.
+    """
+    follow(OVERLAP)
+    h, row = tl.program_id(1), tl.program_id(2)
+    C: tl.constexpr = 2 * HK * K + HV * V
+    KV: tl.constexpr = HK * K + HV * V
+    dv, d, i = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_K), tl.arange(0, CHUNK)
+    out += h * V + dv[None, :]
+    begin, at = row * W, tl.load(first + row)
+    if at < 0:
+        _blank(out, begin, begin + W, HV * V, BLOCK_V)
+    else:
+        slot, start, goal, stop = tl.load(rows + row), tl.load(since + row), tl.load(until + row), tl.load(end + row)
+        limit, position = at + W, start + i
+        squares += (row * 2 * HV + h).to(tl.int64) * (4 * CHUNK * CHUNK)
+        factors += (row * 2 * HV + h).to(tl.int64) * (4 * CHUNK)
+        home = state + (slot.to(tl.int64) * HV + h) * (V * K) + dv[:, None] * K + d[None, :]
+        q_new, k_new, v_new = qkv + h // (HV // HK) * K, qkv + (HK + h // (HV // HK)) * K, qkv + 2 * HK * K + h * V
+        k_old, v_old = kv_ring + h // (HV // HK) * K, kv_ring + HK * K + h * V
+        v = _tile(v_new, C, v_old, KV, position, begin, at, stop, slot, dv, RING, True)
+        k_high = tl.zeros([BLOCK_V, CHUNK], tl.float32)
+        k_low, q_high, q_low = k_high, k_high, k_high
+        for s in tl.static_range(0, K, BLOCK_K):
+            k = _tile(k_new + s, C, k_old + s, KV, position, begin, at, stop, slot, d, RING, True)
+            q = _tile(q_new + s, C, q_new, C, position, begin, at, stop, slot, d, RING, False)
+            k_high, k_low, q_high, q_low = _reads(tl.load(home + s), k, q, k_high, k_low, q_high, q_low)
+        o, taken, whole = _within(k_high, k_low, q_high, q_low, v, squares, factors)
+        _put(out, v_old, o, v, position, begin, at, stop, limit, slot, dv, HV * V, KV, RING, True)
+        if (limit > start + CHUNK) | (goal > start):
+            after = position + CHUNK
+            k_high = tl.zeros([BLOCK_V, CHUNK], tl.float32)
+            k_low, q_high, q_low = k_high, k_high, k_high
+            for s in tl.static_range(0, K, BLOCK_K):
+                k = _tile(k_new + s, C, k_old + s, KV, position, begin, at, stop, slot, d, RING, True)
+                S = _times(taken, k, tl.load(home + s) * whole)
+                if goal > start:
+                    tl.store(home + s, S)
+                k = _tile(k_new + s, C, k_old + s, KV, after, begin, at, stop, slot, d, RING, True)
+                q = _tile(q_new + s, C, q_new, C, after, begin, at, stop, slot, d, RING, False)
+                k_high, k_low, q_high, q_low = _reads(S, k, q, k_high, k_low, q_high, q_low)
+            v = _tile(v_new, C, v_old, KV, after, begin, at, stop, slot, dv, RING, True)
+            if limit > start + CHUNK:
+                o, taken, whole = _within(
+                    k_high, k_low, q_high, q_low, v, squares + HV * 4 * CHUNK * CHUNK, factors + HV * 4 * CHUNK
+                )
+                _put(out, v_old, o, v, after, begin, at, stop, limit, slot, dv, HV * V, KV, RING, True)
+
+
+@triton.jit
+def _put(out, v_ring, o, v, position, begin, first, stop, limit, slot, dv, STRIDE: tl.constexpr, KV: tl.constexpr,
+         RING: tl.constexpr, REMEMBER: tl.constexpr):  # fmt: skip
+    """Store a chunk's outputs o [V, CHUNK] of tokens of the pass, those up to ``limit``, and remember their values."""
+    token = (begin + position - first).to(tl.int64)[:, None] * STRIDE
+    tl.store(out + token, tl.trans(o).to(out.dtype.element_ty), mask=((position >= first) & (position < limit))[:, None])
+    if REMEMBER:  # the ring has room for the pass's tokens beside those that are read
+        kept = (slot.to(tl.int64) * RING + position % RING)[:, None] * KV
+        tl.store(v_ring + kept + dv[None, :], v, mask=((position >= first) & (position < stop))[:, None])
+
+
+@triton.jit
+def _blank(out, begin, last, STRIDE: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Store zeros as the outputs of padding tokens."""
+    for t in range(begin, last, CHUNK):
+        token = t + tl.arange(0, CHUNK)
+        zeros = tl.zeros([CHUNK, BLOCK_V], out.dtype.element_ty)
+        tl.store(out + token.to(tl.int64)[:, None] * STRIDE, zeros, mask=(token < last)[:, None])
+
+
+@triton.jit
+def _remember_chunk_kernel(
+    qkv, gates, kv_ring, gates_ring, rows, first, until, end, query_start, QUERIES: tl.constexpr, KV: tl.constexpr,
+    HV: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """After a prompt pass: remember the tokens of its open chunk. The last program of a row takes the gates."""
+    follow(OVERLAP)
+    row = tl.program_id(0)
+    at = tl.load(first + row)
+    if at >= 0:
+        position = tl.maximum(tl.load(until + row), at) + tl.arange(0, CHUNK)
+        open_ = (position < tl.load(end + row))[:, None]
+        token = (tl.load(query_start + row) + position - at).to(tl.int64)[:, None]
+        kept = (tl.load(rows + row).to(tl.int64) * RING + position % RING)[:, None]
+        x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        if tl.program_id(1) * BLOCK < KV:
+            kv = tl.load(qkv + token * (QUERIES + KV) + QUERIES + x, mask=open_ & (x < KV), other=0.0)
+            tl.store(kv_ring + kept * KV + x, kv, mask=open_ & (x < KV))
+        else:
+            y = tl.arange(0, BLOCK_H)[None, :]
+            both = tl.load(gates + token * (2 * HV) + y, mask=open_ & (y < 2 * HV), other=0.0)
+            tl.store(gates_ring + kept * (2 * HV) + y, both, mask=open_ & (y < 2 * HV))
