@@ -279,7 +279,11 @@ def explain(
     if costs := info["speculation"]["round_ms"]:  # type: ignore[index]
         columns = list(costs[0])
         stdout.print(_table("Rounds: ms on padding, by drafts", columns, [[row[c] for c in columns] for row in costs]))
-    for title, rows in (("Decisions", info["decisions"]), ("Passes", [_readable(row) for row in info["graphs"]])):  # type: ignore[attr-defined]
+    tables = {"Decisions": info["decisions"], "Experts": info["experts"]}
+    tables["Passes"] = [_readable(row) for row in info["graphs"]]  # type: ignore[attr-defined]
+    for title, rows in tables.items():
+        if not rows:
+            continue
         # Only what some row has: most runs have no eager pass, so no reason and no advice.
         columns = list(dict.fromkeys(key for row in rows for key in row if row[key] != ""))  # type: ignore[attr-defined]
         stdout.print(_table(title, columns, [[row.get(c, "") for c in columns] for row in rows]))  # type: ignore[attr-defined]

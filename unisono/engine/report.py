@@ -9,6 +9,7 @@ from unisono.config import ResolvedConfig
 from unisono.engine.draft_controller import DraftController
 from unisono.engine.runner import Runner
 from unisono.engine.scheduler import Scheduler
+from unisono.layers.experts import expert_counts
 from unisono.models.checkpoint import Checkpoint
 from unisono.state.pages import PagePool
 from unisono.state.specs import ALL, PAGE_SIZE
@@ -135,9 +136,24 @@ def info(engine: Reported) -> dict[str, object]:
             "acceptance_per_position": [round(share, 4) for share in engine.counters.acceptance_per_position],
         },
         "counters": asdict(engine.counters),
+        "experts": expert_load(engine),
         "start_seconds": {**runner.seconds, "total": round(engine.start_seconds, 3)},
         "requests": {"running": len(scheduler.active), "waiting": len(scheduler.waiting)},
     }
+
+
+def expert_load(engine: Reported) -> list[dict[str, object]]:
+    """How evenly each layer's experts were used since the start: the busiest's tokens by the mean, and idle ones."""
+    return [
+        {
+            "layer": path.removesuffix(".feed_forward"),
+            "choices": sum(counts),
+            "max / mean": round(max(counts) * len(counts) / sum(counts), 2),
+            "idle": counts.count(0),
+        }
+        for path, counts in expert_counts(engine.runner.worker.model).items()
+        if any(counts)
+    ]
 
 
 def round_costs(engine: Reported) -> list[dict[str, object]]:

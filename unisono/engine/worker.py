@@ -15,6 +15,7 @@ from unisono.drafters.base import Drafter
 from unisono.engine.commands import Command, LoadTail, ResetSlots, ResetTail, SaveTail, WritePages, WriteSlot
 from unisono.engine.slots import Slots
 from unisono.graphs.graph_set import GraphSet
+from unisono.layers.experts import reset_expert_counts
 from unisono.models.decoder import Decoder
 from unisono.passes.settle import settle_tails
 from unisono.program import PendingOutputs
@@ -57,6 +58,7 @@ class Worker:
             self.store.reset_tail(command.slot)
         elif isinstance(command, ResetSlots):
             self.slots.reset()
+            reset_expert_counts(self.model)
         else:
             return self.graphs.execute(command)
         return None

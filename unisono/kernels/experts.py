@@ -48,18 +48,18 @@ class Tiles:
     down: Tile
 
 
-TILES: dict[float, Tiles] = {  # up to so many pairs an expert, on average
-    0.3: Tiles(16, Tile(16, 256, 4, 4, True), Tile(32, 128, 4, 4, True)),
-    1: Tiles(16, Tile(32, 128, 4, 4, True), Tile(64, 128, 4, 4, True)),
-    4: Tiles(16, Tile(64, 128, 4, 4, True), Tile(128, 128, 4, 4, True)),
-    32: Tiles(32, Tile(64, 64, 4, 4, False), Tile(128, 64, 4, 4, False)),
-    96: Tiles(64, Tile(64, 64, 4, 4, False), Tile(128, 64, 4, 4, False)),
+TILES: dict[float, Tiles] = {  # below so many pairs an expert, on average
+    0.5: Tiles(16, Tile(16, 256, 4, 4, True), Tile(32, 128, 4, 4, True)),
+    2: Tiles(16, Tile(32, 128, 4, 4, True), Tile(64, 128, 4, 4, True)),
+    16: Tiles(16, Tile(64, 128, 4, 4, True), Tile(128, 128, 4, 4, True)),
+    64: Tiles(32, Tile(64, 64, 4, 4, False), Tile(128, 64, 4, 4, False)),
+    128: Tiles(64, Tile(64, 64, 4, 4, False), Tile(128, 64, 4, 4, False)),
     float("inf"): Tiles(128, Tile(64, 64, 8, 4, False), Tile(128, 64, 8, 4, False)),
 }
-"""For 16-bit weights on an H200 (benchmarks/experts.py)."""
+"""For 16-bit weights on an H200 (benchmarks/experts.py, *tune*)."""
 
 _FP32: dict[float, Tiles] = {
-    4: Tiles(16, Tile(32, 64, 4, 2, True), Tile(32, 64, 4, 2, True)),
+    16: Tiles(16, Tile(32, 64, 4, 2, True), Tile(32, 64, 4, 2, True)),
     float("inf"): Tiles(64, Tile(32, 32, 4, 2, False), Tile(64, 32, 4, 2, False)),
 }
 
@@ -67,7 +67,7 @@ _FP32: dict[float, Tiles] = {
 def expert_tiles(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
     """The fastest known tiles for so many pairs; from shapes alone, so that a captured pass has one plan."""
     table: dict[float, Tiles] = _FP32 if dtype is torch.float32 else TILES
-    return next(tiles for most, tiles in table.items() if pairs <= most * experts)
+    return next(tiles for most, tiles in table.items() if pairs < most * experts)
 
 
 @triton.jit
@@ -185,7 +185,8 @@ def launch_down(h: torch.Tensor, weight: torch.Tensor, plan: Plan, tile: Tile | 
 def pairs_by_expert(ids: torch.Tensor, experts: int, stack: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """(expert, its pairs, their tokens) of each expert that has some, the shared one last. For CPU twins."""
     (rows, top_k), flat = ids.shape, ids.flatten().long()
-    for expert, pairs in enumerate(flat.argsort(stable=True).split(torch.bincount(flat, minlength=experts).tolist())):
+    counts = torch.bincount(flat, minlength=experts + 1)
+    for expert, pairs in enumerate(flat.argsort(stable=True).split(counts.tolist())[:experts]):
         if len(pairs):
             yield expert, pairs, pairs // top_k
     if stack > experts:
@@ -243,7 +244,8 @@ def expert_gate_up(x: torch.Tensor, weight: torch.Tensor, plan: Plan) -> torch.T
     """x [M, H] -> ``silu(x @ gate^T) * (x @ up^T)`` of each pair, [P, I], in x's dtype.
 
     weight [E, 2 I, H], gate rows first; [E + 1, 2 I, H] with a shared expert that rides along, and the result then has
-    M rows more. Rounded after the products, after SiLU and after its product, as :func:`~unisono.kernels.silu_mul`.
+    M rows more. Rows of pairs without an expert are not written. Rounded after the products, after SiLU and after its
+    product, as :func:`~unisono.kernels.silu_mul`.
     """
     return torch.ops.unisono.expert_gate_up(x, weight, *plan)
 

@@ -36,9 +36,9 @@ _LISTED = 16
 class Plan(NamedTuple):
     """How a pass's pairs are divided into tiles.
 
-    ids [M, top_k] i32: the experts of each token. experts: E, how many they are chosen from. tile: rows of a tile.
-    order [P] i32: pairs sorted by expert. tiles [3, tiles] i32: of each its expert, its first place in ``order`` and
-    its number of rows, 0 in those that are not needed. Both None: not sorted.
+    ids [M, top_k] i32: the experts of each token; E: none. experts: E, how many they are chosen from. tile: rows of a
+    tile. order [P] i32: pairs sorted by expert, those of none last in any order. tiles [3, tiles] i32: of each its
+    expert, its first place in ``order`` and its number of rows, 0 in those that are not needed. Both None: not sorted.
     """
 
     ids: torch.Tensor
@@ -71,7 +71,7 @@ def tile_rows(ids, tiles, t, M, count, E: tl.constexpr, TOP_K: tl.constexpr, TIL
         every = tl.load(ids + p, mask=p < pairs, other=-1)
         e = tl.load(ids + t, mask=t < pairs, other=E)
         same = (every == e).to(tl.int32)
-        leads = tl.min(tl.where(same != 0, p, PAIRS), 0) == t
+        leads = (tl.min(tl.where(same != 0, p, PAIRS), 0) == t) & (e < E)
         n = tl.where(t < pairs, tl.where(leads, tl.sum(same, 0), 0), M)
         rank = tl.where(same != 0, tl.cumsum(same, 0) - 1, -1)
         first = tl.where(t < pairs, -1, pairs)
@@ -112,13 +112,13 @@ def tokens_of(pair, M, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def _count_kernel(ids, counts, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _count_kernel(ids, counts, pairs, E, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """counts [blocks, EXPERTS]: how many pairs of each block of BLOCK pairs an expert has."""
     follow(OVERLAP)
     block = tl.program_id(0)
     p = block * BLOCK + tl.arange(0, BLOCK)
-    e = tl.load(ids + p, mask=p < pairs, other=EXPERTS)  # absent pairs are counted in the upper half
-    both = tl.histogram(e, 2 * EXPERTS).reshape(2, EXPERTS)
+    e = tl.load(ids + p, mask=p < pairs, other=E)
+    both = tl.histogram(tl.where(e < E, e, EXPERTS), 2 * EXPERTS).reshape(2, EXPERTS)  # the upper half has no expert
     half = tl.arange(0, 2)[:, None]
     tl.store(counts + block * EXPERTS + tl.arange(0, EXPERTS), tl.sum(tl.where(half == 0, both, 0), 0))
 
@@ -153,7 +153,7 @@ def _starts_kernel(counts, starts, firsts, totals, blocks, EXPERTS: tl.constexpr
 
 
 @triton.jit
-def _place_kernel(ids, starts, firsts, totals, order, tiles, pairs, blocks, count, EXPERTS: tl.constexpr,
+def _place_kernel(ids, starts, firsts, totals, order, tiles, pairs, blocks, count, E, EXPERTS: tl.constexpr,
                   BLOCK: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Programs below ``blocks`` place a block's pairs, those behind them list LISTED tiles each."""
     follow(OVERLAP)
@@ -161,10 +161,10 @@ def _place_kernel(ids, starts, firsts, totals, order, tiles, pairs, blocks, coun
     if block < blocks:
         i = tl.arange(0, BLOCK)
         p = block * BLOCK + i
-        e = tl.load(ids + p, mask=p < pairs, other=-1)
+        e = tl.load(ids + p, mask=p < pairs, other=E)
         before = tl.sum(((e[:, None] == e[None, :]) & (i[None, :] < i[:, None])).to(tl.int32), 1)
-        at = tl.load(starts + block * EXPERTS + e, mask=p < pairs, other=0) + before
-        tl.store(order + at, p, mask=p < pairs)
+        at = tl.load(starts + block * EXPERTS + e, mask=e < E, other=0) + before
+        tl.store(order + at, p, mask=e < E)
     else:
         x = tl.arange(0, EXPERTS)
         first, total = tl.load(firsts + x), tl.load(totals + x)
@@ -191,21 +191,21 @@ def launch_sort_pairs(ids: torch.Tensor, experts: int, tile: int) -> tuple[torch
     counts, starts = (torch.empty(blocks, width, dtype=torch.int32, device=device) for _ in range(2))
     firsts, totals = (torch.empty(width, dtype=torch.int32, device=device) for _ in range(2))
     order, tiles = torch.empty(pairs, dtype=torch.int32, device=device), ids.new_empty(3, count)
-    _count_kernel[(blocks,)](ids, counts, pairs, EXPERTS=width, BLOCK=block, num_warps=4, **overlapped(device))
+    _count_kernel[(blocks,)](ids, counts, pairs, experts, EXPERTS=width, BLOCK=block, num_warps=4, **overlapped(device))
     _starts_kernel[(width // 16,)](
         counts, starts, firsts, totals, blocks,
         EXPERTS=width, EACH=16, TILE=tile, COUNTED=_COUNTED, num_warps=8, **overlapped(device),
     )  # fmt: skip
     _place_kernel[(blocks + triton.cdiv(count, _LISTED),)](
-        ids, starts, firsts, totals, order, tiles, pairs, blocks, count,
-        EXPERTS=width, BLOCK=block, TILE=tile, LISTED=_LISTED, num_warps=4, **overlapped(device),
+        ids, starts, firsts, totals, order, tiles, pairs, blocks, count, experts,
+        EXPERTS=width, BLOCK=block, TILE=tile, LISTED=_LISTED, num_warps=max(4, block // 32), **overlapped(device),
     )  # fmt: skip
     return order, tiles
 
 
 def sort_pairs_cpu(ids: torch.Tensor, experts: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
     flat = ids.flatten()
-    count, totals = num_tiles(flat.numel(), experts, tile), torch.bincount(flat, minlength=experts)
+    count, totals = num_tiles(flat.numel(), experts, tile), torch.bincount(flat, minlength=experts)[:experts]
     of_each = (totals + tile - 1) // tile
     tiles = torch.zeros(3, count, dtype=torch.int32)
     expert = torch.repeat_interleave(torch.arange(experts), of_each)
@@ -226,7 +226,10 @@ register("sort_pairs", cuda=launch_sort_pairs, cpu=sort_pairs_cpu, meta=_sort_pa
 
 
 def plan_experts(ids: torch.Tensor, experts: int, tile: int) -> Plan:
-    """The plan of a pass whose tokens go to experts ``ids [M, top_k]`` of ``experts``, for tiles of ``tile`` rows."""
+    """The plan of a pass whose tokens go to experts ``ids [M, top_k]`` of ``experts``, for tiles of ``tile`` rows.
+
+    Rows of padding have id ``experts``: nothing is computed for them, and their rows of the products are not written.
+    """
     if ids.numel() <= LEAD_PAIRS:
         return Plan(ids, experts, tile)
     return Plan(ids, experts, tile, *torch.ops.unisono.sort_pairs(ids, experts, tile))
@@ -236,7 +239,7 @@ AOT: list[AotCase] = [
     case
     for width, block, tile in ((256, 64, 32), (256, 256, 128), (128, 64, 16), (16, 64, 64))
     for case in (
-        AotCase(_count_kernel, ints("ids counts", "pairs"), {"EXPERTS": width, "BLOCK": block, "OVERLAP": True}),
+        AotCase(_count_kernel, ints("ids counts", "pairs E"), {"EXPERTS": width, "BLOCK": block, "OVERLAP": True}),
         AotCase(
             _starts_kernel,
             ints("counts starts firsts totals", "blocks"),
@@ -245,7 +248,7 @@ AOT: list[AotCase] = [
         ),
         AotCase(
             _place_kernel,
-            ints("ids starts firsts totals order tiles", "pairs blocks count"),
+            ints("ids starts firsts totals order tiles", "pairs blocks count E"),
             {"EXPERTS": width, "BLOCK": block, "TILE": tile, "LISTED": _LISTED, "OVERLAP": True},
         ),
     )

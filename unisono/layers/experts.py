@@ -15,12 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from unisono.kernels.experts_combine import combine_experts
+from unisono.kernels.experts_combine import combine_experts, combine_experts_norm
 from unisono.kernels.experts_plan import plan_experts
 from unisono.kernels.router import route
 from unisono.layers.expert_formats import ExpertFormat
 from unisono.layers.formats import WHOLE, Place, Share, Slice, Stored
 from unisono.layers.mlp import GatedMLP
+from unisono.layers.norm import RMSNorm
 
 
 class Stack(nn.Module):
@@ -106,8 +107,11 @@ class Experts(nn.Module):
 
     gate_up, down: the experts' stacks. shared: the shared expert where it does not ride along in them. gated: it has a
     gate, sigmoid of a product with x; without one it counts in full. normalize: a token's weights sum to 1. The
-    router's weight [E, H] has the gate's behind it.
+    router's weight [E, H] has the gate's behind it. counts [E]: tokens that went to each expert, see
+    :func:`expert_counts`.
     """
+
+    counts: torch.Tensor
 
     def __init__(
         self,
@@ -122,16 +126,20 @@ class Experts(nn.Module):
         self.top_k, self.normalize, self.gated = top_k, normalize, gated
         router = torch.empty(gate_up.experts + gated, gate_up.inputs, dtype=gate_up.dtype, device=gate_up.weight.device)
         self.router = nn.Parameter(router, requires_grad=False)
+        self.register_buffer("counts", torch.zeros(gate_up.experts, dtype=torch.int64, device=router.device), False)
         self.experts, self.shared = nn.ModuleDict({"gate_up": gate_up, "down": down}), shared
 
     @property
     def stacks(self) -> tuple[Stack, Stack]:
         return self.experts["gate_up"], self.experts["down"]  # type: ignore[return-value]
 
-    def forward(self, x: torch.Tensor) -> Mixed:
-        """x [M, H] -> what :meth:`project` adds up."""
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> Mixed:
+        """x [M, H] -> what :meth:`project` adds up.
+
+        positions [M] i32: rows below 0 are padding, which goes to no expert; None: there is none.
+        """
         gate_up, down = self.stacks
-        ids, weights, gates = route(x, self.router, gate_up.experts, self.top_k, self.normalize)
+        ids, weights, gates = route(x, self.router, positions, self.counts, gate_up.experts, self.top_k, self.normalize)
         pairs, format = ids.numel(), gate_up.format
         plan = plan_experts(ids, gate_up.experts, format.tile(pairs, gate_up.experts, x.dtype))
         y = format.down(down, format.gate_up(gate_up, x, plan), plan)
@@ -142,8 +150,16 @@ class Experts(nn.Module):
 
     def project(self, y: Mixed, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(residual + the sum, ``norm`` of it); without a norm the sum twice."""
+        if isinstance(norm, RMSNorm):
+            return combine_experts_norm(*y, residual, norm.weight, norm.eps)
         total = combine_experts(*y, residual)
         return total, total if norm is None else norm(total)
+
+    @property
+    def idle_share(self) -> float:
+        """Of the stacks' weights, the share that a token is not multiplied with."""
+        gate_up = self.stacks[0]
+        return 1 - (self.top_k + gate_up.rides) / (gate_up.experts + gate_up.rides)
 
     def places(self) -> Iterator[tuple[str, Place]]:
         """What a checkpoint stores: (name inside the layer, where it goes). Experts come fused or one by one."""
@@ -164,3 +180,29 @@ class Experts(nn.Module):
             for name, linear in (("gate_up", self.shared.gate_up), ("down", self.shared.down)):
                 for inside, place in linear.places():
                     yield f"shared.{name}.{inside}", place
+
+
+def products_per_token(module: nn.Module) -> int:
+    """Elements of the weights in ``module`` that a token is multiplied with: of experts, those that it chooses."""
+    total = float(sum(parameter.numel() for parameter in module.parameters()))
+    for experts in (each for each in module.modules() if isinstance(each, Experts)):
+        total -= experts.idle_share * sum(p.numel() for stack in experts.stacks for p in stack.parameters())
+    return round(total)
+
+
+def expert_counts(model: nn.Module) -> dict[str, list[int]]:
+    """By path of each module with experts: tokens, without padding, that went to each since
+    :func:`reset_expert_counts`. Waits for the device."""
+    counts = {path: module.counts for path, module in model.named_modules() if isinstance(module, Experts)}
+    if not counts:
+        return {}
+    sizes = [len(each) for each in counts.values()]
+    together = torch.cat(list(counts.values())).cpu().split(sizes)
+    return {path: each.tolist() for path, each in zip(counts, together, strict=True)}
+
+
+def reset_expert_counts(model: nn.Module) -> None:
+    """Count from zero on."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.counts.zero_()

@@ -19,8 +19,8 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up, self.down = gate_up, down
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What ``down`` reads: [M, hidden] -> [M, intermediate]."""
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """What ``down`` reads: [M, hidden] -> [M, intermediate]. The same is done for every position."""
         return silu_mul(self.gate_up(x))
 
     def project(

@@ -39,8 +39,8 @@ class Stream(NamedTuple):
 class FeedForward(Protocol):
     """The second half of a layer."""
 
-    def __call__(self, x: torch.Tensor) -> Any:
-        """[T, H] -> what :meth:`project` reads."""
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> Any:
+        """[T, H] -> what :meth:`project` reads. positions [T]: tokens below 0 are padding; None: there is none."""
         ...
 
     def project(self, y: Any, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -306,7 +306,7 @@ class DecoderLayer(nn.Module):
         x = stream.x if context.last_tokens is None else context.last_tokens.select(stream.x)
         x, normed = mixer.project(mixed, x, self.feed_forward_norm)
         next_norm = self._next_norm[0] if self._next_norm else None
-        return Stream(*feed_forward.project(feed_forward(normed), x, next_norm))
+        return Stream(*feed_forward.project(feed_forward(normed, context.queries.positions), x, next_norm))
 
     def state_specs(self) -> Tree:
         """The mixer's."""

@@ -1,0 +1,211 @@
+"""Experts: the products and their sum against float64, both plans and all tiles with the same bits, sorted pairs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from unisono.kernels import rms_norm
+from unisono.kernels.experts import (
+    Tile,
+    expert_down,
+    expert_down_cpu,
+    expert_gate_up,
+    expert_gate_up_cpu,
+    expert_tiles,
+    launch_down,
+    launch_gate_up,
+)
+from unisono.kernels.experts_combine import combine_cpu, combine_experts, combine_experts_norm, launch_combine
+from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, launch_sort_pairs, num_tiles, plan_experts, sort_pairs_cpu
+
+SMALL = Tile(16, 16, 1, 2, True)
+SHAPES = [  # M, H, I, E, top_k, shared experts that ride along
+    (5, 40, 24, 7, 3, 1),
+    (1, 33, 20, 4, 2, 0),
+    (9, 16, 16, 1, 1, 1),
+    (6, 48, 17, 5, 5, 0),
+]
+
+
+def choice(rows: int, experts: int, top_k: int) -> torch.Tensor:
+    """Distinct experts of each row, [M, top_k] i32."""
+    return torch.stack([torch.randperm(experts)[:top_k] for _ in range(rows)]).to(torch.int32)
+
+
+def inputs(rows, hidden, inner, experts, rides, dtype, device):
+    """x, the stack of gate and up, the stack of down."""
+    x = torch.randn(rows, hidden)
+    gate_up = torch.randn(experts + rides, 2 * inner, hidden) * hidden**-0.5
+    down = torch.randn(experts + rides, hidden, inner) * inner**-0.5
+    return [t.to(device, dtype) for t in (x, gate_up, down)]
+
+
+def plans(ids: torch.Tensor, experts: int, tile: int) -> dict[str, Plan]:
+    """Both, of which a number of pairs has one."""
+    sort = launch_sort_pairs if ids.is_cuda or torch.cuda.is_available() else sort_pairs_cpu
+    return {"lead": Plan(ids, experts, tile), "sorted": Plan(ids, experts, tile, *sort(ids, experts, tile))}
+
+
+def all_pairs(ids: torch.Tensor, experts: int, rides: int) -> list[tuple[int, int]]:
+    """(expert, token) of each row of the products."""
+    rows, top_k = ids.shape
+    listed = [(e, pair // top_k) for pair, e in enumerate(ids.flatten().tolist())]
+    return listed + [(experts, token) for token in range(rows) if rides]
+
+
+@pytest.mark.parametrize("plan", ["lead", "sorted", "twin"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_match_float64(plan, shape, dtype, device, assert_close):
+    rows, hidden, inner, experts, top_k, rides = shape
+    on = torch.device("cpu") if plan == "twin" else device
+    x, gate_up, down = inputs(rows, hidden, inner, experts, rides, dtype, on)
+    ids = choice(rows, experts, top_k).to(on)
+    pairs = all_pairs(ids, experts, rides)
+    both = torch.stack([gate_up[e].double() @ x[token].double() for e, token in pairs])
+    expected = torch.nn.functional.silu(both[:, :inner]) * both[:, inner:]
+    if plan == "twin":
+        h = expert_gate_up_cpu(x, gate_up, ids, experts)
+        y = expert_down_cpu(h, down, ids, experts)
+    else:
+        h = launch_gate_up(x, gate_up, plans(ids, experts, 16)[plan], SMALL)
+        y = launch_down(h, down, plans(ids, experts, 16)[plan], SMALL)
+    assert_close(h, expected)
+    assert_close(y, torch.stack([down[e].double() @ h[i].double() for i, (e, _) in enumerate(pairs)]))
+
+
+def test_plans_and_tiles_have_the_same_bits(dtype, device):
+    """Many tokens of few experts, so that tiles are full, half full and empty."""
+    experts, rides = 5, 1
+    x, gate_up, down = inputs(27, 32, 20, experts, rides, dtype, device)
+    ids = torch.cat((choice(22, 3, 2), choice(5, experts, 2))).to(device)
+    want_h, want_y = None, None
+    for rows in (16, 32):
+        for plan in plans(ids, experts, rows).values():
+            for tile in (SMALL, replace(SMALL, n=32, warps=4, across=False)):
+                h = launch_gate_up(x, gate_up, plan, tile)
+                y = launch_down(h, down, plan, tile)
+                want_h, want_y = h if want_h is None else want_h, y if want_y is None else want_y
+                assert torch.equal(h, want_h)
+                assert torch.equal(y, want_y)
+    assert not want_y.isnan().any()
+
+
+@pytest.mark.parametrize("run", ["lead", "sorted", "twin"])
+def test_rows_are_exact(run, dtype, device, assert_rows_exact):
+    experts, rides, on = 6, 1, torch.device("cpu") if run == "twin" else device
+    x, gate_up, down = inputs(9, 32, 16, experts, rides, dtype, on)
+    ids, weights = choice(9, experts, 3).to(on), torch.rand(9, 3, device=on)
+    gates, residual = torch.rand(9, device=on), torch.randn(9, 32).to(on, dtype)
+
+    def layer(x, ids, weights, gates, residual):
+        if run == "twin":
+            y = expert_down_cpu(expert_gate_up_cpu(x, gate_up, ids, experts), down, ids, experts)
+            return combine_cpu(y[: ids.numel()], weights, y[ids.numel() :], gates, residual, None, 0.0)[0]
+        plan = plans(ids, experts, 16)[run]
+        y = launch_down(launch_gate_up(x, gate_up, plan, SMALL), down, plan, SMALL)
+        return launch_combine(y[: ids.numel()], weights, y[ids.numel() :], gates, residual, None, 0.0)[0]
+
+    assert_rows_exact(layer, x, ids, weights, gates, residual)
+
+
+def test_what_padding_holds_reaches_no_other_row(device):
+    experts, dtype = 4, torch.float32
+    x, gate_up, down = inputs(6, 32, 16, experts, 1, dtype, device)
+    ids = choice(6, experts, 2).to(device)
+    dirty = x.clone()
+    dirty[2], dirty[5] = float("nan"), float("inf")
+    for plan in plans(ids, experts, 16).values():
+        clean_y, dirty_y = (
+            launch_down(launch_gate_up(rows, gate_up, plan, SMALL), down, plan, SMALL) for rows in (x, dirty)
+        )
+        for row, (_, token) in enumerate(all_pairs(ids, experts, 1)):
+            if token not in (2, 5):
+                assert torch.equal(clean_y[row], dirty_y[row])
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "top_k"), [(70, 16, 2), (90, 5, 3), (300, 1, 1), (33, 40, 8), (5000, 9, 2)]
+)
+@pytest.mark.parametrize("tile", [16, 64])
+def test_the_sort_is_stable_and_its_tiles_cover_every_pair_once(rows, experts, top_k, tile, device):
+    if rows > 1000 and tile == 16:
+        pytest.skip("one large case is enough in the interpreter")
+    ids = choice(rows, experts, top_k)
+    if experts > 4:
+        ids[ids == 3] = 2  # an expert that nobody takes, and one that many take
+        ids[5:9] = experts  # padding
+    order, tiles = (t.cpu() for t in launch_sort_pairs(ids.to(device), experts, tile))
+    sorted_ = ids.flatten().argsort(stable=True)[: (ids < experts).sum()]
+    assert torch.equal(order[: len(sorted_)].long(), sorted_)
+    assert torch.equal(order[: len(sorted_)], sort_pairs_cpu(ids, experts, tile)[0][: len(sorted_)])
+    assert tiles.shape == (3, num_tiles(ids.numel(), experts, tile))
+    flat, covered = ids.flatten(), []
+    for expert, first, count in tiles.T.tolist():
+        assert 0 <= count <= tile
+        mine = order[first : first + count].long()
+        assert (flat[mine] == expert).all()
+        covered += mine.tolist()
+    assert sorted(covered) == (flat < experts).nonzero().flatten().tolist()
+    full = tiles[:, tiles[2] > 0]
+    assert torch.equal(full, sort_pairs_cpu(ids, experts, tile)[1][:, : full.shape[1]])
+
+
+def test_the_plan_is_chosen_by_the_shape():
+    ids = torch.zeros(LEAD_PAIRS // 2, 2, dtype=torch.int32)
+    assert plan_experts(ids, 8, 16).order is None
+    more = plan_experts(torch.zeros(LEAD_PAIRS // 2 + 1, 2, dtype=torch.int32), 8, 16)
+    assert more.order is not None
+    assert num_tiles(4, 256, 16) == 4
+    assert [expert_tiles(pairs, 256, torch.bfloat16).rows for pairs in (8, 512, 4096, 32768)] == [16, 16, 32, 128]
+
+
+@pytest.mark.parametrize("run", [launch_combine, combine_cpu])
+@pytest.mark.parametrize("shared", ["none", "gated", "full"])
+def test_the_sum_matches_float64(run, shared, dtype, device, assert_close):
+    on = device if run is launch_combine else torch.device("cpu")
+    y, residual = torch.randn(7 * 3, 70).to(on, dtype), torch.randn(7, 70).to(on, dtype)
+    weights, gates = torch.rand(7, 3, device=on), torch.rand(7, device=on) if shared == "gated" else None
+    also = None if shared == "none" else torch.randn(7, 70).to(on, dtype)
+    expected = (y.double().view(7, 3, 70) * weights.double()[..., None]).sum(1)
+    if also is not None:
+        expected = expected + also.double() * (1 if gates is None else gates.double()[:, None])
+    out, _ = run(y, weights, also, gates, residual, None, 0.0)
+    assert_close(out, expected + residual.double())
+    unfused, _ = run(y, weights, also, gates, torch.zeros_like(residual), None, 0.0)
+    assert torch.equal(out, unfused + residual), "the sum is rounded before the residual is added"
+    weights_of_norms = [torch.rand(70, device=on).to(dtype), torch.rand(70, device=on)]
+    for norm_weight in weights_of_norms if run is launch_combine else weights_of_norms[:1]:
+        total, normed = run(y, weights, also, gates, residual, norm_weight, 1e-3)
+        assert torch.equal(total, out)
+        value = out.double()
+        assert_close(normed, value * (value.square().mean(1, keepdim=True) + 1e-3).rsqrt() * norm_weight.double())
+
+
+def test_the_sum_is_in_the_order_of_the_slots(device):
+    """In fp32, large and small do not commute: 1e8 + 1 - 1e8 is 0, 1e8 - 1e8 + 1 is 1."""
+    residual, weights = torch.zeros(1, 1, device=device), torch.ones(1, 3, device=device)
+    for parts, total in (([1e8, 1.0, -1e8], 0.0), ([1e8, -1e8, 1.0], 1.0)):
+        y = torch.tensor(parts, device=device)[:, None]
+        assert launch_combine(y, weights, None, None, residual, None, 0.0)[0].item() == total
+        assert combine_cpu(y.cpu(), weights.cpu(), None, None, residual.cpu(), None, 0.0)[0].item() == total
+
+
+def test_ops_dispatch_and_know_their_shapes():
+    x, gate_up, down = inputs(5, 20, 12, 4, 1, torch.float32, "cpu")
+    plan = plan_experts(choice(5, 4, 2), 4, 16)
+    h = expert_gate_up(x, gate_up, plan)
+    y = expert_down(h, down, plan)
+    assert torch.equal(h, expert_gate_up_cpu(x, gate_up, plan.ids, 4))
+    assert (h.shape, y.shape) == ((15, 12), (15, 20))
+    meta = plan_experts(torch.empty(200, 2, dtype=torch.int32, device="meta"), 4, 16)
+    assert [t.shape for t in (meta.order, meta.tiles)] == [(400,), (3, num_tiles(400, 4, 16))]
+    h = expert_gate_up(torch.empty(200, 20, device="meta"), gate_up.to("meta"), meta)
+    assert expert_down(h, down.to("meta"), meta).shape == (600, 20)
+    out = combine_experts(y[:10], torch.ones(5, 2), y[10:], None, x)
+    assert torch.equal(out, combine_cpu(y[:10], torch.ones(5, 2), y[10:], None, x, None, 0.0)[0])
+    total, normed = combine_experts_norm(y[:10], torch.ones(5, 2), y[10:], None, x, torch.ones(20), 1e-3)
+    assert torch.equal(total, out)
+    assert torch.equal(normed, rms_norm(out, torch.ones(20), 1e-3))
