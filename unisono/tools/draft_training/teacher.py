@@ -52,8 +52,8 @@ class Teacher:
         recurrent = [n for n, layer in enumerate(checkpoint.config.layers) if attention_of(layer) is None]
         if recurrent:
             raise CheckpointError(
-                f"{checkpoint.path}: layer {recurrent[0]} has a recurrence, and {len(recurrent) - 1} more have. Drafts are "
-                "trained only for targets all of whose layers attend."
+                f"{checkpoint.path}: layer {recurrent[0]} has a recurrence, and {len(recurrent) - 1} more have. Drafts "
+                "are trained only for targets all of whose layers attend."
             )
         self.checkpoint = checkpoint
         self.resolved: ResolvedConfig = resolve(asked, Hardware.detect(device), checkpoint)
