@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,10 @@ from tests.models.harness import load
 from tests.models.hybrid_mtp import Case, forward, with_module
 from tests.models.hybrids import fused, renamed
 from tests.models.make import make_checkpoint
-from tests.models.test_mtp_formats import open_modules, run
+from tests.models.mtp_pass import open_modules, run
+from unisono import catalog
+from unisono.kernels import linear, rms_norm
+from unisono.layers.formats import FLOATS, PLAIN, Stored
 from unisono.models.checkpoint import WEIGHTS, Checkpoint
 from unisono.models.mtp_checkpoint import MTPCheckpoint
 from unisono.types import CheckpointError, SpeculativeConfig
@@ -111,6 +116,66 @@ def test_no_modules_to_give_random_weights(case: Case, tmp_path: Path) -> None:
     config = Checkpoint.open(config_alone(case.path, tmp_path / "shape", 0)).config
     with pytest.raises(CheckpointError, match=r"declares no MTP modules \(mtp_num_hidden_layers\)"):
         MTPCheckpoint.open(tmp_path / "shape", config, dummy=True)
+
+
+# ---- weight formats ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowScaled:
+    """A stand-in for the quantised formats: a weight with an fp32 scale for each output."""
+
+    name: str = "row-scaled"
+
+    def tensors(self, dtype: torch.dtype) -> dict[str, Stored]:
+        return {"weight": Stored(dtype, FLOATS), "weight_scale": Stored(torch.float32, ("F32",), inputs=0)}
+
+    def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
+        return stored
+
+    def linear(self, layer: Any, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        y = linear(x, layer.weight, None, None) * layer.weight_scale
+        return y if residual is None else y + residual
+
+    def linear_norm(
+        self, layer: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = self.linear(layer, x, residual)
+        return total, rms_norm(total, weight, eps)
+
+    def prove(self, layer: Any) -> bool:
+        return True
+
+    def rehearse(self, layer: Any) -> None:
+        pass
+
+
+ROW_SCALED = RowScaled()
+
+
+def read_row_scaled(config: dict[str, Any]) -> Any:
+    return lambda module: ROW_SCALED if ".self_attn." in module or module == "mtp.fc" else PLAIN
+
+
+@torch.no_grad()
+def test_modules_in_the_checkpoints_weight_format(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention and projection stored as half a weight with a scale of 2, as config.json declares."""
+
+    def scaled(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = dict(tensors)
+        for name, tensor in tensors.items():
+            if name == "mtp.fc.weight" or re.search(r"self_attn\.._proj\.weight$", name):
+                found |= {name: tensor / 2, f"{name}_scale": torch.full((len(tensor),), 2.0)}
+        return found
+
+    path = renamed(case.path, tmp_path / "scaled", scaled)
+    with pytest.raises(CheckpointError, match=r"quantised weights that config\.json does not declare"):
+        MTPCheckpoint.open(path, case.config)
+    raw = json.loads((path / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "row-scaled"}
+    (path / "config.json").write_text(json.dumps(raw))
+    monkeypatch.setitem(catalog.formats.entries, "row-scaled", f"{__name__}:read_row_scaled")  # type: ignore[arg-type]
+    check_forward(case, path)
 
 
 # ---- refusals ---------------------------------------------------------------------------------------

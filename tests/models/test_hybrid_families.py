@@ -22,6 +22,7 @@ from unisono.models.checkpoint import WEIGHTS, Checkpoint
 from unisono.models.decoder import Decoder
 from unisono.models.loader import Shared
 from unisono.models.mtp_checkpoint import MTPCheckpoint
+from unisono.tools.draft_training.teacher import Teacher
 from unisono.types import CheckpointError
 
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
@@ -154,6 +155,11 @@ def test_blocks_of_outputs_move_whole_or_are_refused() -> None:
     assert second.item() == 11
     with pytest.raises(CheckpointError, match="a value for each 2 outputs"):
         Shared.of("scale", Place(first, (2, 1)), torch.tensor([1, 2, 5, 0]), None)
+
+
+def test_drafts_are_not_trained_for_hybrids(made: dict[str, Path]) -> None:
+    with pytest.raises(CheckpointError, match="layer 0 has a recurrence, and 3 more have"):
+        Teacher(Checkpoint.open(made["qwen3_5_text"]), "cpu", longest=32)
 
 
 @pytest.mark.parametrize("shape", ["qwen3.5-9b", "qwen3.5-35b-a3b"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, cache_utils, modeling_layers
 
-from tests.models.harness import PAGE, load, whole
+from tests.models.harness import load, whole
 from tests.models.make import make_checkpoint
 from tests.models.make_mtp import (
     LAYOUTS,
@@ -22,16 +22,11 @@ from tests.models.make_mtp import (
     write_alone,
     write_beside,
 )
-from unisono import catalog
-from unisono.attention.base import AttentionBackend, AttentionInputs
-from unisono.attention.context import PassContext
+from tests.models.mtp_pass import attention, open_modules, run
 from unisono.models.blocks import LayerSpec, MLPSpec
 from unisono.models.checkpoint import Checkpoint
-from unisono.models.decoder import Decoder
 from unisono.models.loader import load_model
-from unisono.models.mtp import MTPModule
 from unisono.models.mtp_checkpoint import MTPCheckpoint
-from unisono.state.specs import map_tree
 from unisono.types import CheckpointError
 
 TARGETS = {"deepseek": "llama", "qwen": "qwen3", "mimo": "qwen2", "mimo-v2": "llama"}
@@ -42,34 +37,6 @@ LAYERS, DEPTH, TOKENS = 3, 2, 21
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("targets")
     return {f: make_checkpoint(root / f, f, **options()) for f in sorted(set(TARGETS.values()))}
-
-
-def attention(heads: int, kv_heads: int) -> AttentionBackend:
-    return catalog.attention.load("triton")(heads, kv_heads, "cpu")
-
-
-def open_modules(path: Path, target: Decoder) -> tuple[MTPCheckpoint, list[MTPModule]]:
-    checkpoint = MTPCheckpoint.open(path, target.config)
-    return checkpoint, [checkpoint.load(target, i, attention, torch.float32) for i in range(checkpoint.depth)]
-
-
-@torch.no_grad()
-def run(module: MTPModule, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """One pass over all tokens, from position 0."""
-    count = len(tokens)
-    pages = -(-count // PAGE)
-    positions = torch.arange(count, dtype=torch.int32)
-    inputs = AttentionInputs(
-        slots=torch.zeros(1, dtype=torch.int32),
-        positions=positions,
-        slot_mapping=PAGE + positions,
-        kv_len=torch.tensor([count], dtype=torch.int32),
-        page_table=torch.arange(1, pages + 1, dtype=torch.int32)[None],
-        width=None,
-        query_start=torch.tensor([0, count], dtype=torch.int32),
-    )
-    state = map_tree(module.state_specs(), lambda spec: torch.zeros(pages + 1, *spec.shape))
-    return module(tokens, hidden, PassContext.of(inputs), state)
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["beside the target", "alone"])

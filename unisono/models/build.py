@@ -72,9 +72,16 @@ class Builder:
         zero_centered_norms: bool = False,
     ) -> Builder:
         """The builder of a module that drafts for this model: plain, with this model's rotary tables."""
-        own = {"attention": attention, "dtype": dtype, "format": plain, "path": "", "_backends": {}}
-        size = hidden_size or self.hidden_size
-        return replace(self, hidden_size=size, zero_centered_norms=zero_centered_norms, **own)
+        return replace(
+            self,
+            hidden_size=hidden_size or self.hidden_size,
+            dtype=dtype,
+            attention=attention,
+            format=plain,
+            zero_centered_norms=zero_centered_norms,
+            path="",
+            _backends={},
+        )
 
     def linear(
         self, name: str, inputs: int, outputs: int | Mapping[str, int], bias: bool = False, empty: bool = False

@@ -129,6 +129,15 @@ def read_tensors(directory: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def formats_in(directory: Path) -> Callable[[str], WeightFormat]:
+    """The weight format of each module in a directory, by its name there. Without a config.json all are plain.
+
+    Raises CheckpointError for a quantisation that is not supported.
+    """
+    file = directory / "config.json"
+    return _formats(read_json(file), directory) if file.is_file() else plain
+
+
 def find_directory(path: str | Path) -> Path:
     directory = catalog.resolve_name(path)
     bundled = f"Bundled names: {', '.join(catalog.bundled)}."

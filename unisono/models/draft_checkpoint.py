@@ -49,7 +49,7 @@ CONVENTIONS = ("auto", "input", "output")
 
 _NAMES = {
     **{
-        ours.replace("layers.*.", "layer."): theirs.removeprefix("model.").replace("layers.*", "layers.0")
+        ours.replace("layers.*.", "layer."): str(theirs).removeprefix("model.").replace("layers.*", "layers.0")
         for ours, theirs in QWEN3.names.items()
     },
     **{name: name for name in ("fc", "input_norm")},

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from unisono import catalog
-from unisono.layers.formats import Place
+from unisono.layers.formats import PLAIN, Place, WeightFormat
 from unisono.models import weights
 from unisono.models.blocks import BlockSpec, LayerSpec, MLPSpec
-from unisono.models.build import AttentionFactory, Builder, no_attention
-from unisono.models.checkpoint import read_tensors
+from unisono.models.build import AttentionFactory, Builder, no_attention, plain
+from unisono.models.checkpoint import formats_in, read_tensors
 from unisono.models.config import DecoderConfig, checkpoint_name
 from unisono.models.decoder import Decoder
 from unisono.models.experts import ExpertsSpec
@@ -33,7 +33,7 @@ from unisono.types import CheckpointError
 
 BLOCK = {
     ours.removeprefix("layers.*."): str(theirs).removeprefix("model.layers.*.")
-    for ours, theirs in (QWEN3.names | EXPERTS).items()
+    for ours, theirs in {**QWEN3.names, **EXPERTS}.items()
     if ours.startswith("layers.*.")
 }
 """Names inside a decoder block, relative to it: Llama's, Qwen3's head norms, the experts of Qwen's."""
@@ -123,8 +123,10 @@ EXPERTS_NAMES = r"\.(mlp\.experts|mlp\.gate\.|mlp\.shared_expert|moe\.)"
 UNSUPPORTED = {
     r"\.self_attn\.(q_a_proj|kv_a_proj|kv_b_proj)": "multi-head latent attention (MLA)",
     r"\.(linear_attn|mamba)\.": "linear attention",
-    r"(weight_scale_inv|weight_scale|qweight)$": "quantised weights",
 }
+
+QUANTISED = r"\.(weight_scale_inv|weight_scale|weight_packed|qweight)$"
+"""Tensors of quantised weights."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,8 @@ class MTPCheckpoint:
 
     config: a decoder of one layer with the shapes of a module's block; vocabulary, head size, rotary angles, window and
     kind of norms are those of the target('s last layer that attends). numbers: each module's in the checkpoint's names,
-    first step first. tensors: None for random weights.
+    first step first. tensors: None for random weights. formats: the weight format of a module by its name in the
+    checkpoint.
     """
 
     path: Path
@@ -141,6 +144,7 @@ class MTPCheckpoint:
     config: DecoderConfig
     numbers: tuple[int, ...]
     tensors: Mapping[str, TensorInfo] | None = field(repr=False)
+    formats: Callable[[str], WeightFormat] = field(default=plain, repr=False)
 
     @property
     def depth(self) -> int:
@@ -166,8 +170,9 @@ class MTPCheckpoint:
         for layout in LAYOUTS.values():
             numbers = layout.numbers(tensors)
             if numbers:
-                config = _block_config(directory, layout, numbers[0], tensors, target)
-                opened = cls(directory, layout, config, tuple(numbers), tensors)
+                formats = formats_in(directory)
+                config = _block_config(directory, layout, numbers[0], tensors, target, formats)
+                opened = cls(directory, layout, config, tuple(numbers), tensors, formats)
                 opened._check()
                 return opened
         keys = "; ".join(f"{models}: {layout.name('project', 0)}" for models, layout in LAYOUTS.items())
@@ -226,9 +231,15 @@ class MTPCheckpoint:
     def _module(self, number: int, builder: Builder) -> MTPModule:
         """A module, uninitialised; what it is to share takes no memory."""
         config, hidden = self.config, self.config.hidden_size
+        builder = replace(builder, format=partial(self._format, number))
         embed = builder.embedding(config.vocab_size, empty=not self._stores("embed", number))
         lm_head = builder.linear("lm_head", hidden, config.vocab_size, empty=not self._stores("lm_head", number))
         return MTPModule(config, embed, lm_head, builder, self.layout.hidden_first)
+
+    def _format(self, number: int, module: str) -> WeightFormat:
+        """Of one of module ``number``'s modules; what it shares is the target's."""
+        shared = module in SHARED and not self._stores(module, number)
+        return PLAIN if shared else self.formats(self.layout.name(module, number))
 
     def _targets(self, module: MTPModule, number: int) -> dict[str, Place]:
         shared = [part for part in SHARED if not self._stores(part, number)]
@@ -254,17 +265,25 @@ def _unexpected(layout: Layout, number: int, name: str) -> str | None:
 
 
 def _block_config(
-    directory: Path, layout: Layout, number: int, tensors: Mapping[str, TensorInfo], target: DecoderConfig
+    directory: Path,
+    layout: Layout,
+    number: int,
+    tensors: Mapping[str, TensorInfo],
+    target: DecoderConfig,
+    formats: Callable[[str], WeightFormat],
 ) -> DecoderConfig:
     """The shapes of a module's block, from its tensors; what they do not tell is the target's."""
     prefix = layout.root or layout.block.replace("*", str(number))
 
-    def like(pattern: str) -> str | None:
-        return next((n for n in tensors if n.startswith(prefix) and re.search(pattern, n)), None)
+    def like(pattern: str) -> list[str]:
+        return [name for name in tensors if name.startswith(prefix) and re.search(pattern, name)]
 
-    for pattern, what in UNSUPPORTED.items():
-        if (name := like(pattern)) is not None:
-            raise CheckpointError(f"{directory}: the MTP module has {what} ({name}), which is not supported yet.")
+    refused = {what: like(pattern) for pattern, what in UNSUPPORTED.items()}
+    undeclared = [name for name in like(QUANTISED) if formats(name.rpartition(".")[0]) is PLAIN]
+    refused["quantised weights that config.json does not declare"] = undeclared
+    for what, names in refused.items():
+        if names:
+            raise CheckpointError(f"{directory}: the MTP module has {what} ({names[0]}), which is not supported yet.")
     if layout.root and getattr(target.hf_config, "mtp_use_dedicated_embeddings", False):
         raise CheckpointError(
             f"{directory}: mtp_use_dedicated_embeddings=True in the target's config.json is not supported: the modules "
@@ -298,8 +317,8 @@ def _block_config(
     )
     down, router = "layer.feed_forward.down", "layer.feed_forward.router"
     feed_forward: BlockSpec
-    if (name := like(EXPERTS_NAMES)) is not None:
-        feed_forward = replace(_experts(directory, target, name), num_experts=shape(router)[0])
+    if of_experts := like(EXPERTS_NAMES):
+        feed_forward = replace(_experts(directory, target, of_experts[0]), num_experts=shape(router)[0])
     else:
         feed_forward = MLPSpec(shape(down)[1], has(down, "bias"))
     return replace(target, layers=(LayerSpec(mixer, feed_forward),))

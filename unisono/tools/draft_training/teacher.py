@@ -13,10 +13,12 @@ import torch
 from unisono.attention.context import PassContext
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.models.checkpoint import Checkpoint
+from unisono.models.config import attention_of
 from unisono.models.decoder import Decoder
 from unisono.models.loader import load_model
 from unisono.tools.draft_training.attention import TrainingAttention, new_pass
 from unisono.tools.draft_training.batches import PAGE, Batch
+from unisono.types import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,19 @@ class TeacherOutputs:
 
 
 class Teacher:
-    """The target with the dtype and weights that serving would use on this device."""
+    """The target with the dtype and weights that serving would use on this device.
+
+    Raises CheckpointError for a target with recurrent layers.
+    """
 
     def __init__(self, checkpoint: Checkpoint, device: str, longest: int, load_format: str = "auto") -> None:
         asked = EngineConfig(model=str(checkpoint.path), device=device)
+        recurrent = [n for n, layer in enumerate(checkpoint.config.layers) if attention_of(layer) is None]
+        if recurrent:
+            raise CheckpointError(
+                f"{checkpoint.path}: layer {recurrent[0]} has a recurrence, and {len(recurrent) - 1} more have. Drafts "
+                "are trained only for targets all of whose layers attend."
+            )
         self.checkpoint = checkpoint
         self.resolved: ResolvedConfig = resolve(asked, Hardware.detect(device), checkpoint)
         self.device, self.dtype, self.longest = self.resolved.device, self.resolved.dtype, longest
