@@ -20,6 +20,7 @@ from unisono.layers.expert_formats import PLAIN_EXPERTS, PlainExperts, expert_fo
 from unisono.layers.experts import expert_counts
 from unisono.layers.formats import Plain, Share, Slice
 from unisono.layers.norm import RMSNorm
+from unisono.models import weights
 from unisono.models.build import Builder, no_attention
 from unisono.models.checkpoint import WEIGHTS
 from unisono.models.config import checkpoint_name
@@ -161,6 +162,21 @@ def test_a_missing_expert_is_named(directory, form):
     del tensors[name]
     save_file(tensors, directory / WEIGHTS)
     with pytest.raises(CheckpointError, match=f"tensor {name} .* is missing"):
+        load(directory)
+
+
+def test_several_threads_read_the_same_model(made, directory, monkeypatch):
+    want = whole(load(made), PROMPT)[0]
+    monkeypatch.setattr(weights, "PIECE", 1000)
+    shares = []
+    with torch.inference_mode():
+        decoder = load(directory, progress=lambda stage, share: shares.append(share))
+        assert torch.equal(whole(decoder, PROMPT)[0], want)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    broken = lambda self, stored: 1 / 0  # noqa: E731
+    monkeypatch.setattr(weights.Place, "fill", broken)
+    with pytest.raises(ZeroDivisionError):
         load(directory)
 
 

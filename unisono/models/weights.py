@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import pickle
 import re
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,12 @@ IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 
 PICKLED_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
 """safetensors' names of what pickles hold; others are called as torch calls them."""
+
+READERS = 4
+"""Threads that read a checkpoint. A copy to the device waits for pages of the file, then for the device."""
+
+PIECE = 2**27
+"""Elements that a thread reads of a file before it takes the next run."""
 
 Places = Mapping[str, Place]
 """By a checkpoint's tensor names."""
@@ -156,7 +164,6 @@ def check_tensor(name: str, info: TensorInfo, place: Place) -> None:
         )
 
 
-@torch.no_grad()
 def fill(
     wanted: Places,
     tensors: Mapping[str, TensorInfo],
@@ -165,14 +172,49 @@ def fill(
 ) -> None:
     """Read what ``wanted`` names, only the parts that it asks for, into its parameters.
 
-    device: where tensors are read to. progress: called with the share of the bytes that is in place, 0 … 1, after each.
+    Several threads read at once where there is much: a checkpoint may have tens of thousands of experts' tensors.
+    device: where tensors are read to. progress: called with the share of the elements that is in place, 0 … 1, after
+    each tensor.
     """
     sizes = {name: place.parameter.numel() for name, place in wanted.items()}
-    total, done = sum(sizes.values()), 0
-    for name, tensor in read({name: place.part for name, place in wanted.items()}, tensors, device):
-        wanted[name].fill(tensor)
-        done += sizes[name]
-        progress(done / total)
+    total, done, lock = sum(sizes.values()), 0, threading.Lock()
+    inference = torch.is_inference_mode_enabled()  # which other threads do not inherit
+
+    def fill_piece(names: Sequence[str]) -> None:
+        nonlocal done
+        with torch.inference_mode(inference), torch.no_grad():
+            for name, tensor in read({name: wanted[name].part for name in names}, tensors, device):
+                wanted[name].fill(tensor)
+                with lock:
+                    done += sizes[name]
+                    progress(done / total)
+
+    pieces = list(_pieces(sizes, tensors))
+    if len(pieces) < 2:
+        for names in pieces:
+            fill_piece(names)
+        return
+    with ThreadPoolExecutor(min(READERS, len(pieces))) as pool:
+        try:
+            for filled in [pool.submit(fill_piece, names) for names in pieces]:
+                filled.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _pieces(sizes: Mapping[str, int], tensors: Mapping[str, TensorInfo]) -> Iterator[list[str]]:
+    """The names in the order of their bytes, in runs within one file of about PIECE elements."""
+    names: list[str] = []
+    held = 0
+    for name in sorted(sizes, key=lambda name: (tensors[name].file, tensors[name].order)):
+        if names and (held > PIECE or tensors[name].file != tensors[names[0]].file):
+            yield names
+            names, held = [], 0
+        names.append(name)
+        held += sizes[name]
+    if names:
+        yield names
 
 
 def read(
