@@ -86,6 +86,7 @@ def latency(
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    quantization: Annotated[str | None, typer.Option(help="As of `unisono serve`.")] = None,
     batch: Annotated[str, typer.Option(help="Batch sizes for ms/step, separated by commas.")] = "1,4,16,64",
     context: Annotated[int, typer.Option(help="Prompt tokens per request.")] = 1024,
     output_len: Annotated[int, typer.Option(help="Tokens generated per request.")] = 256,
@@ -116,7 +117,11 @@ def latency(
 
     imported = time.perf_counter() - imported
     flags: dict[str, Any] = {"dtype": dtype, "load_format": load_format, "max_model_len": max_model_len}
-    flags |= {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    flags |= {
+        "quantization": quantization,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+    }
     if speculative_config:
         flags["speculative"] = SpeculativeConfig.parse(json.loads(speculative_config))
         flags["synthetic_acceptance_length"] = synthetic_acceptance_length
