@@ -72,12 +72,12 @@ def _scales(x_scales, x_ok, w_scales, step, last, PADDED):
 
 @triton.jit
 def _four_scales(x_scales, x_ok, w_scales, step, last, PADDED):
-    """:func:`_scales` of four steps from ``step`` on."""
+    """:func:`_scales` of four steps from ``step`` on: the activations' four, then the weight's."""
     x0, w0 = _scales(x_scales, x_ok, w_scales, step, last, PADDED)
     x1, w1 = _scales(x_scales, x_ok, w_scales, step + 1, last, PADDED)
     x2, w2 = _scales(x_scales, x_ok, w_scales, step + 2, last, PADDED)
     x3, w3 = _scales(x_scales, x_ok, w_scales, step + 3, last, PADDED)
-    return (x0, x1, x2, x3), (w0, w1, w2, w3)
+    return x0, x1, x2, x3, w0, w1, w2, w3
 
 
 @triton.jit
@@ -118,12 +118,12 @@ def e4m3_product(x_ptrs, x_ok, x_scales, w_ptrs, w_scales, K, PADDED,
     last = steps - 1
     STEPS: tl.constexpr = 4 if AHEAD else 1
     if BY_BLOCK and AHEAD:
-        xs, ws = _four_scales(x_scales, x_ok, w_scales, 0, last, PADDED)
+        s = _four_scales(x_scales, x_ok, w_scales, 0, last, PADDED)
         for first in range(0, steps, STEPS):
-            next_xs, next_ws = _four_scales(x_scales, x_ok, w_scales, first + STEPS, last, PADDED)
+            ahead = _four_scales(x_scales, x_ok, w_scales, first + STEPS, last, PADDED)
             for j in tl.static_range(STEPS):
-                acc += _scaled(_step_product(x_ptrs, w_ptrs, first + j, x_ok, K, EVEN_K), xs[j], ws[j], BY_OUTPUT)
-            xs, ws = next_xs, next_ws
+                acc += _scaled(_step_product(x_ptrs, w_ptrs, first + j, x_ok, K, EVEN_K), s[j], s[4 + j], BY_OUTPUT)
+            s = ahead
     elif BY_BLOCK:
         for step in range(0, steps):
             xs, ws = _scales(x_scales, x_ok, w_scales, step, last, PADDED)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.library import AotCase, define, register
-from unisono.kernels.linear import launch_linear, linear_cpu, linear_cuda, prove_exact
+from unisono.kernels.linear import launch_linear, linear_cpu, linear_cuda, prove_exact, rehearse_proof
 from unisono.kernels.overlap import follow, overlapped
 
 FEW_ROWS = 64
@@ -209,22 +209,25 @@ def prove_int4(
         return True
     key = weight.shape[0], 2 * weight.shape[1], group, dtype
     if key not in _proven:
-        _proven[key] = all(_same_bits(weight, scales, zeros, group, dtype))
+        plain = launch_unpack(weight, scales, zeros, group, dtype)
+        prove_exact(plain)  # of the product that then runs; where it fails, that product is Triton's at every M
+        _proven[key] = all(_same_bits(plain, weight, scales, zeros, group, rows) for rows in PROOF_ROWS)
     return _proven[key]
 
 
 def _same_bits(
-    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
-) -> list[bool]:
-    plain = launch_unpack(weight, scales, zeros, group, dtype)
-    prove_exact(plain)
-    equal = []
-    for rows in PROOF_ROWS:
-        generator = torch.Generator(weight.device).manual_seed(rows)
-        x = torch.randn(rows, plain.shape[1], device=weight.device, generator=generator).to(dtype)
-        packed = launch_int4_linear(x, weight, scales, zeros, group, None, None)
-        equal.append(torch.equal(packed, launch_linear(x, plain, None, None)))
-    return equal
+    plain: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    rows: int,
+) -> bool:
+    """Whether the products of the packed weight and of ``plain``, with random inputs [rows, K], are equal."""
+    generator = torch.Generator(weight.device).manual_seed(rows)
+    x = torch.randn(rows, plain.shape[1], device=weight.device, generator=generator).to(plain.dtype)
+    packed = launch_int4_linear(x, weight, scales, zeros, group, None, None)
+    return torch.equal(packed, launch_linear(x, plain, None, None))
 
 
 def rehearse_int4_proof(
@@ -232,7 +235,10 @@ def rehearse_int4_proof(
 ) -> None:
     """Launch what :func:`prove_int4` will launch and ignore the result: this compiles the kernels ahead of time."""
     if weight.device.type == "cuda":
-        _same_bits(weight, scales, zeros, group, dtype)
+        plain = launch_unpack(weight, scales, zeros, group, dtype)
+        rehearse_proof(plain)
+        for rows in PROOF_ROWS:
+            _same_bits(plain, weight, scales, zeros, group, rows)
 
 
 def int4_linear_cuda(

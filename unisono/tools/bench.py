@@ -130,8 +130,7 @@ def latency(
     flags |= {"graphs": graphs, "compile": compile, "attention_backend": attention_backend}
     llm = LLM(model, enforce_eager=enforce_eager, **flags)
     report = Report(model, versions(llm))
-    report.speculative = speculative_config or ""
-    report.forced = synthetic_acceptance_length
+    report.speculative, report.forced = speculative_config or "", synthetic_acceptance_length
     report.start_seconds = {"import": imported, **llm.engine.info()["start_seconds"]}  # type: ignore[dict-item]
     for size in _integers(batch):
         report.step_ms[size], report.accept_length[size] = _step_ms(llm, size, context, output_len)
