@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from training.tiny_hybrid.checkpoint import Save, round_, tensors
 from training.tiny_hybrid.documents import MARKS, THINK, THOUGHT, conversation, document, thought_and_answer
 from training.tiny_hybrid.evaluate import accept_length, generate, prompt
 from training.tiny_hybrid.model import HybridConfig, TinyHybrid
+from unisono.llm import LLM
 from unisono.tokenizer import Tokenizer
+from unisono.types import SamplingParams, SpeculativeConfig
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = HybridConfig(
@@ -240,6 +243,20 @@ def test_documents_think_before_they_answer() -> None:
     off = sum(f"{THINK}\n\n{THOUGHT}\n\n" in text and " = " in text.rpartition(THOUGHT)[2] for text in texts)
     assert 10 < off < 60, "some worked answers stand after an empty thought"
     assert any("def " in "".join(part for part, _ in document(rng, library)) for _ in range(100))
+
+
+def test_the_engine_serves_it(model: TinyHybrid, saved: Path) -> None:
+    """Greedy tokens are the training model's, with the MTP module (the default for this checkpoint) and without."""
+    prompts = [random_ids(1, n)[0].tolist() for n in (5, 40, 70)]
+    expected = generate(model, prompts, [SMALL.vocab_size], 24, float("inf"))
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    for spec in (None, SpeculativeConfig("none")):
+        flags: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 128, "max_num_seqs": 4}
+        with LLM(str(saved), speculative=spec, **flags) as llm:
+            found = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+            assert llm.engine.info()["speculation"]["drafter"] == ("none" if spec else "mtp")
+            assert (llm.engine.counters.drafted_tokens > 0) == (spec is None)
+        assert found == expected
 
 
 @pytest.mark.full

@@ -98,7 +98,7 @@ class Answer:
             generation.close()
 
     def _chunk_choices(self, piece: Piece) -> Choices:
-        """Choices with the thinking and text of a piece, or what was asked of its tokens; at the end the closing one."""
+        """Choices with the thinking and text of a piece, or what was asked of its tokens; then the closing one."""
         choices: Choices = []
         if piece.reasoning:
             choices.append(self.shape.reasoning(piece.index, piece.reasoning))
