@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from unisono import catalog
 from unisono.layers.formats import PLAIN, WeightFormat
+from unisono.models.build import plain
 from unisono.models.config import DecoderConfig, Family
 from unisono.models.quantization import PLAIN_WEIGHTS, Quantization, find_quantization
 from unisono.models.weights import TensorInfo, read_header
@@ -135,7 +136,7 @@ def formats_in(directory: Path) -> Callable[[str], WeightFormat]:
     Raises CheckpointError for a quantisation that is not supported.
     """
     file = directory / "config.json"
-    return _formats(read_json(file), directory) if file.is_file() else plain
+    return find_quantization(read_json(file), directory).by_name if file.is_file() else plain
 
 
 def find_directory(path: str | Path) -> Path:
