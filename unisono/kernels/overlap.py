@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-
 READ_EARLY = frozenset({"_round_kernel"})
 """Kernels that read, and only read, before they follow.
 
