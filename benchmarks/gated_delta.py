@@ -17,7 +17,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ TILES = {
 # ---- bits ---------------------------------------------------------------------------------------------
 
 
-def bits(sizes: Sizes, length: int, dtype: torch.dtype) -> None:
+def bits(sizes: Sizes, length: int, dtype: torch.dtype, widths: Sequence[int] = (1, 2, 4, 6, 8)) -> None:
     """Rows that differ from one whole pass, and the error of that pass."""
     layer = Layer(sizes, dtype, [length, length + 7, length + 14])
 
@@ -64,7 +64,7 @@ def bits(sizes: Sizes, length: int, dtype: torch.dtype) -> None:
         other = passes()
         cuts(other, random.Random(seed), length // 3)
         found.append((f"cuts {seed}", differing(whole, other)))
-    for width in (1, 2, 4, 6, 8):
+    for width in widths:
         other = passes()
         rounds(other, random.Random(width), itertools.repeat(width))
         found.append((f"width {width}", differing(whole, other)))
@@ -217,7 +217,8 @@ def main() -> None:
         speed(sizes, dtype, [(1, 1), (16, 4)], True)
         return
     bits(Sizes(16, 32, 128, 128), 300, torch.bfloat16)
-    bits(Sizes(16, 48, 128, 128), 100, torch.bfloat16)
+    bits(Sizes(16, 48, 128, 128), 100, torch.bfloat16, (1, 4, 8))
+    bits(Sizes(4, 8, 32, 32, width=12), 100, torch.bfloat16, (1, 12))
     sizes = Sizes(16, 32, 128, 128, width=4)
     speed(sizes, torch.bfloat16, PROMPTS, False)
     speed(sizes, torch.bfloat16, ROUNDS, True)

@@ -331,9 +331,9 @@ def _round_kernel(
 ):  # fmt: skip
     """:func:`_walk_kernel` for rounds of at most two chunks a row: the state passes through in slices of K.
 
-    It is read again where a chunk closes, for the second one, and written where the chunk's tokens are committed.
+    It is read again where a chunk closes, for the second one, and written where the chunk's tokens are committed. What
+    :func:`_prepare_kernel` does not write is read before it has ended (:data:`unisono.kernels.overlap.READ_EARLY`).
     """
-    follow(OVERLAP)
     h, row = tl.program_id(1), tl.program_id(2)
     C: tl.constexpr = 2 * HK * K + HV * V
     KV: tl.constexpr = HK * K + HV * V
@@ -341,6 +341,7 @@ def _round_kernel(
     out += h * V + dv[None, :]
     begin, at = row * W, tl.load(first + row)
     if at < 0:
+        follow(OVERLAP)
         _blank(out, begin, begin + W, HV * V, BLOCK_V)
     else:
         slot, start, goal, stop = tl.load(rows + row), tl.load(since + row), tl.load(until + row), tl.load(end + row)
@@ -356,6 +357,7 @@ def _round_kernel(
             k = _tile(k_new + s, C, k_old + s, KV, position, begin, at, stop, slot, d, RING, True)
             q = _tile(q_new + s, C, q_new, C, position, begin, at, stop, slot, d, RING, False)
             k_high, k_low, q_high, q_low = _reads(tl.load(home + s), k, q, k_high, k_low, q_high, q_low)
+        follow(OVERLAP)
         o, taken, whole = _within(k_high, k_low, q_high, q_low, v, squares, factors)
         _put(out, v_old, o, v, position, begin, at, stop, limit, slot, dv, HV * V, KV, RING, True)
         if (limit > start + CHUNK) | (goal > start):
