@@ -19,16 +19,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.kernels.delta_cases import Layer, Passes, Sizes, cuts, differing, oracle, rounds  # noqa: E402
-from unisono.kernels.causal_conv import causal_conv  # noqa: E402
-from unisono.kernels.gated_delta import PROMPT_TILE, ROUND_TILE, Tile, gated_delta, launch_gated_delta  # noqa: E402
-from unisono.kernels.gated_norm import gated_norm  # noqa: E402
+from tests.kernels.delta_cases import Layer, Passes, Sizes, cuts, differing, oracle, rounds
+from unisono.kernels.causal_conv import causal_conv
+from unisono.kernels.gated_delta import PROMPT_TILE, ROUND_TILE, Tile, gated_delta, launch_gated_delta
+from unisono.kernels.gated_norm import gated_norm
 
 BYTES_PER_US, PAGE, TAPS, EPS = 4.68e6, 16, 4, 1e-6
 ON_GPU = torch.cuda.is_available()
@@ -72,7 +73,8 @@ def bits(sizes: Sizes, length: int, dtype: torch.dtype) -> None:
     found.append(("widths mixed", differing(whole, other)))
     out, _ = oracle(layer, 0)
     error = float((whole.out[0].double() - out.flatten(1)).norm() / out.norm())
-    print(f"{sizes.key_heads} / {sizes.value_heads} heads, {sum(layer.lengths)} rows, error {error:.1e}; rows that differ:")
+    heads = f"{sizes.key_heads} / {sizes.value_heads} heads"
+    print(f"{heads}, {sum(layer.lengths)} rows, error {error:.1e}; rows that differ:")
     print("  " + ", ".join(f"{name} {count}" for name, count in found), flush=True)
 
 
@@ -144,7 +146,9 @@ class Pass:
         """µs for the bytes of the rule, and of all three ops."""
         s, size, tokens = self.sizes, self.dtype.itemsize, self.rows * self.tokens
         values, state = s.value_heads * s.value_dim, 4 * s.value_heads * s.value_dim * s.key_dim
-        rule = state * (self.rows + self.folds) + size * (self.old * (s.channels - s.keys) + tokens * (s.channels + values))
+        rule = state * (self.rows + self.folds) + size * (
+            self.old * (s.channels - s.keys) + tokens * (s.channels + values)
+        )
         rest = size * tokens * (2 * s.channels + 3 * values)
         return rule / BYTES_PER_US, (rule + rest) / BYTES_PER_US
 
@@ -196,8 +200,7 @@ def tiles(sizes: Sizes, dtype: torch.dtype) -> None:
         passes = [made(sizes, dtype, rows, tokens, kind == "round") for rows, tokens in cases]
         print(f"\n{kind} tiles, µs of the rule at {', '.join(f'{r} x {t}' for r, t in cases)}")
         for tile in TILES[kind]:
-            options = {f"{kind}_tile": tile}
-            found = [microseconds(lambda layer, p=p: p.rule(layer, **options), p.layers) for p in passes]  # type: ignore[misc]
+            found = [microseconds(partial(p.rule, **{f"{kind}_tile": tile}), p.layers) for p in passes]
             print(f"  {tuple(tile)}: {', '.join(f'{us:.1f}' for us in found)}", flush=True)
         del passes
 

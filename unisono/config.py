@@ -34,8 +34,7 @@ class EngineConfig:
     dtype: auto, float32, float16 (half) or bfloat16.
     max_model_len: tokens per request, prompt and output together.
     gpu_memory_utilization: share of the card's memory the engine may take, 0 … 1.
-    snapshot_share: of models with recurrent layers, the share of the KV cache's bytes that snapshots for the prefix cache
-    may take, 0 … 1.
+    snapshot_share: share of the KV cache's bytes that snapshots of recurrent layers may take, for the prefix cache.
     max_num_seqs: requests that run at once. max_num_batched_tokens: prompt tokens per extend pass.
     max_stall_ms: milliseconds that running requests wait at most from one round to the next: prompt passes between them
     are as large as fits, by what passes cost.

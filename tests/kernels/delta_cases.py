@@ -143,7 +143,11 @@ class Passes:
         g, parts = torch.Generator().manual_seed(seed), []
         for r, good in enumerate(right):
             at, drafts = self.length[r], self.layer.noise(width, g)
-            parts.append(tuple(torch.cat((x[at : at + good], d[good:])) for x, d in zip(self.layer.texts[r], drafts)))
+            parts.append(
+                tuple(
+                    torch.cat((x[at : at + good], d[good:])) for x, d in zip(self.layer.texts[r], drafts, strict=True)
+                )
+            )
         first = torch.tensor([*self.length, *[-1] * pad_rows], dtype=torch.int32)
         end = first + torch.tensor([*(room or [width] * len(right)), *[1] * pad_rows], dtype=torch.int32)
         out = self._run(parts, width * pad_rows, first, end, first, list(range(len(right))), None)
@@ -161,7 +165,8 @@ class Passes:
 
     def _run(self, parts, pad, first, end, committed, texts, query_start) -> torch.Tensor:
         u, ba = (
-            torch.cat([*tensors, torch.full((pad, tensors[0].shape[1]), 7.0).to(tensors[0])]) for tensors in zip(*parts)
+            torch.cat([*tensors, torch.full((pad, tensors[0].shape[1]), 7.0).to(tensors[0])])
+            for tensors in zip(*parts, strict=True)
         )
         wide = torch.cat((u, torch.full_like(u, torch.nan)), 1).to(self.device)[:, : u.shape[1]]  # rows with a stride
         rows = torch.cat((self.order[torch.tensor(texts)], self.order[-1:].expand(len(first) - len(texts))))

@@ -6,7 +6,6 @@ import itertools
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 

@@ -144,7 +144,7 @@ def _conv_prompt_kernel(
             step = at - (J - 1) + j
             token = (t - (J - 1) + j).to(tl.int64)[:, None] * u_stride + channel[None, :]
             x = tl.load(u + token, mask=(real & (step >= 0))[:, None] & inside, other=0.0)
-            if j < J - 1:
+            if j < J - 1:  # noqa: SIM102  one condition is the compiler's, the other the device's
                 if some:
                     old = (near & (step < 0))[:, None] & inside
                     x = tl.where(old, _earlier(snapshot, ring, slot, seen, begin + step, channel, old, C, J, RING), x)
@@ -167,7 +167,8 @@ def _conv_keep_kernel(
     if begin >= 0:
         channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
         _keep(u, snapshot, ring, tl.load(rows + row), tl.load(since + row), begin, tl.load(until + row),
-              tl.load(end + row), tl.load(query_start + row), channel, u_stride, C, J, RING, BLOCK_N, BLOCK_J)  # fmt: skip
+              tl.load(end + row), tl.load(query_start + row), channel, u_stride, C,
+              J, RING, BLOCK_N, BLOCK_J)  # fmt: skip
 
 
 def launch_causal_conv(
@@ -236,26 +237,24 @@ def causal_conv(
     )
 
 
-def _cases() -> list[AotCase]:
-    cases = []
-    for dtype, heads, width in (("bf16", 32, 1), ("bf16", 32, 4), ("bf16", 48, 8), ("fp16", 8, 4), ("fp32", 8, 2)):
-        floats = dict.fromkeys(("u", "weight", "ba", "snapshot", "ring", "out"), f"*{dtype}")
-        floats |= dict.fromkeys(("a_log", "dt_bias", "gates"), "*fp32")
-        block: dict[str, Any] = {"J": 4, "RING": 2 + width, "BLOCK_C": _CHANNELS, "OVERLAP": True}
-        both = {"HV": heads, "BLOCK_H": triton.next_power_of_2(heads)}
-        rounds = ints("rows since first until end", "u_stride ba_stride C W")
-        cases.append(
-            AotCase(_conv_round_kernel, floats | rounds, block | both | {"BLOCK_W": width, "BLOCK_J": 4})
-        )
-        prompts = ints("rows since first query_start", "u_stride ba_stride C T R")
-        cases.append(
-            AotCase(_conv_prompt_kernel, floats | prompts, block | both | {"BLOCK_T": _TOKENS, "BLOCK_R": 16})
-        )
-        kept = {name: floats[name] for name in ("u", "snapshot", "ring")}
-        kept |= ints("rows since first until end query_start", "u_stride C")
-        blocks = {"BLOCK_N": triton.next_power_of_2(2 + width), "BLOCK_J": 4}
-        cases.append(AotCase(_conv_keep_kernel, kept, block | blocks))
-    return cases
+def _cases(dtype: str, heads: int, width: int) -> list[AotCase]:
+    types = dict.fromkeys(("u", "weight", "ba", "snapshot", "ring", "out"), f"*{dtype}")
+    types |= dict.fromkeys(("a_log", "dt_bias", "gates"), "*fp32")
+    block: dict[str, Any] = {"J": 4, "RING": 2 + width, "BLOCK_C": _CHANNELS, "OVERLAP": True}
+    both = block | {"HV": heads, "BLOCK_H": triton.next_power_of_2(heads)}
+    rounds = types | ints("rows since first until end", "u_stride ba_stride C W")
+    prompts = types | ints("rows since first query_start", "u_stride ba_stride C T R")
+    keep = {name: types[name] for name in ("u", "snapshot", "ring")}
+    keep |= ints("rows since first until end query_start", "u_stride C")
+    return [
+        AotCase(_conv_round_kernel, rounds, both | {"BLOCK_W": triton.next_power_of_2(width), "BLOCK_J": 4}),
+        AotCase(_conv_prompt_kernel, prompts, both | {"BLOCK_T": _TOKENS, "BLOCK_R": 32}),
+        AotCase(_conv_keep_kernel, keep, block | {"BLOCK_N": triton.next_power_of_2(2 + width), "BLOCK_J": 4}),
+    ]
 
 
-AOT = _cases()
+AOT = [
+    case
+    for dtype, heads, width in (("bf16", 32, 1), ("bf16", 32, 4), ("bf16", 48, 8), ("fp16", 8, 4), ("fp32", 8, 2))
+    for case in _cases(dtype, heads, width)
+]

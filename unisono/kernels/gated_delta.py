@@ -73,8 +73,8 @@ class Sizes(NamedTuple):
         """(places for chunks of a pass, places that a row has besides).
 
         A row reaches back to its snapshot: ring - width tokens, of a ring of 15 + 2 width. The chunks of a round's row
-        stand at row * besides. In a prompt pass those of a row whose tokens begin at t stand at t // 16 + row * besides:
-        no row's places reach into the next one's, whatever the rows' lengths are.
+        stand at row * besides. In a prompt pass those of a row whose tokens begin at t stand at
+        t // 16 + row * besides: no row's places reach into the next one's, whatever the rows' lengths are.
         """
         back = (self.ring + CHUNK - 1) // 2
         if is_round:
@@ -121,9 +121,9 @@ def launch_gated_delta(
     if tokens and not is_round:
         kv = kv_ring.shape[2]
         _remember_chunk_kernel[(count, triton.cdiv(kv, _ELEMENTS) + 1)](
-            qkv, gates, kv_ring, gates_ring, rows, first, until, end, starts, QUERIES=qkv.shape[1] - kv, KV=kv, HV=heads,
-            RING=sizes.ring, BLOCK=_ELEMENTS, BLOCK_H=triton.next_power_of_2(2 * heads), num_warps=4,
-            **overlapped(device),
+            qkv, gates, kv_ring, gates_ring, rows, first, until, end, starts,
+            QUERIES=qkv.shape[1] - kv, KV=kv, HV=heads, RING=sizes.ring, BLOCK=_ELEMENTS,
+            BLOCK_H=triton.next_power_of_2(2 * heads), num_warps=4, **overlapped(device),
         )  # fmt: skip
     return out
 
@@ -163,38 +163,43 @@ def gated_delta(
     )
 
 
-def _cases() -> list[AotCase]:
-    cases = []
-    shapes = [("bf16", (16, 32, 128, 128), 4), ("bf16", (16, 48, 128, 128), 4), ("fp16", (4, 8, 32, 32), 4)]
-    shapes += [("bf16", (4, 8, 32, 32), 8), ("bf16", (16, 16, 128, 128), 1), ("fp32", (4, 8, 32, 32), 2)]
-    for dtype, (key_heads, value_heads, key_dim, value_dim), width in shapes:
-        sizes = Sizes(key_heads, value_heads, key_dim, value_dim, CHUNK - 1 + 2 * width)
-        floats = {**dict.fromkeys(("qkv", "kv_ring", "squares", "out"), f"*{dtype}"), "gates": "*fp32"}
-        floats |= dict.fromkeys(("gates_ring", "factors", "state"), "*fp32")
-        for is_round in (False, True):
-            _, besides = sizes.chunks(width * 16, 16, is_round)
-            options = {**sizes.constexprs, "EXTRA": besides, "ROUND": is_round, "OVERLAP": True}
-            names = ("qkv", "gates", "kv_ring", "gates_ring", "squares", "factors")
-            prepare = {name: floats[name] for name in names} | ints("rows since first end query_start", "R W")
-            more = {"SCALE": key_dim**-0.5, "BLOCK_R": _ROWS}
-            cases.append(AotCase(_prepare_kernel, prepare, options | more, num_warps=1))
-            names = ("qkv", "kv_ring", "squares", "factors", "state", "out")
-            walk = {name: floats[name] for name in names} | ints("rows since first until end", "W")
-            tile = (ROUND_TILE if is_round else PROMPT_TILE).of(value_dim)
-            more: dict[str, Any] = {"BLOCK_V": tile.size}
-            if is_round and besides == 2:
-                more |= {"BLOCK_K": min(tile.slice, key_dim), "OVERLAP": True} | sizes.constexprs
-                cases.append(AotCase(_round_kernel, walk, more, num_warps=tile.warps, maxnreg=tile.registers))
-            else:
-                more |= {"STAGES": tile.stages} | options
-                cases.append(AotCase(_walk_kernel, walk | ints("query_start", "T R"), more, num_warps=tile.warps))
-        names = ("qkv", "gates", "kv_ring", "gates_ring")
-        remember = {name: floats[name] for name in names} | ints("rows first until end query_start", "")
-        queries = key_heads * key_dim
-        options = {"QUERIES": queries, "KV": queries + value_heads * value_dim, "HV": value_heads, "RING": sizes.ring}
-        options |= {"BLOCK": _ELEMENTS, "BLOCK_H": triton.next_power_of_2(2 * value_heads), "OVERLAP": True}
-        cases.append(AotCase(_remember_chunk_kernel, remember, options))
-    return cases
+def _cases(dtype: str, sizes: Sizes, width: int, is_round: bool) -> list[AotCase]:
+    """The kernels of prompt passes, or of rounds of ``width`` tokens a row."""
+    _, besides = sizes.chunks(width, 1, is_round)
+    types = dict.fromkeys(("qkv", "kv_ring", "squares", "out"), f"*{dtype}")
+    types |= dict.fromkeys(("gates", "gates_ring", "factors", "state"), "*fp32")
+
+    def signature(tensors: str, pointers: str, numbers: str) -> dict[str, str]:
+        return {name: types[name] for name in tensors.split()} | ints(pointers, numbers)
+
+    overlap = {"OVERLAP": True}
+    options = {**sizes.constexprs, **overlap, "EXTRA": besides, "ROUND": is_round}
+    prepare = signature("qkv gates kv_ring gates_ring squares factors", "rows since first end query_start", "R W")
+    scale = {"SCALE": sizes.key_dim**-0.5, "BLOCK_R": _ROWS}
+    cases = [AotCase(_prepare_kernel, prepare, options | scale, num_warps=1)]
+    walk = signature("qkv kv_ring squares factors state out", "rows since first until end", "W")
+    tile = (ROUND_TILE if is_round else PROMPT_TILE).of(sizes.value_dim)
+    block = {"BLOCK_V": tile.size}
+    if is_round and besides == 2:
+        block |= {**sizes.constexprs, **overlap, "BLOCK_K": min(tile.slice, sizes.key_dim)}
+        return [*cases, AotCase(_round_kernel, walk, block, num_warps=tile.warps, maxnreg=tile.registers)]
+    walk |= ints("query_start", "T R")
+    cases.append(AotCase(_walk_kernel, walk, options | block | {"STAGES": tile.stages}, num_warps=tile.warps))
+    if is_round:
+        return cases
+    remember = signature("qkv gates kv_ring gates_ring", "rows first until end query_start", "")
+    queries, heads = sizes.key_heads * sizes.key_dim, sizes.value_heads
+    shape = {"QUERIES": queries, "KV": queries + heads * sizes.value_dim, "HV": heads, "RING": sizes.ring}
+    blocks = {"BLOCK": _ELEMENTS, "BLOCK_H": triton.next_power_of_2(2 * heads)}
+    return [*cases, AotCase(_remember_chunk_kernel, remember, shape | blocks | overlap)]
 
 
-AOT = _cases()
+AOT = [
+    case
+    for dtype, heads, size, width in (
+        ("bf16", (16, 32), 128, 4), ("bf16", (16, 48), 128, 4), ("bf16", (16, 16), 128, 1), ("bf16", (4, 8), 32, 12),
+        ("fp16", (4, 8), 32, 4), ("fp32", (4, 8), 32, 2),
+    )
+    for is_round in (False, True)
+    for case in _cases(dtype, Sizes(*heads, size, size, CHUNK - 1 + 2 * width), width, is_round)
+]  # fmt: skip

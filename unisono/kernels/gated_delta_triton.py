@@ -1,15 +1,16 @@
 """Triton kernels of the gated delta rule. Launched by kernels/gated_delta.py.
 
-A chunk is 16 tokens at a multiple of 16. What of it does not depend on the state, :func:`_prepare_kernel` computes: of
+A chunk is 16 tokens at a multiple of 16. :func:`_prepare_kernel` computes what of it does not depend on the state: of
 the products of its keys and queries, and of the decays, it makes T (the new values are T times the values' errors) and
 P (the outputs are P times the new values, besides what they read of the state). :func:`_walk_kernel` walks a row's
-chunks with the state in registers, :func:`_round_kernel` takes the one or two chunks of a round. Prompt passes and rounds run the same arithmetic, and differ in where they find
-tokens: a round's chunks begin before its tokens, so most of their inputs are remembered.
+chunks with the state in registers, :func:`_round_kernel` takes the one or two chunks of a round's row. Prompt passes
+and rounds run the same arithmetic, and differ in where they find tokens: a round's chunks begin before its tokens, so
+most of their inputs are remembered.
 
-The tensor cores multiply 16-bit numbers. S, the errors, the new values, T and P are therefore split into two such terms,
-which leaves 16 of fp32's 24 bits; q, k and v are exact. The bits of a chunk must not depend on which kernel computes
-it, so nothing is left to the compiler: every fused multiply-add is written out, a split is guarded, and sums over a
-dimension are products on the tensor core or have one term that is not zero.
+The tensor cores multiply 16-bit numbers. S, the errors, the new values, T and P are split into two such terms, which
+keep 16 of fp32's 24 bits; q, k and v are exact. The bits of a chunk must not depend on which kernel computes it, so
+nothing is left to the compiler: every fused multiply-add is written out, a split is guarded, and sums over a dimension
+are products on the tensor core or have one term that is not zero.
 
 Shapes: T tokens, R rows, NR state rows, HK / HV key / value heads, K / V head sizes, C elements of q, k and v side by
 side, W tokens per row of a round, RING positions that a row remembers.
@@ -34,7 +35,7 @@ NEVER = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _split(x, LOW: tl.constexpr):
+def _split(x, dtype: tl.constexpr):
     """x as two terms of 8 bits each; the first is cut, not rounded.
 
     The move keeps the compiler from fusing the product that x may be into the subtraction, in one kernel and not in
@@ -43,16 +44,16 @@ def _split(x, LOW: tl.constexpr):
     if GUARDED:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    return high.to(LOW), (x - high).to(LOW)
+    return high.to(dtype), (x - high).to(dtype)
 
 
 @triton.jit
 def _times(x, y, acc):
     """acc + x y for fp32 x and exact y."""
-    LOW: tl.constexpr = y.dtype
-    if LOW == tl.float32:
+    dtype: tl.constexpr = y.dtype
+    if dtype == tl.float32:
         return tl.dot(x, y, acc, input_precision="ieee")
-    high, low = _split(x, LOW)
+    high, low = _split(x, dtype)
     acc = tl.dot(low, y, acc, input_precision="ieee")
     return tl.dot(high, y, acc, input_precision="ieee")
 
@@ -60,10 +61,10 @@ def _times(x, y, acc):
 @triton.jit
 def _times_split(x, y_high, y_low, acc):
     """acc + x (y_high + y_low) for fp32 x; in fp32 y_low is nothing."""
-    LOW: tl.constexpr = y_high.dtype
-    if LOW == tl.float32:
+    dtype: tl.constexpr = y_high.dtype
+    if dtype == tl.float32:
         return tl.dot(x, y_high, acc, input_precision="ieee")
-    high, low = _split(x, LOW)
+    high, low = _split(x, dtype)
     acc = tl.dot(low, y_high, acc, input_precision="ieee")
     acc = tl.dot(high, y_low, acc, input_precision="ieee")
     return tl.dot(high, y_high, acc, input_precision="ieee")
@@ -72,11 +73,11 @@ def _times_split(x, y_high, y_low, acc):
 @triton.jit
 def _store_split(pointer, x, at, SQUARE: tl.constexpr):
     """Store a square as two terms, the second behind the first; in fp32 as it is."""
-    LOW: tl.constexpr = pointer.dtype.element_ty
-    if LOW == tl.float32:
+    dtype: tl.constexpr = pointer.dtype.element_ty
+    if dtype == tl.float32:
         tl.store(pointer + at, x)
     else:
-        high, low = _split(x, LOW)
+        high, low = _split(x, dtype)
         tl.store(pointer + at, high)
         tl.store(pointer + SQUARE + at, low)
 
@@ -105,6 +106,13 @@ def _tile(new, new_stride, ring, ring_stride, position, begin, first, stop, slot
     else:
         there = there & (position >= first)
     return tl.load(row[:, None] + d[None, :], mask=there[:, None], other=0.0)
+
+
+@triton.jit
+def _of_head(qkv, kv_ring, h, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """Where the queries, keys and values of value head h begin in the pass, and the keys and values in the ring."""
+    k, v = h // (HV // HK) * K, HK * K + h * V
+    return qkv + k, qkv + HK * K + k, qkv + HK * K + v, kv_ring + k, kv_ring + v
 
 
 @triton.jit
@@ -210,13 +218,13 @@ def _prepare_kernel(
 @triton.jit
 def _reads(S, k, q, k_high, k_low, q_high, q_low):
     """The products of S [V, n] with keys and queries [CHUNK, n], added to what there is, [V, CHUNK] in two terms."""
-    LOW: tl.constexpr = k.dtype
+    dtype: tl.constexpr = k.dtype
     k, q = tl.trans(k), tl.trans(q)
-    if LOW == tl.float32:
+    if dtype == tl.float32:
         k_high = tl.dot(S, k, k_high, input_precision="ieee")
         q_high = tl.dot(S, q, q_high, input_precision="ieee")
     else:
-        S_high, S_low = _split(S, LOW)
+        S_high, S_low = _split(S, dtype)
         k_low = tl.dot(S_low, k, k_low, input_precision="ieee")
         k_high = tl.dot(S_high, k, k_high, input_precision="ieee")
         q_low = tl.dot(S_low, q, q_low, input_precision="ieee")
@@ -281,18 +289,16 @@ def _walk_kernel(
         factors += base * (4 * CHUNK)
         home = state + (slot.to(tl.int64) * HV + h) * (V * K) + dv[:, None] * K + d[None, :]
         S = tl.load(home)
-        q_new, k_new, v_new = qkv + h // (HV // HK) * K, qkv + (HK + h // (HV // HK)) * K, qkv + 2 * HK * K + h * V
-        k_old, v_old = kv_ring + h // (HV // HK) * K, kv_ring + HK * K + h * V
+        q_new, k_new, v_new, k_old, v_old = _of_head(qkv, kv_ring, h, HK, HV, K, V)
         lead = chunks if ROUND else tl.minimum(tl.cdiv(at - start, CHUNK), chunks)
         for step in tl.range(0, lead + (not ROUND), num_stages=1):
             ch = step
-            if not ROUND:
+            if not ROUND:  # noqa: SIM102  this condition is the compiler's
                 if step == lead:  # whole chunks of the pass's own tokens, then the open one
-                    for ch_ in tl.range(lead, keep, num_stages=STAGES):
-                        token = (begin + start - at + ch_ * CHUNK + i).to(tl.int64)[:, None]
+                    for whole_ch in tl.range(lead, keep, num_stages=STAGES):
+                        token = (begin + start - at + whole_ch * CHUNK + i).to(tl.int64)[:, None]
                         k, q = tl.load(k_new + token * C + d[None, :]), tl.load(q_new + token * C + d[None, :])
-                        v = tl.load(v_new + token * C + dv[None, :])
-                        place = ch_ * HV
+                        v, place = tl.load(v_new + token * C + dv[None, :]), whole_ch * HV
                         o, taken, whole = _chunk(
                             S, k, q, v, squares + place * (4 * CHUNK * CHUNK), factors + place * (4 * CHUNK)
                         )
@@ -342,8 +348,7 @@ def _round_kernel(
         squares += (row * 2 * HV + h).to(tl.int64) * (4 * CHUNK * CHUNK)
         factors += (row * 2 * HV + h).to(tl.int64) * (4 * CHUNK)
         home = state + (slot.to(tl.int64) * HV + h) * (V * K) + dv[:, None] * K + d[None, :]
-        q_new, k_new, v_new = qkv + h // (HV // HK) * K, qkv + (HK + h // (HV // HK)) * K, qkv + 2 * HK * K + h * V
-        k_old, v_old = kv_ring + h // (HV // HK) * K, kv_ring + HK * K + h * V
+        q_new, k_new, v_new, k_old, v_old = _of_head(qkv, kv_ring, h, HK, HV, K, V)
         v = _tile(v_new, C, v_old, KV, position, begin, at, stop, slot, dv, RING, True)
         k_high = tl.zeros([BLOCK_V, CHUNK], tl.float32)
         k_low, q_high, q_low = k_high, k_high, k_high
@@ -378,7 +383,9 @@ def _put(out, v_ring, o, v, position, begin, first, stop, limit, slot, dv, STRID
          RING: tl.constexpr, REMEMBER: tl.constexpr):  # fmt: skip
     """Store a chunk's outputs o [V, CHUNK] of tokens of the pass, those up to ``limit``, and remember their values."""
     token = (begin + position - first).to(tl.int64)[:, None] * STRIDE
-    tl.store(out + token, tl.trans(o).to(out.dtype.element_ty), mask=((position >= first) & (position < limit))[:, None])
+    tl.store(
+        out + token, tl.trans(o).to(out.dtype.element_ty), mask=((position >= first) & (position < limit))[:, None]
+    )
     if REMEMBER:  # the ring has room for the pass's tokens beside those that are read
         kept = (slot.to(tl.int64) * RING + position % RING)[:, None] * KV
         tl.store(v_ring + kept + dv[None, :], v, mask=((position >= first) & (position < stop))[:, None])

@@ -100,17 +100,18 @@ class GatedDelta(nn.Module):
         return gated_norm(out, z, self.norm.weight, self.eps)
 
     def settle(self, context: PassContext, state: TailView) -> None:
-        """Move the state on to where the pass, which has no tokens, says; see :class:`unisono.models.blocks.Settles`."""
+        """Move the state on as a pass without tokens says; see :class:`unisono.models.blocks.Settles`."""
         nothing = self.conv.weight.new_empty((0, self.in_proj.outputs))
         self._recur(nothing[:, : self.conv.weight.shape[0]], nothing[:, : self.gates.outputs], context, state)
 
     def _recur(self, u: torch.Tensor, ba: torch.Tensor, context: PassContext, state: TailView) -> torch.Tensor:
         """u [T, 2 Hk · K + Hv · V], ba [T, 2 Hv] -> [T, Hv · V]."""
         assert context.tails is not None
-        where = (*context.tails.fields, context.query_start)
-        taps = self.conv.weight, ba, self.A_log, self.dt_bias, state.snapshot["conv"], state.inputs["conv"]
-        qkv, gates = causal_conv(u, *taps, *where)
-        return gated_delta(qkv, gates, state.snapshot["state"], state.inputs["kv"], state.inputs["gates"], *where)
+        where, starts = context.tails.fields, context.query_start
+        conv = state.snapshot["conv"], state.inputs["conv"]
+        qkv, gates = causal_conv(u, self.conv.weight, ba, self.A_log, self.dt_bias, *conv, *where, starts)
+        kept = state.snapshot["state"], state.inputs["kv"], state.inputs["gates"]
+        return gated_delta(qkv, gates, *kept, *where, starts)
 
     def project(
         self, y: torch.Tensor, residual: torch.Tensor, norm: nn.Module | None

@@ -23,8 +23,8 @@ def settle_tails(model: Decoder, store: StateStore, slot: int, position: int) ->
 
     The inputs of all tokens up to there must be remembered.
     """
-    ints = {"dtype": torch.int32, "device": store.device}
-    row, at, no_tokens = torch.full((1,), slot, **ints), torch.full((1,), position, **ints), torch.zeros(2, **ints)
+    row, at = (torch.full((1,), number, dtype=torch.int32, device=store.device) for number in (slot, position))
+    no_tokens = torch.zeros(2, dtype=torch.int32, device=store.device)
     inputs = AttentionInputs(row, row[:0], row[:0], at, store.page_tables[ALL], None, no_tokens)
     tails = TailPass(row, store.tail_positions.index_select(0, row), at, at, at)
     context = PassContext({ALL: inputs}, tails=tails)

@@ -22,8 +22,8 @@ class TailPass:
     rows: each row's row of :class:`unisono.state.store.TailView`. since: tokens that its snapshot has seen before the
     pass. first: position of the row's first token of the pass. Inputs of positions since … first - 1 are remembered.
     until: tokens that the snapshot has to have seen after the pass. end: the position after the row's last token that
-    counts; 0 where there is none. Rows without a request have first -1, and keep their state. A token counts if it stands at the position that follows the token before it in its row; others are
-    padding.
+    counts. Rows without a request have first -1 and end 0, and keep their state. A token counts if it stands at the
+    position that follows the token before it in its row; others are padding.
     """
 
     rows: torch.Tensor
@@ -33,7 +33,7 @@ class TailPass:
     end: torch.Tensor
 
     @property
-    def fields(self) -> tuple[torch.Tensor, ...]:
+    def fields(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """rows, since, first, until, end: what kernels take."""
         return self.rows, self.since, self.first, self.until, self.end
 
