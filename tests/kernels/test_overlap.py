@@ -25,7 +25,7 @@ def test_what_a_layer_runs_is_overlapped() -> None:
         "_linear_kernel", "_add_kernel", "_rms_norm_kernel", "_silu_mul_kernel", "_rope_and_cache_kernel",
         "attention_kernel", "_conv_round_kernel", "_conv_prompt_kernel", "_conv_keep_kernel", "_prepare_kernel",
         "_round_kernel", "_walk_kernel", "_remember_chunk_kernel", "_gated_norm_kernel",
-        "attention_kernel", "_choose_kernel", "_count_kernel", "_starts_kernel", "_place_kernel", "_gate_up_kernel",
+        "_choose_kernel", "_count_kernel", "_starts_kernel", "_place_kernel", "_gate_up_kernel",
         "_down_kernel", "_combine_kernel",
     }  # fmt: skip
 
