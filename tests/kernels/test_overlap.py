@@ -13,7 +13,7 @@ from tests.kernels.kernel_source import functions, name_of, overlapped_kernels
 activation, linear, norm, overlap = (
     import_module(f"unisono.kernels.{name}") for name in ("activation", "linear", "norm", "overlap")
 )
-HARMLESS = {"program_id", "num_programs", "arange", "minimum", "maximum", "to"}
+HARMLESS = {"program_id", "num_programs", "arange", "minimum", "maximum", "to", "cdiv"}
 
 
 def calls(statement: ast.stmt) -> list[str]:
@@ -23,7 +23,8 @@ def calls(statement: ast.stmt) -> list[str]:
 def test_what_a_layer_runs_is_overlapped() -> None:
     assert overlapped_kernels() == {
         "_linear_kernel", "_add_kernel", "_rms_norm_kernel", "_silu_mul_kernel", "_rope_and_cache_kernel",
-        "attention_kernel",
+        "attention_kernel", "_quantize_kernel", "_fp8_linear_kernel", "_int4_linear_kernel", "_unpack_kernel",
+        "_fp8_gate_up_kernel", "_fp8_down_kernel", "_int4_gate_up_kernel", "_int4_down_kernel",
     }  # fmt: skip
 
 
