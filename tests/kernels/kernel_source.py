@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import unisono.kernels
@@ -12,8 +13,11 @@ KERNELS = Path(unisono.kernels.__path__[0])
 
 def functions() -> dict[str, ast.FunctionDef]:
     """Every function in ``unisono/kernels``, by name."""
-    trees = [ast.parse(path.read_text()) for path in KERNELS.glob("*.py")]
-    return {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    return {node.name: node for tree in _trees() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def _trees() -> list[ast.Module]:
+    return [ast.parse(path.read_text()) for path in KERNELS.glob("*.py")]
 
 
 def name_of(call: ast.Call) -> str:
@@ -22,11 +26,24 @@ def name_of(call: ast.Call) -> str:
 
 
 def overlapped_kernels() -> set[str]:
-    """Names of the kernels that are launched with ``**overlapped(…)``."""
-    nodes = (node for function in functions().values() for node in ast.walk(function))
-    launches = (n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Subscript))
-    return {
-        ast.unparse(launch.func.value)
-        for launch in launches
-        if any(k.arg is None and ast.unparse(k.value).startswith("overlapped(") for k in launch.keywords)
-    }
+    """Names of the kernels that are launched with ``**overlapped(…)``, also by a function that is given the kernel."""
+    found: set[str] = set()
+    for tree in _trees():
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+            given = [argument.arg for argument in function.args.args]
+            for launched in map(ast.unparse, _overlapped_launches(function)):
+                if launched in given:
+                    calls = (n for n in ast.walk(tree) if isinstance(n, ast.Call) and name_of(n) == function.name)
+                    found |= {ast.unparse(call.args[given.index(launched)]) for call in calls}
+                else:
+                    found.add(launched)
+    return found
+
+
+def _overlapped_launches(function: ast.FunctionDef) -> Iterator[ast.expr]:
+    """What stands before the brackets of such a launch."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+            options = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg is None]
+            if any(option.startswith("overlapped(") for option in options):
+                yield node.func.value

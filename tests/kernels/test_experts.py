@@ -126,6 +126,30 @@ def test_what_padding_holds_reaches_no_other_row(device):
                 assert torch.equal(clean_y[row], dirty_y[row])
 
 
+@pytest.mark.parametrize("run", ["lead", "sorted", "twin"])
+def test_padding_goes_to_no_expert(run, device):
+    """Its rows stay unwritten, which the sum does not read; the others keep their bits."""
+    experts, on = 5, torch.device("cpu") if run == "twin" else device
+    x, gate_up, down = inputs(6, 32, 16, experts, 1, torch.float32, on)
+    ids, weights, real = choice(6, experts, 2).to(on), torch.rand(6, 2, device=on), [0, 3, 4]
+    residual, padded_ids, padded_weights = torch.randn(6, 32, device=on), ids.clone(), weights.clone()
+    padded_ids[[1, 2, 5]], padded_weights[[1, 2, 5]] = experts, 0
+
+    def layer(ids, weights):
+        if run == "twin":
+            y = expert_down_cpu(expert_gate_up_cpu(x, gate_up, ids, experts), down, ids, experts)
+        else:
+            plan = plans(ids, experts, 16)[run]
+            y = launch_down(launch_gate_up(x, gate_up, plan, SMALL), down, plan, SMALL)
+        combine = combine_cpu if run == "twin" else launch_combine
+        return combine(y[:12], weights, y[12:], None, residual, None, 0.0)[0], y
+
+    out, y = layer(padded_ids, padded_weights)
+    assert torch.equal(out[real], layer(ids, weights)[0][real])
+    assert y[:12].view(6, 2, 32)[[1, 2, 5]].isnan().all()
+    assert torch.equal(out[[1, 2, 5]], (y[12:] + residual)[[1, 2, 5]])
+
+
 @pytest.mark.parametrize(
     ("rows", "experts", "top_k"), [(70, 16, 2), (90, 5, 3), (300, 1, 1), (33, 40, 8), (5000, 9, 2)]
 )

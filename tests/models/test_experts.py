@@ -17,7 +17,7 @@ from tests.models.harness import load, whole
 from tests.models.make import make_checkpoint
 from unisono.kernels.experts_plan import LEAD_PAIRS
 from unisono.layers.expert_formats import PLAIN_EXPERTS, PlainExperts, expert_format
-from unisono.layers.experts import expert_counts
+from unisono.layers.experts import expert_counts, products_per_token
 from unisono.layers.formats import Plain, Share, Slice
 from unisono.layers.norm import RMSNorm
 from unisono.models import weights
@@ -88,6 +88,15 @@ def test_a_layer_is_float64s(name, rows):
     for row in (0, rows - 1):
         alone, _ = layer.project(layer(x[row : row + 1]), residual[row : row + 1], None)
         assert torch.equal(alone[0], total[row])
+
+
+def test_a_token_is_multiplied_with_what_it_chooses():
+    """The engine compares a pass's products with its attention."""
+    layer = build(SPEC)
+    assert products_per_token(layer) == layer.router.numel() + 4 * 3 * 24 * HIDDEN
+    assert products_per_token(torch.nn.ModuleList([layer, build(SPECS["one-expert"])])) == (
+        layer.router.numel() + 4 * 3 * 24 * HIDDEN + 2 * HIDDEN + 2 * 3 * 24 * HIDDEN
+    )
 
 
 def test_names_of_experts_have_two_numbers():

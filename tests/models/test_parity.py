@@ -55,7 +55,7 @@ CASES = {
     ),
     "mixtral": ("mixtral", {"max_shard_size": "100KB"}),
     "mixtral-one-expert": ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1, "sliding_window": None}),
-    "qwen3_moe": ("qwen3_moe", {"tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", {"tie_word_embeddings": True, "norm_topk_prob": False}),
     "qwen3_moe-all-experts-some-layers": (
         "qwen3_moe",
         {

@@ -12,6 +12,7 @@ from unisono.engine.buckets import CPU_COST, check_full
 from unisono.engine.build import Build
 from unisono.engine.commands import Command, ResetSlots
 from unisono.graphs.planner import Buckets, Planner
+from unisono.layers.experts import products_per_token
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import attention_of
 from unisono.program import Key, PendingOutputs, Shape
@@ -66,8 +67,7 @@ class Runner:
         """By what share of a prompt pass's products each key that its tokens see makes it longer."""
         model = self.worker.model
         heads = sum(spec.num_heads * spec.head_dim for spec in map(attention_of, model.config.layers) if spec)
-        products = sum(p.numel() for layer in model.layers for p in layer.parameters())
-        return ATTENTION_RATE * 2 * heads / max(1, products)
+        return ATTENTION_RATE * 2 * heads / max(1, products_per_token(model.layers))
 
     def catch_up_key(self, rows: int) -> Key:
         """Of a pass in which the drafter catches up with so many requests."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -144,42 +145,50 @@ def _down_kernel(h, weight, y, ids, order, tiles, M, count,
         tl.store(y + at, total.to(y.dtype.element_ty), mask=valid[:, None] & (cols < H)[None, :])
 
 
-def _launch(
-    kernel: triton.JITFunction,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    plan: Plan,
-    sizes: tuple[int, int, int],
-    tile: Tile,
-) -> torch.Tensor:
-    """Run a product of x to [pairs, N]; sizes: (H, I, N)."""
-    x, weight, (hidden, inner, outputs) = x.contiguous(), weight.contiguous(), sizes
-    (rows, top_k), rides = plan.ids.shape, weight.shape[0] - plan.experts
+def _launch_options(
+    plan: Plan, stack: int, sizes: tuple[int, int, int], tile: Tile
+) -> tuple[tuple[int], int, dict[str, Any]]:
+    """(grid, rows of the result, compile-time arguments) of a product; stack: its weights, sizes: (H, I, N)."""
+    (rows, top_k), rides = plan.ids.shape, stack - plan.experts
+    hidden, inner, outputs = sizes
     pairs, lead = rows * top_k, plan.tiles is None
-    count = pairs if plan.tiles is None else plan.tiles.shape[1]
-    shared = rides if lead else rides * triton.cdiv(rows, plan.tile)
-    out = x.new_empty(pairs + rides * rows, outputs)
-    kernel[((count + shared) * triton.cdiv(outputs, tile.n),)](
-        x, weight, out, plan.ids, plan.order, plan.tiles, rows, count,
-        H=hidden, I=inner, E=plan.experts, TOP_K=top_k, TILE=plan.tile, BLOCK_N=tile.n, BLOCK_K=tile.k,
-        STAGES=tile.stages, ACROSS=tile.across, RIDES=rides > 0, LEAD=lead,
-        PAIRS=triton.next_power_of_2(pairs) if lead else 1, num_warps=tile.warps, **overlapped(x.device),
-    )  # fmt: skip
-    return out
+    tiles = _listed(plan) + (rides if lead else rides * triton.cdiv(rows, plan.tile))
+    options = {
+        "H": hidden, "I": inner, "E": plan.experts, "TOP_K": top_k, "TILE": plan.tile, "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k, "STAGES": tile.stages, "ACROSS": tile.across, "RIDES": rides > 0, "LEAD": lead,
+        "PAIRS": triton.next_power_of_2(pairs) if lead else 1, "num_warps": tile.warps,
+    }  # fmt: skip
+    return (tiles * triton.cdiv(outputs, tile.n),), pairs + rides * rows, options
+
+
+def _listed(plan: Plan) -> int:
+    """Tiles, but for a shared expert's."""
+    return plan.ids.numel() if plan.tiles is None else plan.tiles.shape[1]
 
 
 def launch_gate_up(x: torch.Tensor, weight: torch.Tensor, plan: Plan, tile: Tile | None = None) -> torch.Tensor:
     """The kernel of :func:`expert_gate_up`; ``tile`` overrides the blocking (speed only)."""
-    inner = weight.shape[1] // 2
+    x, weight, inner = x.contiguous(), weight.contiguous(), weight.shape[1] // 2
     tile = tile or expert_tiles(plan.ids.numel(), plan.experts, x.dtype).up
-    return _launch(_gate_up_kernel, x, weight, plan, (x.shape[1], inner, inner), tile)
+    grid, results, options = _launch_options(plan, weight.shape[0], (x.shape[1], inner, inner), tile)
+    h = x.new_empty(results, inner)
+    _gate_up_kernel[grid](
+        x, weight, h, plan.ids, plan.order, plan.tiles, x.shape[0], _listed(plan), **options, **overlapped(x.device)
+    )
+    return h
 
 
 def launch_down(h: torch.Tensor, weight: torch.Tensor, plan: Plan, tile: Tile | None = None) -> torch.Tensor:
     """The kernel of :func:`expert_down`; ``tile`` overrides the blocking (speed only)."""
-    hidden = weight.shape[1]
+    h, weight, hidden = h.contiguous(), weight.contiguous(), weight.shape[1]
     tile = tile or expert_tiles(plan.ids.numel(), plan.experts, h.dtype).down
-    return _launch(_down_kernel, h, weight, plan, (hidden, h.shape[1], hidden), tile)
+    grid, results, options = _launch_options(plan, weight.shape[0], (hidden, h.shape[1], hidden), tile)
+    y = h.new_empty(results, hidden)
+    _down_kernel[grid](
+        h, weight, y, plan.ids, plan.order, plan.tiles, plan.ids.shape[0], _listed(plan), **options,
+        **overlapped(h.device),
+    )  # fmt: skip
+    return y
 
 
 def pairs_by_expert(ids: torch.Tensor, experts: int, stack: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

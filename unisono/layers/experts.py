@@ -191,6 +191,12 @@ class Experts(nn.Module):
         total = combine_experts(*y, residual)
         return total, total if norm is None else norm(total)
 
+    @property
+    def idle_share(self) -> float:
+        """Of the stacks' weights, the share that a token is not multiplied with."""
+        gate_up = self.stacks[0]
+        return 1 - (self.top_k + gate_up.rides) / (gate_up.experts + gate_up.rides)
+
     def places(self) -> Iterator[tuple[str, Place]]:
         """What a checkpoint stores: (name inside the layer, where it goes). Experts come fused or one by one."""
         count = self.stacks[0].experts
@@ -210,6 +216,14 @@ class Experts(nn.Module):
             for name, linear in (("gate_up", self.shared.gate_up), ("down", self.shared.down)):
                 for inside, place in linear.places():
                     yield f"shared.{name}.{inside}", place
+
+
+def products_per_token(module: nn.Module) -> int:
+    """Elements of the weights in ``module`` that a token is multiplied with: of experts, those that it chooses."""
+    total = float(sum(parameter.numel() for parameter in module.parameters()))
+    for experts in (each for each in module.modules() if isinstance(each, Experts)):
+        total -= experts.idle_share * sum(p.numel() for stack in experts.stacks for p in stack.parameters())
+    return round(total)
 
 
 def expert_counts(model: nn.Module) -> dict[str, list[int]]:
