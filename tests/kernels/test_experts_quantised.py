@@ -16,7 +16,7 @@ from unisono.kernels.fp8_quantize import E4M3
 from unisono.kernels.int4 import int4_linear
 
 KINDS = ["fp8 by block", "fp8 by output", "int4", "int4 with zeros"]
-SHAPES = [(5, 200, 72, 7, 3, 1), (1, 160, 136, 4, 2, 0), (9, 128, 96, 3, 1, 1)]  # M, H, I, E, top_k, riding along
+SHAPES = [(3, 136, 40, 4, 2, 1), (1, 160, 136, 4, 2, 0), (9, 128, 96, 3, 1, 1)]  # M, H, I, E, top_k, riding along
 
 Operands = tuple
 """Of a stack: the weight and what else its products take."""
@@ -111,7 +111,7 @@ def test_kernels_are_like_their_twins(kind, shape, plan, dtype, device, assert_c
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_and_tiles_have_the_same_bits(kind, device):
-    rows, hidden, inner, experts, top_k, rides = 20, 160, 72, 3, 2, 1
+    rows, hidden, inner, experts, top_k, rides = 18, 128, 40, 2, 1, 1
     up, down = stack_of(kind, experts + rides, [inner, inner], hidden), stack_of(kind, experts + rides, [hidden], inner)
     up, down, ids = on(device, up), on(device, down), choice(rows, experts, top_k).to(device)
     x = torch.randn(rows, hidden, device=device, dtype=torch.float16)
@@ -119,7 +119,7 @@ def test_plans_and_tiles_have_the_same_bits(kind, device):
     chosen = plans(ids, experts, 16)
     h = launch_up(x, *up, plan=chosen["lead"])
     y = launch_project(h, *down, plan=chosen["lead"])
-    for plan in (chosen["sorted"], plans(ids, experts, 32)["sorted"], plans(ids, experts, 64)["lead"]):
+    for plan in (chosen["sorted"], plans(ids, experts, 32)["sorted"]):
         assert torch.equal(launch_up(x, *up, plan=plan), h), (plan.tile, plan.tiles is None)
         assert torch.equal(launch_project(h, *down, plan=plan), y), (plan.tile, plan.tiles is None)
     alone = launch_up(x[3:4], *up, plan=Plan(ids[3:4], experts, 16))

@@ -9,7 +9,7 @@ from unisono.kernels import fp8
 from unisono.kernels.fp8 import Tile, fp8_linear, fp8_linear_cpu, fp8_linear_cuda, launch_fp8_product
 from unisono.kernels.fp8_quantize import E4M3, launch_quantize, quantize_cpu
 
-SHAPES = [(1, 64, 128), (5, 130, 300), (20, 96, 640), (70, 200, 200)]  # M, N, K
+SHAPES = [(1, 64, 128), (5, 130, 200), (20, 40, 640)]  # M, N, K
 KINDS = ["by block", "by output", "fixed"]
 RUNS = [fp8_linear_cuda, fp8_linear_cpu]
 
@@ -81,7 +81,7 @@ def test_activations_are_quantised_alike(group, k, dtype, device):
 @pytest.mark.parametrize("run", RUNS)
 def test_rows_are_exact(run, kind, dtype, device, assert_rows_exact):
     device = torch.device("cpu") if run is fp8_linear_cpu else device
-    n, k, rows = (130, 300, 24) if run is fp8_linear_cpu or device.type == "cuda" else (70, 150, 6)
+    n, k, rows = (130, 300, 24) if run is fp8_linear_cpu or device.type == "cuda" else (40, 150, 5)
     weight, scales, fixed = on(device, *weight_of(n, k, kind))
     x, residual = torch.randn(rows, k).to(device, dtype), torch.randn(rows, n).to(device, dtype)
     assert_rows_exact(lambda x, residual: run(x, weight, scales, fixed, None, residual), x, residual)
@@ -91,11 +91,11 @@ def test_rows_are_exact(run, kind, dtype, device, assert_rows_exact):
 @pytest.mark.parametrize("k", [512, 700])
 def test_the_tile_changes_no_bit(kind, k, device):
     """The interpreter adds a step's products in order, and steps in order; so must every blocking."""
-    weight, scales, _ = on(device, *weight_of(200, k, kind))
-    x = torch.randn(20, k, device=device).to(torch.float16)
+    weight, scales, _ = on(device, *weight_of(130, k, kind))
+    x = torch.randn(18, k, device=device).to(torch.float16)
     x8, x_scales = launch_quantize(x, 128 if kind == "by block" else None)
     tiles = [Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(16, 128, 4, 2), Tile(128, 128, 8, 4, ahead=False)]
-    outs = [launch_fp8_product(x8, x_scales, weight, scales, None, None, 20, x.dtype, tile) for tile in tiles]
+    outs = [launch_fp8_product(x8, x_scales, weight, scales, None, None, 18, x.dtype, tile) for tile in tiles]
     assert all(torch.equal(out, outs[0]) for out in outs[1:])
 
 

@@ -13,7 +13,7 @@ from tests.kernels.kernel_source import functions, name_of, overlapped_kernels
 activation, linear, norm, overlap = (
     import_module(f"unisono.kernels.{name}") for name in ("activation", "linear", "norm", "overlap")
 )
-HARMLESS = {"program_id", "num_programs", "arange", "minimum", "maximum", "to"}
+HARMLESS = {"program_id", "num_programs", "arange", "minimum", "maximum", "to", "cdiv"}
 
 
 def calls(statement: ast.stmt) -> list[str]:
@@ -25,6 +25,8 @@ def test_what_a_layer_runs_is_overlapped() -> None:
         "_linear_kernel", "_add_kernel", "_rms_norm_kernel", "_silu_mul_kernel", "_rope_and_cache_kernel",
         "attention_kernel", "_conv_round_kernel", "_conv_prompt_kernel", "_conv_keep_kernel", "_prepare_kernel",
         "_round_kernel", "_walk_kernel", "_remember_chunk_kernel", "_gated_norm_kernel",
+        "_quantize_kernel", "_fp8_linear_kernel", "_int4_linear_kernel", "_unpack_kernel",
+        "_fp8_gate_up_kernel", "_fp8_down_kernel", "_int4_gate_up_kernel", "_int4_down_kernel",
         "_choose_kernel", "_count_kernel", "_starts_kernel", "_place_kernel", "_gate_up_kernel",
         "_down_kernel", "_combine_kernel",
     }  # fmt: skip

@@ -13,6 +13,7 @@ B(n) = ceil(n / 128). Scales: w_scales of gate and up fp32 [E, 2 B(I), B(H)], ga
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -63,7 +64,7 @@ def fp8_tile_rows(pairs: int, experts: int) -> int:
 
 
 @triton.jit
-def _gate_up_kernel(x8, x_scales, weight, w_scales, h, ids, order, tiles, M, count, PADDED,
+def _fp8_gate_up_kernel(x8, x_scales, weight, w_scales, h, ids, order, tiles, M, count, PADDED,
                     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                     TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                     LEAD: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr, BY_BLOCK: tl.constexpr,
@@ -102,7 +103,7 @@ def _gate_up_kernel(x8, x_scales, weight, w_scales, h, ids, order, tiles, M, cou
 
 
 @triton.jit
-def _down_kernel(h8, h_scales, weight, w_scales, y, ids, order, tiles, M, count, PADDED,
+def _fp8_down_kernel(h8, h_scales, weight, w_scales, y, ids, order, tiles, M, count, PADDED,
                  H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                  TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                  LEAD: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr, BY_BLOCK: tl.constexpr,
@@ -129,44 +130,52 @@ def _down_kernel(h8, h_scales, weight, w_scales, y, ids, order, tiles, M, count,
         tl.store(y + at, tl.trans(acc).to(y.dtype.element_ty), mask=valid[:, None] & (cols < H)[None, :])
 
 
-def _launch(
-    kernel: triton.JITFunction,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    w_scales: torch.Tensor,
-    plan: Plan,
-    sizes: tuple[int, int, int],
-    tile: Tile,
-    across: bool,
-) -> torch.Tensor:
-    """Quantise x and run a product of it to [pairs, N]; sizes: (H, I, N)."""
-    by_block, (hidden, inner, outputs) = w_scales.dim() == 3, sizes
-    x8, x_scales = launch_quantize(x, GROUP if by_block else None)
-    (rows, top_k), rides = plan.ids.shape, weight.shape[0] - plan.experts
+def _launch_options(
+    plan: Plan, stack: int, sizes: tuple[int, int, int], tile: Tile, across: bool, by_block: bool
+) -> tuple[tuple[int], int, dict[str, Any]]:
+    """(grid, rows of the result, compile-time arguments) of a product; stack: its weights, sizes: (H, I, parts)."""
+    (rows, top_k), rides, (hidden, inner, parts) = plan.ids.shape, stack - plan.experts, sizes
     pairs, lead = rows * top_k, plan.tiles is None
-    count = pairs if plan.tiles is None else plan.tiles.shape[1]
-    shared = rides if lead else rides * triton.cdiv(rows, plan.tile)
-    out = x.new_empty(pairs + rides * rows, outputs)
-    parts = triton.cdiv(outputs, tile.n // 2 if kernel is _gate_up_kernel else tile.n)
-    kernel[((count + shared) * parts,)](
-        x8, x_scales, weight, w_scales, out, plan.ids, plan.order, plan.tiles, rows, count, x8.shape[0],
-        H=hidden, I=inner, E=plan.experts, TOP_K=top_k, TILE=plan.tile, BLOCK_N=tile.n, ACROSS=across,
-        RIDES=rides > 0, LEAD=lead, PAIRS=triton.next_power_of_2(pairs) if lead else 1,
-        AHEAD=tile.ahead, BY_BLOCK=by_block, num_warps=tile.warps, num_stages=tile.stages, **overlapped(x.device),
-    )  # fmt: skip
-    return out
+    tiles = listed_tiles(plan) + (rides if lead else rides * triton.cdiv(rows, plan.tile))
+    options = {
+        "H": hidden, "I": inner, "E": plan.experts, "TOP_K": top_k, "TILE": plan.tile, "BLOCK_N": tile.n,
+        "ACROSS": across, "RIDES": rides > 0, "LEAD": lead, "PAIRS": triton.next_power_of_2(pairs) if lead else 1,
+        "AHEAD": tile.ahead, "BY_BLOCK": by_block, "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+    return (tiles * parts,), pairs + rides * rows, options
+
+
+def listed_tiles(plan: Plan) -> int:
+    """Tiles, but for a shared expert's."""
+    return plan.ids.numel() if plan.tiles is None else plan.tiles.shape[1]
 
 
 def launch_fp8_gate_up(x: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan) -> torch.Tensor:
     """The kernels of :func:`expert_fp8_gate_up`."""
-    inner, tiles = weight.shape[1] // 2, _TILES[plan.tile]
-    return _launch(_gate_up_kernel, x, weight, w_scales, plan, (x.shape[1], inner, inner), tiles.up, tiles.across)
+    inner, tiles, by_block = weight.shape[1] // 2, _TILES[plan.tile], w_scales.dim() == 3
+    x8, x_scales = launch_quantize(x, GROUP if by_block else None)
+    sizes = (x.shape[1], inner, triton.cdiv(inner, tiles.up.n // 2))
+    grid, results, options = _launch_options(plan, weight.shape[0], sizes, tiles.up, tiles.across, by_block)
+    h = x.new_empty(results, inner)
+    _fp8_gate_up_kernel[grid](
+        x8, x_scales, weight, w_scales, h, plan.ids, plan.order, plan.tiles, x.shape[0], listed_tiles(plan),
+        x8.shape[0], **options, **overlapped(x.device),
+    )  # fmt: skip
+    return h
 
 
 def launch_fp8_down(h: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan) -> torch.Tensor:
     """The kernels of :func:`expert_fp8_down`."""
-    hidden, tiles = weight.shape[1], _TILES[plan.tile]
-    return _launch(_down_kernel, h, weight, w_scales, plan, (hidden, h.shape[1], hidden), tiles.down, tiles.across)
+    hidden, tiles, by_block = weight.shape[1], _TILES[plan.tile], w_scales.dim() == 3
+    h8, h_scales = launch_quantize(h, GROUP if by_block else None)
+    sizes = (hidden, h.shape[1], triton.cdiv(hidden, tiles.down.n))
+    grid, results, options = _launch_options(plan, weight.shape[0], sizes, tiles.down, tiles.across, by_block)
+    y = h.new_empty(results, hidden)
+    _fp8_down_kernel[grid](
+        h8, h_scales, weight, w_scales, y, plan.ids, plan.order, plan.tiles, plan.ids.shape[0], listed_tiles(plan),
+        h8.shape[0], **options, **overlapped(h.device),
+    )  # fmt: skip
+    return y
 
 
 def _gate_up_cuda(x, weight, w_scales, ids, experts, tile, order, tiles):
@@ -241,8 +250,8 @@ def _aot(rows: int, hidden: int, inner: int, experts: int, top_k: int, rides: bo
     lead, tile_m = pairs <= LEAD_PAIRS, fp8_tile_rows(pairs, experts)
     chosen = _TILES[tile_m]
     for kernel, names, tile in (
-        (_gate_up_kernel, "x8 x_scales h", chosen.up),
-        (_down_kernel, "h8 h_scales y", chosen.down),
+        (_fp8_gate_up_kernel, "x8 x_scales h", chosen.up),
+        (_fp8_down_kernel, "h8 h_scales y", chosen.down),
     ):
         x, scales, out = names.split()
         tensors = {x: "*fp8e4nv", "weight": "*fp8e4nv", scales: "*fp32", "w_scales": "*fp32", out: "*bf16"}

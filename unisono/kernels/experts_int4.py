@@ -11,6 +11,7 @@ G(k) = ceil(k / group). Packed weights uint8 [E, 2 I, H / 2] and [E, H, I / 2]; 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -18,6 +19,7 @@ import triton.language as tl
 
 from unisono.kernels.activation import silu_mul_cpu
 from unisono.kernels.experts import _split, pairs_by_expert
+from unisono.kernels.experts_fp8 import listed_tiles
 from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, tile_pairs, tile_rows, tokens_of
 from unisono.kernels.int4 import int4_product, int4_steps, unpack_cpu
 from unisono.kernels.library import AotCase, define, fixed_rows_matmul, ints, register
@@ -52,7 +54,7 @@ def int4_tile_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
 
 
 @triton.jit
-def _gate_up_kernel(x, weight, scales, zeros, h, ids, order, tiles, M, count, group,
+def _int4_gate_up_kernel(x, weight, scales, zeros, h, ids, order, tiles, M, count, group,
                     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                     TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                     LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
@@ -84,7 +86,7 @@ def _gate_up_kernel(x, weight, scales, zeros, h, ids, order, tiles, M, count, gr
 
 
 @triton.jit
-def _down_kernel(h, weight, scales, zeros, y, ids, order, tiles, M, count, group,
+def _int4_down_kernel(h, weight, scales, zeros, y, ids, order, tiles, M, count, group,
                  H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                  TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                  LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
@@ -107,52 +109,50 @@ def _down_kernel(h, weight, scales, zeros, y, ids, order, tiles, M, count, group
         tl.store(y + at, acc.to(y.dtype.element_ty), mask=valid[:, None] & (cols < H)[None, :])
 
 
-def _launch(
-    kernel: triton.JITFunction,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    group: int,
-    plan: Plan,
-    sizes: tuple[int, int, int],
-    outputs: int,
-) -> torch.Tensor:
-    """Run a product of x to [pairs, N]; sizes: (H, I, N). outputs: those of a program."""
-    x, (hidden, inner, columns), tile = x.contiguous(), sizes, _TILES[plan.tile]
-    (rows, top_k), rides = plan.ids.shape, weight.shape[0] - plan.experts
-    pairs, lead = rows * top_k, plan.tiles is None
-    count = pairs if plan.tiles is None else plan.tiles.shape[1]
-    shared = rides if lead else rides * triton.cdiv(rows, plan.tile)
-    width, steps = int4_steps(group)
-    out = x.new_empty(pairs + rides * rows, columns)
-    kernel[((count + shared) * triton.cdiv(columns, outputs),)](
-        x, weight, scales, zeros, out, plan.ids, plan.order, plan.tiles, rows, count, group,
-        H=hidden, I=inner, E=plan.experts, TOP_K=top_k, TILE=plan.tile, ACROSS=tile.across,
-        BLOCK_N=2 * outputs if kernel is _gate_up_kernel else outputs,
-        RIDES=rides > 0, LEAD=lead, PAIRS=triton.next_power_of_2(pairs) if lead else 1,
-        WIDTH=width, STEPS=steps, HAS_ZEROS=zeros is not None,
-        num_warps=tile.warps, num_stages=tile.stages, **overlapped(x.device),
-    )  # fmt: skip
-    return out
+def _launch_options(
+    plan: Plan, stack: int, sizes: tuple[int, int, int], block: int, group: int, zeros: torch.Tensor | None
+) -> tuple[tuple[int], int, dict[str, Any]]:
+    """(grid, rows of the result, compile-time arguments) of a product; stack: its weights, sizes: (H, I, parts)."""
+    (rows, top_k), rides, (hidden, inner, parts) = plan.ids.shape, stack - plan.experts, sizes
+    pairs, lead, tile, (width, steps) = rows * top_k, plan.tiles is None, _TILES[plan.tile], int4_steps(group)
+    tiles = listed_tiles(plan) + (rides if lead else rides * triton.cdiv(rows, plan.tile))
+    options = {
+        "H": hidden, "I": inner, "E": plan.experts, "TOP_K": top_k, "TILE": plan.tile, "BLOCK_N": block,
+        "ACROSS": tile.across, "RIDES": rides > 0, "LEAD": lead, "PAIRS": triton.next_power_of_2(pairs) if lead else 1,
+        "WIDTH": width, "STEPS": steps, "HAS_ZEROS": zeros is not None,
+        "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+    return (tiles * parts,), pairs + rides * rows, options
 
 
 def launch_int4_gate_up(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
 ) -> torch.Tensor:
     """The kernel of :func:`expert_int4_gate_up`."""
-    inner = weight.shape[1] // 2
-    sizes, outputs = (x.shape[1], inner, inner), _TILES[plan.tile].up // 2
-    return _launch(_gate_up_kernel, x, weight, scales, zeros, group, plan, sizes, outputs)
+    x, inner, block = x.contiguous(), weight.shape[1] // 2, _TILES[plan.tile].up
+    sizes = (x.shape[1], inner, triton.cdiv(inner, block // 2))
+    grid, results, options = _launch_options(plan, weight.shape[0], sizes, block, group, zeros)
+    h = x.new_empty(results, inner)
+    _int4_gate_up_kernel[grid](
+        x, weight, scales, zeros, h, plan.ids, plan.order, plan.tiles, x.shape[0], listed_tiles(plan), group,
+        **options, **overlapped(x.device),
+    )  # fmt: skip
+    return h
 
 
 def launch_int4_down(
     h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
 ) -> torch.Tensor:
     """The kernel of :func:`expert_int4_down`."""
-    hidden = weight.shape[1]
-    sizes, outputs = (hidden, h.shape[1], hidden), _TILES[plan.tile].down
-    return _launch(_down_kernel, h, weight, scales, zeros, group, plan, sizes, outputs)
+    h, hidden, block = h.contiguous(), weight.shape[1], _TILES[plan.tile].down
+    sizes = (hidden, h.shape[1], triton.cdiv(hidden, block))
+    grid, results, options = _launch_options(plan, weight.shape[0], sizes, block, group, zeros)
+    y = h.new_empty(results, hidden)
+    _int4_down_kernel[grid](
+        h, weight, scales, zeros, y, plan.ids, plan.order, plan.tiles, plan.ids.shape[0], listed_tiles(plan), group,
+        **options, **overlapped(h.device),
+    )  # fmt: skip
+    return y
 
 
 def _gate_up_cuda(x, weight, scales, zeros, group, ids, experts, tile, order, tiles):
@@ -254,7 +254,7 @@ def _aot(dtype: str, rows: int, hidden: int, inner: int, experts: int, top_k: in
     lead = pairs <= LEAD_PAIRS
     tile_m = int4_tile_rows(pairs, experts, torch.float32 if dtype == "fp32" else torch.bfloat16)
     tile = _TILES[tile_m]
-    for kernel, (x, out), outputs in ((_gate_up_kernel, "xh", tile.up), (_down_kernel, "hy", tile.down)):
+    for kernel, (x, out), outputs in ((_int4_gate_up_kernel, "xh", tile.up), (_int4_down_kernel, "hy", tile.down)):
         tensors = {x: f"*{dtype}", "weight": "*u8", "scales": "*fp32", "zeros": "*i8", out: f"*{dtype}"}
         sizes = {
             "H": hidden, "I": inner, "E": experts, "TOP_K": top_k, "TILE": tile_m, "BLOCK_N": outputs,

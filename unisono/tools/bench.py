@@ -116,19 +116,14 @@ def latency(
     from unisono.types import SpeculativeConfig
 
     imported = time.perf_counter() - imported
-    flags: dict[str, Any] = {
-        "dtype": dtype,
-        "quantization": quantization,
-        "load_format": load_format,
-        "max_model_len": max_model_len,
-    }
+    flags: dict[str, Any] = {"dtype": dtype, "load_format": load_format, "max_model_len": max_model_len}
     flags |= {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-    flags["speculative"] = SpeculativeConfig("none")
+    flags |= {"quantization": quantization, "speculative": SpeculativeConfig("none")}
     if speculative_config:
         flags["speculative"] = SpeculativeConfig.parse(json.loads(speculative_config))
         flags["synthetic_acceptance_length"] = synthetic_acceptance_length
     flags |= {"graphs": graphs, "compile": compile, "attention_backend": attention_backend}
-    llm = LLM(model, enforce_eager=enforce_eager, **flags)
+    llm = LLM(model, enforce_eager=enforce_eager, quantization=quantization, **flags)
     report = Report(model, versions(llm))
     report.speculative, report.forced = speculative_config or "", synthetic_acceptance_length
     report.start_seconds = {"import": imported, **llm.engine.info()["start_seconds"]}  # type: ignore[dict-item]
