@@ -123,7 +123,7 @@ def latency(
         flags["speculative"] = SpeculativeConfig.parse(json.loads(speculative_config))
         flags["synthetic_acceptance_length"] = synthetic_acceptance_length
     flags |= {"graphs": graphs, "compile": compile, "attention_backend": attention_backend}
-    llm = LLM(model, enforce_eager=enforce_eager, quantization=quantization, **flags)
+    llm = LLM(model, enforce_eager=enforce_eager, **flags)
     report = Report(model, versions(llm))
     report.speculative, report.forced = speculative_config or "", synthetic_acceptance_length
     report.start_seconds = {"import": imported, **llm.engine.info()["start_seconds"]}  # type: ignore[dict-item]
