@@ -14,8 +14,11 @@ from safetensors.torch import load_file, save_file
 from tests.models.harness import Session, load, whole
 from tests.models.make import make_checkpoint
 from tests.models.quantised import LAYOUTS, by_token_and_group, fp8_blocks, quantise, reference
-from unisono import LLM, SamplingParams
+from unisono import LLM, SamplingParams, catalog
+from unisono.layers.formats import Share
+from unisono.layers.linear import Linear
 from unisono.models.checkpoint import Checkpoint
+from unisono.models.weights import check, fill, places, read_header
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
 
 BIG = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -181,3 +184,44 @@ def test_the_flag_and_the_checkpoint_agree(plain: Path, tmp_path: Path) -> None:
             Checkpoint.open(path, asked)
         assert named in str(caught.value)
         assert f"--quantization {asked}".replace("int3", "'int3'") in str(caught.value)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_read_their_part(name: str, tmp_path: Path) -> None:
+    """Half of each projection's outputs on each of two ranks, in every layout; activations are not the question."""
+    sizes, generator = {"q": 512, "k": 256, "v": 256}, torch.Generator().manual_seed(0)
+    stored = {}
+    for projection, outputs in sizes.items():
+        tensors, _ = LAYOUTS[name].write(torch.randn(outputs, 256, generator=generator))
+        stored |= {f"{projection}.{kind}": tensor for kind, tensor in tensors.items()}
+    save_file(stored, tmp_path / "layer.safetensors")
+    format = catalog.formats.load(LAYOUTS[name].config["quant_method"])(LAYOUTS[name].config)(
+        "layers.0.self_attn.q_proj"
+    )
+
+    def loaded(share: Share) -> Linear:
+        layer = Linear(256, sizes, False, torch.float32, "cpu", format, share)
+        wanted = {f"{path}.{kind}".strip("."): place for path, kind, place in places(layer)}
+        check(wanted, read_header(tmp_path / "layer.safetensors"), tmp_path, lambda name: "nothing wants it")
+        fill(wanted, read_header(tmp_path / "layer.safetensors"), "cpu")
+        return layer
+
+    x = torch.randn(3, 256, generator=generator)
+    of_ranks = [loaded(Share(rank, 2))(x).split([256, 128, 128], 1) for rank in range(2)]
+    joined = torch.cat([part for projection in zip(*of_ranks, strict=True) for part in projection], 1)
+    torch.testing.assert_close(joined, loaded(Share())(x), rtol=1e-5, atol=1e-5)
+
+
+def test_biases_of_zeros_that_gptq_adds_are_passed_over(plain: Path, tmp_path: Path) -> None:
+    quantise(plain, tmp_path / "model", LAYOUTS["gptq"])
+    path = tmp_path / "model/model.safetensors"
+    tensors = load_file(path)
+    (want,) = whole(load(tmp_path / "model"), [PROMPT])
+    tensors["model.layers.0.mlp.down_proj.bias"] = torch.zeros(256)
+    save_file(tensors, path)
+    (got,) = whole(load(tmp_path / "model"), [PROMPT])
+    assert torch.equal(got, want)
+    tensors["model.layers.0.mlp.down_proj.bias"][3] = 1
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"down_proj\.bias"):
+        load(tmp_path / "model")

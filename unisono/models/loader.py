@@ -16,7 +16,7 @@ from unisono.models.build import AttentionFactory, Builder
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import Family
 from unisono.models.decoder import Decoder
-from unisono.models.weights import TensorInfo, check, fill, places, read, tensor_name
+from unisono.models.weights import TensorInfo, check, fill, places, read, tensor, tensor_name
 from unisono.types import CheckpointError
 
 LoadFormat = Literal["auto", "dummy"]
@@ -156,6 +156,8 @@ def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progres
     def unexpected(name: str) -> str | None:
         if name.startswith(unread) or (tied and name == head):
             return None
+        if checkpoint.quantization.method is not None and name.endswith(".bias") and not tensor(name, tensors).any():
+            return None  # GPTQ's tools give every layer a bias, of zeros where the model has none
         return f"a {checkpoint.config.architecture} with this config.json has no place for it"
 
     check(wanted, tensors, checkpoint.path, unexpected)
