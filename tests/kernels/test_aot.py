@@ -53,7 +53,8 @@ def _compile(case) -> dict:
     touches = WRITES if case.kernel.fn.__name__ in READ_EARLY else TOUCHES
     if wait >= 0 and touches.search(compiled.asm["ptx"], 0, wait):
         raise ValueError("touches memory before it waits for the kernel before it")
-    return {"shared": compiled.metadata.shared, "cubin": len(compiled.asm["cubin"]), "waits": wait >= 0}
+    old = "mma.sync" in compiled.asm["ptx"]
+    return {"shared": compiled.metadata.shared, "cubin": len(compiled.asm["cubin"]), "waits": wait >= 0, "old": old}
 
 
 def main() -> None:
@@ -80,6 +81,9 @@ def test_every_kernel_compiles_for_hopper():
     assert not failed, "\n".join(failed)
     covered = {line["case"].split(".")[0] for line in lines}
     assert {"linear", "norm", "activation", "rotary"} <= covered
+    quantised = [line for line in lines if "fp8" in line["case"] or "int4" in line["case"]]
+    assert len(quantised) > 20
+    assert not [line for line in quantised if line["old"]], "not wgmma: its bits differ from those of larger tiles"
     waiting = {line["case"].split()[1] for line in lines if line["waits"]}
     assert waiting == overlapped_kernels(), "who waits is who is launched before its turn"
 

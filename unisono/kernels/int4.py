@@ -2,7 +2,9 @@
 
 A weight is ``(q - zero) * scale``, computed in fp32 and rounded to the activations' dtype; activations are not
 quantised. The product of rounded weights accumulates K in one sequence in fp32, exactly as ``kernels/linear.py`` does.
-Up to FEW_ROWS rows one Triton kernel unpacks weights in registers. Above, the weight is unpacked into a buffer and the
+Up to FEW_ROWS rows one Triton kernel unpacks weights in registers. Its products have swapped operands, outputs as M and
+rows as N, so that they always run on wgmma: for tiles of fewer than 64 rows Triton takes the older instruction, and with
+unpacked operands it gives that one the inputs in another order, which changes bits (seen on an H200). Above, the weight is unpacked into a buffer and the
 plain product runs on it, where :func:`prove_int4` found the same bits on the present GPU; where not, the Triton kernel
 runs at every M.
 
@@ -37,7 +39,7 @@ _proven: dict[tuple[int, int, int, torch.dtype], bool] = {}
 
 @dataclass(frozen=True)
 class Tile:
-    """Blocking of the Triton kernel: rows, outputs, warps, stages. It decides about speed and changes no bit."""
+    """Blocking of the Triton kernel: rows, outputs (64 at least, for wgmma), warps, stages. It changes no bit."""
 
     m: int
     n: int
@@ -45,7 +47,7 @@ class Tile:
     stages: int
 
 
-_TILES = {16: Tile(16, 32, 4, 4), 32: Tile(32, 64, 4, 3), 64: Tile(64, 64, 4, 3)}
+_TILES = {16: Tile(16, 64, 4, 4), 32: Tile(32, 64, 4, 3), 64: Tile(64, 64, 4, 3)}
 _LARGE = Tile(128, 64, 4, 3)
 
 
@@ -79,7 +81,7 @@ def int4_product(x_ptrs, x_ok, w_ptrs, s_ptrs, z_ptrs, K, group,
     """
     ks, pairs = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 2)
     last = tl.cdiv(K, group) - 1
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for first in range(0, K, WIDTH * STEPS):
         for j in tl.static_range(STEPS):
             start = first + j * WIDTH
@@ -93,8 +95,8 @@ def int4_product(x_ptrs, x_ok, w_ptrs, s_ptrs, z_ptrs, K, group,
             scale = tl.load(s_ptrs + at)
             zero = tl.load(z_ptrs + at).to(tl.float32) if HAS_ZEROS else tl.full((BLOCK_N,), 8.0, tl.float32)
             w_tile = _unpacked(packed, zero, scale, x_tile.dtype, BLOCK_N, WIDTH)
-            acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision="ieee")
-    return acc
+            acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+    return tl.trans(acc)
 
 
 @triton.jit
