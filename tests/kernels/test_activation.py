@@ -1,10 +1,10 @@
-"""SiLU times up: right against float64, finite for any input, alike in kernel and twin, exact in any batch."""
+"""SiLU times up, and sigmoid gates: right against float64, alike in kernel and twin, exact in any batch."""
 
 import pytest
 import torch
 
-from unisono.kernels import silu_mul
-from unisono.kernels.activation import launch_silu_mul, silu_mul_cpu
+from unisono.kernels import sigmoid_gate, silu_mul
+from unisono.kernels.activation import launch_sigmoid_gate, launch_silu_mul, sigmoid_gate_cpu, silu_mul_cpu
 
 
 @pytest.mark.parametrize("run", [launch_silu_mul, silu_mul_cpu])
@@ -45,3 +45,25 @@ def test_op_dispatches_and_knows_its_shape():
     assert torch.equal(silu_mul(x), silu_mul_cpu(x))
     assert silu_mul(x.to("meta")).shape == (3, 10)
     assert silu_mul(x[:0]).shape == (0, 10)
+
+
+@pytest.mark.parametrize("run", [launch_sigmoid_gate, sigmoid_gate_cpu])
+@pytest.mark.parametrize(("heads", "dim"), [(1, 6), (3, 24), (16, 256)])
+def test_gates_match_float64(run, heads, dim, dtype, device, assert_close):
+    """A row holds more than queries and gates, and is part of a longer one."""
+    device = "cpu" if run is sigmoid_gate_cpu else device
+    x, rows = torch.randn(5, heads * dim).to(device, dtype), torch.randn(5, 2 * heads * dim + 20).to(device, dtype)
+    gate = rows[:, : 2 * heads * dim].double().view(5, heads, 2, dim)[:, :, 1].flatten(1)
+    assert_close(run(x, rows[:, :-7], heads), x.double() * torch.sigmoid(gate))
+
+
+@pytest.mark.parametrize("run", [launch_sigmoid_gate, sigmoid_gate_cpu])
+def test_gates_are_exact_in_any_batch(run, dtype, device, assert_rows_exact):
+    both = torch.randn(40, 3 * 39).to("cpu" if run is sigmoid_gate_cpu else device, dtype)
+    assert_rows_exact(lambda rows: run(rows[:, :39], rows[:, 39:], 3), both)
+
+
+def test_the_gates_op_dispatches():
+    x, qkv = torch.randn(3, 20), torch.randn(3, 50)
+    assert torch.equal(sigmoid_gate(x, qkv, 2), sigmoid_gate_cpu(x, qkv, 2))
+    assert sigmoid_gate(x.to("meta"), qkv.to("meta"), 2).shape == x.shape

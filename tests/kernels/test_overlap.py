@@ -22,7 +22,8 @@ def calls(statement: ast.stmt) -> list[str]:
 
 def test_what_a_layer_runs_is_overlapped() -> None:
     assert overlapped_kernels() == {
-        "_linear_kernel", "_add_kernel", "_rms_norm_kernel", "_silu_mul_kernel", "_rope_and_cache_kernel",
+        "_linear_kernel", "_add_kernel", "_rms_norm_kernel", "_silu_mul_kernel", "_sigmoid_gate_kernel",
+        "_rope_and_cache_kernel",
         "attention_kernel", "_conv_round_kernel", "_conv_prompt_kernel", "_conv_keep_kernel", "_prepare_kernel",
         "_round_kernel", "_walk_kernel", "_remember_chunk_kernel", "_gated_norm_kernel",
         "_quantize_kernel", "_fp8_linear_kernel", "_int4_linear_kernel", "_unpack_kernel",

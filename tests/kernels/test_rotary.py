@@ -184,3 +184,18 @@ def test_unsupported_scaling_is_refused_with_the_supported():
     config = SimpleNamespace(rope_parameters={"rope_theta": 1e4, "rope_type": "longrope"})
     with pytest.raises(ConfigError, match="'longrope' is not supported; supported are default, linear, llama3, yarn"):
         rotary_table(config, 64, 8, "cpu")
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("norm", [False, torch.float32])
+def test_gates_behind_query_heads_are_passed_over(op, norm, dtype, device):
+    """The same bits as without gates, wherever they stand."""
+    case = make_case(32, 16, norm, dtype, "cpu" if op is rope_and_cache_cpu else device)
+    case.table = case.table.to(case.qkv.device)
+    want = case.run(op)
+    q, kv = case.qkv[:, : 4 * 32].unflatten(1, (4, 32)), case.qkv[:, 4 * 32 :]
+    gated = torch.cat((torch.stack((q, torch.full_like(q, torch.nan)), 2).flatten(1), kv), 1)
+    caches = [case.qkv.new_empty(PAGES, 2, PAGE, 32).fill_(torch.nan) for _ in "kv"]
+    got = op(gated, *case.norms, EPS, case.table, case.positions, case.slots, *caches, 4, 2)
+    for one, other in zip((got, *caches), want, strict=True):
+        assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))

@@ -4,7 +4,7 @@
 from their own modules. See :mod:`unisono.kernels.library` for how an op is declared.
 """
 
-from unisono.kernels.activation import silu_mul
+from unisono.kernels.activation import sigmoid_gate, silu_mul
 from unisono.kernels.linear import configure_exact_blas, linear, prove_exact, rehearse_proof
 from unisono.kernels.linear_norm import linear_norm
 from unisono.kernels.norm import rms_norm
@@ -18,5 +18,6 @@ __all__ = [
     "rehearse_proof",
     "rms_norm",
     "rope_and_cache",
+    "sigmoid_gate",
     "silu_mul",
 ]

@@ -2,11 +2,13 @@
 
 A weight is ``(q - zero) * scale``, computed in fp32 and rounded to the activations' dtype; activations are not
 quantised. The product of rounded weights accumulates K in one sequence in fp32, exactly as ``kernels/linear.py`` does.
-Up to FEW_ROWS rows one Triton kernel unpacks weights in registers. Its products have swapped operands, outputs as M and
-rows as N, so that they always run on wgmma: for tiles of fewer than 64 rows Triton takes the older instruction, and with
-unpacked operands it gives that one the inputs in another order, which changes bits (seen on an H200). Above, the weight is unpacked into a buffer and the
+Up to FEW_ROWS rows one Triton kernel unpacks weights in registers. Above, the weight is unpacked into a buffer and the
 plain product runs on it, where :func:`prove_int4` found the same bits on the present GPU; where not, the Triton kernel
 runs at every M.
+
+The kernel's products have swapped operands, outputs as M and rows as N, so that they always run on wgmma. For tiles of
+fewer than 64 rows Triton would take mma.sync, and for unpacked operands it permutes the inputs of that instruction,
+which changes bits (seen on an H200).
 
 Shapes: M rows, K inputs, N outputs, G = ceil(K / group) groups. A byte of the weight [N, K / 2] holds inputs 2 i (low
 bits) and 2 i + 1 (high bits) as 0 … 15.

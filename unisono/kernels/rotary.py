@@ -23,8 +23,8 @@ from unisono.kernels.overlap import follow, overlapped
 
 @triton.jit
 def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, q_out, k_cache, v_cache,
-                           HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-                           PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_HALF: tl.constexpr,
+                           HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr,
+                           HALF: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_HALF: tl.constexpr,
                            BLOCK_REST: tl.constexpr, HAS_NORM: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     # A program's heads are all queries, all keys or all values. A head is three runs of dimensions: ``first``
     # and ``second`` rotate together, element by element; ``rest`` does not rotate (absent if BLOCK_REST is 0).
@@ -34,7 +34,12 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
     each = tl.arange(0, GROUP)[:, None]
     h = tl.arange(0, BLOCK_HALF)[None, :]
     dtype = qkv.dtype.element_ty
-    x = qkv + (token * (HQ + 2 * HKV) + head + each) * D
+    # With gates a query head is followed by its gate.
+    x = qkv + token * (((1 + GATED) * HQ + 2 * HKV) * D)
+    if head < HQ:
+        x += (head + each) * ((1 + GATED) * D)
+    else:
+        x += (GATED * HQ + head + each) * D
     first = tl.load(x + h, mask=h < HALF, other=0.0).to(tl.float32)
     second = tl.load(x + HALF + h, mask=h < HALF, other=0.0).to(tl.float32)
     if BLOCK_REST > 0:
@@ -111,15 +116,21 @@ def launch_rope_and_cache(
 ) -> torch.Tensor:
     qkv = qkv.contiguous()
     tokens, heads = qkv.shape[0], num_heads + 2 * num_kv_heads
-    head_dim, rot_dim = qkv.shape[1] // heads, cos_sin.shape[1]
+    head_dim, rot_dim = k_cache.shape[3], cos_sin.shape[1]
     q = qkv.new_empty(tokens, num_heads, head_dim)
     blocks = _blocks(num_heads, num_kv_heads, head_dim, rot_dim)
     _rope_and_cache_kernel[(tokens, heads // blocks["GROUP"])](
         qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, q, k_cache, v_cache,
-        HQ=num_heads, HKV=num_kv_heads, D=head_dim, HALF=rot_dim // 2, PAGE=k_cache.shape[2],
+        HQ=num_heads, HKV=num_kv_heads, D=head_dim, GATED=int(has_gates(qkv, num_heads, num_kv_heads, head_dim)),
+        HALF=rot_dim // 2, PAGE=k_cache.shape[2],
         HAS_NORM=q_norm is not None, **blocks, num_warps=_warps(blocks), **overlapped(qkv.device),
     )  # fmt: skip
     return q
+
+
+def has_gates(qkv: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+    """Whether each query head is followed by a gate of its size."""
+    return qkv.shape[1] == 2 * (num_heads + num_kv_heads) * head_dim
 
 
 def _rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
@@ -145,8 +156,11 @@ def rope_and_cache_cpu(
     num_kv_heads: int,
     norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = rms_norm_cpu,
 ) -> torch.Tensor:
-    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    head_dim = k_cache.shape[3]
+    each = 1 + has_gates(qkv, num_heads, num_kv_heads, head_dim)
+    heads = qkv.unflatten(1, (-1, head_dim))
+    q, k, v = heads.split((each * num_heads, num_kv_heads, num_kv_heads), dim=1)
+    q = q[:, ::each]
     angles = cos_sin[positions.clamp(min=0)]
     page = k_cache.shape[2]
     pages, offsets = slot_mapping // page, slot_mapping % page
@@ -160,8 +174,7 @@ def rope_and_cache_cpu(
 def _rope_and_cache_meta(
     qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads
 ):
-    head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
-    return qkv.new_empty(qkv.shape[0], num_heads, head_dim)
+    return qkv.new_empty(qkv.shape[0], num_heads, k_cache.shape[3])
 
 
 define(
@@ -188,7 +201,8 @@ def rope_and_cache(
 ) -> torch.Tensor:
     """Norm and rotate the query and key heads, write keys and values to the cache, return the queries.
 
-    qkv [T, (Hq + 2 Hkv) D]: query, key and value heads of each token, one after the other.
+    qkv [T, (Hq + 2 Hkv) D]: query, key and value heads of each token, one after the other; or [T, (2 Hq + 2 Hkv) D],
+    where each query head is followed by a gate, which ``sigmoid_gate`` reads.
     q_norm, k_norm [D]: per-head RMSNorm weights (Qwen3); both or neither, of one dtype, as ``rms_norm`` takes them.
     eps: theirs.
     cos_sin [max_positions, rot_dim] fp32: ``rot_dim / 2`` cosines, then as many sines. The first rot_dim
@@ -206,7 +220,9 @@ def rope_and_cache(
     )
 
 
-def _aot_rope(dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, rot_dim: int, norm: bool | str) -> AotCase:
+def _aot_rope(
+    dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, rot_dim: int, norm: bool | str, gated: int = 0
+) -> AotCase:
     """norm: whether there are head norms, or the dtype of their weights."""
     tensors = dict.fromkeys(("qkv", "q_out", "k_cache", "v_cache"), f"*{dtype}")
     tensors |= dict.fromkeys(("q_norm", "k_norm"), f"*{norm if isinstance(norm, str) else dtype}")
@@ -215,6 +231,7 @@ def _aot_rope(dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, rot_
         "HQ": num_heads,
         "HKV": num_kv_heads,
         "D": head_dim,
+        "GATED": gated,
         "HALF": rot_dim // 2,
         "PAGE": 16,
         "HAS_NORM": bool(norm),
@@ -236,4 +253,5 @@ AOT: list[AotCase] = [
     _aot_rope("bf16", 16, 4, 256, 64, "fp32"),
     _aot_rope("bf16", 16, 2, 256, 64, "fp32"),
     _aot_rope("fp16", 24, 4, 256, 64, "fp32"),
+    _aot_rope("bf16", 16, 4, 256, 64, "fp32", gated=1),
 ]

@@ -17,7 +17,7 @@ from torch import nn
 
 from unisono.attention.base import KV, AttentionOptions
 from unisono.attention.context import PassContext
-from unisono.kernels import rope_and_cache
+from unisono.kernels import rope_and_cache, sigmoid_gate
 from unisono.layers.mlp import GatedMLP
 from unisono.layers.rotary import RotarySpec
 from unisono.models.build import Builder, require
@@ -153,27 +153,19 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, context: PassContext, state: KV) -> torch.Tensor:
         """x [T, H] -> [T, Hq · D], which ``o`` reads, or with last tokens [E, Hq · D]; writes T keys and values."""
-        qkv, gate = self._without_gate(self.qkv(x))
+        qkv = self.qkv(x)
         q = self._turn(qkv, context, *state)
         if context.last_tokens is not None:
             q = context.last_tokens.select(q)
-            gate = None if gate is None else context.last_tokens.select(gate)
         out = self._attend(q, context.queries, state)
-        return out if gate is None else out * gate.sigmoid()
+        if not self.spec.output_gate:
+            return out
+        return sigmoid_gate(out, qkv if context.last_tokens is None else context.last_tokens.select(qkv), q.shape[1])
 
     def project(
         self, y: torch.Tensor, residual: torch.Tensor, norm: nn.Module | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.o.then_norm(y, residual, norm)
-
-    def _without_gate(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(query, key and value heads side by side, gates [T, Hq · D] or None)."""
-        if not self.spec.output_gate:
-            return qkv, None
-        queries = self.spec.num_heads * self.spec.head_dim
-        both = qkv[:, : 2 * queries].unflatten(1, (self.spec.num_heads, 2, self.spec.head_dim))
-        q, gate = (both[:, :, half].flatten(1) for half in (0, 1))
-        return torch.cat((q, qkv[:, 2 * queries :]), 1), gate
 
     def _turn(
         self, qkv: torch.Tensor, context: PassContext, k_cache: torch.Tensor, v_cache: torch.Tensor

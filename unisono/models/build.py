@@ -64,6 +64,11 @@ class Builder:
         """The builder of the submodule ``name``."""
         return replace(self, path=f"{self.path}.{name}" if self.path else name)
 
+    @property
+    def format_here(self) -> WeightFormat:
+        """The weight format of the module in the making."""
+        return self.format(self.path)
+
     def beside(
         self,
         attention: AttentionFactory,

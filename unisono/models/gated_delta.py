@@ -15,6 +15,7 @@ from unisono.attention.context import PassContext
 from unisono.kernels.causal_conv import causal_conv
 from unisono.kernels.gated_delta import gated_delta
 from unisono.kernels.gated_norm import gated_norm
+from unisono.layers.formats import PLAIN
 from unisono.models.build import Builder, require
 from unisono.state.specs import Remembered, Tail
 from unisono.state.store import TailView
@@ -61,21 +62,25 @@ class GatedDeltaSpec:
 class GatedDelta(nn.Module):
     """Projections, convolution, gated delta rule, gated norm.
 
-    ``in_proj`` has the projections qkv and z, ``gates`` b and a. A_log, dt_bias and the norm's weight are fp32.
+    ``in_proj`` has the projections qkv, z, b and a. Where qkv and z are quantised, ``gates`` has b and a. A_log,
+    dt_bias and the norm's weight are fp32.
     """
 
     def __init__(self, spec: GatedDeltaSpec, builder: Builder) -> None:
         super().__init__()
         self.spec, self.dtype, self.eps = spec, builder.dtype, builder.rms_eps
         keys, values = spec.channels
-        self.in_proj = builder.linear("in_proj", builder.hidden_size, {"qkv": 2 * keys + values, "z": values})
-        heads = spec.num_value_heads
-        self.gates = builder.linear("gates", builder.hidden_size, {"b": heads, "a": heads})
+        heads, hidden = spec.num_value_heads, builder.hidden_size
+        wide, gates = {"qkv": 2 * keys + values, "z": values}, {"b": heads, "a": heads}
+        apart = any(builder.at("in_proj").at(name).format_here is not PLAIN for name in wide)
+        self.in_proj = builder.linear("in_proj", hidden, wide if apart else wide | gates)
+        self.gates = builder.linear("gates", hidden, gates) if apart else None
         self.conv = _Weight((2 * keys + values, 1, spec.conv_size), builder.dtype, builder.device)
         self.A_log = _parameter((heads,), torch.float32, builder.device)
         self.dt_bias = _parameter((heads,), torch.float32, builder.device)
         self.norm = _Weight((spec.value_head_dim,), torch.float32, builder.device)
         self.o = builder.linear("o", values, builder.hidden_size)
+        self._widths = [*wide.values()] if apart else [*wide.values(), 2 * heads]
 
     def state_specs(self) -> Tail:
         """S and the convolution's last raw inputs; since then keys, values and gates, and the latest raw inputs."""
@@ -92,17 +97,16 @@ class GatedDelta(nn.Module):
 
     def forward(self, x: torch.Tensor, context: PassContext, state: TailView) -> torch.Tensor:
         """x [T, H] -> [T, Hv · V], which ``o`` reads, or with last tokens [E, Hv · V]; moves the state on."""
-        both = self.in_proj(x)
-        u, z = both[:, : self.conv.weight.shape[0]], both[:, self.conv.weight.shape[0] :]
-        out = self._recur(u, self.gates(x), context, state)
+        u, z, *gates = self.in_proj(x).split(self._widths, 1)
+        out = self._recur(u, gates[0] if self.gates is None else self.gates(x), context, state)
         if context.last_tokens is not None:
             out, z = context.last_tokens.select(out), context.last_tokens.select(z)
         return gated_norm(out, z, self.norm.weight, self.eps)
 
     def settle(self, context: PassContext, state: TailView) -> None:
         """Move the state on as a pass without tokens says; see :class:`unisono.models.blocks.Settles`."""
-        nothing = self.conv.weight.new_empty((0, self.in_proj.outputs))
-        self._recur(nothing[:, : self.conv.weight.shape[0]], nothing[:, : self.gates.outputs], context, state)
+        new = self.conv.weight.new_empty
+        self._recur(new((0, self.conv.weight.shape[0])), new((0, 2 * self.spec.num_value_heads)), context, state)
 
     def _recur(self, u: torch.Tensor, ba: torch.Tensor, context: PassContext, state: TailView) -> torch.Tensor:
         """u [T, 2 Hk · K + Hv · V], ba [T, 2 Hv] -> [T, Hv · V]."""

@@ -30,8 +30,11 @@ NAMES: dict[str, Name] = {
     "layers.*.mixer": "model.layers.*.linear_attn",
     "layers.*.mixer.in_proj.qkv": "model.layers.*.linear_attn.in_proj_qkv",
     "layers.*.mixer.in_proj.z": "model.layers.*.linear_attn.in_proj_z",
-    "layers.*.mixer.gates.b": "model.layers.*.linear_attn.in_proj_b",
-    "layers.*.mixer.gates.a": "model.layers.*.linear_attn.in_proj_a",
+    **{
+        f"layers.*.mixer.{linear}.{gate}": f"model.layers.*.linear_attn.in_proj_{gate}"
+        for linear in ("in_proj", "gates")
+        for gate in ("b", "a")
+    },
     "layers.*.mixer.conv": "model.layers.*.linear_attn.conv1d",
     "layers.*.mixer.norm": "model.layers.*.linear_attn.norm",
 }

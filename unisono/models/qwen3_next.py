@@ -24,8 +24,11 @@ NAMES: dict[str, Name] = {
     **MOE_NAMES,
     "layers.*.mixer.in_proj.qkv": "model.layers.*.linear_attn.in_proj_qkvz",
     "layers.*.mixer.in_proj.z": "model.layers.*.linear_attn.in_proj_qkvz",
-    "layers.*.mixer.gates.b": "model.layers.*.linear_attn.in_proj_ba",
-    "layers.*.mixer.gates.a": "model.layers.*.linear_attn.in_proj_ba",
+    **{
+        f"layers.*.mixer.{linear}.{gate}": "model.layers.*.linear_attn.in_proj_ba"
+        for linear in ("in_proj", "gates")
+        for gate in ("b", "a")
+    },
 }
 
 
@@ -51,8 +54,11 @@ QKVZ, BA = ("q", "k", "v", "z"), ("b", "a")
 ROWS = {
     "layers.*.mixer.in_proj.qkv": packed("q", "k", "v", within=QKVZ),
     "layers.*.mixer.in_proj.z": packed("z", within=QKVZ),
-    "layers.*.mixer.gates.b": packed("b", within=BA),
-    "layers.*.mixer.gates.a": packed("a", within=BA),
+    **{
+        f"layers.*.mixer.{linear}.{gate}": packed(gate, within=BA)
+        for linear in ("in_proj", "gates")
+        for gate in ("b", "a")
+    },
 }
 
 
