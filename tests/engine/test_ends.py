@@ -24,8 +24,8 @@ def computed(llm: LLM, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) 
     """(tokens that each layer's MLP computed in the prompt's pass, the answer)."""
     rows: list[int] = []
 
-    def spy(inner: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: (rows.append(len(x)), inner(x))[1]
+    def spy(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda x, *rest: (rows.append(len(x)), inner(x, *rest))[1]
 
     with monkeypatch.context() as patched:
         layers = llm.engine.worker.model.layers
