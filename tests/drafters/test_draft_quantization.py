@@ -128,6 +128,20 @@ def test_a_module_in_fp8_is_nearly_the_plain_one(tmp_path: Path) -> None:
     assert [stack.weight.dtype for stack in stacks] == [torch.float8_e4m3fn] * 2
 
 
+def test_a_trained_module_is_accepted_as_before() -> None:
+    """Of the bundled hybrid's, in its own format of problems."""
+    problem = "Tom has 3 boxes of 12 pencils. He gives away 5 pencils. How many are left?"
+    params = [SamplingParams(temperature=t, seed=1, max_tokens=40, ignore_eos=True) for t in (0.0, 1.0)]
+    with engine("tiny-hybrid") as llm:
+        want = tokens(llm, [problem] * 2, params)
+    accepted = {}
+    for asked in ("none", "fp8"):
+        with engine("tiny-hybrid", speculative=spec("mtp", None, draft_quantization=asked)) as llm:
+            assert tokens(llm, [problem] * 2, params) == want
+            accepted[asked] = llm.engine.counters.accept_length
+    assert accepted["fp8"] > max(2, 0.9 * accepted["none"])
+
+
 def test_random_weights(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     target, head = DRAFTERS["eagle"](checkpoints, tmp_path)
     dummy = spec("eagle", head, load_format="dummy", draft_quantization="fp8")

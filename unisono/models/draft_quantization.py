@@ -15,7 +15,6 @@ from unisono.layers.formats import PLAIN, WeightFormat
 from unisono.layers.formats_fp8 import ONLINE_FP8
 from unisono.layers.linear import Linear
 from unisono.models.decoder import Decoder
-from unisono.models.quantization import KEPT_PLAIN
 from unisono.types import ConfigError
 
 CHOICES = ("auto", "fp8", "none")
@@ -68,9 +67,7 @@ class DraftWeights:
 
     def of(self, module: str) -> WeightFormat:
         """The format of a module by its path in a drafter's; embedding and LM head are plain until :meth:`head`."""
-        parts = module.split(".")
-        plain = parts[0] in ("embed", "lm_head") or {*parts} & {*KEPT_PLAIN}
-        return PLAIN if plain else self.format
+        return PLAIN if module in ("embed", "lm_head") else self.format
 
     def head(self, head: Linear) -> Linear:
         """What to draft with in place of a loaded module's LM head: a copy, or the head itself where it stays."""
