@@ -209,7 +209,7 @@ def test_what_cannot_be_is_refused(
     checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, head = DRAFTERS["eagle"](checkpoints, tmp_path)
-    with pytest.raises(ConfigError, match="draft_quantization='int4' .* choose one of auto, fp8, none"):
+    with pytest.raises(ConfigError, match=r"draft_quantization='int4' .* choose one of auto, fp8, none"):
         engine(target, speculative=spec("eagle", head, draft_quantization="int4"))
     with pytest.raises(ConfigError, match="has no option 'draft_quantization'"):
         engine(target, speculative=spec("ngram", None, draft_quantization="fp8"))

@@ -29,7 +29,7 @@ class MTPDrafter(HiddenDrafter):
     features = Features(Hidden.FULL)
 
     def __new__(cls, spec: SpeculativeConfig, target: DecoderConfig) -> Any:
-        options = read_options(spec, LOAD_FORMAT | DRAFT_QUANTIZATION, takes_model=True)
+        options = read_options(spec, {**LOAD_FORMAT, **DRAFT_QUANTIZATION}, takes_model=True)
         dummy = options["load_format"] == "dummy"
         checkpoint = MTPCheckpoint.open(spec.model or target.hf_config.name_or_path, target, dummy=dummy)
         several = min(checkpoint.depth, spec.num_speculative_tokens) > 1

@@ -48,7 +48,7 @@ class DraftWeights:
         if asked == "fp8" and device.type == "cuda" and not able:
             raise ConfigError(
                 f'"draft_quantization": "fp8": this GPU has compute capability '
-                f'{".".join(map(str, torch.cuda.get_device_capability(device)))}, and e4m3 products need 8.9: '
+                f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}, and e4m3 products need 8.9: "
                 'give "none", or leave it out.'
             )
         if asked != "auto":
