@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.drafters.ledger import play
 from tests.drafters.make_heads import make_eagle3
 from tests.engine.helpers import engine, mixed_params, prompts, tokens
 from tests.engine.matrix import DRAFTERS, TREE_DRAFTERS, TREES, config_of
@@ -82,6 +83,19 @@ def test_the_text_is_the_one_without_drafts(name: str, checkpoints: dict[str, Pa
             check_modules(llm, asked)
     assert accepted["none"] > 1.2
     assert accepted["fp8"] == pytest.approx(accepted["none"], rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["eagle", "mtp", "mtp, two modules"])
+def test_what_is_accepted_depends_on_the_request_alone(name: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Round by round: drafts in fp8 are the same in every batch, and however the prompt was cut."""
+    method, make, _ = CASES[name]
+    target, draft = make(checkpoints, tmp_path)
+    rounds = []
+    for flags in ({}, {"max_num_seqs": 2, "max_num_batched_tokens": 21}):
+        with engine(target, speculative=spec(method, draft, draft_quantization="fp8"), **flags) as llm:
+            rounds.append([entry.rounds for entry in play(llm, BATCH, NARROW)])
+    assert rounds[0] == rounds[1]
+    assert max(max(each) for each in rounds[0]) > 1
 
 
 def check_modules(llm: Any, asked: str) -> None:
