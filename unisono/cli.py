@@ -132,6 +132,9 @@ def _engine_flags(
     speculative_tree_nodes: Annotated[
         int | None, typer.Option(help="Short for its num_draft_tokens: nodes of a tree of drafts.")
     ] = None,
+    speculative_draft_quantization: Annotated[
+        str | None, typer.Option(help="Short for its draft_quantization: auto, fp8 or none.")
+    ] = None,
     enable_prefix_caching: Annotated[
         bool, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse prompts' KV pages.")
     ] = True,
@@ -154,6 +157,7 @@ def _with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
             num_speculative_tokens=given.pop("num_speculative_tokens"),
             topk=given.pop("speculative_topk"),
             num_draft_tokens=given.pop("speculative_tree_nodes"),
+            draft_quantization=given.pop("speculative_draft_quantization"),
         )
         command(given, **values)
 

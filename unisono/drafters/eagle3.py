@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unisono.drafters.base import DrafterContext, SelfTest
 from unisono.drafters.hidden import OTHER_TARGET, RANDOM, DraftModule, HiddenDrafter
-from unisono.drafters.options import LOAD_FORMAT, read_options, required_model
+from unisono.drafters.options import DRAFT_QUANTIZATION, LOAD_FORMAT, read_options, required_model
 from unisono.models.config import DecoderConfig
 from unisono.models.draft_checkpoint import CONVENTIONS, open_eagle3
 from unisono.program import Features, Hidden
@@ -15,7 +15,8 @@ class Eagle3Drafter(HiddenDrafter):
     """EAGLE-3 (Li et al., arXiv 2503.01840) as a chain or a fixed tree, coupled with the target's noise.
 
     ``spec.model`` is the head's directory. Options: ``load_format="dummy"`` gives it random weights (needs config.json
-    only); ``aux_layers`` says what the head's layer ids number where that is in doubt: ``input`` or ``output``.
+    only); ``aux_layers`` says what the head's layer ids number where that is in doubt: ``input`` or ``output``;
+    ``draft_quantization`` is as in ``models/draft_quantization.py``.
     Raises ConfigError for other options, CheckpointError for a head that does not fit the target.
     """
 
@@ -23,9 +24,11 @@ class Eagle3Drafter(HiddenDrafter):
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
         super().__init__(spec)
-        options = read_options(spec, {**LOAD_FORMAT, "aux_layers": CONVENTIONS}, takes_model=True)
+        known = {**LOAD_FORMAT, "aux_layers": CONVENTIONS, **DRAFT_QUANTIZATION}
+        options = read_options(spec, known, takes_model=True)
         dummy, model = options["load_format"] == "dummy", required_model(spec, "a head made for this target")
         self._checkpoint = opened = open_eagle3(model, target, dummy=dummy, convention=options["aux_layers"])
+        self.draft_quantization, self.shares_head = options["draft_quantization"], not opened.own_head
         self.features = Features(Hidden.AUX, opened.config.aux_layers)
         causes = (
             f"{OTHER_TARGET}; or its layer ids number something else: it is given the inputs of layers "

@@ -29,9 +29,10 @@ from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.unobserved import NAME, Unobserved
 from unisono.kernels.catch_up import catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
-from unisono.layers.linear import prove_linears
+from unisono.layers.linear import Linear, prove_linears
 from unisono.models.config import DecoderConfig
 from unisono.models.draft_checkpoint import DraftCheckpoint
+from unisono.models.draft_quantization import DraftWeights
 from unisono.program import Features
 from unisono.state.specs import Paged, PerSlot, Tree, whole_requests
 from unisono.types import SpeculativeConfig
@@ -54,6 +55,7 @@ class DraftModule(Protocol):
     """One module with one KV layer; see ``models/draft.py`` for the three calls."""
 
     config: DecoderConfig
+    lm_head: Linear
     ids: torch.Tensor | None
 
     def encode(self, seen: torch.Tensor) -> torch.Tensor: ...
@@ -93,13 +95,19 @@ class FromFirstEntry:
 
 
 class HiddenDrafter:
-    """Base of the drafters of this kind. They give ``name``, ``features`` and :meth:`build`."""
+    """Base of the drafters of this kind. They give ``name``, ``features`` and :meth:`build`.
+
+    draft_quantization, shares_head: what ``models/draft_quantization.py`` asks; the format of layers is
+    ``self.weights.of``.
+    """
 
     name: str
     features: Features
     drafts_trees = True
     self_test: SelfTest | None = SelfTest(OTHER_TARGET)
     unlimited = False
+    draft_quantization, shares_head = "none", True
+    weights: DraftWeights
 
     def __init__(self, spec: SpeculativeConfig) -> None:
         self.num_drafts = spec.num_speculative_tokens
@@ -118,6 +126,7 @@ class HiddenDrafter:
             context.dtype,
             context.device,
             context.progress,
+            self.weights.of,
         )
         for choice in checkpoint.choices(head, context.target):
             context.decide(*choice)
@@ -129,7 +138,11 @@ class HiddenDrafter:
         return lambda heads, kv_heads: FromFirstEntry(context.attention(heads, kv_heads))
 
     def bind(self, context: DrafterContext) -> None:
-        self._context, self.module = context, self.build(context)
+        self._context = context
+        self.weights = DraftWeights.choose(self.draft_quantization, context.target, shares_head=self.shares_head)
+        self.module = self.build(context)
+        self.module.lm_head = self.weights.head(self.module.lm_head)
+        context.decide("draft weights", *self.weights.decision())
         prove_linears(self.module.modules())
         c = self.module.config
         if context.max_model_len > c.max_positions:

@@ -7,7 +7,7 @@ from typing import Any
 from unisono.drafters.base import DrafterContext, SelfTest
 from unisono.drafters.hidden import OTHER_TARGET, RANDOM, HiddenDrafter
 from unisono.drafters.mtp_multi import MultiMTPDrafter
-from unisono.drafters.options import LOAD_FORMAT, read_options
+from unisono.drafters.options import DRAFT_QUANTIZATION, LOAD_FORMAT, read_options
 from unisono.models.config import DecoderConfig
 from unisono.models.mtp import MTPModule
 from unisono.models.mtp_checkpoint import MTPCheckpoint
@@ -20,7 +20,8 @@ class MTPDrafter(HiddenDrafter):
 
     The modules are in ``spec.model``, by default in the target's own directory. Where there are several, module i
     drafts token i, and what is made is a MultiMTPDrafter, for chains only. Option ``load_format="dummy"`` gives random
-    weights to as many modules as the target's config.json declares. Raises ConfigError for other options,
+    weights to as many modules as the target's config.json declares, ``draft_quantization`` is as in
+    ``models/draft_quantization.py``. Raises ConfigError for other options,
     CheckpointError for modules that are missing or do not fit the target.
     """
 
@@ -28,12 +29,14 @@ class MTPDrafter(HiddenDrafter):
     features = Features(Hidden.FULL)
 
     def __new__(cls, spec: SpeculativeConfig, target: DecoderConfig) -> Any:
-        dummy = read_options(spec, LOAD_FORMAT, takes_model=True)["load_format"] == "dummy"
+        options = read_options(spec, {**LOAD_FORMAT, **DRAFT_QUANTIZATION}, takes_model=True)
+        dummy = options["load_format"] == "dummy"
         checkpoint = MTPCheckpoint.open(spec.model or target.hf_config.name_or_path, target, dummy=dummy)
         several = min(checkpoint.depth, spec.num_speculative_tokens) > 1
         drafter = MultiMTPDrafter(spec, checkpoint) if several else super().__new__(cls)
         if not several:
             drafter._checkpoint = checkpoint
+        drafter.draft_quantization = options["draft_quantization"]
         drafter.self_test = SelfTest(OTHER_TARGET, RANDOM if dummy else None)
         return drafter
 
@@ -42,7 +45,8 @@ class MTPDrafter(HiddenDrafter):
         self._checkpoint: MTPCheckpoint
 
     def build(self, context: DrafterContext) -> MTPModule:
-        module = self._checkpoint.load(context.target, 0, self.attention(context), context.dtype, context.progress)
+        attention, dtype = self.attention(context), context.dtype
+        module = self._checkpoint.load(context.target, 0, attention, dtype, context.progress, self.weights.of)
         for choice in self._checkpoint.choices([module], context.target):
             context.decide(*choice)
         return module

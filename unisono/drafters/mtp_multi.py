@@ -34,6 +34,7 @@ from unisono.kernels.catch_up import CatchUp, CatchUpExtend, catch_up, catch_up_
 from unisono.kernels.draft_inputs import draft_inputs
 from unisono.layers.linear import prove_linears
 from unisono.models.blocks import KV
+from unisono.models.draft_quantization import DraftWeights
 from unisono.models.mtp import MTPModule
 from unisono.models.mtp_checkpoint import MTPCheckpoint
 from unisono.program import Features, Hidden
@@ -85,6 +86,7 @@ class MultiMTPDrafter:
     features = Features(Hidden.FULL)
     self_test = SelfTest(OTHER_TARGET)
     unlimited = False
+    draft_quantization = "none"
 
     def __init__(self, spec: SpeculativeConfig, checkpoint: MTPCheckpoint) -> None:
         self.num_drafts = spec.num_speculative_tokens
@@ -94,16 +96,20 @@ class MultiMTPDrafter:
     def bind(self, context: DrafterContext) -> None:
         self._context, made = context, functools.cache(context.attention)
         self._stages = []
+        formats = DraftWeights.choose(self.draft_quantization, context.target)
         for i in range(self._depth):
 
             def attention(heads: int, kv_heads: int, since: int = i + 1) -> AttentionBackend:
                 return FromFirstEntry(made(heads, kv_heads), since)
 
-            module = self._checkpoint.load(context.target, i, attention, context.dtype)
+            module = self._checkpoint.load(context.target, i, attention, context.dtype, format=formats.of)
             context.progress((i + 1) / self._depth)
             self._stages.append(_Stage(module, context, i))
         for choice in self._checkpoint.choices([stage.module for stage in self._stages], context.target):
             context.decide(*choice)
+        for stage in self._stages:
+            stage.module.lm_head = formats.head(stage.module.lm_head)
+        context.decide("draft weights", *formats.decision())
         prove_linears(m for stage in self._stages for m in stage.module.modules())
         self._unobserved = Unobserved(context, seen_size(self.features, context))
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unisono.models.draft_quantization import CHOICES
 from unisono.types import ConfigError, SpeculativeConfig
 
 LOAD_FORMAT: Mapping[str, float | tuple[str, ...]] = {"load_format": ("auto", "dummy")}
 """The option of a drafter with a checkpoint: ``dummy`` gives it random weights and needs config.json only."""
+
+DRAFT_QUANTIZATION: Mapping[str, float | tuple[str, ...]] = {"draft_quantization": CHOICES}
+"""The option of a drafter that may draft with fp8 weights and a copy of the target's LM head in fp8."""
 
 
 def read_options(

@@ -63,6 +63,11 @@ def _tile(rows: int) -> Tile:
     return next((tile for most, tile in _TILES.items() if rows <= most), _LARGE)
 
 
+def multiplies_e4m3(device: torch.device) -> bool:
+    """Whether the device is a GPU with products of e4m3: from compute capability 8.9 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 @triton.jit
 def _scales(x_scales, x_ok, w_scales, step, last, PADDED):
     """The activations' scales [tokens] and the weight's, [outputs] or one, of a step, ``last`` at most."""

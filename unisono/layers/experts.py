@@ -9,7 +9,7 @@ Shapes: M tokens, H features, E experts, I features of an expert, P = M * top_k 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -62,49 +62,49 @@ class Stack(nn.Module):
         Nothing where it cannot be told which rows are of which projection.
         """
         first, end = self.share.part(self.experts)
-        each: dict[str, list[list[Place]]] = {}
-        for expert in range(end - first):
-            places: dict[str, list[Place]] = {}
-            for _, kind, place in self._of(expert):
-                places.setdefault(kind, []).append(place)
-            for kind, projections in places.items():
-                each.setdefault(kind, []).append(projections)
+        experts = self._places()[: end - first]
         *but_last, _ = self.projections.values()
         for kind, stored in self.format.tensors(self.dtype).items():
             if stored.accepts and stored.layout is None and all(n % stored.outputs == 0 for n in but_last):
                 into = getattr(self, kind)[: end - first]
                 part = None if self.share == WHOLE else Slice(0, first, end)
                 shape = (self.experts, *into.shape[1:])
-                yield kind.removeprefix("weight"), Fused(into, shape, stored.accepts, part, each=each[kind])
+                each = [[place for _, of, place in expert if of == kind] for expert in experts]
+                yield kind.removeprefix("weight"), Fused(into, shape, stored.accepts, part, form="fused", each=each)
 
     def single(self) -> Iterator[tuple[int, str, str, Place]]:
         """(expert, projection, kind, place) of each tensor where experts are stored one by one, those of this rank."""
-        first, end = self.share.part(self.experts)
-        for expert in range(first, end):
-            for projection, kind, place in self._of(expert - first):
-                yield expert, projection, kind, place
+        for expert, places in zip(range(*self.share.part(self.experts)), self._places("single"), strict=False):
+            for each in places:
+                yield expert, *each
 
     def riding(self) -> Iterator[tuple[str, str, Place]]:
         """(projection, kind, place) of the shared expert that rides along."""
-        return self._of(-1)
+        return iter(self._places()[-1])
 
-    def _of(self, index: int) -> Iterator[tuple[str, str, Place]]:
+    def _places(self, form: str = "") -> list[list[tuple[str, str, Place]]]:
+        """(projection, kind, place) of each weight of the stack: there may be tens of thousands in a model."""
         tensors = self.format.tensors(self.dtype)
-        rows = {kind: self._rows_of(kind, stored, index) for kind, stored in tensors.items()}
+        rows = {kind: self._rows_of(kind, stored) for kind, stored in tensors.items()}
         made = [kind for kind, stored in tensors.items() if not stored.accepts]
+        found: list[list[tuple[str, str, Place]]] = [[] for _ in next(iter(rows.values()))]
         for kind, stored in tensors.items():
-            for number, (projection, outputs) in enumerate(self.projections.items()):
-                if stored.accepts:
-                    shape, *also = stored.stored_shapes(outputs, self.inputs)
-                    others = {other: rows[other][number] for other in made}
-                    place = Place(rows[kind][number], shape, stored.accepts, None, self.format, kind)
-                    yield projection, kind, replace(place, others=others, also=tuple(also))
+            for number, (projection, outputs) in enumerate(self.projections.items() if stored.accepts else ()):
+                shape, *also = stored.stored_shapes(outputs, self.inputs)
+                common = shape, stored.accepts, None, self.format, kind, form
+                for index, places in enumerate(found):
+                    others = {other: rows[other][index][number] for other in made}
+                    places.append((projection, kind, Place(rows[kind][index][number], *common, others, tuple(also))))
+        return found
 
-    def _rows_of(self, kind: str, stored: Stored, index: int) -> list[torch.Tensor]:
-        """The rows of each projection of an expert in a parameter; empty tensors where there is no parameter."""
+    def _rows_of(self, kind: str, stored: Stored) -> list[Sequence[torch.Tensor]]:
+        """Of each weight, the rows of each projection in a parameter; empty tensors where there is no parameter."""
+        first, end = self.share.part(self.experts)
+        weights, each = end - first + self.rides, len(self.projections)
         if stored.dtype is None:
-            return [torch.empty(0) for _ in self.projections]
-        return list(getattr(self, kind)[index].split(self._rows(stored)))
+            return [[torch.empty(0)] * each] * weights
+        parts = getattr(self, kind).flatten(0, 1).split(self._rows(stored) * weights)
+        return [parts[start : start + each] for start in range(0, len(parts), each)]
 
     def _rows(self, stored: Stored) -> list[int]:
         """Rows of each projection in a tensor."""
@@ -206,9 +206,9 @@ class Experts(nn.Module):
         for name, stack in self.experts.items():
             assert isinstance(stack, Stack)
             for kind, place in stack.fused():
-                yield f"experts.{name}.{kind}", replace(place, form="fused")
+                yield f"experts.{name}.{kind}", place
             for expert, projection, kind, place in stack.single():
-                yield f"experts.each.{expert}.{projection or name}.{kind}", replace(place, form="single")
+                yield f"experts.each.{expert}.{projection or name}.{kind}", place
             if stack.rides:
                 for projection, kind, place in stack.riding():
                     yield ".".join(filter(None, ("shared", name, projection, kind))), place

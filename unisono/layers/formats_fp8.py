@@ -30,6 +30,9 @@ STORED_E4M3 = Stored(E4M3, ("F8_E4M3",))
 BY_OUTPUT = Layout(lambda outputs, inputs: ((outputs, 1), (outputs,)), dim=0)
 """A number for each output."""
 
+PART = 64 * GROUP
+"""Outputs that are quantised at a time."""
+
 WHOLE_PROJECTION = 2**62
 """``outputs`` of a tensor that has one row for a projection of any size."""
 
@@ -151,7 +154,16 @@ ONLINE_FP8 = OnlineFp8()
 
 
 def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight [N, K] of any floating-point dtype -> (e4m3 [N, K], fp32 scales [ceil(N / 128), ceil(K / 128)])."""
+    """A weight [N, K] of any floating-point dtype -> (e4m3 [N, K], fp32 scales [ceil(N / 128), ceil(K / 128)]).
+
+    It takes PART outputs at a time: in fp32 an LM head is larger than the rest of a model.
+    """
+    parts = [_quantize_part(rows) for rows in weight.split(PART)]
+    return torch.cat([part for part, _ in parts]), torch.cat([scales for _, scales in parts])
+
+
+def _quantize_part(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`quantize_blocks` of whole blocks of outputs."""
     n, k = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -k % GROUP, 0, -n % GROUP))
     blocks = padded.view(_blocks(n), GROUP, -1, GROUP)

@@ -102,6 +102,8 @@ class Family:
 
     def rows_of(self, module: str, layers: Sequence[LayerSpec]) -> torch.Tensor | None:
         """Which rows of the checkpoint's tensor are a module's; None where all are, in their order."""
+        if not self.rows:
+            return None
         key, numbers = _key(module)
         return self.rows[key](layers[numbers[0]]) if key in self.rows else None
 

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 
 from unisono import catalog
-from unisono.layers.formats import Place
+from unisono.layers.formats import Place, WeightFormat
 from unisono.layers.norm import RMSNorm
 from unisono.models import weights
-from unisono.models.build import AttentionFactory, Builder, no_attention
+from unisono.models.build import AttentionFactory, Builder, no_attention, plain
 from unisono.models.checkpoint import find_directory, read_json, read_tensors
 from unisono.models.config import DecoderConfig
 from unisono.models.decoder import Decoder
 from unisono.models.draft import DraftConfig, Eagle3Head, EagleHead
-from unisono.models.loader import DUMMY_STD
+from unisono.models.loader import draw
 from unisono.models.qwen3 import QWEN3
 from unisono.models.weights import TensorInfo
 from unisono.types import CheckpointError
@@ -97,13 +97,15 @@ class DraftCheckpoint:
         dtype: torch.dtype,
         device: torch.device | str,
         progress: Callable[[float], None] = lambda share: None,
+        format: Callable[[str], WeightFormat] = plain,
     ) -> Head:
         """The head on ``device`` in ``dtype``; it shares the target's embedding and LM head where it has none.
 
-        ``progress`` is called with the share of its elements that is in place, 0 … 1.
+        ``progress`` is called with the share of its elements that is in place, 0 … 1. format: what linear layers get
+        while they are loaded, by their paths in the head.
         """
         hidden, eps = self.config.layer.hidden_size, self.config.layer.rms_eps
-        head = self._blank(Builder(hidden, eps, dtype, device, attention, max_positions))
+        head = self._blank(Builder(hidden, eps, dtype, device, attention, max_positions, format))
         if self.tensors is None:
             self._fill_randomly(head)
         else:
@@ -180,7 +182,7 @@ class DraftCheckpoint:
             if not isinstance(module, RMSNorm):  # norms are born as ones
                 for parameter in module.parameters(recurse=False):
                     if not parameter.is_meta:
-                        parameter.normal_(0, DUMMY_STD, generator=generator)
+                        draw(parameter, generator)
 
 
 # ---- opening ----------------------------------------------------------------------------------------

@@ -132,10 +132,10 @@ def fill_randomly(root: nn.Module, seed: int) -> None:
                 for part, old in SEED_NAMES.items():
                     name = name.replace(part, old)
                 generator.manual_seed(seed ^ zlib.crc32(name.encode()))
-                _draw(parameter, generator)
+                draw(parameter, generator)
 
 
-def _draw(parameter: torch.Tensor, generator: torch.Generator) -> None:
+def draw(parameter: torch.Tensor, generator: torch.Generator) -> None:
     """Random values. Those of a quantised weight are around 1 or any bits; its scales are floating-point parameters."""
     if not parameter.is_floating_point():
         signed = parameter.dtype is torch.int8

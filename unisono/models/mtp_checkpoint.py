@@ -196,14 +196,17 @@ class MTPCheckpoint:
         attention: AttentionFactory,
         dtype: torch.dtype,
         progress: Callable[[float], None] = lambda share: None,
+        format: Callable[[str], WeightFormat] = plain,
     ) -> MTPModule:
         """The module of a step, from 0, with its weights in ``dtype`` on the target's device.
 
         Its embedding and LM head are the target's, unless the checkpoint stores others. ``progress`` is called with the
-        share of its elements that is in place, 0 … 1.
+        share of its elements that is in place, 0 … 1. format: what linear layers get while they are loaded, by their
+        paths in the module; a checkpoint that declares a quantisation is loaded as it is.
         """
         number, kind = self.numbers[step], self.config.zero_centered_norms
-        module = self._module(number, target.builder.beside(attention, dtype, zero_centered_norms=kind))
+        builder = target.builder.beside(attention, dtype, zero_centered_norms=kind)
+        module = self._module(number, builder, format)
         if self.tensors is None:
             fill_randomly(module, seed=step)
         else:
@@ -228,10 +231,10 @@ class MTPCheckpoint:
         """Whether the checkpoint stores an embedding or LM head of a module, which may be a copy of the target's."""
         return part in self.layout.names and f"{self.layout.name(part, number)}.weight" in (self.tensors or {})
 
-    def _module(self, number: int, builder: Builder) -> MTPModule:
+    def _module(self, number: int, builder: Builder, format: Callable[[str], WeightFormat] = plain) -> MTPModule:
         """A module, uninitialised; what it is to share takes no memory."""
         config, hidden = self.config, self.config.hidden_size
-        builder = replace(builder, format=partial(self._format, number))
+        builder = replace(builder, format=format if self.formats is plain else partial(self._format, number))
         embed = builder.embedding(config.vocab_size, empty=not self._stores("embed", number))
         lm_head = builder.linear("lm_head", hidden, config.vocab_size, empty=not self._stores("lm_head", number))
         return MTPModule(config, embed, lm_head, builder, self.layout.hidden_first)

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from unisono.layers.formats import Place, Slice
+from unisono.models.staging import staged
 from unisono.types import CheckpointError
 
 IGNORED = re.compile(r"rotary_emb\.inv_freq$")
@@ -31,8 +32,11 @@ IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 PICKLED_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
 """safetensors' names of what pickles hold; others are called as torch calls them."""
 
-READERS = 4
-"""Threads that read a checkpoint. A copy to the device waits for pages of the file, then for the device."""
+READERS, GPU_READERS = 4, 8
+"""Threads that read a checkpoint, onto a CPU and a GPU. What they wait for is pages of the file, and copies of them."""
+
+SHOWN = 1e-3
+"""The share of a checkpoint after which progress is told again: there may be tens of thousands of tensors."""
 
 PIECE = 2**27
 """Elements that a thread reads of a file before it takes the next run."""
@@ -174,27 +178,30 @@ def fill(
 
     Several threads read at once where there is much: a checkpoint may have tens of thousands of experts' tensors.
     device: where tensors are read to. progress: called with the share of the elements that is in place, 0 … 1, after
-    each tensor.
+    each tensor, or after several small ones.
     """
     sizes = {name: place.parameter.numel() for name, place in wanted.items()}
-    total, done, lock = sum(sizes.values()), 0, threading.Lock()
+    total, done, shown, lock = sum(sizes.values()), 0, 0.0, threading.Lock()
     inference = torch.is_inference_mode_enabled()  # which other threads do not inherit
 
     def fill_piece(names: Sequence[str]) -> None:
-        nonlocal done
+        nonlocal done, shown
         with torch.inference_mode(inference), torch.no_grad():
             for name, tensor in read({name: wanted[name].part for name in names}, tensors, device):
                 wanted[name].fill(tensor)
                 with lock:
                     done += sizes[name]
-                    progress(done / total)
+                    if done == total or done / total >= shown + SHOWN:
+                        shown = done / total
+                        progress(shown)
 
     pieces = list(_pieces(sizes, tensors))
     if len(pieces) < 2:
         for names in pieces:
             fill_piece(names)
         return
-    with ThreadPoolExecutor(min(READERS, len(pieces))) as pool:
+    readers = GPU_READERS if torch.device(device).type == "cuda" else READERS
+    with ThreadPoolExecutor(min(readers, len(pieces))) as pool:
         try:
             for filled in [pool.submit(fill_piece, names) for names in pieces]:
                 filled.result()
@@ -222,8 +229,18 @@ def read(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Each named tensor, or the part of it that is asked for, on ``device`` in its stored dtype.
 
-    File by file, in the order of the bytes; nothing but these parts is read.
+    File by file, in the order of the bytes; nothing but these parts is read. On its way to a GPU it passes through
+    pinned memory, many small tensors at once.
     """
+    device = torch.device(device)
+    found = _mapped(parts, tensors, device if device.type != "cuda" else "cpu")
+    yield from staged(found, device) if device.type == "cuda" else found
+
+
+def _mapped(
+    parts: Mapping[str, Slice | None], tensors: Mapping[str, TensorInfo], device: torch.device | str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """:func:`read`; on a CPU the tensors are pages of the files, which are read when they are touched."""
     by_file = defaultdict(list)
     for name in sorted(parts, key=lambda name: (tensors[name].file, tensors[name].order)):
         by_file[tensors[name].file].append(name)
