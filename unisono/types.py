@@ -145,7 +145,7 @@ class SpeculativeConfig:
                 SpeculativeConfig(num_speculative_tokens=given["num_speculative_tokens"])  # it is in range
             asked = ", ".join(f"{name}={value!r}" for name, value in given.items())
             raise ConfigError(
-                f"{asked or 'the speculative config'}: say how drafts are made, with --speculative-method or \"method\" "
+                f'{asked or "the speculative config"}: say how drafts are made, with --speculative-method or "method" '
                 "of the speculative config (mtp for the MTP modules of the checkpoint; --help lists all)."
             )
         known = {k: given[k] for k in ("method", "model", "num_speculative_tokens", "adaptive") if k in given}
