@@ -110,10 +110,8 @@ class SpeculativeConfig:
             raise ConfigError(f'"adaptive": {self.adaptive!r} of the speculative config: give true or false.')
         k = self.num_speculative_tokens
         if not (_is_int(k) and 1 <= k <= MAX_DRAFTS):
-            raise ConfigError(
-                f"num_speculative_tokens={k!r}: give a whole number from 1 to {MAX_DRAFTS}, or the method none to draft "
-                "nothing."
-            )
+            way_out = f"give a whole number from 1 to {MAX_DRAFTS}, or the method none to draft nothing."
+            raise ConfigError(f"num_speculative_tokens={k!r}: {way_out}")
         if self.model is not None and not (isinstance(self.model, str) and self.model):
             raise ConfigError(f'"model": {self.model!r} of the speculative config: give a directory or a bundled name.')
         if self.token_tree:

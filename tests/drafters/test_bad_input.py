@@ -26,7 +26,7 @@ def explain(target: Path | str, *flags: str) -> Any:
 
 
 FLAGS: dict[str, str] = {
-    '{"method": "crystal-ball"}': "Unknown drafter 'crystal-ball'. Supported: eagle",
+    '{"method": "crystal-ball"}': "'crystal-ball': unknown drafter. Supported: eagle, eagle3",
     '{"method": "eagle"}': "'eagle' needs \"model\": the directory of a head",
     '{"method": "mtp_frozen"}': "'mtp_frozen' needs \"model\"",
     '{"method": "standalone"}': "'standalone' needs \"model\"",

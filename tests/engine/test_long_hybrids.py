@@ -1,7 +1,6 @@
 """Hybrids over long texts: a needle and a tool call behind cached prefixes, and outputs of 2,100 tokens.
 
-Text with MTP and prefix hits is that without speculation and without a prefix cache. In other engines these two together
-have changed it (vLLM issue 47194).
+Text with MTP and prefix hits is that without speculation and without a prefix cache (in vLLM it was not, issue 47194).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A slice of the evaluation of ``tiny-hybrid``: right often enough, and the same answers with speculation and without."""
+"""A slice of the evaluation of ``tiny-hybrid``: right often enough, and the same answers with drafts and without."""
 
 from __future__ import annotations
 
