@@ -116,20 +116,18 @@ def test_a_needle_and_a_tool_call_behind_cached_prefixes(model: str, hybrid: Pat
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("temperature", [0.9, 0.0])
-def test_an_output_of_2100_tokens(temperature: float, hybrid: Path) -> None:
-    """And a request that goes on from the cached end of it. Of four tokens, so that random drafts are accepted."""
-    (prompt,) = prompts(1, 256, low=40, high=41, seed=3)
-    params = SamplingParams(
-        temperature=temperature, seed=2, max_tokens=2100, ignore_eos=True, allowed_token_ids=(7, 8, 9, 10)
-    )
-    flags: dict[str, Any] = {"max_model_len": 2176, "max_num_seqs": 1, "max_num_batched_tokens": 64}
+def test_outputs_of_2100_tokens(hybrid: Path) -> None:
+    """Drawn and greedy, and requests that go on from their cached ends. Of four tokens, so that drafts are accepted."""
+    batch = prompts(2, 256, low=40, high=60, seed=3)
+    common: dict[str, Any] = {"seed": 2, "ignore_eos": True, "allowed_token_ids": (7, 8, 9, 10)}
+    params = [SamplingParams(temperature=t, max_tokens=2100, **common) for t in (0.9, 0.0)]
+    flags: dict[str, Any] = {"max_model_len": 2192, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     with engine(hybrid, **flags) as llm:
-        (plain,) = tokens(llm, [prompt], replace(params, max_tokens=2120))
-    assert len(plain) == 2120
+        plain = tokens(llm, batch, [replace(each, max_tokens=2120) for each in params])
     with engine(hybrid, **flags, speculative=MTP) as llm:
-        assert tokens(llm, [prompt], params) == [plain[:2100]]
+        assert tokens(llm, batch, params) == [answer[:2100] for answer in plain]
         assert llm.engine.counters.accepted_tokens > 300
-        (more,) = llm.generate([prompt + plain[:2100]], replace(params, max_tokens=20))
-    assert more.outputs[0].token_ids == plain[2100:]
-    assert more.num_cached_tokens == (len(prompt) + 2100 - 1) // PAGE_SIZE * PAGE_SIZE
+        said = [prompt + answer[:2100] for prompt, answer in zip(batch, plain, strict=True)]
+        more = llm.generate(said, [replace(each, max_tokens=20) for each in params])
+    assert [output.outputs[0].token_ids for output in more] == [answer[2100:] for answer in plain]
+    assert [o.num_cached_tokens for o in more] == [(len(text) - 1) // PAGE_SIZE * PAGE_SIZE for text in said]
