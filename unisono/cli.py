@@ -46,7 +46,7 @@ stderr = Console(stderr=True)
 
 
 class _Commands(TyperGroup):
-    """LastTokens every command that raises on purpose with one red line and the right status."""
+    """Ends every command that raises on purpose with one red line and the right status."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -159,12 +159,26 @@ def _with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
             num_draft_tokens=given.pop("speculative_tree_nodes"),
             draft_quantization=given.pop("speculative_draft_quantization"),
         )
+        _check_names(given)
         command(given, **values)
 
     parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *flags.values())]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapper
+
+
+def _check_names(given: dict[str, Any]) -> None:
+    """Whether the catalog has what flags name; asked before anything slow is imported. Raises ConfigError."""
+    speculative, backend = given["speculative"], given["attention_backend"]
+    named = {
+        "--quantization": (given["quantization"], catalog.formats),
+        "--speculative-method": (speculative.method if speculative else None, catalog.drafters),
+        "--attention-backend": (None if backend == "auto" else backend, catalog.attention),
+    }
+    for flag, (name, registry) in named.items():
+        if name is not None and name not in registry:
+            raise ConfigError(f"{flag} {name!r}: unknown {registry.kind}. Supported: {', '.join(registry.names)}.")
 
 
 def _speculative(text: str | None, **short: Any) -> SpeculativeConfig | None:
@@ -214,6 +228,9 @@ def serve(
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests to end on Ctrl-C.")] = 30.0,
 ) -> None:
     """Serve the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models."""
+    from unisono.server.reasoning import parser_named
+
+    parser_named(reasoning_parser)  # raises before anything slow is imported
     from unisono.config import EngineConfig
     from unisono.server.run import ServerSettings
     from unisono.server.run import serve as run_server

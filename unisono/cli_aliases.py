@@ -127,7 +127,7 @@ def translate(arguments: Sequence[str], known: Collection[str], switches: Collec
         elif flag in RENAMED or flag in READ:
             value = given if "=" in argument else _value(flag, rest)
             if flag == "--speculative-num-steps":
-                result.steps = _whole(flag, value)
+                result.steps = _whole(flag, value, "; --speculative-method none drafts nothing")
             if flag in RENAMED:
                 result.arguments += [RENAMED[flag], value]
             else:
@@ -153,9 +153,9 @@ def _value(flag: str, rest: Iterator[str]) -> str:
     return value
 
 
-def _whole(flag: str, value: str) -> int:
+def _whole(flag: str, value: str, way_out: str = "") -> int:
     if not (value.isascii() and value.isdecimal() and int(value) >= 1):
-        raise ConfigError(f"{flag} {value!r}: give a whole number from 1 on.")
+        raise ConfigError(f"{flag} {value!r}: give a whole number from 1 on{way_out}.")
     return int(value)
 
 

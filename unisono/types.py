@@ -110,7 +110,8 @@ class SpeculativeConfig:
             raise ConfigError(f'"adaptive": {self.adaptive!r} of the speculative config: give true or false.')
         k = self.num_speculative_tokens
         if not (_is_int(k) and 1 <= k <= MAX_DRAFTS):
-            raise ConfigError(f"num_speculative_tokens={k!r}: give a whole number from 1 to {MAX_DRAFTS}.")
+            way_out = f"give a whole number from 1 to {MAX_DRAFTS}, or the method none to draft nothing."
+            raise ConfigError(f"num_speculative_tokens={k!r}: {way_out}")
         if self.model is not None and not (isinstance(self.model, str) and self.model):
             raise ConfigError(f'"model": {self.model!r} of the speculative config: give a directory or a bundled name.')
         if self.token_tree:
@@ -138,8 +139,12 @@ class SpeculativeConfig:
         that number of likeliest nodes with at most ``topk`` children each, by the prior of ``token_tree.promising``.
         """
         if not isinstance(given.get("method"), str):
+            if "num_speculative_tokens" in given:
+                SpeculativeConfig(num_speculative_tokens=given["num_speculative_tokens"])  # it is in range
+            asked = ", ".join(f"{name}={value!r}" for name, value in given.items())
             raise ConfigError(
-                f'the speculative config needs a "method", a drafter\'s name (--help lists them); it is {dict(given)}.'
+                f'{asked or "the speculative config"}: say how drafts are made, with --speculative-method or "method" '
+                "of the speculative config (mtp for the MTP modules of the checkpoint; --help lists all)."
             )
         known = {k: given[k] for k in ("method", "model", "num_speculative_tokens", "adaptive") if k in given}
         nodes = _asked_tree(given)

@@ -26,7 +26,7 @@ def explain(target: Path | str, *flags: str) -> Any:
 
 
 FLAGS: dict[str, str] = {
-    '{"method": "crystal-ball"}': "Unknown drafter 'crystal-ball'. Supported: eagle",
+    '{"method": "crystal-ball"}': "'crystal-ball': unknown drafter. Supported: eagle, eagle3",
     '{"method": "eagle"}': "'eagle' needs \"model\": the directory of a head",
     '{"method": "mtp_frozen"}': "'mtp_frozen' needs \"model\"",
     '{"method": "standalone"}': "'standalone' needs \"model\"",
@@ -43,8 +43,10 @@ FLAGS: dict[str, str] = {
     '{"method": "ngram", "num_speculative_tokens": null}': "num_speculative_tokens=None",
     '{"method": "ngram", "num_speculative_tokens": true}': "num_speculative_tokens=True",
     '{"method": "ngram", "num_speculative_tokens": 3.0}': "num_speculative_tokens=3.0",
-    '{"method": 7}': "needs a \"method\", a drafter's name (--help lists them); it is {'method': 7}",
-    '{"model": "x"}': 'needs a "method"',
+    '{"method": 7}': "method=7: say how drafts are made, with --speculative-method",
+    '{"num_speculative_tokens": 2}': "num_speculative_tokens=2: say how drafts are made, with --speculative-method",
+    '{"method": "mtp", "num_speculative_tokens": 0}': "from 1 to 15, or the method none to draft",
+    '{"model": "x"}': "model='x': say how drafts are made",
     "{method}": "--speculative-config is not valid JSON",
     "[1]": "--speculative-config '[1]': give a JSON object",
 }
@@ -59,7 +61,7 @@ def test_a_flag_that_cannot_be_honoured(text: str) -> None:
 
 def test_short_flags_alone() -> None:
     result = explain("tiny", "--num-speculative-tokens", "3")
-    assert (result.exit_code, 'needs a "method"' in result.stderr) == (2, True)
+    assert (result.exit_code, "num_speculative_tokens=3: say how drafts are made" in result.stderr) == (2, True)
 
 
 def refused(target: Path, method: str, model: Path) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.howto import blocks, install, run, text_of
+from unisono import catalog
+
+MODELS = Path(catalog.__file__).parent / "models"
 
 PAGES = {
     "adding-a-model": ("tides", 2, ("(out * gate.sigmoid())", "(out * gate)")),
@@ -35,3 +39,21 @@ def test_the_one_command_fails_what_is_broken(page: str, tmp_path: Path) -> None
 
 def test_the_family_is_a_small_file() -> None:
     assert len(blocks("adding-a-model", "python")[0].splitlines()) <= 150
+
+
+def test_the_page_lists_every_family() -> None:
+    """Every architecture and every family's file, which is as small as docs/models.md says."""
+    page = text_of("models")
+    for architecture, where in catalog.models.entries.items():
+        file = where.partition(":")[0].rpartition(".")[2] + ".py"
+        assert f"`{architecture}`" in page
+        assert f"`{file}`" in page
+        assert len((MODELS / file).read_text().splitlines()) <= 150
+
+
+def test_a_family_is_one_file() -> None:
+    """Of Mixtral: no other file of the package names it but the catalog and the families that are built on it."""
+    naming = {file.name for file in MODELS.parent.rglob("*.py") if "mixtral" in file.read_text().lower()}
+    (lines,) = re.findall(r"`unisono/models/mixtral\.py` has (\d+) lines", text_of("adding-a-model"))
+    assert len((MODELS / "mixtral.py").read_text().splitlines()) == int(lines)
+    assert naming == {"mixtral.py", "catalog.py", "qwen3_moe.py", "qwen3_5_moe.py"}

@@ -47,6 +47,12 @@ def test_help_needs_no_torch() -> None:
         (["explain", "--max-model-len", "9999999"], 2, "9999999"),
         (["explain", "--attention-backend", "none"], 2, "Supported: "),
         (["nonsense"], 2, "nonsense"),
+        (["serve", "tiny-hybrid", "--quantization", "nonsense"], 2, "'nonsense': unknown weight format"),
+        (["explain", "tiny-hybrid", "--quantization", "awq"], 2, "only fp8 is made while loading"),
+        (["serve", "tiny-hybrid", "--reasoning-parser", "nope"], 2, "'nope' is unknown; choose one of qwen3"),
+        (["serve", "tiny-hybrid", "--speculative-method", "nope"], 2, "'nope': unknown drafter. Supported: eagle"),
+        (["serve", "tiny-hybrid", "--speculative-num-steps", "0"], 2, "--speculative-method none drafts nothing"),
+        (["explain", "tiny", "--speculative-method", "mtp"], 1, "has no MTP modules"),
         (["generate", "no/such/dir", "--prompt", "a"], 1, "no/such/dir"),
     ],
 )  # fmt: skip

@@ -176,7 +176,10 @@ class MTPCheckpoint:
                 opened._check()
                 return opened
         keys = "; ".join(f"{models}: {layout.name('project', 0)}" for models, layout in LAYOUTS.items())
-        raise CheckpointError(f"{directory} has no MTP modules. Looked for, with any number: {keys}.")
+        raise CheckpointError(
+            f"{directory} has no MTP modules. Looked for, with any number: {keys}. "
+            "Name the directory that has them (--speculative-model), or choose another --speculative-method."
+        )
 
     @classmethod
     def _made_up(cls, directory: Path, target: DecoderConfig) -> MTPCheckpoint:
