@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.drafters.make_frozen import random_weights
 from tests.drafters.make_heads import make_eagle, make_eagle3
 from tests.engine.helpers import counted, draw_drafts, engine, mixed_params, prompts, tokens
 from tests.engine.matrix import TREES
 from tests.models.make import make_checkpoint
+from tests.models.make_mtp import named, random_modules, write_alone
 from tests.state.mixed_model import ARCHITECTURE, VOCAB, WINDOW, make_mixed, next_token, weights_of
 from unisono import catalog
 from unisono.models.checkpoint import Checkpoint
@@ -131,17 +134,20 @@ def test_a_conversation_is_cached_alike_with_drafts(mixed: Path) -> None:
 def drafters(mixed: Path, folder: Path) -> dict[str, dict[str, Any]]:
     """Every method that drafts for this model, with random heads."""
     config = Checkpoint.open(mixed).config
+    of_mtp = replace(config, layers=(replace(config.layers[-1], mixer=config.attention),))
     return {
         "ngram": {},
         "suffix": {},
         "standalone": {"model": str(make_checkpoint(folder / "draft", "qwen3"))},
         "eagle": {"model": str(make_eagle(folder / "eagle", config).path)},
         "eagle3": {"model": str(make_eagle3(folder / "eagle3", config, (2, 1, 3), aux=[2, 1, 3]).path)},
+        "mtp": {"model": str(write_alone(folder / "mtp", named(random_modules(of_mtp, 2), "mimo", config.num_layers)))},
+        "mtp_frozen": {"model": str(write_alone(folder / "frozen", random_weights(mixed)))},
     }
 
 
 @pytest.mark.parametrize("way", ["batched", "scarce pages"])
-@pytest.mark.parametrize("method", ["ngram", "suffix", "standalone", "eagle", "eagle3"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "standalone", "eagle", "eagle3", "mtp", "mtp_frozen"])
 def test_same_bytes_with_every_drafter(
     method: str, way: str, mixed: Path, plain: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ from unisono.models import llama, weights
 from unisono.models.blocks import KV, AttentionSpec, LayerSpec, MLPSpec, QuerySpec, build_layers
 from unisono.models.build import AttentionFactory, Builder, no_attention
 from unisono.models.checkpoint import read_tensors
-from unisono.models.config import DecoderConfig, checkpoint_name
+from unisono.models.config import DecoderConfig, attention_of, checkpoint_name
 from unisono.models.decoder import Decoder
 from unisono.models.weights import TensorInfo
 from unisono.state.specs import Tree
@@ -182,7 +182,7 @@ def _config(
             f"{target.hidden_size} needs {2 * target.hidden_size} columns. It belongs to another model."
         )
     layers = []
-    for number, read in enumerate(reads or (target.num_layers - 1,)):
+    for number, read in enumerate(reads or _attending(target)[-1:]):
         layer, theirs = f"model.layers.{number}.", cast(AttentionSpec, target.layers[read].mixer)
         heads = shape(f"{layer}self_attn.q_proj.weight")[0] // theirs.head_dim
         if heads % theirs.num_kv_heads:
@@ -208,17 +208,25 @@ def _config(
 
 
 def _reads(directory: Path, depth: int, target: DecoderConfig) -> tuple[tuple[int, ...], str]:
-    """The target's last layer, or where config.json lists ``layer_types``, its last of each layer's type; and why."""
+    """The last layer of the target that attends, or the last of each type that config.json lists; and why."""
     file = directory / "config.json"
     types = json.loads(file.read_text()).get("layer_types") if file.is_file() else None
     if types is None:
-        return (target.num_layers - 1,) * depth, "the target's last; config.json lists no layer_types"
+        return (_attending(target)[-1],) * depth, "the target's last that attends; config.json lists no layer_types"
     if len(types) != depth:
         raise CheckpointError(f"{file}: layer_types names {len(types)} layers, the weights hold {depth}.")
     reads = []
     for kind in types:
-        same = [i for i, window in enumerate(target.windows) if (window > 0) == (kind == "sliding_attention")]
+        same = [i for i in _attending(target) if (target.windows[i] > 0) == (kind == "sliding_attention")]
         if not same:
             raise CheckpointError(f"{file}: layer_types has {kind!r}, and no layer of the target is of that type.")
         reads.append(same[-1])
     return tuple(reads), "the target's last layer of each type that layer_types in config.json lists"
+
+
+def _attending(target: DecoderConfig) -> list[int]:
+    """The numbers of the target's layers that attend, one at least."""
+    found = [number for number, layer in enumerate(target.layers) if attention_of(layer) is not None]
+    if not found:
+        raise CheckpointError(f"a frozen-KV drafter reads keys, and no layer of a {target.architecture} has any.")
+    return found
