@@ -131,6 +131,25 @@ def test_a_conversation_is_cached_alike_with_drafts(mixed: Path) -> None:
     assert found[0] == found[4]
 
 
+@pytest.mark.parametrize("method", [None, "ngram"])
+def test_a_snapshot_is_taken_where_prompts_branch(method: str | None, mixed: Path) -> None:
+    """The second prompt with the same beginning leaves a snapshot after the last page they share; the third hits it."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    base, *ends = prompts(6, VOCAB, low=70, high=71, seed=9)
+    asked = [base + end[:30] for end in ends]
+    flags = dict(FLAGS, speculative=SpeculativeConfig(method, num_speculative_tokens=3)) if method else FLAGS
+    with engine(mixed, **flags) as llm:
+        cold = []
+        for prompt in asked:
+            llm.engine.reset_prefix_cache()
+            cold.append(tokens(llm, [prompt], params)[0])
+        llm.engine.reset_prefix_cache()
+        outputs = [llm.generate([prompt], params)[0] for prompt in asked]
+        assert [output.outputs[0].token_ids for output in outputs] == cold
+        assert [output.num_cached_tokens for output in outputs] == [0, 0, 64, 64, 64]
+        llm.engine.check_integrity()
+
+
 def drafters(mixed: Path, folder: Path) -> dict[str, dict[str, Any]]:
     """Every method that drafts for this model, with random heads."""
     config = Checkpoint.open(mixed).config

@@ -169,6 +169,9 @@ class Scheduler:
                 break
             start, total = sequence.extended, len(sequence.tokens)
             end = min(total, start + budget)
+            branch = sequence.pages.branch if sequence.pages is not None else 0
+            if start < branch < end:
+                end = branch  # a snapshot is taken where a chunk ends, and other prompts branch here too
             chunks.append(Chunk(sequence, start, end, last=end == total))
             budget -= end - start
             sequence.extended = end

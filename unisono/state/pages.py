@@ -52,7 +52,8 @@ class Reservation:
     """The pages of one request, in order of position. Made by :meth:`PagePool.open`.
 
     cached_tokens: tokens of the prefix that the tree had. snapshot: the id of the tails' snapshot after them, -1 for
-    none. windows: the pages of each window lifetime.
+    none. windows: the pages of each window lifetime. branch: tokens after which the prompt leaves what the tree has;
+    more than ``cached_tokens`` where the tree lacks a snapshot there, which later prompts will want; else 0.
     """
 
     pool: PagePool
@@ -60,6 +61,7 @@ class Reservation:
     snapshot: int = -1
     entries: list[_Entry] = field(default_factory=list)
     windows: dict[int, WindowPages] = field(default_factory=dict)
+    branch: int = 0
     _inserted: int = 0  # leading pages that the tree has seen
     _last: Node | None = None  # tree node of the inserted prefix
 
@@ -160,7 +162,8 @@ class PagePool:
         The last token is never served from the cache: its logits are needed. quotas: pages that the request may need at
         once of each window lifetime; see :meth:`has_quotas`.
         """
-        path = self._usable(self.tree.match(tokens[: len(tokens) - 1])) if self.hits else []
+        known = self.tree.match(tokens[: len(tokens) - 1]) if self.hits else []
+        path = self._usable(known)
         windows = {lifetime: WindowPages(pool, 0) for lifetime, pool in self.windows.items()}
         for lifetime, window in windows.items():
             window.set_quota((quotas or {}).get(lifetime, 0))
@@ -175,7 +178,9 @@ class PagePool:
                 snapshot = last.snapshot
                 self.snapshots.touch(last)
         entries = [_Entry(node.page, node) for node in path]
-        reservation = Reservation(self, len(path) * PAGE_SIZE, snapshot, entries, windows, len(path), last)
+        branch = len(known) * PAGE_SIZE if self.snapshots is not None and len(known) > len(path) else 0
+        cached = len(path) * PAGE_SIZE
+        reservation = Reservation(self, cached, snapshot, entries, windows, branch, len(path), last)
         self.open_reservations.add(reservation)
         return reservation
 
