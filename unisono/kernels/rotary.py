@@ -35,11 +35,8 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
     h = tl.arange(0, BLOCK_HALF)[None, :]
     dtype = qkv.dtype.element_ty
     # With gates a query head is followed by its gate.
-    x = qkv + token * (((1 + GATED) * HQ + 2 * HKV) * D)
-    if head < HQ:
-        x += (head + each) * ((1 + GATED) * D)
-    else:
-        x += (GATED * HQ + head + each) * D
+    before = tl.minimum(head + each, HQ) * GATED  # gates that stand before a head
+    x = qkv + (token * ((1 + GATED) * HQ + 2 * HKV) + head + each + before) * D
     first = tl.load(x + h, mask=h < HALF, other=0.0).to(tl.float32)
     second = tl.load(x + HALF + h, mask=h < HALF, other=0.0).to(tl.float32)
     if BLOCK_REST > 0:
