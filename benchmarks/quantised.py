@@ -204,7 +204,7 @@ def tune(name: str, n: int, k: int) -> Iterator[list[object]]:
 
 
 def expert_layers(device: str, sizes: tuple[int, int, int, int]) -> dict[str, tuple[Callable, Callable]]:
-    """By kind: (rows of a plan's tile for so many pairs, both products)."""
+    """By kind: (rows of a plan's tile for this number of pairs, both products)."""
     hidden, inner, experts, rides = sizes
     stack = experts + rides
     fp8 = [

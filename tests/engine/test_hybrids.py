@@ -38,7 +38,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @torch.no_grad()
 def test_greedy_tokens_are_transformers(checkpoint: Path) -> None:
-    """In one batch, alone, in chunks, and behind cached prefixes."""
+    """In one batch, alone, in chunks, and after cached prefixes."""
     model = reference(checkpoint)
     with engine(checkpoint, **FLAGS) as llm:
         answers = tokens(llm, PROMPTS, GREEDY)

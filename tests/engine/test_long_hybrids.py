@@ -1,4 +1,4 @@
-"""Hybrids over long texts: a needle and a tool call behind cached prefixes, and outputs of 2,100 tokens.
+"""Hybrids over long texts: a needle and a tool call after cached prefixes, and outputs of 2,100 tokens.
 
 Text with MTP and prefix hits is that without speculation and without a prefix cache (in vLLM it was not, issue 47194).
 """

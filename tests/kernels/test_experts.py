@@ -159,7 +159,7 @@ def test_the_sort_is_stable_and_its_tiles_cover_every_pair_once(rows, experts, t
         pytest.skip("one large case is enough in the interpreter")
     ids = choice(rows, experts, top_k)
     if experts > 4:
-        ids[ids == 3] = 2  # an expert that nobody takes, and one that many take
+        ids[ids == 3] = 2  # an expert that no token takes, and one that many take
         ids[5:9] = experts  # padding
     order, tiles = (t.cpu() for t in launch_sort_pairs(ids.to(device), experts, tile))
     sorted_ = ids.flatten().argsort(stable=True)[: (ids < experts).sum()]

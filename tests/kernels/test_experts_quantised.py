@@ -23,7 +23,7 @@ Operands = tuple
 
 
 def stack_of(kind: str, experts: int, parts: list[int], k: int) -> Operands:
-    """A stack whose weights have projections of so many outputs."""
+    """A stack whose weights have projections of these sizes."""
     n = sum(parts)
     if kind.startswith("fp8"):
         rows = sum(-(-part // 128) for part in parts)

@@ -130,7 +130,7 @@ def test_wide_rounds_have_the_same_bits() -> None:
 
 @pytest.mark.parametrize("made", [twins, kernels])
 def test_a_text_that_ends_within_a_round(made: Any) -> None:
-    """Tokens behind a request's last position do not count: nothing of them is remembered."""
+    """Tokens after a request's last position do not count: nothing of them is remembered."""
     layer = Layer(Sizes(1, 2, 16, 16, width=4), torch.float32, [40, 33])
     whole, other = made(layer), made(layer)
     whole.prompt(layer.lengths)
@@ -150,9 +150,9 @@ def test_a_pass_without_tokens_moves_the_state_on(made: Any) -> None:
     whole.prompt(layer.lengths)
     other.prompt([30, 44])
     other.round(4, [3, 4])
-    behind = [int(other.since[row]) for row in other.order[:2]]
+    since = [int(other.since[row]) for row in other.order[:2]]
     other.settle()
-    assert behind == [16, 32]
+    assert since == [16, 32]
     assert [int(other.since[row]) for row in other.order[:2]] == [32, 48]
     assert differing(whole, other) == 0
 

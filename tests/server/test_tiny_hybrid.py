@@ -137,7 +137,7 @@ def test_a_json_schema(line: Server, plain: Server) -> None:
 @pytest.mark.full
 def test_it_speculates_by_default(bare: Server) -> None:
     message = chat(bare, max_tokens=40)["message"]
-    assert "5 * 12 = 60" in message["content"], "nobody asked for a parser"
+    assert "5 * 12 = 60" in message["content"], "no parser was asked for"
     assert "reasoning_content" not in message
     counters = bare.info()["counters"]
     assert counters["accepted_tokens"] > counters["draft_rounds"] > 0

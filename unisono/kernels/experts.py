@@ -6,7 +6,7 @@ them. K is summed in one sequence in fp32, so a row's bits are fixed by that row
 tile, the plan or the other rows.
 
 Shapes: M tokens, H features, I of an expert, P = M * top_k pairs; with a shared expert that rides along as the stack's
-last, M more pairs behind those.
+last, M more pairs after those.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Tiles:
     down: Tile
 
 
-TILES: dict[float, Tiles] = {  # below so many pairs an expert, on average
+TILES: dict[float, Tiles] = {  # below this average number of pairs per expert
     0.5: Tiles(16, Tile(16, 256, 4, 4, True), Tile(32, 128, 4, 4, True)),
     2: Tiles(16, Tile(32, 128, 4, 4, True), Tile(64, 128, 4, 4, True)),
     16: Tiles(16, Tile(64, 128, 4, 4, True), Tile(128, 128, 4, 4, True)),
@@ -66,7 +66,7 @@ _FP32: dict[float, Tiles] = {
 
 
 def expert_tiles(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
-    """The fastest known tiles for so many pairs; from shapes alone, so that a captured pass has one plan."""
+    """The fastest known tiles for this number of pairs; from shapes alone, so that a captured pass has one plan."""
     table: dict[float, Tiles] = _FP32 if dtype is torch.float32 else TILES
     return next(tiles for most, tiles in table.items() if pairs < most * experts)
 

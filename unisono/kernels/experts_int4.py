@@ -45,11 +45,11 @@ _TILES = {  # by rows of a plan's tile
 }
 
 _ROWS = {4: 16, 32: 32, 96: 64, float("inf"): 128}
-"""Up to so many pairs an expert, on average: rows of a tile."""
+"""Up to this average number of pairs per expert: rows of a tile."""
 
 
 def int4_tile_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
-    """Rows of a tile in both products of a pass with so many pairs, from shapes alone."""
+    """Rows of a tile in both products of a pass with this number of pairs, from shapes alone."""
     return 16 if dtype is torch.float32 else next(rows for most, rows in _ROWS.items() if pairs <= most * experts)
 
 

@@ -1,13 +1,13 @@
 """Which rows an expert's matrix products take together. Owns the ``sort_pairs`` op.
 
 A token and one of its experts are a *pair*: pair ``token * top_k + slot``. Where a shared expert rides along in the
-same stack of weights (as expert E), the pairs behind those are its own, one for each token. Products write a pair's
+same stack of weights (as expert E), the pairs after those are its own, one for each token. Products write a pair's
 result to the pair's own row, so the plan decides about speed and changes no bit.
 
 There are two plans, chosen by the number of pairs alone. Up to LEAD_PAIRS, the first pair of each expert gathers the
 expert's pairs, and nothing is sorted. Above that, three small kernels sort pairs by expert: count in blocks, turn the
 counts into places, place. No atomics, no host, and no shape depends on data: there are as many tiles as the worst
-choice of experts needs, and those behind the last have no rows.
+choice of experts needs, and those after the last have no rows.
 
 :func:`tile_rows`, :func:`tile_pairs` and :func:`tokens_of` are what a product's kernel reads its rows with.
 """
@@ -24,7 +24,7 @@ from unisono.kernels.library import AotCase, define, ints, register
 from unisono.kernels.overlap import follow, overlapped
 
 LEAD_PAIRS = 128
-"""Up to so many pairs nothing is sorted."""
+"""Up to this number of pairs nothing is sorted."""
 
 _COUNTED = 32
 """Blocks of counts that are added at once."""
@@ -155,7 +155,7 @@ def _starts_kernel(counts, starts, firsts, totals, blocks, EXPERTS: tl.constexpr
 @triton.jit
 def _place_kernel(ids, starts, firsts, totals, order, tiles, pairs, blocks, count, E, EXPERTS: tl.constexpr,
                   BLOCK: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Programs below ``blocks`` place a block's pairs, those behind them list LISTED tiles each."""
+    """Programs below ``blocks`` place a block's pairs, those after them list LISTED tiles each."""
     follow(OVERLAP)
     block = tl.program_id(0)
     if block < blocks:

@@ -114,9 +114,9 @@ def e4m3_product(x_ptrs, x_ok, x_scales, w_ptrs, w_scales, K, PADDED,
     """The product of e4m3 tiles over K, with their scales: fp32 [outputs, tokens].
 
     x_ptrs [BLOCK_M, 128], w_ptrs [BLOCK_N, 128]: the first step's values; rows of x that are not ``x_ok`` count as 0.
-    x_scales [BLOCK_M]: of the first step; those of the next are PADDED behind it. w_scales: with BY_BLOCK of the first
-    step, [BLOCK_N] with BY_OUTPUT, otherwise one for all outputs, the next ones behind it; without BY_BLOCK [BLOCK_N],
-    of the outputs.
+    x_scales [BLOCK_M]: of the first step; those of the next lie PADDED further. w_scales: with BY_BLOCK of the first
+    step, [BLOCK_N] with BY_OUTPUT, otherwise one for all outputs, followed by the next ones; without BY_BLOCK of the
+    outputs, [BLOCK_N].
     """
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     steps = tl.cdiv(K, 128)

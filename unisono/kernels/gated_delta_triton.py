@@ -72,7 +72,7 @@ def _times_split(x, y_high, y_low, acc):
 
 @triton.jit
 def _store_split(pointer, x, at, SQUARE: tl.constexpr):
-    """Store a square as two terms, the second behind the first; in fp32 as it is."""
+    """Store a square as two terms, the second after the first; in fp32 as it is."""
     dtype: tl.constexpr = pointer.dtype.element_ty
     if dtype == tl.float32:
         tl.store(pointer + at, x)

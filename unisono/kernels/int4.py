@@ -79,7 +79,7 @@ def int4_product(x_ptrs, x_ok, w_ptrs, s_ptrs, z_ptrs, K, group,
     """The product over K of x and of a packed weight, unpacked in registers: fp32 [rows, outputs].
 
     x_ptrs [BLOCK_M, WIDTH], w_ptrs [BLOCK_N, WIDTH / 2]: the first step's; rows of x that are not ``x_ok`` count as 0.
-    s_ptrs, z_ptrs [BLOCK_N]: of the first group, the next ones behind it.
+    s_ptrs, z_ptrs [BLOCK_N]: of the first group, followed by the next ones.
     """
     ks, pairs = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 2)
     last = tl.cdiv(K, group) - 1

@@ -56,7 +56,7 @@ def _choose_kernel(logits, positions, ids, weights, gates, counts, stride, E,
         chosen = tl.where(k == slot, share, chosen)
         padding = tl.where(furthest < 0, (row * TOP_K + slot) % E, E).to(tl.int32)
         tl.store(ids + row * TOP_K + slot, tl.where(real, at, padding))
-        if COUNT:  # of integers, so their order is nobody's concern
+        if COUNT:  # of integers, so their order does not matter
             tl.atomic_add(counts + at, 1, mask=real, sem="relaxed")
         free = free & (e != at)
     if not NORMALIZE:

@@ -8,7 +8,7 @@ it stores stacks; :func:`expert_format` finds it.
   outputs and inputs a value serves). A stack's parameter of that kind is [E (+ 1), rows, columns], the rows of gate
   before those of up; the extra weight is a shared expert that rides along.
 * **Read**: from single tensors (``experts.7.gate_proj.<kind>``), each into its rows, or from a fused one
-  (``experts.gate_up_proj``, for other kinds with ``kind.removeprefix("weight")`` behind it), which is taken apart.
+  (``experts.gate_up_proj``, for other kinds with ``kind.removeprefix("weight")`` after it), which is taken apart.
   Both pass through :meth:`ExpertFormat.read`, so that a format can repack: it gets one projection of one expert.
 * **Applied**: :meth:`ExpertFormat.gate_up` and :meth:`ExpertFormat.down`. The plan says which expert each pair of a
   token and an expert goes to; a format's kernel reads its rows by ``tile_rows``, ``tile_pairs`` and ``tokens_of`` of
@@ -64,7 +64,7 @@ class ExpertFormat(Protocol):
         ...
 
     def tile(self, pairs: int, experts: int, dtype: torch.dtype) -> int:
-        """Rows of a tile, in both products of a pass with so many pairs; from these numbers alone."""
+        """Rows of a tile, in both products of a pass with this number of pairs; from these numbers alone."""
         ...
 
     def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:

@@ -25,7 +25,7 @@ from unisono.layers.norm import RMSNorm
 
 
 class Stack(nn.Module):
-    """E weights [N, K] of one kind, and with ``rides`` a shared expert's behind them; parameters are uninitialised.
+    """E weights [N, K] of one kind, and with ``rides`` a shared expert's after them; parameters are uninitialised.
 
     projections: the outputs of each, by name ("gate", "up"); one of no name is the whole. share: which experts a rank
     holds.
@@ -141,7 +141,7 @@ class Experts(nn.Module):
 
     gate_up, down: the experts' stacks. shared: the shared expert where it does not ride along in them. gated: it has a
     gate, sigmoid of a product with x; without one it counts in full. normalize: a token's weights sum to 1. The
-    router's weight [E, H] has the gate's behind it. counts [E]: tokens that went to each expert, see
+    router's weight [E, H] has the gate's after it. counts [E]: tokens that went to each expert, see
     :func:`expert_counts`.
     """
 

@@ -83,7 +83,7 @@ class Family:
     """What a family file exports, and the catalog lists.
 
     read: transformers config -> DecoderConfig.
-    names: module -> checkpoint module; ``*`` is the layer number, and behind ``each`` a second one the expert's. A
+    names: module -> checkpoint module; ``*`` is the layer number, and after ``each`` a second one the expert's. A
         projection of a merged linear layer is named like a module in it (``layers.*.mixer.qkv.q``). ``.weight``,
         ``.bias`` and the like carry over.
     rows: projection -> a function of its layer's spec: which rows of the checkpoint's tensor are the projection's, in

@@ -71,8 +71,8 @@ class Remembered:
     def ring(self, width: int) -> int:
         """Positions that a row remembers where a round has up to ``width`` tokens of a row.
 
-        A snapshot lags up to PAGE_SIZE - 1 committed tokens behind a round's first one, and behind the next round's
-        first one another ``width``. Inputs since the snapshot have room for the next round's own tokens as well, so
+        A snapshot is up to PAGE_SIZE - 1 committed tokens older than a round's first one, and another ``width`` older
+        than the next round's. Inputs since the snapshot have room for the next round's own tokens as well, so
         these may be written while the earlier ones are still read.
         """
         return self.last + width - 1 if self.last else PAGE_SIZE - 1 + 2 * width
