@@ -18,6 +18,14 @@ _BLOCK = 1024
 
 
 @triton.jit
+def silu_product(gate, up, dtype: tl.constexpr):
+    """``silu(gate) * up`` of fp32 products, in ``dtype``: both are rounded first, and SiLU before it is multiplied."""
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    return (silu * up).to(dtype)
+
+
+@triton.jit
 def _silu_mul_kernel(x, out, I, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # noqa: E741
     follow(OVERLAP)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

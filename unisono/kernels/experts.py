@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.activation import silu_mul_cpu
-from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, tile_pairs, tile_rows, tokens_of
+from unisono.kernels.activation import silu_mul_cpu, silu_product
+from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, product_launch, tile_pairs, tile_rows, tokens_of
 from unisono.kernels.library import AotCase, define, fixed_rows_matmul, ints, register
 from unisono.kernels.overlap import follow, overlapped
 
@@ -108,12 +107,8 @@ def _gate_up_kernel(x, weight, h, ids, order, tiles, M, count,
                 u = tl.load(gates + I * H + k, mask=inside[:, None], other=0.0)
             gate = tl.dot(a, g, gate, input_precision="ieee")
             up = tl.dot(a, u, up, input_precision="ieee")
-        # Rounded as the unfused MLP rounds: the product, SiLU, and its product with the other half.
-        dtype = h.dtype.element_ty
-        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
         at = pair.to(tl.int64)[:, None] * I + cols[None, :]
-        tl.store(h + at, (silu * up).to(dtype), mask=valid[:, None] & (cols < I)[None, :])
+        tl.store(h + at, silu_product(gate, up, h.dtype.element_ty), mask=valid[:, None] & (cols < I)[None, :])
 
 
 @triton.jit
@@ -145,35 +140,30 @@ def _down_kernel(h, weight, y, ids, order, tiles, M, count,
         tl.store(y + at, total.to(y.dtype.element_ty), mask=valid[:, None] & (cols < H)[None, :])
 
 
-def _launch_options(
-    plan: Plan, stack: int, sizes: tuple[int, int, int], tile: Tile
-) -> tuple[tuple[int], int, dict[str, Any]]:
-    """(grid, rows of the result, compile-time arguments) of a product; stack: its weights, sizes: (H, I, N)."""
-    (rows, top_k), rides = plan.ids.shape, stack - plan.experts
-    hidden, inner, outputs = sizes
-    pairs, lead = rows * top_k, plan.tiles is None
-    tiles = _listed(plan) + (rides if lead else rides * triton.cdiv(rows, plan.tile))
-    options = {
-        "H": hidden, "I": inner, "E": plan.experts, "TOP_K": top_k, "TILE": plan.tile, "BLOCK_N": tile.n,
-        "BLOCK_K": tile.k, "STAGES": tile.stages, "ACROSS": tile.across, "RIDES": rides > 0, "LEAD": lead,
-        "PAIRS": triton.next_power_of_2(pairs) if lead else 1, "num_warps": tile.warps,
-    }  # fmt: skip
-    return (tiles * triton.cdiv(outputs, tile.n),), pairs + rides * rows, options
-
-
-def _listed(plan: Plan) -> int:
-    """Tiles, but for a shared expert's."""
-    return plan.ids.numel() if plan.tiles is None else plan.tiles.shape[1]
+def _blocking(tile: Tile) -> dict[str, int]:
+    """The compile-time arguments that are the tile's."""
+    return {"BLOCK_N": tile.n, "BLOCK_K": tile.k, "STAGES": tile.stages, "num_warps": tile.warps}
 
 
 def launch_gate_up(x: torch.Tensor, weight: torch.Tensor, plan: Plan, tile: Tile | None = None) -> torch.Tensor:
     """The kernel of :func:`expert_gate_up`; ``tile`` overrides the blocking (speed only)."""
     x, weight, inner = x.contiguous(), weight.contiguous(), weight.shape[1] // 2
     tile = tile or expert_tiles(plan.ids.numel(), plan.experts, x.dtype).up
-    grid, results, options = _launch_options(plan, weight.shape[0], (x.shape[1], inner, inner), tile)
+    parts = triton.cdiv(inner, tile.n)
+    grid, results, options = product_launch(plan, len(weight), x.shape[1], inner, parts, tile.across)
     h = x.new_empty(results, inner)
     _gate_up_kernel[grid](
-        x, weight, h, plan.ids, plan.order, plan.tiles, x.shape[0], _listed(plan), **options, **overlapped(x.device)
+        x,
+        weight,
+        h,
+        plan.ids,
+        plan.order,
+        plan.tiles,
+        x.shape[0],
+        plan.listed,
+        **options,
+        **_blocking(tile),
+        **overlapped(x.device),
     )
     return h
 
@@ -182,10 +172,11 @@ def launch_down(h: torch.Tensor, weight: torch.Tensor, plan: Plan, tile: Tile | 
     """The kernel of :func:`expert_down`; ``tile`` overrides the blocking (speed only)."""
     h, weight, hidden = h.contiguous(), weight.contiguous(), weight.shape[1]
     tile = tile or expert_tiles(plan.ids.numel(), plan.experts, h.dtype).down
-    grid, results, options = _launch_options(plan, weight.shape[0], (hidden, h.shape[1], hidden), tile)
+    parts = triton.cdiv(hidden, tile.n)
+    grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tile.across)
     y = h.new_empty(results, hidden)
     _down_kernel[grid](
-        h, weight, y, plan.ids, plan.order, plan.tiles, plan.ids.shape[0], _listed(plan), **options,
+        h, weight, y, plan.ids, plan.order, plan.tiles, plan.ids.shape[0], plan.listed, **options, **_blocking(tile),
         **overlapped(h.device),
     )  # fmt: skip
     return y

@@ -13,15 +13,14 @@ B(n) = ceil(n / 128). Scales: w_scales of gate and up fp32 [E, 2 B(I), B(H)], ga
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.activation import silu_mul_cpu
+from unisono.kernels.activation import silu_mul_cpu, silu_product
 from unisono.kernels.experts import _split, pairs_by_expert
-from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, tile_pairs, tile_rows, tokens_of
+from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, product_launch, tile_of, tile_pairs, tile_rows, tokens_of
 from unisono.kernels.fp8 import e4m3_product, widened_weight
 from unisono.kernels.fp8_quantize import GROUP, launch_quantize, quantize_cpu, widened_activations
 from unisono.kernels.library import AotCase, define, fixed_rows_matmul, ints, register
@@ -54,14 +53,6 @@ _TILES = {  # by rows of a plan's tile
     128: Tiles(Tile(128, 8, 4, False), Tile(128, 8, 4, False), False),
 }
 
-_ROWS = {4: 16, 32: 32, 96: 64, float("inf"): 128}
-"""Up to this average number of pairs per expert: rows of a tile."""
-
-
-def fp8_tile_rows(pairs: int, experts: int) -> int:
-    """Rows of a tile in both products of a pass with this number of pairs, from shapes alone."""
-    return next(rows for most, rows in _ROWS.items() if pairs <= most * experts)
-
 
 @triton.jit
 def _fp8_gate_up_kernel(x8, x_scales, weight, w_scales, h, ids, order, tiles, M, count, PADDED,
@@ -93,13 +84,9 @@ def _fp8_gate_up_kernel(x8, x_scales, weight, w_scales, h, ids, order, tiles, M,
         acc = e4m3_product(x_ptrs, valid, x_scales + token, w_ptrs, ws_ptrs, H, PADDED,
                            TILE, BLOCK_N, AHEAD, BY_BLOCK, True, EVEN)  # fmt: skip
         gate, up_ = tl.split(tl.trans(acc).reshape(TILE, 2, HALF).permute(0, 2, 1))
-        # Rounded as the unfused MLP rounds: the product, SiLU, and its product with the other half.
-        dtype = h.dtype.element_ty
-        gate, up_ = gate.to(dtype).to(tl.float32), up_.to(dtype).to(tl.float32)
-        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
         cols = part * HALF + tl.arange(0, HALF)
         at = pair.to(tl.int64)[:, None] * I + cols[None, :]
-        tl.store(h + at, (silu * up_).to(dtype), mask=valid[:, None] & (cols < I)[None, :])
+        tl.store(h + at, silu_product(gate, up_, h.dtype.element_ty), mask=valid[:, None] & (cols < I)[None, :])
 
 
 @triton.jit
@@ -130,36 +117,24 @@ def _fp8_down_kernel(h8, h_scales, weight, w_scales, y, ids, order, tiles, M, co
         tl.store(y + at, tl.trans(acc).to(y.dtype.element_ty), mask=valid[:, None] & (cols < H)[None, :])
 
 
-def _launch_options(
-    plan: Plan, stack: int, sizes: tuple[int, int, int], tile: Tile, across: bool, by_block: bool
-) -> tuple[tuple[int], int, dict[str, Any]]:
-    """(grid, rows of the result, compile-time arguments) of a product; stack: its weights, sizes: (H, I, parts)."""
-    (rows, top_k), rides, (hidden, inner, parts) = plan.ids.shape, stack - plan.experts, sizes
-    pairs, lead = rows * top_k, plan.tiles is None
-    tiles = listed_tiles(plan) + (rides if lead else rides * triton.cdiv(rows, plan.tile))
-    options = {
-        "H": hidden, "I": inner, "E": plan.experts, "TOP_K": top_k, "TILE": plan.tile, "BLOCK_N": tile.n,
-        "ACROSS": across, "RIDES": rides > 0, "LEAD": lead, "PAIRS": triton.next_power_of_2(pairs) if lead else 1,
-        "AHEAD": tile.ahead, "BY_BLOCK": by_block, "num_warps": tile.warps, "num_stages": tile.stages,
+def _blocking(tile: Tile, by_block: bool) -> dict[str, int]:
+    """The compile-time arguments that are the tile's and the scales'."""
+    return {
+        "BLOCK_N": tile.n, "AHEAD": tile.ahead, "BY_BLOCK": by_block, "num_warps": tile.warps,
+        "num_stages": tile.stages,
     }  # fmt: skip
-    return (tiles * parts,), pairs + rides * rows, options
-
-
-def listed_tiles(plan: Plan) -> int:
-    """Tiles, but for a shared expert's."""
-    return plan.ids.numel() if plan.tiles is None else plan.tiles.shape[1]
 
 
 def launch_fp8_gate_up(x: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan) -> torch.Tensor:
     """The kernels of :func:`expert_fp8_gate_up`."""
     inner, tiles, by_block = weight.shape[1] // 2, _TILES[plan.tile], w_scales.dim() == 3
     x8, x_scales = launch_quantize(x, GROUP if by_block else None)
-    sizes = (x.shape[1], inner, triton.cdiv(inner, tiles.up.n // 2))
-    grid, results, options = _launch_options(plan, weight.shape[0], sizes, tiles.up, tiles.across, by_block)
+    parts = triton.cdiv(inner, tiles.up.n // 2)
+    grid, results, options = product_launch(plan, len(weight), x.shape[1], inner, parts, tiles.across)
     h = x.new_empty(results, inner)
     _fp8_gate_up_kernel[grid](
-        x8, x_scales, weight, w_scales, h, plan.ids, plan.order, plan.tiles, x.shape[0], listed_tiles(plan),
-        x8.shape[0], **options, **overlapped(x.device),
+        x8, x_scales, weight, w_scales, h, plan.ids, plan.order, plan.tiles, x.shape[0], plan.listed,
+        x8.shape[0], **options, **_blocking(tiles.up, by_block), **overlapped(x.device),
     )  # fmt: skip
     return h
 
@@ -168,12 +143,12 @@ def launch_fp8_down(h: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tenso
     """The kernels of :func:`expert_fp8_down`."""
     hidden, tiles, by_block = weight.shape[1], _TILES[plan.tile], w_scales.dim() == 3
     h8, h_scales = launch_quantize(h, GROUP if by_block else None)
-    sizes = (hidden, h.shape[1], triton.cdiv(hidden, tiles.down.n))
-    grid, results, options = _launch_options(plan, weight.shape[0], sizes, tiles.down, tiles.across, by_block)
+    parts = triton.cdiv(hidden, tiles.down.n)
+    grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tiles.across)
     y = h.new_empty(results, hidden)
     _fp8_down_kernel[grid](
-        h8, h_scales, weight, w_scales, y, plan.ids, plan.order, plan.tiles, plan.ids.shape[0], listed_tiles(plan),
-        h8.shape[0], **options, **overlapped(h.device),
+        h8, h_scales, weight, w_scales, y, plan.ids, plan.order, plan.tiles, plan.ids.shape[0], plan.listed,
+        h8.shape[0], **options, **_blocking(tiles.down, by_block), **overlapped(h.device),
     )  # fmt: skip
     return y
 
@@ -247,7 +222,7 @@ def expert_fp8_down(h: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tenso
 def _aot(rows: int, hidden: int, inner: int, experts: int, top_k: int, rides: bool, by_block: bool) -> list[AotCase]:
     """Both products of ``rows`` tokens."""
     pairs, cases = rows * top_k, []
-    lead, tile_m = pairs <= LEAD_PAIRS, fp8_tile_rows(pairs, experts)
+    lead, tile_m = pairs <= LEAD_PAIRS, tile_of(pairs, experts)
     chosen = _TILES[tile_m]
     for kernel, names, tile in (
         (_fp8_gate_up_kernel, "x8 x_scales h", chosen.up),

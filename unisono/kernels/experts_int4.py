@@ -11,16 +11,14 @@ G(k) = ceil(k / group). Packed weights uint8 [E, 2 I, H / 2] and [E, H, I / 2]; 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.activation import silu_mul_cpu
+from unisono.kernels.activation import silu_mul_cpu, silu_product
 from unisono.kernels.experts import _split, pairs_by_expert
-from unisono.kernels.experts_fp8 import listed_tiles
-from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, tile_pairs, tile_rows, tokens_of
+from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, product_launch, tile_of, tile_pairs, tile_rows, tokens_of
 from unisono.kernels.int4 import int4_product, int4_steps, unpack_cpu
 from unisono.kernels.library import AotCase, define, fixed_rows_matmul, ints, register
 from unisono.kernels.overlap import follow, overlapped
@@ -44,13 +42,10 @@ _TILES = {  # by rows of a plan's tile
     128: Tile(128, 128, 8, 2, False),
 }
 
-_ROWS = {4: 16, 32: 32, 96: 64, float("inf"): 128}
-"""Up to this average number of pairs per expert: rows of a tile."""
-
 
 def int4_tile_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
     """Rows of a tile in both products of a pass with this number of pairs, from shapes alone."""
-    return 16 if dtype is torch.float32 else next(rows for most, rows in _ROWS.items() if pairs <= most * experts)
+    return 16 if dtype is torch.float32 else tile_of(pairs, experts)
 
 
 @triton.jit
@@ -76,13 +71,9 @@ def _int4_gate_up_kernel(x, weight, scales, zeros, h, ids, order, tiles, M, coun
         acc = int4_product(x_ptrs, valid, w_ptrs, scales + of_rows, z_ptrs, H, group,
                            TILE, BLOCK_N, WIDTH, STEPS, H % (WIDTH * STEPS) == 0, HAS_ZEROS)  # fmt: skip
         gate, up = tl.split(acc.reshape(TILE, 2, HALF).permute(0, 2, 1))
-        # Rounded as the unfused MLP rounds: the product, SiLU, and its product with the other half.
-        dtype = h.dtype.element_ty
-        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
         cols = part * HALF + tl.arange(0, HALF)
         at = pair.to(tl.int64)[:, None] * I + cols[None, :]
-        tl.store(h + at, (silu * up).to(dtype), mask=valid[:, None] & (cols < I)[None, :])
+        tl.store(h + at, silu_product(gate, up, h.dtype.element_ty), mask=valid[:, None] & (cols < I)[None, :])
 
 
 @triton.jit
@@ -109,33 +100,26 @@ def _int4_down_kernel(h, weight, scales, zeros, y, ids, order, tiles, M, count, 
         tl.store(y + at, acc.to(y.dtype.element_ty), mask=valid[:, None] & (cols < H)[None, :])
 
 
-def _launch_options(
-    plan: Plan, stack: int, sizes: tuple[int, int, int], block: int, group: int, zeros: torch.Tensor | None
-) -> tuple[tuple[int], int, dict[str, Any]]:
-    """(grid, rows of the result, compile-time arguments) of a product; stack: its weights, sizes: (H, I, parts)."""
-    (rows, top_k), rides, (hidden, inner, parts) = plan.ids.shape, stack - plan.experts, sizes
-    pairs, lead, tile, (width, steps) = rows * top_k, plan.tiles is None, _TILES[plan.tile], int4_steps(group)
-    tiles = listed_tiles(plan) + (rides if lead else rides * triton.cdiv(rows, plan.tile))
-    options = {
-        "H": hidden, "I": inner, "E": plan.experts, "TOP_K": top_k, "TILE": plan.tile, "BLOCK_N": block,
-        "ACROSS": tile.across, "RIDES": rides > 0, "LEAD": lead, "PAIRS": triton.next_power_of_2(pairs) if lead else 1,
-        "WIDTH": width, "STEPS": steps, "HAS_ZEROS": zeros is not None,
-        "num_warps": tile.warps, "num_stages": tile.stages,
+def _blocking(tile: Tile, block: int, group: int, zeros: torch.Tensor | None) -> dict[str, int]:
+    """The compile-time arguments that are the tile's and the weight's. block: outputs."""
+    width, steps = int4_steps(group)
+    return {
+        "BLOCK_N": block, "WIDTH": width, "STEPS": steps, "HAS_ZEROS": zeros is not None, "num_warps": tile.warps,
+        "num_stages": tile.stages,
     }  # fmt: skip
-    return (tiles * parts,), pairs + rides * rows, options
 
 
 def launch_int4_gate_up(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
 ) -> torch.Tensor:
     """The kernel of :func:`expert_int4_gate_up`."""
-    x, inner, block = x.contiguous(), weight.shape[1] // 2, _TILES[plan.tile].up
-    sizes = (x.shape[1], inner, triton.cdiv(inner, block // 2))
-    grid, results, options = _launch_options(plan, weight.shape[0], sizes, block, group, zeros)
+    x, inner, tile = x.contiguous(), weight.shape[1] // 2, _TILES[plan.tile]
+    parts = triton.cdiv(inner, tile.up // 2)
+    grid, results, options = product_launch(plan, len(weight), x.shape[1], inner, parts, tile.across)
     h = x.new_empty(results, inner)
     _int4_gate_up_kernel[grid](
-        x, weight, scales, zeros, h, plan.ids, plan.order, plan.tiles, x.shape[0], listed_tiles(plan), group,
-        **options, **overlapped(x.device),
+        x, weight, scales, zeros, h, plan.ids, plan.order, plan.tiles, x.shape[0], plan.listed, group,
+        **options, **_blocking(tile, tile.up, group, zeros), **overlapped(x.device),
     )  # fmt: skip
     return h
 
@@ -144,13 +128,13 @@ def launch_int4_down(
     h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
 ) -> torch.Tensor:
     """The kernel of :func:`expert_int4_down`."""
-    h, hidden, block = h.contiguous(), weight.shape[1], _TILES[plan.tile].down
-    sizes = (hidden, h.shape[1], triton.cdiv(hidden, block))
-    grid, results, options = _launch_options(plan, weight.shape[0], sizes, block, group, zeros)
+    h, hidden, tile = h.contiguous(), weight.shape[1], _TILES[plan.tile]
+    parts = triton.cdiv(hidden, tile.down)
+    grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tile.across)
     y = h.new_empty(results, hidden)
     _int4_down_kernel[grid](
-        h, weight, scales, zeros, y, plan.ids, plan.order, plan.tiles, plan.ids.shape[0], listed_tiles(plan), group,
-        **options, **overlapped(h.device),
+        h, weight, scales, zeros, y, plan.ids, plan.order, plan.tiles, plan.ids.shape[0], plan.listed, group,
+        **options, **_blocking(tile, tile.down, group, zeros), **overlapped(h.device),
     )  # fmt: skip
     return y
 

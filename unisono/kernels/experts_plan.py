@@ -14,7 +14,7 @@ choice of experts needs, and those after the last have no rows.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,6 +32,9 @@ _COUNTED = 32
 _LISTED = 16
 """Tiles that one program lists."""
 
+_TILE_ROWS = {4: 16, 32: 32, 96: 64, float("inf"): 128}
+"""Up to this average number of pairs per expert: rows of a tile."""
+
 
 class Plan(NamedTuple):
     """How a pass's pairs are divided into tiles.
@@ -46,6 +49,32 @@ class Plan(NamedTuple):
     tile: int
     order: torch.Tensor | None = None
     tiles: torch.Tensor | None = None
+
+    @property
+    def listed(self) -> int:
+        """Tiles, but for a shared expert's."""
+        return self.ids.numel() if self.tiles is None else self.tiles.shape[1]
+
+
+def product_launch(
+    plan: Plan, stack: int, hidden: int, inner: int, parts: int, across: bool
+) -> tuple[tuple[int], int, dict[str, Any]]:
+    """(grid, rows of the result, compile-time arguments) that the products of all weight formats share.
+
+    stack: weights in the stack. parts: blocks of outputs. across: neighbours in the grid share rows.
+    """
+    (rows, top_k), rides, lead = plan.ids.shape, stack - plan.experts, plan.tiles is None
+    tiles, pairs = plan.listed + (rides if lead else rides * triton.cdiv(rows, plan.tile)), rows * top_k
+    options = {
+        "H": hidden, "I": inner, "E": plan.experts, "TOP_K": top_k, "TILE": plan.tile, "ACROSS": across,
+        "RIDES": rides > 0, "LEAD": lead, "PAIRS": triton.next_power_of_2(pairs) if lead else 1,
+    }  # fmt: skip
+    return (tiles * parts,), pairs + rides * rows, options
+
+
+def tile_of(pairs: int, experts: int) -> int:
+    """Rows of a tile in both products of a pass with this number of pairs, from shapes alone; of quantised weights."""
+    return next(rows for most, rows in _TILE_ROWS.items() if pairs <= most * experts)
 
 
 def num_tiles(pairs: int, experts: int, tile: int) -> int:

@@ -28,7 +28,7 @@ from unisono.kernels.fp8_quantize import (
     widened_activations,
 )
 from unisono.kernels.library import AotCase, define, fixed_rows_matmul, register
-from unisono.kernels.linear import launch_add
+from unisono.kernels.linear import launch_add, store_sums
 from unisono.kernels.overlap import follow, overlapped
 
 FEW_ROWS = 64
@@ -160,18 +160,7 @@ def _fp8_linear_kernel(x8, x_scales, w8, w_scales, bias, residual, out, M, N, K,
     follow(OVERLAP)
     acc = e4m3_product(x_ptrs, row_ok, x_scales + rows, w_ptrs, ws_ptrs, K, PADDED,
                        BLOCK_M, BLOCK_N, AHEAD, BY_BLOCK, False, EVEN_K)  # fmt: skip
-
-    # Round before every addition: these are the bits of the unfused path, which serves large M.
-    y = tl.trans(acc).to(out.dtype.element_ty)
-    if HAS_BIAS:
-        b = tl.load(bias + cols, mask=col_ok, other=0.0)
-        y = (y.to(tl.float32) + b.to(tl.float32)[None, :]).to(y.dtype)
-    at = rows.to(tl.int64)[:, None] * N + cols[None, :]
-    inside = row_ok[:, None] & col_ok[None, :]
-    if HAS_RESIDUAL:
-        r = tl.load(residual + at, mask=inside, other=0.0)
-        y = (y.to(tl.float32) + r.to(tl.float32)).to(y.dtype)
-    tl.store(out + at, y, mask=inside)
+    store_sums(tl.trans(acc), out, bias, residual, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
 
 
 def launch_fp8_product(

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.library import AotCase, define, register
-from unisono.kernels.linear import launch_linear, linear_cpu, linear_cuda, prove_exact, rehearse_proof
+from unisono.kernels.linear import launch_linear, linear_cpu, linear_cuda, prove_exact, rehearse_proof, store_sums
 from unisono.kernels.overlap import follow, overlapped
 
 FEW_ROWS = 64
@@ -119,18 +119,7 @@ def _int4_linear_kernel(x, weight, scales, zeros, bias, residual, out, M, N, K, 
     z_ptrs = zeros + weight_rows * G if HAS_ZEROS else zeros
     acc = int4_product(x_ptrs, row_ok, w_ptrs, scales + weight_rows * G, z_ptrs, K, group,
                        BLOCK_M, BLOCK_N, WIDTH, STEPS, EVEN_K, HAS_ZEROS)  # fmt: skip
-
-    # Round before every addition: these are the bits of the unfused path, which serves large M.
-    y = acc.to(out.dtype.element_ty)
-    if HAS_BIAS:
-        b = tl.load(bias + cols, mask=col_ok, other=0.0)
-        y = (y.to(tl.float32) + b.to(tl.float32)[None, :]).to(y.dtype)
-    place = rows.to(tl.int64)[:, None] * N + cols[None, :]
-    inside = row_ok[:, None] & col_ok[None, :]
-    if HAS_RESIDUAL:
-        r = tl.load(residual + place, mask=inside, other=0.0)
-        y = (y.to(tl.float32) + r.to(tl.float32)).to(y.dtype)
-    tl.store(out + place, y, mask=inside)
+    store_sums(acc, out, bias, residual, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit

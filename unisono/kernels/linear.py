@@ -65,6 +65,25 @@ def _config(rows: int, n: int, dtype: torch.dtype) -> Tile:
 
 
 @triton.jit
+def store_sums(acc, out, bias, residual, rows, cols, M, N, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+    """Store fp32 products [rows, cols] of out [M, N], plus the bias, plus the residual.
+
+    They are rounded before every addition: these are the bits of the unfused path, which serves large M.
+    """
+    row_ok, col_ok = rows < M, cols < N
+    y = acc.to(out.dtype.element_ty)
+    if HAS_BIAS:
+        b = tl.load(bias + cols, mask=col_ok, other=0.0)
+        y = (y.to(tl.float32) + b.to(tl.float32)[None, :]).to(y.dtype)
+    at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    inside = row_ok[:, None] & col_ok[None, :]
+    if HAS_RESIDUAL:
+        r = tl.load(residual + at, mask=inside, other=0.0)
+        y = (y.to(tl.float32) + r.to(tl.float32)).to(y.dtype)
+    tl.store(out + at, y, mask=inside)
+
+
+@triton.jit
 def _linear_kernel(x, weight, bias, residual, out, M, N, K,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -91,18 +110,7 @@ def _linear_kernel(x, weight, bias, residual, out, M, N, K,
         acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
-
-    # Round before every addition: these are the bits of the unfused path, which serves large M.
-    y = acc.to(out.dtype.element_ty)
-    if HAS_BIAS:
-        b = tl.load(bias + cols, mask=col_ok, other=0.0)
-        y = (y.to(tl.float32) + b.to(tl.float32)[None, :]).to(y.dtype)
-    at = rows.to(tl.int64)[:, None] * N + cols[None, :]
-    inside = row_ok[:, None] & col_ok[None, :]
-    if HAS_RESIDUAL:
-        r = tl.load(residual + at, mask=inside, other=0.0)
-        y = (y.to(tl.float32) + r.to(tl.float32)).to(y.dtype)
-    tl.store(out + at, y, mask=inside)
+    store_sums(acc, out, bias, residual, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit
