@@ -150,7 +150,7 @@ def _fp8_linear_kernel(x8, x_scales, w8, w_scales, bias, residual, out, M, N, K,
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, 128)
-    row_ok, col_ok = rows < M, cols < N
+    row_ok = rows < M
     x_ptrs = x8 + rows.to(tl.int64)[:, None] * K + ks[None, :]
     # The last weight tile repeats the last row: that is cheaper than a mask, and the result is not stored.
     weight_rows = tl.minimum(cols, N - 1)

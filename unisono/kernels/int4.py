@@ -109,7 +109,7 @@ def _int4_linear_kernel(x, weight, scales, zeros, bias, residual, out, M, N, K, 
     # Row tiles of one weight tile are neighbours in the grid, so that the weight is read from memory once.
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_ok, col_ok = rows < M, cols < N
+    row_ok = rows < M
     # The last weight tile repeats the last row: that is cheaper than a mask, and the result is not stored.
     weight_rows = tl.minimum(cols, N - 1).to(tl.int64)
     G = tl.cdiv(K, group)
