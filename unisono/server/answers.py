@@ -80,12 +80,14 @@ class Answer:
             return event(self._response(self.shape.chunk, choices, usage))
 
         try:
-            for index, generation in enumerate(self.generations):
-                yield chunk([self.shape.first(index, generation.seed)])
+            begun: set[int] = set()
             async with aclosing(merge(self.generations)) as pieces:
                 async for piece in pieces:
-                    for choice in self._chunk_choices(piece):  # clients read a chunk's first choice
-                        yield chunk([choice])
+                    first = piece.index not in begun
+                    begun.add(piece.index)
+                    # One choice for each chunk: clients read a chunk's first. One write for each piece.
+                    if data := b"".join(chunk([choice]) for choice in self._chunk_choices(piece, first)):
+                        yield data
             if total:
                 yield event(self._response(self.shape.chunk, [], self._usage()))
         except Exception as error:
@@ -97,8 +99,12 @@ class Answer:
         for generation in self.generations:
             generation.close()
 
-    def _chunk_choices(self, piece: Piece) -> Choices:
-        """Choices with the thinking and text of a piece, or what was asked of its tokens; then the closing one."""
+    def _chunk_choices(self, piece: Piece, first: bool) -> Choices:
+        """Choices with the thinking and text of a piece, or what was asked of its tokens; then the closing one.
+
+        first: the piece has its choice's first token. Its opening chunk leaves with it and never before, so that a
+        client's time to the first chunk is the time to the first token.
+        """
         choices: Choices = []
         if piece.reasoning:
             choices.append(self.shape.reasoning(piece.index, piece.reasoning))
@@ -106,6 +112,8 @@ class Answer:
             choices.append(self.shape.text(piece.index, piece.text))
         if choices:
             self._with_tokens(choices[0], piece.token_ids, piece.reports or [])
+        if first:
+            choices = self.shape.open(piece.index, self.generations[piece.index].seed, choices)
         if piece.finish is not None:
             choices.append(self.shape.last(piece.index, piece.finish, piece.stop))
         return choices

@@ -91,7 +91,7 @@ def create_app(service: Service) -> ASGIApp:
 
 
 class Gate:
-    """Refuses generation while the engine is dead or the server drains, and counts what is in flight."""
+    """Refuses generation while the engine is dead or the server drains; counts and dates what is in flight."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -106,6 +106,7 @@ class Gate:
             await _json(refusal.body(), refusal.status)(scope, receive, send)
             return
         self._service.in_flight += 1
+        scope["arrival"] = time.monotonic()
         try:
             await self._app(scope, receive, send)
         finally:
@@ -143,6 +144,8 @@ async def _generate(
     body.check_stream()
     request_id = shape.id_prefix + uuid.uuid4().hex
     generations = await prepare(request_id)
+    for generation in generations:
+        generation.arrived(request.scope["arrival"])
     created = int(time.time())
     answer = Answer(shape, request_id, created, model, service.fingerprint, body, generations)
     try:

@@ -64,11 +64,11 @@ class ServerMetrics:
 
 
 class RequestTimer:
-    """Times one request into a server's histograms."""
+    """Times one request into a server's histograms, from ``start`` on."""
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self._metrics = metrics
-        self._start = time.monotonic()
+        self.start = time.monotonic()
         self._last: float | None = None
 
     def tokens(self, count: int) -> None:
@@ -77,7 +77,7 @@ class RequestTimer:
             return
         now = time.monotonic()
         if self._last is None:
-            self._metrics._first_token.observe(now - self._start)
+            self._metrics._first_token.observe(now - self.start)
         else:
             for _ in range(count):
                 self._metrics._inter_token.observe((now - self._last) / count)
@@ -85,7 +85,7 @@ class RequestTimer:
 
     def finished(self, reason: str) -> None:
         """The request has ended: ``stop``, ``length`` or ``abort``."""
-        self._metrics._request.observe(time.monotonic() - self._start)
+        self._metrics._request.observe(time.monotonic() - self.start)
         self._metrics._finished.labels(self._metrics._model_name, reason).inc()
 
 
