@@ -28,6 +28,7 @@ from typer.core import TyperCommand, TyperGroup
 from unisono import __version__, catalog
 from unisono.cli_aliases import translate
 from unisono.types import (
+    MAX_LOGPROBS,
     BadRequest,
     ConfigError,
     FinishReason,
@@ -113,6 +114,12 @@ def _engine_flags(
     logprobs_mode: Annotated[
         str, typer.Option(help="raw_logprobs: the model's own; processed_logprobs: what tokens are drawn from.")
     ] = "raw_logprobs",
+    max_logprobs: Annotated[
+        int, typer.Option(help="Log-probabilities per token that a request may ask for; -1: the whole vocabulary.")
+    ] = MAX_LOGPROBS,
+    scheduling_policy: Annotated[
+        str, typer.Option(help="fcfs: first come, first served; priority: lower values of priority first.")
+    ] = "fcfs",
     enable_prompt_embeds: Annotated[
         bool, typer.Option("--enable-prompt-embeds", help="Serve prompt_embeds and embedding_overrides.")
     ] = False,
@@ -225,6 +232,9 @@ def serve(
     reasoning_parser: Annotated[
         str | None, typer.Option(help="Tell thinking from what is said in chat answers: qwen3 or deepseek_r1.")
     ] = None,
+    trust_request_chat_template: Annotated[
+        bool, typer.Option("--trust-request-chat-template", help="Render chat_template of request bodies, sandboxed.")
+    ] = False,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests to end on Ctrl-C.")] = 30.0,
 ) -> None:
     """Serve the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models."""
@@ -245,6 +255,7 @@ def serve(
         api_key=api_key or None,  # an empty environment variable is none
         drain_timeout=drain_timeout,
         reasoning_parser=reasoning_parser,
+        trust_request_chat_template=trust_request_chat_template,
     )
     with _bars() as progress:
         run_server(config, settings, progress)

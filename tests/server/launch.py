@@ -16,7 +16,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO)
     options = json.loads(sys.argv[2])
     settings = {
-        name: options.pop(name) for name in ("port", "api_key", "drain_timeout", "reasoning_parser") if name in options
+        name: options.pop(name)
+        for name in ("port", "api_key", "drain_timeout", "reasoning_parser", "trust_request_chat_template")
+        if name in options
     }
     settings = {"port": 0, **settings}
     engine = "tests.server.fake_engine:FakeEngine"

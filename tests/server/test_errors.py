@@ -79,8 +79,8 @@ SHARED = [
     ({"guided_regex": "a", "guided_json": {}}, 400, "guided_json", ["guided_json and guided_regex", "one"]),
     ({"tools": [{"type": "function"}]}, 400, "tools", []),
     ({"suffix": "x"}, 400, "suffix", []),
-    ({"best_of": 4}, 400, "best_of", []),
-    ({"temprature": 1}, 400, "temprature", ["not a known field"]),
+    ({"best_of": 4, "n": 8}, 400, "best_of", []),
+    ({"temprature": 1}, 400, "temprature", ["not a known field; did you mean temperature"]),
 ]
 
 
@@ -142,12 +142,12 @@ def test_messages(server: Server, messages: Any, param: str, says: list[str]) ->
         ({"prompt": "a", "prompt_logprobs": True}, "prompt_logprobs", ["true", "a whole number"]),
         ({"prompt": "a", "prompt_logprobs": 0, "stream": True}, "prompt_logprobs", ["whole answers only", "stream"]),
         ({"prompt": "a", "logprobs": True}, "logprobs", ["whole number"]),
-        ({"prompt": "a", "top_logprobs": 2}, "top_logprobs", ["not supported"]),
+        ({"prompt": "a", "top_logprobs": 2}, "top_logprobs", ["not a field of /v1/completions"]),
         ({"prompt": [1] * 512}, "prompt", ["512 tokens", "room for 511"]),
         ({"prompt": [1] * 500, "max_tokens": 13}, "max_tokens", ["500", "13", "513", "512", "at most 12"]),
         ({"prompt": [1] * 500}, "max_tokens", ["at most 12"]),
         ({"prompt": "x" * 10**6}, "prompt", ["1000000 characters", "512"]),
-        ({"prompt": "a", "messages": HI}, "messages", ["not a known field"]),
+        ({"prompt": "a", "messages": HI}, "messages", ["/v1/chat/completions"]),
         ({"prompt": [Trick.REJECT]}, "prompt", ["the fake engine refuses"]),
         ({"prompt": [[5], [Trick.REJECT]], "stream": True}, "prompt", ["the fake engine refuses"]),
     ],
@@ -204,8 +204,8 @@ def test_chat_only(server: Server) -> None:
     check(post(continue_final_message=True, add_generation_prompt=True), 400, "continue_final_message", "exclude")
     check(post(chat_template_kwargs={"tokenize": True}), 400, "chat_template_kwargs", "tokenize")
     check(post(chat_template_kwargs=[1]), 400, "chat_template_kwargs", "object")
-    check(post(prompt="a"), 400, "prompt", "not a known field")
-    check(post(echo=True), 400, "echo", "not supported")
+    check(post(prompt="a"), 400, "prompt", "not a field of /v1/chat/completions")
+    check(post(echo=1), 400, "echo", "true or false")
     check(post(top_logprobs=3), 400, "top_logprobs", "needs logprobs=true")
     check(post(top_logprobs=21, logprobs=True), 400, "top_logprobs", "21", "0 to 20")
     check(post(logprobs=1), 400, "logprobs", "true or false")

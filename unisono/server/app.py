@@ -28,6 +28,7 @@ from unisono.server.client import EngineClient
 from unisono.server.errors import ApiError, as_api_error, show, unavailable
 from unisono.server.generation import Generation, start_all
 from unisono.server.metrics import ServerMetrics
+from unisono.server.request_ids import HEADER, given_id
 from unisono.server.responses import ChatShape, ModelCard, ModelList, Shape, TextShape
 from unisono.server.serving import Serving
 from unisono.types import EngineDead, UnisonoError
@@ -142,7 +143,8 @@ async def _generate(
     """Check, start every generation, answer. Requests that the engine refuses get their status before any stream."""
     model = service.model(body.model)
     body.check_stream()
-    request_id = shape.id_prefix + uuid.uuid4().hex
+    given = given_id(request.headers.get(HEADER), body.request_id, body.rid)
+    request_id = shape.id_prefix + (given or uuid.uuid4().hex)
     generations = await prepare(request_id)
     for generation in generations:
         generation.arrived(request.scope["arrival"])

@@ -50,6 +50,7 @@ class ServerSettings:
     model_path: directory with the tokenizer. names: what clients may call the model; answers carry the one they used.
     drain_timeout: seconds that running requests get to finish after the first signal.
     reasoning_parser: how thinking is told from what is said in chat answers (``reasoning.PARSERS``), if at all.
+    trust_request_chat_template: whether bodies may bring a chat template, which is rendered in a sandbox.
     engine: ``"module:Class"``, called with the engine's config in the engine process.
     """
 
@@ -60,6 +61,7 @@ class ServerSettings:
     api_key: str | None = None
     drain_timeout: float = 30.0
     reasoning_parser: str | None = None
+    trust_request_chat_template: bool = False
     engine: str = ENGINE
 
 
@@ -133,7 +135,13 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
     metrics = ServerMetrics(settings.names[0], lambda: client.samples)
     return Service(
         client=client,
-        serving=Serving(client, InputProcessor(tokenizer, facts), metrics, parser_named(settings.reasoning_parser)),
+        serving=Serving(
+            client,
+            InputProcessor(tokenizer, facts),
+            metrics,
+            parser_named(settings.reasoning_parser),
+            settings.trust_request_chat_template,
+        ),
         metrics=metrics,
         names=settings.names,
         root=str(settings.model_path),
