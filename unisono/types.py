@@ -334,6 +334,16 @@ class SamplingParams:
         self._check_ends()
         self._check_edits()
 
+    @property
+    def wants_wide_logprobs(self) -> bool:
+        """Whether log-probabilities are wanted that no kernel finds: more than MAX_LOGPROBS, or of tokens by id."""
+        return self.logprob_token_ids is not None or not -1 < (self.logprobs or 0) <= MAX_LOGPROBS
+
+    @property
+    def found_logprobs(self) -> int | None:
+        """How many likely tokens the kernel is to find; None for no log-probabilities at all."""
+        return 0 if self.wants_wide_logprobs else self.logprobs
+
     def _check_reports(self) -> None:
         """What is told of tokens."""
         ok = self.logprobs is None or (_is_int(self.logprobs) and self.logprobs >= -1)
