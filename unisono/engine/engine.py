@@ -143,7 +143,9 @@ class Engine:
         features = self.runner.request_features
         known = {name for feature in features for name in feature.extra_args}
         if unknown := sorted(request.params.extra_args.keys() - known):
-            raise BadRequest(f"extra_args has {unknown}; the features here read {sorted(known)}.", "extra_args")
+            raise BadRequest(
+                f"extra_args (vllm_xargs) has {unknown}; the features here read {sorted(known)}.", "extra_args"
+            )
         begun = ((feature, feature.begin(request)) for feature in features)
         return {feature: state for feature, state in begun if state is not None}
 

@@ -18,7 +18,7 @@ from unisono.server.errors import ApiError
 from unisono.server.metrics import RequestTimer
 from unisono.server.reasoning import Splitter
 from unisono.server.responses import HiddenStates, PromptLogprobs, TokenReport, Usage, finite
-from unisono.types import FinishReason, TokenDelta, TokenLogprobs
+from unisono.types import BadRequest, FinishReason, TokenDelta, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,12 @@ class Generation:
 
     async def start(self) -> None:
         """Hand the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
-        self._stream = await self._client.submit(self._request)
+        try:
+            self._stream = await self._client.submit(self._request)
+        except BadRequest as error:
+            if error.param == "extra_args":
+                raise BadRequest(str(error), "vllm_xargs", error.code) from None
+            raise
 
     def close(self) -> None:
         """Abort the request if it runs."""
