@@ -25,10 +25,12 @@ from starlette.types import ASGIApp
 
 from unisono.frontend.input_processor import InputProcessor, ModelFacts
 from unisono.heap import freeze_heap
-from unisono.server.app import INSPECT_LIMIT, Service, create_app
+from unisono.server.app import create_app
+from unisono.server.auth import Keys
 from unisono.server.client import EngineClient, Progress
 from unisono.server.metrics import ProgressLine, ServerMetrics
 from unisono.server.reasoning import parser_named
+from unisono.server.service import INSPECT_LIMIT, Service
 from unisono.server.serving import Serving
 from unisono.tokenizer import Tokenizer
 from unisono.types import ConfigError, EngineDead, UnisonoError
@@ -139,7 +141,7 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
         root=str(settings.model_path),
         fingerprint=_fingerprint(config),
         settings=_public(settings, facts),
-        api_key=settings.api_key,
+        keys=Keys([] if settings.api_key is None else [settings.api_key]),
     )
 
 
