@@ -14,12 +14,12 @@ from starlette.types import ASGIApp
 from unisono.server.errors import ApiError, as_api_error, show
 from unisono.server.gate import Gate
 from unisono.server.note import note
-from unisono.server.routes import openai, state
+from unisono.server.routes import openai, responses, state
 from unisono.server.routes.common import json_response
 from unisono.server.service import Service
 from unisono.types import UnisonoError
 
-ROUTES = (openai.add, state.add)
+ROUTES = (openai.add, responses.add, state.add)
 
 
 def create_app(service: Service) -> ASGIApp:

@@ -102,6 +102,10 @@ class Generation:
         """Hand the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
         self._stream = await self._client.submit(self._request)
 
+    def cancel(self) -> None:
+        """End the request early for whoever reads it: its last piece has the finish reason ``abort``."""
+        self._client.cancel(self._request.request_id)
+
     def close(self) -> None:
         """Abort the request if it runs."""
         if self._stream is not None:

@@ -64,10 +64,14 @@ class Serving:
     async def chat(self, request: ChatRequest, request_id: str) -> list[Generation]:
         """Make a generation for each answer to a conversation. Raises BadRequest."""
         params = request.sampling_params(self.inputs.model.generation_defaults, request.token_limit())
-        conversation, options = request.conversation(), request.template_options()
-        prompt = await self._in_thread(lambda: self.inputs.chat(conversation, **options))
+        prompt = await self.chat_prompt(request)
         one = self.inputs.request(request_id, prompt, self._within_limits(prompt, params))
         return self._generations(one, request.prompt_logprobs, splitter=self._splitter(request, prompt, params))
+
+    async def chat_prompt(self, request: ChatRequest) -> Prompt:
+        """The prompt of a conversation. Raises BadRequest."""
+        conversation, options = request.conversation(), request.template_options()
+        return await self._in_thread(lambda: self.inputs.chat(conversation, **options))
 
     def _splitter(self, request: ChatRequest, prompt: Prompt, params: SamplingParams) -> Callable[[], Splitter] | None:
         """Makes what tells thinking from what is said in an answer; None where nothing is told apart.
