@@ -11,15 +11,16 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from unisono.server.anthropic_api.writer import error_object
 from unisono.server.errors import ApiError, as_api_error, show
 from unisono.server.gate import Gate
 from unisono.server.note import note
-from unisono.server.routes import openai, responses, state
+from unisono.server.routes import anthropic, openai, responses, state
 from unisono.server.routes.common import json_response
 from unisono.server.service import Service
 from unisono.types import UnisonoError
 
-ROUTES = (openai.add, responses.add, state.add)
+ROUTES = (anthropic.add, openai.add, responses.add, state.add)
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -35,8 +36,10 @@ def create_app(service: Service) -> ASGIApp:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    api_error = as_api_error(error)
-    note(request.scope).error = api_error
+    api_error, written = as_api_error(error), note(request.scope)
+    written.error = api_error
+    if request.url.path.startswith(anthropic.PREFIX):
+        return json_response(error_object(api_error, written.request_id), api_error.status)
     return json_response(api_error.body(), api_error.status)
 
 
