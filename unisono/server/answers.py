@@ -1,16 +1,16 @@
 """Pieces of text to HTTP answers: one JSON object, or a stream of server-sent events.
 
-Both close the generations they read, whether these finished, failed, or lost their client.
+``routes`` close the generations of an answer when it has finished, failed, or lost its client.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import UNSET, UnsetType
 from starlette.responses import StreamingResponse
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from unisono.server.errors import as_api_error
 from unisono.server.generation import Generation, Piece, merge
+from unisono.server.note import Note
 from unisono.server.protocol import GenerationRequest
 from unisono.server.responses import DONE, Response, Shape, TokenReport, Usage, event, joined
 from unisono.server.tools.base import ToolDelta
@@ -75,7 +76,7 @@ class Answer:
             self.shape.add_prompt_logprobs(answer, [one for one in scores if one is not None])
         return answer
 
-    async def events(self) -> AsyncGenerator[bytes]:
+    async def events(self, failed: Callable[[Exception], None]) -> AsyncGenerator[bytes]:
         """The stream, ending with ``[DONE]``. An error becomes an event: the status line has long been sent."""
         options = self.request.stream_options
         total = options is not None and bool(options.include_usage)
@@ -86,25 +87,27 @@ class Answer:
             return event(self._response(self.shape.chunk, choices, usage))
 
         try:
-            for index, generation in enumerate(self.generations):
-                yield chunk([self.shape.first(index, generation.seed)])
+            begun: set[int] = set()
             async with aclosing(merge(self.generations)) as pieces:
                 async for piece in pieces:
-                    for choice in self._chunk_choices(piece):  # clients read a chunk's first choice
-                        yield chunk([choice])
+                    first = piece.index not in begun
+                    begun.add(piece.index)
+                    # One choice for each chunk: clients read a chunk's first. One write for each piece.
+                    if data := b"".join(chunk([choice]) for choice in self._chunk_choices(piece, first)):
+                        yield data
             if total:
                 yield event(self._response(self.shape.chunk, [], self._usage()))
         except Exception as error:
+            failed(error)
             yield error_event(error)
         yield DONE
 
-    def close(self) -> None:
-        """Abort what still runs."""
-        for generation in self.generations:
-            generation.close()
+    def _chunk_choices(self, piece: Piece, first: bool) -> Choices:
+        """Choices with the thinking, text and calls of a piece, or what was asked of its tokens; then the closing one.
 
-    def _chunk_choices(self, piece: Piece) -> Choices:
-        """Choices with the thinking, text and calls of a piece, or what was asked of its tokens; then the last."""
+        first: the piece has its choice's first token. Its opening chunk leaves with it and never before, so that a
+        client's time to the first chunk is the time to the first token.
+        """
         choices: Choices = []
         if piece.reasoning:
             choices.append(self.shape.reasoning(piece.index, piece.reasoning))
@@ -117,6 +120,8 @@ class Answer:
         choices += [self.shape.tool_call(piece.index, delta) for delta in piece.tool_calls]
         if choices:
             self._with_tokens(choices[0], piece.token_ids, piece.reports or [])
+        if first:
+            choices = self.shape.open(piece.index, self.generations[piece.index].seed, choices)
         if piece.finish is not None:
             choices.append(self.shape.last(piece.index, piece.finish, piece.stop))
         return choices
@@ -164,18 +169,32 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+class Reply(Protocol):
+    """An answer on its way, in one API's words: whole, or as events.
+
+    ``whole`` raises what ended it early; ``events`` tells ``failed`` of it and ends with an event that says so.
+    """
+
+    async def whole(self) -> Any: ...
+    def events(self, failed: Callable[[Exception], None]) -> AsyncGenerator[bytes]: ...
+
+
 class EventStream(StreamingResponse):
-    """An answer's events; stops when the client goes, even while no event comes."""
+    """A reply's events; stops when the client goes, even while no event comes. ``close`` is called at the end."""
 
     body_iterator: AsyncGenerator[bytes]
 
-    def __init__(self, answer: Answer) -> None:
-        super().__init__(answer.events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._answer = answer
+    def __init__(self, reply: Reply, note: Note, close: Callable[[], None]) -> None:
+        def failed(error: Exception) -> None:
+            note.error = as_api_error(error)
+
+        events = reply.events(failed)
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await until_disconnect(receive, self.stream_response(send))
         finally:
             await self.body_iterator.aclose()
-            self._answer.close()
+            self._close()

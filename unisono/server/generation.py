@@ -98,6 +98,10 @@ class Generation:
         prompt, cached = (len(self._request.prompt_token_ids), output.cached_tokens) if first else (0, 0)
         return Usage.of(prompt, output.num_tokens, cached, self._accepted, self._drafted - self._accepted)
 
+    def arrived(self, when: float) -> None:
+        """Count the request's times from ``when`` (``time.monotonic()``) on, not from when it was prepared."""
+        self._timer.start = when
+
     async def start(self) -> None:
         """Hand the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
         try:

@@ -234,14 +234,17 @@ def joined(deltas: Iterable[ToolDelta]) -> list[ToolCall]:
 
 
 class Shape(Protocol):
-    """How one endpoint words its answers: a finished choice, and the chunks of a stream of them."""
+    """How one endpoint words its answers: a finished choice, and the chunks of a stream of them.
+
+    ``open`` makes the choices of the first token: it takes those with its text, thinking or reports, which may be none.
+    """
 
     id_prefix: str
     whole: str
     chunk: str
 
     def choice(self, index: int, text: str, finish: str, stop: str | None, seed: int) -> Any: ...
-    def first(self, index: int, seed: int) -> Any: ...
+    def open(self, index: int, seed: int, first: list[Any]) -> list[Any]: ...
     def text(self, index: int, text: str) -> Any: ...
     def reasoning(self, index: int, text: str) -> Any: ...
     def tool_call(self, index: int, delta: ToolDelta) -> Any: ...
@@ -258,8 +261,9 @@ class ChatShape:
     def choice(self, index: int, text: str, finish: str, stop: str | None, seed: int) -> ChatChoice:
         return ChatChoice(index, Message(content=text), finish, stop, seed)
 
-    def first(self, index: int, seed: int) -> ChatChunkChoice:
-        return ChatChunkChoice(index, MessageDelta(role="assistant", content=""), seed=seed)
+    def open(self, index: int, seed: int, first: list[ChatChunkChoice]) -> list[ChatChunkChoice]:
+        """The role goes before the first token's choices, in a chunk of its own as in OpenAI's streams."""
+        return [ChatChunkChoice(index, MessageDelta(role="assistant", content=""), seed=seed), *first]
 
     def text(self, index: int, text: str) -> ChatChunkChoice:
         return ChatChunkChoice(index, MessageDelta(content=text))
@@ -299,8 +303,11 @@ class TextShape:
     def choice(self, index: int, text: str, finish: str, stop: str | None, seed: int) -> TextChoice:
         return TextChoice(index, text, finish, stop, seed)
 
-    def first(self, index: int, seed: int) -> TextChoice:
-        return TextChoice(index, "", seed=seed)
+    def open(self, index: int, seed: int, first: list[TextChoice]) -> list[TextChoice]:
+        """The seed goes with the first token, even where its text is not certain yet."""
+        first = first or [TextChoice(index, "")]
+        first[0].seed = seed
+        return first
 
     def text(self, index: int, text: str) -> TextChoice:
         return TextChoice(index, text)

@@ -25,11 +25,13 @@ from starlette.types import ASGIApp
 
 from unisono.frontend.input_processor import InputProcessor, ModelFacts
 from unisono.heap import freeze_heap
-from unisono.server.app import INSPECT_LIMIT, Service, create_app
+from unisono.server.app import create_app
+from unisono.server.auth import Keys
 from unisono.server.chat import ChatFormat
 from unisono.server.client import EngineClient, Progress
 from unisono.server.metrics import ProgressLine, ServerMetrics
 from unisono.server.reasoning import parser_named
+from unisono.server.service import INSPECT_LIMIT, Service
 from unisono.server.serving import Serving
 from unisono.server.tools.formats import format_named
 from unisono.tokenizer import Tokenizer
@@ -146,7 +148,7 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
         root=str(settings.model_path),
         fingerprint=_fingerprint(config),
         settings=_public(settings, facts),
-        api_key=settings.api_key,
+        keys=Keys([] if settings.api_key is None else [settings.api_key]),
     )
 
 
