@@ -223,14 +223,23 @@ def serve(
         str | None, typer.Option(envvar="UNISONO_API_KEY", help="Require Authorization: Bearer KEY on /v1.")
     ] = None,
     reasoning_parser: Annotated[
-        str | None, typer.Option(help="Tell thinking from what is said in chat answers: qwen3 or deepseek_r1.")
+        str | None,
+        typer.Option(help="How chat answers tell thinking from content: qwen3, deepseek_r1, …; none: not at all."),
     ] = None,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="How the model writes tool calls: hermes, mistral, …; default: by its template.")
+    ] = None,
+    enable_auto_tool_choice: Annotated[
+        bool, typer.Option("--enable-auto-tool-choice", help="Accepted: tools may always be called.")
+    ] = False,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests to end on Ctrl-C.")] = 30.0,
 ) -> None:
     """Serve the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models."""
     from unisono.server.reasoning import parser_named
+    from unisono.server.tools.formats import format_named
 
-    parser_named(reasoning_parser)  # raises before anything slow is imported
+    parser_named(reasoning_parser)  # these raise before anything slow is imported
+    format_named(tool_call_parser)
     from unisono.config import EngineConfig
     from unisono.server.run import ServerSettings
     from unisono.server.run import serve as run_server
@@ -245,6 +254,7 @@ def serve(
         api_key=api_key or None,  # an empty environment variable is none
         drain_timeout=drain_timeout,
         reasoning_parser=reasoning_parser,
+        tool_call_parser=tool_call_parser,
     )
     with _bars() as progress:
         run_server(config, settings, progress)

@@ -20,7 +20,8 @@ from unisono.server.errors import as_api_error
 from unisono.server.generation import Generation, Piece, merge
 from unisono.server.note import Note
 from unisono.server.protocol import GenerationRequest
-from unisono.server.responses import DONE, Response, Shape, TokenReport, Usage, event
+from unisono.server.responses import DONE, Response, Shape, TokenReport, Usage, event, joined
+from unisono.server.tools.base import ToolDelta
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Answer:
     async def whole(self) -> Response:
         """The finished answer. Raises what ended a generation early."""
         texts, thoughts = [""] * len(self.generations), [""] * len(self.generations)
+        calls: list[list[ToolDelta]] = [[] for _ in self.generations]
         ids: list[list[int]] = [[] for _ in self.generations]
         reports: list[list[TokenReport]] = [[] for _ in self.generations]
         ends: dict[int, Piece] = {}
@@ -49,6 +51,7 @@ class Answer:
             async for piece in pieces:
                 texts[piece.index] += piece.text
                 thoughts[piece.index] += piece.reasoning
+                calls[piece.index] += piece.tool_calls
                 ids[piece.index] += piece.token_ids
                 reports[piece.index] += piece.reports or []
                 ends[piece.index] = piece
@@ -58,7 +61,10 @@ class Answer:
             assert end.finish is not None
             choice = self.shape.choice(index, texts[index], end.finish, end.stop, generation.seed)
             if generation.splits:
-                choice.message.reasoning_content = thoughts[index] or None
+                choice.message.reasoning_content = choice.message.reasoning = thoughts[index] or None
+            if calls[index]:
+                choice.message.tool_calls = joined(calls[index])
+                choice.message.content = texts[index] or None
             if (states := await asyncio.to_thread(generation.hidden_states)) is not None:
                 choice.hidden_states, prompt_states = states
                 if prompt_states is not None:
@@ -97,7 +103,7 @@ class Answer:
         yield DONE
 
     def _chunk_choices(self, piece: Piece, first: bool) -> Choices:
-        """Choices with the thinking and text of a piece, or what was asked of its tokens; then the closing one.
+        """Choices with the thinking, text and calls of a piece, or what was asked of its tokens; then the closing one.
 
         first: the piece has its choice's first token. Its opening chunk leaves with it and never before, so that a
         client's time to the first chunk is the time to the first token.
@@ -105,8 +111,13 @@ class Answer:
         choices: Choices = []
         if piece.reasoning:
             choices.append(self.shape.reasoning(piece.index, piece.reasoning))
-        if piece.text or (not choices and (piece.reports or (self.request.return_token_ids and piece.token_ids))):
+        if piece.text or (
+            not choices
+            and not piece.tool_calls
+            and (piece.reports or (self.request.return_token_ids and piece.token_ids))
+        ):
             choices.append(self.shape.text(piece.index, piece.text))
+        choices += [self.shape.tool_call(piece.index, delta) for delta in piece.tool_calls]
         if choices:
             self._with_tokens(choices[0], piece.token_ids, piece.reports or [])
         if first:

@@ -15,16 +15,19 @@ from unisono.frontend.sequence_output import SequenceOutput
 from unisono.server.client import EngineClient, TokenStream
 from unisono.server.errors import ApiError
 from unisono.server.metrics import RequestTimer
-from unisono.server.reasoning import Splitter
+from unisono.server.reader import AnswerReader, Said
 from unisono.server.responses import HiddenStates, PromptLogprobs, TokenReport, Usage, finite
-from unisono.types import FinishReason, TokenDelta, TokenLogprobs
+from unisono.server.tools.base import ToolDelta
+from unisono.server.tools.structure import reworded
+from unisono.types import BadRequest, FinishReason, TokenDelta, TokenLogprobs
 
 
 @dataclass(frozen=True)
 class Piece:
     """New text of one choice, and the tokens that came with it (text may come later than its tokens).
 
-    ``reasoning`` is new text of the model's thinking, where a parser tells it from ``text``.
+    ``reasoning`` is new text of the model's thinking, ``tool_calls`` new text of calls, where a reader tells them from
+    ``text``.
 
     ``reports`` has their log-probabilities, if the request asked for them.
     ``finish`` is OpenAI's reason on the last piece; ``stop`` the stop string that ended it.
@@ -37,6 +40,7 @@ class Piece:
     stop: str | None = None
     reports: list[TokenReport] | None = None
     reasoning: str = ""
+    tool_calls: Sequence[ToolDelta] = ()
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,8 @@ class Generation:
 
     scores: the prompt's log-probabilities, which its first sequence sets for all; None where none are wanted. scored:
     the likely tokens of each position in ``prompt_logprobs``; these are there when the sequence has ended, None where
-    the request asked for none. splitter: tells thinking from what is said, where a parser is configured. Of a prompt's
-    several sequences the first one's usage counts the prompt.
+    the request asked for none. reader: tells thinking and tool calls from what is said. Of a prompt's several sequences
+    the first one's usage counts the prompt.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class Generation:
         scores: asyncio.Future[list[TokenLogprobs] | None] | None,
         scored: int | None,
         echo: Echo | None,
-        splitter: Splitter | None = None,
+        reader: AnswerReader | None = None,
     ) -> None:
         self._client, self._output, self._timer = client, output, timer
         self._request = output.request
@@ -73,7 +77,7 @@ class Generation:
         self.index, self.seed = index, self._request.params.seed
         self.prompt_logprobs: PromptLogprobs | None = None
         self._scores, self._scored, self._echo = scores, scored, echo
-        self._splitter = splitter
+        self._reader = reader
         self._stream: TokenStream | None = None
         self._drafted = self._accepted = 0
         self._offset = 0
@@ -100,7 +104,12 @@ class Generation:
 
     async def start(self) -> None:
         """Hand the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
-        self._stream = await self._client.submit(self._request)
+        try:
+            self._stream = await self._client.submit(self._request)
+        except BadRequest as error:
+            if self._reader is not None and self._reader.constrains and error.param == "structured_outputs":
+                raise BadRequest(reworded(str(error)), "tools", error.code) from None
+            raise
 
     def cancel(self) -> None:
         """End the request early for whoever reads it: its last piece has the finish reason ``abort``."""
@@ -135,8 +144,20 @@ class Generation:
                 reports = None if new.logprobs is None else self._reports(new.token_ids, new.logprobs)
                 reason = new.finish
                 finish = None if reason is FinishReason.RUNNING else reason.text
-                reasoning, text = self._split(new.text, finish is not None)
-                yield Piece(self.index, text, new.token_ids, finish, new.stop_string, reports, reasoning)
+                said = Said(content=new.text)
+                if self._reader is not None:
+                    said = self._reader.feed(new.text, finish is not None)
+                    finish = finish and self._reader.finish(finish)
+                yield Piece(
+                    self.index,
+                    said.content,
+                    new.token_ids,
+                    finish,
+                    new.stop_string,
+                    reports,
+                    said.reasoning,
+                    said.calls,
+                )
         finally:
             self._timer.finished((FinishReason.ABORT if reason is FinishReason.RUNNING else reason).text)
             self.close()
@@ -144,11 +165,7 @@ class Generation:
     @property
     def splits(self) -> bool:
         """Whether thinking is told from what is said."""
-        return self._splitter is not None
-
-    def _split(self, text: str, last: bool) -> tuple[str, str]:
-        """(thinking, what is said)."""
-        return ("", text) if self._splitter is None else self._splitter.feed(text, last)
+        return self._reader is not None and self._reader.splits
 
     async def _prompt_scores(self, delta: TokenDelta) -> list[TokenLogprobs] | None:
         """The prompt's log-probabilities with the first delta that comes; None with others, and if none are wanted."""

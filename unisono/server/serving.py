@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 from unisono.frontend.input_processor import InputProcessor, Prompt
 from unisono.frontend.sequence_output import SequenceOutput
+from unisono.server.chat import ChatFormat, ChatPlan
 from unisono.server.client import EngineClient
 from unisono.server.embeds import load_embeds
 from unisono.server.generation import Echo, Generation
 from unisono.server.metrics import ServerMetrics
 from unisono.server.protocol import ChatRequest, CompletionRequest
-from unisono.server.reasoning import Parser, Splitter
+from unisono.server.reader import AnswerReader
 from unisono.types import BadRequest, EngineRequest, SamplingParams
 
 T = TypeVar("T")
@@ -34,9 +35,9 @@ class Serving:
     """Makes generations of parsed request bodies."""
 
     def __init__(
-        self, client: EngineClient, inputs: InputProcessor, metrics: ServerMetrics, parser: Parser | None = None
+        self, client: EngineClient, inputs: InputProcessor, metrics: ServerMetrics, chat: ChatFormat | None = None
     ) -> None:
-        self.inputs, self._parser = inputs, parser
+        self.inputs, self._format = inputs, chat or ChatFormat()
         self._client = client
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(1, "tokenizer")
@@ -64,25 +65,20 @@ class Serving:
     async def chat(self, request: ChatRequest, request_id: str) -> list[Generation]:
         """Make a generation for each answer to a conversation. Raises BadRequest."""
         params = request.sampling_params(self.inputs.model.generation_defaults, request.token_limit())
-        prompt = await self.chat_prompt(request)
-        one = self.inputs.request(request_id, prompt, self._within_limits(prompt, params))
-        return self._generations(one, request.prompt_logprobs, splitter=self._splitter(request, prompt, params))
+        plan, prompt = await self._planned(request, params)
+        one = self.inputs.request(request_id, prompt, self._within_limits(prompt, plan.params))
+        return self._generations(one, request.prompt_logprobs, reader=lambda sequence: plan.reader(sequence, prompt))
 
     async def chat_prompt(self, request: ChatRequest) -> Prompt:
         """The prompt of a conversation. Raises BadRequest."""
+        params = request.sampling_params(self.inputs.model.generation_defaults, request.token_limit())
+        return (await self._planned(request, params))[1]
+
+    async def _planned(self, request: ChatRequest, params: SamplingParams) -> tuple[ChatPlan, Prompt]:
+        """How an answer is constrained and read, and the prompt."""
         conversation, options = request.conversation(), request.template_options()
-        return await self._in_thread(lambda: self.inputs.chat(conversation, **options))
-
-    def _splitter(self, request: ChatRequest, prompt: Prompt, params: SamplingParams) -> Callable[[], Splitter] | None:
-        """Makes what tells thinking from what is said in an answer; None where nothing is told apart.
-
-        That is so without a parser, and for structured answers, whose grammar leaves no room for a thought.
-        """
-        parser, text, structured = self._parser, prompt.text or "", params.structured_outputs
-        if parser is None or (structured is not None and structured.kind != "structural_tag"):
-            return None
-        prefix = request.conversation()[-1]["content"] if request.continue_final_message else None
-        return lambda: parser.splitter(text, prefix)
+        plan = self._format.plan(request, params)
+        return plan, await self._in_thread(lambda: self.inputs.chat(conversation, plan.tools, **options))
 
     async def _prompts(self, request: CompletionRequest) -> list[Prompt]:
         """Return the prompts in the order of their choices: embeddings first, as in vLLM. Raises BadRequest."""
@@ -130,12 +126,12 @@ class Serving:
         scored: int | None,
         first: int = 0,
         echo: Echo | None = None,
-        splitter: Callable[[], Splitter] | None = None,
+        reader: Callable[[EngineRequest], AnswerReader | None] = lambda sequence: None,
     ) -> list[Generation]:
         """Make a generation of each sequence of a prepared request.
 
         scored: the body's prompt_logprobs. first: number of the first one's choice. echo: what the answers begin with.
-        splitter: makes what splits an answer.
+        reader: makes what reads a sequence's answer.
         """
         wanted = request.params.prompt_logprobs is not None
         scores = asyncio.get_running_loop().create_future() if wanted else None
@@ -149,7 +145,7 @@ class Serving:
                 scores,
                 scored,
                 echo,
-                splitter() if splitter else None,
+                reader(output.request),
             )
             for index, output in enumerate(outputs, first)
         ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.server.errors import show
+from unisono.server.protocol import ChatRequest
 from unisono.server.translation import Renames, passed_on, text_of
 from unisono.types import BadRequest
 
@@ -26,8 +27,10 @@ ELSEWHERE = {
 RENAMED = {
     "stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": "output_config.effort",
     "structured_outputs": "output_config.format", "response_format.json_schema.schema": "output_config.format.schema",
-    "thinking_token_budget": "thinking.budget_tokens", "thinking_budget": "thinking.budget_tokens",
+    "enable_thinking": "thinking.type", "thinking_token_budget": "thinking.budget_tokens",
 }  # fmt: skip
+BUDGETS = ("thinking_token_budget",)
+"""The chat body's field for a thinking budget."""
 KEPT_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 """The context edit that changes nothing."""
 
@@ -182,12 +185,8 @@ def _thinking(request: CountRequest) -> dict[str, Any]:
                 f"thinking.budget_tokens={show(budget)} is not valid: it must be a whole number ≥ 1.",
                 "thinking.budget_tokens",
             )
-        made |= BUDGET(budget)
+        made |= {name: budget for name in BUDGETS if name in ChatRequest.model_fields}
     return made
-
-
-BUDGET: Callable[[int], dict[str, Any]] = lambda budget: {}  # noqa: E731
-"""The chat body's fields for a thinking budget."""
 
 
 def _check_edits(management: Mapping[str, Any] | None) -> None:

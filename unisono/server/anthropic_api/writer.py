@@ -46,7 +46,7 @@ class Writer:
                 events += self._open(kind)
                 self._text.append(text)
                 events.append(self._event("content_block_delta", delta={"type": KINDS[kind], kind: text}))
-        for call in getattr(piece, "tool_calls", ()):
+        for call in piece.tool_calls:
             if self._block is None or self._block["type"] != "tool_use" or self._call != call.index:
                 events += self._close()
                 self._call = call.index

@@ -60,7 +60,7 @@ class Writer:
             self._logprobs += logprobs
             said = {"content_index": 0, "logprobs": logprobs}
             events.append(self._delta(piece.text, "response.output_text.delta", **said))
-        for call in getattr(piece, "tool_calls", ()):
+        for call in piece.tool_calls:
             events += self._open_call(call)
             if call.arguments:
                 events.append(self._delta(call.arguments, "response.function_call_arguments.delta"))
