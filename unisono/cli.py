@@ -28,7 +28,6 @@ from typer.core import TyperCommand, TyperGroup
 from unisono import __version__, catalog
 from unisono.cli_aliases import translate
 from unisono.types import (
-    MAX_LOGPROBS,
     BadRequest,
     ConfigError,
     FinishReason,
@@ -114,12 +113,8 @@ def _engine_flags(
     logprobs_mode: Annotated[
         str, typer.Option(help="raw_logprobs: the model's own; processed_logprobs: what tokens are drawn from.")
     ] = "raw_logprobs",
-    max_logprobs: Annotated[
-        int, typer.Option(help="Log-probabilities per token that a request may ask for; -1: the whole vocabulary.")
-    ] = MAX_LOGPROBS,
-    scheduling_policy: Annotated[
-        str, typer.Option(help="fcfs: first come, first served; priority: lower values of priority first.")
-    ] = "fcfs",
+    max_logprobs: Annotated[int, typer.Option(help="Log-probabilities per token at most; -1: any number.")] = 20,
+    scheduling_policy: Annotated[str, typer.Option(help="fcfs, or priority: lower values first.")] = "fcfs",
     enable_prompt_embeds: Annotated[
         bool, typer.Option("--enable-prompt-embeds", help="Serve prompt_embeds and embedding_overrides.")
     ] = False,
@@ -230,17 +225,25 @@ def serve(
         str | None, typer.Option(envvar="UNISONO_API_KEY", help="Require Authorization: Bearer KEY on /v1.")
     ] = None,
     reasoning_parser: Annotated[
-        str | None, typer.Option(help="Tell thinking from what is said in chat answers: qwen3 or deepseek_r1.")
+        str | None, typer.Option(help="How answers tell thinking from content: qwen3, …; none: not at all.")
     ] = None,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="How the model writes tool calls: hermes, mistral, …; default: by its template.")
+    ] = None,
+    enable_auto_tool_choice: Annotated[
+        bool, typer.Option("--enable-auto-tool-choice", help="Accepted: tools may always be called.")
+    ] = False,
     trust_request_chat_template: Annotated[
-        bool, typer.Option("--trust-request-chat-template", help="Render chat_template of request bodies, sandboxed.")
+        bool, typer.Option("--trust-request-chat-template", help="Render bodies' chat_template in a sandbox.")
     ] = False,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests to end on Ctrl-C.")] = 30.0,
 ) -> None:
     """Serve the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models."""
     from unisono.server.reasoning import parser_named
+    from unisono.server.tools.formats import format_named
 
-    parser_named(reasoning_parser)  # raises before anything slow is imported
+    parser_named(reasoning_parser)  # these raise before anything slow is imported
+    format_named(tool_call_parser)
     from unisono.config import EngineConfig
     from unisono.server.run import ServerSettings
     from unisono.server.run import serve as run_server
@@ -255,6 +258,7 @@ def serve(
         api_key=api_key or None,  # an empty environment variable is none
         drain_timeout=drain_timeout,
         reasoning_parser=reasoning_parser,
+        tool_call_parser=tool_call_parser,
         trust_request_chat_template=trust_request_chat_template,
     )
     with _bars() as progress:

@@ -102,6 +102,21 @@ class Tokenizer:
         return token_id >= self.size or (skip_special_tokens and token_id in self.special_ids)
 
     @cached_property
+    def chat_template(self) -> str | None:
+        """The text of the chat template that conversations are written with; None where there is none."""
+        if self.backend.chat_template is None:
+            return None
+        try:
+            return str(self.backend.get_chat_template())
+        except ValueError:  # several templates, none of them the default
+            return None
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens, by their text."""
+        return {str(self.backend.convert_ids_to_tokens(i)): i for i in self.special_ids}
+
+    @cached_property
     def longest_token(self) -> int:
         """Characters of the longest vocabulary entry: a text of n characters has at least n / this many tokens."""
         return max((len(token) for token in self.backend.get_vocab()), default=1)
@@ -112,11 +127,14 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
     ) -> str:
         """The prompt text of a conversation (``role``/``content`` mappings), as the checkpoint's template writes it.
+
+        tools: definitions in OpenAI's form, for a template that knows them (``frontend/tool_templates.py``).
 
         Encode it with ``add_special_tokens=False``: the template writes them. ``template_kwargs`` and ``documents`` are
         variables of the template; ``chat_template`` stands in for the checkpoint's. It runs in transformers' sandbox.
@@ -138,6 +156,7 @@ class Tokenizer:
         try:
             text = self.backend.apply_chat_template(
                 [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,

@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -317,12 +318,14 @@ def test_request_ids(server: Server, slow_server: Server) -> None:
     assert ask(server, request_id="my-id.1:2_3")["id"] == "cmpl-my-id.1:2_3"
     assert ask(server, CHAT, rid="abc")["id"] == "chatcmpl-abc"
     response = server.http.post(TEXT, json={"prompt": "a", "request_id": "body"}, headers={"X-Request-Id": "head"})
-    assert response.json()["id"] == "cmpl-head"
+    assert response.json()["id"] == "cmpl-body"
+    response = server.http.post(TEXT, json={"prompt": "a"}, headers={"X-Request-Id": "head"})
+    assert (response.json()["id"], response.headers["x-request-id"]) == ("cmpl-head", "head")
     for wrong in ("", "a b", "a\n", "x" * 129, "ü", "a/b"):
         refused(server, TEXT, "request_id", "1 to 128 characters", request_id=wrong)
     refused(server, TEXT, "rid", "differ", rid="a", request_id="b")
     response = server.http.post(TEXT, json={"prompt": "a"}, headers={"X-Request-Id": "a b"})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "X-Request-Id")
+    assert response.json()["id"].removeprefix("cmpl-").isalnum(), "a header that is no id is replaced"
     body = {"prompt": [5], "max_tokens": 30, "request_id": "twice", "n": 2}
     answers: list[Any] = []
     first = threading.Thread(target=lambda: answers.append(slow_server.http.post(TEXT, json=body)))
@@ -332,6 +335,12 @@ def test_request_ids(server: Server, slow_server: Server) -> None:
     second = slow_server.http.post(TEXT, json=body)
     assert second.status_code == 400
     assert (second.json()["error"]["param"], "running already" in second.text) == ("request_id", True)
+    proxied = {"prompt": [5], "max_tokens": 8}
+    with ThreadPoolExecutor(3) as pool:
+        answer = lambda _: slow_server.http.post(TEXT, json=proxied, headers={"X-Request-Id": "same"})  # noqa: E731
+        shared = [one.json()["id"] for one in pool.map(answer, range(3))]
+    assert len(set(shared)) == 3, "proxies give one id to several requests"
+    assert "cmpl-same" in shared
     first.join()
     assert answers[0].status_code == 200, "the first goes on"
     assert len(answers[0].json()["choices"]) == 2

@@ -5,11 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from unisono.frontend.embeddings import embedded_prompt, overridden
 from unisono.frontend.infill import infill_prompt
 from unisono.frontend.stop_regex import StopRegex
+from unisono.frontend.tool_templates import NO_TOOLS, ToolTemplate
 from unisono.request_checks import check_request
 from unisono.tokenizer import Tokenizer
 from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, Overrides, SamplingParams
@@ -124,14 +126,30 @@ class InputProcessor:
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_special_tokens: bool = False,
         truncates: bool = False,
         **options: Any,
     ) -> Prompt:
-        """Write one conversation as a prompt. ``options``: see ``Tokenizer.apply_chat_template``. Raises BadRequest."""
-        text = self.require_tokenizer("messages").apply_chat_template(messages, **options)
+        """Write one conversation as a prompt. Raises BadRequest.
+
+        tools: definitions in OpenAI's form, arguments of calls in ``messages`` are objects. truncates: see
+        :meth:`prompt`. ``options``: see ``Tokenizer.apply_chat_template``.
+        """
+        tokenizer = self.require_tokenizer("messages")
+        if tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
+            messages, tools = self.tool_template.messages(messages, tools)
+        text = tokenizer.apply_chat_template(messages, tools=tools, **options)
         return Prompt(self._encode(text, "messages", add_special_tokens, truncates), text, param="messages")
+
+    @cached_property
+    def tool_template(self) -> ToolTemplate:
+        """What the chat template can write of tools."""
+        tokenizer = self.tokenizer
+        if tokenizer is None or tokenizer.chat_template is None:
+            return NO_TOOLS
+        return ToolTemplate.of(tokenizer.chat_template, lambda m, t: tokenizer.apply_chat_template(m, tools=t))
 
     def truncated(self, prompt: Prompt, params: SamplingParams) -> Prompt:
         """The part of a prompt that ``params.truncate_prompt_tokens`` keeps. Raises BadRequest."""

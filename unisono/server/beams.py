@@ -22,7 +22,12 @@ class BeamStream:
 
     async def take(self) -> TokenDelta:
         """The whole beam, when the search is over. Raises what ended the search early."""
-        beam = (await self._owner.beams())[self._index]
+        try:
+            beam = (await self._owner.beams())[self._index]
+        except asyncio.CancelledError:
+            if self._owner.cancelled:
+                return TokenDelta(self._request.request_id, [], FinishReason.ABORT)
+            raise
         wanted = self._request.params.logprobs
         delta = TokenDelta(self._request.request_id, list(beam.tokens), beam.finish, self._owner.cached_tokens)
         if wanted is not None:
@@ -37,7 +42,10 @@ class BeamStream:
 
 
 class BeamClient:
-    """Runs one search for ``readers`` generations. cached_tokens: prompt tokens that the prefix cache had."""
+    """Runs one search for ``readers`` generations.
+
+    cached_tokens: prompt tokens that the prefix cache had. cancelled: whether somebody ended it.
+    """
 
     def __init__(self, client: EngineClient, search: BeamSearch, readers: int) -> None:
         self._client, self._search, self._readers = client, search, readers
@@ -46,6 +54,7 @@ class BeamClient:
         self._started: asyncio.Future[None] | None = None
         self._task: asyncio.Task[list[Beam]] | None = None
         self.cached_tokens = 0
+        self.cancelled = False
 
     async def submit(self, request: EngineRequest) -> BeamStream:
         """Begin the search, once. Raises BadRequest if the engine refuses its first step, EngineDead."""
@@ -65,6 +74,14 @@ class BeamClient:
     async def beams(self) -> list[Beam]:
         assert self._task is not None
         return await asyncio.shield(self._task)
+
+    def cancel(self, request_id: str) -> None:
+        """End the search early, for all its beams: they end with the finish reason ``abort``."""
+        self.cancelled = True
+        if self._task is not None:
+            self._task.cancel()
+        for stream in self._streams:
+            stream.close()
 
     def leave(self) -> None:
         """One generation has closed."""

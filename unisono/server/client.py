@@ -153,6 +153,16 @@ class EngineClient:
         self._send(ipc.Inspect())
         return await asyncio.wait_for(answer, limit)
 
+    def cancel(self, request_id: str) -> None:
+        """End a request early, with the finish reason ``abort``; unknown ids are ignored."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        self._abort(request_id)
+        if not stream.accepted.done():
+            stream.accepted.set_result(None)
+        stream._push(TokenDelta(request_id, [], FinishReason.ABORT))
+
     def fail_all(self, error: UnisonoError) -> None:
         """End every request with ``error``."""
         for request_id, stream in list(self._streams.items()):

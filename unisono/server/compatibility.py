@@ -112,7 +112,7 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     "tools": ("ovs", ""),
     "tool_choice": ("ovs", ""),
     "parallel_tool_calls": ("ovs", ""),
-    "reasoning_effort": ("ovs", ""),
+    "reasoning_effort": ("ovs", "none to max; none turns thinking off where the template can"),
     "enable_thinking": ("", "chat_template_kwargs.enable_thinking"),
     "thinking_token_budget": ("v", ""),
     "thinking_budget": ("", "thinking_token_budget"),
@@ -122,7 +122,10 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     "priority": ("vs", "lower first, as vLLM's; other values than 0 need `--scheduling-policy priority`"),
     "cache_salt": ("vs", "prompts share cached prefixes only under one salt"),
     "extra_key": ("s", "part of cache_salt"),
-    "request_id": ("v", "128 letters, digits, `.`, `_`, `:`, `-` at most; the header X-Request-Id wins"),
+    "request_id": (
+        "v",
+        "128 letters, digits, `.`, `_`, `:`, `-` at most; else the header X-Request-Id names the answer",
+    ),
     "rid": ("s", "request_id"),
 }
 """Fields that are honoured: whose they are, and what there is to say of them."""

@@ -16,8 +16,10 @@ from unisono.server.beams import BeamStream, Source
 from unisono.server.client import TokenStream
 from unisono.server.errors import ApiError
 from unisono.server.metrics import RequestTimer
-from unisono.server.reasoning import Splitter
+from unisono.server.reader import AnswerReader, Said
 from unisono.server.responses import HiddenStates, PromptLogprobs, TokenReport, Usage, finite
+from unisono.server.tools.base import ToolDelta
+from unisono.server.tools.structure import reworded
 from unisono.types import BadRequest, FinishReason, TokenDelta, TokenLogprobs
 
 
@@ -25,7 +27,8 @@ from unisono.types import BadRequest, FinishReason, TokenDelta, TokenLogprobs
 class Piece:
     """New text of one choice, and the tokens that came with it (text may come later than its tokens).
 
-    ``reasoning`` is new text of the model's thinking, where a parser tells it from ``text``.
+    ``reasoning`` is new text of the model's thinking, ``tool_calls`` new text of calls, where a reader tells them from
+    ``text``.
 
     ``reports`` has their log-probabilities, if the request asked for them.
     ``finish`` is OpenAI's reason on the last piece; ``stop`` the stop string that ended it.
@@ -38,6 +41,7 @@ class Piece:
     stop: str | None = None
     reports: list[TokenReport] | None = None
     reasoning: str = ""
+    tool_calls: Sequence[ToolDelta] = ()
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,10 @@ class Style:
 class Generation:
     """One sequence of an answer. ``usage`` and ``seed`` may be read at any time.
 
-    scores: the prompt's log-probabilities, which its first sequence sets for all; None where none are wanted. splitter:
-    tells thinking from what is said, where a parser is configured. Of a prompt's several sequences the first one's
-    usage counts the prompt. cumulative_logprob: of the tokens so far, where log-probabilities are computed.
-    prompt_text: what the chat template wrote.
+    scores: the prompt's log-probabilities, which its first sequence sets for all; None where none are wanted. reader:
+    tells thinking and tool calls from what is said. Of a prompt's several sequences the first one's usage counts the
+    prompt. cumulative_logprob: of the tokens so far, where log-probabilities are computed. prompt_text: what the chat
+    template wrote.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class Generation:
         scores: asyncio.Future[list[TokenLogprobs] | None] | None,
         style: Style,
         echo: Echo | None,
-        splitter: Splitter | None = None,
+        reader: AnswerReader | None = None,
     ) -> None:
         self._client, self._output, self._timer = client, output, timer
         self._request = output.request
@@ -89,7 +93,7 @@ class Generation:
         self.cumulative_logprob = 0.0
         self.prompt_text: str | None = None
         self._scores, self._style, self._echo = scores, style, echo
-        self._splitter = splitter
+        self._reader = reader
         self._stream: TokenStream | BeamStream | None = None
         self._drafted = self._accepted = 0
         self._offset = 0
@@ -121,7 +125,13 @@ class Generation:
         except BadRequest as error:
             if error.param == "extra_args":
                 raise BadRequest(str(error), "vllm_xargs", error.code) from None
+            if self._reader is not None and self._reader.constrains and error.param == "structured_outputs":
+                raise BadRequest(reworded(str(error)), "tools", error.code) from None
             raise
+
+    def cancel(self) -> None:
+        """End the request early for whoever reads it: its last piece has the finish reason ``abort``."""
+        self._client.cancel(self._request.request_id)
 
     def close(self) -> None:
         """Abort the request if it runs."""
@@ -154,8 +164,20 @@ class Generation:
                 reports = None if wanted is None else self._reports(new.token_ids, wanted)
                 reason = new.finish
                 finish = None if reason is FinishReason.RUNNING else reason.text
-                reasoning, text = self._split(new.text, finish is not None)
-                yield Piece(self.index, text, new.token_ids, finish, new.stop_string, reports, reasoning)
+                said = Said(content=new.text)
+                if self._reader is not None:
+                    said = self._reader.feed(new.text, finish is not None)
+                    finish = finish and self._reader.finish(finish)
+                yield Piece(
+                    self.index,
+                    said.content,
+                    new.token_ids,
+                    finish,
+                    new.stop_string,
+                    reports,
+                    "" if self._style.hides else said.reasoning,
+                    said.calls,
+                )
         finally:
             self._timer.finished((FinishReason.ABORT if reason is FinishReason.RUNNING else reason).text)
             self.close()
@@ -163,14 +185,7 @@ class Generation:
     @property
     def splits(self) -> bool:
         """Whether thinking is told from what is said, and told."""
-        return self._splitter is not None and not self._style.hides
-
-    def _split(self, text: str, last: bool) -> tuple[str, str]:
-        """(thinking, what is said)."""
-        if self._splitter is None:
-            return "", text
-        thinking, said = self._splitter.feed(text, last)
-        return "" if self._style.hides else thinking, said
+        return self._reader is not None and self._reader.splits and not self._style.hides
 
     @property
     def prompt_token_ids(self) -> list[int]:

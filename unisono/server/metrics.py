@@ -49,6 +49,29 @@ class ServerMetrics:
             ("model_name", "finished_reason"),
             registry=self.registry,
         )
+        self._errors = Counter(
+            PREFIX + "request_errors",
+            "Requests answered with 4xx or 5xx, and streams that ended in an error, by route, status and code.",
+            ("model_name", "handler", "status", "code"),
+            registry=self.registry,
+        )
+        self._http = Counter("http_requests", "HTTP requests.", ("handler", "method", "status"), registry=self.registry)
+        self._http_seconds = Histogram(
+            "http_request_duration_seconds",
+            "From an HTTP request's headers to the end of its answer.",
+            ("handler", "method"),
+            registry=self.registry,
+            buckets=REQUEST_BUCKETS,
+        )
+
+    def http_request(self, path: str, method: str, status: int, seconds: float) -> None:
+        """An HTTP request was answered. path: the route's."""
+        self._http.labels(path, method, f"{status // 100}xx").inc()
+        self._http_seconds.labels(path, method).observe(seconds)
+
+    def http_error(self, path: str, status: int, code: str) -> None:
+        """A request was answered with 4xx or 5xx, or its stream ended so."""
+        self._errors.labels(self._model_name, path, str(status), code).inc()
 
     def timer(self) -> RequestTimer:
         """The clock of one request, started now."""

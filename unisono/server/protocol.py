@@ -14,16 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from unisono.server.compatibility import CHAT, TEXT, check_fields
 from unisono.server.errors import ApiError, show
+from unisono.server.messages import conversation
 from unisono.server.structured import GUIDED, structured_outputs
 from unisono.types import MAX_SEQUENCES, BadRequest, SamplingParams
-
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Roles of messages, and how templates call them."""
-MESSAGE_FIELDS = {"role", "content", "name", "reasoning_content"}
-TEXT_MESSAGE_FIELDS = ("name", "reasoning_content")
-"""Fields of a message that are passed to the chat template as they are."""
-NULL_MESSAGE_FIELDS = {"refusal", "audio", "annotations", "function_call", "tool_calls"}
-"""What clients send back when they return an assistant's message as they got it."""
 
 MAX_PROMPTS = 1024
 
@@ -306,6 +299,13 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="an object of template variables")
     logprobs: bool | None = Field(None, description=_BOOL)
     top_logprobs: int | None = Field(None, description=_WHOLE)
+    tools: list[Any] | None = Field(None, description="a list of tools, each an object with type and function")
+    tool_choice: Any = Field(None, description="auto, none, required or an object that names a function")
+    parallel_tool_calls: bool | None = Field(None, description=_BOOL)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="none, minimal, low, medium, high, xhigh or max"
+    )
+    enable_thinking: bool | None = Field(None, description=_BOOL)
     documents: list[dict[str, str]] | None = Field(None, description="a list of objects of strings")
     chat_template: str | None = Field(None, description=_TEXT)
     include_reasoning: bool | None = Field(None, description=_BOOL)
@@ -325,11 +325,9 @@ class ChatRequest(GenerationRequest):
             raise BadRequest(f"top_logprobs={top} is out of range: give a whole number ≥ -1.", "top_logprobs")
         return (top or 0) if self.logprobs else None
 
-    def conversation(self) -> list[dict[str, str]]:
+    def conversation(self) -> list[dict[str, Any]]:
         """The messages as a chat template takes them. Raises BadRequest naming the first bad one."""
-        if not self.messages:
-            raise BadRequest("messages is empty; give at least one message.", "messages")
-        return [_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
+        return conversation(self.messages)
 
     def template_options(self) -> dict[str, Any]:
         """Keyword arguments of ``Tokenizer.apply_chat_template``. Raises BadRequest for a contradiction."""
@@ -343,10 +341,18 @@ class ChatRequest(GenerationRequest):
         return {
             "add_generation_prompt": generate,
             "continue_final_message": proceed,
-            "template_kwargs": self.chat_template_kwargs,
+            "template_kwargs": {**self._thinking_variables(), **(self.chat_template_kwargs or {})},
             "documents": self.documents,
             "chat_template": self.chat_template,
         }
+
+    def _thinking_variables(self) -> dict[str, Any]:
+        """Variables of templates that say whether and how hard to think."""
+        effort, enabled = self.reasoning_effort, self.enable_thinking
+        if enabled is None and effort == "none":
+            enabled = False
+        given = {"reasoning_effort": effort, "enable_thinking": enabled, "thinking": enabled}
+        return {name: value for name, value in given.items() if value is not None}
 
     def token_limit(self) -> int | None:
         """``max_completion_tokens``, or its older name. Raises BadRequest if they differ."""
@@ -354,41 +360,6 @@ class ChatRequest(GenerationRequest):
         if old is not None and new is not None and old != new:
             raise BadRequest(f"max_tokens={old} and max_completion_tokens={new} differ; give one.", "max_tokens")
         return old if new is None else new
-
-
-def _message(message: Any, where: str) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise BadRequest(f"{where}={show(message)} is not valid: it must be an object with role and content.", where)
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise BadRequest(f"{where}.role={show(role)} is not supported; use one of {', '.join(ROLES)}.", f"{where}.role")
-    for name, value in message.items():
-        if name not in MESSAGE_FIELDS and not (name in NULL_MESSAGE_FIELDS and value in (None, [])):
-            raise BadRequest(f"{where}.{name}={show(value)} is not supported; remove it.", f"{where}.{name}")
-    result = {"role": ROLES[role], "content": _content(message.get("content"), f"{where}.content")}
-    for name in TEXT_MESSAGE_FIELDS:
-        value = message.get(name)
-        if value is not None:
-            if not isinstance(value, str):
-                raise BadRequest(f"{where}.{name}={show(value)} is not valid: it must be a string.", f"{where}.{name}")
-            result[name] = value
-    return result
-
-
-def _content(content: Any, where: str) -> str:
-    """Text of a string or of a list of text parts, joined by newlines as vLLM joins them."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise BadRequest(f"{where}={show(content)} is not valid: it must be a string or a list of text parts.", where)
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise BadRequest(
-                f'{where}[{i}]={show(part)} is not supported; this server takes {{"type": "text", "text": "…"}} parts.',
-                f"{where}[{i}]",
-            )
-    return "\n".join(part["text"] for part in content)
 
 
 Body = TypeVar("Body", bound=GenerationRequest)

@@ -1,14 +1,20 @@
-"""The id that a client gives its request: vLLM's ``request_id``, SGLang's ``rid`` or the header X-Request-Id.
+"""The ids of answers: new ones, or what a client calls its request.
 
-It becomes a part of the answer's id and of the engine's. Two requests of one id cannot run at once:
-``EngineClient.submit`` refuses the second.
+A body's ``request_id`` (vLLM's name) or ``rid`` (SGLang's) becomes the end of the answer's id, and of the engine's. Two
+requests of one id cannot run at once: ``EngineClient.submit`` refuses the second. The header X-Request-Id names the
+answer too, but proxies give one to several requests; then the others get new ids.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Container
+
+from fastapi import Request
 
 from unisono.server.errors import show
+from unisono.server.note import note
+from unisono.server.routes.common import new_id
 from unisono.types import BadRequest
 
 HEADER = "x-request-id"
@@ -16,16 +22,24 @@ MAX_CHARS = 128
 _ALLOWED = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_CHARS}}}")
 
 
-def given_id(header: str | None, request_id: str | None, rid: str | None) -> str | None:
-    """The id that a request brings, None for none; the header wins, as in vLLM. Raises BadRequest."""
-    if request_id is not None and rid is not None and request_id != rid:
-        raise BadRequest("request_id and rid differ; give one of them.", "rid")
-    named = {"request_id": request_id, "rid": rid, "X-Request-Id": header}
-    for name, value in named.items():
-        if value is not None and _ALLOWED.fullmatch(value) is None:
+def answer_id(prefix: str, request: Request, named: dict[str, str | None], taken: Container[str]) -> str:
+    """The id of the answer to a request. named: what the body calls it, by field. taken: ids of running answers.
+
+    Raises BadRequest for a name that cannot be one, or several.
+    """
+    given = {field: value for field, value in named.items() if value is not None}
+    for field, value in given.items():
+        if _ALLOWED.fullmatch(value) is None:
             raise BadRequest(
-                f"{name}={show(value)} is not valid: it must have 1 to {MAX_CHARS} characters, letters, digits, '.', "
+                f"{field}={show(value)} is not valid: it must have 1 to {MAX_CHARS} characters, letters, digits, '.', "
                 "'_', ':' and '-'.",
-                name,
+                field,
             )
-    return next((value for value in (header, request_id, rid) if value is not None), None)
+    if len(set(given.values())) > 1:
+        raise BadRequest(f"{' and '.join(given)} differ; give one of them.", next(reversed(given)))
+    if given:
+        return prefix + next(iter(given.values()))
+    header = request.headers.get(HEADER)
+    if header is not None and header == note(request.scope).request_id and prefix + header not in taken:
+        return prefix + header
+    return new_id(prefix)

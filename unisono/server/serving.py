@@ -16,12 +16,13 @@ from unisono.frontend.beam_search import BeamSearch, check_beams
 from unisono.frontend.input_processor import InputProcessor, Prompt, checked_salt
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.server.beams import BeamClient, Source
+from unisono.server.chat import ChatFormat, ChatPlan
 from unisono.server.client import EngineClient
 from unisono.server.embeds import load_embeds
 from unisono.server.generation import Echo, Generation, Style
 from unisono.server.metrics import ServerMetrics
 from unisono.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from unisono.server.reasoning import Parser, Splitter
+from unisono.server.reader import AnswerReader
 from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, SamplingParams
 
 T = TypeVar("T")
@@ -40,11 +41,11 @@ class Serving:
         client: EngineClient,
         inputs: InputProcessor,
         metrics: ServerMetrics,
-        parser: Parser | None = None,
+        chat: ChatFormat | None = None,
         trust_templates: bool = False,
     ) -> None:
         """trust_templates: whether bodies may bring a chat template."""
-        self.inputs, self._parser, self._trust_templates = inputs, parser, trust_templates
+        self.inputs, self._format, self._trust_templates = inputs, chat or ChatFormat(), trust_templates
         self._client = client
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(1, "tokenizer")
@@ -68,6 +69,22 @@ class Serving:
     async def chat(self, request: ChatRequest, request_id: str) -> list[Generation]:
         """Make a generation for each answer to a conversation. Raises BadRequest."""
         params = request.sampling_params(self.inputs.model.generation_defaults, request.token_limit())
+        plan, written = await self._planned(request, params)
+        one = self._request(request_id, self.inputs.truncated(written, params), plan.params, request)
+        generations = self._generations(
+            one, request, echo=_begun(request), reader=lambda sequence: plan.reader(sequence, written)
+        )
+        for generation in generations:
+            generation.prompt_text = written.text
+        return generations
+
+    async def chat_prompt(self, request: ChatRequest) -> Prompt:
+        """The prompt of a conversation. Raises BadRequest."""
+        params = request.sampling_params(self.inputs.model.generation_defaults, request.token_limit())
+        return (await self._planned(request, params))[1]
+
+    async def _planned(self, request: ChatRequest, params: SamplingParams) -> tuple[ChatPlan, Prompt]:
+        """How an answer is constrained and read, and the prompt."""
         conversation, options = request.conversation(), request.template_options()
         if request.chat_template is not None and not self._trust_templates:
             raise BadRequest(
@@ -77,16 +94,8 @@ class Serving:
             )
         options["add_special_tokens"] = bool(request.add_special_tokens)
         options["truncates"] = params.truncate_prompt_tokens is not None
-        written = await self._in_thread(lambda: self.inputs.chat(conversation, **options))
-        prompt = self.inputs.truncated(written, params)
-        one = self._request(request_id, prompt, params, request)
-        begun = conversation[-1] if request.echo and not options["add_generation_prompt"] else {}
-        echo = Echo(begun["content"], False) if begun.get("role") == "assistant" else None
-        splitter = self._splitter(request, written, params)
-        generations = self._generations(one, request, echo=echo, splitter=splitter)
-        for generation in generations:
-            generation.prompt_text = written.text
-        return generations
+        plan = self._format.plan(request, params)
+        return plan, await self._in_thread(lambda: self.inputs.chat(conversation, plan.tools, **options))
 
     def _request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, body: GenerationRequest
@@ -106,21 +115,6 @@ class Serving:
         wanted = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
         params = self._within_limits(prompt, params)
         return self.inputs.request(request_id, prompt, params, body.priority or 0, wanted)
-
-    def _splitter(self, request: ChatRequest, prompt: Prompt, params: SamplingParams) -> Callable[[], Splitter] | None:
-        """Makes what tells thinking from what is said in an answer; None where nothing is told apart.
-
-        That is so without a parser, and for structured answers, whose grammar leaves no room for a thought.
-        """
-        parser, text, structured = self._parser, prompt.text or "", params.structured_outputs
-        if (
-            parser is None
-            or request.separate_reasoning is False
-            or (structured is not None and structured.kind != "structural_tag")
-        ):
-            return None
-        prefix = request.conversation()[-1]["content"] if request.continue_final_message else None
-        return lambda: parser.splitter(text, prefix)
 
     async def _prompts(self, request: CompletionRequest) -> list[Prompt]:
         """Return the prompts in the order of their choices: embeddings first, as in vLLM. Raises BadRequest."""
@@ -177,12 +171,11 @@ class Serving:
         body: GenerationRequest,
         first: int = 0,
         echo: Echo | None = None,
-        splitter: Callable[[], Splitter] | None = None,
+        reader: Callable[[EngineRequest], AnswerReader | None] = lambda sequence: None,
     ) -> list[Generation]:
         """Make a generation of each sequence of a prepared request.
 
-        first: number of the first one's choice. echo: what the answers begin with. splitter: makes what splits an
-        answer.
+        first: number of the first one's choice. echo: what the answers begin with. reader: makes what reads an answer.
         """
         wanted = request.params.prompt_logprobs is not None
         scores = asyncio.get_running_loop().create_future() if wanted else None
@@ -198,9 +191,17 @@ class Serving:
             hides=isinstance(body, ChatRequest) and body.include_reasoning is False,
         )
         return [
-            Generation(client, output, self._metrics.timer(), index, scores, style, echo, splitter and splitter())
+            Generation(client, output, self._metrics.timer(), index, scores, style, echo, reader(output.request))
             for index, output in enumerate(outputs, first)
         ]
+
+
+def _begun(request: ChatRequest) -> Echo | None:
+    """The assistant's message that an answer goes on with, where it is to be repeated."""
+    options, last = request.template_options(), request.conversation()[-1]
+    if not request.echo or options["add_generation_prompt"] or last.get("role") != "assistant":
+        return None
+    return Echo(last.get("content") or "", False)
 
 
 def _scoring_echo(params: SamplingParams) -> SamplingParams:
