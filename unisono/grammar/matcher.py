@@ -33,7 +33,7 @@ class Matcher:
     """Follows one output through ``compiled``.
 
     While the output has fewer than ``params.min_tokens`` tokens, and for ever with ``params.ignore_eos``, masks forbid
-    the ids that would end it, wherever that leaves another.
+    the ids that would end it, wherever that leaves another. before: tokens of the output before its grammar began.
     """
 
     def __init__(self, compiled: Compiled, params: SamplingParams) -> None:
@@ -42,6 +42,7 @@ class Matcher:
         self._matcher = xgrammar.GrammarMatcher(compiled.grammar)
         self._eos, self._params = compiled.eos, params
         self._accepted = 0
+        self.before = 0
         self._longest = 0.0  # seconds of one call so far
 
     def accept(self, tokens: Sequence[int]) -> None:
@@ -106,7 +107,7 @@ class Matcher:
             self._matcher.fill_next_token_bitmask(flat, row)
         if not flat[row].any():  # nothing continues: the text ends here, and accept() says why
             _set(flat[row], self._eos)
-        held = self._held_back(self._accepted + ahead)
+        held = self._held_back(self.before + self._accepted + ahead)
         if held:
             before = flat[row].copy()
             _clear(flat[row], held)

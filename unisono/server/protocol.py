@@ -260,6 +260,7 @@ class ChatRequest(GenerationRequest):
         None, description="none, minimal, low, medium, high, xhigh or max"
     )
     enable_thinking: bool | None = Field(None, description=_BOOL)
+    thinking_token_budget: int | None = Field(None, description=_WHOLE)
 
     def alternatives(self) -> int | None:
         top = self.top_logprobs

@@ -68,7 +68,7 @@ class Serving:
         conversation, options = request.conversation(), request.template_options()
         plan = self._format.plan(request, params)
         prompt = await self._in_thread(lambda: self.inputs.chat(conversation, plan.tools, **options))
-        one = self.inputs.request(request_id, prompt, self._within_limits(prompt, plan.params))
+        one = self.inputs.request(request_id, prompt, self._within_limits(prompt, plan.sampling(prompt)))
         return self._generations(one, request.prompt_logprobs, reader=lambda sequence: plan.reader(sequence, prompt))
 
     async def _prompts(self, request: CompletionRequest) -> list[Prompt]:
