@@ -6,17 +6,14 @@ requests are two passes (``round.draft_program``, ``round.verify_program``): the
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import torch
 
 from unisono.grammar.compiler import Compiled, Grammars
-from unisono.grammar.matcher import ALL, GrammarError, Matcher
+from unisono.grammar.matcher import ALL, GrammarError, Matcher, fill
 from unisono.passes.features.base import Committed, Feature, FeatureContext, HostPass, PassKind, RequestState
 from unisono.program import NO_FEATURES, Buffers, Features, Field
 from unisono.types import BadRequest, EngineRequest, FinishReason, TokenDelta
@@ -66,7 +63,7 @@ class Grammar(Feature):
             return NO_FEATURES, {}
         drafts = np.empty((host.count, 1, 0), dtype=np.int32) if host.drafts is None else host.drafts
         masks = np.full((host.count, drafts.shape[1], 1 + drafts.shape[2], self._words), ALL, dtype=np.int32)
-        _fill([row.state.matcher for row in rows], drafts, masks, [row.index for row in rows])
+        fill([row.state.matcher for row in rows], drafts, masks, [row.index for row in rows])
         return MASKS, {"mask": masks}
 
     def allowed_tokens(self, buffers: Buffers, rows: int) -> torch.Tensor | None:
@@ -91,19 +88,3 @@ class _State(RequestState):
             self.matcher.accept(committed.tokens)
         except GrammarError as error:
             delta.finish, delta.error = FinishReason.ABORT, f"{error}."
-
-
-def _fill(matchers: Sequence[Matcher], drafts: np.ndarray, masks: np.ndarray, rows: Iterable[int]) -> None:
-    """Have each matcher fill its row of masks: of several rows in threads, for a matcher releases the GIL."""
-    jobs = [functools.partial(m.masks, drafts[row], masks[row]) for m, row in zip(matchers, rows, strict=True)]
-    if len(jobs) < 2:
-        for job in jobs:
-            job()
-        return
-    for done in [_threads().submit(job) for job in jobs]:
-        done.result()
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) - 1), "grammar masks")
