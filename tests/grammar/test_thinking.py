@@ -12,7 +12,7 @@ import pytest
 
 from unisono.catalog import resolve_name
 from unisono.grammar.compiler import Grammars
-from unisono.grammar.matcher import GrammarError, Matcher
+from unisono.grammar.matcher import GrammarError
 from unisono.grammar.thinking import LINE_ENDS, Marks, ThinkingMatcher, Thoughts
 from unisono.tokenizer import Tokenizer
 from unisono.types import BadRequest, SamplingParams, StructuredOutputs, Thinking
@@ -56,9 +56,8 @@ def make(thoughts: Thoughts, grammars: Grammars) -> Make:
     ) -> ThinkingMatcher:
         thinking = Thinking(*marks, state, budget)
         given = SamplingParams(thinking=thinking, structured_outputs=form, **params)
-        inner = None if form is None else Matcher(grammars.get(form), given)
-        eos = () if form is None else (EOS,)
-        return ThinkingMatcher(thinking, thoughts.prepare(thinking).result(), inner, eos, given)
+        compiled = None if form is None else grammars.get(form)
+        return ThinkingMatcher(thinking, thoughts.prepare(thinking).result(), compiled, given)
 
     return matcher
 

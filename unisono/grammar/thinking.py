@@ -1,9 +1,9 @@
 """Outputs that begin with a thought: grammars begin after it, and a budget of tokens ends it.
 
-:class:`ThinkingMatcher` has :class:`~unisono.grammar.matcher.Matcher`'s interface, and contains one where the request
-has a grammar. A thought is over where its closing mark is spelt, in one token or in several; the reader of the answer
-(``server/reasoning.py``) sees the same in the text. What a position may take follows from the committed tokens alone,
-so that drafts, batches and preemption change nothing.
+:class:`ThinkingMatcher` is a :class:`~unisono.grammar.matcher.Follower` as a Matcher is, and contains one where the
+request has a grammar. A thought is over where its closing mark is spelt, in one token or in several; the reader of the
+answer (``server/reasoning.py``) sees the same in the text. What a position may take follows from the committed tokens
+alone, so that drafts, batches and preemption change nothing.
 
     begin      a thought may be opened, or the grammar begins at once
     opening    the opening mark has begun; the rest of it follows
@@ -24,7 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
-from unisono.grammar.matcher import GrammarError, Matcher
+from unisono.grammar.compiler import Compiled
+from unisono.grammar.matcher import ALL, GrammarError, Matcher
+from unisono.grammar.walk import allow, allows, forbid
 from unisono.tokenizer import Tokenizer
 from unisono.types import BadRequest, SamplingParams, Thinking
 
@@ -160,88 +162,133 @@ class _Place:
     length: int = 0
 
 
-class ThinkingMatcher:
-    """Follows an output that begins as ``thinking`` says. inner: of the grammar that follows; None where none does.
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A position whose mask is the grammar's: of the path ``path``, ``index`` drafts on, ``step`` of them its own."""
 
-    eos: the ids that end an output; a thought that a grammar follows may not have them. params: the request's.
+    path: int
+    index: int
+    step: int
+    place: _Place
+
+
+class ThinkingMatcher:
+    """Follows an output that begins as ``thinking`` says. compiled: the grammar that comes then; None where none does.
+
+    A thought that a grammar follows may not have the ids that end an output. params: the request's.
     """
 
-    def __init__(
-        self, thinking: Thinking, marks: Marks, inner: Matcher | None, eos: Sequence[int], params: SamplingParams
-    ) -> None:
-        self._budget, self._marks, self._inner, self._eos = thinking.budget, marks, inner, eos
-        self._params = params
+    def __init__(self, thinking: Thinking, marks: Marks, compiled: Compiled | None, params: SamplingParams) -> None:
+        self._budget, self._marks, self._params = thinking.budget, marks, params
+        self._inner = None if compiled is None else Matcher(compiled, replace(params, min_tokens=0))
+        self._eos: tuple[int, ...] = () if compiled is None else compiled.eos
         self._silent = marks.spelling.tokenizer.special_ids if params.skip_special_tokens else frozenset()
         self._place = self._closing(_Place(thinking.state))
+        self._asked: tuple[list[_Row], np.ndarray, np.ndarray] | None = None
 
-    # ---- Matcher's interface --------------------------------------------------------------------
+    # ---- Follower's interface -------------------------------------------------------------------
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Take in committed tokens. Raises GrammarError for one that may not come here."""
+        inner: list[int] = []
         for token in tokens:
-            place = self._place
-            following = self._next(place, token)
+            place, following = self._place, self._next(self._place, token)
             if following is None:
                 raise GrammarError(
                     "no token of the vocabulary that the request allows continues its thought after "
                     f"{place.length} tokens"
                 )
             self._place = following
-            if self._inner is not None and following.phase == "content" and self._is_inner(place, token):
-                self._inner.before = place.length if place.phase != "content" else self._inner.before
-                self._inner.accept([token])
+            if self._inner is not None and self._is_inner(place, token):
+                inner.append(token)
+        if self._inner is not None and inner:
+            self._inner.accept(inner)
 
     def masks(self, drafts: np.ndarray, out: np.ndarray) -> None:
-        """Fill ``out [P, W, words]`` int32, contiguous, all ones, for the positions after ``drafts [P, k]``."""
+        """Fill ``out [P, W, words]`` int32, contiguous, for the positions after ``drafts [P, k]`` (-1: none)."""
+        self.ask(drafts, out)
+        if not self.collect():
+            self.ask(drafts, out)
+            self.collect()
+
+    def ask(self, drafts: np.ndarray, out: np.ndarray) -> None:
+        """Begin to make :meth:`masks`: fill what needs no grammar, and ask the grammar for the rest."""
+        out.fill(ALL)
+        rows: list[_Row] = []
+        later = np.full_like(drafts, -1)  # of each path, the drafts that are the grammar's
         for path in range(len(drafts)):
-            self._walk(drafts[path : path + 1], out[path : path + 1])
+            rows += self._walk(path, drafts[path].tolist(), out, later)
+        self._asked = None
+        if self._inner is not None and rows:
+            found = np.empty_like(out)
+            self._asked = rows, found, out
+            self._inner.ask(later, found)
+
+    def collect(self) -> bool:
+        """Wait for the grammar's masks. False: ask once more."""
+        if self._inner is None or self._asked is None:
+            return True
+        if not self._inner.collect():
+            return False
+        rows, found, out = self._asked
+        for row in rows:
+            mask = out[row.path, row.index]
+            mask[:] = found[row.path, row.step]
+            if not (mask == ALL).all():
+                self._add_own(row.place, mask)
+                self._hold_back(row.place.length, mask)
+        return True
 
     # ---- one path -------------------------------------------------------------------------------
 
-    def _walk(self, drafts: np.ndarray, out: np.ndarray) -> None:
-        """The masks of one path: drafts [1, k], out [1, W, words]."""
-        place = self._place
-        for index, draft in enumerate([*drafts[0].tolist(), -1]):
-            row = out[0, index]
-            if self._inner is not None and self._is_inner(place, draft):
-                if place.phase != "content":
-                    self._inner.before = place.length
-                self._inner.masks(drafts[:, index:], out[:, index:])
-                self._add_own(place, row)
-                return
-            self._fill(place, drafts, out, index)
-            if draft < 0 or draft in self._eos or not _has(row, draft):
-                return
+    def _walk(self, path: int, drafts: list[int], out: np.ndarray, later: np.ndarray) -> list[_Row]:
+        """Fill one path's masks that are not the grammar's; returns the others. Writes its drafts to ``later``."""
+        place, rows, begun = self._place, [], None
+        for index, draft in enumerate([*drafts, -1]):
+            if place.phase in ("begin", "blank", "content"):
+                if self._inner is None:
+                    if place.phase == "content":
+                        break
+                else:
+                    rows.append(_Row(path, index, 0 if begun is None else index - begun, place))
+                    if begun is None and self._is_inner(place, draft):
+                        begun = index
+                        later[path, : len(drafts) - index] = drafts[index:]
+            else:
+                self._fill(place, out[path, index])
+            if draft < 0 or not (begun is not None or allows(out[path, index], draft)) or draft in self._eos:
+                break
             following = self._next(place, draft)
-            if following is None or (following.phase == "content" and self._inner is None):
-                return
+            if following is None:
+                break
             place = following
+        return rows
 
-    def _fill(self, place: _Place, drafts: np.ndarray, out: np.ndarray, index: int) -> None:
-        """The mask of a position where this matcher, not the grammar, says what its draft means."""
-        row = out[0, index]
-        if place.phase in ("begin", "blank", "content"):
-            if self._inner is not None:
-                self._inner.before = place.length if place.phase != "content" else self._inner.before
-                self._inner.masks(drafts[:, index:index], out[:, index : index + 1])
-                self._add_own(place, row)
-        elif place.phase == "thinking":
-            if self._inner is not None:
-                row &= ~self._marks.overrun(place.matched)
-                _clear(row, self._eos)
-                if place.length < self._params.min_tokens:
-                    _clear(row, self._params.stop_token_ids)
-        else:
+    def _fill(self, place: _Place, row: np.ndarray) -> None:
+        """The mask of a position in a thought, or in one of its marks."""
+        if place.phase != "thinking":
             row[:] = 0
-            _set(row, [self._forced(place)])
+            allow(row, [self._forced(place)])
+        elif self._inner is not None:
+            row &= ~self._marks.overrun(place.matched)
+            late = self._params.stop_token_ids if place.length < self._params.min_tokens else ()
+            forbid(row, (*self._eos, *late))
 
     def _add_own(self, place: _Place, row: np.ndarray) -> None:
-        """Where the grammar may begin: also what a thought or the line ends before the grammar may go on with."""
+        """Where the grammar may begin: also what opens a thought, or parts it from the grammar."""
         if place.phase == "begin":
-            _set(row, self._marks.start[:1])
+            allow(row, self._marks.start[:1])
         elif place.phase == "blank":
             left = LINE_ENDS - place.step
-            _set(row, [i for i, count in self._marks.spelling.line_ends.items() if count <= left])
+            allow(row, [i for i, count in self._marks.spelling.line_ends.items() if count <= left])
+
+    def _hold_back(self, length: int, row: np.ndarray) -> None:
+        """Forbid to end an output that has fewer than ``min_tokens``, wherever that leaves another token."""
+        if length < self._params.min_tokens:
+            before = row.copy()
+            forbid(row, (*self._eos, *self._params.stop_token_ids))
+            if not row.any():
+                row[:] = before
 
     def _forced(self, place: _Place) -> int:
         return (self._marks.start if place.phase == "opening" else self._marks.end)[place.step]
@@ -307,20 +354,3 @@ class ThinkingMatcher:
     def _text(self, token: int) -> bytes:
         texts = self._marks.spelling.texts
         return texts[token] if token < len(texts) and token not in self._silent else b""
-
-
-def _has(row: np.ndarray, token: int) -> bool:
-    return token < 32 * len(row) and bool(row[token // 32] >> (token % 32) & 1)
-
-
-def _set(row: np.ndarray, tokens: Sequence[int]) -> None:
-    words = row.view(np.uint32)
-    for token in tokens:
-        words[token // 32] |= np.uint32(1 << (token % 32))
-
-
-def _clear(row: np.ndarray, tokens: Sequence[int]) -> None:
-    words = row.view(np.uint32)
-    for token in tokens:
-        if token < 32 * len(words):
-            words[token // 32] &= ~np.uint32(1 << (token % 32))

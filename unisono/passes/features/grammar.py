@@ -6,18 +6,15 @@ requests are two passes (``round.draft_program``, ``round.verify_program``): the
 
 from __future__ import annotations
 
-import functools
-import os
-import threading
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 
 from unisono.grammar.compiler import Grammars
-from unisono.grammar.matcher import ALL, GrammarError, Matcher
+from unisono.grammar.matcher import ALL, Follower, GrammarError, Matcher, fill
 from unisono.grammar.thinking import ThinkingMatcher, Thoughts
 from unisono.passes.features.base import Committed, Feature, FeatureContext, HostPass, PassKind, RequestState
 from unisono.program import NO_FEATURES, Buffers, Features, Field
@@ -54,7 +51,8 @@ class Grammar(Feature):
 
     def begin(self, request: EngineRequest) -> RequestState | None:
         """Waits until the grammar is compiled and the marks of thoughts are found."""
-        asked, thinking = request.params.structured_outputs, request.params.followed_thinking
+        params = request.params
+        asked, thinking = params.structured_outputs, params.followed_thinking
         if asked is None and thinking is None:
             return None
         if self.context.synthetic:
@@ -65,13 +63,11 @@ class Grammar(Feature):
                 name,
             )
         compiled = None if asked is None else self._grammars.get(asked)
-        inner = None if compiled is None else Matcher(compiled, request.params)
-        eos = () if compiled is None else compiled.eos
         if thinking is None:
-            assert inner is not None
-            return _State(inner, eos)
+            assert compiled is not None
+            return _State(Matcher(compiled, params), compiled.eos)
         marks = self._thoughts.prepare(thinking).result()
-        return _State(ThinkingMatcher(thinking, marks, inner, eos, request.params), eos)
+        return _State(ThinkingMatcher(thinking, marks, compiled, params), () if compiled is None else compiled.eos)
 
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
         rows = [row for row in host.rows if row.samples]
@@ -79,7 +75,7 @@ class Grammar(Feature):
             return NO_FEATURES, {}
         drafts = np.empty((host.count, 1, 0), dtype=np.int32) if host.drafts is None else host.drafts
         masks = np.full((host.count, drafts.shape[1], 1 + drafts.shape[2], self._words), ALL, dtype=np.int32)
-        _fill([row.state.matcher for row in rows], drafts, masks, [row.index for row in rows])
+        fill([row.state.matcher for row in rows], drafts, masks, [row.index for row in rows])
         return MASKS, {"mask": masks}
 
     def allowed_tokens(self, buffers: Buffers, rows: int) -> torch.Tensor | None:
@@ -93,20 +89,17 @@ class Grammar(Feature):
         self._thoughts.close()
 
 
-def both(first: Future[Any], second: Future[Any]) -> Future[None]:
-    """Done when both are, whatever became of them."""
+def both(marks: Future[Any], grammar: Future[Any]) -> Future[None]:
+    """Done when both are, whatever became of them. Cancelling it cancels the grammar; the marks are everybody's."""
     done: Future[None] = Future()
-    left = [first, second]
-    lock = threading.Lock()
 
     def one(future: Future[Any]) -> None:
-        with lock:
-            left.remove(future)
-            last = not left
-        if last:
-            done.set_result(None)
+        if marks.done() and grammar.done():
+            with suppress(InvalidStateError):
+                done.set_result(None)
 
-    for future in (first, second):
+    done.add_done_callback(lambda future: grammar.cancel() if future.cancelled() else None)
+    for future in (marks, grammar):
         future.add_done_callback(one)
     return done
 
@@ -114,7 +107,7 @@ def both(first: Future[Any], second: Future[Any]) -> Future[None]:
 class _State(RequestState):
     """Follows the request's output. EOS always ends it: masks forbid it as long as the grammar can go on without."""
 
-    def __init__(self, matcher: Matcher | ThinkingMatcher, eos: tuple[int, ...]) -> None:
+    def __init__(self, matcher: Follower, eos: tuple[int, ...]) -> None:
         self.stop_ids, self.matcher = eos, matcher
 
     def deliver(self, delta: TokenDelta, committed: Committed) -> None:
@@ -122,21 +115,3 @@ class _State(RequestState):
             self.matcher.accept(committed.tokens)
         except GrammarError as error:
             delta.finish, delta.error = FinishReason.ABORT, f"{error}."
-
-
-def _fill(
-    matchers: Sequence[Matcher | ThinkingMatcher], drafts: np.ndarray, masks: np.ndarray, rows: Iterable[int]
-) -> None:
-    """Have each matcher fill its row of masks: of several rows in threads, for a matcher releases the GIL."""
-    jobs = [functools.partial(m.masks, drafts[row], masks[row]) for m, row in zip(matchers, rows, strict=True)]
-    if len(jobs) < 2:
-        for job in jobs:
-            job()
-        return
-    for done in [_threads().submit(job) for job in jobs]:
-        done.result()
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) - 1), "grammar masks")
