@@ -62,7 +62,7 @@ class FakeEngine:
         self.config = config
         self.requests: dict[str, tuple[EngineRequest, int]] = {}
         self.prefilled: dict[str, float] = {}
-        self.aborted = self.generated = self.steps = self.integrity_checks = self.captures = 0
+        self.aborted = self.generated = self.steps = self.integrity_checks = self.captures = self.resets = 0
 
     def prepare(self, request: EngineRequest) -> None:
         return None
@@ -137,6 +137,7 @@ class FakeEngine:
             "aborted": self.aborted,
             "integrity_checks": self.integrity_checks,
             "captures": self.captures,
+            "resets": self.resets,
             "pid": os.getpid(),
         }
 
@@ -151,6 +152,10 @@ class FakeEngine:
 
     def check_integrity(self) -> None:
         self.integrity_checks += 1
+
+    def reset_prefix_cache(self) -> int:
+        self.resets += 1
+        return 5
 
     def capture_missing(self) -> int:
         self.captures += 1

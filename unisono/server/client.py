@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import multiprocessing
 import shutil
@@ -22,6 +23,7 @@ import zmq.asyncio
 
 from unisono import types
 from unisono.server import engine_process, ipc
+from unisono.server.commands import CommandError
 from unisono.types import BadRequest, ConfigError, EngineDead, EngineRequest, FinishReason, TokenDelta, UnisonoError
 
 logger = logging.getLogger(__name__)
@@ -92,6 +94,8 @@ class EngineClient:
         self._progress = progress
         self._streams: dict[str, TokenStream] = {}
         self._inspections: list[asyncio.Future[ipc.Stats]] = []
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
         self._closing = False
         self.death: str | None = None
         self.samples: list[ipc.MetricSample] = []
@@ -150,6 +154,22 @@ class EngineClient:
         self._inspections.append(answer)
         self._send(ipc.Inspect())
         return await asyncio.wait_for(answer, limit)
+
+    async def call(self, command: str, limit: float, **arguments: Any) -> Any:
+        """Run a command of ``commands.py`` in the engine process.
+
+        Raises CommandError if it cannot run, TimeoutError after ``limit`` seconds, EngineDead if the engine died.
+        """
+        if self.death is not None:
+            raise EngineDead(self.death)
+        number = next(self._numbers)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        self._send(ipc.Call(number, command, arguments))
+        try:
+            return await asyncio.wait_for(answer, limit)
+        finally:
+            self._calls.pop(number, None)
 
     def cancel(self, request_id: str) -> None:
         """End a request early, with the finish reason ``abort``; unknown ids are ignored."""
@@ -217,6 +237,12 @@ class EngineClient:
                     if not answer.done():
                         answer.set_result(message)
                 self._inspections.clear()
+            case ipc.Called(number, value, problem):
+                if (call := self._calls.get(number)) is not None and not call.done():
+                    if problem is None:
+                        call.set_result(value)
+                    else:
+                        call.set_exception(CommandError(problem))
             case ipc.Loading(stage, share):
                 self._progress(stage, share)
             case ipc.Ready(info):
@@ -253,7 +279,7 @@ class EngineClient:
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
             stream._fail(EngineDead(self.death))
-        for answer in self._inspections:
+        for answer in (*self._inspections, *self._calls.values()):
             if not answer.done():
                 answer.set_exception(EngineDead(self.death))
         self._inspections.clear()

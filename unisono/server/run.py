@@ -52,6 +52,7 @@ class ServerSettings:
     """The server's flags.
 
     model_path: directory with the tokenizer. names: what clients may call the model; answers carry the one they used.
+    profile_dir: where /stop_profile writes; None turns profiles off.
     drain_timeout: seconds that running requests get to finish after the first signal.
     reasoning_parser, tool_call_parser: how thinking and tool calls are told from what is said in chat answers
     (``reasoning.PARSERS``, ``tools.formats.FORMATS``); None: as the chat template says.
@@ -64,6 +65,7 @@ class ServerSettings:
     port: int = 8000
     api_key: str | None = None
     drain_timeout: float = 30.0
+    profile_dir: Path | None = None
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
     engine: str = ENGINE
@@ -148,6 +150,8 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
         root=str(settings.model_path),
         fingerprint=_fingerprint(config),
         settings=_public(settings, facts),
+        drain_timeout=settings.drain_timeout,
+        profile_dir=settings.profile_dir,
         keys=Keys([] if settings.api_key is None else [settings.api_key]),
     )
 
@@ -160,7 +164,8 @@ def _fingerprint(config: Any) -> str:
 
 def _public(settings: ServerSettings, facts: ModelFacts) -> dict[str, Any]:
     """What /server_info tells of the server: everything but its key."""
-    shown = dataclasses.asdict(settings) | {"model_path": str(settings.model_path)}
+    shown: dict[str, Any] = dataclasses.asdict(settings)
+    shown |= {name: str(value) for name, value in shown.items() if isinstance(value, Path)}
     shown["api_key"] = settings.api_key is not None
     return shown | {"model": dataclasses.asdict(facts)}
 

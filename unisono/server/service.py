@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from unisono.server.auth import Keys
@@ -39,6 +40,8 @@ class Service:
     fingerprint: str
     settings: dict[str, Any]
     keys: Keys = field(default_factory=Keys)
+    drain_timeout: float = 30.0
+    profile_dir: Path | None = None
     draining: bool = False
     sleeping: bool = False
     in_flight: int = 0
