@@ -41,9 +41,10 @@ SHUTDOWN_LIMIT = 10.0
 class TokenStream:
     """Deltas of one request. ``take`` waits for the next; deltas that pile up come as one."""
 
-    def __init__(self, client: EngineClient, request_id: str) -> None:
+    def __init__(self, client: EngineClient, request_id: str, prompt_tokens: int) -> None:
         self._client = client
         self._request_id = request_id
+        self.prompt_tokens, self.begun = prompt_tokens, False
         self._pending: TokenDelta | None = None
         self._error: UnisonoError | None = None
         self._news = asyncio.Event()
@@ -84,8 +85,8 @@ class EngineClient:
     """An engine in a process of its own.
 
     factory: ``"module:Class"`` called with ``config`` in that process. progress: called with a stage and its share
-    done, 0 … 1, while it loads. ``death`` is why the engine is dead, or None. ``samples`` are the metrics of the
-    last :meth:`inspect`.
+    done, 0 … 1, while it loads. ``stepped`` is called with the tokens of each step that brought some. ``death`` is why
+    the engine is dead, or None. ``samples`` are the metrics of the last :meth:`inspect`.
     """
 
     def __init__(self, factory: str, config: Any, progress: Progress = lambda stage, share: None) -> None:
@@ -97,6 +98,7 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._closing = False
+        self.stepped: Callable[[int], None] = lambda tokens: None
         self.death: str | None = None
         self.samples: list[ipc.MetricSample] = []
 
@@ -136,7 +138,7 @@ class EngineClient:
         """Hand ``request`` to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
         if self.death is not None:
             raise EngineDead(self.death)
-        stream = TokenStream(self, request.request_id)
+        stream = TokenStream(self, request.request_id, len(request.prompt_token_ids))
         self._streams[request.request_id] = stream
         self._send(ipc.Add(request))
         try:
@@ -223,6 +225,7 @@ class EngineClient:
     def _handle(self, message: ipc.FromEngine) -> None:
         match message:
             case ipc.Deltas(deltas):
+                self.stepped(sum(self._tokens(delta) for delta in deltas))
                 for delta in deltas:
                     self._deliver(delta)
             case ipc.Accepted(request_id):
@@ -250,6 +253,14 @@ class EngineClient:
                     self._ready.set_result(info)
             case ipc.Fatal(error, text):
                 self._die(_rebuild(error, text))
+
+    def _tokens(self, delta: TokenDelta) -> int:
+        """The tokens that a delta stands for: its own and, with a request's first, those of the prompt."""
+        prompt = 0
+        if (stream := self._streams.get(delta.request_id)) is not None and not stream.begun:
+            stream.begun = True
+            prompt = stream.prompt_tokens - delta.cached_tokens
+        return len(delta.token_ids) + prompt
 
     def _deliver(self, delta: TokenDelta) -> None:
         stream = self._streams.get(delta.request_id)

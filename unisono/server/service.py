@@ -16,6 +16,7 @@ from unisono.server.client import EngineClient
 from unisono.server.errors import ApiError, show, unavailable
 from unisono.server.generation import Generation
 from unisono.server.metrics import ServerMetrics
+from unisono.server.pooling import Pooling
 from unisono.server.serving import Serving
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -42,6 +43,7 @@ class Service:
     keys: Keys = field(default_factory=Keys)
     drain_timeout: float = 30.0
     profile_dir: Path | None = None
+    pooling: Pooling = field(default_factory=Pooling)
     draining: bool = False
     sleeping: bool = False
     in_flight: int = 0

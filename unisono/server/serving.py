@@ -69,6 +69,10 @@ class Serving:
         one = self.inputs.request(request_id, prompt, self._within_limits(prompt, plan.params))
         return self._generations(one, request.prompt_logprobs, reader=lambda sequence: plan.reader(sequence, prompt))
 
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text. Raises BadRequest where the model has no tokenizer."""
+        return await self._in_thread(self.inputs.require_tokenizer("prompt").encode, text, add_special_tokens)
+
     async def chat_prompt(self, request: ChatRequest) -> Prompt:
         """The prompt of a conversation. Raises BadRequest."""
         params = request.sampling_params(self.inputs.model.generation_defaults, request.token_limit())
@@ -140,7 +144,7 @@ class Serving:
             Generation(
                 self._client,
                 output,
-                self._metrics.timer(),
+                self._metrics.timer(output.request, request.params.n),
                 index,
                 scores,
                 scored,

@@ -78,6 +78,7 @@ def _add_sleep(app: FastAPI, service: Service) -> None:
         if level not in (0, 1):
             raise ApiError(400, f"level={level} is not supported, as sleep keeps {KEPT}. Use 1.", param="level")
         service.sleeping = True
+        service.metrics.sleeping(True)
         try:
             async with asyncio.timeout(service.drain_timeout):
                 while service.running:
@@ -91,6 +92,7 @@ def _add_sleep(app: FastAPI, service: Service) -> None:
     @app.post("/wake_up", dependencies=operators, **described("Take requests again."))
     async def wake_up() -> Response:
         service.sleeping = False
+        service.metrics.sleeping(False)
         return json_response({"is_sleeping": False})
 
     @app.get("/is_sleeping", dependencies=operators, **described("Whether the server sleeps."))
