@@ -12,6 +12,7 @@ reads drafts and tokens of the first and computes what their next pass needs.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 import numpy as np
@@ -157,6 +158,7 @@ class Scheduler:
         self.device.begin(sequence, pages)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = pages.cached_tokens
+            sequence.queued_seconds = time.monotonic() - sequence.added
             self.prefix_queries += len(tokens)
             self.prefix_hits += pages.cached_tokens
         self.extending.append(sequence)

@@ -11,15 +11,17 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from unisono.server.anthropic_api.writer import error_object
 from unisono.server.errors import ApiError, as_api_error, show
 from unisono.server.gate import Gate
 from unisono.server.note import note
-from unisono.server.routes import openai, state
+from unisono.server.routes import admin, anthropic, embeddings, openai, responses, sglang, state, tokens
 from unisono.server.routes.common import json_response
 from unisono.server.service import Service
 from unisono.types import UnisonoError
 
-ROUTES = (openai.add, state.add)
+ROUTES = tuple(group.add for group in (admin, anthropic, embeddings, openai, responses, sglang, state, tokens))
+"""What adds each group of routes."""
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -35,8 +37,10 @@ def create_app(service: Service) -> ASGIApp:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    api_error = as_api_error(error)
-    note(request.scope).error = api_error
+    api_error, written = as_api_error(error), note(request.scope)
+    written.error = api_error
+    if request.url.path.startswith(anthropic.PREFIX):
+        return json_response(error_object(api_error, written.request_id), api_error.status)
     return json_response(api_error.body(), api_error.status)
 
 

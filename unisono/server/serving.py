@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from unisono.frontend.input_processor import InputProcessor, Prompt
 from unisono.frontend.sequence_output import SequenceOutput
-from unisono.server.chat import ChatFormat
+from unisono.server.chat import ChatFormat, ChatPlan
 from unisono.server.client import EngineClient
 from unisono.server.embeds import load_embeds
 from unisono.server.generation import Echo, Generation
@@ -65,11 +65,24 @@ class Serving:
     async def chat(self, request: ChatRequest, request_id: str) -> list[Generation]:
         """Make a generation for each answer to a conversation. Raises BadRequest."""
         params = request.sampling_params(self.inputs.model.generation_defaults, request.token_limit())
-        conversation, options = request.conversation(), request.template_options()
-        plan = self._format.plan(request, params)
-        prompt = await self._in_thread(lambda: self.inputs.chat(conversation, plan.tools, **options))
+        plan, prompt = await self._planned(request, params)
         one = self.inputs.request(request_id, prompt, self._within_limits(prompt, plan.sampling(prompt)))
         return self._generations(one, request.prompt_logprobs, reader=lambda sequence: plan.reader(sequence, prompt))
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text. Raises BadRequest where the model has no tokenizer."""
+        return await self._in_thread(self.inputs.require_tokenizer("prompt").encode, text, add_special_tokens)
+
+    async def chat_prompt(self, request: ChatRequest) -> Prompt:
+        """The prompt of a conversation. Raises BadRequest."""
+        params = request.sampling_params(self.inputs.model.generation_defaults, request.token_limit())
+        return (await self._planned(request, params))[1]
+
+    async def _planned(self, request: ChatRequest, params: SamplingParams) -> tuple[ChatPlan, Prompt]:
+        """How an answer is constrained and read, and the prompt."""
+        conversation, options = request.conversation(), request.template_options()
+        plan = self._format.plan(request, params)
+        return plan, await self._in_thread(lambda: self.inputs.chat(conversation, plan.tools, **options))
 
     async def _prompts(self, request: CompletionRequest) -> list[Prompt]:
         """Return the prompts in the order of their choices: embeddings first, as in vLLM. Raises BadRequest."""
@@ -131,7 +144,7 @@ class Serving:
             Generation(
                 self._client,
                 output,
-                self._metrics.timer(),
+                self._metrics.timer(output.request, request.params.n),
                 index,
                 scores,
                 scored,

@@ -83,8 +83,12 @@ async def answer(
     prepare: Callable[[], Coroutine[Any, Any, list[Generation]]],
     reply_of: Callable[[list[Generation]], Reply],
     stream: bool | None,
+    closed: Callable[[], None] = lambda: None,
 ) -> Response:
-    """Start every generation and answer. Requests that the engine refuses get their status before any stream."""
+    """Start every generation and answer. Requests that the engine refuses get their status before any stream.
+
+    closed: called once the answer is sent, has failed, or has lost its client.
+    """
     generations = await prepare()
     for generation in generations:
         generation.arrived(note(request.scope).arrival)
@@ -95,6 +99,7 @@ async def answer(
         service.running.pop(answer_id, None)
         for generation in generations:
             generation.close()
+        closed()
 
     try:
         await start_all(generations)
