@@ -16,6 +16,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,14 +28,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from unisono import __version__, catalog
 from unisono.cli_aliases import translate
-from unisono.types import (
-    BadRequest,
-    ConfigError,
-    FinishReason,
-    SamplingParams,
-    SpeculativeConfig,
-    UnisonoError,
-)
+from unisono.types import BadRequest, ConfigError, FinishReason, SamplingParams, SpeculativeConfig, UnisonoError
 
 if TYPE_CHECKING:
     from unisono.llm import LLM
@@ -237,6 +231,9 @@ def serve(
         bool, typer.Option("--trust-request-chat-template", help="Render bodies' chat_template in a sandbox.")
     ] = False,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests to end on Ctrl-C.")] = 30.0,
+    metrics_prefix: Annotated[str, typer.Option(help="Of names in /metrics: unisono, vllm or both.")] = "unisono",
+    otlp_traces_endpoint: Annotated[str | None, typer.Option(help="URL for spans: http://HOST:4318/v1/traces.")] = None,
+    profile_dir: Annotated[Path | None, typer.Option(help="Where /stop_profile writes its traces.")] = None,
 ) -> None:
     """Serve the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models."""
     from unisono.server.reasoning import parser_named
@@ -260,6 +257,9 @@ def serve(
         reasoning_parser=reasoning_parser,
         tool_call_parser=tool_call_parser,
         trust_request_chat_template=trust_request_chat_template,
+        metrics_prefix=metrics_prefix,
+        otlp_traces_endpoint=otlp_traces_endpoint,
+        profile_dir=profile_dir,
     )
     with _bars() as progress:
         run_server(config, settings, progress)

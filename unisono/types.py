@@ -226,6 +226,34 @@ class StructuredOutputs:
 
 
 @dataclass(frozen=True, slots=True)
+class Thinking:
+    """A thought at the output's beginning, which the marks ``start`` and ``end`` enclose.
+
+    state: where the output begins: ``begin`` (it may open a thought), ``thinking`` (the prompt has opened one) or
+    ``content``. budget: tokens that the thought may have; then its closing mark follows. None: as many as it likes.
+
+    Raises BadRequest naming the value.
+    """
+
+    start: str
+    end: str
+    state: str = "thinking"
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("start", "end"):
+            value = getattr(self, name)
+            _require(isinstance(value, str) and value != "", f"thinking.{name}", value, "it must be the text of a mark")
+        ok = self.state in THINKING_STATES
+        _require(ok, "thinking.state", self.state, f"it must be one of {', '.join(THINKING_STATES)}")
+        ok = self.budget is None or (_is_int(self.budget) and self.budget >= 0)
+        _require(ok, "thinking_token_budget", self.budget, "it must be a whole number ≥ 0")
+
+
+THINKING_STATES = ("begin", "thinking", "content")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request picks its tokens. Names and defaults are vLLM's.
 
@@ -260,6 +288,7 @@ class SamplingParams:
     extra_args (vLLM's name): parameters of features that other packages add, by name (docs/adding-a-feature.md).
     structured_outputs: what the output must be; where it is complete only EOS may come. ignore_eos and min_tokens then
         forbid ending it only where it can go on.
+    thinking: how the output's thought is marked; structured_outputs begins after it.
 
     Raises BadRequest naming the value and the limit.
     """
@@ -289,6 +318,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     min_tokens: int = 0
     structured_outputs: StructuredOutputs | None = None
+    thinking: Thinking | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     stop_regex: tuple[str, ...] = ()
     logprob_token_ids: tuple[int, ...] | None = None
@@ -296,6 +326,14 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] = "left"
+
+    @property
+    def followed_thinking(self) -> Thinking | None:
+        """The thought, where masks have to follow it: it has a budget, or a grammar begins after it."""
+        thinking = self.thinking
+        if thinking is None or thinking.state == "content":
+            return None
+        return None if thinking.budget is None and self.structured_outputs is None else thinking
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -328,6 +366,8 @@ class SamplingParams:
         _require(ok, "return_hidden_states", self.return_hidden_states, "it must be true or false")
         ok = self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
         _require(ok, "structured_outputs", self.structured_outputs, "it must be StructuredOutputs")
+        ok = self.thinking is None or isinstance(self.thinking, Thinking)
+        _require(ok, "thinking", self.thinking, "it must be Thinking")
         ok = isinstance(self.extra_args, Mapping) and all(isinstance(name, str) for name in self.extra_args)
         _require(ok, "extra_args", self.extra_args, "it must map names to values")
         self._check_reports()

@@ -45,6 +45,12 @@ def check_beams(params: SamplingParams, most: int) -> None:
                 f"{name} or use_beam_search.",
                 name,
             )
+    if params.thinking is not None and params.thinking.budget is not None:
+        raise BadRequest(
+            "thinking_token_budget ends thoughts early, and beams are the model's likeliest texts as it is; leave out "
+            "thinking_token_budget or use_beam_search.",
+            "thinking_token_budget",
+        )
     if most != -1 and 2 * params.n > max(most, MAX_LOGPROBS):
         raise BadRequest(
             f"n={params.n} beams need the {2 * params.n} likeliest tokens of each step, and --max-logprobs is {most}; "

@@ -11,6 +11,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+import torch
+
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.server.beams import BeamStream, Source
 from unisono.server.client import TokenStream
@@ -108,6 +110,10 @@ class Generation:
         own, prompt = self._output.hidden_states(), self._output.prompt_hidden_states()
         return own.float().tolist(), prompt.float().tolist() if len(prompt) else None
 
+    def prompt_states(self) -> torch.Tensor:
+        """Once it has ended: the hidden states of the prompt's tokens, [tokens, hidden], where they were asked for."""
+        return self._output.prompt_hidden_states()
+
     @property
     def usage(self) -> Usage:
         output, first = self._output, self._request.shares_with is None
@@ -120,6 +126,7 @@ class Generation:
 
     async def start(self) -> None:
         """Hand the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
+        self._timer.submitted()
         try:
             self._stream = await self._client.submit(self._request)
         except BadRequest as error:
@@ -141,10 +148,11 @@ class Generation:
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Yield text as it becomes certain; the last piece has ``finish``. Raises EngineDead and ApiError."""
         assert self._stream is not None
-        reason = FinishReason.RUNNING
+        reason, failed = FinishReason.RUNNING, False
         try:
             while reason is FinishReason.RUNNING:
                 delta = await self._stream.take()
+                self._timer.queued(delta.queued_seconds)
                 self._timer.tokens(len(delta.token_ids))
                 self._output.record(delta)
                 if delta.error is not None:
@@ -178,8 +186,12 @@ class Generation:
                     "" if self._style.hides else said.reasoning,
                     said.calls,
                 )
+        except Exception:
+            failed = True
+            raise
         finally:
-            self._timer.finished((FinishReason.ABORT if reason is FinishReason.RUNNING else reason).text)
+            ended = FinishReason.ABORT if reason is FinishReason.RUNNING else reason
+            self._timer.finished("error" if failed else ended.text, self._output.num_tokens, self._output.cached_tokens)
             self.close()
 
     @property
@@ -220,7 +232,7 @@ class Generation:
         for token_id, one in zip(token_ids, given, strict=True):
             text = self._text(token_id)
             top = [(self._text(alternative), logprob) for alternative, logprob in one.top]
-            reports.append(TokenReport(text, one.logprob, self._offset, top))
+            reports.append(TokenReport(text, one.logprob, self._offset, top, [token for token, _ in one.top]))
             self._offset += len(text)
         return reports
 

@@ -30,6 +30,7 @@ from unisono.server.auth import Keys
 from unisono.server.chat import ChatFormat
 from unisono.server.client import EngineClient, Progress
 from unisono.server.metrics import ProgressLine, ServerMetrics
+from unisono.server.pooling import pooling_of
 from unisono.server.reasoning import parser_named
 from unisono.server.service import INSPECT_LIMIT, Service
 from unisono.server.serving import Serving
@@ -52,6 +53,9 @@ class ServerSettings:
     """The server's flags.
 
     model_path: directory with the tokenizer. names: what clients may call the model; answers carry the one they used.
+    metrics_prefix: of the names in /metrics, a key of ``metrics.PREFIXES``.
+    otlp_traces_endpoint: where spans go, OTLP over HTTP; None sends none.
+    profile_dir: where /stop_profile writes; None turns profiles off.
     drain_timeout: seconds that running requests get to finish after the first signal.
     reasoning_parser, tool_call_parser: how thinking and tool calls are told from what is said in chat answers
     (``reasoning.PARSERS``, ``tools.formats.FORMATS``); None: as the chat template says.
@@ -65,6 +69,9 @@ class ServerSettings:
     port: int = 8000
     api_key: str | None = None
     drain_timeout: float = 30.0
+    metrics_prefix: str = "unisono"
+    otlp_traces_endpoint: str | None = None
+    profile_dir: Path | None = None
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
     trust_request_chat_template: bool = False
@@ -139,7 +146,9 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
         logger.warning("%s has no tokenizer: only token ids are taken, on /v1/completions.", settings.model_path)
     else:
         tokenizer.check_vocabulary(facts.vocab_size)
-    metrics = ServerMetrics(settings.names[0], lambda: client.samples)
+    metrics = ServerMetrics(settings.names[0], lambda: client.samples, settings.metrics_prefix, facts.max_model_len)
+    metrics.cache_config(info)
+    client.stepped = metrics.step
     inputs = InputProcessor(tokenizer, facts)
     chat = ChatFormat.of(inputs, settings.reasoning_parser, settings.tool_call_parser)
     return Service(
@@ -150,6 +159,9 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
         root=str(settings.model_path),
         fingerprint=_fingerprint(config),
         settings=_public(settings, facts),
+        drain_timeout=settings.drain_timeout,
+        profile_dir=settings.profile_dir,
+        pooling=await asyncio.to_thread(pooling_of, settings.model_path),
         keys=Keys([] if settings.api_key is None else [settings.api_key]),
     )
 
@@ -162,7 +174,8 @@ def _fingerprint(config: Any) -> str:
 
 def _public(settings: ServerSettings, facts: ModelFacts) -> dict[str, Any]:
     """What /server_info tells of the server: everything but its key."""
-    shown = dataclasses.asdict(settings) | {"model_path": str(settings.model_path)}
+    shown: dict[str, Any] = dataclasses.asdict(settings)
+    shown |= {name: str(value) for name, value in shown.items() if isinstance(value, Path)}
     shown["api_key"] = settings.api_key is not None
     return shown | {"model": dataclasses.asdict(facts)}
 

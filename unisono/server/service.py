@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from unisono.server.auth import Keys
@@ -15,6 +16,7 @@ from unisono.server.client import EngineClient
 from unisono.server.errors import ApiError, show, unavailable
 from unisono.server.generation import Generation
 from unisono.server.metrics import ServerMetrics
+from unisono.server.pooling import Pooling
 from unisono.server.serving import Serving
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -40,6 +42,9 @@ class Service:
     fingerprint: str
     settings: dict[str, Any]
     keys: Keys = field(default_factory=Keys)
+    drain_timeout: float = 30.0
+    profile_dir: Path | None = None
+    pooling: Pooling = field(default_factory=Pooling)
     draining: bool = False
     sleeping: bool = False
     in_flight: int = 0

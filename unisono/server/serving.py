@@ -70,13 +70,18 @@ class Serving:
         """Make a generation for each answer to a conversation. Raises BadRequest."""
         params = request.sampling_params(self.inputs.model.generation_defaults, request.token_limit())
         plan, written = await self._planned(request, params)
-        one = self._request(request_id, self.inputs.truncated(written, params), plan.params, request)
+        prompt = self.inputs.truncated(written, params)
+        one = self._request(request_id, prompt, plan.sampling(written), request)
         generations = self._generations(
             one, request, echo=_begun(request), reader=lambda sequence: plan.reader(sequence, written)
         )
         for generation in generations:
             generation.prompt_text = written.text
         return generations
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text. Raises BadRequest where the model has no tokenizer."""
+        return await self._in_thread(self.inputs.require_tokenizer("prompt").encode, text, add_special_tokens)
 
     async def chat_prompt(self, request: ChatRequest) -> Prompt:
         """The prompt of a conversation. Raises BadRequest."""
@@ -191,7 +196,16 @@ class Serving:
             hides=isinstance(body, ChatRequest) and body.include_reasoning is False,
         )
         return [
-            Generation(client, output, self._metrics.timer(), index, scores, style, echo, reader(output.request))
+            Generation(
+                client,
+                output,
+                self._metrics.timer(output.request, request.params.n),
+                index,
+                scores,
+                style,
+                echo,
+                reader(output.request),
+            )
             for index, output in enumerate(outputs, first)
         ]
 
