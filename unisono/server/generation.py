@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -97,6 +98,7 @@ class Generation:
         self._scores, self._style, self._echo = scores, style, echo
         self._reader = reader
         self._stream: TokenStream | BeamStream | None = None
+        self.ended: str | None = None  # how, once it has
         self._drafted = self._accepted = 0
         self._offset = 0
 
@@ -119,6 +121,29 @@ class Generation:
         output, first = self._output, self._request.shares_with is None
         prompt, cached = (len(self._request.prompt_token_ids), output.cached_tokens) if first else (0, 0)
         return Usage.of(prompt, output.num_tokens, cached, self._accepted, self._drafted - self._accepted)
+
+    def span(self) -> dict[str, Any] | None:
+        """vLLM's attributes of a request's span, once it has ended; None for one that never began."""
+        params, times = self._request.params, self._timer.end
+        if times is None:
+            return None
+        return {
+            "gen_ai.request.id": self._request.request_id,
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.n": params.n,
+            "gen_ai.request.temperature": float(params.temperature),
+            "gen_ai.request.top_p": float(params.top_p),
+            "gen_ai.response.finish_reason": self.ended,
+            "gen_ai.usage.num_sequences": 1,
+            "gen_ai.usage.prompt_tokens": len(self._request.prompt_token_ids),
+            "gen_ai.usage.completion_tokens": self._output.num_tokens,
+            "gen_ai.usage.cached_tokens": self._output.cached_tokens,
+            "gen_ai.latency.time_in_queue": times.queue,
+            "gen_ai.latency.time_in_model_prefill": times.prefill,
+            "gen_ai.latency.time_in_model_decode": times.decode,
+            "gen_ai.latency.time_to_first_token": times.first_token,
+            "gen_ai.latency.e2e": times.total,
+        }
 
     def arrived(self, when: float) -> None:
         """Count the request's times from ``when`` (``time.monotonic()``) on, not from when it was prepared."""
@@ -191,7 +216,8 @@ class Generation:
             raise
         finally:
             ended = FinishReason.ABORT if reason is FinishReason.RUNNING else reason
-            self._timer.finished("error" if failed else ended.text, self._output.num_tokens, self._output.cached_tokens)
+            self.ended = "error" if failed else ended.text
+            self._timer.finished(self.ended, self._output.num_tokens, self._output.cached_tokens)
             self.close()
 
     @property

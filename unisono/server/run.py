@@ -35,6 +35,7 @@ from unisono.server.reasoning import parser_named
 from unisono.server.service import INSPECT_LIMIT, Service
 from unisono.server.serving import Serving
 from unisono.server.tools.formats import format_named
+from unisono.server.traces import Tracer
 from unisono.tokenizer import Tokenizer
 from unisono.types import ConfigError, EngineDead, UnisonoError
 
@@ -121,7 +122,9 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
             return
         server = _Uvicorn(_uvicorn_config(create_app(service)))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        reporting = asyncio.create_task(_report_progress(service))
+        reporting = [asyncio.create_task(_report_progress(service))]
+        if service.tracer is not None:
+            reporting.append(asyncio.create_task(service.tracer.run()))
         listener.listen(
             BACKLOG
         )  # uvicorn listens a moment later, and a client that reads the next line may connect at once
@@ -130,9 +133,12 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
         logger.info("Serving %s on http://%s:%d/v1 (Ctrl-C stops)", ", ".join(service.names), host, port)
         await stop.wait()
         await _drain(service, settings.drain_timeout)
-        reporting.cancel()
+        for task in reporting:
+            task.cancel()
         server.should_exit = True
         await serving
+        if service.tracer is not None:
+            await service.tracer.close()
     finally:
         await client.shutdown()
 
@@ -161,6 +167,7 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
         settings=_public(settings, facts),
         drain_timeout=settings.drain_timeout,
         profile_dir=settings.profile_dir,
+        tracer=None if settings.otlp_traces_endpoint is None else Tracer(settings.otlp_traces_endpoint),
         pooling=await asyncio.to_thread(pooling_of, settings.model_path),
         keys=Keys([] if settings.api_key is None else [settings.api_key]),
     )
