@@ -23,6 +23,7 @@ ALLOWED = {
     "types": {"token_tree", "structured_outputs", "results"},
     "program": set(),
     "heap": set(),
+    "prompts": set(),
     "catalog": {"types"},
     "vectors": {"types"},
     "config": {"types", "vectors"},
@@ -47,10 +48,13 @@ ALLOWED = {
         "types", "program", "catalog", "config", "kernels", "layers", "attention", "models", "drafters", "passes",
         "sampling", "graphs", "state", "distributed", "request_checks",
     },
-    "llm": {"types", "config", "engine", "tokenizer", "frontend"},
+    "flag_table": {"types"},
+    "llm_arguments": {"types", "config", "flag_table"},
+    "llm": {"types", "config", "engine", "tokenizer", "frontend", "llm_arguments"},
+    "async_llm": {"types", "engine", "frontend", "llm"},
     "server": {"types", "heap", "tokenizer", "frontend"},
     "tools": {"types", "heap", "catalog", "config", "llm", "tokenizer", "state", "models", "attention"},
-    "cli_aliases": {"types"},
+    "cli_aliases": {"types", "flag_table"},
     "cli": {"types", "catalog", "config", "cli_aliases", "frontend", "llm", "server", "tools"},
 }  # fmt: skip
 

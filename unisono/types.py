@@ -14,7 +14,9 @@ from typing import Any
 from unisono.results import CompletionOutput as CompletionOutput
 from unisono.results import FinishReason as FinishReason
 from unisono.results import Logprob as Logprob
+from unisono.results import RequestMetrics as RequestMetrics
 from unisono.results import RequestOutput as RequestOutput
+from unisono.results import RequestOutputKind as RequestOutputKind
 from unisono.results import TokenDelta as TokenDelta
 from unisono.results import TokenLogprobs as TokenLogprobs
 from unisono.results import Vectors as Vectors
@@ -222,6 +224,10 @@ class StructuredOutputs:
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
 
+StructuredOutputsParams = StructuredOutputs
+"""vLLM's name of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request picks its tokens. Names and defaults are vLLM's.
@@ -251,6 +257,7 @@ class SamplingParams:
     extra_args (vLLM's name): parameters of features that other packages add, by name (docs/adding-a-feature.md).
     structured_outputs: what the output must be; where it is complete only EOS may come. ignore_eos and min_tokens then
         forbid ending it only where it can go on.
+    output_kind: what each output of ``AsyncLLM.generate`` holds.
 
     Raises BadRequest naming the value and the limit.
     """
@@ -281,6 +288,7 @@ class SamplingParams:
     min_tokens: int = 0
     structured_outputs: StructuredOutputs | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -351,6 +359,10 @@ class SamplingParams:
             all(isinstance(w, str) and w for w in words), "bad_words", words, "every word must be a non-empty string"
         )
         object.__setattr__(self, "bad_words", words)
+
+    def clone(self) -> SamplingParams:
+        """A copy. Fields cannot be set; ``dataclasses.replace(params, seed=1)`` makes a changed copy."""
+        return replace(self, logit_bias=dict(self.logit_bias), extra_args=dict(self.extra_args))
 
 
 @dataclass(frozen=True, slots=True)
