@@ -24,7 +24,8 @@ ALLOWED = {
     "program": set(),
     "heap": set(),
     "prompts": set(),
-    "catalog": {"types"},
+    "hub": {"types"},
+    "catalog": {"types", "hub"},
     "vectors": {"types"},
     "config": {"types", "vectors"},
     "tokenizer": {"types"},
@@ -53,9 +54,19 @@ ALLOWED = {
     "llm": {"types", "config", "engine", "tokenizer", "frontend", "llm_arguments"},
     "async_llm": {"types", "engine", "frontend", "llm"},
     "server": {"types", "heap", "tokenizer", "frontend"},
-    "tools": {"types", "heap", "catalog", "config", "llm", "tokenizer", "state", "models", "attention"},
+    "tools": {
+        "types", "heap", "catalog", "config", "llm", "tokenizer", "state", "models", "attention", "cli_output",
+        "cli_values",
+    },
     "cli_aliases": {"types", "flag_table"},
-    "cli": {"types", "catalog", "config", "cli_aliases", "frontend", "llm", "server", "tools"},
+    "cli_config": {"types", "flag_table"},
+    "cli_output": {"types"},
+    "cli_values": {"types"},
+    "cli_commands": {"types", "cli_output", "frontend", "llm", "tools"},
+    "cli": {
+        "types", "catalog", "config", "cli_aliases", "cli_commands", "cli_config", "cli_output", "cli_values",
+        "hub", "server", "tools",
+    },
 }  # fmt: skip
 
 

@@ -264,10 +264,10 @@ def test_keywords_of_other_engines() -> None:
         disable_custom_all_reduce=True, compilation_config=None, block_size=16, quantization=None,
     )  # fmt: skip
     del given["context_length"]
-    fields, tokenizer = unisono.llm_arguments.engine_arguments(given)
-    assert tokenizer is None
-    assert fields == {
-        "gpu_memory_utilization": 0.5, "max_num_seqs": 2, "dtype": "half", "enforce_eager": True, "seed": 3,
+    assert unisono.llm_arguments.engine_arguments(given) == {
+        "tokenizer": None,
+
+"gpu_memory_utilization": 0.5, "max_num_seqs": 2, "dtype": "half", "enforce_eager": True, "seed": 3,
         "enable_prefix_caching": False, "max_model_len": 64, "quantization": None,
         "speculative": SpeculativeConfig("ngram", num_speculative_tokens=2),
     }  # fmt: skip

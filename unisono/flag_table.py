@@ -12,6 +12,15 @@ from typing import Any
 
 from unisono.types import ConfigError
 
+SHORT = {
+    "-dp": "--data-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-q": "--quantization",
+    "-sc": "--speculative-config",
+    "-tp": "--tensor-parallel-size",
+}
+"""Short names and the long ones that they stand for."""
+
 RENAMED = {
     "--chunked-prefill-size": "--max-num-batched-tokens",
     "--context-length": "--max-model-len",
@@ -90,6 +99,7 @@ NOTED_VALUES = {
     "--max-prefill-tokens": "--max-num-batched-tokens bounds a prompt pass",
     "--max-seq-len-to-capture": _OWN_GRAPHS,
     "--sampling-backend": "there is one sampler, and it is exact",
+    "--schedule-policy": "requests run first come, first served; cached prefixes are used whatever the order",
     "--schedule-conservativeness": "a request is admitted when pages for its prompt are free, and preempted exactly",
     "--swap-space": "nothing is swapped: what is preempted is computed again, with the same bytes",
     "--torch-compile-max-bs": _OWN_GRAPHS,
@@ -109,6 +119,8 @@ NOTED_SWITCHES = {
     "--disable-uvicorn-access-log": "there is no access log",
     "--enable-chunked-prefill": _ALWAYS_CHUNKED,
     "--enable-deterministic-inference": "inference is always deterministic",
+    "--enable-log-requests": "requests that fail are logged, and /metrics counts all",
+    "--no-enable-log-requests": "requests that fail are logged, and /metrics counts all",
     "--enable-metrics": _ALWAYS_METRICS,
     "--enable-mixed-chunk": "prompts and rounds have passes of their own; --max-stall-ms bounds the gaps",
     "--enable-p2p-check": _ONE_GPU,
@@ -126,6 +138,7 @@ REFUSED = {
     "--cpu-offload": "weights are not offloaded; --quantization fp8 makes them smaller",
     "--disable-sliding-window": "windows are the model's; --max-model-len bounds the context",
     "--dist-init-addr": _ONE_GPU,
+    "--enable-force-include-usage": "clients ask for it: stream_options.include_usage",
     "--enable-expert-parallel": _ONE_GPU,
     "--enable-lora": _NO_ADAPTERS,
     "--enable-sleep-mode": "nothing frees the GPU for a while; stop the server instead",
@@ -188,3 +201,17 @@ def algorithm(flag: str, value: Any) -> str:
     if str(value).upper() not in ALGORITHMS:
         raise ConfigError(f"{flag} {value!r} is unknown; choose one of {', '.join(ALGORITHMS)}.")
     return ALGORITHMS[str(value).upper()]
+
+
+def markdown() -> str:
+    """The table of ``docs/cli.md``."""
+    rows = ["| Name | Here |", "|---|---|"]
+    same = {**SHORT, **RENAMED, **{flag: ours or "nothing: it is so anyway" for flag, ours in SWITCHES.items()}}
+    rows += [f"| `{flag}` | {f'`{ours}`' if ours.startswith('-') else ours} |" for flag, ours in sorted(same.items())]
+    for flag, (values, reason) in sorted(ACCEPTED.items()):
+        given = ", ".join(f"`{value}`" if value else "empty" for value in values)
+        rows.append(f"| `{flag}` | only {given}: {reason} |")
+    for flag, reason in sorted({**NOTED_VALUES, **NOTED_SWITCHES}.items()):
+        rows.append(f"| `{flag}` | nothing, with a note: {reason} |")
+    rows += [f"| `{flag}` | refused: {reason} |" for flag, reason in sorted(REFUSED.items())]
+    return "\n".join(rows)

@@ -58,10 +58,11 @@ class LLM:
     def __init__(
         self, model: str = "tiny", *, progress: Callable[[str, float], None] = lambda stage, share: None, **flags: Any
     ) -> None:
-        given, tokenizer = engine_arguments(flags)
-        engine = Engine(EngineConfig(model=str(model), **given), progress)
+        model, revision = str(model), flags.pop("revision", None)
+        config = EngineConfig(f"{model}@{revision}" if revision else model, **engine_arguments(flags))
+        engine = Engine(config, progress)
         try:
-            self.tokenizer = Tokenizer.load(tokenizer or engine.checkpoint.path)
+            self.tokenizer = Tokenizer.load(config.tokenizer or engine.checkpoint.path)
         except BaseException:
             engine.shutdown()  # the caller has no object to do it with
             raise

@@ -30,17 +30,14 @@ SERVER_ONLY = {"served_model_name", "api_key", "host", "port", "log_level"}
 """Keywords that other engines' offline classes take and that only a server uses; any value is fine."""
 
 
-def engine_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """(fields of EngineConfig, the tokenizer's directory if one was named). Raises ConfigError naming the keyword."""
+def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of EngineConfig that these keywords stand for. Raises ConfigError naming the keyword."""
     fields: dict[str, Any] = {}
-    tokenizer = None
     for name, value in given.items():
         renamed = _name(RENAMED.get(_flag(name), _flag(name)))
-        if renamed == "tokenizer":
-            tokenizer = None if value is None else str(value)
-        elif renamed == "speculative_config":
+        if renamed == "speculative_config":
             renamed, value = "speculative", _speculative(value)
-        if renamed in ("tokenizer", *SERVER_ONLY) or _is_neutral(name, value):
+        if renamed in SERVER_ONLY or _is_neutral(name, value):
             continue
         if (switch := SWITCHES.get(_flag(name))) is not None:
             renamed, value = _name(switch.replace("--no-", "--")), not switch.startswith("--no-")
@@ -49,7 +46,7 @@ def engine_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], str | No
         if renamed in fields:
             raise ConfigError(f"{name}={value!r}: {renamed} is given twice; leave one of them out.")
         fields[renamed] = _plain(renamed, value)
-    return fields, tokenizer
+    return fields
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -72,6 +69,8 @@ def _plain(name: str, value: Any) -> Any:
         return str(value).removeprefix("torch.")
     if name == "load_format" and value == "safetensors":
         return "auto"
+    if name in ("tokenizer", "generation_config") and isinstance(value, Path):
+        return str(value)
     if value is None:
         return next(one.default for one in dataclasses.fields(EngineConfig) if one.name == name)
     for kind, (words, ok) in _KINDS.items():
@@ -84,7 +83,7 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     int: ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
     float: ("a number", lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)),
     bool: ("True or False", lambda value: isinstance(value, bool)),
-    str: ("a string", lambda value: isinstance(value, (str, Path))),
+    str: ("a string", lambda value: isinstance(value, str)),
 }
 """What a field of this type takes, and how it is told."""
 
@@ -110,7 +109,7 @@ def _speculative(given: Any) -> SpeculativeConfig | None:
 
 def _nearest(name: str) -> str:
     tables = (RENAMED, SWITCHES, ACCEPTED)
-    known = sorted(FIELDS | {"speculative_config", "tokenizer"} | {_name(flag) for table in tables for flag in table})
+    known = sorted(FIELDS | {"speculative_config"} | {_name(flag) for table in tables for flag in table})
     nearest = max(known, key=lambda one: difflib.SequenceMatcher(None, name, one).ratio())
     return f"The nearest one is {nearest}; docs/offline.md lists all."
 

@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from unisono.frontend.input_processor import InputProcessor, ModelFacts
 from unisono.heap import freeze_heap
 from unisono.server.app import INSPECT_LIMIT, Service, create_app
 from unisono.server.client import EngineClient, Progress
+from unisono.server.http_settings import HttpSettings
 from unisono.server.metrics import ProgressLine, ServerMetrics
 from unisono.server.reasoning import parser_named
 from unisono.server.serving import Serving
@@ -47,7 +48,9 @@ INTERRUPTED = 130
 class ServerSettings:
     """The server's flags.
 
-    model_path: directory with the tokenizer. names: what clients may call the model; answers carry the one they used.
+    model_path: the checkpoint's directory. tokenizer: directory of the tokenizer, if not that. chat_template: text of a
+    template that replaces the checkpoint's. http: TLS and CORS.
+    names: what clients may call the model; answers carry the one they used.
     drain_timeout: seconds that running requests get to finish after the first signal.
     reasoning_parser: how thinking is told from what is said in chat answers (``reasoning.PARSERS``), if at all.
     engine: ``"module:Class"``, called with the engine's config in the engine process.
@@ -58,9 +61,12 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    chat_template: str | None = None
     drain_timeout: float = 30.0
     reasoning_parser: str | None = None
     engine: str = ENGINE
+    http: HttpSettings = field(default_factory=HttpSettings)
+    tokenizer: Path | None = None
 
 
 def serve(config: Any, settings: ServerSettings, progress: Progress = lambda stage, share: None) -> None:
@@ -103,7 +109,7 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
         service = await _unless(stop, _prepare(client, config, settings))
         if service is None:
             return
-        server = _Uvicorn(_uvicorn_config(create_app(service)))
+        server = _Uvicorn(_uvicorn_config(settings.http.with_cors(create_app(service)), settings.http))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reporting = asyncio.create_task(_report_progress(service))
         listener.listen(
@@ -111,7 +117,8 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
         )  # uvicorn listens a moment later, and a client that reads the next line may connect at once
         freeze_heap()
         host, port = listener.getsockname()[:2]
-        logger.info("Serving %s on http://%s:%d/v1 (Ctrl-C stops)", ", ".join(service.names), host, port)
+        where = f"{settings.http.scheme}://{host}:{port}/v1"
+        logger.info("Serving %s on %s (Ctrl-C stops)", ", ".join(service.names), where)
         await stop.wait()
         await _drain(service, settings.drain_timeout)
         reporting.cancel()
@@ -123,13 +130,15 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
 
 async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) -> Service:
     """Load the tokenizer while the engine loads the model."""
-    tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model_path)
+    tokenizer = await asyncio.to_thread(Tokenizer.load, settings.tokenizer or settings.model_path)
     info = await client.ready()
     facts = ModelFacts.of(info, tokenizer)
     if tokenizer is None:
         logger.warning("%s has no tokenizer: only token ids are taken, on /v1/completions.", settings.model_path)
     else:
         tokenizer.check_vocabulary(facts.vocab_size)
+        if settings.chat_template is not None:
+            tokenizer.backend.chat_template = settings.chat_template
     metrics = ServerMetrics(settings.names[0], lambda: client.samples)
     return Service(
         client=client,
@@ -207,7 +216,7 @@ async def _unless(stop: asyncio.Event, work: Any) -> Any:
     return task.result()
 
 
-def _uvicorn_config(app: ASGIApp | None) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp | None, http: HttpSettings | None = None) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
         lifespan="off",
@@ -217,6 +226,7 @@ def _uvicorn_config(app: ASGIApp | None) -> uvicorn.Config:
         server_header=False,
         ws="none",
         timeout_graceful_shutdown=CONNECTION_LIMIT,
+        **(http or HttpSettings()).uvicorn(),
     )
 
 
