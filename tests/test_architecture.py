@@ -61,7 +61,7 @@ ALLOWED = {
     "cli_aliases": {"types", "flag_table"},
     "cli_config": {"types", "flag_table"},
     "cli_output": {"types"},
-    "cli_values": {"types"},
+    "cli_values": {"types", "catalog"},
     "cli_commands": {"types", "cli_output", "frontend", "llm", "tools"},
     "cli": {
         "types", "catalog", "config", "cli_aliases", "cli_commands", "cli_config", "cli_output", "cli_values",

@@ -261,13 +261,15 @@ def test_keywords_of_other_engines() -> None:
         enforce_eager=True, seed=3, tokenizer=None, enable_prefix_caching=False, max_model_len=64, swap_space=4,
         disable_log_stats=True, distributed_executor_backend=None, hf_overrides=None, kv_cache_dtype="auto",
         speculative_config={"method": "ngram", "num_speculative_tokens": 2}, context_length=None,
-        disable_custom_all_reduce=True, compilation_config=None, block_size=16, quantization=None,
+        disable_custom_all_reduce=True, synthetic_acceptance_rates=(), snapshot_share=0.2,
+        compilation_config=None, block_size=16, quantization=None,
     )  # fmt: skip
     del given["context_length"]
     assert unisono.llm_arguments.engine_arguments(given) == {
         "tokenizer": None,
 
-"gpu_memory_utilization": 0.5, "max_num_seqs": 2, "dtype": "half", "enforce_eager": True, "seed": 3,
+"synthetic_acceptance_rates": (), "snapshot_share": 0.2,
+        "gpu_memory_utilization": 0.5, "max_num_seqs": 2, "dtype": "half", "enforce_eager": True, "seed": 3,
         "enable_prefix_caching": False, "max_model_len": 64, "quantization": None,
         "speculative": SpeculativeConfig("ngram", num_speculative_tokens=2),
     }  # fmt: skip

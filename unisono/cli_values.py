@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from unisono.types import ConfigError
+from unisono import catalog
+from unisono.types import ConfigError, SpeculativeConfig
 
 API_KEY = "UNISONO_API_KEY"
 """The environment variable of ``--api-key``."""
@@ -81,12 +82,30 @@ def speculative_dict(text: str) -> dict[str, Any]:
     return given
 
 
-def whole_numbers(flag: str, text: str, least: int = 1) -> list[int]:
-    """Whole numbers separated by commas."""
+def speculative(text: str) -> SpeculativeConfig:
+    """``--speculative-config`` alone; its method is one of the catalog's."""
+    config = SpeculativeConfig.parse(speculative_dict(text))
+    if config.method not in catalog.drafters:
+        known = ", ".join(catalog.drafters.names)
+        raise ConfigError(f'--speculative-config: "method": {config.method!r}: unknown drafter. Supported: {known}.')
+    return config
+
+
+def whole_numbers(flag: str, text: str, some: bool = False) -> list[int]:
+    """Whole numbers from 1 on, separated by commas. some: there must be one."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isascii() and part.isdecimal() and int(part) >= least for part in parts):
-        raise ConfigError(f"{flag} {text!r}: give whole numbers from {least} on, separated by commas.")
+    ok = all(part.isascii() and part.isdecimal() and 1 <= int(part[:12]) < 2**31 for part in parts)
+    if not ok or (some and not parts):
+        raise ConfigError(f"{flag} {text!r}: give whole numbers from 1 on, separated by commas.")
     return [int(part) for part in parts]
+
+
+def shares(flag: str, text: str) -> tuple[float, ...]:
+    """Numbers separated by commas; none for an empty text."""
+    try:
+        return tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r}: give shares from 0 to 1, separated by commas.") from None
 
 
 def writable(flag: str, file: Path | None) -> None:

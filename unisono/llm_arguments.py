@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import types
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -90,9 +91,10 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 
 @functools.cache
 def _hints() -> dict[str, tuple[Any, ...]]:
-    """The types that each field takes."""
+    """The plain types that each field takes; none where ``EngineConfig`` checks the values itself."""
     hints = typing.get_type_hints(EngineConfig)
-    return {name: typing.get_args(hint) or (hint,) for name, hint in hints.items()}
+    unions = {name: typing.get_args(hint) for name, hint in hints.items() if isinstance(hint, types.UnionType)}
+    return {name: (hint,) if isinstance(hint, type) else () for name, hint in hints.items()} | unions
 
 
 def _speculative(given: Any) -> SpeculativeConfig | None:
