@@ -128,7 +128,7 @@ def test_chat_stream(server: Server) -> None:
         for chunk in events(server, "/v1/chat/completions", messages=messages, stream_options=continuous)
     ]
     assert counts == sorted(counts)
-    assert counts[0] == 0 < counts[-1]
+    assert 0 < counts[0] < counts[-1]
 
 
 def test_chat_through_openais_own_streaming(server: Server) -> None:
@@ -242,8 +242,10 @@ def test_metrics(server: Server) -> None:
     first, between, request, tokens = (value(name) - old for name, old in zip(names, before, strict=True))
     assert (first, request, tokens) == (1, 1, 7)
     assert 0 < between <= 6  # tokens that come together with the first wait for nothing
-    assert value('unisono:passes_total{kind="eager",model_name="fake",program="round",reason="DISABLED"}') > 0
-    assert value('unisono:request_success_total{finished_reason="length",model_name="fake"}') > 0
+    assert (
+        value('unisono:passes_total{engine="0",kind="eager",model_name="fake",program="round",reason="DISABLED"}') > 0
+    )
+    assert value('unisono:request_success_total{engine="0",finished_reason="length",model_name="fake"}') > 0
     assert value("unisono:num_requests_running") == 0
 
 
@@ -267,4 +269,4 @@ def test_curl(server: Server) -> None:
     body = json.dumps({"prompt": "ab", "max_tokens": 4, "stream": True})
     output = subprocess.run([*command, "-d", body], capture_output=True, text=True, timeout=30, check=True).stdout
     assert output.endswith("data: [DONE]\n\n")
-    assert 3 <= output.count("data: {") <= 6  # opening, four tokens that may come together, closing
+    assert 2 <= output.count("data: {") <= 5  # four tokens that may come together, closing

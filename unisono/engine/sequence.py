@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import operator
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -46,12 +48,17 @@ class Sequence:
     finish: FinishReason = FinishReason.RUNNING
     cached_tokens: int | None = None  # prompt tokens that the prefix cache served at first admission
     preemptions: int = 0
+    added: float = field(default_factory=time.monotonic)
+    queued_seconds: float | None = None  # from then to its first pass
     leader: Sequence | None = None  # of the same prompt, ahead in the queue
 
     def __post_init__(self) -> None:
         self.reads_drafts = any(feature.reads_drafts for feature in self.states)
         keys = (state.prompt_keys for state in self.states.values())
         self._prompt_keys = next((given for given in keys if given is not None), None)
+        if self.request.cache_salt is not None:
+            first, *others = self._prompt_keys or self.request.prompt_token_ids
+            self._prompt_keys = [salted(first, self.request.cache_salt), *others]
 
     @property
     def waits_for_leader(self) -> bool:
@@ -161,4 +168,15 @@ class Verify:
     drafts: np.ndarray
 
 
+def salted(first: Token, salt: str) -> bytes:
+    """What the prefix cache knows a prompt's first token by under a cache_salt.
+
+    A path of the tree begins with it, so nothing is shared between salts, nor with requests that have none. Its size is
+    no other digest's.
+    """
+    text = first if isinstance(first, bytes) else str(first).encode()
+    return hashlib.blake2b(text, key=hashlib.blake2b(salt.encode()).digest(), digest_size=SALTED_BYTES).digest()
+
+
+SALTED_BYTES = 32
 Pass = Extend | Round | Verify
