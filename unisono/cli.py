@@ -107,6 +107,8 @@ def _engine_flags(
     logprobs_mode: Annotated[
         str, typer.Option(help="raw_logprobs: the model's own; processed_logprobs: what tokens are drawn from.")
     ] = "raw_logprobs",
+    max_logprobs: Annotated[int, typer.Option(help="Log-probabilities per token at most; -1: any number.")] = 20,
+    scheduling_policy: Annotated[str, typer.Option(help="fcfs, or priority: lower values first.")] = "fcfs",
     enable_prompt_embeds: Annotated[
         bool, typer.Option("--enable-prompt-embeds", help="Serve prompt_embeds and embedding_overrides.")
     ] = False,
@@ -217,14 +219,16 @@ def serve(
         str | None, typer.Option(envvar="UNISONO_API_KEY", help="Require Authorization: Bearer KEY on /v1.")
     ] = None,
     reasoning_parser: Annotated[
-        str | None,
-        typer.Option(help="How chat answers tell thinking from content: qwen3, deepseek_r1, …; none: not at all."),
+        str | None, typer.Option(help="How answers tell thinking from content: qwen3, …; none: not at all.")
     ] = None,
     tool_call_parser: Annotated[
         str | None, typer.Option(help="How the model writes tool calls: hermes, mistral, …; default: by its template.")
     ] = None,
     enable_auto_tool_choice: Annotated[
         bool, typer.Option("--enable-auto-tool-choice", help="Accepted: tools may always be called.")
+    ] = False,
+    trust_request_chat_template: Annotated[
+        bool, typer.Option("--trust-request-chat-template", help="Render bodies' chat_template in a sandbox.")
     ] = False,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests to end on Ctrl-C.")] = 30.0,
     metrics_prefix: Annotated[str, typer.Option(help="Of names in /metrics: unisono, vllm or both.")] = "unisono",
@@ -252,6 +256,7 @@ def serve(
         drain_timeout=drain_timeout,
         reasoning_parser=reasoning_parser,
         tool_call_parser=tool_call_parser,
+        trust_request_chat_template=trust_request_chat_template,
         metrics_prefix=metrics_prefix,
         otlp_traces_endpoint=otlp_traces_endpoint,
         profile_dir=profile_dir,

@@ -173,7 +173,7 @@ class _Running:
         completion.index = index
         if self.request.params.logprobs is not None:
             pairs = zip(completion.token_ids, self._logprobs, strict=True)
-            completion.logprobs = [one.named(token, text_of, MAX_LOGPROBS) for token, one in pairs]
+            completion.logprobs = [one.named(token, text_of, len(one.top)) for token, one in pairs]
             completion.cumulative_logprob = sum(given.logprob for given in self._logprobs)
         if self.request.params.return_hidden_states:
             completion.hidden_states = self.output.hidden_states()

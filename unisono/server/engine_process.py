@@ -141,7 +141,8 @@ class _Loop:
                 case ipc.Add(request):
                     self.add(request)
                 case ipc.Abort(request_id):
-                    self.preparing.pop(request_id, None)
+                    if (preparing := self.preparing.pop(request_id, None)) is not None:
+                        preparing[1].cancel()  # what nobody waits for any more is not compiled any further
                     self.engine.abort(request_id)
                 case ipc.Inspect():
                     inspect = True

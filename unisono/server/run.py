@@ -60,6 +60,7 @@ class ServerSettings:
     drain_timeout: seconds that running requests get to finish after the first signal.
     reasoning_parser, tool_call_parser: how thinking and tool calls are told from what is said in chat answers
     (``reasoning.PARSERS``, ``tools.formats.FORMATS``); None: as the chat template says.
+    trust_request_chat_template: whether bodies may bring a chat template, which is rendered in a sandbox.
     engine: ``"module:Class"``, called with the engine's config in the engine process.
     """
 
@@ -74,6 +75,7 @@ class ServerSettings:
     profile_dir: Path | None = None
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
+    trust_request_chat_template: bool = False
     engine: str = ENGINE
 
 
@@ -157,7 +159,7 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
     chat = ChatFormat.of(inputs, settings.reasoning_parser, settings.tool_call_parser)
     return Service(
         client=client,
-        serving=Serving(client, inputs, metrics, chat),
+        serving=Serving(client, inputs, metrics, chat, settings.trust_request_chat_template),
         metrics=metrics,
         names=settings.names,
         root=str(settings.model_path),

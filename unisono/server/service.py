@@ -33,7 +33,8 @@ class Service:
     """Everything the handlers need.
 
     ``draining`` and ``sleeping`` refuse new requests; ``in_flight`` counts the POST requests that are not fully
-    answered, ``running`` has the generations of each answer under way, by the answer's id.
+    answered, ``running`` has the generations of each answer under way, by the answer's id. ``claimed`` has the ids of
+    answers from the moment on that they are chosen.
     """
 
     client: EngineClient
@@ -53,6 +54,7 @@ class Service:
     in_flight: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
     running: dict[str, Sequence[Generation]] = field(default_factory=dict)
+    claimed: set[str] = field(default_factory=set)
 
     def unhealthy(self) -> ApiError | None:
         """Why the server serves no more, or None."""
