@@ -84,7 +84,7 @@ class InputProcessor:
         dtype = DTYPES[self.model.dtype]
         if "prompt_embeds" in given:
             embedded = embedded_prompt(given["prompt_embeds"], dtype)
-            return Prompt(embedded[0], overrides=embedded[1])
+            return Prompt(embedded[0], overrides=embedded[1], param="prompt_embeds")
         text, overrides = given.get("prompt"), None
         if "prompt_token_ids" in given:
             ids = list(given["prompt_token_ids"])
