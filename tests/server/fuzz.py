@@ -76,11 +76,13 @@ def odd_values() -> list[Any]:
         None, True, False, 0, 1, -1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63),
         -(2**63) - 1, 10**30, Raw("9" * 5000), Raw("-" + "9" * 5000), Raw("1e400"), Raw("-1e400"), Raw("1e-400"),
         Raw("NaN"), Raw("Infinity"), Raw("1.0"), Raw('"\\ud800"'), Raw('"a\\udc00b"'), Raw('"\\ud83d\\ude00"'),
-        Raw('"\\u0000"'), Raw('{"\\ud800": 1}'), Raw('["\\udfff"]'), 0.5, -0.0, "", "x", "5", "\x00", "é" * 300, "x" * 10_000, "💥" * 50,
-        "\u202e", [], [[]], {}, {"a": {}}, [None], [1, "a"], ["a", "b"], [1.5], [True], [-1], [2**70], [10**9],
+        Raw('"\\u0000"'), Raw('{"\\ud800": 1}'), Raw('["\\udfff"]'), 0.5, -0.0, "", "x", "5", "\x00", "é" * 300,
+        "x" * 10_000, "💥" * 50, "\u202e", [], [[]], {}, {"a": {}}, [None], [1, "a"],
+        ["a", "b"], [1.5], [True], [-1], [2**70], [10**9],
         {"1": 2}, {"-1": 1}, {"99999999999999999999": 1}, {"1": 2**70}, {"type": "json_object"}, {"type": "object"},
         deep, {"role": "user"}, [{"role": "user", "content": "x"}], [{"role": "user", "content": None}], [{}],
-        [[1, 2], [3]], {"regex": "("}, {"json": {}}, {"type": "json_schema", "json_schema": {"schema": {"type": "wibble"}}},
+        [[1, 2], [3]], {"regex": "("}, {"json": {}},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "wibble"}}},
         list(range(600)), ["x"] * 2000, {str(i): 1 for i in range(400)},
     ]  # fmt: skip
 

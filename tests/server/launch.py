@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.server.fake_engine import FakeConfig
+from unisono.server.limits import Limits
 from unisono.server.run import ServerSettings, serve
 from unisono.types import UnisonoError
 
@@ -19,6 +20,8 @@ def main() -> None:
         name: options.pop(name) for name in ("port", "api_key", "drain_timeout", "reasoning_parser") if name in options
     }
     settings = {"port": 0, **settings}
+    if "limits" in options:
+        settings["limits"] = Limits(**options.pop("limits"))
     engine = "tests.server.fake_engine:FakeEngine"
     try:
         serve(FakeConfig(**options), ServerSettings(Path(sys.argv[1]), ("fake", "alias"), engine=engine, **settings))

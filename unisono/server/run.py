@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -16,7 +17,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from unisono.frontend.input_processor import InputProcessor, ModelFacts
 from unisono.heap import freeze_heap
 from unisono.server.app import INSPECT_LIMIT, Service, create_app
 from unisono.server.client import EngineClient, Progress
+from unisono.server.limits import LimitedProtocol, Limits, open_files
 from unisono.server.metrics import ProgressLine, ServerMetrics
 from unisono.server.reasoning import parser_named
 from unisono.server.serving import Serving
@@ -49,6 +51,7 @@ class ServerSettings:
 
     model_path: directory with the tokenizer. names: what clients may call the model; answers carry the one they used.
     drain_timeout: seconds that running requests get to finish after the first signal.
+    limits: what a connection may cost before its key is looked at.
     reasoning_parser: how thinking is told from what is said in chat answers (``reasoning.PARSERS``), if at all.
     engine: ``"module:Class"``, called with the engine's config in the engine process.
     """
@@ -59,6 +62,7 @@ class ServerSettings:
     port: int = 8000
     api_key: str | None = None
     drain_timeout: float = 30.0
+    limits: Limits = field(default_factory=Limits)
     reasoning_parser: str | None = None
     engine: str = ENGINE
 
@@ -103,7 +107,7 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
         service = await _unless(stop, _prepare(client, config, settings))
         if service is None:
             return
-        server = _Uvicorn(_uvicorn_config(create_app(service)))
+        server = _Uvicorn(_uvicorn_config(create_app(service), settings.limits))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reporting = asyncio.create_task(_report_progress(service))
         listener.listen(
@@ -207,9 +211,12 @@ async def _unless(stop: asyncio.Event, work: Any) -> Any:
     return task.result()
 
 
-def _uvicorn_config(app: ASGIApp | None) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp | None, limits: Limits | None = None) -> uvicorn.Config:
+    limits = limits or Limits()
+    limits = dataclasses.replace(limits, connections=min(limits.connections, open_files()))
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
+        http=functools.partial(LimitedProtocol, limits=limits),  # type: ignore[arg-type]
         lifespan="off",
         log_config=None,
         log_level="warning",
