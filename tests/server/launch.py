@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.server.fake_engine import FakeConfig
+from unisono.server.limits import Limits
 from unisono.server.run import ServerSettings, serve
 from unisono.types import UnisonoError
 
@@ -24,6 +25,8 @@ def main() -> None:
     options = json.loads(sys.argv[2])
     settings = {name: options.pop(name) for name in SETTINGS if name in options}
     settings = {"port": 0, **settings}
+    if "limits" in options:
+        settings["limits"] = Limits(**options.pop("limits"))
     engine = "tests.server.fake_engine:FakeEngine"
     try:
         serve(FakeConfig(**options), ServerSettings(Path(sys.argv[1]), ("fake", "alias"), engine=engine, **settings))
