@@ -1,7 +1,7 @@
 """The words every room shares: requests, sampling parameters, results and errors.
 
-Everything may import this module; of the project it imports ``token_tree``, ``structured_outputs`` and ``results``
-only, whose names it passes on. It holds no tensors.
+Everything may import this module; of the project it imports ``errors``, ``token_tree``, ``structured_outputs`` and
+``results`` only, whose names it passes on. It holds no tensors.
 """
 
 from __future__ import annotations
@@ -9,12 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
+from unisono.errors import BadRequest as BadRequest
+from unisono.errors import CheckpointError as CheckpointError
+from unisono.errors import ConfigError as ConfigError
+from unisono.errors import EngineDead as EngineDead
+from unisono.errors import UnisonoError as UnisonoError
 from unisono.results import CompletionOutput as CompletionOutput
 from unisono.results import FinishReason as FinishReason
 from unisono.results import Logprob as Logprob
+from unisono.results import RequestMetrics as RequestMetrics
 from unisono.results import RequestOutput as RequestOutput
+from unisono.results import RequestOutputKind as RequestOutputKind
 from unisono.results import TokenDelta as TokenDelta
 from unisono.results import TokenLogprobs as TokenLogprobs
 from unisono.results import Vectors as Vectors
@@ -31,7 +38,10 @@ MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 64, 16
 """Token sequences that a request may forbid, and their length. A word makes up to two: with a space before it too."""
 
 MAX_LOGPROBS = 20
-"""Alternatives that ``logprobs`` may ask for at each position."""
+"""Alternatives at each position that a kernel finds; more take the whole row of logits to the host."""
+
+MAX_LOGPROB_IDS = 128
+"""Tokens that ``logprob_token_ids`` may name; vLLM's limit."""
 
 MAX_SEQUENCES = 128
 """``n`` at most: OpenAI's limit."""
@@ -40,35 +50,6 @@ MAX_SEED = 2**63 - 1
 
 PLACEHOLDER = -1
 """Stands among a prompt's token ids where an embedding does. It is no token: nothing matches, counts or repeats it."""
-
-
-class UnisonoError(Exception):
-    """Base of every error that is raised on purpose."""
-
-
-class BadRequest(UnisonoError):
-    """The caller's input is wrong: names the value, the limit and the way out.
-
-    ``param`` is the offending parameter's name as the OpenAI API spells it, or None.
-    ``code`` is OpenAI's machine-readable code, for example ``context_length_exceeded``.
-    """
-
-    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
-
-
-class ConfigError(UnisonoError):
-    """A flag or a combination of flags cannot be honoured."""
-
-
-class CheckpointError(UnisonoError):
-    """A checkpoint is missing, broken, truncated or of an unsupported architecture."""
-
-
-class EngineDead(UnisonoError):
-    """The engine stopped; every request it held ends with this error."""
 
 
 def _require(ok: bool, name: str, value: object, rule: str) -> None:
@@ -222,6 +203,10 @@ class StructuredOutputs:
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
 
+StructuredOutputsParams = StructuredOutputs
+"""vLLM's name of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Thinking:
     """A thought at the output's beginning, which the marks ``start`` and ``end`` enclose.
@@ -269,17 +254,24 @@ class SamplingParams:
     min_tokens: tokens to generate before any stop id or stop string may end the request.
     stop: strings that end the text; include_stop_str_in_output: whether they are part of it.
     stop_token_ids: ids that end the request beside the model's EOS ids.
+    stop_regex (SGLang's name): expressions that end the text where one first matches, as stop strings do.
     ignore_eos: go on after EOS (for benchmarks).
-    logprobs: report the log-probability of each token and of this number of likeliest ones; None reports none.
+    logprobs: report the log-probability of each token and of this number of likeliest ones; None reports none, -1 those
+    of the whole vocabulary. logprob_token_ids: of these tokens in place of the likeliest ones.
     prompt_logprobs: the same for each prompt token but the first. logprob_start_len (SGLang's name): only for prompt
     tokens from this position on. The prompt is computed from the token before that, without the prefix cache.
     return_hidden_states (SGLang's name): report the final hidden state, after the last norm, of each prompt token and
     each generated one but the last. No cached prefix has them, so such a prompt is computed whole.
+    detokenize: whether the answer has text; without, it ends by token ids and lengths only.
+    spaces_between_special_tokens: False writes special tokens that follow each other without a space between them.
+    truncate_prompt_tokens: keep this number of the prompt's tokens, by default the last ones (truncation_side "left");
+    -1 keeps what the context leaves beside max_tokens.
     max_drafts: drafts per round at most for this request; 0 turns speculation off; None takes the engine's k.
     extra_args (vLLM's name): parameters of features that other packages add, by name (docs/adding-a-feature.md).
     structured_outputs: what the output must be; where it is complete only EOS may come. ignore_eos and min_tokens then
         forbid ending it only where it can go on.
     thinking: how the output's thought is marked; structured_outputs begins after it.
+    output_kind: what each output of ``AsyncLLM.generate`` holds.
 
     Raises BadRequest naming the value and the limit.
     """
@@ -311,6 +303,13 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
     thinking: Thinking | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
+    stop_regex: tuple[str, ...] = ()
+    logprob_token_ids: tuple[int, ...] | None = None
+    detokenize: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     @property
     def followed_thinking(self) -> Thinking | None:
@@ -347,12 +346,6 @@ class SamplingParams:
         _require(ok, "stop_token_ids", self.stop_token_ids, "every id must be a whole number ≥ 0")
         ok = _is_int(self.n) and 1 <= self.n <= MAX_SEQUENCES
         _require(ok, "n", self.n, f"it must be a whole number from 1 to {MAX_SEQUENCES}")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
-            _require(ok, name, value, f"it must be a whole number from 0 to {MAX_LOGPROBS}")
-        ok = _is_int(self.logprob_start_len) and self.logprob_start_len >= 0
-        _require(ok, "logprob_start_len", self.logprob_start_len, "it must be a whole number ≥ 0")
         ok = isinstance(self.return_hidden_states, bool)
         _require(ok, "return_hidden_states", self.return_hidden_states, "it must be true or false")
         ok = self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
@@ -361,7 +354,52 @@ class SamplingParams:
         _require(ok, "thinking", self.thinking, "it must be Thinking")
         ok = isinstance(self.extra_args, Mapping) and all(isinstance(name, str) for name in self.extra_args)
         _require(ok, "extra_args", self.extra_args, "it must map names to values")
+        self._check_reports()
+        self._check_ends()
         self._check_edits()
+
+    @property
+    def wants_wide_logprobs(self) -> bool:
+        """Whether log-probabilities are wanted that no kernel finds: more than MAX_LOGPROBS, or of tokens by id."""
+        return self.logprob_token_ids is not None or not -1 < (self.logprobs or 0) <= MAX_LOGPROBS
+
+    @property
+    def found_logprobs(self) -> int | None:
+        """How many likely tokens the kernel is to find; None for no log-probabilities at all."""
+        return 0 if self.wants_wide_logprobs else self.logprobs
+
+    def _check_reports(self) -> None:
+        """What is told of tokens."""
+        ok = self.logprobs is None or (_is_int(self.logprobs) and self.logprobs >= -1)
+        _require(ok, "logprobs", self.logprobs, "it must be a whole number ≥ 0, or -1 for the whole vocabulary")
+        value = self.prompt_logprobs
+        ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
+        _require(ok, "prompt_logprobs", value, f"it must be a whole number from 0 to {MAX_LOGPROBS}")
+        ok = _is_int(self.logprob_start_len) and self.logprob_start_len >= 0
+        _require(ok, "logprob_start_len", self.logprob_start_len, "it must be a whole number ≥ 0")
+        if self.logprob_token_ids is not None:
+            ids = tuple(dict.fromkeys(self.logprob_token_ids))
+            ok = 1 <= len(ids) <= MAX_LOGPROB_IDS and all(_is_int(t) and t >= 0 for t in ids)
+            _require(ok, "logprob_token_ids", ids, f"it must be 1 to {MAX_LOGPROB_IDS} token ids, whole numbers ≥ 0")
+            object.__setattr__(self, "logprob_token_ids", ids)
+            object.__setattr__(self, "logprobs", self.logprobs or 0)
+        for name in ("detokenize", "spaces_between_special_tokens"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "it must be true or false")
+
+    def _check_ends(self) -> None:
+        """Expressions that end the text, and how much of the prompt is kept."""
+        patterns = (self.stop_regex,) if isinstance(self.stop_regex, str) else tuple(self.stop_regex or ())
+        ok = all(isinstance(one, str) and one for one in patterns)
+        _require(ok, "stop_regex", patterns, "every expression must be a non-empty string")
+        object.__setattr__(self, "stop_regex", patterns)
+        for name in ("stop", "stop_regex"):
+            if getattr(self, name) and not self.detokenize:
+                raise BadRequest(f"{name} ends texts, and detokenize=False makes none; leave out one of them.", name)
+        kept = self.truncate_prompt_tokens
+        ok = kept is None or (_is_int(kept) and kept >= -1 and kept != 0)
+        rule = "it must be a whole number ≥ 1, or -1 for what the context leaves"
+        _require(ok, "truncate_prompt_tokens", kept, rule)
+        _require(self.truncation_side in ("left", "right"), "truncation_side", self.truncation_side, "left or right")
 
     def _check_edits(self) -> None:
         """What edits logits before the filters."""
@@ -392,6 +430,10 @@ class SamplingParams:
         )
         object.__setattr__(self, "bad_words", words)
 
+    def clone(self) -> SamplingParams:
+        """A copy. Fields cannot be set; ``dataclasses.replace(params, seed=1)`` makes a changed copy."""
+        return replace(self, logit_bias=dict(self.logit_bias), extra_args=dict(self.extra_args))
+
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
@@ -409,7 +451,8 @@ class EngineRequest:
     ``bad_words`` are the token sequences of ``params.bad_words``. ``params.seed`` is set (never None) by the time a
     request reaches the engine. ``shares_with`` is an earlier request with the same prompt: this one starts after its
     first token, when the prefix cache has the prompt's pages. ``overrides``: embeddings at some of the prompt's
-    positions, where ``prompt_token_ids`` has PLACEHOLDER.
+    positions, where ``prompt_token_ids`` has PLACEHOLDER. ``priority``: lower ones run first, where the engine
+    schedules by it. ``cache_salt``: cached prefixes are shared by requests of one salt only.
     """
 
     request_id: str
@@ -419,6 +462,8 @@ class EngineRequest:
     bad_words: tuple[tuple[int, ...], ...] = ()
     shares_with: str | None = None
     overrides: Overrides | None = None
+    priority: int = 0
+    cache_salt: str | None = None
 
     @property
     def first_scored(self) -> int:

@@ -48,6 +48,8 @@ class FakeConfig:
     load_error: str | None = None
     enable_prompt_embeds: bool = False
     enable_return_hidden_states: bool = False
+    max_logprobs: int = 20
+    scheduling_policy: str = "fcfs"
 
 
 def _logprobs(token: int, wanted: int) -> TokenLogprobs:
@@ -143,6 +145,8 @@ class FakeEngine:
                 "dtype": "float32",
                 "enable_prompt_embeds": self.config.enable_prompt_embeds,
                 "enable_return_hidden_states": self.config.enable_return_hidden_states,
+                "max_logprobs": self.config.max_logprobs,
+                "scheduling_policy": self.config.scheduling_policy,
             },
             "vocab_size": VOCAB_SIZE,
             "hidden_size": HIDDEN_SIZE,

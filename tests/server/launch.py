@@ -12,7 +12,8 @@ from tests.server.fake_engine import FakeConfig
 from unisono.server.run import ServerSettings, serve
 from unisono.types import UnisonoError
 
-SETTINGS = ("port", "api_key", "drain_timeout", "reasoning_parser", "tool_call_parser")
+SETTINGS = ("port", "api_key", "drain_timeout", "reasoning_parser", "tool_call_parser",
+            "trust_request_chat_template")  # fmt: skip
 
 
 SETTINGS = [field.name for field in dataclasses.fields(ServerSettings) if field.name not in ("model_path", "names")]

@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Protocol
 
 from msgspec import UNSET, UnsetType
@@ -56,10 +57,12 @@ class Answer:
                 reports[piece.index] += piece.reports or []
                 ends[piece.index] = piece
         choices: Choices = []
-        for index, generation in enumerate(self.generations):
+        chosen = self._chosen()
+        for number, generation in enumerate(chosen):
+            index = generation.index
             end = ends[index]
             assert end.finish is not None
-            choice = self.shape.choice(index, texts[index], end.finish, end.stop, generation.seed)
+            choice = self.shape.choice(number, texts[index], end.finish, end.stop, generation.seed)
             if generation.splits:
                 choice.message.reasoning_content = choice.message.reasoning = thoughts[index] or None
             if calls[index]:
@@ -71,10 +74,26 @@ class Answer:
                     choice.prompt_hidden_states = prompt_states
             choices.append(self._with_tokens(choice, ids[index], reports[index]))
         answer = self._response(self.shape.whole, choices, self._usage())
-        scores = [generation.prompt_logprobs for generation in self.generations]
+        scores = [generation.prompt_logprobs for generation in chosen]
         if self.request.prompt_logprobs is not None:
             self.shape.add_prompt_logprobs(answer, [one for one in scores if one is not None])
+        self._add_prompts(answer, chosen)
         return answer
+
+    def _chosen(self) -> Sequence[Generation]:
+        """The generations that the answer has: of each prompt's ``best_of`` the n likeliest ones, best first."""
+        n, best_of = self.request.n or 1, self.request.sequences()
+        if best_of == n:
+            return self.generations
+        groups = (self.generations[at : at + best_of] for at in range(0, len(self.generations), best_of))
+        return [one for group in groups for one in sorted(group, key=lambda one: -one.cumulative_logprob)[:n]]
+
+    def _add_prompts(self, answer: Response, generations: Sequence[Generation]) -> None:
+        """Tell the prompts of the answer's choices, where that is asked for."""
+        if self.request.return_token_ids or self.request.return_prompt_token_ids:
+            self.shape.add_prompts(answer, [generation.prompt_token_ids for generation in generations])
+        if self.request.tells_prompt:
+            answer.prompt_text = generations[0].prompt_text
 
     async def events(self, failed: Callable[[Exception], None]) -> AsyncGenerator[bytes]:
         """The stream, ending with ``[DONE]``. An error becomes an event: the status line has long been sent."""
@@ -82,9 +101,12 @@ class Answer:
         total = options is not None and bool(options.include_usage)
         continuous = total and options is not None and bool(options.continuous_usage_stats)
 
-        def chunk(choices: Choices) -> bytes:
+        def chunk(choices: Choices, opens: Generation | None = None) -> bytes:
             usage = self._usage() if continuous else None if total else UNSET
-            return event(self._response(self.shape.chunk, choices, usage))
+            response = self._response(self.shape.chunk, choices, usage)
+            if opens is not None:
+                self._add_prompts(response, [opens])
+            return event(response)
 
         try:
             begun: set[int] = set()
@@ -93,7 +115,10 @@ class Answer:
                     first = piece.index not in begun
                     begun.add(piece.index)
                     # One choice for each chunk: clients read a chunk's first. One write for each piece.
-                    if data := b"".join(chunk([choice]) for choice in self._chunk_choices(piece, first)):
+                    choices = self._chunk_choices(piece, first)
+                    opening = [self.generations[piece.index]] if first else []
+                    pairs = zip_longest(choices, opening[: len(choices)])
+                    if data := b"".join(chunk([choice], opens) for choice, opens in pairs):
                         yield data
             if total:
                 yield event(self._response(self.shape.chunk, [], self._usage()))

@@ -90,19 +90,20 @@ class ChatFormat:
     def plan(self, request: ChatRequest, params: SamplingParams) -> ChatPlan:
         """Read a request's tools. Raises BadRequest."""
         use = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
+        parser = None if request.separate_reasoning is False else self.parser
         if use is not None and not self.known:
             raise BadRequest(
                 "tools: this model's chat template writes calls in a form that this server does not read; name the "
                 "form with --tool-call-parser when starting it, or leave out tools.",
                 "tools",
             )
-        if request.thinking_token_budget is not None and self.parser is None:
+        if request.thinking_token_budget is not None and parser is None:
             raise BadRequest(
                 "thinking_token_budget needs a model that thinks between marks, and this one's chat template shows "
                 "none; name them with --reasoning-parser when starting the server, or leave it out.",
                 "thinking_token_budget",
             )
-        marks = [] if self.parser is None else [self.parser.start, self.parser.end]
+        marks = [] if parser is None else [parser.start, parser.end]
         asked = params.structured_outputs
         if use is not None:
             params = self._constrained(use, params)
@@ -114,7 +115,7 @@ class ChatFormat:
             prefix = request.conversation()[-1]["content"] or ""
         constrains = params.structured_outputs is not asked
         form, budget = self.form if use else None, request.thinking_token_budget
-        return ChatPlan(params, self.parser, form, use, prefix, budget, constrains)
+        return ChatPlan(params, parser, form, use, prefix, budget, constrains)
 
     def _constrained(self, use: ToolUse, params: SamplingParams) -> SamplingParams:
         """``params`` with the grammar of calls that must come, or whose arguments must satisfy their schemas."""

@@ -138,6 +138,8 @@ class EngineClient:
         """Hand ``request`` to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
         if self.death is not None:
             raise EngineDead(self.death)
+        if request.request_id in self._streams:
+            raise BadRequest(f"request_id={request.request_id!r} is running already; give another.", "request_id")
         stream = TokenStream(self, request.request_id, len(request.prompt_token_ids))
         self._streams[request.request_id] = stream
         self._send(ipc.Add(request))

@@ -10,11 +10,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from unisono.frontend.sequence_output import SequenceOutput
-from unisono.server.client import EngineClient, TokenStream
+from unisono.server.beams import BeamStream, Source
+from unisono.server.client import TokenStream
 from unisono.server.errors import ApiError
 from unisono.server.metrics import RequestTimer
 from unisono.server.reader import AnswerReader, Said
@@ -53,23 +55,36 @@ class Echo:
     alone: bool
 
 
+@dataclass(frozen=True)
+class Style:
+    """What is told of an answer, and how. scored: the likely tokens of each position in ``prompt_logprobs``, which are
+    there when the sequence has ended; None where the request asked for none. reports: whether the answer has
+    log-probabilities. ids: whether these name tokens by id. hides: whether thinking is left out.
+    """
+
+    scored: int | None = None
+    reports: bool = False
+    ids: bool = False
+    hides: bool = False
+
+
 class Generation:
     """One sequence of an answer. ``usage`` and ``seed`` may be read at any time.
 
-    scores: the prompt's log-probabilities, which its first sequence sets for all; None where none are wanted. scored:
-    the likely tokens of each position in ``prompt_logprobs``; these are there when the sequence has ended, None where
-    the request asked for none. reader: tells thinking and tool calls from what is said. Of a prompt's several sequences
-    the first one's usage counts the prompt.
+    scores: the prompt's log-probabilities, which its first sequence sets for all; None where none are wanted. reader:
+    tells thinking and tool calls from what is said. Of a prompt's several sequences the first one's usage counts the
+    prompt. cumulative_logprob: of the tokens so far, where log-probabilities are computed. prompt_text: what the chat
+    template wrote.
     """
 
     def __init__(
         self,
-        client: EngineClient,
+        client: Source,
         output: SequenceOutput,
         timer: RequestTimer,
         index: int,
         scores: asyncio.Future[list[TokenLogprobs] | None] | None,
-        scored: int | None,
+        style: Style,
         echo: Echo | None,
         reader: AnswerReader | None = None,
     ) -> None:
@@ -78,9 +93,12 @@ class Generation:
         assert self._request.params.seed is not None
         self.index, self.seed = index, self._request.params.seed
         self.prompt_logprobs: PromptLogprobs | None = None
-        self._scores, self._scored, self._echo = scores, scored, echo
+        self.cumulative_logprob = 0.0
+        self.prompt_text: str | None = None
+        self._scores, self._style, self._echo = scores, style, echo
         self._reader = reader
-        self._stream: TokenStream | None = None
+        self._stream: TokenStream | BeamStream | None = None
+        self.ended: str | None = None  # how, once it has
         self._drafted = self._accepted = 0
         self._offset = 0
 
@@ -104,6 +122,29 @@ class Generation:
         prompt, cached = (len(self._request.prompt_token_ids), output.cached_tokens) if first else (0, 0)
         return Usage.of(prompt, output.num_tokens, cached, self._accepted, self._drafted - self._accepted)
 
+    def span(self) -> dict[str, Any] | None:
+        """vLLM's attributes of a request's span, once it has ended; None for one that never began."""
+        params, times = self._request.params, self._timer.end
+        if times is None:
+            return None
+        return {
+            "gen_ai.request.id": self._request.request_id,
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.n": params.n,
+            "gen_ai.request.temperature": float(params.temperature),
+            "gen_ai.request.top_p": float(params.top_p),
+            "gen_ai.response.finish_reason": self.ended,
+            "gen_ai.usage.num_sequences": 1,
+            "gen_ai.usage.prompt_tokens": len(self._request.prompt_token_ids),
+            "gen_ai.usage.completion_tokens": self._output.num_tokens,
+            "gen_ai.usage.cached_tokens": self._output.cached_tokens,
+            "gen_ai.latency.time_in_queue": times.queue,
+            "gen_ai.latency.time_in_model_prefill": times.prefill,
+            "gen_ai.latency.time_in_model_decode": times.decode,
+            "gen_ai.latency.time_to_first_token": times.first_token,
+            "gen_ai.latency.e2e": times.total,
+        }
+
     def arrived(self, when: float) -> None:
         """Count the request's times from ``when`` (``time.monotonic()``) on, not from when it was prepared."""
         self._timer.start = when
@@ -114,6 +155,8 @@ class Generation:
         try:
             self._stream = await self._client.submit(self._request)
         except BadRequest as error:
+            if error.param == "extra_args":
+                raise BadRequest(str(error), "vllm_xargs", error.code) from None
             if self._reader is not None and self._reader.constrains and error.param == "structured_outputs":
                 raise BadRequest(reworded(str(error)), "tools", error.code) from None
             raise
@@ -149,7 +192,9 @@ class Generation:
                 new = self._output.detokenize(delta)
                 self._drafted += delta.drafted_tokens
                 self._accepted += min(delta.accepted_tokens, len(new.token_ids))
-                reports = None if new.logprobs is None else self._reports(new.token_ids, new.logprobs)
+                self.cumulative_logprob += sum(one.logprob for one in new.logprobs or ())
+                wanted = new.logprobs if self._style.reports else None
+                reports = None if wanted is None else self._reports(new.token_ids, wanted)
                 reason = new.finish
                 finish = None if reason is FinishReason.RUNNING else reason.text
                 said = Said(content=new.text)
@@ -163,7 +208,7 @@ class Generation:
                     finish,
                     new.stop_string,
                     reports,
-                    said.reasoning,
+                    "" if self._style.hides else said.reasoning,
                     said.calls,
                 )
         except Exception:
@@ -171,13 +216,18 @@ class Generation:
             raise
         finally:
             ended = FinishReason.ABORT if reason is FinishReason.RUNNING else reason
-            self._timer.finished("error" if failed else ended.text, self._output.num_tokens, self._output.cached_tokens)
+            self.ended = "error" if failed else ended.text
+            self._timer.finished(self.ended, self._output.num_tokens, self._output.cached_tokens)
             self.close()
 
     @property
     def splits(self) -> bool:
-        """Whether thinking is told from what is said."""
-        return self._reader is not None and self._reader.splits
+        """Whether thinking is told from what is said, and told."""
+        return self._reader is not None and self._reader.splits and not self._style.hides
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self._request.prompt_token_ids
 
     async def _prompt_scores(self, delta: TokenDelta) -> list[TokenLogprobs] | None:
         """The prompt's log-probabilities with the first delta that comes; None with others, and if none are wanted."""
@@ -189,13 +239,13 @@ class Generation:
         scores = await asyncio.shield(shared)  # cancelling one sequence must not cancel it for the others
         if scores is None:
             raise ApiError(500, "The engine gave no log-probabilities of the prompt.", "server_error")
-        if self._scored is not None:
-            self.prompt_logprobs = finite(self._output.prompt_logprobs(scores, self._scored))
+        if self._style.scored is not None:
+            self.prompt_logprobs = finite(self._output.prompt_logprobs(scores, self._style.scored))
         return scores
 
     def _prompt_piece(self, echo: Echo, scores: list[TokenLogprobs] | None) -> Piece:
         """The piece that echoes the prompt."""
-        reports, most = None, self._request.params.logprobs
+        reports, most = None, self._request.params.logprobs if self._style.reports else None
         if scores is not None and most is not None:
             ids = self._request.prompt_token_ids
             reports = [TokenReport(self._text(ids[0]), None, 0, [])]
@@ -213,8 +263,8 @@ class Generation:
         return reports
 
     def _text(self, token_id: int) -> str:
-        """A token by itself; its id where there is no tokenizer to name it, in vLLM's form."""
-        text = self._output.token_text(token_id)
+        """A token by itself; its id where that is asked for or nothing can name it, in vLLM's form."""
+        text = None if self._style.ids else self._output.token_text(token_id)
         return f"token_id:{token_id}" if text is None else text
 
 

@@ -187,6 +187,7 @@ class RequestTimer:
         self._first: float | None = None
         self._last: float | None = None
         self._queued: float | None = None
+        self.end: Times | None = None  # once it has ended
 
     def submitted(self) -> None:
         """The engine gets the request now."""
@@ -225,6 +226,7 @@ class RequestTimer:
         tokens: how many it has. cached: prompt tokens that the prefix cache had.
         """
         metrics, request, times = self._metrics, self._request, self.times()
+        self.end = times
         seconds, lengths = metrics._seconds, metrics._lengths
         metrics._finished.labels(**metrics._labels, finished_reason=reason).inc()
         seconds["e2e_request_latency_seconds"].observe(times.total)

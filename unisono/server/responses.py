@@ -1,7 +1,8 @@
 """What clients receive: OpenAI's response objects, and server-sent events.
 
 A choice carries more than OpenAI's: ``seed``, which reproduces it (in a stream, with the choice's first chunk),
-``stop_reason`` (the stop string that ended it, or null) and, where return_token_ids asks for it, ``token_ids``;
+``stop_reason`` (the stop string that ended it, or null) and, where return_token_ids asks for it, ``token_ids`` (with
+``prompt_token_ids``, which belong to the answer where all choices have one prompt);
 ``reasoning_content`` and ``reasoning`` of its message where thinking is told from content;
 ``hidden_states`` where return_hidden_states does, with the first choice of each prompt ``prompt_hidden_states`` too.
 """
@@ -204,6 +205,7 @@ class TextChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
     logprobs: TextLogprobs | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     hidden_states: HiddenStates | UnsetType = UNSET
     prompt_hidden_states: HiddenStates | UnsetType = UNSET
 
@@ -222,6 +224,8 @@ class Response(msgspec.Struct):
     choices: list[ChatChoice] | list[ChatChunkChoice] | list[TextChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # a completion's stand in its choices
+    prompt_token_ids: list[int] | UnsetType = UNSET  # likewise
+    prompt_text: str | UnsetType | None = UNSET
 
 
 def joined(deltas: Iterable[ToolDelta]) -> list[ToolCall]:
@@ -252,6 +256,7 @@ class Shape(Protocol):
     def last(self, index: int, finish: str, stop: str | None) -> Any: ...
     def logprobs(self, reports: list[TokenReport]) -> Any: ...
     def add_prompt_logprobs(self, answer: Response, given: list[PromptLogprobs]) -> None: ...
+    def add_prompts(self, answer: Response, given: list[list[int]]) -> None: ...
 
 
 class ChatShape:
@@ -295,6 +300,10 @@ class ChatShape:
         """All choices have one prompt, so the answer has its log-probabilities."""
         answer.prompt_logprobs = given[0]
 
+    def add_prompts(self, answer: Response, given: list[list[int]]) -> None:
+        """All choices have one prompt, so the answer has its token ids."""
+        answer.prompt_token_ids = given[0]
+
 
 class TextShape:
     """``/v1/completions``."""
@@ -336,6 +345,12 @@ class TextShape:
         for choice, one in zip(answer.choices, given, strict=True):
             assert isinstance(choice, TextChoice)
             choice.prompt_logprobs = one
+
+    def add_prompts(self, answer: Response, given: list[list[int]]) -> None:
+        """Each choice has those of its prompt."""
+        for choice, one in zip(answer.choices, given, strict=True):
+            assert isinstance(choice, TextChoice)
+            choice.prompt_token_ids = one
 
 
 class ModelCard(msgspec.Struct):

@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,14 @@ from unisono.server.app import create_app
 from unisono.server.auth import Keys
 from unisono.server.chat import ChatFormat
 from unisono.server.client import EngineClient, Progress
+from unisono.server.http_settings import HttpSettings
 from unisono.server.metrics import ProgressLine, ServerMetrics
 from unisono.server.pooling import pooling_of
 from unisono.server.reasoning import parser_named
 from unisono.server.service import INSPECT_LIMIT, Service
 from unisono.server.serving import Serving
 from unisono.server.tools.formats import format_named
+from unisono.server.traces import Tracer
 from unisono.tokenizer import Tokenizer
 from unisono.types import ConfigError, EngineDead, UnisonoError
 
@@ -52,13 +54,16 @@ INTERRUPTED = 130
 class ServerSettings:
     """The server's flags.
 
-    model_path: directory with the tokenizer. names: what clients may call the model; answers carry the one they used.
+    model_path: the checkpoint's directory. tokenizer: directory of the tokenizer, if not that. chat_template: text of a
+    template that replaces the checkpoint's. http: TLS and CORS.
+    names: what clients may call the model; answers carry the one they used.
     metrics_prefix: of the names in /metrics, a key of ``metrics.PREFIXES``.
     otlp_traces_endpoint: where spans go, OTLP over HTTP; None sends none.
     profile_dir: where /stop_profile writes; None turns profiles off.
     drain_timeout: seconds that running requests get to finish after the first signal.
     reasoning_parser, tool_call_parser: how thinking and tool calls are told from what is said in chat answers
     (``reasoning.PARSERS``, ``tools.formats.FORMATS``); None: as the chat template says.
+    trust_request_chat_template: whether bodies may bring a chat template, which is rendered in a sandbox.
     engine: ``"module:Class"``, called with the engine's config in the engine process.
     """
 
@@ -67,13 +72,17 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    chat_template: str | None = None
     drain_timeout: float = 30.0
     metrics_prefix: str = "unisono"
     otlp_traces_endpoint: str | None = None
     profile_dir: Path | None = None
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
+    trust_request_chat_template: bool = False
     engine: str = ENGINE
+    http: HttpSettings = field(default_factory=HttpSettings)
+    tokenizer: Path | None = None
 
 
 def serve(config: Any, settings: ServerSettings, progress: Progress = lambda stage, share: None) -> None:
@@ -117,33 +126,41 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
         service = await _unless(stop, _prepare(client, config, settings))
         if service is None:
             return
-        server = _Uvicorn(_uvicorn_config(create_app(service)))
+        server = _Uvicorn(_uvicorn_config(settings.http.with_cors(create_app(service)), settings.http))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        reporting = asyncio.create_task(_report_progress(service))
+        reporting = [asyncio.create_task(_report_progress(service))]
+        if service.tracer is not None:
+            reporting.append(asyncio.create_task(service.tracer.run()))
         listener.listen(
             BACKLOG
         )  # uvicorn listens a moment later, and a client that reads the next line may connect at once
         freeze_heap()
         host, port = listener.getsockname()[:2]
-        logger.info("Serving %s on http://%s:%d/v1 (Ctrl-C stops)", ", ".join(service.names), host, port)
+        where = f"{settings.http.scheme}://{host}:{port}/v1"
+        logger.info("Serving %s on %s (Ctrl-C stops)", ", ".join(service.names), where)
         await stop.wait()
         await _drain(service, settings.drain_timeout)
-        reporting.cancel()
+        for task in reporting:
+            task.cancel()
         server.should_exit = True
         await serving
+        if service.tracer is not None:
+            await service.tracer.close()
     finally:
         await client.shutdown()
 
 
 async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) -> Service:
     """Load the tokenizer while the engine loads the model."""
-    tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model_path)
+    tokenizer = await asyncio.to_thread(Tokenizer.load, settings.tokenizer or settings.model_path)
     info = await client.ready()
     facts = ModelFacts.of(info, tokenizer)
     if tokenizer is None:
         logger.warning("%s has no tokenizer: only token ids are taken, on /v1/completions.", settings.model_path)
     else:
         tokenizer.check_vocabulary(facts.vocab_size)
+        if settings.chat_template is not None:
+            tokenizer.backend.chat_template = settings.chat_template
     metrics = ServerMetrics(settings.names[0], lambda: client.samples, settings.metrics_prefix, facts.max_model_len)
     metrics.cache_config(info)
     client.stepped = metrics.step
@@ -151,7 +168,7 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
     chat = ChatFormat.of(inputs, settings.reasoning_parser, settings.tool_call_parser)
     return Service(
         client=client,
-        serving=Serving(client, inputs, metrics, chat),
+        serving=Serving(client, inputs, metrics, chat, settings.trust_request_chat_template),
         metrics=metrics,
         names=settings.names,
         root=str(settings.model_path),
@@ -159,6 +176,7 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
         settings=_public(settings, facts),
         drain_timeout=settings.drain_timeout,
         profile_dir=settings.profile_dir,
+        tracer=None if settings.otlp_traces_endpoint is None else Tracer(settings.otlp_traces_endpoint),
         pooling=await asyncio.to_thread(pooling_of, settings.model_path),
         keys=Keys([] if settings.api_key is None else [settings.api_key]),
     )
@@ -229,7 +247,7 @@ async def _unless(stop: asyncio.Event, work: Any) -> Any:
     return task.result()
 
 
-def _uvicorn_config(app: ASGIApp | None) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp | None, http: HttpSettings | None = None) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
         lifespan="off",
@@ -239,6 +257,7 @@ def _uvicorn_config(app: ASGIApp | None) -> uvicorn.Config:
         server_header=False,
         ws="none",
         timeout_graceful_shutdown=CONNECTION_LIMIT,
+        **(http or HttpSettings()).uvicorn(),
     )
 
 

@@ -29,7 +29,7 @@ KEPT = (
 class AbortRequest(BaseModel):
     """Body of ``/abort``: some requests by the ids of their answers, or all."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     request_ids: list[str] | None = Field(None, description="a list of ids of answers")
     request_id: str | None = Field(None, description="an id of an answer")

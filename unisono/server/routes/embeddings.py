@@ -26,7 +26,7 @@ from unisono.types import BadRequest
 class EmbeddingRequest(BaseModel):
     """Body of ``/v1/embeddings``."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     input: str | list[str] | list[int] | list[list[int]] = Field(
         description="a string, a list of strings, a list of token ids, or a list of such lists"

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from unisono.server import protocol
+from unisono.server import protocol, request_ids
 from unisono.server.answers import Answer
 from unisono.server.generation import Generation
 from unisono.server.responses import ChatShape, ModelCard, ModelList, Shape, TextShape
@@ -17,7 +17,6 @@ from unisono.server.routes.common import (
     clients_only,
     described,
     json_response,
-    new_id,
     now,
     read_json_body,
     when_ready,
@@ -63,9 +62,18 @@ async def _generate(
 ) -> Response:
     model = service.model(body.model)
     body.check_stream()
-    answer_id = new_id(shape.id_prefix)
+    named = {"request_id": body.request_id, "rid": body.rid}
+    answer_id = request_ids.answer_id(shape.id_prefix, request, named, service.claimed)
+    service.claimed.add(answer_id)
 
     def reply_of(generations: list[Generation]) -> Answer:
         return Answer(shape, answer_id, now(), model, service.fingerprint, body, generations)
 
-    return await answer(service, request, answer_id, lambda: prepare(answer_id), reply_of, body.stream)
+    def closed() -> None:
+        service.claimed.discard(answer_id)
+
+    try:
+        return await answer(service, request, answer_id, lambda: prepare(answer_id), reply_of, body.stream, closed)
+    except BaseException:
+        closed()
+        raise

@@ -33,7 +33,7 @@ class TokenizeRequest(BaseModel):
 class DetokenizeRequest(BaseModel):
     """Body of ``/detokenize``."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     tokens: list[int] = Field(description="a list of token ids")
     model: str | None = Field(None, description="the name of a served model")
