@@ -38,7 +38,7 @@ class Structure:
     def optional(self, tools: Sequence[Tool], parallel: bool) -> StructuredOutputs:
         """Free text in which calls satisfy the schemas of strict tools."""
         form, inside = self._form, self._calls(_loosened(tools), parallel)
-        trigger = form.trigger
+        trigger = next((mark for mark in self._specials if form.trigger.startswith(mark)), form.trigger)
         after = self._without(inside, trigger)
         if trigger in self._specials:
             rules = [[self._specials[trigger], after]]
