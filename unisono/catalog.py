@@ -115,6 +115,7 @@ features = Registry(
     "feature",
     {
         "output_logprobs": "unisono.passes.features.output_logprobs:OutputLogprobs",
+        "wide_logprobs": "unisono.passes.features.wide_logprobs:WideLogprobs",
         "grammar": "unisono.passes.features.grammar:Grammar",
         "prompt_embeds": "unisono.passes.features.prompt_embeds:PromptEmbeds",
         "prompt_logprobs": "unisono.passes.features.prompt_logprobs:PromptLogprobs",

@@ -84,6 +84,8 @@ def _engine_flags(
     logprobs_mode: Annotated[
         str, typer.Option(help="raw_logprobs: the model's own; processed_logprobs: what tokens are drawn from.")
     ] = "raw_logprobs",
+    max_logprobs: Annotated[int, typer.Option(help="Log-probabilities per token at most; -1: any number.")] = 20,
+    scheduling_policy: Annotated[str, typer.Option(help="fcfs, or priority: lower values first.")] = "fcfs",
     enable_prompt_embeds: Annotated[
         bool, typer.Option("--enable-prompt-embeds", help="Serve prompt_embeds and embedding_overrides.")
     ] = False,
@@ -147,6 +149,26 @@ def _http_flags(
     root_path: Annotated[str, typer.Option(help="Prefix of the paths that a proxy in front of the server takes.")] = "",
 ) -> None:
     """The server's flags that are fields of ``unisono.server.http_settings.HttpSettings``."""
+
+
+def _chat_flags(
+    chat_template: Annotated[
+        str | None, typer.Option(help="A Jinja file, or a template itself, instead of the checkpoint's.")
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="How answers tell thinking from content: qwen3, …; none: not at all.")
+    ] = None,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="How the model writes tool calls: hermes, mistral, …; default: by its template.")
+    ] = None,
+    enable_auto_tool_choice: Annotated[
+        bool, typer.Option("--enable-auto-tool-choice", help="Accepted: tools may always be called.")
+    ] = False,
+    trust_request_chat_template: Annotated[
+        bool, typer.Option("--trust-request-chat-template", help="Render bodies' chat_template in a sandbox.")
+    ] = False,
+) -> None:
+    """The server's flags that say how conversations are written and answers are read."""
 
 
 def _parameters(*groups: Callable[..., None]) -> dict[str, inspect.Parameter]:
@@ -256,6 +278,7 @@ def _main(
 def serve(
     flags: dict[str, Any],
     http: dict[str, Any],
+    chat: dict[str, Any],
     path: ModelPath = "tiny",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
@@ -266,20 +289,18 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar=API_KEY, help="Require Authorization: Bearer KEY on /v1.")
     ] = None,
-    chat_template: Annotated[
-        str | None, typer.Option(help="A Jinja file, or a template itself, instead of the checkpoint's.")
-    ] = None,
-    reasoning_parser: Annotated[
-        str | None, typer.Option(help="Tell thinking from what is said in chat answers: qwen3 or deepseek_r1.")
-    ] = None,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests to end on Ctrl-C.")] = 30.0,
     log_level: Annotated[str, typer.Option(help=f"{', '.join(LOG_LEVELS)}.")] = "info",
 ) -> None:
     """Serve the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models."""
     from unisono.server.reasoning import parser_named
+    from unisono.server.tools.formats import format_named
 
-    parser_named(reasoning_parser)  # raises before anything slow is imported
-    key, template, level = checked_key(api_key), read_template(chat_template), log_level_named(log_level)
+    parser_named(chat["reasoning_parser"])  # these raise before anything slow is imported
+    format_named(chat["tool_call_parser"])
+    del chat["enable_auto_tool_choice"]  # tools may always be called
+    chat["chat_template"] = read_template(chat["chat_template"])
+    key, level = checked_key(api_key), log_level_named(log_level)
     for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
         http[name] = strings("--" + name.replace("_", "-"), http[name])
     with show_progress() as progress:
@@ -296,16 +317,15 @@ def serve(
             host=host,
             port=port,
             api_key=key,
-            chat_template=template,
             drain_timeout=drain_timeout,
             http=HttpSettings(**http),
-            reasoning_parser=reasoning_parser,
             tokenizer=Path(flags["tokenizer"]) if flags["tokenizer"] else None,
+            **chat,
         )
         run_server(EngineConfig(model=path, seed=seed, **flags), settings, progress)
 
 
-app.command(cls=_EngineCommand)(_engine_command(serve, http=_http_flags))
+app.command(cls=_EngineCommand)(_engine_command(serve, http=_http_flags, chat=_chat_flags))
 for _name, _command in (("generate", generate), ("chat", chat), ("explain", explain), ("eval", evaluate)):
     app.command(name=_name, cls=_EngineCommand)(_engine_command(_command))
 

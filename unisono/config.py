@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from unisono.types import ConfigError, SpeculativeConfig
+from unisono.types import MAX_LOGPROBS, ConfigError, SpeculativeConfig
 from unisono.vectors import DTYPES
 
 DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
@@ -58,6 +58,9 @@ class EngineConfig:
     tokenizer: directory of the tokenizer; None: the checkpoint's.
     logprobs_mode: log-probabilities of the model's own logits (raw), or of what tokens are drawn from: edited, divided
     by the temperature, filtered (processed).
+    max_logprobs: what a request's logprobs may ask for at each position; -1: any number. More than 20 take whole rows
+    of logits to the host.
+    scheduling_policy: fcfs: first come, first served. priority: lower priority values first, then the same.
     enable_prefix_caching: whether a prompt may begin with pages that an earlier one left. It changes no text.
     enable_prompt_embeds, enable_return_hidden_states: whether the server takes embeddings in requests, and puts hidden
     states into answers. The offline interface always does.
@@ -85,6 +88,8 @@ class EngineConfig:
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_rates: tuple[float, ...] = ()
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    max_logprobs: int = MAX_LOGPROBS
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     enable_prefix_caching: bool = True
     enable_prompt_embeds: bool = False
     enable_return_hidden_states: bool = False
@@ -96,6 +101,7 @@ class EngineConfig:
         _one_of("--dtype", self.dtype, ("auto", *DTYPES))
         _one_of("--load-format", self.load_format, ("auto", "dummy"))
         _one_of("--logprobs-mode", self.logprobs_mode, ("raw_logprobs", "processed_logprobs"))
+        _one_of("--scheduling-policy", self.scheduling_policy, ("fcfs", "priority"))
         _one_of("--device", self.device.split(":")[0], ("auto", "cpu", "cuda"))
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
@@ -107,6 +113,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: give at least {low}.")
+        if self.max_logprobs < -1:
+            raise ConfigError(f"--max-logprobs {self.max_logprobs}: give a whole number, or -1 for no limit.")
         if not self.max_stall_ms > 0:
             raise ConfigError(f"--max-stall-ms {self.max_stall_ms}: give milliseconds above 0.")
         self._check_files()
@@ -254,6 +262,8 @@ class ResolvedConfig:
             "generation_config": self.asked.generation_config,
             "tokenizer": self.asked.tokenizer,
             "logprobs_mode": self.asked.logprobs_mode,
+            "max_logprobs": self.asked.max_logprobs,
+            "scheduling_policy": self.asked.scheduling_policy,
             "enable_prefix_caching": self.asked.enable_prefix_caching,
             "enable_prompt_embeds": self.asked.enable_prompt_embeds,
             "enable_return_hidden_states": self.asked.enable_return_hidden_states,

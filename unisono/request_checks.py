@@ -37,6 +37,7 @@ def check_request(
     _check_token_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
     _check_token_ids(tuple(params.logit_bias), vocab_size, "logit_bias")
     _check_token_ids(params.allowed_token_ids or (), vocab_size, "allowed_token_ids")
+    _check_token_ids(params.logprob_token_ids or (), vocab_size, "logprob_token_ids")
     _check_token_ids([token for word in request.bad_words for token in word], vocab_size, "bad_words")
     _check_bad_words(request.bad_words)
     if len(request.stop_ids) > MAX_STOP_IDS:

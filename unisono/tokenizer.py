@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,14 +83,38 @@ class Tokenizer:
                 found[spaced] = None
         return tuple(found)
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``token_ids``; ids that only pad the model's vocabulary have none."""
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, spaces: bool = True) -> str:
+        """Text of ``token_ids``; ids that only pad the model's vocabulary have none.
+
+        spaces: whether a decoder's space between special tokens that follow each other stays.
+        """
         known = [i for i in token_ids if i < self.size]
-        return self._decode(known, skip_special_tokens=skip_special_tokens)
+        text = self._decode(known, skip_special_tokens=skip_special_tokens)
+        if not spaces and not skip_special_tokens:
+            pairs = {pair for pair in pairwise(known) if self.special_ids.issuperset(pair)}
+            for first, second in pairs:
+                a, b = (self.backend.convert_ids_to_tokens(i) for i in (first, second))
+                text = text.replace(f"{a} {b}", f"{a}{b}")
+        return text
 
     def is_silent(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether the token never adds text: it pads the vocabulary, or is special and those are skipped."""
         return token_id >= self.size or (skip_special_tokens and token_id in self.special_ids)
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The text of the chat template that conversations are written with; None where there is none."""
+        if self.backend.chat_template is None:
+            return None
+        try:
+            return str(self.backend.get_chat_template())
+        except ValueError:  # several templates, none of them the default
+            return None
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens, by their text."""
+        return {str(self.backend.convert_ids_to_tokens(i)): i for i in self.special_ids}
 
     @cached_property
     def longest_token(self) -> int:
@@ -102,14 +127,20 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
     ) -> str:
         """The prompt text of a conversation (``role``/``content`` mappings), as the checkpoint's template writes it.
 
-        Encode it with ``add_special_tokens=False``: the template writes them. ``template_kwargs`` are variables of
-        the template. Raises BadRequest if there is no template, or if it refuses the messages.
+        tools: definitions in OpenAI's form, for a template that knows them (``frontend/tool_templates.py``).
+
+        Encode it with ``add_special_tokens=False``: the template writes them. ``template_kwargs`` and ``documents`` are
+        variables of the template; ``chat_template`` stands in for the checkpoint's. It runs in transformers' sandbox.
+        Raises BadRequest if there is no template, or if it refuses the messages.
         """
-        if self.backend.chat_template is None:
+        if self.backend.chat_template is None and chat_template is None:
             raise BadRequest(
                 "This model has no chat template, so it cannot take messages; use /v1/completions "
                 "(LLM.generate) with a prompt, or add chat_template.jinja to the checkpoint.",
@@ -125,11 +156,15 @@ class Tokenizer:
         try:
             text = self.backend.apply_chat_template(
                 [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                documents=documents,  # type: ignore[arg-type]
+                chat_template=chat_template,
                 **extra,
             )
         except Exception as error:  # the template is the checkpoint's code, run on the caller's messages
-            raise BadRequest(f"The model's chat template refuses these messages: {error}.", param="messages") from error
+            whose, param = ("model's", "messages") if chat_template is None else ("request's", "chat_template")
+            raise BadRequest(f"The {whose} chat template refuses these messages: {error}.", param=param) from error
         return str(text)

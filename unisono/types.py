@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from unisono.results import CompletionOutput as CompletionOutput
 from unisono.results import FinishReason as FinishReason
@@ -33,7 +33,10 @@ MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 64, 16
 """Token sequences that a request may forbid, and their length. A word makes up to two: with a space before it too."""
 
 MAX_LOGPROBS = 20
-"""Alternatives that ``logprobs`` may ask for at each position."""
+"""Alternatives at each position that a kernel finds; more take the whole row of logits to the host."""
+
+MAX_LOGPROB_IDS = 128
+"""Tokens that ``logprob_token_ids`` may name; vLLM's limit."""
 
 MAX_SEQUENCES = 128
 """``n`` at most: OpenAI's limit."""
@@ -247,12 +250,18 @@ class SamplingParams:
     min_tokens: tokens to generate before any stop id or stop string may end the request.
     stop: strings that end the text; include_stop_str_in_output: whether they are part of it.
     stop_token_ids: ids that end the request beside the model's EOS ids.
+    stop_regex (SGLang's name): expressions that end the text where one first matches, as stop strings do.
     ignore_eos: go on after EOS (for benchmarks).
-    logprobs: report the log-probability of each token and of this number of likeliest ones; None reports none.
+    logprobs: report the log-probability of each token and of this number of likeliest ones; None reports none, -1 those
+    of the whole vocabulary. logprob_token_ids: of these tokens in place of the likeliest ones.
     prompt_logprobs: the same for each prompt token but the first. logprob_start_len (SGLang's name): only for prompt
     tokens from this position on. The prompt is computed from the token before that, without the prefix cache.
     return_hidden_states (SGLang's name): report the final hidden state, after the last norm, of each prompt token and
     each generated one but the last. No cached prefix has them, so such a prompt is computed whole.
+    detokenize: whether the answer has text; without, it ends by token ids and lengths only.
+    spaces_between_special_tokens: False writes special tokens that follow each other without a space between them.
+    truncate_prompt_tokens: keep this number of the prompt's tokens, by default the last ones (truncation_side "left");
+    -1 keeps what the context leaves beside max_tokens.
     max_drafts: drafts per round at most for this request; 0 turns speculation off; None takes the engine's k.
     extra_args (vLLM's name): parameters of features that other packages add, by name (docs/adding-a-feature.md).
     structured_outputs: what the output must be; where it is complete only EOS may come. ignore_eos and min_tokens then
@@ -289,6 +298,12 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stop_regex: tuple[str, ...] = ()
+    logprob_token_ids: tuple[int, ...] | None = None
+    detokenize: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -317,19 +332,58 @@ class SamplingParams:
         _require(ok, "stop_token_ids", self.stop_token_ids, "every id must be a whole number ≥ 0")
         ok = _is_int(self.n) and 1 <= self.n <= MAX_SEQUENCES
         _require(ok, "n", self.n, f"it must be a whole number from 1 to {MAX_SEQUENCES}")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
-            _require(ok, name, value, f"it must be a whole number from 0 to {MAX_LOGPROBS}")
-        ok = _is_int(self.logprob_start_len) and self.logprob_start_len >= 0
-        _require(ok, "logprob_start_len", self.logprob_start_len, "it must be a whole number ≥ 0")
         ok = isinstance(self.return_hidden_states, bool)
         _require(ok, "return_hidden_states", self.return_hidden_states, "it must be true or false")
         ok = self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
         _require(ok, "structured_outputs", self.structured_outputs, "it must be StructuredOutputs")
         ok = isinstance(self.extra_args, Mapping) and all(isinstance(name, str) for name in self.extra_args)
         _require(ok, "extra_args", self.extra_args, "it must map names to values")
+        self._check_reports()
+        self._check_ends()
         self._check_edits()
+
+    @property
+    def wants_wide_logprobs(self) -> bool:
+        """Whether log-probabilities are wanted that no kernel finds: more than MAX_LOGPROBS, or of tokens by id."""
+        return self.logprob_token_ids is not None or not -1 < (self.logprobs or 0) <= MAX_LOGPROBS
+
+    @property
+    def found_logprobs(self) -> int | None:
+        """How many likely tokens the kernel is to find; None for no log-probabilities at all."""
+        return 0 if self.wants_wide_logprobs else self.logprobs
+
+    def _check_reports(self) -> None:
+        """What is told of tokens."""
+        ok = self.logprobs is None or (_is_int(self.logprobs) and self.logprobs >= -1)
+        _require(ok, "logprobs", self.logprobs, "it must be a whole number ≥ 0, or -1 for the whole vocabulary")
+        value = self.prompt_logprobs
+        ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
+        _require(ok, "prompt_logprobs", value, f"it must be a whole number from 0 to {MAX_LOGPROBS}")
+        ok = _is_int(self.logprob_start_len) and self.logprob_start_len >= 0
+        _require(ok, "logprob_start_len", self.logprob_start_len, "it must be a whole number ≥ 0")
+        if self.logprob_token_ids is not None:
+            ids = tuple(dict.fromkeys(self.logprob_token_ids))
+            ok = 1 <= len(ids) <= MAX_LOGPROB_IDS and all(_is_int(t) and t >= 0 for t in ids)
+            _require(ok, "logprob_token_ids", ids, f"it must be 1 to {MAX_LOGPROB_IDS} token ids, whole numbers ≥ 0")
+            object.__setattr__(self, "logprob_token_ids", ids)
+            object.__setattr__(self, "logprobs", self.logprobs or 0)
+        for name in ("detokenize", "spaces_between_special_tokens"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "it must be true or false")
+
+    def _check_ends(self) -> None:
+        """Expressions that end the text, and how much of the prompt is kept."""
+        patterns = (self.stop_regex,) if isinstance(self.stop_regex, str) else tuple(self.stop_regex or ())
+        ok = all(isinstance(one, str) and one for one in patterns)
+        _require(ok, "stop_regex", patterns, "every expression must be a non-empty string")
+        object.__setattr__(self, "stop_regex", patterns)
+        for name in ("stop", "stop_regex"):
+            if getattr(self, name) and not self.detokenize:
+                raise BadRequest(f"{name} ends texts, and detokenize=False makes none; leave out one of them.", name)
+        kept = self.truncate_prompt_tokens
+        ok = kept is None or (_is_int(kept) and kept >= -1 and kept != 0)
+        rule = "it must be a whole number ≥ 1, or -1 for what the context leaves"
+        _require(ok, "truncate_prompt_tokens", kept, rule)
+        _require(self.truncation_side in ("left", "right"), "truncation_side", self.truncation_side, "left or right")
 
     def _check_edits(self) -> None:
         """What edits logits before the filters."""
@@ -381,7 +435,8 @@ class EngineRequest:
     ``bad_words`` are the token sequences of ``params.bad_words``. ``params.seed`` is set (never None) by the time a
     request reaches the engine. ``shares_with`` is an earlier request with the same prompt: this one starts after its
     first token, when the prefix cache has the prompt's pages. ``overrides``: embeddings at some of the prompt's
-    positions, where ``prompt_token_ids`` has PLACEHOLDER.
+    positions, where ``prompt_token_ids`` has PLACEHOLDER. ``priority``: lower ones run first, where the engine
+    schedules by it. ``cache_salt``: cached prefixes are shared by requests of one salt only.
     """
 
     request_id: str
@@ -391,6 +446,8 @@ class EngineRequest:
     bad_words: tuple[tuple[int, ...], ...] = ()
     shares_with: str | None = None
     overrides: Overrides | None = None
+    priority: int = 0
+    cache_salt: str | None = None
 
     @property
     def first_scored(self) -> int:

@@ -31,15 +31,21 @@ class Trick(enum.IntEnum):
 
 @dataclass(frozen=True)
 class FakeConfig:
-    """step_seconds: how long a step takes. tokens_per_step: what a round brings at once. load_error: cannot start."""
+    """step_seconds: how long a step takes. prefill_seconds: from a request's admission to its first token, at least.
+
+    tokens_per_step: what a round brings at once. load_error: cannot start.
+    """
 
     step_seconds: float = 0.0
+    prefill_seconds: float = 0.0
     tokens_per_step: int = 1
     max_model_len: int = 512
     load_seconds: float = 0.0
     load_error: str | None = None
     enable_prompt_embeds: bool = False
     enable_return_hidden_states: bool = False
+    max_logprobs: int = 20
+    scheduling_policy: str = "fcfs"
 
 
 def _logprobs(token: int, wanted: int) -> TokenLogprobs:
@@ -57,6 +63,7 @@ class FakeEngine:
         progress("load", 1.0)
         self.config = config
         self.requests: dict[str, tuple[EngineRequest, int]] = {}
+        self.prefilled: dict[str, float] = {}
         self.aborted = self.generated = self.steps = self.integrity_checks = self.captures = 0
 
     def prepare(self, request: EngineRequest) -> None:
@@ -66,6 +73,7 @@ class FakeEngine:
         if request.prompt_token_ids[0] == Trick.REJECT:
             raise BadRequest("the fake engine refuses this.", param="prompt", code="fake")
         self.requests[request.request_id] = (request, 0)
+        self.prefilled[request.request_id] = time.monotonic() + self.config.prefill_seconds
 
     def abort(self, request_id: str) -> None:
         if self.requests.pop(request_id, None) is not None:
@@ -77,7 +85,9 @@ class FakeEngine:
     def step(self) -> list[TokenDelta]:
         time.sleep(self.config.step_seconds)
         self.steps += 1
-        deltas = [self._advance(request, done) for request, done in list(self.requests.values())]
+        now = time.monotonic()
+        ready = [item for item in self.requests.values() if self.prefilled[item[0].request_id] <= now]
+        deltas = [self._advance(request, done) for request, done in ready]
         for delta in deltas:
             self.generated += len(delta.token_ids)
             if delta.finish is not FinishReason.RUNNING:
@@ -120,6 +130,8 @@ class FakeEngine:
                 "dtype": "float32",
                 "enable_prompt_embeds": self.config.enable_prompt_embeds,
                 "enable_return_hidden_states": self.config.enable_return_hidden_states,
+                "max_logprobs": self.config.max_logprobs,
+                "scheduling_policy": self.config.scheduling_policy,
             },
             "vocab_size": VOCAB_SIZE,
             "hidden_size": HIDDEN_SIZE,

@@ -11,13 +11,14 @@ from tests.server.fake_engine import FakeConfig
 from unisono.server.run import ServerSettings, serve
 from unisono.types import UnisonoError
 
+SETTINGS = ("port", "api_key", "drain_timeout", "reasoning_parser", "tool_call_parser",
+            "trust_request_chat_template")  # fmt: skip
+
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO)
     options = json.loads(sys.argv[2])
-    settings = {
-        name: options.pop(name) for name in ("port", "api_key", "drain_timeout", "reasoning_parser") if name in options
-    }
+    settings = {name: options.pop(name) for name in SETTINGS if name in options}
     settings = {"port": 0, **settings}
     engine = "tests.server.fake_engine:FakeEngine"
     try:

@@ -128,7 +128,7 @@ def test_chat_stream(server: Server) -> None:
         for chunk in events(server, "/v1/chat/completions", messages=messages, stream_options=continuous)
     ]
     assert counts == sorted(counts)
-    assert counts[0] == 0 < counts[-1]
+    assert 0 < counts[0] < counts[-1]
 
 
 def test_chat_through_openais_own_streaming(server: Server) -> None:
@@ -267,4 +267,4 @@ def test_curl(server: Server) -> None:
     body = json.dumps({"prompt": "ab", "max_tokens": 4, "stream": True})
     output = subprocess.run([*command, "-d", body], capture_output=True, text=True, timeout=30, check=True).stdout
     assert output.endswith("data: [DONE]\n\n")
-    assert 3 <= output.count("data: {") <= 6  # opening, four tokens that may come together, closing
+    assert 2 <= output.count("data: {") <= 5  # four tokens that may come together, closing

@@ -82,7 +82,8 @@ class Engine:
         slots = SlotPool(self.config.max_num_seqs, self.checkpoint.config.vocab_size, runner.send)
         sizes = StateSizes(runner.width, self.config.max_num_batched_tokens, self.config.max_model_len)
         device = DeviceState(self.pool, sizes, runner.send)
-        self.scheduler = Scheduler(self.pool, slots, device, runner.width, runner.max_extend_rows, budget)
+        by_priority = self.config.asked.scheduling_policy == "priority"
+        self.scheduler = Scheduler(self.pool, slots, device, runner.width, runner.max_extend_rows, budget, by_priority)
         self._launcher = Launcher(self.runner)
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: Launched | None = None
@@ -143,7 +144,9 @@ class Engine:
         features = self.runner.request_features
         known = {name for feature in features for name in feature.extra_args}
         if unknown := sorted(request.params.extra_args.keys() - known):
-            raise BadRequest(f"extra_args has {unknown}; the features here read {sorted(known)}.", "extra_args")
+            raise BadRequest(
+                f"extra_args (vllm_xargs) has {unknown}; the features here read {sorted(known)}.", "extra_args"
+            )
         begun = ((feature, feature.begin(request)) for feature in features)
         return {feature: state for feature, state in begun if state is not None}
 

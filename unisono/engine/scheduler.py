@@ -1,9 +1,10 @@
 """Who runs next: admission, chunked prompts, rounds, preemption. Host bookkeeping only.
 
-First come, first served: a waiting request is never overtaken. Prompts never share a pass with rounds; how much of them
-runs between two rounds follows from what passes cost (``prompt_budget.py``), so neither side starves. When pages run
-out the request that arrived last gives its own back and resumes later, with the same bytes: its noise and its keys
-depend on positions, not on when they are computed.
+First come, first served: a waiting request is never overtaken, but by one of higher priority where the policy says so
+(``waiting.py``); the same order decides whose prompt runs first. Prompts never share a pass with rounds; how much of
+them runs between two rounds follows from what passes cost (``prompt_budget.py``), so neither side starves. When pages
+run out the request that is last in this order gives its own back and resumes later, with the same bytes: its noise and
+its keys depend on positions, not on when they are computed.
 
 A round holds either requests whose drafts the host has to read before they are verified (``Sequence.reads_drafts``), or
 the others. Where both kinds run they take turns, pass by pass: while the device runs a round of the others, the host
@@ -12,14 +13,13 @@ reads drafts and tokens of the first and computes what their next pass needs.
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 
 from unisono.engine.device_state import DeviceState
 from unisono.engine.prompt_budget import PromptBudget
 from unisono.engine.sequence import Chunk, Extend, Growth, Pass, Round, Sequence, Verify
 from unisono.engine.slots import SlotPool
+from unisono.engine.waiting import Waiting
 from unisono.state.pages import OutOfPages, PagePool, Reservation, pages_for
 from unisono.state.specs import ALL
 from unisono.types import FinishReason
@@ -40,10 +40,11 @@ class Scheduler:
         width: int,
         max_extend_rows: int,
         budget: PromptBudget,
+        by_priority: bool = False,
     ) -> None:
         self.pool, self.slots, self.device, self.width = pool, slots, device, width
         self.max_extend_rows, self.budget = max_extend_rows, budget
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = Waiting(by_priority)
         self.extending: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -63,7 +64,7 @@ class Scheduler:
         return bool(self.waiting or self.extending or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def schedule(self) -> Pass | None:
         """The next pass; None when there is nothing to run before the pass in flight is read."""
@@ -102,7 +103,7 @@ class Scheduler:
         self._give_back(sequence)
         queue.remove(sequence)
 
-    def _queue_of(self, sequence: Sequence) -> deque[Sequence] | list[Sequence]:
+    def _queue_of(self, sequence: Sequence) -> Waiting | list[Sequence]:
         if sequence.pages is None:
             return self.waiting
         return self.running if sequence in self.running else self.extending
@@ -130,7 +131,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self.waiting and self.slots.available:
-            sequence = self.waiting[0]
+            sequence = self.waiting.first()
             if sequence.waits_for_leader:
                 return
             pages = self.device.open(sequence)
@@ -145,7 +146,7 @@ class Scheduler:
                 pages.release()
                 return
             pages.reserve(tokens)
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             self._start(sequence, pages)
 
     def _start(self, sequence: Sequence, pages: Reservation) -> None:
@@ -160,6 +161,8 @@ class Scheduler:
             self.prefix_queries += len(tokens)
             self.prefix_hits += pages.cached_tokens
         self.extending.append(sequence)
+        if self.waiting.by_priority:
+            self.extending.sort(key=self.waiting.rank)
 
     def _next_extend(self, budget: int) -> Extend:
         """A prompt pass of at most ``budget`` tokens."""
@@ -223,7 +226,7 @@ class Scheduler:
     def _grow(self, sequence: Sequence) -> None:
         """Reserve the worst case of one more round.
 
-        Without a pass in flight, the latest request gives its pages back until it fits; with one, this has to wait.
+        Without a pass in flight, the last request gives its pages back until it fits; with one, this has to wait.
         """
         while sequence.pages is not None:
             try:
@@ -232,7 +235,7 @@ class Scheduler:
             except OutOfPages:
                 if any(s.in_flight for s in self.running):
                     raise _Wait from None
-                self._preempt(max(self.active, key=lambda s: s.order))
+                self._preempt(max(self.active, key=self.waiting.rank))
 
     def _worst(self, sequence: Sequence) -> int:
         """Tokens of the sequence after one more round in which everything is accepted."""
@@ -253,4 +256,4 @@ class Scheduler:
         queue.remove(sequence)
         sequence.preemptions += 1
         self.preemptions += 1
-        self.waiting.appendleft(sequence)  # everyone who waits arrived later
+        self.waiting.add(sequence)

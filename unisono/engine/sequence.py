@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -52,6 +53,9 @@ class Sequence:
         self.reads_drafts = any(feature.reads_drafts for feature in self.states)
         keys = (state.prompt_keys for state in self.states.values())
         self._prompt_keys = next((given for given in keys if given is not None), None)
+        if self.request.cache_salt is not None:
+            first, *others = self._prompt_keys or self.request.prompt_token_ids
+            self._prompt_keys = [salted(first, self.request.cache_salt), *others]
 
     @property
     def waits_for_leader(self) -> bool:
@@ -161,4 +165,15 @@ class Verify:
     drafts: np.ndarray
 
 
+def salted(first: Token, salt: str) -> bytes:
+    """What the prefix cache knows a prompt's first token by under a cache_salt.
+
+    A path of the tree begins with it, so nothing is shared between salts, nor with requests that have none. Its size is
+    no other digest's.
+    """
+    text = first if isinstance(first, bytes) else str(first).encode()
+    return hashlib.blake2b(text, key=hashlib.blake2b(salt.encode()).digest(), digest_size=SALTED_BYTES).digest()
+
+
+SALTED_BYTES = 32
 Pass = Extend | Round | Verify

@@ -161,7 +161,7 @@ def slot_write(
             "seed_lo": _signed(seed & 0xFFFFFFFF),
             "seed_hi": _signed(seed >> 32),
             "max_drafts": MAX_DRAFTS if params.max_drafts is None else min(params.max_drafts, MAX_DRAFTS),
-            "logprobs": -1 if params.logprobs is None else params.logprobs,
+            "logprobs": -1 if params.found_logprobs is None else params.found_logprobs,
             "prompt_logprobs": -1 if params.prompt_logprobs is None else params.prompt_logprobs,
             "edits": edits is not None,
             "stop_ids": list(stop_ids) + [-1] * (MAX_STOP_IDS - len(stop_ids)),

@@ -129,7 +129,7 @@ class _Sequence:
 
     def _named(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[dict[int, Logprob]]:
         text_of = self.output.token_text
-        return [one.named(token, text_of, MAX_LOGPROBS) for token, one in zip(ids, logprobs, strict=True)]
+        return [one.named(token, text_of, len(one.top)) for token, one in zip(ids, logprobs, strict=True)]
 
     def snapshot(self, only_new: bool) -> CompletionOutput:
         """A copy: of all so far, or of what is new since the last call."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from unisono.frontend.stop_regex import StopRegex
 from unisono.tokenizer import Tokenizer
 from unisono.types import FinishReason, SamplingParams
 
@@ -21,22 +22,23 @@ class Detokenizer:
 
     Holds back what later tokens may still change: an incomplete character, the beginning of a stop string.
 
-    params: ``stop`` strings end the text, if they end after the first ``min_tokens`` tokens. They are part of it only
-    with ``include_stop_str_in_output``, which also keeps the text of a stop token.
+    params: ``stop`` strings and matches of ``stop_regex`` end the text, if they end after the first ``min_tokens``
+    tokens. They are part of it only with ``include_stop_str_in_output``, which also keeps the text of a stop token.
     prompt_token_ids: the prompt; its last tokens are context (a leading space, half a character).
 
-    ``stop_string`` is the one that ended the text, or None. ``num_tokens`` counts the tokens up to the text's end, a
+    ``stop_string`` is the string that ended the text, or None. ``num_tokens`` counts the tokens up to the text's end, a
     stop token included; what the engine generated after a stop string does not count.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self._min_tokens, self._include_stop = params.min_tokens, params.include_stop_str_in_output
-        skip = params.skip_special_tokens
+        skip, spaces = params.skip_special_tokens, params.spaces_between_special_tokens
         self._silent = lambda token_id: tokenizer.is_silent(token_id, skip)
         prompt = [i for i in prompt_token_ids if i >= 0][-PROMPT_CONTEXT:]  # embeddings have no text
         context = [i for i in prompt if not self._silent(i)]
-        self._window = _Window(lambda ids: tokenizer.decode(ids, skip), context)
-        self._stops = _StopStrings(params.stop, self._include_stop)
+        self._window = _Window(lambda ids: tokenizer.decode(ids, skip, spaces), context)
+        expressions = StopRegex(params.stop_regex) if params.stop_regex else None
+        self._stops = _Stops(params.stop, self._include_stop, expressions)
         self.num_tokens = 0
 
     @property
@@ -124,38 +126,49 @@ def _certain(text: str) -> int:
     return len(text) - (len(tail) - len(tail.rstrip(REPLACEMENT)))
 
 
-class _StopStrings:
-    """Finds the stop string that is complete first; gives out only what no stop string can begin in."""
+class _Stops:
+    """Finds the stop string, or match of an expression, that is complete first; gives out only what none can begin in.
 
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self._stops, self._include = tuple(stops), include
+    expressions: read each character once, so positions are counted from the text's beginning.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False, expressions: StopRegex | None = None) -> None:
+        self._stops, self._include, self._expressions = tuple(stops), include, expressions
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
+        self._given = 0  # characters
         self.found: str | None = None
 
     def push(self, text: str, may_stop: bool = True) -> str:
         """The text that is certain now. A stop string that ends in ``text`` ends it all, if it may."""
-        if not self._stops:
+        if not self._stops and self._expressions is None:
             return text
         if self.found is not None:
             return ""
-        old, text = len(self._held), self._held + text
+        new, old, text = text, len(self._held), self._held + text
         hits = []
         for stop in self._stops if may_stop else ():
             start = text.find(stop, max(0, old - len(stop) + 1))  # one that ended before was not allowed to stop
             if start >= 0:
-                hits.append((start + len(stop), start, stop))
+                hits.append((start + len(stop), start))
+        if self._expressions is not None and (match := self._expressions.feed(new)) is not None and may_stop:
+            hits.append((match[1] - self._given, match[0] - self._given))
         if hits:
-            end, start, self.found = min(hits)
-            self._held = ""
+            end, start = min(hits)
+            self.found, self._held = text[start:end], ""
             return text[: end if self._include else start]
-        held = next((n for n in range(min(self._longest - 1, len(text)), 0, -1) if self._begins(text[-n:])), 0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        self._held = text[len(text) - self._begun(text) :]
+        self._given += len(text) - len(self._held)
+        return text[: len(text) - len(self._held)]
 
     def flush(self) -> str:
         text, self._held = self._held, ""
         return text
 
-    def _begins(self, text: str) -> bool:
-        return any(stop.startswith(text) for stop in self._stops)
+    def _begun(self, text: str) -> int:
+        """Characters at the text's end that may be the beginning of what ends it."""
+        most = min(self._longest - 1, len(text))
+        held = next((n for n in range(most, 0, -1) if any(s.startswith(text[-n:]) for s in self._stops)), 0)
+        if self._expressions is not None and (start := self._expressions.begun) is not None:
+            held = max(held, self._given + len(text) - start)
+        return held

@@ -5,12 +5,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from unisono.frontend.embeddings import embedded_prompt, overridden
+from unisono.frontend.infill import infill_prompt
+from unisono.frontend.stop_regex import StopRegex
+from unisono.frontend.tool_templates import NO_TOOLS, ToolTemplate
 from unisono.request_checks import check_request
 from unisono.tokenizer import Tokenizer
-from unisono.types import BadRequest, EngineRequest, Overrides, SamplingParams
+from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, Overrides, SamplingParams
 from unisono.vectors import DTYPES
 
 SEED_BITS = 53
@@ -18,7 +22,11 @@ SEED_BITS = 53
 
 PromptType = str | Sequence[int] | Mapping[str, Any]
 """A prompt as callers write it: text, token ids, or a mapping with some of PROMPT_KEYS."""
-PROMPT_KEYS = {"prompt", "prompt_token_ids", "prompt_embeds", "embedding_overrides"}
+PROMPT_KEYS = {"prompt", "prompt_token_ids", "prompt_embeds", "embedding_overrides", "cache_salt"}
+MAX_TRUNCATED_CHARS = 1 << 20
+"""Characters of a text that is tokenized to be truncated."""
+MAX_SALT_CHARS = 1024
+"""Characters of a cache_salt; vLLM's limit."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,8 @@ class ModelFacts:
     """What preparing a request needs to know of the model, from the engine's ``info()``.
 
     dtype: the model's, by name. generation_defaults: sampling parameters that generation_config.json sets.
-    prompt_embeds, return_hidden_states: whether the server was started with the flags that allow them.
+    prompt_embeds, return_hidden_states: whether the server was started with the flags that allow them. max_logprobs:
+    what logprobs may ask for at each position, -1 for any number. priorities: whether the engine schedules by them.
     """
 
     max_model_len: int
@@ -37,6 +46,8 @@ class ModelFacts:
     generation_defaults: dict[str, float]
     prompt_embeds: bool
     return_hidden_states: bool
+    max_logprobs: int = MAX_LOGPROBS
+    priorities: bool = False
 
     @classmethod
     def of(cls, info: Mapping[str, Any], tokenizer: Tokenizer | None) -> ModelFacts:
@@ -51,6 +62,8 @@ class ModelFacts:
             generation_defaults=dict(info["generation_defaults"]),
             prompt_embeds=settings["enable_prompt_embeds"],
             return_hidden_states=settings["enable_return_hidden_states"],
+            max_logprobs=settings["max_logprobs"],
+            priorities=settings["scheduling_policy"] == "priority",
         )
 
 
@@ -59,12 +72,14 @@ class Prompt:
     """A prompt in token ids, with embeddings in place of some of them.
 
     text: the prompt's text where it was given as text. param: the caller's name of the prompt, which errors cite.
+    cache_salt: see ``EngineRequest``.
     """
 
     token_ids: list[int]
     text: str | None = None
     overrides: Overrides | None = None
     param: str = "prompt"
+    cache_salt: str | None = None
 
 
 class InputProcessor:
@@ -74,22 +89,29 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.model = model
 
-    def prompt(self, given: PromptType) -> Prompt:
-        """Tokenize a prompt and pack its embeddings. Raises BadRequest."""
+    def prompt(
+        self, given: PromptType, *, add_special_tokens: bool = True, suffix: str | None = None, truncates: bool = False
+    ) -> Prompt:
+        """Tokenize a prompt and pack its embeddings. Raises BadRequest.
+
+        suffix: what follows the answer. truncates: whether :meth:`truncated` follows, so that a text may be longer than
+        the context.
+        """
         if isinstance(given, str):
             given = {"prompt": given}
         elif not isinstance(given, Mapping):
             given = {"prompt_token_ids": given}
         _check_keys(given)
         dtype = DTYPES[self.model.dtype]
+        salt = checked_salt(given.get("cache_salt"))
         if "prompt_embeds" in given:
             embedded = embedded_prompt(given["prompt_embeds"], dtype)
-            return Prompt(embedded[0], overrides=embedded[1])
+            return Prompt(embedded[0], overrides=embedded[1], cache_salt=salt)
         text, overrides = given.get("prompt"), None
         if "prompt_token_ids" in given:
             ids = list(given["prompt_token_ids"])
         elif isinstance(text, str):
-            ids = self._encode(text, "prompt")
+            ids = self._encode(text, "prompt", add_special_tokens and not suffix, truncates)
         else:
             raise BadRequest(
                 f"a prompt mapping needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'; it has {sorted(given)}.",
@@ -97,29 +119,98 @@ class InputProcessor:
             )
         if "embedding_overrides" in given:
             ids, overrides = overridden(ids, given["embedding_overrides"], dtype)
-        return Prompt(ids, text, overrides)
+        if suffix:
+            ids = infill_prompt(self.require_tokenizer("suffix"), ids, suffix, add_special_tokens)
+        return Prompt(ids, text, overrides, cache_salt=salt)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
-        """Write one conversation as a prompt. ``options``: see ``Tokenizer.apply_chat_template``. Raises BadRequest."""
-        text = self.require_tokenizer("messages").apply_chat_template(messages, **options)
-        return Prompt(self._encode(text, "messages", add_special_tokens=False), text, param="messages")
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_special_tokens: bool = False,
+        truncates: bool = False,
+        **options: Any,
+    ) -> Prompt:
+        """Write one conversation as a prompt. Raises BadRequest.
 
-    def request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> EngineRequest:
+        tools: definitions in OpenAI's form, arguments of calls in ``messages`` are objects. truncates: see
+        :meth:`prompt`. ``options``: see ``Tokenizer.apply_chat_template``.
+        """
+        tokenizer = self.require_tokenizer("messages")
+        if tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
+            messages, tools = self.tool_template.messages(messages, tools)
+        text = tokenizer.apply_chat_template(messages, tools=tools, **options)
+        return Prompt(self._encode(text, "messages", add_special_tokens, truncates), text, param="messages")
+
+    @cached_property
+    def tool_template(self) -> ToolTemplate:
+        """What the chat template can write of tools."""
+        tokenizer = self.tokenizer
+        if tokenizer is None or tokenizer.chat_template is None:
+            return NO_TOOLS
+        return ToolTemplate.of(tokenizer.chat_template, lambda m, t: tokenizer.apply_chat_template(m, tools=t))
+
+    def truncated(self, prompt: Prompt, params: SamplingParams) -> Prompt:
+        """The part of a prompt that ``params.truncate_prompt_tokens`` keeps. Raises BadRequest."""
+        kept, name = params.truncate_prompt_tokens, "truncate_prompt_tokens"
+        if kept is None:
+            return prompt
+        context = self.model.max_model_len
+        if kept >= context:
+            raise BadRequest(
+                f"{name}={kept} leaves no room in the context of {context} tokens; give at most {context - 1}, or -1 "
+                "for what fits.",
+                name,
+            )
+        kept = max(1, context - (params.max_tokens or 1)) if kept == -1 else kept
+        if len(prompt.token_ids) <= kept:
+            return prompt
+        if prompt.overrides is not None:
+            raise BadRequest(f"{name} cuts token ids, and this prompt has embeddings; leave out one of them.", name)
+        ids = prompt.token_ids[-kept:] if params.truncation_side == "left" else prompt.token_ids[:kept]
+        return replace(prompt, token_ids=ids, text=None)
+
+    def request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, wanted: str = "logprobs"
+    ) -> EngineRequest:
         """Prepare and check a request. ``EngineRequest.sequences`` splits it where ``params.n`` is above 1.
 
-        A request without a seed gets one. Raises BadRequest.
+        A request without a seed gets one. wanted: the caller's name of ``logprobs``. Raises BadRequest.
         """
+        prompt = self.truncated(prompt, params)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(SEED_BITS))
-        if params.stop:
-            self.require_tokenizer("stop")
+        for name in ("stop", "stop_regex"):
+            if getattr(params, name):
+                self.require_tokenizer(name)
+        StopRegex(params.stop_regex) if params.stop_regex else None
+        self._check_limits(params, priority, wanted)
         bad_words = self.require_tokenizer("bad_words").bad_words(params.bad_words) if params.bad_words else ()
         model = self.model
         eos = () if params.ignore_eos else model.eos_token_ids
         stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
-        request = EngineRequest(request_id, prompt.token_ids, params, stop_ids, bad_words, overrides=prompt.overrides)
+        request = EngineRequest(request_id, prompt.token_ids, params, stop_ids, bad_words)
+        request = replace(request, overrides=prompt.overrides, priority=priority, cache_salt=prompt.cache_salt)
         check_request(request, model.max_model_len, model.vocab_size, model.hidden_size, prompt.param)
         return request
+
+    def _check_limits(self, params: SamplingParams, priority: int, name: str) -> None:
+        """Raise BadRequest for what this engine was not started to give."""
+        most = self.model.max_logprobs
+        asked = self.model.vocab_size if params.logprobs == -1 else params.logprobs or 0
+        if most != -1 and asked > most:
+            raise BadRequest(
+                f"{name}={params.logprobs} is out of range: it must be a whole number from 0 to {most}. Raise "
+                "--max-logprobs (-1: the whole vocabulary), or ask for fewer.",
+                name,
+            )
+        if priority and not self.model.priorities:
+            raise BadRequest(
+                f"priority={priority} needs --scheduling-policy priority; this engine serves first come, first served. "
+                "Leave out priority.",
+                "priority",
+            )
 
     def require_tokenizer(self, param: str) -> Tokenizer:
         """Return the tokenizer. Raises BadRequest where there is none to read ``param`` with."""
@@ -131,9 +222,14 @@ class InputProcessor:
             )
         return self.tokenizer
 
-    def _encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
+    def _encode(self, text: str, param: str, add_special_tokens: bool, truncates: bool = False) -> list[int]:
         tokenizer, context = self.require_tokenizer(param), self.model.max_model_len
-        if len(text) > context:  # it may be megabytes, which take minutes to tokenize
+        if truncates and len(text) > MAX_TRUNCATED_CHARS:
+            raise BadRequest(
+                f"The prompt has {len(text)} characters; at most {MAX_TRUNCATED_CHARS} are tokenized to be truncated.",
+                param,
+            )
+        if len(text) > context and not truncates:  # it may be megabytes, which take minutes to tokenize
             least = -(-len(text) // tokenizer.longest_token)
             if least > context:
                 raise BadRequest(
@@ -150,6 +246,14 @@ def _check_keys(given: Mapping[str, Any]) -> None:
     unknown = sorted(given.keys() - PROMPT_KEYS)
     if unknown:
         raise BadRequest(f"a prompt mapping has the keys {unknown}; known ones are {sorted(PROMPT_KEYS)}.", "prompt")
-    others = sorted(given.keys() - {"prompt_embeds"})
+    others = sorted(given.keys() - {"prompt_embeds", "cache_salt"})
     if "prompt_embeds" in given and others:
         raise BadRequest(f"prompt_embeds are a whole prompt by themselves; leave out {others}.", "prompt_embeds")
+
+
+def checked_salt(salt: Any, param: str = "cache_salt") -> str | None:
+    """A prompt's cache_salt. Raises BadRequest."""
+    if salt is None or (isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT_CHARS):
+        return salt
+    shown = repr(salt)[:80]
+    raise BadRequest(f"{param}={shown} is not valid: it must be a string of 1 to {MAX_SALT_CHARS} characters.", param)

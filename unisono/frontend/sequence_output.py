@@ -30,13 +30,15 @@ class NewTokens:
 class SequenceOutput:
     """One sequence's output. ``tokenizer`` is None for a checkpoint without one; then there is no text.
 
+    There is none either where the request asks for none (``detokenize``).
+
     num_tokens: tokens so far. cached_tokens: prompt tokens that the prefix cache had.
     """
 
     def __init__(self, request: EngineRequest, tokenizer: Tokenizer | None) -> None:
         self.request = request
         self.num_tokens = self.cached_tokens = 0
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer = tokenizer if request.params.detokenize else None
         prompt, params = request.prompt_token_ids, request.params
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params, prompt)
         self._hidden: list[Vectors] = []

@@ -1,16 +1,17 @@
 """Pieces of text to HTTP answers: one JSON object, or a stream of server-sent events.
 
-Both close the generations they read, whether these finished, failed, or lost their client.
+``routes`` close the generations of an answer when it has finished, failed, or lost its client.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any
+from itertools import zip_longest
+from typing import Any, Protocol
 
 from msgspec import UNSET, UnsetType
 from starlette.responses import StreamingResponse
@@ -18,8 +19,10 @@ from starlette.types import Receive, Scope, Send
 
 from unisono.server.errors import as_api_error
 from unisono.server.generation import Generation, Piece, merge
+from unisono.server.note import Note
 from unisono.server.protocol import GenerationRequest
-from unisono.server.responses import DONE, Response, Shape, TokenReport, Usage, event
+from unisono.server.responses import DONE, Response, Shape, TokenReport, Usage, event, joined
+from unisono.server.tools.base import ToolDelta
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,7 @@ class Answer:
     async def whole(self) -> Response:
         """The finished answer. Raises what ended a generation early."""
         texts, thoughts = [""] * len(self.generations), [""] * len(self.generations)
+        calls: list[list[ToolDelta]] = [[] for _ in self.generations]
         ids: list[list[int]] = [[] for _ in self.generations]
         reports: list[list[TokenReport]] = [[] for _ in self.generations]
         ends: dict[int, Piece] = {}
@@ -48,64 +52,101 @@ class Answer:
             async for piece in pieces:
                 texts[piece.index] += piece.text
                 thoughts[piece.index] += piece.reasoning
+                calls[piece.index] += piece.tool_calls
                 ids[piece.index] += piece.token_ids
                 reports[piece.index] += piece.reports or []
                 ends[piece.index] = piece
         choices: Choices = []
-        for index, generation in enumerate(self.generations):
+        chosen = self._chosen()
+        for number, generation in enumerate(chosen):
+            index = generation.index
             end = ends[index]
             assert end.finish is not None
-            choice = self.shape.choice(index, texts[index], end.finish, end.stop, generation.seed)
+            choice = self.shape.choice(number, texts[index], end.finish, end.stop, generation.seed)
             if generation.splits:
-                choice.message.reasoning_content = thoughts[index] or None
+                choice.message.reasoning_content = choice.message.reasoning = thoughts[index] or None
+            if calls[index]:
+                choice.message.tool_calls = joined(calls[index])
+                choice.message.content = texts[index] or None
             if (states := await asyncio.to_thread(generation.hidden_states)) is not None:
                 choice.hidden_states, prompt_states = states
                 if prompt_states is not None:
                     choice.prompt_hidden_states = prompt_states
             choices.append(self._with_tokens(choice, ids[index], reports[index]))
         answer = self._response(self.shape.whole, choices, self._usage())
-        scores = [generation.prompt_logprobs for generation in self.generations]
+        scores = [generation.prompt_logprobs for generation in chosen]
         if self.request.prompt_logprobs is not None:
             self.shape.add_prompt_logprobs(answer, [one for one in scores if one is not None])
+        self._add_prompts(answer, chosen)
         return answer
 
-    async def events(self) -> AsyncGenerator[bytes]:
+    def _chosen(self) -> Sequence[Generation]:
+        """The generations that the answer has: of each prompt's ``best_of`` the n likeliest ones, best first."""
+        n, best_of = self.request.n or 1, self.request.sequences()
+        if best_of == n:
+            return self.generations
+        groups = (self.generations[at : at + best_of] for at in range(0, len(self.generations), best_of))
+        return [one for group in groups for one in sorted(group, key=lambda one: -one.cumulative_logprob)[:n]]
+
+    def _add_prompts(self, answer: Response, generations: Sequence[Generation]) -> None:
+        """Tell the prompts of the answer's choices, where that is asked for."""
+        if self.request.return_token_ids or self.request.return_prompt_token_ids:
+            self.shape.add_prompts(answer, [generation.prompt_token_ids for generation in generations])
+        if self.request.tells_prompt:
+            answer.prompt_text = generations[0].prompt_text
+
+    async def events(self, failed: Callable[[Exception], None]) -> AsyncGenerator[bytes]:
         """The stream, ending with ``[DONE]``. An error becomes an event: the status line has long been sent."""
         options = self.request.stream_options
         total = options is not None and bool(options.include_usage)
         continuous = total and options is not None and bool(options.continuous_usage_stats)
 
-        def chunk(choices: Choices) -> bytes:
+        def chunk(choices: Choices, opens: Generation | None = None) -> bytes:
             usage = self._usage() if continuous else None if total else UNSET
-            return event(self._response(self.shape.chunk, choices, usage))
+            response = self._response(self.shape.chunk, choices, usage)
+            if opens is not None:
+                self._add_prompts(response, [opens])
+            return event(response)
 
         try:
-            for index, generation in enumerate(self.generations):
-                yield chunk([self.shape.first(index, generation.seed)])
+            begun: set[int] = set()
             async with aclosing(merge(self.generations)) as pieces:
                 async for piece in pieces:
-                    for choice in self._chunk_choices(piece):  # clients read a chunk's first choice
-                        yield chunk([choice])
+                    first = piece.index not in begun
+                    begun.add(piece.index)
+                    # One choice for each chunk: clients read a chunk's first. One write for each piece.
+                    choices = self._chunk_choices(piece, first)
+                    opening = [self.generations[piece.index]] if first else []
+                    pairs = zip_longest(choices, opening[: len(choices)])
+                    if data := b"".join(chunk([choice], opens) for choice, opens in pairs):
+                        yield data
             if total:
                 yield event(self._response(self.shape.chunk, [], self._usage()))
         except Exception as error:
+            failed(error)
             yield error_event(error)
         yield DONE
 
-    def close(self) -> None:
-        """Abort what still runs."""
-        for generation in self.generations:
-            generation.close()
+    def _chunk_choices(self, piece: Piece, first: bool) -> Choices:
+        """Choices with the thinking, text and calls of a piece, or what was asked of its tokens; then the closing one.
 
-    def _chunk_choices(self, piece: Piece) -> Choices:
-        """Choices with the thinking and text of a piece, or what was asked of its tokens; then the closing one."""
+        first: the piece has its choice's first token. Its opening chunk leaves with it and never before, so that a
+        client's time to the first chunk is the time to the first token.
+        """
         choices: Choices = []
         if piece.reasoning:
             choices.append(self.shape.reasoning(piece.index, piece.reasoning))
-        if piece.text or (not choices and (piece.reports or (self.request.return_token_ids and piece.token_ids))):
+        if piece.text or (
+            not choices
+            and not piece.tool_calls
+            and (piece.reports or (self.request.return_token_ids and piece.token_ids))
+        ):
             choices.append(self.shape.text(piece.index, piece.text))
+        choices += [self.shape.tool_call(piece.index, delta) for delta in piece.tool_calls]
         if choices:
             self._with_tokens(choices[0], piece.token_ids, piece.reports or [])
+        if first:
+            choices = self.shape.open(piece.index, self.generations[piece.index].seed, choices)
         if piece.finish is not None:
             choices.append(self.shape.last(piece.index, piece.finish, piece.stop))
         return choices
@@ -153,18 +194,32 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+class Reply(Protocol):
+    """An answer on its way, in one API's words: whole, or as events.
+
+    ``whole`` raises what ended it early; ``events`` tells ``failed`` of it and ends with an event that says so.
+    """
+
+    async def whole(self) -> Any: ...
+    def events(self, failed: Callable[[Exception], None]) -> AsyncGenerator[bytes]: ...
+
+
 class EventStream(StreamingResponse):
-    """An answer's events; stops when the client goes, even while no event comes."""
+    """A reply's events; stops when the client goes, even while no event comes. ``close`` is called at the end."""
 
     body_iterator: AsyncGenerator[bytes]
 
-    def __init__(self, answer: Answer) -> None:
-        super().__init__(answer.events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._answer = answer
+    def __init__(self, reply: Reply, note: Note, close: Callable[[], None]) -> None:
+        def failed(error: Exception) -> None:
+            note.error = as_api_error(error)
+
+        events = reply.events(failed)
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await until_disconnect(receive, self.stream_response(send))
         finally:
             await self.body_iterator.aclose()
-            self._answer.close()
+            self._close()

@@ -132,6 +132,8 @@ class EngineClient:
         """Hand ``request`` to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
         if self.death is not None:
             raise EngineDead(self.death)
+        if request.request_id in self._streams:
+            raise BadRequest(f"request_id={request.request_id!r} is running already; give another.", "request_id")
         stream = TokenStream(self, request.request_id)
         self._streams[request.request_id] = stream
         self._send(ipc.Add(request))
@@ -150,6 +152,16 @@ class EngineClient:
         self._inspections.append(answer)
         self._send(ipc.Inspect())
         return await asyncio.wait_for(answer, limit)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request early, with the finish reason ``abort``; unknown ids are ignored."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        self._abort(request_id)
+        if not stream.accepted.done():
+            stream.accepted.set_result(None)
+        stream._push(TokenDelta(request_id, [], FinishReason.ABORT))
 
     def fail_all(self, error: UnisonoError) -> None:
         """End every request with ``error``."""

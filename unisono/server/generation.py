@@ -12,19 +12,23 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from unisono.frontend.sequence_output import SequenceOutput
-from unisono.server.client import EngineClient, TokenStream
+from unisono.server.beams import BeamStream, Source
+from unisono.server.client import TokenStream
 from unisono.server.errors import ApiError
 from unisono.server.metrics import RequestTimer
-from unisono.server.reasoning import Splitter
+from unisono.server.reader import AnswerReader, Said
 from unisono.server.responses import HiddenStates, PromptLogprobs, TokenReport, Usage, finite
-from unisono.types import FinishReason, TokenDelta, TokenLogprobs
+from unisono.server.tools.base import ToolDelta
+from unisono.server.tools.structure import reworded
+from unisono.types import BadRequest, FinishReason, TokenDelta, TokenLogprobs
 
 
 @dataclass(frozen=True)
 class Piece:
     """New text of one choice, and the tokens that came with it (text may come later than its tokens).
 
-    ``reasoning`` is new text of the model's thinking, where a parser tells it from ``text``.
+    ``reasoning`` is new text of the model's thinking, ``tool_calls`` new text of calls, where a reader tells them from
+    ``text``.
 
     ``reports`` has their log-probabilities, if the request asked for them.
     ``finish`` is OpenAI's reason on the last piece; ``stop`` the stop string that ended it.
@@ -37,6 +41,7 @@ class Piece:
     stop: str | None = None
     reports: list[TokenReport] | None = None
     reasoning: str = ""
+    tool_calls: Sequence[ToolDelta] = ()
 
 
 @dataclass(frozen=True)
@@ -47,34 +52,49 @@ class Echo:
     alone: bool
 
 
+@dataclass(frozen=True)
+class Style:
+    """What is told of an answer, and how. scored: the likely tokens of each position in ``prompt_logprobs``, which are
+    there when the sequence has ended; None where the request asked for none. reports: whether the answer has
+    log-probabilities. ids: whether these name tokens by id. hides: whether thinking is left out.
+    """
+
+    scored: int | None = None
+    reports: bool = False
+    ids: bool = False
+    hides: bool = False
+
+
 class Generation:
     """One sequence of an answer. ``usage`` and ``seed`` may be read at any time.
 
-    scores: the prompt's log-probabilities, which its first sequence sets for all; None where none are wanted. scored:
-    the likely tokens of each position in ``prompt_logprobs``; these are there when the sequence has ended, None where
-    the request asked for none. splitter: tells thinking from what is said, where a parser is configured. Of a prompt's
-    several sequences the first one's usage counts the prompt.
+    scores: the prompt's log-probabilities, which its first sequence sets for all; None where none are wanted. reader:
+    tells thinking and tool calls from what is said. Of a prompt's several sequences the first one's usage counts the
+    prompt. cumulative_logprob: of the tokens so far, where log-probabilities are computed. prompt_text: what the chat
+    template wrote.
     """
 
     def __init__(
         self,
-        client: EngineClient,
+        client: Source,
         output: SequenceOutput,
         timer: RequestTimer,
         index: int,
         scores: asyncio.Future[list[TokenLogprobs] | None] | None,
-        scored: int | None,
+        style: Style,
         echo: Echo | None,
-        splitter: Splitter | None = None,
+        reader: AnswerReader | None = None,
     ) -> None:
         self._client, self._output, self._timer = client, output, timer
         self._request = output.request
         assert self._request.params.seed is not None
         self.index, self.seed = index, self._request.params.seed
         self.prompt_logprobs: PromptLogprobs | None = None
-        self._scores, self._scored, self._echo = scores, scored, echo
-        self._splitter = splitter
-        self._stream: TokenStream | None = None
+        self.cumulative_logprob = 0.0
+        self.prompt_text: str | None = None
+        self._scores, self._style, self._echo = scores, style, echo
+        self._reader = reader
+        self._stream: TokenStream | BeamStream | None = None
         self._drafted = self._accepted = 0
         self._offset = 0
 
@@ -94,9 +114,24 @@ class Generation:
         prompt, cached = (len(self._request.prompt_token_ids), output.cached_tokens) if first else (0, 0)
         return Usage.of(prompt, output.num_tokens, cached, self._accepted, self._drafted - self._accepted)
 
+    def arrived(self, when: float) -> None:
+        """Count the request's times from ``when`` (``time.monotonic()``) on, not from when it was prepared."""
+        self._timer.start = when
+
     async def start(self) -> None:
         """Hand the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
-        self._stream = await self._client.submit(self._request)
+        try:
+            self._stream = await self._client.submit(self._request)
+        except BadRequest as error:
+            if error.param == "extra_args":
+                raise BadRequest(str(error), "vllm_xargs", error.code) from None
+            if self._reader is not None and self._reader.constrains and error.param == "structured_outputs":
+                raise BadRequest(reworded(str(error)), "tools", error.code) from None
+            raise
+
+    def cancel(self) -> None:
+        """End the request early for whoever reads it: its last piece has the finish reason ``abort``."""
+        self._client.cancel(self._request.request_id)
 
     def close(self) -> None:
         """Abort the request if it runs."""
@@ -124,23 +159,37 @@ class Generation:
                 new = self._output.detokenize(delta)
                 self._drafted += delta.drafted_tokens
                 self._accepted += min(delta.accepted_tokens, len(new.token_ids))
-                reports = None if new.logprobs is None else self._reports(new.token_ids, new.logprobs)
+                self.cumulative_logprob += sum(one.logprob for one in new.logprobs or ())
+                wanted = new.logprobs if self._style.reports else None
+                reports = None if wanted is None else self._reports(new.token_ids, wanted)
                 reason = new.finish
                 finish = None if reason is FinishReason.RUNNING else reason.text
-                reasoning, text = self._split(new.text, finish is not None)
-                yield Piece(self.index, text, new.token_ids, finish, new.stop_string, reports, reasoning)
+                said = Said(content=new.text)
+                if self._reader is not None:
+                    said = self._reader.feed(new.text, finish is not None)
+                    finish = finish and self._reader.finish(finish)
+                yield Piece(
+                    self.index,
+                    said.content,
+                    new.token_ids,
+                    finish,
+                    new.stop_string,
+                    reports,
+                    "" if self._style.hides else said.reasoning,
+                    said.calls,
+                )
         finally:
             self._timer.finished((FinishReason.ABORT if reason is FinishReason.RUNNING else reason).text)
             self.close()
 
     @property
     def splits(self) -> bool:
-        """Whether thinking is told from what is said."""
-        return self._splitter is not None
+        """Whether thinking is told from what is said, and told."""
+        return self._reader is not None and self._reader.splits and not self._style.hides
 
-    def _split(self, text: str, last: bool) -> tuple[str, str]:
-        """(thinking, what is said)."""
-        return ("", text) if self._splitter is None else self._splitter.feed(text, last)
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self._request.prompt_token_ids
 
     async def _prompt_scores(self, delta: TokenDelta) -> list[TokenLogprobs] | None:
         """The prompt's log-probabilities with the first delta that comes; None with others, and if none are wanted."""
@@ -152,13 +201,13 @@ class Generation:
         scores = await asyncio.shield(shared)  # cancelling one sequence must not cancel it for the others
         if scores is None:
             raise ApiError(500, "The engine gave no log-probabilities of the prompt.", "server_error")
-        if self._scored is not None:
-            self.prompt_logprobs = finite(self._output.prompt_logprobs(scores, self._scored))
+        if self._style.scored is not None:
+            self.prompt_logprobs = finite(self._output.prompt_logprobs(scores, self._style.scored))
         return scores
 
     def _prompt_piece(self, echo: Echo, scores: list[TokenLogprobs] | None) -> Piece:
         """The piece that echoes the prompt."""
-        reports, most = None, self._request.params.logprobs
+        reports, most = None, self._request.params.logprobs if self._style.reports else None
         if scores is not None and most is not None:
             ids = self._request.prompt_token_ids
             reports = [TokenReport(self._text(ids[0]), None, 0, [])]
@@ -176,8 +225,8 @@ class Generation:
         return reports
 
     def _text(self, token_id: int) -> str:
-        """A token by itself; its id where there is no tokenizer to name it, in vLLM's form."""
-        text = self._output.token_text(token_id)
+        """A token by itself; its id where that is asked for or nothing can name it, in vLLM's form."""
+        text = None if self._style.ids else self._output.token_text(token_id)
         return f"token_id:{token_id}" if text is None else text
 
 

@@ -49,6 +49,29 @@ class ServerMetrics:
             ("model_name", "finished_reason"),
             registry=self.registry,
         )
+        self._errors = Counter(
+            PREFIX + "request_errors",
+            "Requests answered with 4xx or 5xx, and streams that ended in an error, by route, status and code.",
+            ("model_name", "handler", "status", "code"),
+            registry=self.registry,
+        )
+        self._http = Counter("http_requests", "HTTP requests.", ("handler", "method", "status"), registry=self.registry)
+        self._http_seconds = Histogram(
+            "http_request_duration_seconds",
+            "From an HTTP request's headers to the end of its answer.",
+            ("handler", "method"),
+            registry=self.registry,
+            buckets=REQUEST_BUCKETS,
+        )
+
+    def http_request(self, path: str, method: str, status: int, seconds: float) -> None:
+        """An HTTP request was answered. path: the route's."""
+        self._http.labels(path, method, f"{status // 100}xx").inc()
+        self._http_seconds.labels(path, method).observe(seconds)
+
+    def http_error(self, path: str, status: int, code: str) -> None:
+        """A request was answered with 4xx or 5xx, or its stream ended so."""
+        self._errors.labels(self._model_name, path, str(status), code).inc()
 
     def timer(self) -> RequestTimer:
         """The clock of one request, started now."""
@@ -64,11 +87,11 @@ class ServerMetrics:
 
 
 class RequestTimer:
-    """Times one request into a server's histograms."""
+    """Times one request into a server's histograms, from ``start`` on."""
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self._metrics = metrics
-        self._start = time.monotonic()
+        self.start = time.monotonic()
         self._last: float | None = None
 
     def tokens(self, count: int) -> None:
@@ -77,7 +100,7 @@ class RequestTimer:
             return
         now = time.monotonic()
         if self._last is None:
-            self._metrics._first_token.observe(now - self._start)
+            self._metrics._first_token.observe(now - self.start)
         else:
             for _ in range(count):
                 self._metrics._inter_token.observe((now - self._last) / count)
@@ -85,7 +108,7 @@ class RequestTimer:
 
     def finished(self, reason: str) -> None:
         """The request has ended: ``stop``, ``length`` or ``abort``."""
-        self._metrics._request.observe(time.monotonic() - self._start)
+        self._metrics._request.observe(time.monotonic() - self.start)
         self._metrics._finished.labels(self._metrics._model_name, reason).inc()
 
 

@@ -1,65 +1,36 @@
 """What clients send: OpenAI's request bodies, checked field by field, with vLLM's extra sampling fields.
 
-Every field is honoured or refused. A field of the API that this server does not support is accepted only with a value
-that asks for nothing. An unknown field is an error that names it. Only the labels in ``HARMLESS`` are ignored.
+Every field is honoured, a label, or refused: ``compatibility.py`` says which. An unknown field is an error that names
+it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from unisono.server.compatibility import CHAT, TEXT, check_fields
 from unisono.server.errors import ApiError, show
+from unisono.server.messages import conversation
 from unisono.server.structured import GUIDED, structured_outputs
-from unisono.types import MAX_LOGPROBS, BadRequest, SamplingParams
-
-HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
-"""Labels that do not affect the answer."""
-
-UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "use_beam_search": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-"""Fields of the APIs that this server does not honour yet, with the values (beside null) that ask for nothing."""
-
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Roles of messages, and how templates call them."""
-MESSAGE_FIELDS = {"role", "content", "name", "reasoning_content"}
-TEXT_MESSAGE_FIELDS = ("name", "reasoning_content")
-"""Fields of a message that are passed to the chat template as they are."""
-NULL_MESSAGE_FIELDS = {"refusal", "audio", "annotations", "function_call", "tool_calls"}
-"""What clients send back when they return an assistant's message as they got it."""
+from unisono.types import MAX_SEQUENCES, BadRequest, SamplingParams
 
 MAX_PROMPTS = 1024
 
 _WHOLE = "a whole number"
 _NUMBER = "a number"
 _BOOL = "true or false"
+_TEXT = "a string"
 
 
 SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
-    "min_tokens", "skip_special_tokens", "logprob_start_len", "return_hidden_states",
-    "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "allowed_token_ids", "bad_words", "n",
+    "min_tokens", "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "logprob_start_len",
+    "logprob_token_ids", "return_hidden_states", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "allowed_token_ids", "bad_words", "n", "stop_regex", "truncate_prompt_tokens", "truncation_side",
 )  # fmt: skip
 """Fields of a body that are SamplingParams' own."""
 STRUCTURED_FIELDS = ("response_format", "structured_outputs", *GUIDED)
@@ -98,6 +69,8 @@ class GenerationRequest(BaseModel):
     """The fields that both endpoints share. A description is the rule that an error cites."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+    body: ClassVar[str]
+    """How ``compatibility.py`` calls the body."""
 
     model: str | None = Field(None, description="the name of a served model")
     stream: bool | None = Field(None, description=_BOOL)
@@ -122,7 +95,26 @@ class GenerationRequest(BaseModel):
     logit_bias: dict[str, float] | None = Field(None, description="an object from token ids to numbers")
     allowed_token_ids: list[int] | None = Field(None, description="a list of token ids")
     bad_words: list[str] | None = Field(None, description="a list of strings")
+    stop_regex: str | list[str] | None = Field(None, description="an expression or a list of expressions")
+    no_stop_trim: bool | None = Field(None, description=_BOOL)
+    use_beam_search: bool | None = Field(None, description=_BOOL)
+    length_penalty: float | None = Field(None, description=_NUMBER)
+    add_special_tokens: bool | None = Field(None, description=_BOOL)
+    truncate_prompt_tokens: int | None = Field(None, description=_WHOLE)
+    truncation_side: Literal["left", "right"] | None = Field(None, description='"left" or "right"')
+    priority: int | None = Field(None, description=_WHOLE)
+    cache_salt: str | None = Field(None, description=_TEXT)
+    extra_key: str | None = Field(None, description=_TEXT)
+    request_id: str | None = Field(None, description=_TEXT)
+    rid: str | None = Field(None, description=_TEXT)
+    vllm_xargs: dict[str, Any] | None = Field(None, description="an object of parameters of installed features")
     skip_special_tokens: bool | None = Field(None, description=_BOOL)
+    spaces_between_special_tokens: bool | None = Field(None, description=_BOOL)
+    detokenize: bool | None = Field(None, description=_BOOL)
+    return_tokens_as_token_ids: bool | None = Field(None, description=_BOOL)
+    return_prompt_token_ids: bool | None = Field(None, description=_BOOL)
+    logprob_token_ids: list[int] | None = Field(None, description="a list of token ids")
+    echo: bool | None = Field(None, description=_BOOL)
     prompt_logprobs: int | None = Field(None, description=_WHOLE)
     logprob_start_len: int | None = Field(None, description=_WHOLE)
     return_hidden_states: bool | None = Field(None, description=_BOOL)
@@ -135,6 +127,9 @@ class GenerationRequest(BaseModel):
     guided_regex: str | None = Field(None, description="a regular expression")
     guided_choice: list[str] | None = Field(None, description="a list of strings")
     guided_grammar: str | None = Field(None, description="a grammar in EBNF")
+    json_schema: dict[str, Any] | str | None = Field(None, description="a JSON schema")
+    regex: str | None = Field(None, description="a regular expression")
+    ebnf: str | None = Field(None, description="a grammar in EBNF")
     speculative: Speculative | None = Field(
         None, description="an object with enabled (true or false) and num_speculative_tokens (a whole number)"
     )
@@ -142,13 +137,28 @@ class GenerationRequest(BaseModel):
     def sampling_params(self, defaults: Mapping[str, float], max_tokens: int | None) -> SamplingParams:
         """The request's parameters; ``defaults`` (the checkpoint's) stand in for absent ones. Raises BadRequest."""
         given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        trimmed = given.setdefault("include_stop_str_in_output", bool(self.no_stop_trim))
+        if self.no_stop_trim is not None and trimmed != self.no_stop_trim:
+            raise BadRequest("include_stop_str_in_output and no_stop_trim differ; give one of them.", "no_stop_trim")
+        given["extra_args"] = self.vllm_xargs or {}
         given["logit_bias"] = {_token_id(key): value for key, value in (self.logit_bias or {}).items()}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         given |= {"seed": self.seed, "stop": stop, "max_tokens": max_tokens, "logprobs": self.alternatives()}
         given["prompt_logprobs"] = self.prompt_logprobs
         given["structured_outputs"] = structured_outputs({name: getattr(self, name) for name in STRUCTURED_FIELDS})
         given["max_drafts"] = self.speculative.max_drafts() if self.speculative else None
+        if self.logprob_token_ids is not None and given["logprobs"] is None:
+            raise BadRequest("logprob_token_ids needs logprobs; set it too.", "logprob_token_ids")
         return SamplingParams(**{**defaults, **given})
+
+    def sequences(self) -> int:
+        """How many sequences of a prompt are generated, of which the answer has n. Raises BadRequest."""
+        return self.n or 1
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether the answer has the prompt's text."""
+        return False
 
     def alternatives(self) -> int | None:
         """How many likely tokens to report at each position; None for no log-probabilities. Raises BadRequest."""
@@ -192,10 +202,34 @@ class CompletionRequest(GenerationRequest):
     )
     logprobs: int | None = Field(None, description=_WHOLE)
 
-    echo: bool | None = Field(None, description=_BOOL)
+    best_of: int | None = Field(None, description=_WHOLE)
+    suffix: str | None = Field(None, description=_TEXT)
+    body: ClassVar[str] = TEXT
 
     def alternatives(self) -> int | None:
         return self.logprobs
+
+    def sequences(self) -> int:
+        n, best_of = self.n or 1, self.best_of
+        if best_of is not None and not n <= best_of <= MAX_SEQUENCES:
+            raise BadRequest(f"best_of={best_of} is out of range: it must be from n={n} to {MAX_SEQUENCES}.", "best_of")
+        if best_of is not None and best_of > n and self.stream:
+            raise BadRequest(
+                f"best_of={best_of} above n={n} knows its answers at the end only; leave out stream or best_of.",
+                "best_of",
+            )
+        for name in ("return_hidden_states", "use_beam_search"):
+            if best_of is not None and best_of > n and getattr(self, name):
+                raise BadRequest(f"best_of={best_of} above n={n} does not go with {name}; leave out one of them.", name)
+        return n if best_of is None else best_of
+
+    def check_suffix(self) -> None:
+        """Raise BadRequest where a suffix has no place."""
+        for name in ("prompt_embeds", "embedding_overrides", "echo"):
+            if self.suffix and getattr(self, name):
+                raise BadRequest(
+                    f"suffix goes with prompts of text or token ids, not with {name}; leave out one.", name
+                )
 
     def check_embeds(self, enabled: bool) -> None:
         """Raises BadRequest for embeddings that this server does not take, and where something asks for their text."""
@@ -231,11 +265,12 @@ class CompletionRequest(GenerationRequest):
         count = len(prompts) + len(self.embeds())
         if count > MAX_PROMPTS:
             raise BadRequest(f"prompt has {count} entries, at most {MAX_PROMPTS} are taken; split it.", "prompt")
-        if count * (self.n or 1) > MAX_PROMPTS:
+        each, name = self.sequences(), "n" if self.best_of is None else "best_of"
+        if count * each > MAX_PROMPTS:
             raise BadRequest(
-                f"n={self.n} for {count} prompts are {count * (self.n or 1)} sequences; at most "
-                f"{MAX_PROMPTS} are taken. Lower n or split the prompts.",
-                "n",
+                f"{name}={each} for {count} prompts are {count * each} sequences; at most "
+                f"{MAX_PROMPTS} are taken. Lower {name} or split the prompts.",
+                name,
             )
         return prompts
 
@@ -264,20 +299,35 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="an object of template variables")
     logprobs: bool | None = Field(None, description=_BOOL)
     top_logprobs: int | None = Field(None, description=_WHOLE)
+    tools: list[Any] | None = Field(None, description="a list of tools, each an object with type and function")
+    tool_choice: Any = Field(None, description="auto, none, required or an object that names a function")
+    parallel_tool_calls: bool | None = Field(None, description=_BOOL)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="none, minimal, low, medium, high, xhigh or max"
+    )
+    enable_thinking: bool | None = Field(None, description=_BOOL)
+    documents: list[dict[str, str]] | None = Field(None, description="a list of objects of strings")
+    chat_template: str | None = Field(None, description=_TEXT)
+    include_reasoning: bool | None = Field(None, description=_BOOL)
+    separate_reasoning: bool | None = Field(None, description=_BOOL)
+    return_prompt_text: bool | None = Field(None, description=_BOOL)
+    body: ClassVar[str] = CHAT
+
+    @property
+    def tells_prompt(self) -> bool:
+        return bool(self.return_prompt_text)
 
     def alternatives(self) -> int | None:
         top = self.top_logprobs
         if top and not self.logprobs:
             raise BadRequest(f"top_logprobs={top} needs logprobs=true; set it, or remove top_logprobs.", "top_logprobs")
-        if top is not None and not 0 <= top <= MAX_LOGPROBS:
-            raise BadRequest(f"top_logprobs={top} is out of range: give 0 to {MAX_LOGPROBS}.", "top_logprobs")
+        if top is not None and top < -1:
+            raise BadRequest(f"top_logprobs={top} is out of range: give a whole number ≥ -1.", "top_logprobs")
         return (top or 0) if self.logprobs else None
 
-    def conversation(self) -> list[dict[str, str]]:
+    def conversation(self) -> list[dict[str, Any]]:
         """The messages as a chat template takes them. Raises BadRequest naming the first bad one."""
-        if not self.messages:
-            raise BadRequest("messages is empty; give at least one message.", "messages")
-        return [_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
+        return conversation(self.messages)
 
     def template_options(self) -> dict[str, Any]:
         """Keyword arguments of ``Tokenizer.apply_chat_template``. Raises BadRequest for a contradiction."""
@@ -291,8 +341,18 @@ class ChatRequest(GenerationRequest):
         return {
             "add_generation_prompt": generate,
             "continue_final_message": proceed,
-            "template_kwargs": self.chat_template_kwargs,
+            "template_kwargs": {**self._thinking_variables(), **(self.chat_template_kwargs or {})},
+            "documents": self.documents,
+            "chat_template": self.chat_template,
         }
+
+    def _thinking_variables(self) -> dict[str, Any]:
+        """Variables of templates that say whether and how hard to think."""
+        effort, enabled = self.reasoning_effort, self.enable_thinking
+        if enabled is None and effort == "none":
+            enabled = False
+        given = {"reasoning_effort": effort, "enable_thinking": enabled, "thinking": enabled}
+        return {name: value for name, value in given.items() if value is not None}
 
     def token_limit(self) -> int | None:
         """``max_completion_tokens``, or its older name. Raises BadRequest if they differ."""
@@ -300,41 +360,6 @@ class ChatRequest(GenerationRequest):
         if old is not None and new is not None and old != new:
             raise BadRequest(f"max_tokens={old} and max_completion_tokens={new} differ; give one.", "max_tokens")
         return old if new is None else new
-
-
-def _message(message: Any, where: str) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise BadRequest(f"{where}={show(message)} is not valid: it must be an object with role and content.", where)
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise BadRequest(f"{where}.role={show(role)} is not supported; use one of {', '.join(ROLES)}.", f"{where}.role")
-    for name, value in message.items():
-        if name not in MESSAGE_FIELDS and not (name in NULL_MESSAGE_FIELDS and value in (None, [])):
-            raise BadRequest(f"{where}.{name}={show(value)} is not supported; remove it.", f"{where}.{name}")
-    result = {"role": ROLES[role], "content": _content(message.get("content"), f"{where}.content")}
-    for name in TEXT_MESSAGE_FIELDS:
-        value = message.get(name)
-        if value is not None:
-            if not isinstance(value, str):
-                raise BadRequest(f"{where}.{name}={show(value)} is not valid: it must be a string.", f"{where}.{name}")
-            result[name] = value
-    return result
-
-
-def _content(content: Any, where: str) -> str:
-    """Text of a string or of a list of text parts, joined by newlines as vLLM joins them."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise BadRequest(f"{where}={show(content)} is not valid: it must be a string or a list of text parts.", where)
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise BadRequest(
-                f'{where}[{i}]={show(part)} is not supported; this server takes {{"type": "text", "text": "…"}} parts.',
-                f"{where}[{i}]",
-            )
-    return "\n".join(part["text"] for part in content)
 
 
 Body = TypeVar("Body", bound=GenerationRequest)
@@ -348,7 +373,7 @@ def parse(body: bytes, kind: type[Body]) -> Body:
         raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
     if not isinstance(data, dict):
         raise ApiError(400, f"The body is {show(data)}; it must be a JSON object.")
-    _refuse_unsupported(data, kind)
+    check_fields(data, kind.body, kind.model_fields)
     try:
         return kind.model_validate({name: data[name] for name in data.keys() & kind.model_fields.keys()})
     except ValidationError as error:
@@ -358,19 +383,3 @@ def parse(body: bytes, kind: type[Body]) -> Body:
             raise ApiError(400, f"{name} is missing; it must be {rule}.", param=name, code="missing_field") from None
         message = f"{name}={show(data[name])} is not valid: it must be {rule}."
         raise ApiError(400, message, param=name, code="invalid_type") from None
-
-
-def _refuse_unsupported(data: Mapping[str, Any], kind: type[GenerationRequest]) -> None:
-    for name, value in data.items():
-        if name in kind.model_fields or name in HARMLESS:
-            continue
-        if name not in UNSUPPORTED:
-            raise ApiError(400, f"{name} is not a known field; remove it.", param=name, code="unknown_field")
-        if value is not None and not any(_same(value, neutral) for neutral in UNSUPPORTED[name]):
-            message = f"{name}={show(value)} is not supported by this server yet; remove {name}."
-            raise ApiError(400, message, param=name, code="unsupported_field")
-
-
-def _same(a: object, b: object) -> bool:
-    """Equal as JSON: Python takes true for 1."""
-    return a == b and isinstance(a, bool) == isinstance(b, bool)

@@ -1,14 +1,15 @@
 """Splits a chat answer into the model's thinking and what it says: ``--reasoning-parser``.
 
 Thinking stands between two marks at the beginning of an answer. Chat templates often write the opening mark into the
-prompt, or an empty thought where thinking is turned off; so the prompt's end says how an answer begins. ``serving``
-gives every sequence of a chat answer a :class:`Splitter`.
+prompt, or an empty thought where thinking is turned off; so the prompt's end says how an answer begins. ``chat`` gives
+every sequence of a chat answer a :class:`Splitter`. Names are those of vLLM and SGLang, the marks those of the models'
+chat templates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unisono.types import ConfigError
 
@@ -21,25 +22,55 @@ class Parser:
     end: str = "</think>"
     opens: bool = False
 
-    def splitter(self, prompt: str, prefix: str | None = None) -> Splitter:
-        """For one answer. prefix: the beginning of the answer, where the request gave one to be continued."""
+    def begins(self, prompt: str, prefix: str | None = None) -> str:
+        """Where an answer begins: ``begin`` (it may open a thought), ``thinking`` or ``content``.
+
+        prefix: the beginning of the answer, where the request gave one to be continued.
+        """
         before = prompt.rstrip() if prefix is None else prefix
         opened = before.endswith(self.start) if prefix is None else prefix.rfind(self.start) > prefix.rfind(self.end)
         if opened:
-            return Splitter(self, "thinking")
+            return "thinking"
         closed = before.endswith(self.end) if prefix is None else bool(prefix)
-        return Splitter(self, "content" if closed else "begin")
+        return "content" if closed else "thinking" if self.opens and prefix is None else "begin"
+
+    def splitter(self, prompt: str, prefix: str | None = None) -> Splitter:
+        """For one answer; see :meth:`begins`."""
+        state = self.begins(prompt, prefix)
+        return Splitter(self, "begin" if self.opens and state == "thinking" else state)
 
 
-PARSERS: Mapping[str, Parser] = {"qwen3": Parser(), "deepseek_r1": Parser(opens=True)}
+THINK, OPENED = Parser(), Parser(opens=True)
+PARSERS: Mapping[str, Parser] = {
+    "qwen3": THINK,
+    "deepseek_r1": OPENED,
+    **dict.fromkeys(("deepseek_v3", "deepseek_v31", "glm45", "glm47", "holo2", "interns1", "kimi_k2", "mimo"), THINK),
+    **dict.fromkeys(("nemotron_v3", "olmo3"), THINK),
+    **dict.fromkeys(("minimax_m2", "qwen3_thinking", "step3", "step3p5"), OPENED),
+    "kimi": Parser("◁think▷", "◁/think▷"),
+    "mistral": Parser("[THINK]", "[/THINK]"),
+    "seed_oss": Parser("<seed:think>", "</seed:think>", opens=True),
+}
 """By the names that vLLM and SGLang give them."""
+OFF = "none"
+"""``--reasoning-parser none``: no answer is split, whatever the template says."""
 
 
 def parser_named(name: str | None) -> Parser | None:
-    """The parser of a name; None for None. Raises ConfigError that lists the names."""
-    if name is not None and name not in PARSERS:
-        raise ConfigError(f"--reasoning-parser {name!r} is unknown; choose one of {', '.join(PARSERS)}.")
-    return None if name is None else PARSERS[name]
+    """The parser of a name; None for None and ``none``. Raises ConfigError that lists the names."""
+    if name is None or name == OFF:
+        return None
+    if (parser := PARSERS.get(name.replace("-", "_"))) is None:
+        raise ConfigError(f"--reasoning-parser {name!r} is unknown; choose one of {', '.join((*PARSERS, OFF))}.")
+    return parser
+
+
+def parser_of(template: str) -> Parser | None:
+    """The parser for a chat template with this text; None where it has no thinking."""
+    for parser in (PARSERS["seed_oss"], PARSERS["mistral"], PARSERS["kimi"], THINK):
+        if parser.end in template:
+            return parser if parser.start in template else replace(parser, opens=True)
+    return None
 
 
 @dataclass

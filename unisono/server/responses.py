@@ -1,8 +1,9 @@
 """What clients receive: OpenAI's response objects, and server-sent events.
 
 A choice carries more than OpenAI's: ``seed``, which reproduces it (in a stream, with the choice's first chunk),
-``stop_reason`` (the stop string that ended it, or null) and, where return_token_ids asks for it, ``token_ids``;
-``reasoning_content`` of its message where a reasoning parser is configured;
+``stop_reason`` (the stop string that ended it, or null) and, where return_token_ids asks for it, ``token_ids`` (with
+``prompt_token_ids``, which belong to the answer where all choices have one prompt);
+``reasoning_content`` and ``reasoning`` of its message where thinking is told from content;
 ``hidden_states`` where return_hidden_states does, with the first choice of each prompt ``prompt_hidden_states`` too.
 """
 
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from unisono.server.tools.base import ToolDelta
 from unisono.types import Logprob
 
 DONE = b"data: [DONE]\n\n"
@@ -123,17 +125,50 @@ class TextLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
+class Function(msgspec.Struct):
+    """A function that is called. arguments: JSON, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: str = "function"
+    function: Function
+
+
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """New text of a call. id, type and the function's name come with its first delta only."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class Message(msgspec.Struct, kw_only=True):
+    """content: null where the answer is tool calls alone. reasoning: the same as reasoning_content."""
+
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class MessageDelta(msgspec.Struct, omit_defaults=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -169,6 +204,7 @@ class TextChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
     logprobs: TextLogprobs | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     hidden_states: HiddenStates | UnsetType = UNSET
     prompt_hidden_states: HiddenStates | UnsetType = UNSET
 
@@ -187,22 +223,39 @@ class Response(msgspec.Struct):
     choices: list[ChatChoice] | list[ChatChunkChoice] | list[TextChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # a completion's stand in its choices
+    prompt_token_ids: list[int] | UnsetType = UNSET  # likewise
+    prompt_text: str | UnsetType | None = UNSET
+
+
+def joined(deltas: Iterable[ToolDelta]) -> list[ToolCall]:
+    """The calls that deltas amount to."""
+    calls: list[ToolCall] = []
+    for delta in deltas:
+        if delta.id is not None and delta.name is not None:
+            calls.append(ToolCall(id=delta.id, function=Function(delta.name, "")))
+        calls[-1].function.arguments += delta.arguments
+    return calls
 
 
 class Shape(Protocol):
-    """How one endpoint words its answers: a finished choice, and the chunks of a stream of them."""
+    """How one endpoint words its answers: a finished choice, and the chunks of a stream of them.
+
+    ``open`` makes the choices of the first token: it takes those with its text, thinking or reports, which may be none.
+    """
 
     id_prefix: str
     whole: str
     chunk: str
 
     def choice(self, index: int, text: str, finish: str, stop: str | None, seed: int) -> Any: ...
-    def first(self, index: int, seed: int) -> Any: ...
+    def open(self, index: int, seed: int, first: list[Any]) -> list[Any]: ...
     def text(self, index: int, text: str) -> Any: ...
     def reasoning(self, index: int, text: str) -> Any: ...
+    def tool_call(self, index: int, delta: ToolDelta) -> Any: ...
     def last(self, index: int, finish: str, stop: str | None) -> Any: ...
     def logprobs(self, reports: list[TokenReport]) -> Any: ...
     def add_prompt_logprobs(self, answer: Response, given: list[PromptLogprobs]) -> None: ...
+    def add_prompts(self, answer: Response, given: list[list[int]]) -> None: ...
 
 
 class ChatShape:
@@ -213,14 +266,22 @@ class ChatShape:
     def choice(self, index: int, text: str, finish: str, stop: str | None, seed: int) -> ChatChoice:
         return ChatChoice(index, Message(content=text), finish, stop, seed)
 
-    def first(self, index: int, seed: int) -> ChatChunkChoice:
-        return ChatChunkChoice(index, MessageDelta(role="assistant", content=""), seed=seed)
+    def open(self, index: int, seed: int, first: list[ChatChunkChoice]) -> list[ChatChunkChoice]:
+        """The role goes before the first token's choices, in a chunk of its own as in OpenAI's streams."""
+        return [ChatChunkChoice(index, MessageDelta(role="assistant", content=""), seed=seed), *first]
 
     def text(self, index: int, text: str) -> ChatChunkChoice:
         return ChatChunkChoice(index, MessageDelta(content=text))
 
     def reasoning(self, index: int, text: str) -> ChatChunkChoice:
-        return ChatChunkChoice(index, MessageDelta(reasoning_content=text))
+        return ChatChunkChoice(index, MessageDelta(reasoning_content=text, reasoning=text))
+
+    def tool_call(self, index: int, delta: ToolDelta) -> ChatChunkChoice:
+        function = FunctionDelta(arguments=delta.arguments)
+        call = ToolCallDelta(index=delta.index, function=function)
+        if delta.name is not None and delta.id is not None:
+            call.id, call.type, function.name = delta.id, "function", delta.name
+        return ChatChunkChoice(index, MessageDelta(tool_calls=[call]))
 
     def last(self, index: int, finish: str, stop: str | None) -> ChatChunkChoice:
         return ChatChunkChoice(index, MessageDelta(), finish, stop)
@@ -238,6 +299,10 @@ class ChatShape:
         """All choices have one prompt, so the answer has its log-probabilities."""
         answer.prompt_logprobs = given[0]
 
+    def add_prompts(self, answer: Response, given: list[list[int]]) -> None:
+        """All choices have one prompt, so the answer has its token ids."""
+        answer.prompt_token_ids = given[0]
+
 
 class TextShape:
     """``/v1/completions``."""
@@ -247,14 +312,20 @@ class TextShape:
     def choice(self, index: int, text: str, finish: str, stop: str | None, seed: int) -> TextChoice:
         return TextChoice(index, text, finish, stop, seed)
 
-    def first(self, index: int, seed: int) -> TextChoice:
-        return TextChoice(index, "", seed=seed)
+    def open(self, index: int, seed: int, first: list[TextChoice]) -> list[TextChoice]:
+        """The seed goes with the first token, even where its text is not certain yet."""
+        first = first or [TextChoice(index, "")]
+        first[0].seed = seed
+        return first
 
     def text(self, index: int, text: str) -> TextChoice:
         return TextChoice(index, text)
 
     def reasoning(self, index: int, text: str) -> TextChoice:
         raise NotImplementedError("completions are not split")
+
+    def tool_call(self, index: int, delta: ToolDelta) -> TextChoice:
+        raise NotImplementedError("completions call no tools")
 
     def last(self, index: int, finish: str, stop: str | None) -> TextChoice:
         return TextChoice(index, "", finish, stop)
@@ -273,6 +344,12 @@ class TextShape:
         for choice, one in zip(answer.choices, given, strict=True):
             assert isinstance(choice, TextChoice)
             choice.prompt_logprobs = one
+
+    def add_prompts(self, answer: Response, given: list[list[int]]) -> None:
+        """Each choice has those of its prompt."""
+        for choice, one in zip(answer.choices, given, strict=True):
+            assert isinstance(choice, TextChoice)
+            choice.prompt_token_ids = one
 
 
 class ModelCard(msgspec.Struct):

@@ -25,12 +25,16 @@ from starlette.types import ASGIApp
 
 from unisono.frontend.input_processor import InputProcessor, ModelFacts
 from unisono.heap import freeze_heap
-from unisono.server.app import INSPECT_LIMIT, Service, create_app
+from unisono.server.app import create_app
+from unisono.server.auth import Keys
+from unisono.server.chat import ChatFormat
 from unisono.server.client import EngineClient, Progress
 from unisono.server.http_settings import HttpSettings
 from unisono.server.metrics import ProgressLine, ServerMetrics
 from unisono.server.reasoning import parser_named
+from unisono.server.service import INSPECT_LIMIT, Service
 from unisono.server.serving import Serving
+from unisono.server.tools.formats import format_named
 from unisono.tokenizer import Tokenizer
 from unisono.types import ConfigError, EngineDead, UnisonoError
 
@@ -52,7 +56,9 @@ class ServerSettings:
     template that replaces the checkpoint's. http: TLS and CORS.
     names: what clients may call the model; answers carry the one they used.
     drain_timeout: seconds that running requests get to finish after the first signal.
-    reasoning_parser: how thinking is told from what is said in chat answers (``reasoning.PARSERS``), if at all.
+    reasoning_parser, tool_call_parser: how thinking and tool calls are told from what is said in chat answers
+    (``reasoning.PARSERS``, ``tools.formats.FORMATS``); None: as the chat template says.
+    trust_request_chat_template: whether bodies may bring a chat template, which is rendered in a sandbox.
     engine: ``"module:Class"``, called with the engine's config in the engine process.
     """
 
@@ -64,6 +70,8 @@ class ServerSettings:
     chat_template: str | None = None
     drain_timeout: float = 30.0
     reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
+    trust_request_chat_template: bool = False
     engine: str = ENGINE
     http: HttpSettings = field(default_factory=HttpSettings)
     tokenizer: Path | None = None
@@ -77,7 +85,8 @@ def serve(config: Any, settings: ServerSettings, progress: Progress = lambda sta
     Raises ConfigError if the port is taken or the reasoning parser is unknown, and what keeps the engine from starting
     (a UnisonoError).
     """
-    parser_named(settings.reasoning_parser)  # raises before anything starts
+    parser_named(settings.reasoning_parser)  # these raise before anything starts
+    format_named(settings.tool_call_parser)
     with bind(settings.host, settings.port) as listener:
         loop_factory = _uvicorn_config(None).get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -140,15 +149,17 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
         if settings.chat_template is not None:
             tokenizer.backend.chat_template = settings.chat_template
     metrics = ServerMetrics(settings.names[0], lambda: client.samples)
+    inputs = InputProcessor(tokenizer, facts)
+    chat = ChatFormat.of(inputs, settings.reasoning_parser, settings.tool_call_parser)
     return Service(
         client=client,
-        serving=Serving(client, InputProcessor(tokenizer, facts), metrics, parser_named(settings.reasoning_parser)),
+        serving=Serving(client, inputs, metrics, chat, settings.trust_request_chat_template),
         metrics=metrics,
         names=settings.names,
         root=str(settings.model_path),
         fingerprint=_fingerprint(config),
         settings=_public(settings, facts),
-        api_key=settings.api_key,
+        keys=Keys([] if settings.api_key is None else [settings.api_key]),
     )
 
 

@@ -12,15 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from unisono.frontend.input_processor import InputProcessor, Prompt
+from unisono.frontend.beam_search import BeamSearch, check_beams
+from unisono.frontend.input_processor import InputProcessor, Prompt, checked_salt
 from unisono.frontend.sequence_output import SequenceOutput
+from unisono.server.beams import BeamClient, Source
+from unisono.server.chat import ChatFormat, ChatPlan
 from unisono.server.client import EngineClient
 from unisono.server.embeds import load_embeds
-from unisono.server.generation import Echo, Generation
+from unisono.server.generation import Echo, Generation, Style
 from unisono.server.metrics import ServerMetrics
-from unisono.server.protocol import ChatRequest, CompletionRequest
-from unisono.server.reasoning import Parser, Splitter
-from unisono.types import BadRequest, EngineRequest, SamplingParams
+from unisono.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from unisono.server.reader import AnswerReader
+from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, SamplingParams
 
 T = TypeVar("T")
 
@@ -34,9 +37,15 @@ class Serving:
     """Makes generations of parsed request bodies."""
 
     def __init__(
-        self, client: EngineClient, inputs: InputProcessor, metrics: ServerMetrics, parser: Parser | None = None
+        self,
+        client: EngineClient,
+        inputs: InputProcessor,
+        metrics: ServerMetrics,
+        chat: ChatFormat | None = None,
+        trust_templates: bool = False,
     ) -> None:
-        self.inputs, self._parser = inputs, parser
+        """trust_templates: whether bodies may bring a chat template."""
+        self.inputs, self._format, self._trust_templates = inputs, chat or ChatFormat(), trust_templates
         self._client = client
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(1, "tokenizer")
@@ -47,60 +56,95 @@ class Serving:
         prompt_only = bool(request.echo) and limit == 0  # the engine makes a token all the same
         params = request.sampling_params(self.inputs.model.generation_defaults, 1 if prompt_only else limit)
         if request.echo and params.logprobs is not None:
-            if params.logprob_start_len > 1:
-                raise BadRequest(
-                    f"logprob_start_len={params.logprob_start_len} leaves out what echo with logprobs reports; leave "
-                    "out one of them.",
-                    "logprob_start_len",
-                )
-            params = replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
+            params = _scoring_echo(params)
+        params = _choosing(params, request.sequences())
         generations: list[Generation] = []
         for number, prompt in enumerate(await self._prompts(request)):
-            one = self.inputs.request(f"{request_id}-{number}", prompt, self._within_limits(prompt, params))
+            prompt = self.inputs.truncated(prompt, params)
             echo = self._echo(prompt, params, prompt_only) if request.echo else None
-            generations += self._generations(one, request.prompt_logprobs, len(generations), echo)
+            one = self._request(f"{request_id}-{number}", prompt, params, request)
+            generations += self._generations(one, request, len(generations), echo)
         return generations
 
     async def chat(self, request: ChatRequest, request_id: str) -> list[Generation]:
         """Make a generation for each answer to a conversation. Raises BadRequest."""
         params = request.sampling_params(self.inputs.model.generation_defaults, request.token_limit())
+        plan, written = await self._planned(request, params)
+        one = self._request(request_id, self.inputs.truncated(written, params), plan.params, request)
+        generations = self._generations(
+            one, request, echo=_begun(request), reader=lambda sequence: plan.reader(sequence, written)
+        )
+        for generation in generations:
+            generation.prompt_text = written.text
+        return generations
+
+    async def chat_prompt(self, request: ChatRequest) -> Prompt:
+        """The prompt of a conversation. Raises BadRequest."""
+        params = request.sampling_params(self.inputs.model.generation_defaults, request.token_limit())
+        return (await self._planned(request, params))[1]
+
+    async def _planned(self, request: ChatRequest, params: SamplingParams) -> tuple[ChatPlan, Prompt]:
+        """How an answer is constrained and read, and the prompt."""
         conversation, options = request.conversation(), request.template_options()
-        prompt = await self._in_thread(lambda: self.inputs.chat(conversation, **options))
-        one = self.inputs.request(request_id, prompt, self._within_limits(prompt, params))
-        return self._generations(one, request.prompt_logprobs, splitter=self._splitter(request, prompt, params))
+        if request.chat_template is not None and not self._trust_templates:
+            raise BadRequest(
+                "chat_template is not taken by this server; start it with --trust-request-chat-template, or leave it "
+                "out. chat_template_kwargs sets variables of the model's own template.",
+                "chat_template",
+            )
+        options["add_special_tokens"] = bool(request.add_special_tokens)
+        options["truncates"] = params.truncate_prompt_tokens is not None
+        plan = self._format.plan(request, params)
+        return plan, await self._in_thread(lambda: self.inputs.chat(conversation, plan.tools, **options))
 
-    def _splitter(self, request: ChatRequest, prompt: Prompt, params: SamplingParams) -> Callable[[], Splitter] | None:
-        """Makes what tells thinking from what is said in an answer; None where nothing is told apart.
-
-        That is so without a parser, and for structured answers, whose grammar leaves no room for a thought.
-        """
-        parser, text, structured = self._parser, prompt.text or "", params.structured_outputs
-        if parser is None or (structured is not None and structured.kind != "structural_tag"):
-            return None
-        prefix = request.conversation()[-1]["content"] if request.continue_final_message else None
-        return lambda: parser.splitter(text, prefix)
+    def _request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, body: GenerationRequest
+    ) -> EngineRequest:
+        """Prepare the engine's request for a prompt. Raises BadRequest."""
+        salt = (body.cache_salt or "") + (body.extra_key or "")
+        for name in ("cache_salt", "extra_key"):
+            checked_salt(getattr(body, name), name)
+        prompt = replace(prompt, cache_salt=salt or None)
+        if body.use_beam_search:
+            check_beams(params, self.inputs.model.max_logprobs)
+        elif body.length_penalty not in (None, 1):
+            raise BadRequest(
+                f"length_penalty={body.length_penalty} weighs beams; set use_beam_search, or leave it out.",
+                "length_penalty",
+            )
+        wanted = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
+        params = self._within_limits(prompt, params)
+        return self.inputs.request(request_id, prompt, params, body.priority or 0, wanted)
 
     async def _prompts(self, request: CompletionRequest) -> list[Prompt]:
         """Return the prompts in the order of their choices: embeddings first, as in vLLM. Raises BadRequest."""
         request.check_embeds(self.inputs.model.prompt_embeds)
+        request.check_suffix()
         written = request.prompts()
         given: list[dict[str, Any]] = [{"prompt_embeds": text} for text in request.embeds()]
         given += [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in written]
         if request.embedding_overrides is not None:  # then there is one prompt
             given[0]["embedding_overrides"] = request.embedding_overrides
         return [
-            self.inputs.prompt(one) if one.keys() == {"prompt_token_ids"} else await self._in_thread(self._load, one)
+            self.inputs.prompt(one)
+            if one.keys() == {"prompt_token_ids"} and not request.suffix
+            else await self._in_thread(self._load, one, request)
             for one in given
         ]
 
-    def _load(self, given: dict[str, Any]) -> Prompt:
+    def _load(self, given: dict[str, Any], request: CompletionRequest) -> Prompt:
         """Prepare a prompt, with the body's encoded embeddings made tensors."""
         sizes = self.inputs.model.max_model_len, self.inputs.model.hidden_size
         if (whole := given.get("prompt_embeds")) is not None:
             given["prompt_embeds"] = load_embeds(whole, *sizes, "prompt_embeds")
         if (some := given.get("embedding_overrides")) is not None:
             given["embedding_overrides"] = some.positions, load_embeds(some.embeddings, *sizes, "embedding_overrides")
-        return self.inputs.prompt(given)
+        return self.inputs.prompt(
+            given,
+            add_special_tokens=request.add_special_tokens is not False,
+            suffix=request.suffix,
+            truncates=request.truncate_prompt_tokens is not None,
+        )
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
@@ -111,7 +155,8 @@ class Serving:
         if prompt.text is not None:
             return Echo(prompt.text, alone)
         tokenizer = self.inputs.require_tokenizer("echo")
-        return Echo(tokenizer.decode(prompt.token_ids, params.skip_special_tokens), alone)
+        spaces = params.spaces_between_special_tokens
+        return Echo(tokenizer.decode(prompt.token_ids, params.skip_special_tokens, spaces), alone)
 
     def _within_limits(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
         """Return ``params`` with max_tokens set. Raises BadRequest for what this server refuses."""
@@ -123,32 +168,65 @@ class Serving:
     def _generations(
         self,
         request: EngineRequest,
-        scored: int | None,
+        body: GenerationRequest,
         first: int = 0,
         echo: Echo | None = None,
-        splitter: Callable[[], Splitter] | None = None,
+        reader: Callable[[EngineRequest], AnswerReader | None] = lambda sequence: None,
     ) -> list[Generation]:
         """Make a generation of each sequence of a prepared request.
 
-        scored: the body's prompt_logprobs. first: number of the first one's choice. echo: what the answers begin with.
-        splitter: makes what splits an answer.
+        first: number of the first one's choice. echo: what the answers begin with. reader: makes what reads an answer.
         """
         wanted = request.params.prompt_logprobs is not None
         scores = asyncio.get_running_loop().create_future() if wanted else None
         outputs = [SequenceOutput(sequence, self.inputs.tokenizer) for sequence in request.sequences()]
+        client: Source = self._client
+        if body.use_beam_search:
+            penalty = 1.0 if body.length_penalty is None else body.length_penalty
+            client = BeamClient(self._client, BeamSearch(request, penalty), len(outputs))
+        style = Style(
+            scored=body.prompt_logprobs,
+            reports=body.alternatives() is not None,
+            ids=bool(body.return_tokens_as_token_ids),
+            hides=isinstance(body, ChatRequest) and body.include_reasoning is False,
+        )
         return [
-            Generation(
-                self._client,
-                output,
-                self._metrics.timer(),
-                index,
-                scores,
-                scored,
-                echo,
-                splitter() if splitter else None,
-            )
+            Generation(client, output, self._metrics.timer(), index, scores, style, echo, reader(output.request))
             for index, output in enumerate(outputs, first)
         ]
+
+
+def _begun(request: ChatRequest) -> Echo | None:
+    """The assistant's message that an answer goes on with, where it is to be repeated."""
+    options, last = request.template_options(), request.conversation()[-1]
+    if not request.echo or options["add_generation_prompt"] or last.get("role") != "assistant":
+        return None
+    return Echo(last.get("content") or "", False)
+
+
+def _scoring_echo(params: SamplingParams) -> SamplingParams:
+    """Return ``params`` with the log-probabilities of an echoed prompt. Raises BadRequest."""
+    assert params.logprobs is not None
+    if params.logprob_start_len > 1:
+        raise BadRequest(
+            f"logprob_start_len={params.logprob_start_len} leaves out what echo with logprobs reports; leave "
+            "out one of them.",
+            "logprob_start_len",
+        )
+    if not 0 <= params.logprobs <= MAX_LOGPROBS or params.logprob_token_ids is not None:
+        raise BadRequest(
+            f"echo with logprobs reports {MAX_LOGPROBS} of each prompt token's likeliest alternatives at most; leave "
+            "out echo, or ask for fewer.",
+            "logprobs",
+        )
+    return replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
+
+
+def _choosing(params: SamplingParams, sequences: int) -> SamplingParams:
+    """Return ``params`` for the sequences that an answer is chosen from, by their log-probabilities."""
+    if sequences == params.n:
+        return params
+    return replace(params, n=sequences, logprobs=params.logprobs or 0)
 
 
 def with_max_tokens(params: SamplingParams, prompt: int, context: int) -> SamplingParams:

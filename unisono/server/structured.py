@@ -12,8 +12,16 @@ from typing import Any, NoReturn
 from unisono.server.errors import show
 from unisono.types import BadRequest, StructuredOutputs
 
-GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-"""vLLM's older fields, and their names today."""
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+"""vLLM's older fields and SGLang's, and their names in structured_outputs."""
 
 SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
 OPTIONS = {field.name for field in fields(StructuredOutputs)}

@@ -21,7 +21,7 @@ class OutputLogprobs(Feature):
         return (Field("logprobs", torch.int32, (*self.context.sampled(kind), WORDS), output=True),)
 
     def begin(self, request: EngineRequest) -> RequestState | None:
-        wanted = request.params.logprobs
+        wanted = request.params.found_logprobs
         return None if wanted is None else _State(wanted)
 
     def report(self, computed: Computed) -> None:

@@ -1,0 +1,115 @@
+"""Beam search on top of engine requests: every step asks the engine for each beam's likeliest next tokens.
+
+The engine knows nothing of beams. A step is a request of one token for each beam, with the beam's tokens at the end of
+its prompt and log-probabilities; the prefix cache has all but the newest tokens. The beams that come out are a function
+of the model's own log-probabilities, so of weights and prompt alone.
+
+Semantics are vLLM's: each beam is extended by its 2 · width likeliest tokens; a beam that takes an end token is
+finished; of the others the ``width`` of the highest score go on. The score is cumulative log-probability / length **
+length_penalty, where the length is that of prompt and answer without the end token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, FinishReason, SamplingParams, TokenLogprobs
+
+UNUSED = (
+    "stop", "stop_regex", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "structured_outputs", "prompt_logprobs", "logprob_token_ids",
+    "return_hidden_states", "extra_args",
+)  # fmt: skip
+"""Parameters that beams do not follow; they are refused together with beam search."""
+
+
+@dataclass(frozen=True)
+class Beam:
+    """tokens: of the answer, an end token included. logprobs: an entry for each. score: what beams are compared by."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    cumulative_logprob: float = 0.0
+    score: float = 0.0
+    finish: FinishReason = FinishReason.RUNNING
+
+
+def check_beams(params: SamplingParams, most: int) -> None:
+    """Raise BadRequest for what beam search does not follow. most: of ``--max-logprobs``, -1 for any number."""
+    default = SamplingParams()
+    for name in UNUSED:
+        if getattr(params, name) != getattr(default, name):
+            raise BadRequest(
+                f"{name} has no effect on beams, which are the likeliest texts of the model as it is; leave out "
+                f"{name} or use_beam_search.",
+                name,
+            )
+    if most != -1 and 2 * params.n > max(most, MAX_LOGPROBS):
+        raise BadRequest(
+            f"n={params.n} beams need the {2 * params.n} likeliest tokens of each step, and --max-logprobs is {most}; "
+            f"ask for at most {max(most, MAX_LOGPROBS) // 2} beams, or raise it.",
+            "n",
+        )
+
+
+class BeamSearch:
+    """One prompt's search: run ``requests()``, hand what they report to ``take()``, until there are none.
+
+    request: of the prompt, checked, with ``n`` as the beam width and ``max_tokens`` set. Its ``stop_ids`` finish beams.
+    """
+
+    def __init__(self, request: EngineRequest, length_penalty: float = 1.0) -> None:
+        self._request, self._penalty, self._width = request, length_penalty, request.params.n
+        assert request.params.max_tokens is not None
+        self._left = request.params.max_tokens
+        self._running, self._finished = [Beam()], list[Beam]()
+
+    def requests(self) -> list[EngineRequest]:
+        """The next step's requests, of one token each; none once the search is over."""
+        if not self._left:
+            return []
+        request = self._request
+        seed, wanted = request.params.seed, 2 * self._width
+        params = SamplingParams(temperature=0.0, seed=seed, max_tokens=1, logprobs=wanted, max_drafts=0)
+        return [
+            replace(
+                request,
+                request_id=f"{request.request_id}-beam-{self._left}-{number}",
+                prompt_token_ids=[*request.prompt_token_ids, *beam.tokens],
+                params=params,
+                stop_ids=(),
+            )
+            for number, beam in enumerate(self._running)
+        ]
+
+    def take(self, reports: Sequence[TokenLogprobs]) -> None:
+        """What the step's requests reported, in their order."""
+        self._left -= 1
+        found: list[Beam] = []
+        for beam, report in zip(self._running, reports, strict=True):
+            for rank, (token, logprob) in enumerate(report.top[: 2 * self._width], 1):
+                if logprob > float("-inf"):
+                    found.append(self._extended(beam, token, TokenLogprobs(logprob, rank, report.top)))
+        running = [beam for beam in found if beam.finish is FinishReason.RUNNING]
+        self._finished += [beam for beam in found if beam.finish is not FinishReason.RUNNING]
+        self._running = _best(running, self._width)
+        if not self._running:
+            self._left = 0
+
+    def best(self) -> list[Beam]:
+        """The ``width`` best beams, best first; those that did not finish end by their length."""
+        cut = [replace(beam, finish=FinishReason.LENGTH) for beam in self._running]
+        return _best([*self._finished, *cut], self._width)
+
+    def _extended(self, beam: Beam, token: int, report: TokenLogprobs) -> Beam:
+        tokens, total = (*beam.tokens, token), beam.cumulative_logprob + report.logprob
+        ends = token in self._request.stop_ids
+        length = len(self._request.prompt_token_ids) + len(tokens) - ends
+        finish = FinishReason.STOP if ends else FinishReason.RUNNING
+        return Beam(tokens, (*beam.logprobs, report), total, total / length**self._penalty, finish)
+
+
+def _best(beams: Sequence[Beam], count: int) -> list[Beam]:
+    """Those of the highest score; of equal ones the first."""
+    return sorted(beams, key=lambda beam: -beam.score)[:count]

@@ -1,0 +1,149 @@
+"""Conversations with tools, as a checkpoint's chat template can write them.
+
+Templates differ in what they take: arguments as objects or as text, a call's message with null or empty content, ids of
+nine characters. Some know no tools at all. :class:`ToolTemplate` finds out once, by rendering a short conversation, and
+writes conversations accordingly. For a template that knows no tools it puts their definitions into the system message,
+and calls and results into plain messages, in Hermes' form, so that no tool is silently left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Message = Mapping[str, Any]
+Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]] | None], str]
+"""A template: messages and tools to text. Raises any exception where it refuses them."""
+
+NAME, KEY, VALUE, ID, RESULT = "probe_function", "probe_key", "probe_value", "call12345", "probe_result"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {KEY: {"type": "string", "description": "A key."}}},
+    },
+}
+
+INSTRUCTIONS = """\
+You can call these functions, each described by a JSON object:
+<tools>
+{tools}
+</tools>
+To call one, answer with its name and arguments as JSON between tags, one pair of tags for each call:
+<tool_call>
+{{"name": "function name", "arguments": {{"argument": "value"}}}}
+</tool_call>"""
+"""What tells a model of tools where its template cannot."""
+
+
+@dataclass(frozen=True)
+class ToolTemplate:
+    """What a template can write. tools: definitions. calls: calls and results; objects: their arguments as objects;
+    empty: a call's content as an empty string in place of null. short_ids: ids must have nine letters and digits."""
+
+    tools: bool = False
+    calls: bool = False
+    objects: bool = True
+    empty: bool = False
+    short_ids: bool = False
+
+    @classmethod
+    def of(cls, text: str, render: Render) -> ToolTemplate:
+        """Try what a template with this text can do."""
+        user = {"role": "user", "content": "Hi."}
+        tools = NAME in _try(render, [user], [TOOL])
+        short = "length 9" in text
+        for objects in (True, False):
+            for empty in (False, True):
+                given = cls(tools, True, objects, empty, short)
+                call = {"name": NAME, "arguments": {KEY: VALUE}}
+                calls = [{"id": ID, "type": "function", "function": call}]
+                messages: list[Message] = [
+                    user,
+                    {"role": "assistant", "content": None, "tool_calls": calls},
+                    {"role": "tool", "content": RESULT, "tool_call_id": ID, "name": NAME},
+                ]
+                written = _try(render, given.messages(messages, None)[0], [TOOL] if tools else None)
+                ok = VALUE in written and RESULT in written
+                if ok and f"{{'{KEY}" not in written and f'\\"{KEY}' not in written:
+                    return given
+        return cls(tools, short_ids=short)
+
+    def messages(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[list[Message], Sequence[Mapping[str, Any]] | None]:
+        """A conversation and tools as the template takes them. Arguments come as objects, content may be None."""
+        written = [self._message(message) for message in messages] if self.calls else _plain(messages)
+        if tools and not self.tools:
+            return _told(written, tools), None
+        return written, tools
+
+    def _message(self, message: Message) -> Message:
+        if message["role"] == "tool" and self.short_ids:
+            return {**message, "tool_call_id": _short(message["tool_call_id"])}
+        if not message.get("tool_calls"):
+            return message
+        content = "" if message.get("content") is None and self.empty else message.get("content")
+        return {**message, "content": content, "tool_calls": [self._call(call) for call in message["tool_calls"]]}
+
+    def _call(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = dict(call["function"])
+        if not self.objects and not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        written = {**call, "function": function}
+        if "id" in call and self.short_ids:
+            written["id"] = _short(call["id"])
+        return written
+
+
+NO_TOOLS = ToolTemplate()
+
+
+def _try(render: Render, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
+    """What the template makes of it; nothing where it refuses."""
+    try:
+        return render(messages, tools)
+    except Exception:  # the checkpoint's code
+        return ""
+
+
+def _short(given: str) -> str:
+    """An id of nine letters and digits that stands for ``given``."""
+    if len(given) == 9 and given.isascii() and given.isalnum():
+        return given
+    return hashlib.sha256(given.encode()).hexdigest()[:9]
+
+
+def _plain(messages: Sequence[Message]) -> list[Message]:
+    """Calls and results as text, for a template that cannot write them; results in a row as one message."""
+    written: list[Message] = []
+    for before, message in zip([{"role": ""}, *messages], messages, strict=False):
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if before["role"] == "tool":
+                text = f"{written.pop()['content']}\n{text}"
+            written.append({"role": "user", "content": text})
+        elif message.get("tool_calls"):
+            texts = [message["content"]] if message.get("content") else []
+            for call in message["tool_calls"]:
+                given = {name: call["function"][name] for name in ("name", "arguments")}
+                texts.append(f"<tool_call>\n{json.dumps(given, ensure_ascii=False)}\n</tool_call>")
+            rest = {name: value for name, value in message.items() if name != "tool_calls"}
+            written.append({**rest, "content": "\n".join(texts)})
+        else:
+            written.append(message)
+    return written
+
+
+def _told(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """The conversation with the tools in its system message, which is made if there is none."""
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    text = INSTRUCTIONS.format(tools=listed)
+    if messages and messages[0]["role"] == "system":
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: bodies to chat requests, pieces to content blocks and events, and its form of errors."""

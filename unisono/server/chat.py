@@ -1,0 +1,114 @@
+"""What a chat request asks of an answer beside its text: thinking and tool calls, on their way in and out.
+
+:class:`ChatFormat` is made once, from the server's flags and the chat template. Its :class:`ChatPlan` of a request says
+what the template gets, what constrains the answer, and makes the reader of each sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from unisono.frontend.input_processor import InputProcessor, Prompt
+from unisono.server.protocol import ChatRequest
+from unisono.server.reader import AnswerReader
+from unisono.server.reasoning import OFF, Parser, parser_named, parser_of
+from unisono.server.tools.base import Context, Format
+from unisono.server.tools.definitions import ToolUse, tool_use
+from unisono.server.tools.formats import DEFAULT, format_named, format_of
+from unisono.server.tools.structure import Structure
+from unisono.types import BadRequest, EngineRequest, SamplingParams
+
+
+@dataclass(frozen=True)
+class ChatPlan:
+    """One request. params: with what constrains the answer. constrains: whether that comes of its tools."""
+
+    params: SamplingParams
+    parser: Parser | None
+    form: Format | None
+    use: ToolUse | None
+    prefix: str | None
+    constrains: bool = False
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]] | None:
+        """Definitions for the chat template."""
+        return None if self.use is None else self.use.given
+
+    def reader(self, request: EngineRequest, prompt: Prompt) -> AnswerReader | None:
+        """Reads a sequence's answer; None where there is nothing to tell apart."""
+        free = self.parser is not None and self.params.structured_outputs is None
+        splitter = None if self.parser is None or not free else self.parser.splitter(prompt.text or "", self.prefix)
+        reader = None
+        if self.use is not None and self.form is not None:
+            context = Context(self.use.callable, _ids(self.form, request), self.use.parallel)
+            reader = self.form.reader(context)
+        return None if splitter is None and reader is None else AnswerReader(splitter, reader, self.constrains)
+
+
+def _ids(form: Format, request: EngineRequest) -> Any:
+    """Makes the ids of calls: the same for the same prompt and seed, different ones in the turns of a conversation."""
+    digest = hashlib.sha256(repr((request.prompt_token_ids, request.params.seed)).encode()).hexdigest()
+    return lambda number: form.call_id(hashlib.sha256(f"{digest}{number}".encode()).hexdigest()[:24])
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How this server's model thinks and calls.
+
+    known: whether the template's form of tool calls is known; if it is not, requests with tools are refused.
+    """
+
+    parser: Parser | None = None
+    form: Format = DEFAULT
+    known: bool = True
+    specials: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, inputs: InputProcessor, reasoning_parser: str | None, tool_call_parser: str | None) -> ChatFormat:
+        """By the flags; where these say nothing, by the chat template. Raises ConfigError for unknown names."""
+        parser, form = parser_named(reasoning_parser), format_named(tool_call_parser)
+        tokenizer = inputs.tokenizer
+        template = "" if tokenizer is None else tokenizer.chat_template or ""
+        if parser is None and reasoning_parser != OFF:
+            parser = parser_of(template)
+        if form is None and (found := format_of(template)) is not None:
+            form = found
+        known = form is not None or not inputs.tool_template.tools
+        return cls(parser, form or DEFAULT, known, {} if tokenizer is None else tokenizer.special_tokens)
+
+    def plan(self, request: ChatRequest, params: SamplingParams) -> ChatPlan:
+        """Read a request's tools. Raises BadRequest."""
+        use = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
+        parser = None if request.separate_reasoning is False else self.parser
+        if use is not None and not self.known:
+            raise BadRequest(
+                "tools: this model's chat template writes calls in a form that this server does not read; name the "
+                "form with --tool-call-parser when starting it, or leave out tools.",
+                "tools",
+            )
+        marks = [] if parser is None else [parser.start, parser.end]
+        asked = params.structured_outputs
+        if use is not None:
+            params = self._constrained(use, params)
+            marks += self.form.marks
+        if any(mark in self.specials for mark in marks):
+            params = replace(params, skip_special_tokens=False)  # or the marks would not be in the text
+        prefix = None
+        if request.continue_final_message:
+            prefix = request.conversation()[-1]["content"] or ""
+        return ChatPlan(params, parser, self.form if use else None, use, prefix, params.structured_outputs is not asked)
+
+    def _constrained(self, use: ToolUse, params: SamplingParams) -> SamplingParams:
+        """``params`` with the grammar of calls that must come, or whose arguments must satisfy their schemas."""
+        structure, asked = Structure(self.form, self.specials), params.structured_outputs
+        if use.mode == "required":
+            asked = structure.required(use.callable, use.parallel)
+        elif asked is not None:
+            asked = structure.either(use.callable, use.parallel, asked)
+        elif use.strict:
+            asked = structure.optional(use.callable, use.parallel)
+        return replace(params, structured_outputs=asked)

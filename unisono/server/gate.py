@@ -1,0 +1,80 @@
+"""The outermost layer of the HTTP application: dates, numbers, counts and logs every request.
+
+Each request has an id: the client's ``x-request-id`` where it is one, else a new one. Answers carry it in the same
+header, and a request that fails is logged once, with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from unisono.server.note import Note
+from unisono.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
+MAX_LOGGED = 300
+"""Characters of an error's message in the log."""
+
+
+class Gate:
+    """Wraps the application. HEAD is GET without the body."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        written = Note(_request_id(scope))
+        method = scope["method"]
+        scope = {**scope, "unisono": written, "method": "GET" if method == "HEAD" else method}
+        header = (b"x-request-id", written.request_id.encode())
+
+        async def forward(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                written.status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+            elif method == "HEAD" and message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        counted = method == "POST"
+        self._service.in_flight += counted
+        try:
+            await self._app(scope, receive, forward)
+        finally:
+            self._service.in_flight -= counted
+            self._finish(scope, method, written)
+
+    def _finish(self, scope: Scope, method: str, written: Note) -> None:
+        """Count the request; log it if it failed."""
+        path = getattr(scope.get("route"), "path", None) or "none"
+        error, status = written.error, written.status or 500
+        if error is not None and status < 400:  # a stream that failed after its headers
+            status = error.status
+        self._service.metrics.http_request(path, method, status, time.monotonic() - written.arrival)
+        if status < 400:
+            return
+        code = "" if error is None else error.code or error.kind
+        self._service.metrics.http_error(path, status, code)
+        log = logger.error if status >= 500 else logger.warning
+        message = "" if error is None else " ".join(str(error).split())[:MAX_LOGGED]
+        log("%s %s: %d %s %s[%s]", method, _shown(scope["path"]), status, code, f"{message} ", written.request_id)
+
+
+def _request_id(scope: Scope) -> str:
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return given.decode() if REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+
+
+def _shown(path: str) -> str:
+    return ascii(path[:MAX_LOGGED])[1:-1]

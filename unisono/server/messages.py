@@ -1,0 +1,139 @@
+"""The messages of a chat request, checked, as a chat template takes them.
+
+``protocol.ChatRequest.conversation`` calls :func:`conversation`. A message keeps the fields that templates read: role,
+content, name, reasoning_content, tool_calls (arguments as objects) and tool_call_id. Every other field is refused,
+unless it is one that clients send back empty with an assistant's message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unisono.server.errors import show
+from unisono.types import BadRequest
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""Roles of messages, and how templates call them."""
+TEXT_FIELDS = ("name", "reasoning_content", "reasoning")
+"""Fields of any message that are strings."""
+ROLE_FIELDS: Mapping[str, frozenset[str]] = {
+    "assistant": frozenset({"tool_calls"}),
+    "tool": frozenset({"tool_call_id"}),
+}
+"""Fields that belong to one role only."""
+EMPTY_FIELDS = frozenset(
+    {"refusal", "audio", "annotations", "function_call", "tool_calls", "tool_call_id", "parsed",
+     "provider_specific_fields"}
+)  # fmt: skip
+"""What clients send back, empty, when they return an assistant's message as they got it."""
+NEAREST = {"function_call": "tool_calls", "functions": "tools"}
+CALL_FIELDS = {"id", "type", "function", "index"}
+FUNCTION_FIELDS = {"name", "arguments", "parsed_arguments"}
+
+Message = dict[str, Any]
+
+
+def conversation(messages: Sequence[Any]) -> list[Message]:
+    """The messages as a chat template takes them. Raises BadRequest naming the first bad one."""
+    if not messages:
+        raise BadRequest("messages is empty; give at least one message.", "messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: Any, where: str) -> Message:
+    if not isinstance(message, dict):
+        raise BadRequest(f"{where}={show(message)} is not valid: it must be an object with role and content.", where)
+    role = message.get("role")
+    if role == "function":
+        raise BadRequest(
+            f"{where}.role='function' is not supported; give a function's result as role tool with tool_call_id.",
+            f"{where}.role",
+        )
+    if not isinstance(role, str) or role not in ROLES:
+        raise BadRequest(f"{where}.role={show(role)} is not supported; use one of {', '.join(ROLES)}.", f"{where}.role")
+    own = ROLE_FIELDS.get(role, frozenset())
+    for name, value in message.items():
+        known = name in ("role", "content") or name in TEXT_FIELDS or name in own
+        if not known and not (name in EMPTY_FIELDS and value in (None, [], {})):
+            way_out = f"use {NEAREST[name]}" if name in NEAREST else "remove it"
+            raise BadRequest(f"{where}.{name}={show(value)} is not supported; {way_out}.", f"{where}.{name}")
+    result: Message = {"role": ROLES[role]}
+    calls = _calls(message.get("tool_calls"), f"{where}.tool_calls") if "tool_calls" in own else []
+    result["content"] = _content(message.get("content"), f"{where}.content", optional=bool(calls))
+    for name in TEXT_FIELDS:
+        if (value := message.get(name)) is not None:
+            result["reasoning_content" if name == "reasoning" else name] = _text(value, f"{where}.{name}")
+    if calls:
+        result["tool_calls"] = calls
+    if role == "tool":
+        result["tool_call_id"] = _text(message.get("tool_call_id"), f"{where}.tool_call_id")
+    return result
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise BadRequest(f"{where}={show(value)} is not valid: it must be a string.", where)
+    return value
+
+
+def _content(content: Any, where: str, optional: bool) -> str | None:
+    """Text of a string or of a list of text parts, joined by newlines as vLLM joins them; None where it may be."""
+    if isinstance(content, str):
+        return content
+    if optional and content in (None, []):
+        return None
+    if not isinstance(content, list) or not content:
+        raise BadRequest(f"{where}={show(content)} is not valid: it must be a string or a list of text parts.", where)
+    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get(kind) if kind in ("text", "refusal") else None
+    if not isinstance(text, str):
+        raise BadRequest(
+            f'{where}={show(part)} is not supported; this server takes {{"type": "text", "text": "…"}} parts.', where
+        )
+    return text
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        raise BadRequest(f"{where}={show(calls)} is not valid: it must be a list of tool calls.", where)
+    return [_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    """One call. Its arguments become an object; what is no JSON object stays a string, as a model may have cut it."""
+    form = '{"id": "…", "type": "function", "function": {"name": "…", "arguments": "{…}"}}'
+    function: Any = call.get("function") if isinstance(call, dict) else None
+    ok = isinstance(function, dict) and isinstance(function.get("name"), str) and call.get("type") in (None, "function")
+    if not ok or call.keys() - CALL_FIELDS or function.keys() - FUNCTION_FIELDS:
+        raise BadRequest(f"{where}={show(call)} is not valid: it must be {form}.", where)
+    arguments = function.get("arguments")
+    if arguments is not None and not isinstance(arguments, (str, dict)):
+        raise BadRequest(
+            f"{where}.function.arguments={show(arguments)} is not valid: it must be a string of JSON.",
+            f"{where}.function.arguments",
+        )
+    written: dict[str, Any] = {
+        "type": "function",
+        "function": {"name": function["name"], "arguments": _object(arguments)},
+    }
+    if call.get("id") is not None:
+        written["id"] = _text(call["id"], f"{where}.id")
+    return written
+
+
+def _object(arguments: str | dict[str, Any] | None) -> dict[str, Any] | str:
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments

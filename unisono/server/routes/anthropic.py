@@ -1,0 +1,105 @@
+"""Anthropic's Messages API: answer a conversation, count its tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from unisono.server.anthropic_api.body import CountRequest, MessagesRequest, chat_body
+from unisono.server.anthropic_api.writer import Event, Writer, encode, error_object
+from unisono.server.errors import as_api_error
+from unisono.server.generation import Generation, merge
+from unisono.server.note import note
+from unisono.server.responses import Usage
+from unisono.server.routes.common import answer, described, json_response, new_id, read_json_body, when_ready
+from unisono.server.service import Service
+from unisono.server.translation import chat_request, checked, read_object
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "/v1/messages"
+"""Errors under this path are worded as Anthropic's."""
+
+
+@dataclass
+class MessageReply:
+    """A message on its way."""
+
+    writer: Writer
+    generations: list[Generation]
+    request_id: str
+
+    async def whole(self) -> dict[str, Any]:
+        """The finished message. Raises what ended it early."""
+        async with aclosing(self._events()) as events:
+            async for _ in events:
+                pass
+        return self.writer.message
+
+    async def events(self, failed: Callable[[Exception], None]) -> AsyncGenerator[bytes]:
+        """The stream. An error becomes an ``error`` event."""
+        try:
+            async with aclosing(self._events()) as events:
+                async for new in events:
+                    yield b"".join(map(encode, new))
+        except Exception as error:
+            failed(error)
+            api_error = as_api_error(error)
+            if api_error.code == "internal_error":
+                logger.exception("A request failed", exc_info=error)
+            yield encode(error_object(api_error, self.request_id))
+
+    async def _events(self) -> AsyncGenerator[list[Event]]:
+        async with aclosing(merge(self.generations)) as pieces:
+            async for piece in pieces:
+                usage = Usage.total(generation.usage for generation in self.generations)
+                events = self.writer.feed(piece, usage)
+                if piece.finish is not None:
+                    events += self.writer.end(piece.finish, piece.stop, usage)
+                yield events
+
+
+def add(app: FastAPI, service: Service) -> None:
+    """Add the routes."""
+    ready = when_ready(service)
+
+    @app.post(PREFIX, dependencies=ready, **described("Answer a conversation.", MessagesRequest))
+    async def messages(request: Request) -> Response:
+        data = read_object(await read_json_body(request))
+        body = checked(data, MessagesRequest, only=False)
+        model, message_id = service.model(body.model), new_id("msg_")
+        fields, renames = chat_body(body, data)
+        chat = chat_request(fields, renames)
+        blank: dict[str, Any] = {
+            "id": message_id,
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+        }
+        blank |= {"stop_reason": None, "stop_sequence": None, "usage": None}
+
+        async def prepare() -> list[Generation]:
+            with renames.errors():
+                return await service.serving.chat(chat, message_id)
+
+        def reply_of(generations: list[Generation]) -> MessageReply:
+            return MessageReply(Writer(blank, new_id), generations, note(request.scope).request_id)
+
+        return await answer(service, request, message_id, prepare, reply_of, body.stream)
+
+    @app.post(f"{PREFIX}/count_tokens", dependencies=ready, **described("Count a conversation's tokens.", CountRequest))
+    async def count_tokens(request: Request) -> Response:
+        data = read_object(await read_json_body(request))
+        body = checked(data, CountRequest, only=False)
+        service.model(body.model)
+        fields, renames = chat_body(body, data)
+        with renames.errors():
+            prompt = await service.serving.chat_prompt(chat_request(fields, renames))
+        return json_response({"input_tokens": len(prompt.token_ids)})

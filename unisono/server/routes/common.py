@@ -1,0 +1,127 @@
+"""What routes share: reading bodies, who may call, answers as JSON and as streams, and the description of a route."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi import Depends, Request
+from fastapi.params import Depends as Dependency
+from fastapi.responses import Response
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
+
+from unisono.server.answers import EventStream, Reply, until_disconnect
+from unisono.server.errors import ApiError, show
+from unisono.server.generation import Generation, start_all
+from unisono.server.note import note
+from unisono.server.service import CLIENT_GONE, MAX_BODY_BYTES, Service
+
+
+def clients_only(service: Service) -> list[Dependency]:
+    """Dependencies of a route that needs a key where the server has keys."""
+
+    async def check(request: Request) -> None:
+        service.keys.check(request)
+
+    return [Depends(check)]
+
+
+def when_ready(service: Service) -> list[Dependency]:
+    """Dependencies of a route that generates: the server takes requests, and the client has a key."""
+
+    async def ready() -> None:
+        service.check_ready()
+
+    return [Depends(ready), *clients_only(service)]
+
+
+def operators_only(service: Service) -> list[Dependency]:
+    """Dependencies of a route that changes the server: with the key, or from this machine where there is none."""
+
+    async def check(request: Request) -> None:
+        service.keys.check_operator(request)
+
+    return [Depends(check)]
+
+
+def json_response(content: object, status: int = 200) -> Response:
+    """``content`` (JSON already, or data) as an answer."""
+    body = content if isinstance(content, bytes) else msgspec.json.encode(content)
+    return Response(body, status, media_type="application/json")
+
+
+async def read_json_body(request: Request) -> bytes:
+    """The body of a JSON request. Raises ApiError 415 for another content type, 413 above MAX_BODY_BYTES."""
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, f"The content type is {show(content_type)}; send Content-Type: application/json.")
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                limit = MAX_BODY_BYTES // 2**20
+                raise ApiError(413, f"The body is larger than {limit} MiB; send less.", code="body_too_large")
+    except ClientDisconnect:
+        raise ApiError(CLIENT_GONE, "The client went before its request was read.") from None
+    return bytes(body)
+
+
+def new_id(prefix: str) -> str:
+    """A new id of an answer or of a part of it."""
+    return prefix + uuid.uuid4().hex
+
+
+async def answer(
+    service: Service,
+    request: Request,
+    answer_id: str,
+    prepare: Callable[[], Coroutine[Any, Any, list[Generation]]],
+    reply_of: Callable[[list[Generation]], Reply],
+    stream: bool | None,
+    closed: Callable[[], None] = lambda: None,
+) -> Response:
+    """Start every generation and answer. Requests that the engine refuses get their status before any stream.
+
+    closed: called once the answer is sent, has failed, or has lost its client.
+    """
+    generations = await prepare()
+    for generation in generations:
+        generation.arrived(note(request.scope).arrival)
+    reply = reply_of(generations)
+    service.running[answer_id] = generations
+
+    def close() -> None:
+        service.running.pop(answer_id, None)
+        for generation in generations:
+            generation.close()
+        closed()
+
+    try:
+        await start_all(generations)
+        if stream:
+            return EventStream(reply, note(request.scope), close)
+        whole = await until_disconnect(request.receive, reply.whole())
+    except BaseException:
+        close()
+        raise
+    close()
+    return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
+
+
+def now() -> int:
+    """Seconds since 1970."""
+    return int(time.time())
+
+
+def described(summary: str, body: type[BaseModel] | None = None) -> dict[str, Any]:
+    """Arguments of a route's decorator that describe it in ``/openapi.json``: a sentence, and the body's model."""
+    extra: dict[str, Any] = {}
+    if body is not None:
+        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
+        extra = {"openapi_extra": {"requestBody": {"required": True, "content": content}, "x-body": body}}
+    return {"summary": summary, **extra}

@@ -1,0 +1,272 @@
+"""OpenAI's Responses API: make, read, list the input of, cancel and delete responses, and count a body's tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from unisono.server.errors import ApiError, as_api_error
+from unisono.server.generation import Generation, merge, start_all
+from unisono.server.note import note
+from unisono.server.protocol import ChatRequest
+from unisono.server.responses_api.body import ResponsesRequest, chat_body, to_items, to_messages
+from unisono.server.responses_api.store import Item, ResponseStore, Stored
+from unisono.server.responses_api.writer import Event, Writer, encode
+from unisono.server.routes.common import (
+    answer,
+    clients_only,
+    described,
+    json_response,
+    new_id,
+    now,
+    read_json_body,
+    when_ready,
+)
+from unisono.server.service import Service
+from unisono.server.translation import Renames, chat_request, checked, read_object
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Asked:
+    """A checked body. items: of the whole conversation; earlier: how many are of previous responses."""
+
+    request: ResponsesRequest
+    chat: ChatRequest
+    renames: Renames
+    items: list[Item]
+    earlier: int
+    model: str
+
+
+@dataclass
+class ResponseReply:
+    """A response on its way. ``finished`` is told of its last state."""
+
+    writer: Writer
+    generations: list[Generation]
+    finished: Callable[[], None]
+
+    async def whole(self) -> dict[str, Any]:
+        """The finished response. Raises what ended it early."""
+        async with aclosing(self._events()) as events:
+            async for _ in events:
+                pass
+        return self.writer.response
+
+    async def events(self, failed: Callable[[Exception], None]) -> AsyncGenerator[bytes]:
+        """The stream. An error becomes ``response.failed``."""
+        try:
+            async with aclosing(self._events()) as events:
+                async for new in events:
+                    yield b"".join(map(encode, new))
+        except Exception as error:
+            failed(error)
+            yield b"".join(map(encode, self.fail(error)))
+
+    def fail(self, error: Exception) -> list[Event]:
+        """The events of a failure."""
+        api_error = as_api_error(error)
+        if api_error.code == "internal_error":
+            logger.exception("A request failed", exc_info=error)
+        events = self.writer.fail(api_error)
+        self.finished()
+        return events
+
+    async def _events(self) -> AsyncGenerator[list[Event]]:
+        async with aclosing(merge(self.generations)) as pieces:
+            async for piece in pieces:
+                events = self.writer.feed(piece)
+                if piece.finish is not None:
+                    events += self.writer.end(piece.finish, self.generations[0].usage)
+                    self.finished()
+                yield events
+
+
+def add(app: FastAPI, service: Service) -> None:
+    """Add the routes."""
+    store = ResponseStore()
+    tasks: set[asyncio.Task[None]] = set()
+    _add_stored(app, service, store)
+
+    @app.post("/v1/responses", dependencies=when_ready(service), **described("Make a response.", ResponsesRequest))
+    async def create(request: Request) -> Response:
+        asked = await _asked(service, store, request)
+        response = _blank(asked, service)
+        stored = Stored(response, asked.items, service.keys.owner(request))
+        keeps = asked.request.store is not False
+
+        def keep() -> None:
+            if keeps:
+                store.put(stored)
+
+        async def prepare() -> list[Generation]:
+            with asked.renames.errors():
+                return await service.serving.chat(asked.chat, response["id"])
+
+        def reply_of(generations: list[Generation]) -> ResponseReply:
+            writer = Writer(response, bool(asked.chat.logprobs), new_id)
+            keep()
+            return ResponseReply(writer, generations, keep)
+
+        if asked.request.background:
+            generations = await prepare()
+            response["status"] = "queued"
+            keep()
+            task = asyncio.create_task(_in_background(service, reply_of(generations), note(request.scope).arrival))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            return json_response(response)
+
+        def closed() -> None:
+            if response["status"] == "in_progress":  # the client has gone
+                response["status"] = "cancelled"
+                keep()
+
+        try:
+            return await answer(service, request, response["id"], prepare, reply_of, asked.request.stream, closed)
+        except Exception:
+            store.forget(response["id"])
+            raise
+
+    @app.post(
+        "/v1/responses/input_tokens",
+        dependencies=when_ready(service),
+        **described("Count the input tokens of a body of /v1/responses.", ResponsesRequest),
+    )
+    async def input_tokens(request: Request) -> Response:
+        asked = await _asked(service, store, request)
+        with asked.renames.errors():
+            prompt = await service.serving.chat_prompt(asked.chat)
+        return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
+
+
+def _add_stored(app: FastAPI, service: Service, store: ResponseStore) -> None:
+    clients = clients_only(service)
+
+    @app.get("/v1/responses/{response_id}", dependencies=clients, **described("Read a stored response."))
+    async def read(request: Request, response_id: str, stream: bool = False) -> Response:
+        found = store.get(response_id, service.keys.owner(request))
+        if stream:
+            raise ApiError(400, "stream=true: events are not stored; read the response without.", param="stream")
+        return json_response(found.response)
+
+    @app.delete("/v1/responses/{response_id}", dependencies=clients, **described("Forget a stored response."))
+    async def delete(request: Request, response_id: str) -> Response:
+        store.delete(response_id, service.keys.owner(request))
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    @app.post("/v1/responses/{response_id}/cancel", dependencies=clients, **described("End a response early."))
+    async def cancel(request: Request, response_id: str) -> Response:
+        found = store.get(response_id, service.keys.owner(request))
+        for generation in service.running.get(response_id, ()):
+            generation.cancel()
+        for _ in range(100):  # its last state comes with the next turn of the loop
+            if found.response["status"] not in ("queued", "in_progress"):
+                break
+            await asyncio.sleep(0.01)
+        return json_response(found.response)
+
+    @app.get(
+        "/v1/responses/{response_id}/input_items", dependencies=clients, **described("The input of a stored response.")
+    )
+    async def input_items(
+        request: Request,
+        response_id: str,
+        limit: int = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        items = store.get(response_id, service.keys.owner(request)).items
+        items = items if order == "asc" else items[::-1]
+        ids = [item["id"] for item in items]
+        start = ids.index(after) + 1 if after in ids else 0
+        if not 1 <= limit <= 100:
+            raise ApiError(400, f"limit={limit} is out of range: give 1 to 100.", param="limit")
+        shown = items[start : start + limit]
+        first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+        more = start + limit < len(items)
+        return json_response({"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": more})
+
+
+async def _asked(service: Service, store: ResponseStore, request: Request) -> Asked:
+    """The body, checked. Raises BadRequest and ApiError."""
+    data = read_object(await read_json_body(request))
+    body = checked(data, ResponsesRequest, only=False)
+    model, who = service.model(body.model), service.keys.owner(request)
+    earlier: list[Item] = []
+    if body.previous_response_id is not None:
+        earlier = store.ended(body.previous_response_id, who, "previous_response_id").conversation
+    items = [*earlier, *to_items(body.input, new_id, partial(store.item, owner=who))]
+    chat, renames = chat_body(body, data, to_messages(items, body.instructions, len(earlier)))
+    return Asked(body, chat_request(chat, renames), renames, items, len(earlier), model)
+
+
+def _blank(asked: Asked, service: Service) -> dict[str, Any]:
+    """The response before anything is generated."""
+    body, defaults = asked.request, service.serving.inputs.model.generation_defaults
+    return {
+        "id": new_id("resp_"),
+        "object": "response",
+        "created_at": now(),
+        "status": "in_progress",
+        "background": bool(body.background),
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "model": asked.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None, **(body.reasoning or {})},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": _given(body.temperature, defaults, "temperature"),
+        "text": {"format": {"type": "text"}, **(body.text or {})},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": _given(body.top_p, defaults, "top_p"),
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def _given(value: float | None, defaults: Mapping[str, float], name: str) -> float:
+    return defaults.get(name, 1.0) if value is None else value
+
+
+async def _in_background(service: Service, reply: ResponseReply, arrival: float) -> None:
+    """Run a response that nobody waits for. Its end is in the store."""
+    response_id = reply.writer.response["id"]
+    service.running[response_id] = reply.generations
+    service.in_flight += 1
+    try:
+        for generation in reply.generations:
+            generation.arrived(arrival)
+        await start_all(reply.generations)
+        await reply.whole()
+    except Exception as error:
+        reply.fail(error)
+        logger.warning("Response %s failed: %s", response_id, as_api_error(error))
+    finally:
+        service.in_flight -= 1
+        service.running.pop(response_id, None)
+        for generation in reply.generations:
+            generation.close()

@@ -1,0 +1,77 @@
+"""What every route needs: the engine, the preparation of requests, what is served and in which state the server is.
+
+:class:`Service` is made once by ``run``; the routes of ``server/routes`` read and change it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from unisono.server.auth import Keys
+from unisono.server.client import EngineClient
+from unisono.server.errors import ApiError, show, unavailable
+from unisono.server.generation import Generation
+from unisono.server.metrics import ServerMetrics
+from unisono.server.serving import Serving
+
+MAX_BODY_BYTES = 64 * 2**20
+INSPECT_LIMIT = 5.0
+"""Seconds that /server_info and /metrics wait for the engine's step under way."""
+CLIENT_GONE = 499
+
+
+@dataclass
+class Service:
+    """Everything the handlers need.
+
+    ``draining`` and ``sleeping`` refuse new requests; ``in_flight`` counts the POST requests that are not fully
+    answered, ``running`` has the generations of each answer under way, by the answer's id. ``claimed`` has the ids of
+    answers from the moment on that they are chosen.
+    """
+
+    client: EngineClient
+    serving: Serving
+    metrics: ServerMetrics
+    names: tuple[str, ...]
+    root: str
+    fingerprint: str
+    settings: dict[str, Any]
+    keys: Keys = field(default_factory=Keys)
+    draining: bool = False
+    sleeping: bool = False
+    in_flight: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))
+    running: dict[str, Sequence[Generation]] = field(default_factory=dict)
+    claimed: set[str] = field(default_factory=set)
+
+    def unhealthy(self) -> ApiError | None:
+        """Why the server serves no more, or None."""
+        if self.client.death is not None:
+            return unavailable(f"The engine is dead: {self.client.death}. Restart the server.", "engine_dead")
+        if self.draining:
+            return unavailable("The server is shutting down and takes no new requests.", "shutting_down")
+        return None
+
+    def refusal(self) -> ApiError | None:
+        """Why no request can be taken now, or None."""
+        if self.sleeping:
+            return unavailable("The server sleeps; POST /wake_up wakes it.", "sleeping")
+        return self.unhealthy()
+
+    def check_ready(self) -> None:
+        """Raises ApiError (503) where no request can be taken now."""
+        if (refusal := self.refusal()) is not None:
+            raise refusal
+
+    def model(self, name: str | None) -> str:
+        """The served name that a request means. Raises ApiError (404) for another model's."""
+        if name is None:
+            return self.names[0]
+        if name not in self.names:
+            served = ", ".join(self.names)
+            message = f"The model {show(name)} is not served here; use one of: {served}."
+            raise ApiError(404, message, "not_found_error", param="model", code="model_not_found")
+        return name

@@ -1,0 +1,49 @@
+"""The forms of tool calls by name, and which one a chat template asks for. A new form is one file and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from unisono.server.tools.base import Format
+from unisono.server.tools.deepseek import DeepSeekV3, DeepSeekV31
+from unisono.server.tools.hermes import Hermes
+from unisono.server.tools.llama3_json import LlamaJson
+from unisono.server.tools.mistral import Mistral, MistralArgs
+from unisono.server.tools.qwen3_coder import QwenCoder
+from unisono.types import ConfigError
+
+FORMATS: Sequence[Format] = (
+    DeepSeekV3(), DeepSeekV31(), MistralArgs(), Mistral(), QwenCoder(), Hermes(), LlamaJson(),
+)  # fmt: skip
+"""In the order in which a template is compared with them: the first that knows it is taken."""
+
+ALIASES: Mapping[str, str] = {
+    "qwen": "hermes", "qwen25": "hermes", "qwen3": "hermes",
+    "qwen3_xml": "qwen3_coder", "mimo": "qwen3_coder",
+    "llama3": "llama3_json", "llama4_json": "llama3_json",
+    "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31",
+}  # fmt: skip
+"""Other names that vLLM and SGLang have for the same forms."""
+
+NAMES: Mapping[str, Format] = {form.name: form for form in FORMATS}
+DEFAULT = NAMES["hermes"]
+"""Where the template knows no tools, and the server writes them."""
+
+
+def format_named(name: str | None) -> Format | None:
+    """The form of a name; None for None. Raises ConfigError that lists the names."""
+    if name is None:
+        return None
+    form = NAMES.get(ALIASES.get(name, name))
+    if form is None:
+        names = ", ".join(sorted({*NAMES, *ALIASES}))
+        raise ConfigError(
+            f"--tool-call-parser {name!r} is unknown; choose one of {names}, or leave it out: the chat template's text "
+            "says which one is meant."
+        )
+    return form
+
+
+def format_of(template: str) -> Format | None:
+    """The form that a chat template with this text asks for; None where none is known."""
+    return next((form for form in FORMATS if form.known_by(template)), None)

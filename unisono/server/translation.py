@@ -1,0 +1,134 @@
+"""Bodies of other APIs to chat requests: the same checks, with errors that name the fields of the original body.
+
+A translator builds the JSON of a ``/v1/chat/completions`` body and a :class:`Renames`, which knows where each part of
+it comes from. :func:`chat_request` checks it as that endpoint does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+import pydantic_core
+from pydantic import BaseModel, ValidationError
+
+from unisono.server.errors import ApiError, show
+from unisono.server.protocol import ChatRequest, parse
+from unisono.types import BadRequest
+
+
+class Renames:
+    """What fields of a chat request are called in the body that it was made of."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self.names = dict(names)
+
+    def original(self, name: str) -> str:
+        """``messages[2].content`` as the caller wrote it: by the longest known beginning."""
+        for known in sorted(self.names, key=len, reverse=True):
+            rest = name[len(known) :]
+            if name.startswith(known) and (not rest or rest[0] in ".["):
+                return self.names[known] + rest
+        return name
+
+    def reworded(self, message: str, param: str | None) -> str:
+        """An error's message with the caller's names."""
+        for name in sorted({*self.names, *([param] if param else [])}, key=len, reverse=True):
+            # A name without a "_" or "[" may be a word of the sentence.
+            place = "" if "_" in name or "[" in name else r"(?:^|(?=\w+[=.\[]\S))"
+            pattern = rf"(?<![\w.]){place}{re.escape(name)}(?!\w)(?:\.[\w.\[\]]+)?"
+            if (found := re.search(pattern, message)) and self.original(name) != name:
+                whole = found.group(0).rstrip(".")
+                return message.replace(whole, self.original(whole))
+        return message
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Errors of a chat request, raised in the block, name the caller's fields."""
+        try:
+            yield
+        except BadRequest as error:
+            param = None if error.param is None else self.original(error.param)
+            raise BadRequest(self.reworded(str(error), error.param), param, error.code) from None
+        except ApiError as error:
+            param = None if error.param is None else self.original(error.param)
+            raise ApiError(
+                error.status, self.reworded(str(error), error.param), error.kind, param, error.code
+            ) from None
+
+
+def chat_request(body: Mapping[str, Any], renames: Renames) -> ChatRequest:
+    """``body`` as a checked chat request. Raises BadRequest and ApiError with the caller's names."""
+    with renames.errors():
+        return parse(msgspec.json.encode(body), ChatRequest)
+
+
+def passed_on(data: Mapping[str, Any], own: Collection[str], refused: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of a body that are not the API's ``own``: sampling fields of the chat body, checked there.
+
+    Raises ApiError (400) for those ``refused``, with what to use instead.
+    """
+    extra = {name: value for name, value in data.items() if name not in own}
+    for name in extra:
+        if name in refused:
+            message = f"{name} is not a field of this body; {refused[name]}."
+            raise ApiError(400, message, param=name, code="unknown_field")
+    return extra
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """A body's JSON object. Raises ApiError (400)."""
+    try:
+        data = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
+    if not isinstance(data, dict):
+        raise ApiError(400, f"The body is {show(data)}; it must be a JSON object.")
+    return data
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def checked(data: Mapping[str, Any], kind: type[Body], only: bool = True) -> Body:
+    """The fields of ``kind`` in ``data``. only: others are errors.
+
+    Raises ApiError (400) naming the field, its value and the rule.
+    """
+    known = {field.alias or name: field for name, field in kind.model_fields.items()}
+    for name in data if only else ():
+        if name not in known:
+            raise ApiError(400, f"{name} is not a known field; remove it.", param=name, code="unknown_field")
+    try:
+        return kind.model_validate({name: data[name] for name in data if name in known})
+    except ValidationError as error:
+        where = error.errors(include_url=False)[0]["loc"]
+        name = str(where[0])
+        rule = known[name].description
+        if name not in data:
+            raise ApiError(400, f"{name} is missing; it must be {rule}.", param=name, code="missing_field") from None
+        message = f"{name}={show(data[name])} is not valid: it must be {rule}."
+        raise ApiError(400, message, param=name, code="invalid_type") from None
+
+
+def text_of(content: Any, where: str, kinds: Collection[str]) -> str:
+    """Text of a string, or of a list of text parts of these ``kinds``, joined by newlines. Raises BadRequest."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequest(f"{where}={show(content)} is not valid: it must be a string or a list of text parts.", where)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+        if kind not in kinds or not isinstance(text, str):
+            raise BadRequest(
+                f"{where}[{i}]={show(part)} is not supported; this server takes text parts of the types "
+                f"{', '.join(sorted(kinds))}.",
+                f"{where}[{i}]",
+            )
+        texts.append(text)
+    return "\n".join(texts)
