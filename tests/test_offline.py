@@ -350,6 +350,11 @@ def test_chat_options(llm: LLM) -> None:
     assert llm.chat(messages, GREEDY, chat_template_kwargs={"enable_thinking": False})[0].prompt == plain
     with pytest.raises(BadRequest, match="set add_generation_prompt=False"):
         llm.chat(messages, continue_final_message=True)
+    tools = [{"type": "function", "function": {"name": "add_up", "parameters": {"type": "object"}}}]
+    assert "add_up" in llm.chat_prompt(messages, tools=tools)["prompt"]
+    assert llm.chat_prompt(messages, chat_template="{{ messages[0].content }}!")["prompt"] == "Hi!"
+    with pytest.raises(BadRequest, match="priority=3 needs"):
+        llm.generate(PROMPTS[0], GREEDY, priority=[3])
     with pytest.raises(BadRequest, match="lora_request is not supported"):
         llm.chat(messages, lora_request=object())
 

@@ -22,9 +22,7 @@ Conversation = Sequence[Mapping[str, Any]]
 
 REFUSED = {
     "lora_request": "this version has no adapters (LoRA); merge the adapter into the checkpoint",
-    "priority": "requests run first come, first served; submit the urgent ones first",
     "mm_processor_kwargs": "this version takes text only",
-    "chat_template": "put it into the checkpoint as chat_template.jinja, or write the prompt and call generate()",
 }
 """Arguments of vLLM's calls that cannot be honoured, and why."""
 
@@ -46,6 +44,7 @@ class Metric:
 class LLM:
     """A model in this process. Keyword arguments are :class:`unisono.config.EngineConfig`'s fields and vLLM's names.
 
+    ``chat_template`` stands in for the checkpoint's, ``revision`` picks one of a checkpoint on the Hugging Face hub.
     A keyword of vLLM is honoured, accepted where it changes nothing, or refused with the reason (docs/offline.md).
     ``progress(stage, share)`` is called while loading and capturing. Use as a context manager, or call
     :meth:`shutdown`, to free the device. Every method may be called in any thread, and several at once: all share one
@@ -58,7 +57,7 @@ class LLM:
     def __init__(
         self, model: str = "tiny", *, progress: Callable[[str, float], None] = lambda stage, share: None, **flags: Any
     ) -> None:
-        model, revision = str(model), flags.pop("revision", None)
+        model, revision, template = str(model), flags.pop("revision", None), flags.pop("chat_template", None)
         config = EngineConfig(f"{model}@{revision}" if revision else model, **engine_arguments(flags))
         engine = Engine(config, progress)
         try:
@@ -66,6 +65,8 @@ class LLM:
         except BaseException:
             engine.shutdown()  # the caller has no object to do it with
             raise
+        if template is not None and self.tokenizer is not None:
+            self.tokenizer.backend.chat_template = template
         self.loop = EngineLoop(engine)
         self._inputs = InputProcessor(self.tokenizer, ModelFacts.of(engine.info(), self.tokenizer))
         self._default_params = engine.default_params()
@@ -91,15 +92,17 @@ class LLM:
         A prompt is a string, a list of token ids, ``{"prompt": …}`` or ``{"prompt_token_ids": …}``. These mappings may
         have ``"embedding_overrides"``, embeddings in place of those of some tokens: {position: vector} or (positions,
         tensor [n, hidden]). ``{"prompt_embeds": tensor [tokens, hidden]}`` is a prompt of embeddings alone.
-        sampling_params: one for all prompts, or one each; None takes generation_config.json's.
+        sampling_params: one for all prompts, or one each; None takes generation_config.json's. priority: one number
+        each, lower ones run first; with scheduling_policy="priority". use_tqdm: whether a terminal shows a bar.
         Raises BadRequest, before anything runs, if any of them is wrong.
         """
         batch = _as_list(prompts)
-        refuse_unsupported(
-            lora_request=lora_request, priority=None if priority is None or not any(priority) else priority
-        )
+        refuse_unsupported(lora_request=lora_request)
         params = self._params(sampling_params, len(batch))
-        collectors = [self.prepare(p, q) for p, q in zip(batch, params, strict=True)]
+        urgent = [0] * len(batch) if priority is None else list(priority)
+        if len(urgent) != len(batch):
+            raise BadRequest(f"{len(urgent)} priorities for {len(batch)} prompts; give one each.", "priority")
+        collectors = [self.prepare(p, q, priority=u) for p, q, u in zip(batch, params, urgent, strict=True)]
         self._run(collectors, use_tqdm)
         return [collector.output() for collector in collectors]
 
@@ -128,13 +131,15 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """The prompt that the chat template makes of one conversation. Names are vLLM's.
 
         add_generation_prompt: end with the beginning of the assistant's answer. continue_final_message: let the last
         message go on; give it with add_generation_prompt=False. tools: functions that the model may call, as OpenAI
-        writes them. chat_template_kwargs: variables of the template, for example ``{"enable_thinking": False}``.
+        writes them. chat_template: in place of the checkpoint's. chat_template_kwargs: its variables, for example
+        ``{"enable_thinking": False}``.
         """
         if add_generation_prompt and continue_final_message:
             raise BadRequest(
@@ -142,13 +147,13 @@ class LLM:
                 "set add_generation_prompt=False.",
                 "continue_final_message",
             )
-        options: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
         prompt = self._inputs.chat(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            tools=tools,
             template_kwargs=chat_template_kwargs,
-            **options,
+            chat_template=chat_template,
         )
         return {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
 
@@ -197,12 +202,14 @@ class LLM:
         """A request id that no other request of this engine has."""
         return str(next(self._ids))
 
-    def prepare(self, given: PromptType, params: SamplingParams, request_id: str | None = None) -> Collector:
+    def prepare(
+        self, given: PromptType, params: SamplingParams, request_id: str | None = None, priority: int = 0
+    ) -> Collector:
         """Check a prompt and its parameters, and collect its ``params.n`` sequences. Raises BadRequest."""
         own_id = self.next_id()
         engine = self.loop.engine  # raises before anything is done
         prompt = self._inputs.prompt(given)
-        requests = self._inputs.request(own_id, prompt, params).sequences()
+        requests = self._inputs.request(own_id, prompt, params, priority).sequences()
         engine.check(requests[0])
         return Collector(request_id or own_id, requests, self.tokenizer, prompt.text, self.eos_token_ids)
 

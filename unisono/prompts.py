@@ -6,10 +6,13 @@ from typing import Any, NotRequired, TypedDict
 
 
 class TextPrompt(TypedDict):
-    """``TextPrompt(prompt="…")``. embedding_overrides: embeddings in place of those of some tokens."""
+    """``TextPrompt(prompt="…")``. embedding_overrides: embeddings in place of those of some tokens.
+    cache_salt: the prefix cache shares the prompt only with prompts of the same one.
+    """
 
     prompt: str
     embedding_overrides: NotRequired[Any]
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
@@ -18,3 +21,4 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     embedding_overrides: NotRequired[Any]
+    cache_salt: NotRequired[str]
