@@ -7,5 +7,7 @@ import os
 
 import torch
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads a model
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -81,6 +81,16 @@ def test_python() -> None:
     assert done.stdout.strip()
 
 
+OFFLINE = re.findall(r"```python\n(.*?)```", (ROOT / "docs/offline.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("code", OFFLINE, ids=["LLM", "AsyncLLM"])
+def test_offline_page(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
 def test_serve_and_curl() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -5,15 +5,49 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono.async_llm import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine
     from unisono.llm import LLM
-    from unisono.types import RequestOutput, SamplingParams, StructuredOutputs
+    from unisono.prompts import TextPrompt, TokensPrompt
+    from unisono.types import (
+        CompletionOutput,
+        RequestOutput,
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputs,
+        StructuredOutputsParams,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "CompletionOutput",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputs",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
 
-_HOMES = {"LLM": "unisono.llm"} | dict.fromkeys(
-    ("SamplingParams", "RequestOutput", "StructuredOutputs"), "unisono.types"
-)
+_HOMES = {
+    "LLM": "unisono.llm",
+    "AsyncLLM": "unisono.async_llm",
+    "AsyncLLMEngine": "unisono.async_llm",
+    "AsyncEngineArgs": "unisono.async_llm",
+    "TextPrompt": "unisono.prompts",
+    "TokensPrompt": "unisono.prompts",
+    "CompletionOutput": "unisono.types",
+    "RequestOutput": "unisono.types",
+    "RequestOutputKind": "unisono.types",
+    "SamplingParams": "unisono.types",
+    "StructuredOutputs": "unisono.types",
+    "StructuredOutputsParams": "unisono.types",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,7 @@
 Entries are strings, so that reading the catalog imports nothing; :meth:`Registry.load` imports the one
 entry that is used. Nothing registers itself at import time: what is listed here is what there is, and, where a
 kind is open to other packages, the entry points that they declare.
-Imports types only; anyone may import it.
+Imports types and hub only; anyone may import it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unisono import hub
 from unisono.types import CheckpointError, ConfigError, UnisonoError
 
 
@@ -150,8 +151,27 @@ def bundled_path(name: str) -> Path:
 
 
 def resolve_name(path: str | Path) -> Path:
-    """A PATH as users give it: a bundled name gives its directory, anything else is a path.
+    """A PATH as users give it: a bundled name, a directory, or the id of a checkpoint on the Hugging Face Hub.
 
-    A bundled name wins over a directory of the same name; write ``./tiny`` for the directory.
+    A bundled name wins over a directory of the same name (write ``./tiny`` for the directory), and a directory over an
+    id. A checkpoint of the Hub is downloaded unless the cache has it. Raises CheckpointError.
     """
-    return bundled[path] if isinstance(path, str) and path in bundled else Path(path).expanduser()
+    if isinstance(path, str) and path in bundled:
+        return bundled[path]
+    local = Path(path).expanduser()
+    if isinstance(path, str) and hub.is_id(path) and not local.exists():
+        return hub.fetch(path)
+    return local
+
+
+def find_directory(path: str | Path) -> Path:
+    """The directory of a PATH, which has a config.json. Raises CheckpointError; asks nothing that takes long."""
+    directory = resolve_name(path)
+    names = f"Bundled names: {', '.join(bundled)}."
+    if not directory.exists():
+        raise CheckpointError(f"{directory} does not exist: give a checkpoint's directory. {names}")
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is a file: give the directory that holds config.json. {names}")
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory} has no config.json, so it is no Hugging Face checkpoint. {names}")
+    return directory

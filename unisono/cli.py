@@ -7,77 +7,54 @@ error, 2 for a flag that cannot be honoured.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import json
 import logging
-import secrets
-import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
-from unisono import __version__, catalog
+from unisono import __version__, catalog, hub
 from unisono.cli_aliases import translate
-from unisono.types import BadRequest, ConfigError, FinishReason, SamplingParams, SpeculativeConfig, UnisonoError
-
-if TYPE_CHECKING:
-    from unisono.llm import LLM
-
-SHORT_COLUMNS = ("program", "rows", "width", "features", "kind", "breaks", "MiB", "ms", "capture")
-
-stdout = Console()
-stderr = Console(stderr=True)
-
-
-class _Commands(TyperGroup):
-    """Ends every command that raises on purpose with one red line and the right status."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except UnisonoError as error:
-            _complain(error)
-            ctx.exit(2 if isinstance(error, ConfigError) else 1)
-
-
-def _complain(error: UnisonoError) -> None:
-    stderr.print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+from unisono.cli_commands import ModelPath, chat, evaluate, explain, generate
+from unisono.cli_config import with_config
+from unisono.cli_output import Commands, note, show_progress
+from unisono.cli_values import (
+    API_KEY,
+    LOG_LEVELS,
+    checked_key,
+    log_level_named,
+    read_template,
+    speculative_dict,
+    strings,
+)
+from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
 
 
 class _EngineCommand(TyperCommand):
-    """A command that starts an engine: it also takes the names that other engines give to flags."""
+    """A command that starts an engine: it also takes a file of flags, and other engines' names of flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = [p for p in self.get_params(ctx) if p.param_type_name == "option"]
         known = {name for p in options for name in (*p.opts, *p.secondary_opts)}
         switches = {name for p in options if getattr(p, "is_flag", False) for name in (*p.opts, *p.secondary_opts)}
-        translation = translate(args, known, switches)
-        for note in translation.notes:
-            stderr.print(f"[dim]{escape(note)}[/]", soft_wrap=True, highlight=False)
+        lists = {name for p in options if p.multiple for name in p.opts}
+        translation = translate(with_config(args, switches), known, switches, lists)
+        for text in translation.notes:
+            note(text)
         return super().parse_args(ctx, translation.arguments)
 
 
 app = typer.Typer(
-    cls=_Commands,
+    cls=Commands,
     help="Unisono serves language models. Speculative decoding and CUDA graphs always compose.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-ModelPath = Annotated[
-    str, typer.Argument(metavar="[PATH]", help="A Hugging Face checkpoint directory or a bundled name.")
-]
 
 
 def _engine_flags(
@@ -116,6 +93,27 @@ def _engine_flags(
         bool, typer.Option("--enable-return-hidden-states", help="Serve return_hidden_states.")
     ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    enable_prefix_caching: Annotated[
+        bool, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse prompts' KV pages.")
+    ] = True,
+) -> None:
+    """The flags of every command that starts an engine: fields of ``unisono.config.EngineConfig``."""
+
+
+def _model_flags(
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Directory of the tokenizer; default: the checkpoint's.")
+    ] = None,
+    generation_config: Annotated[
+        str, typer.Option(help="Sampling defaults: auto (the checkpoint's), vllm (neutral ones) or a directory.")
+    ] = "auto",
+    revision: Annotated[str | None, typer.Option(help="Of a checkpoint on the Hugging Face hub.")] = None,
+    config: Annotated[str | None, typer.Option(help="YAML file of flags; the command line wins.")] = None,
+) -> None:
+    """The flags of every engine that say what the model is made of."""
+
+
+def _speculative_flags(
     speculative_config: Annotated[
         str | None, typer.Option(help='JSON: {"method": …, "model": PATH, "num_speculative_tokens": k, …}.')
     ] = None,
@@ -131,37 +129,101 @@ def _engine_flags(
     speculative_draft_quantization: Annotated[
         str | None, typer.Option(help="Short for its draft_quantization: auto, fp8 or none.")
     ] = None,
-    enable_prefix_caching: Annotated[
-        bool, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse prompts' KV pages.")
-    ] = True,
 ) -> None:
-    """The flags of every command that starts an engine: fields of ``unisono.config.EngineConfig``."""
+    """The flags of every engine that say how drafts are made."""
 
 
-def _with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the engine's flags to a command; it receives them as its first argument, a dict."""
-    flags = inspect.signature(_engine_flags, eval_str=True).parameters
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+def _http_flags(
+    ssl_keyfile: Annotated[str | None, typer.Option(help="PEM file of the server's private key.")] = None,
+    ssl_certfile: Annotated[str | None, typer.Option(help="PEM file of its certificate: serve HTTPS.")] = None,
+    ssl_ca_certs: Annotated[
+        str | None, typer.Option(help="PEM file that clients' certificates are checked by.")
+    ] = None,
+    ssl_cert_reqs: Annotated[int, typer.Option(help="Clients' certificates: 0 none, 1 optional, 2 required.")] = 0,
+    allowed_origins: Annotated[str, typer.Option(help="Of pages that may call the server (CORS), JSON.")] = '["*"]',
+    allowed_methods: Annotated[str, typer.Option(help="That such pages may use, JSON.")] = '["*"]',
+    allowed_headers: Annotated[str, typer.Option(help="That such pages may send, JSON.")] = '["*"]',
+    allow_credentials: Annotated[
+        bool, typer.Option("--allow-credentials", help="Such pages may send cookies; needs --allowed-origins.")
+    ] = False,
+    root_path: Annotated[str, typer.Option(help="Prefix of the paths that a proxy in front of the server takes.")] = "",
+) -> None:
+    """The server's flags that are fields of ``unisono.server.http_settings.HttpSettings``."""
+
+
+def _answer_flags(
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="How answers tell thinking from content: qwen3, …; none: not at all.")
+    ] = None,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="How the model writes tool calls: hermes, mistral, …; default: by its template.")
+    ] = None,
+    enable_auto_tool_choice: Annotated[
+        bool, typer.Option("--enable-auto-tool-choice", help="Accepted: tools may always be called.")
+    ] = False,
+    trust_request_chat_template: Annotated[
+        bool, typer.Option("--trust-request-chat-template", help="Render bodies' chat_template in a sandbox.")
+    ] = False,
+) -> None:
+    """The server's flags that say how chat requests are read, and answers."""
+
+
+def _operation_flags(
+    metrics_prefix: Annotated[str, typer.Option(help="Of names in /metrics: unisono, vllm or both.")] = "unisono",
+    otlp_traces_endpoint: Annotated[str | None, typer.Option(help="URL for spans: http://HOST:4318/v1/traces.")] = None,
+    profile_dir: Annotated[Path | None, typer.Option(help="Where /stop_profile writes its traces.")] = None,
+) -> None:
+    """The server's flags for those who run it."""
+
+
+def _parameters(*groups: Callable[..., None]) -> dict[str, inspect.Parameter]:
+    return {name: p for group in groups for name, p in inspect.signature(group, eval_str=True).parameters.items()}
+
+
+def _engine_command(command: Callable[..., None], **groups: Callable[..., None]) -> Callable[..., None]:
+    """Adds the engine's flags to a command; it receives them, checked, as its first argument, a dict.
+
+    groups: more flags; each group is a dict that the command takes under the group's name.
+    """
+    flags = _parameters(_engine_flags, _model_flags, _speculative_flags)
+    more = {name: _parameters(group) for name, group in groups.items()}
+    own = [p for name, p in list(_parameters(command).items())[1:] if name not in groups]
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
         given = {name: values.pop(name) for name in flags}
-        given["speculative"] = _speculative(
-            given.pop("speculative_config"),
-            method=given.pop("speculative_method"),
-            model=given.pop("speculative_model"),
-            num_speculative_tokens=given.pop("num_speculative_tokens"),
-            topk=given.pop("speculative_topk"),
-            num_draft_tokens=given.pop("speculative_tree_nodes"),
-            draft_quantization=given.pop("speculative_draft_quantization"),
-        )
-        _check_names(given)
+        for name, group in more.items():
+            values[name] = {each: values.pop(each) for each in group}
+        values["path"] = _engine_settings(given, values["path"])
         command(given, **values)
 
-    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *flags.values())]
+    added = [*flags.values(), *(p for group in more.values() for p in group.values())]
+    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *added)]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapper
+
+
+def _engine_settings(given: dict[str, Any], path: str) -> str:
+    """Make the flags' values, in place, fields of ``EngineConfig``; returns PATH with its revision.
+
+    What can be checked before anything slow is imported is. Raises ConfigError and CheckpointError.
+    """
+    given["speculative"] = _speculative(
+        given.pop("speculative_config"),
+        method=given.pop("speculative_method"),
+        model=given.pop("speculative_model"),
+        num_speculative_tokens=given.pop("num_speculative_tokens"),
+        topk=given.pop("speculative_topk"),
+        num_draft_tokens=given.pop("speculative_tree_nodes"),
+        draft_quantization=given.pop("speculative_draft_quantization"),
+    )
+    _check_names(given)
+    given.pop("config")  # it was read before the flags were
+    if revision := given.pop("revision"):
+        path = _with_revision(path, revision)
+    _check_files(path, given)
+    return path
 
 
 def _check_names(given: dict[str, Any]) -> None:
@@ -177,14 +239,28 @@ def _check_names(given: dict[str, Any]) -> None:
             raise ConfigError(f"{flag} {name!r}: unknown {registry.kind}. Supported: {', '.join(registry.names)}.")
 
 
+def _check_files(path: str, given: dict[str, Any]) -> None:
+    """Whether what flags name is there, also asked before anything slow is imported. Raises CheckpointError."""
+    catalog.find_directory(path)
+    for flag, value in (
+        ("--speculative-model", given["speculative"].model if given["speculative"] else None),
+        ("--tokenizer", given["tokenizer"]),
+    ):
+        if value is not None and not catalog.resolve_name(value).exists():
+            raise CheckpointError(f"{flag} {value} does not exist: give a directory.")
+    if given["tokenizer"] is not None:
+        given["tokenizer"] = str(catalog.resolve_name(given["tokenizer"]))
+
+
+def _with_revision(path: str, revision: str) -> str:
+    if Path(path).exists() or path in catalog.bundled:
+        raise ConfigError(f"--revision {revision}: {path} is a directory, which has no revisions; leave it out.")
+    return f"{path}@{revision}"
+
+
 def _speculative(text: str | None, **short: Any) -> SpeculativeConfig | None:
     """The speculative config of the JSON and of the short flags, which win. Raises ConfigError."""
-    try:
-        given = json.loads(text) if text else {}
-    except ValueError as error:
-        raise ConfigError(f"--speculative-config is not valid JSON: {error}.") from None
-    if not isinstance(given, dict):
-        raise ConfigError(f"--speculative-config {text!r}: give a JSON object.")
+    given = speculative_dict(text) if text else {}
     given |= {name: value for name, value in short.items() if value is not None}
     return SpeculativeConfig.parse(given) if given else None
 
@@ -204,172 +280,66 @@ def _main(
     pass
 
 
-@app.command(cls=_EngineCommand)
-@_with_engine_flags
 def serve(
     flags: dict[str, Any],
+    http: dict[str, Any],
+    answers: dict[str, Any],
+    operation: dict[str, Any],
     path: ModelPath = "tiny",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="What clients call the model (repeatable); default: PATH as given.")
+        list[str] | None, typer.Option(help="What clients call the model: one name or several; default: PATH as given.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of dummy weights.")] = 0,
     api_key: Annotated[
-        str | None, typer.Option(envvar="UNISONO_API_KEY", help="Require Authorization: Bearer KEY on /v1.")
+        str | None, typer.Option(envvar=API_KEY, help="Require Authorization: Bearer KEY on /v1.")
     ] = None,
-    reasoning_parser: Annotated[
-        str | None, typer.Option(help="How answers tell thinking from content: qwen3, …; none: not at all.")
+    chat_template: Annotated[
+        str | None, typer.Option(help="A Jinja file, or a template itself, instead of the checkpoint's.")
     ] = None,
-    tool_call_parser: Annotated[
-        str | None, typer.Option(help="How the model writes tool calls: hermes, mistral, …; default: by its template.")
-    ] = None,
-    enable_auto_tool_choice: Annotated[
-        bool, typer.Option("--enable-auto-tool-choice", help="Accepted: tools may always be called.")
-    ] = False,
-    trust_request_chat_template: Annotated[
-        bool, typer.Option("--trust-request-chat-template", help="Render bodies' chat_template in a sandbox.")
-    ] = False,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests to end on Ctrl-C.")] = 30.0,
-    metrics_prefix: Annotated[str, typer.Option(help="Of names in /metrics: unisono, vllm or both.")] = "unisono",
-    otlp_traces_endpoint: Annotated[str | None, typer.Option(help="URL for spans: http://HOST:4318/v1/traces.")] = None,
-    profile_dir: Annotated[Path | None, typer.Option(help="Where /stop_profile writes its traces.")] = None,
+    log_level: Annotated[str, typer.Option(help=f"{', '.join(LOG_LEVELS)}.")] = "info",
 ) -> None:
     """Serve the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models."""
     from unisono.server.reasoning import parser_named
     from unisono.server.tools.formats import format_named
 
-    parser_named(reasoning_parser)  # these raise before anything slow is imported
-    format_named(tool_call_parser)
-    from unisono.config import EngineConfig
-    from unisono.server.run import ServerSettings
-    from unisono.server.run import serve as run_server
+    parser_named(answers["reasoning_parser"])  # these raise before anything slow is imported
+    format_named(answers["tool_call_parser"])
+    del answers["enable_auto_tool_choice"]
+    key, template, level = checked_key(api_key), read_template(chat_template), log_level_named(log_level)
+    for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+        http[name] = strings("--" + name.replace("_", "-"), http[name])
+    with show_progress() as progress:
+        progress("start", 0.0)
+        from unisono.config import EngineConfig
+        from unisono.server.http_settings import HttpSettings
+        from unisono.server.run import ServerSettings
+        from unisono.server.run import serve as run_server
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    config = EngineConfig(model=path, seed=seed, **flags)
-    settings = ServerSettings(
-        model_path=catalog.resolve_name(path),
-        names=tuple(served_model_name or (path,)),
-        host=host,
-        port=port,
-        api_key=api_key or None,  # an empty environment variable is none
-        drain_timeout=drain_timeout,
-        reasoning_parser=reasoning_parser,
-        tool_call_parser=tool_call_parser,
-        trust_request_chat_template=trust_request_chat_template,
-        metrics_prefix=metrics_prefix,
-        otlp_traces_endpoint=otlp_traces_endpoint,
-        profile_dir=profile_dir,
-    )
-    with _bars() as progress:
-        run_server(config, settings, progress)
-
-
-MaxTokens = Annotated[int | None, typer.Option(help="Tokens to generate at most; default: to the context's end.")]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: the checkpoint's.")]
-TopK = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]
-TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")]
-MinP = Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")]
-SampleSeed = Annotated[int | None, typer.Option(help="Repeats an answer; default: a new one, printed.")]
+        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+        settings = ServerSettings(
+            model_path=catalog.resolve_name(path),
+            names=tuple(served_model_name or (path.partition("@")[0] if hub.is_id(path) else path,)),
+            host=host,
+            port=port,
+            api_key=key,
+            chat_template=template,
+            drain_timeout=drain_timeout,
+            http=HttpSettings(**http),
+            tokenizer=Path(flags["tokenizer"]) if flags["tokenizer"] else None,
+            **answers,
+            **operation,
+        )
+        run_server(EngineConfig(model=path, seed=seed, **flags), settings, progress)
 
 
-@app.command(cls=_EngineCommand)
-@_with_engine_flags
-def generate(
-    flags: dict[str, Any],
-    path: ModelPath = "tiny",
-    prompt: Annotated[str | None, typer.Option(help="Text to continue; default: standard input.")] = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: SampleSeed = None,
-) -> None:
-    """Continue a prompt."""
-    asked = _asked(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    if prompt is None:
-        prompt = sys.stdin.read()
-    with _load(path, flags) as llm:
-        if llm.tokenizer is None:
-            raise BadRequest(f"{path} has no tokenizer, so it cannot take text.")
-        params = _params(llm, asked)
-        _stream(llm, llm.tokenizer.encode(prompt), params)
-        stderr.print(f"[dim]seed {params.seed}[/]", highlight=False)
-
-
-@app.command(cls=_EngineCommand)
-@_with_engine_flags
-def chat(
-    flags: dict[str, Any],
-    path: ModelPath = "tiny",
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: SampleSeed = None,
-) -> None:
-    """Talk to a model; Ctrl-D or /exit ends it, Ctrl-C cuts an answer short."""
-    asked = _asked(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    with _load(path, flags) as llm:
-        for line in _lines():
-            messages.append({"role": "user", "content": line})
-            try:
-                prompt = llm.chat_prompt(messages)["prompt_token_ids"]
-                with _interrupts() as interrupted:
-                    answer = _stream(llm, prompt, _params(llm, asked), interrupted)
-            except BadRequest as error:
-                _complain(error)
-                messages.pop()
-            else:
-                messages.append({"role": "assistant", "content": answer})
-
-
-@app.command(cls=_EngineCommand)
-@_with_engine_flags
-def explain(
-    flags: dict[str, Any],
-    path: ModelPath = "tiny",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Start the engine, say what it decided and why, and which passes replay graphs."""
-    with _load(path, flags) as llm:
-        info = llm.engine.info()
-    if as_json:
-        print(json.dumps(info, indent=2))
-        return
-    stdout.print(_table("Settings", ("setting", "value"), list(info["settings"].items())))  # type: ignore[attr-defined]
-    stdout.print(_table("Graph memory", ("figure", "value"), list(info["graph_memory"].items())))  # type: ignore[attr-defined]
-    if costs := info["speculation"]["round_ms"]:  # type: ignore[index]
-        columns = list(costs[0])
-        stdout.print(_table("Rounds: ms on padding, by drafts", columns, [[row[c] for c in columns] for row in costs]))
-    tables = {"Decisions": info["decisions"], "Experts": info["experts"]}
-    tables["Passes"] = [_readable(row) for row in info["graphs"]]  # type: ignore[attr-defined]
-    for title, rows in tables.items():
-        if not rows:
-            continue
-        # Only what some row has: most runs have no eager pass, so no reason and no advice.
-        columns = list(dict.fromkeys(key for row in rows for key in row if row[key] != ""))  # type: ignore[attr-defined]
-        stdout.print(_table(title, columns, [[row.get(c, "") for c in columns] for row in rows]))  # type: ignore[attr-defined]
-
-
-@app.command(name="eval", cls=_EngineCommand)
-@_with_engine_flags
-def evaluate(
-    flags: dict[str, Any],
-    path: ModelPath = "tiny",
-    problems: Annotated[int, typer.Option(min=1, max=500, help="Held-out word problems to ask.")] = 100,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 256,
-) -> None:
-    """Accuracy on the bundled model's held-out problems, tokens a second, and how drafts fare."""
-    from unisono.tools.evaluation import evaluate as run
-
-    with _load(path, flags) as llm:
-        for line in run(llm, problems, max_tokens).lines():
-            print(line)
+app.command(cls=_EngineCommand)(
+    _engine_command(serve, http=_http_flags, answers=_answer_flags, operation=_operation_flags)
+)
+for _name, _command in (("generate", generate), ("chat", chat), ("explain", explain), ("eval", evaluate)):
+    app.command(name=_name, cls=_EngineCommand)(_engine_command(_command))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
@@ -386,115 +356,3 @@ def train_draft(context: typer.Context) -> None:
     from unisono.tools.draft_training.command import app as train_app
 
     train_app(args=context.args, prog_name="unisono train-draft")
-
-
-def _asked(**values: Any) -> dict[str, Any]:
-    """The sampling flags that were given. Raises typer.BadParameter, before any model is loaded, for a bad one."""
-    given = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
-    try:
-        SamplingParams(**given)
-    except BadRequest as error:
-        raise typer.BadParameter(str(error), param_hint=f"--{(error.param or '').replace('_', '-')}") from None
-    return given
-
-
-def _params(llm: LLM, asked: dict[str, Any]) -> SamplingParams:
-    """The checkpoint's defaults, what was asked for, and a seed."""
-    defaults = llm.engine.default_params()
-    names = ("temperature", "top_k", "top_p", "min_p")
-    return SamplingParams(**{n: getattr(defaults, n) for n in names} | {"seed": secrets.randbits(53)} | asked)
-
-
-@contextlib.contextmanager
-def _load(path: str, flags: dict[str, Any]) -> Iterator[LLM]:
-    from unisono.llm import LLM
-
-    with _bars() as progress:
-        llm = LLM(path, progress=progress, **flags)
-    with llm:
-        yield llm
-
-
-def _stream(llm: LLM, prompt: list[int], params: SamplingParams, stop: Callable[[], object] = lambda: False) -> str:
-    """Print an answer as it comes, to its end or until ``stop()``; returns it."""
-    from unisono.frontend.detokenizer import Detokenizer
-
-    assert llm.tokenizer is not None
-    detokenizer = Detokenizer(llm.tokenizer, params, prompt)
-    answer = ""
-    for delta in llm.stream(prompt, params):
-        piece = detokenizer.feed(delta.token_ids, delta.finish)
-        answer += piece
-        print(piece, end="", flush=True)
-        if delta.finish is FinishReason.ABORT:
-            raise UnisonoError(f"The engine failed on this request: {delta.error}")
-        if stop():
-            break
-    print(flush=True)
-    return answer
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[Callable[[], object]]:
-    """Whether Ctrl-C was pressed. It is looked at between tokens, so that the engine is never cut off in a step."""
-    pressed: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-def _lines() -> Iterator[str]:
-    """What the user says, line by line, until Ctrl-D, Ctrl-C or /exit. Piped input shows no prompt."""
-    if terminal := sys.stdin.isatty():
-        import readline  # noqa: F401  (gives input() line editing and history)
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
-        while True:
-            line = input("› " if terminal else "")
-            if line.strip() == "/exit":
-                return
-            if line.strip():
-                yield line
-
-
-@contextlib.contextmanager
-def _bars() -> Iterator[Callable[[str, float], None]]:
-    """A progress callback that draws one bar per stage, on a terminal only; a bar goes when its stage is done."""
-    shown: dict[str, Progress] = {}
-
-    def report(stage: str, share: float) -> None:
-        if stage not in shown and share < 1:
-            columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-            shown[stage] = Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal)
-            shown[stage].add_task(stage.capitalize(), total=1.0)
-            shown[stage].start()
-        if stage in shown:
-            shown[stage].update(shown[stage].task_ids[0], completed=share)
-            if share >= 1:
-                shown.pop(stage).stop()
-
-    try:
-        yield report
-    finally:
-        for bar in shown.values():
-            bar.stop()
-
-
-def _readable(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of the passes' table with bytes as MiB and times to a tenth."""
-    names = {"bytes": ("MiB", 1 << 20), "ms": ("ms", 1), "capture_ms": ("capture", 1)}
-    shown = {}
-    for key, value in row.items():
-        name, unit = names.get(key, (key, None))
-        shown[name] = value if unit is None else f"{value / unit:.1f}"
-    return shown
-
-
-def _table(title: str, columns: Any, rows: Any) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, no_wrap=column in SHORT_COLUMNS)
-    for row in rows:
-        table.add_row(*(escape(str(cell)) for cell in row))
-    return table

@@ -9,37 +9,32 @@ does.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from unisono.flag_table import (
+    ACCEPTED,
+    MAMBA_NOTE,
+    MAMBA_STRATEGIES,
+    NOTED_SWITCHES,
+    NOTED_VALUES,
+    REFUSED,
+    RENAMED,
+    SHORT,
+    SWITCHES,
+    algorithm,
+    check_accepted,
+    refuse,
+)
 from unisono.types import ConfigError
-
-RENAMED = {
-    "--context-length": "--max-model-len",
-    "--mem-fraction-static": "--gpu-memory-utilization",
-    "--max-running-requests": "--max-num-seqs",
-    "--chunked-prefill-size": "--max-num-batched-tokens",
-    "--random-seed": "--seed",
-    "--speculative-draft-model-path": "--speculative-model",
-    "--speculative-num-steps": "--num-speculative-tokens",
-}
-"""Flags with a value that mean the same."""
-
-SWITCHES = {"--disable-radix-cache": "--no-enable-prefix-caching", "--disable-cuda-graph": "--enforce-eager"}
-"""Flags without a value that mean the same."""
-
-ALGORITHMS = {
-    "NEXTN": "mtp", "MTP": "mtp", "EAGLE": "eagle", "EAGLE3": "eagle3", "STANDALONE": "standalone", "NGRAM": "ngram",
-    "NONE": "none",
-}  # fmt: skip
-"""Values of ``--speculative-algorithm``, and the methods that they stand for."""
-
-MAMBA_STRATEGIES = ("auto", "no_buffer", "extra_buffer", "extra_buffer_lazy")
 
 
 @dataclass
 class Translation:
-    """The rewritten command line as it grows. path: the model, where a flag named it. notes: for the user to read."""
+    """The rewritten command line as it grows. path: the model, where a flag named it. notes: for the user to read.
+    more: where further values of a flag that takes several stand.
+    """
 
     arguments: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -47,18 +42,33 @@ class Translation:
     topk: int = 1
     draft_tokens: int | None = None
     steps: int | None = None
+    more: dict[int, str] = field(default_factory=dict)
+
+    def switch(self, flag: str) -> None:
+        """An alias without a value."""
+        if flag in NOTED_SWITCHES:
+            self.notes.append(f"{flag}: nothing to do; {NOTED_SWITCHES[flag]}.")
+        elif SWITCHES[flag]:
+            self.arguments.append(SWITCHES[flag])
+
+    def value(self, flag: str, value: str) -> None:
+        """An alias with a value."""
+        if flag == "--speculative-num-steps":
+            self.steps = _whole(flag, value, "; --speculative-method none drafts nothing")
+        if flag in RENAMED:
+            self.arguments += [RENAMED[flag], value]
+        elif flag in READ:
+            READ[flag](self, flag, value)
+        elif flag in ACCEPTED:
+            check_accepted(flag, value)
+        else:
+            self.notes.append(f"{flag} {value}: nothing to do; {NOTED_VALUES[flag]}.")
 
     def model(self, flag: str, value: str) -> None:
         self.path = value
 
-    def tensor_parallel(self, flag: str, value: str) -> None:
-        if _whole(flag, value) != 1:
-            raise ConfigError(f"{flag} {value}: this version runs on one GPU; give 1 or leave it out.")
-
     def algorithm(self, flag: str, value: str) -> None:
-        if value.upper() not in ALGORITHMS:
-            raise ConfigError(f"{flag} {value!r} is unknown; choose one of {', '.join(ALGORITHMS)}.")
-        self.arguments += ["--speculative-method", ALGORITHMS[value.upper()]]
+        self.arguments += ["--speculative-method", algorithm(flag, value)]
 
     def eagle_topk(self, flag: str, value: str) -> None:
         self.topk = _whole(flag, value)
@@ -69,10 +79,10 @@ class Translation:
     def mamba_strategy(self, flag: str, value: str) -> None:
         if value not in MAMBA_STRATEGIES:
             raise ConfigError(f"{flag} {value!r} is unknown; choose one of {', '.join(MAMBA_STRATEGIES)}.")
-        self.notes.append(
-            f"{flag} {value}: nothing to choose here. A recurrent layer keeps one state per request and a ring of the "
-            "newest inputs, so speculation needs no extra states; prefixes keep snapshots at aligned positions."
-        )
+        self.notes.append(f"{flag} {value}: {MAMBA_NOTE}")
+
+    def load_format(self, flag: str, value: str) -> None:
+        self.arguments += [flag, "auto" if value == "safetensors" else value]
 
     def finish(self) -> None:
         """What takes several flags: a chain of drafts, or a tree."""
@@ -96,9 +106,7 @@ class Translation:
 READ: dict[str, Callable[[Translation, str, str], None]] = {
     "--model-path": Translation.model,
     "--model": Translation.model,
-    "--tp-size": Translation.tensor_parallel,
-    "--tp": Translation.tensor_parallel,
-    "--tensor-parallel-size": Translation.tensor_parallel,
+    "--load-format": Translation.load_format,
     "--speculative-algorithm": Translation.algorithm,
     "--speculative-eagle-topk": Translation.eagle_topk,
     "--speculative-num-draft-tokens": Translation.num_draft_tokens,
@@ -106,51 +114,61 @@ READ: dict[str, Callable[[Translation, str, str], None]] = {
 }
 """Flags with a value that more is to be said of."""
 
-ALIASES = (*RENAMED, *SWITCHES, *READ)
+ALIASES = tuple(
+    flag
+    for flag in (*SHORT, *RENAMED, *SWITCHES, *READ, *ACCEPTED, *NOTED_VALUES, *NOTED_SWITCHES, *REFUSED)
+    if flag != "--load-format"
+)
+"""Every name that is not a flag of ours."""
 
 
-def translate(arguments: Sequence[str], known: Collection[str], switches: Collection[str]) -> Translation:
-    """Rewrite a command line. known: every flag of the command; switches: those of them that take no value.
+def translate(
+    arguments: Sequence[str], known: Collection[str], switches: Collection[str], lists: Collection[str] = ()
+) -> Translation:
+    """Rewrite a command line. known: every flag of the command; switches: those of them that take no value; lists:
+    those that take one value or several, as ``--served-model-name a b``.
 
     Raises ConfigError for a value that cannot be honoured, a missing value, a flag that is neither known nor an alias,
     and a model that is named twice.
     """
-    result, positional = Translation(), False
-    rest = iter(arguments)
-    for argument in rest:
-        flag, _, given = argument.partition("=")
+    result, positional = Translation(), list[str]()
+    rest = deque(arguments)
+    while rest:
+        argument = rest.popleft()
+        flag, equals, given = argument.partition("=")
+        flag = SHORT.get(flag, flag)
         if not flag.startswith("--") or flag == "--":
-            positional = True
+            positional.append(argument)
             result.arguments.append(argument)
-        elif flag in SWITCHES:
-            result.arguments.append(SWITCHES[flag])
-        elif flag in RENAMED or flag in READ:
-            value = given if "=" in argument else _value(flag, rest)
-            if flag == "--speculative-num-steps":
-                result.steps = _whole(flag, value, "; --speculative-method none drafts nothing")
-            if flag in RENAMED:
-                result.arguments += [RENAMED[flag], value]
-            else:
-                READ[flag](result, flag, value)
-        elif flag in known:
-            result.arguments.append(argument)
-            if "=" not in argument and flag not in switches:
-                result.arguments += [value for value in (next(rest, None),) if value is not None]
+        elif flag in known and flag not in READ:
+            result.arguments.append(flag + equals + given)
+            if not equals and flag not in switches and rest:
+                result.arguments.append(rest.popleft())
+            while flag in lists and rest and not rest[0].startswith("-"):
+                result.more[len(result.arguments)] = flag
+                result.arguments += [flag, rest.popleft()]
+        elif flag in SWITCHES or flag in NOTED_SWITCHES:
+            result.switch(flag)
+        elif flag in REFUSED:
+            refuse(flag)
+        elif flag in RENAMED or flag in READ or flag in ACCEPTED or flag in NOTED_VALUES:
+            result.value(flag, given if equals else _value(flag, rest))
         else:
             raise ConfigError(f"{flag} is unknown. {_nearest(flag, known)}")
     if result.path is not None:
         if positional:
             raise ConfigError(f"The model is named twice, as PATH and as {result.path!r}: leave one of them out.")
         result.arguments.insert(0, result.path)
+    elif not positional and result.more:
+        del result.arguments[max(result.more)]  # the last of several values is PATH, as in --served-model-name me tiny
     result.finish()
     return result
 
 
-def _value(flag: str, rest: Iterator[str]) -> str:
-    value = next(rest, None)
-    if value is None:
+def _value(flag: str, rest: deque[str]) -> str:
+    if not rest:
         raise ConfigError(f"{flag} needs a value.")
-    return value
+    return rest.popleft()
 
 
 def _whole(flag: str, value: str, way_out: str = "") -> int:

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -52,6 +53,9 @@ class EngineConfig:
     many tokens a round on average, bonus included, whatever the drafts are; the text is then meaningless.
     synthetic_acceptance_rates: benchmarks only, the same by place: the share of rounds in which draft 1, 2 … is
     accepted, as /metrics counts it; places beyond the last never are.
+    generation_config: where sampling defaults come from: auto: the checkpoint's generation_config.json; vllm: vLLM's
+    neutral ones; or a directory with that file. EOS ids are the checkpoint's either way.
+    tokenizer: directory of the tokenizer; None: the checkpoint's.
     logprobs_mode: log-probabilities of the model's own logits (raw), or of what tokens are drawn from: edited, divided
     by the temperature, filtered (processed).
     max_logprobs: what a request's logprobs may ask for at each position; -1: any number. More than 20 take whole rows
@@ -89,6 +93,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_prompt_embeds: bool = False
     enable_return_hidden_states: bool = False
+    generation_config: str = "auto"
+    tokenizer: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
@@ -111,6 +117,7 @@ class EngineConfig:
             raise ConfigError(f"--max-logprobs {self.max_logprobs}: give a whole number, or -1 for no limit.")
         if not self.max_stall_ms > 0:
             raise ConfigError(f"--max-stall-ms {self.max_stall_ms}: give milliseconds above 0.")
+        self._check_files()
         self._check_graphs()
         forced = self.synthetic_acceptance_length
         longest = 1 + (self.speculative.num_speculative_tokens if self.speculative else 0)
@@ -130,6 +137,16 @@ class EngineConfig:
     def synthetic(self) -> bool:
         """Whether acceptance is not the drafter's own."""
         return self.synthetic_acceptance_length is not None or bool(self.synthetic_acceptance_rates)
+
+    def _check_files(self) -> None:
+        """That directories which flags name have what they are named for."""
+        if self.tokenizer is not None and not any(Path(self.tokenizer).glob("*token*")):
+            raise ConfigError(f"--tokenizer {self.tokenizer}: there is no tokenizer; give a directory that has one.")
+        source = self.generation_config
+        if source not in ("auto", "vllm") and not (Path(source) / "generation_config.json").is_file():
+            raise ConfigError(
+                f"--generation-config {source}: it has no generation_config.json; give auto, vllm or a directory."
+            )
 
     def _check_graphs(self) -> None:
         modes = parse_graphs(self.graphs)
@@ -242,6 +259,8 @@ class ResolvedConfig:
             "graphs": dict(self.graphs),
             "compile": self.asked.compile,
             "graph_bytes": self.graph_bytes,
+            "generation_config": self.asked.generation_config,
+            "tokenizer": self.asked.tokenizer,
             "logprobs_mode": self.asked.logprobs_mode,
             "max_logprobs": self.asked.max_logprobs,
             "scheduling_policy": self.asked.scheduling_policy,

@@ -4,51 +4,87 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from unisono.config import EngineConfig
 from unisono.engine.engine import Engine
+from unisono.engine.loop import EngineLoop
+from unisono.frontend.collector import Collector
 from unisono.frontend.input_processor import InputProcessor, ModelFacts, PromptType
-from unisono.frontend.sequence_output import SequenceOutput
+from unisono.llm_arguments import engine_arguments
 from unisono.tokenizer import Tokenizer
-from unisono.types import (
-    MAX_LOGPROBS,
-    BadRequest,
-    CompletionOutput,
-    EngineRequest,
-    FinishReason,
-    RequestOutput,
-    SamplingParams,
-    TokenDelta,
-    TokenLogprobs,
-)
+from unisono.types import BadRequest, EngineRequest, FinishReason, RequestOutput, SamplingParams, TokenDelta
+
+Conversation = Sequence[Mapping[str, Any]]
+
+REFUSED = {
+    "lora_request": "this version has no adapters (LoRA); merge the adapter into the checkpoint",
+    "priority": "requests run first come, first served; submit the urgent ones first",
+    "mm_processor_kwargs": "this version takes text only",
+    "chat_template": "put it into the checkpoint as chat_template.jinja, or write the prompt and call generate()",
+}
+"""Arguments of vLLM's calls that cannot be honoured, and why."""
+
+Bar = bool | Callable[..., Any]
+"""``use_tqdm``: whether a terminal shows a progress bar, or what makes one (called as ``tqdm`` is)."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One sample of :meth:`LLM.get_metrics`. kind: "counter" or "gauge"."""
+
+    name: str
+    kind: str
+    labels: dict[str, str]
+    value: float
+    help: str
 
 
 class LLM:
-    """A model in this process. Keyword arguments are :class:`unisono.config.EngineConfig`'s fields.
+    """A model in this process. Keyword arguments are :class:`unisono.config.EngineConfig`'s fields and vLLM's names.
 
+    A keyword of vLLM is honoured, accepted where it changes nothing, or refused with the reason (docs/offline.md).
     ``progress(stage, share)`` is called while loading and capturing. Use as a context manager, or call
-    :meth:`shutdown`, to free the device. Raises CheckpointError and ConfigError.
+    :meth:`shutdown`, to free the device. Every method may be called in any thread, and several at once: all share one
+    engine (``engine/loop.py``), and the text of a request does not depend on the others. Ctrl-C ends a call after the
+    engine's step in flight; the model stays usable.
+
+    Raises CheckpointError and ConfigError; calls raise EngineDead once the engine failed or was shut down.
     """
 
     def __init__(
         self, model: str = "tiny", *, progress: Callable[[str, float], None] = lambda stage, share: None, **flags: Any
     ) -> None:
-        self.engine = Engine(EngineConfig(model=str(model), **flags), progress)
+        model, revision = str(model), flags.pop("revision", None)
+        config = EngineConfig(f"{model}@{revision}" if revision else model, **engine_arguments(flags))
+        engine = Engine(config, progress)
         try:
-            self.tokenizer = Tokenizer.load(self.engine.checkpoint.path)
+            self.tokenizer = Tokenizer.load(config.tokenizer or engine.checkpoint.path)
         except BaseException:
-            self.engine.shutdown()  # the caller has no object to do it with
+            engine.shutdown()  # the caller has no object to do it with
             raise
-        self._inputs = InputProcessor(self.tokenizer, ModelFacts.of(self.engine.info(), self.tokenizer))
+        self.loop = EngineLoop(engine)
+        self._inputs = InputProcessor(self.tokenizer, ModelFacts.of(engine.info(), self.tokenizer))
+        self._default_params = engine.default_params()
         self.eos_token_ids = self._inputs.model.eos_token_ids
         self._ids = itertools.count()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine itself. Use it only while no other thread uses this object. Raises EngineDead after shutdown."""
+        return self.loop.engine
 
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: Bar = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; returns one RequestOutput each, in order.
 
@@ -59,50 +95,95 @@ class LLM:
         Raises BadRequest, before anything runs, if any of them is wrong.
         """
         batch = _as_list(prompts)
+        refuse_unsupported(
+            lora_request=lora_request, priority=None if priority is None or not any(priority) else priority
+        )
         params = self._params(sampling_params, len(batch))
-        prepared = [self._prepare(p, q) for p, q in zip(batch, params, strict=True)]
-        self._run([sequence for sequences in prepared for sequence in sequences])
-        return [
-            sequences[0].result([sequence.finished(i) for i, sequence in enumerate(sequences)])
-            for sequences in prepared
-        ]
+        collectors = [self.prepare(p, q) for p, q in zip(batch, params, strict=True)]
+        self._run(collectors, use_tqdm)
+        return [collector.output() for collector in collectors]
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Bar = True,
+        **template: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several: lists of ``{"role": …, "content": …}``."""
+        """Answer one conversation, or several: lists of ``{"role": …, "content": …}``.
+
+        template: what :meth:`chat_prompt` takes.
+        """
         if not messages:
             raise BadRequest("messages is empty; give at least one.", param="messages")
         several = messages if not isinstance(messages[0], Mapping) else [messages]
-        return self.generate([self.chat_prompt(m) for m in several], sampling_params)  # type: ignore[arg-type]
+        refuse_unsupported(**{name: template.pop(name) for name in REFUSED if name in template})
+        prompts = [self.chat_prompt(cast(Conversation, m), **template) for m in several]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The prompt that the chat template makes of one conversation."""
-        prompt = self._inputs.chat(messages)
+    def chat_prompt(
+        self,
+        messages: Conversation,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The prompt that the chat template makes of one conversation. Names are vLLM's.
+
+        add_generation_prompt: end with the beginning of the assistant's answer. continue_final_message: let the last
+        message go on; give it with add_generation_prompt=False. tools: functions that the model may call, as OpenAI
+        writes them. chat_template_kwargs: variables of the template, for example ``{"enable_thinking": False}``.
+        """
+        if add_generation_prompt and continue_final_message:
+            raise BadRequest(
+                "continue_final_message goes on with the last message, add_generation_prompt begins a new one: "
+                "set add_generation_prompt=False.",
+                "continue_final_message",
+            )
+        options: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
+        prompt = self._inputs.chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=chat_template_kwargs,
+            **options,
+        )
         return {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
 
     def stream(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> Iterator[TokenDelta]:
-        """Yield one request's tokens as they come. Leaving the loop early aborts it."""
-        request = self._request(prompt_token_ids, params or self.engine.default_params())
-        self.engine.add(request)
+        """Yield one request's tokens as they come. Leaving the loop early aborts it. Several may be read by turns."""
+        request = self._request(prompt_token_ids, params or self._default_params)
+        inbox = self.loop.submit([request])
         try:
-            while self.engine.has_work():
-                for delta in self.engine.step():
-                    if delta.request_id == request.request_id:
-                        yield delta
-                        if delta.finish is not FinishReason.RUNNING:
-                            return
+            while deltas := self.loop.read(inbox):
+                for delta, _ in deltas:
+                    yield delta
         finally:
-            self.engine.abort(request.request_id)
+            self.loop.abort(*inbox.open)
+
+    def get_tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, as transformers has it. Raises BadRequest where there is none."""
+        return self._inputs.require_tokenizer("get_tokenizer()").backend
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Sampling parameters where a call gives none: generation_config.json's."""
+        return self._default_params
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's counters and gauges; names are vLLM's, for example "vllm:generation_tokens"."""
+        samples = self.loop.call(lambda engine: engine.metrics())
+        return [Metric("vllm:" + name, kind, labels, value, text) for name, kind, labels, value, text in samples]
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix that no running request uses."""
+        self.loop.call(lambda engine: engine.reset_prefix_cache())
+        return True
 
     def shutdown(self) -> None:
-        """Free the device's memory. The object is of no use afterwards."""
-        if self.engine is not None:
-            self.engine.shutdown()
-            del self.engine
-            self.engine = None  # type: ignore[assignment]
+        """Free the device's memory. Calls that run in other threads, and later ones, raise EngineDead."""
+        self.loop.shutdown()
 
     def __enter__(self) -> LLM:
         return self
@@ -110,86 +191,74 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.shutdown()
 
+    # ---- for async_llm, too -------------------------------------------------------------------
+
+    def next_id(self) -> str:
+        """A request id that no other request of this engine has."""
+        return str(next(self._ids))
+
+    def prepare(self, given: PromptType, params: SamplingParams, request_id: str | None = None) -> Collector:
+        """Check a prompt and its parameters, and collect its ``params.n`` sequences. Raises BadRequest."""
+        own_id = self.next_id()
+        engine = self.loop.engine  # raises before anything is done
+        prompt = self._inputs.prompt(given)
+        requests = self._inputs.request(own_id, prompt, params).sequences()
+        engine.check(requests[0])
+        return Collector(request_id or own_id, requests, self.tokenizer, prompt.text, self.eos_token_ids)
+
+    def _request(self, prompt: PromptType, params: SamplingParams) -> EngineRequest:
+        return self._inputs.request(self.next_id(), self._inputs.prompt(prompt), params)
+
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None:
-            return [self.engine.default_params()] * count
+            return [self._default_params] * count
         if isinstance(given, SamplingParams):
             return [given] * count
         if len(given) != count:
             raise BadRequest(f"{len(given)} SamplingParams for {count} prompts; give one, or one each.")
         return list(given)
 
-    def _prepare(self, given: PromptType, params: SamplingParams) -> list[_Running]:
-        """Return the prompt's sequences: ``params.n`` of them."""
-        prompt = self._inputs.prompt(given)
-        sequences = self._inputs.request(str(next(self._ids)), prompt, params).sequences()
-        self.engine.check(sequences[0])
-        return [_Running(SequenceOutput(sequence, self.tokenizer), prompt.text) for sequence in sequences]
-
-    def _request(self, prompt: PromptType, params: SamplingParams) -> EngineRequest:
-        return self._inputs.request(str(next(self._ids)), self._inputs.prompt(prompt), params)
-
-    def _run(self, states: list[_Running]) -> None:
-        engine, running = self.engine, {s.request.request_id: s for s in states}
-        with contextlib.ExitStack() as undo:
-            for request_id, state in running.items():
-                engine.add(state.request)
-                undo.callback(engine.abort, request_id)  # does nothing for a request that has ended
-            open_ids = set(running)
-            while open_ids:
-                for delta in engine.step():
-                    if delta.request_id in open_ids and running[delta.request_id].take(delta):
-                        open_ids.discard(delta.request_id)
-                        engine.abort(delta.request_id)
+    def _run(self, collectors: list[Collector], use_tqdm: Bar) -> None:
+        """Run everything to its end; whatever is left when an error or Ctrl-C comes is aborted."""
+        owners = {request.request_id: one for one in collectors for request in one.requests}
+        requests: list[EngineRequest] = [request for one in collectors for request in one.requests]
+        inbox = self.loop.submit(requests)
+        try:
+            with _progress_bar(use_tqdm, len(collectors)) as advance:
+                while deltas := self.loop.read(inbox):
+                    for delta, now in deltas:
+                        owner = owners[delta.request_id]
+                        if early := owner.take(delta, now):
+                            self.loop.abort(delta.request_id)
+                        if (early or delta.finish is not FinishReason.RUNNING) and not owner.open:
+                            advance(1)
+        finally:
+            self.loop.abort(*inbox.open)
 
 
-class _Running:
-    """One sequence of a ``generate`` call. prompt: its text, where it was given as text."""
+def refuse_unsupported(**given: Any) -> None:
+    """Raise BadRequest for an argument that is set and cannot be honoured."""
+    for name, value in given.items():
+        if value is not None:
+            raise BadRequest(f"{name} is not supported: {REFUSED[name]}.", name)
 
-    def __init__(self, output: SequenceOutput, prompt: str | None) -> None:
-        self.output, self.request, self.prompt = output, output.request, prompt
-        self.completion = CompletionOutput(0, [], "")
-        self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: list[TokenLogprobs] = []
 
-    def take(self, delta: TokenDelta) -> bool:
-        """Take in new tokens. Returns whether the sequence has ended, by the engine's word or a stop string."""
-        self.output.record(delta)
-        new = self.output.detokenize(delta)
-        self.completion.token_ids += new.token_ids
-        self.completion.text += new.text
-        self.completion.error = delta.error
-        self._logprobs += new.logprobs or []
-        self._prompt_logprobs += delta.prompt_logprobs or []
-        for name, values in (delta.extra or {}).items():
-            self.completion.extra.setdefault(name, []).extend(values)
-        if new.finish is not FinishReason.RUNNING:
-            self.completion.finish_reason = new.finish.text
-        return new.finish is not FinishReason.RUNNING
+@contextlib.contextmanager
+def _progress_bar(wanted: Bar, total: int) -> Iterator[Callable[[int], object]]:
+    """What counts finished prompts: a bar on a terminal, nothing elsewhere."""
+    if not wanted or (wanted is True and not sys.stderr.isatty()):
+        yield lambda count: None
+        return
+    make: Any = wanted
+    if wanted is True:
+        from tqdm import tqdm
 
-    def finished(self, index: int) -> CompletionOutput:
-        """Return the completion, as output ``index`` of its prompt."""
-        completion, text_of = self.completion, self.output.token_text
-        completion.index = index
-        if self.request.params.logprobs is not None:
-            pairs = zip(completion.token_ids, self._logprobs, strict=True)
-            completion.logprobs = [one.named(token, text_of, len(one.top)) for token, one in pairs]
-            completion.cumulative_logprob = sum(given.logprob for given in self._logprobs)
-        if self.request.params.return_hidden_states:
-            completion.hidden_states = self.output.hidden_states()
-        return completion
-
-    def result(self, completions: list[CompletionOutput]) -> RequestOutput:
-        """Return the prompt's result, of whose sequences this is the first."""
-        request, params = self.request, self.request.params
-        assert params.seed is not None
-        ids, cached = request.prompt_token_ids, self.output.cached_tokens
-        result = RequestOutput(request.request_id, self.prompt, ids, completions, params.seed, cached)
-        if params.prompt_logprobs is not None:
-            result.prompt_logprobs = self.output.prompt_logprobs(self._prompt_logprobs, MAX_LOGPROBS)
-        if params.return_hidden_states:
-            result.prompt_hidden_states = self.output.prompt_hidden_states()
-        return result
+        make = tqdm
+    bar = make(total=total, desc="Prompts", dynamic_ncols=True)
+    try:
+        yield bar.update
+    finally:
+        bar.close()
 
 
 def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:

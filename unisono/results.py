@@ -113,9 +113,36 @@ class TokenDelta:
             self.hidden_states = later.hidden_states if own is None else own.joined(later.hidden_states)
 
 
+class RequestOutputKind(enum.Enum):
+    """What each output of ``AsyncLLM.generate`` holds: all so far, what is new since the one before it, or the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request. Names are vLLM's.
+
+    arrival_time: seconds since 1970. The ``_ts`` are seconds of ``time.monotonic``: when the request was ready for the
+    engine, and when its first and its latest tokens left the engine; 0 before that. first_token_latency: seconds from
+    queued_ts to first_token_ts. num_generation_tokens: of all the request's sequences.
+    """
+
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0
+    num_generation_tokens: int = 0
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One generated sequence: ``token_ids`` (EOS included), ``text`` (stop string excluded unless asked for).
+
+    ``stop_reason``: the stop string, or the id of ``stop_token_ids``, that ended it; None for EOS and everything else.
 
     ``logprobs`` maps, for each token, ids to their log-probability: the token's own and the likeliest ones'.
     ``hidden_states``: a tensor [tokens - 1, hidden] in the model's dtype, of each token but the last.
@@ -132,6 +159,11 @@ class CompletionOutput:
     hidden_states: Any = None
     error: str | None = None
     extra: dict[str, list[Any]] = field(default_factory=dict)
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass(slots=True)
@@ -140,7 +172,7 @@ class RequestOutput:
 
     ``prompt_logprobs`` has an entry for each prompt token, None for the first and those before ``logprob_start_len``.
     ``prompt_hidden_states``: a tensor [prompt tokens, hidden] in the model's dtype. ``prompt_token_ids`` has -1 where
-    an embedding stood.
+    an embedding stood. ``metrics``: when it came and when its tokens did.
     """
 
     request_id: str
@@ -152,3 +184,4 @@ class RequestOutput:
     finished: bool = True
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     prompt_hidden_states: Any = None
+    metrics: RequestMetrics | None = None

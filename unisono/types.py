@@ -1,7 +1,7 @@
 """The words every room shares: requests, sampling parameters, results and errors.
 
-Everything may import this module; of the project it imports ``token_tree``, ``structured_outputs`` and ``results``
-only, whose names it passes on. It holds no tensors.
+Everything may import this module; of the project it imports ``errors``, ``token_tree``, ``structured_outputs`` and
+``results`` only, whose names it passes on. It holds no tensors.
 """
 
 from __future__ import annotations
@@ -11,10 +11,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from unisono.errors import BadRequest as BadRequest
+from unisono.errors import CheckpointError as CheckpointError
+from unisono.errors import ConfigError as ConfigError
+from unisono.errors import EngineDead as EngineDead
+from unisono.errors import UnisonoError as UnisonoError
 from unisono.results import CompletionOutput as CompletionOutput
 from unisono.results import FinishReason as FinishReason
 from unisono.results import Logprob as Logprob
+from unisono.results import RequestMetrics as RequestMetrics
 from unisono.results import RequestOutput as RequestOutput
+from unisono.results import RequestOutputKind as RequestOutputKind
 from unisono.results import TokenDelta as TokenDelta
 from unisono.results import TokenLogprobs as TokenLogprobs
 from unisono.results import Vectors as Vectors
@@ -43,35 +50,6 @@ MAX_SEED = 2**63 - 1
 
 PLACEHOLDER = -1
 """Stands among a prompt's token ids where an embedding does. It is no token: nothing matches, counts or repeats it."""
-
-
-class UnisonoError(Exception):
-    """Base of every error that is raised on purpose."""
-
-
-class BadRequest(UnisonoError):
-    """The caller's input is wrong: names the value, the limit and the way out.
-
-    ``param`` is the offending parameter's name as the OpenAI API spells it, or None.
-    ``code`` is OpenAI's machine-readable code, for example ``context_length_exceeded``.
-    """
-
-    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
-
-
-class ConfigError(UnisonoError):
-    """A flag or a combination of flags cannot be honoured."""
-
-
-class CheckpointError(UnisonoError):
-    """A checkpoint is missing, broken, truncated or of an unsupported architecture."""
-
-
-class EngineDead(UnisonoError):
-    """The engine stopped; every request it held ends with this error."""
 
 
 def _require(ok: bool, name: str, value: object, rule: str) -> None:
@@ -225,6 +203,10 @@ class StructuredOutputs:
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
 
+StructuredOutputsParams = StructuredOutputs
+"""vLLM's name of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Thinking:
     """A thought at the output's beginning, which the marks ``start`` and ``end`` enclose.
@@ -289,6 +271,7 @@ class SamplingParams:
     structured_outputs: what the output must be; where it is complete only EOS may come. ignore_eos and min_tokens then
         forbid ending it only where it can go on.
     thinking: how the output's thought is marked; structured_outputs begins after it.
+    output_kind: what each output of ``AsyncLLM.generate`` holds.
 
     Raises BadRequest naming the value and the limit.
     """
@@ -326,6 +309,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] = "left"
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     @property
     def followed_thinking(self) -> Thinking | None:
@@ -445,6 +429,10 @@ class SamplingParams:
             all(isinstance(w, str) and w for w in words), "bad_words", words, "every word must be a non-empty string"
         )
         object.__setattr__(self, "bad_words", words)
+
+    def clone(self) -> SamplingParams:
+        """A copy. Fields cannot be set; ``dataclasses.replace(params, seed=1)`` makes a changed copy."""
+        return replace(self, logit_bias=dict(self.logit_bias), extra_args=dict(self.extra_args))
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def test_paths_that_are_no_checkpoint(directory, tmp_path):
     refused(tmp_path / "nowhere", "nowhere", "does not exist", "tiny")
     refused(directory / "config.json", "is a file", "directory")
     refused(tmp_path, "no config.json")
-    refused("Qwen/Qwen3-8B", "'Qwen/Qwen3-8B'", "hub", "hf download", "tiny")
+    refused("Qwen/Qwen3-8B", "'Qwen/Qwen3-8B'", "hub", "hf download")
 
 
 def test_broken_config(directory):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -167,7 +168,7 @@ class Build:
         """Everything that requests may ask of a pass beside its tokens."""
         c, asked, worker = checkpoint.config, self.config.asked, self.worker
         context = FeatureContext(
-            directory=checkpoint.path,
+            directory=Path(asked.tokenizer) if asked.tokenizer else checkpoint.path,
             eos=checkpoint.eos_token_ids,
             vocab_size=c.vocab_size,
             hidden_size=c.hidden_size,

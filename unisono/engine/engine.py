@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from unisono.engine.scheduler import Scheduler
 from unisono.engine.self_test import run_self_test
 from unisono.engine.sequence import Extend, Pass, Round, Sequence, States
 from unisono.engine.slots import SlotPool
-from unisono.models.checkpoint import Checkpoint
+from unisono.models.checkpoint import Checkpoint, generation_defaults
 from unisono.passes.features.base import Committed
 from unisono.request_checks import check_request
 from unisono.state.pages import PagePool
@@ -263,8 +264,12 @@ class Engine:
     # ---- what it tells ------------------------------------------------------------------------
 
     def generation_defaults(self) -> dict[str, float]:
-        """The sampling parameters that generation_config.json sets."""
-        g = self.checkpoint.generation
+        """The sampling parameters that generation_config.json sets; of ``--generation-config``, if that names one."""
+        g, asked = self.checkpoint.generation, self.config.asked.generation_config
+        if asked == "vllm":
+            return {}
+        if asked != "auto":
+            g = generation_defaults(Path(asked) / "generation_config.json")
         given = {"temperature": g.temperature, "top_p": g.top_p, "top_k": g.top_k, "min_p": g.min_p}
         return {name: value for name, value in given.items() if value is not None}
 

@@ -7,7 +7,6 @@ holds no weights: ``weights`` reads them. The engine and the loader call it.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,13 +62,13 @@ class Checkpoint:
         directory, a hub id, config.json missing or unparsable, an unsupported architecture or quantisation, values that
         the blocks do not compute; ConfigError: a ``quantization`` that is not the checkpoint's.
         """
-        directory = find_directory(path)
+        directory = catalog.find_directory(path)
         raw = read_json(directory / "config.json")
         family = catalog.models.load(_architecture(raw, directory))
         quantized = find_quantization(raw, directory, quantization)
         hf_config, config = _parse_config(directory, family)
         generation_file = directory / "generation_config.json"
-        generation = _generation_defaults(generation_file) if generation_file.exists() else GenerationDefaults()
+        generation = generation_defaults(generation_file) if generation_file.exists() else GenerationDefaults()
         text = config.hf_config
         declared = [getattr(each, "eos_token_id", None) for each in (hf_config, text)]
         eos = {i for ids in declared for i in _token_ids(ids, directory / "config.json")}
@@ -139,23 +138,6 @@ def formats_in(directory: Path) -> Callable[[str], WeightFormat]:
     return find_quantization(read_json(file), directory).by_name if file.is_file() else plain
 
 
-def find_directory(path: str | Path) -> Path:
-    directory = catalog.resolve_name(path)
-    bundled = f"Bundled names: {', '.join(catalog.bundled)}."
-    if not directory.exists():
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith("."):
-            raise CheckpointError(
-                f"{str(path)!r} is no directory here. If it is a hub id: nothing is downloaded from a hub. "
-                f"Give a directory, such as `hf download {path} --local-dir DIR` fills. {bundled}"
-            )
-        raise CheckpointError(f"{directory} does not exist: give a checkpoint's directory. {bundled}")
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is a file: give the directory that holds config.json. {bundled}")
-    if not (directory / "config.json").is_file():
-        raise CheckpointError(f"{directory} has no config.json, so it is no Hugging Face checkpoint. {bundled}")
-    return directory
-
-
 def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -188,7 +170,7 @@ def _parse_config(directory: Path, family: Family) -> tuple[Any, DecoderConfig]:
         raise CheckpointError(f"{directory / 'config.json'} is not a valid config: {error}") from error
 
 
-def _generation_defaults(file: Path) -> GenerationDefaults:
+def generation_defaults(file: Path) -> GenerationDefaults:
     raw = read_json(file)
     for name in ("temperature", "top_p", "top_k", "min_p"):
         value = raw.get(name)

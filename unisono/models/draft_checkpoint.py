@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from unisono import catalog
+from unisono.catalog import find_directory
 from unisono.layers.formats import Place, WeightFormat
 from unisono.layers.norm import RMSNorm
 from unisono.models import weights
 from unisono.models.build import AttentionFactory, Builder, no_attention, plain
-from unisono.models.checkpoint import find_directory, read_json, read_tensors
+from unisono.models.checkpoint import read_json, read_tensors
 from unisono.models.config import DecoderConfig
 from unisono.models.decoder import Decoder
 from unisono.models.draft import DraftConfig, Eagle3Head, EagleHead

@@ -30,6 +30,7 @@ from unisono.server.app import create_app
 from unisono.server.auth import Keys
 from unisono.server.chat import ChatFormat
 from unisono.server.client import EngineClient, Progress
+from unisono.server.http_settings import HttpSettings
 from unisono.server.limits import LimitedProtocol, Limits, open_files
 from unisono.server.metrics import ProgressLine, ServerMetrics, check_prefix
 from unisono.server.pooling import pooling_of
@@ -55,7 +56,9 @@ INTERRUPTED = 130
 class ServerSettings:
     """The server's flags.
 
-    model_path: directory with the tokenizer. names: what clients may call the model; answers carry the one they used.
+    model_path: the checkpoint's directory. tokenizer: directory of the tokenizer, if not that. chat_template: text of a
+    template that replaces the checkpoint's. http: TLS and CORS.
+    names: what clients may call the model; answers carry the one they used.
     metrics_prefix: of the names in /metrics, a key of ``metrics.PREFIXES``.
     otlp_traces_endpoint: where spans go, OTLP over HTTP; None sends none.
     profile_dir: where /stop_profile writes; None turns profiles off.
@@ -72,6 +75,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    chat_template: str | None = None
     drain_timeout: float = 30.0
     limits: Limits = field(default_factory=Limits)
     metrics_prefix: str = "unisono"
@@ -81,6 +85,8 @@ class ServerSettings:
     tool_call_parser: str | None = None
     trust_request_chat_template: bool = False
     engine: str = ENGINE
+    http: HttpSettings = field(default_factory=HttpSettings)
+    tokenizer: Path | None = None
 
 
 def serve(config: Any, settings: ServerSettings, progress: Progress = lambda stage, share: None) -> None:
@@ -127,7 +133,8 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
         service = await _unless(stop, _prepare(client, config, settings))
         if service is None:
             return
-        server = _Uvicorn(_uvicorn_config(create_app(service), settings.limits))
+        app = settings.http.with_cors(create_app(service))
+        server = _Uvicorn(_uvicorn_config(app, settings.limits, settings.http))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reporting = [asyncio.create_task(_report_progress(service))]
         if service.tracer is not None:
@@ -137,7 +144,8 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
         )  # uvicorn listens a moment later, and a client that reads the next line may connect at once
         freeze_heap()
         host, port = listener.getsockname()[:2]
-        logger.info("Serving %s on http://%s:%d/v1 (Ctrl-C stops)", ", ".join(service.names), host, port)
+        where = f"{settings.http.scheme}://{host}:{port}/v1"
+        logger.info("Serving %s on %s (Ctrl-C stops)", ", ".join(service.names), where)
         await stop.wait()
         await _drain(service, settings.drain_timeout)
         for task in reporting:
@@ -152,13 +160,15 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
 
 async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) -> Service:
     """Load the tokenizer while the engine loads the model."""
-    tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model_path)
+    tokenizer = await asyncio.to_thread(Tokenizer.load, settings.tokenizer or settings.model_path)
     info = await client.ready()
     facts = ModelFacts.of(info, tokenizer)
     if tokenizer is None:
         logger.warning("%s has no tokenizer: only token ids are taken, on /v1/completions.", settings.model_path)
     else:
         tokenizer.check_vocabulary(facts.vocab_size)
+        if settings.chat_template is not None:
+            tokenizer.backend.chat_template = settings.chat_template
     metrics = ServerMetrics(settings.names[0], lambda: client.samples, settings.metrics_prefix, facts.max_model_len)
     metrics.cache_config(info)
     client.stepped = metrics.step
@@ -245,7 +255,9 @@ async def _unless(stop: asyncio.Event, work: Any) -> Any:
     return task.result()
 
 
-def _uvicorn_config(app: ASGIApp | None, limits: Limits | None = None) -> uvicorn.Config:
+def _uvicorn_config(
+    app: ASGIApp | None, limits: Limits | None = None, http: HttpSettings | None = None
+) -> uvicorn.Config:
     limits = limits or Limits()
     limits = dataclasses.replace(limits, connections=min(limits.connections, open_files()))
     return uvicorn.Config(
@@ -258,6 +270,7 @@ def _uvicorn_config(app: ASGIApp | None, limits: Limits | None = None) -> uvicor
         server_header=False,
         ws="none",
         timeout_graceful_shutdown=CONNECTION_LIMIT,
+        **(http or HttpSettings()).uvicorn(),
     )
 
 

@@ -24,7 +24,10 @@ from typing import Annotated, Any
 
 import typer
 
+from unisono import catalog
+from unisono.cli_values import shares, speculative, whole_numbers, writable
 from unisono.heap import frozen_heap
+from unisono.types import ConfigError, SpeculativeConfig
 
 NONE, ADAPTIVE = "none", "adaptive"
 WARM = 6
@@ -134,20 +137,21 @@ def adaptive(
     synthetic_acceptance_rates: Annotated[
         str, typer.Option(help="Accept draft 1, 2 … in these shares of the rounds. Default: real acceptance.")
     ] = "",
-    context: Annotated[int, typer.Option(help="Prompt tokens per request, with synthetic acceptance.")] = 512,
-    rounds: Annotated[int, typer.Option(help="Rounds per run, at least.")] = 48,
-    cycles: Annotated[int, typer.Option(help="Runs per variant.")] = 3,
+    context: Annotated[int, typer.Option(min=1, help="Prompt tokens per request, with synthetic acceptance.")] = 512,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds per run, at least.")] = 48,
+    cycles: Annotated[int, typer.Option(min=1, help="Runs per variant.")] = 3,
     out: Annotated[
         Path | None, typer.Option(help="Write JSON to this file, and Markdown to the same name with .md.")
     ] = None,
 ) -> None:
     """Tokens per second without speculation, with each fixed k and with adaptive k, by concurrency."""
+    sizes = whole_numbers("--concurrency", concurrency, some=True)
+    rates = shares("--synthetic-acceptance-rates", synthetic_acceptance_rates)
+    spec = speculative(speculative_config)
+    writable("--out", out)
+    catalog.find_directory(model)
     from unisono.llm import LLM
-    from unisono.types import SpeculativeConfig
 
-    sizes = [int(n) for n in concurrency.split(",")]
-    rates = tuple(float(rate) for rate in synthetic_acceptance_rates.split(",") if rate)
-    spec = SpeculativeConfig.parse(json.loads(speculative_config))
     longest = max(_timed_rounds(rounds, size) for size in sizes)
     width = 1 + spec.num_speculative_tokens
     length = context + (longest + 2 * WARM) * width
@@ -294,8 +298,11 @@ def plot(
     picture: Annotated[Path, typer.Argument(help="PNG, SVG or PDF file to write.")],
 ) -> None:
     """Plot tokens per second over concurrency, relative to no speculation. Needs the extra "plot" (matplotlib)."""
-    from unisono.types import ConfigError
-
+    writable("PICTURE", picture)
+    try:
+        curve = Curve.read(results)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{results} is not what `unisono bench adaptive --out` wrote: {error}.") from None
     try:
         import matplotlib
     except ImportError:
@@ -303,7 +310,6 @@ def plot(
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    curve = Curve.read(results)
     figure, axes = pyplot.subplots(figsize=(7, 4.5), dpi=150)
     sizes = [point.concurrency for point in curve.points]
     for name in curve.points[0].tokens_per_second:

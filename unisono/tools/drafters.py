@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unisono.cli_values import whole_numbers
 from unisono.heap import frozen_heap
 from unisono.tools.problems import COUNT, final_answer, held_out_problems
-from unisono.types import SamplingParams, SpeculativeConfig
+from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
 
 if TYPE_CHECKING:
     from unisono.llm import LLM
@@ -53,13 +54,15 @@ def drafters(
     gpu_memory_utilization: Annotated[float, typer.Option(help="As of `unisono serve`.")] = 0.3,
 ) -> None:
     """Tokens per second of the bundled model without speculation and with each of its drafters."""
-    sizes = [int(n) for n in batch.split(",")]
+    sizes, chosen = whole_numbers("--batch", batch, some=True), [name.strip() for name in methods.split(",")]
+    if unknown := [name for name in chosen if name not in HEADS]:
+        raise ConfigError(f"--methods {unknown[0]!r} is unknown; choose from {', '.join(HEADS)}.")
     flags = {"device": device, "gpu_memory_utilization": gpu_memory_utilization, "max_num_seqs": max(sizes)}
     print("| drafter | " + " | ".join(f"tokens/s, batch {n}" for n in sizes) + " | tokens per round | right | same |")
     print("|---" * (len(sizes) + 4) + "|")
     baseline = _measure(None, problems, sizes, flags)
     _print_row("none", baseline, baseline, problems)
-    for method in methods.split(","):
+    for method in chosen:
         spec = SpeculativeConfig.parse({"method": method, "model": HEADS[method], "num_speculative_tokens": drafts})
         result = _measure(spec, problems, sizes, flags)
         _print_row(method, result, baseline, problems)

@@ -1,0 +1,371 @@
+"""``LLM`` and ``AsyncLLM`` from outside: callers share one engine and get their own tokens, whoever steps it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import unisono
+from tests.engine.helpers import engine
+from unisono import LLM, AsyncLLM, RequestOutputKind, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
+from unisono.types import BadRequest, ConfigError, EngineDead, SpeculativeConfig
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [300, 301], [40] * 9]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, seed=1)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with engine("tiny", enforce_eager=True, max_num_seqs=4, max_model_len=128) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> list[list[int]]:
+    """Each prompt's tokens when it runs alone."""
+    return [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS]
+
+
+def ids(outputs: list[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def idle(llm: LLM) -> None:
+    """Nothing is left of any request."""
+    while llm.engine.has_work():
+        llm.engine.step()
+    llm.engine.reset_prefix_cache()
+    llm.engine.check_integrity()
+    assert not llm.loop.busy
+    assert not llm.engine.scheduler.running
+
+
+def test_streams_read_by_turns_get_all_their_tokens(llm: LLM, expected: list[list[int]]) -> None:
+    streams, got = [llm.stream(prompt, GREEDY) for prompt in PROMPTS], [[] for _ in PROMPTS]
+    while any([got[i].extend(delta.token_ids) or True for i, s in enumerate(streams) if (delta := next(s, None))]):
+        pass
+    assert got == expected
+    idle(llm)
+
+
+def test_generate_inside_a_stream(llm: LLM, expected: list[list[int]]) -> None:
+    got = []
+    for delta in llm.stream(PROMPTS[0], GREEDY):
+        got += delta.token_ids
+        assert ids(llm.generate(PROMPTS[1:3], GREEDY)) == expected[1:3]
+    assert got == expected[0]
+
+
+def test_threads_in_generate(llm: LLM, expected: list[list[int]]) -> None:
+    found: list[tuple[int, list[int]]] = []
+
+    def ask(i: int) -> None:
+        for _ in range(3):
+            found.append((i, ids(llm.generate(PROMPTS[i], GREEDY, use_tqdm=False))[0]))
+
+    threads = [threading.Thread(target=ask, args=(i % 4,), daemon=True) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 24
+    assert all(tokens == expected[i] for i, tokens in found)
+    idle(llm)
+
+
+def test_a_stream_that_is_left_is_aborted(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    stream.close()
+    idle(llm)
+
+
+def test_async_and_sync_callers_share_the_engine(llm: LLM, expected: list[list[int]]) -> None:
+    sync: list[list[int]] = []
+    thread = threading.Thread(target=lambda: sync.extend(ids(llm.generate(PROMPTS, GREEDY))), daemon=True)
+
+    async def ask(shared: AsyncLLM, prompt: list[int]) -> list[list[int]]:
+        return [output.outputs[0].token_ids async for output in shared.generate(prompt, GREEDY, f"r{prompt[0]}")]
+
+    async def main() -> list[list[list[int]]]:
+        with AsyncLLM(llm=llm) as shared:
+            thread.start()
+            return await asyncio.gather(*(ask(shared, prompt) for prompt in PROMPTS))
+
+    cumulative = asyncio.run(main())
+    thread.join(60)
+    assert sync == expected
+    assert [each[-1] for each in cumulative] == expected
+    assert all(a == b[: len(a)] for each in cumulative for a, b in itertools.pairwise(each))
+    idle(llm)
+
+
+def test_async_output_kinds(llm: LLM, expected: list[list[int]]) -> None:
+    async def outputs(kind: RequestOutputKind) -> list[Any]:
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1, n=2, output_kind=kind)
+        with AsyncLLM(llm=llm) as shared:
+            return [output async for output in shared.generate({"prompt_token_ids": PROMPTS[0]}, params)]
+
+    deltas = asyncio.run(outputs(RequestOutputKind.DELTA))
+    (final,) = asyncio.run(outputs(RequestOutputKind.FINAL_ONLY))
+    for index in range(2):
+        parts = [one.outputs[index] for one in deltas]
+        assert [token for part in parts for token in part.token_ids] == expected[0]
+        assert [entry for part in parts for entry in part.logprobs] == final.outputs[index].logprobs
+        assert "".join(part.text for part in parts) == final.outputs[index].text
+    assert [one.finished for one in deltas] == [False] * (len(deltas) - 1) + [True]
+    assert len(deltas) > 2
+
+
+@pytest.mark.parametrize("how", ["cancel", "abort", "break"])
+def test_async_requests_end_early(llm: LLM, how: str) -> None:
+    long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    seen: list[Any] = []
+
+    async def ask(shared: AsyncLLM) -> None:
+        iterator = shared.generate(PROMPTS[0], long, "mine")
+        async for output in iterator:
+            seen.append(output)
+            if how == "abort":
+                await shared.abort("mine")
+            if how == "break":
+                break
+        await iterator.aclose()
+
+    async def main() -> None:
+        with AsyncLLM(llm=llm) as shared:
+            task = asyncio.create_task(ask(shared))
+            while not seen:
+                await asyncio.sleep(0.001)
+            if how == "cancel":
+                task.cancel()
+            await asyncio.wait([task], timeout=30)
+            assert task.done()
+            assert task.cancelled() == (how == "cancel")
+
+    asyncio.run(main())
+    assert len(seen[-1].outputs[0].token_ids) < 100
+    if how == "abort":
+        assert seen[-1].outputs[0].finish_reason == "abort"
+    idle(llm)
+
+
+def test_async_request_ids_are_unique(llm: LLM) -> None:
+    async def main() -> None:
+        with AsyncLLM(llm=llm) as shared:
+            first = shared.generate(PROMPTS[0], GREEDY, "same")
+            await anext(first)
+            with pytest.raises(BadRequest, match="'same' is running already"):
+                await anext(shared.generate(PROMPTS[0], GREEDY, "same"))
+            await first.aclose()
+
+    asyncio.run(main())
+
+
+def test_ctrl_c_ends_generate_between_two_steps(
+    llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, whole = llm.engine.step, []
+
+    def interrupted() -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        deltas = step()
+        whole.append(True)
+        return deltas
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, GREEDY)
+    assert whole == [True]  # the step was not cut off, and there was no second one
+    idle(llm)
+    assert ids(llm.generate(PROMPTS, GREEDY)) == expected
+
+
+def test_ctrl_c_while_another_thread_steps(llm: LLM, expected: list[list[int]]) -> None:
+    long, done = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True), []
+    thread = threading.Thread(target=lambda: done.extend(llm.generate(PROMPTS[:2], long)), daemon=True)
+    thread.start()
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPTS[3]] * 50, GREEDY)
+    thread.join(60)
+    assert [len(output.outputs[0].token_ids) for output in done] == [100, 100]
+    idle(llm)
+
+
+def test_an_engine_error_reaches_every_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine("tiny", enforce_eager=True, max_num_seqs=4, max_model_len=64) as llm:
+        step, errors, both = llm.engine.step, [], threading.Barrier(2, timeout=30)
+        steps = iter(range(1000))
+
+        def failing() -> Any:
+            if next(steps) > 2 and len(llm.loop._inboxes) == 2:
+                raise RuntimeError("the device is gone")
+            return step()
+
+        monkeypatch.setattr(llm.engine, "step", failing)
+
+        def ask() -> None:
+            both.wait()
+            try:
+                llm.generate(PROMPTS[0], SamplingParams(max_tokens=50, ignore_eos=True))
+            except EngineDead as error:
+                errors.append(str(error))
+
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert errors == ["the engine failed: RuntimeError: the device is gone"] * 2
+        with pytest.raises(EngineDead, match="the device is gone"):
+            llm.generate(PROMPTS[0], GREEDY)
+        with pytest.raises(EngineDead, match="the device is gone"):
+            asyncio.run(AsyncLLM(llm=llm).check_health())
+
+
+def test_use_after_the_end() -> None:
+    with engine("tiny", enforce_eager=True, max_num_seqs=2, max_model_len=64) as llm:
+        stream = llm.stream(PROMPTS[0], GREEDY)
+        next(stream)
+    calls = {
+        "generate": lambda: llm.generate("x"),
+        "chat": lambda: llm.chat([{"role": "user", "content": "x"}]),
+        "stream": lambda: list(llm.stream(PROMPTS[0])),
+        "the open stream": lambda: list(stream),
+        "engine": lambda: llm.engine,
+        "metrics": lambda: llm.get_metrics(),
+        "cache": lambda: llm.reset_prefix_cache(),
+    }
+    for call in calls.values():
+        with pytest.raises(EngineDead, match="shut down"):
+            call()
+    llm.shutdown()  # a second time does nothing
+
+
+# ---- vLLM's names ---------------------------------------------------------------------------------
+
+
+def test_keywords_of_other_engines() -> None:
+    given = dict(
+        tensor_parallel_size=1, trust_remote_code=False, gpu_memory_utilization=0.5, max_num_seqs=2, dtype="half",
+        enforce_eager=True, seed=3, tokenizer=None, enable_prefix_caching=False, max_model_len=64, swap_space=4,
+        disable_log_stats=True, distributed_executor_backend=None, hf_overrides=None, kv_cache_dtype="auto",
+        speculative_config={"method": "ngram", "num_speculative_tokens": 2}, context_length=None,
+        disable_custom_all_reduce=True, synthetic_acceptance_rates=(), snapshot_share=0.2,
+        compilation_config=None, block_size=16, quantization=None,
+    )  # fmt: skip
+    del given["context_length"]
+    assert unisono.llm_arguments.engine_arguments(given) == {
+        "tokenizer": None,
+
+"synthetic_acceptance_rates": (), "snapshot_share": 0.2,
+        "gpu_memory_utilization": 0.5, "max_num_seqs": 2, "dtype": "half", "enforce_eager": True, "seed": 3,
+        "enable_prefix_caching": False, "max_model_len": 64, "quantization": None,
+        "speculative": SpeculativeConfig("ngram", num_speculative_tokens=2),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2: this version runs on one GPU; give 1"),
+        ({"trust_remote_code": True}, "trust_remote_code is not supported: code of a checkpoint is never run"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8: the KV cache has the model's type"),
+        ({"max_num_seq": 4}, "LLM takes no keyword max_num_seq. The nearest one is max_num_seqs"),
+        ({"speculative_config": "{"}, "speculative_config is not valid JSON"),
+        ({"speculative_config": 3}, "speculative_config=3: give a dict"),
+        ({"context_length": 64, "max_model_len": 64}, "max_model_len is given twice"),
+        ({"enable_lora": True}, "enable_lora is not supported: .*merge the adapter"),
+        ({"max_num_seqs": 0}, "--max-num-seqs 0: give at least 1"),
+        ({"max_num_seqs": "4"}, "max_num_seqs='4': give a whole number"),
+    ],
+)
+def test_keywords_that_cannot_be_honoured(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        LLM("tiny", **given)
+
+
+def test_prompt_types_and_params() -> None:
+    assert TokensPrompt(prompt_token_ids=[1, 2]) == {"prompt_token_ids": [1, 2]}
+    assert TextPrompt(prompt="x") == {"prompt": "x"}
+    params = SamplingParams(logit_bias={1: 2.0}, structured_outputs=StructuredOutputsParams(choice=["a", "b"]))
+    copy = params.clone()
+    assert copy == params
+    copy.logit_bias[1] = 5.0  # type: ignore[index]
+    assert params.logit_bias == {1: 2.0}
+
+
+def test_what_an_output_tells(llm: LLM) -> None:
+    (free,) = llm.generate("def add(a, b):", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    ids, text = free.outputs[0].token_ids, free.outputs[0].text
+    (stopped,) = llm.generate(
+        "def add(a, b):", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop_token_ids=[ids[5]])
+    )
+    assert stopped.outputs[0].stop_reason == ids[5]
+    assert stopped.outputs[0].finish_reason == "stop"
+    (stopped,) = llm.generate(
+        "def add(a, b):", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop=text[4:8])
+    )
+    assert stopped.outputs[0].stop_reason == text[4:8]
+    assert free.outputs[0].stop_reason is None
+    metrics = free.metrics
+    assert metrics is not None
+    assert metrics.num_generation_tokens == 20
+    assert 0 < metrics.first_token_latency <= metrics.last_token_ts - metrics.queued_ts < 60
+    assert metrics.queued_ts < metrics.first_token_ts < metrics.last_token_ts
+
+
+def test_what_a_model_tells(llm: LLM) -> None:
+    assert llm.get_tokenizer().decode(llm.get_tokenizer().encode("def add")) == "def add"
+    assert llm.get_default_sampling_params() == llm.engine.default_params()
+    before = {one.name: one.value for one in llm.get_metrics() if not one.labels}
+    llm.generate(PROMPTS[0], GREEDY)
+    after = {one.name: one.value for one in llm.get_metrics() if not one.labels}
+    assert after["vllm:generation_tokens"] - before["vllm:generation_tokens"] == 12
+    long = list(range(5, 60))
+    llm.generate(long, GREEDY)
+    assert llm.generate(long, GREEDY)[0].num_cached_tokens > 0
+    assert llm.reset_prefix_cache()
+    assert llm.generate(long, GREEDY)[0].num_cached_tokens == 0
+
+
+def test_chat_options(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello th"}]
+    plain = llm.chat_prompt(messages)["prompt"]
+    going_on = llm.chat_prompt(messages, add_generation_prompt=False, continue_final_message=True)["prompt"]
+    assert going_on.endswith("Hello th")
+    assert plain.startswith(going_on)
+    (output,) = llm.chat(messages, GREEDY, False, add_generation_prompt=False, continue_final_message=True)
+    assert output.prompt == going_on
+    assert llm.chat(messages, GREEDY, chat_template_kwargs={"enable_thinking": False})[0].prompt == plain
+    with pytest.raises(BadRequest, match="set add_generation_prompt=False"):
+        llm.chat(messages, continue_final_message=True)
+    with pytest.raises(BadRequest, match="lora_request is not supported"):
+        llm.chat(messages, lora_request=object())
+
+
+def test_a_bar_counts_prompts(llm: LLM) -> None:
+    counted: list[Any] = []
+
+    class Bar:
+        def __init__(self, total: int, **options: Any) -> None:
+            counted.append(total)
+
+        def update(self, count: int) -> None:
+            counted.append(count)
+
+        def close(self) -> None:
+            counted.append("closed")
+
+    llm.generate(PROMPTS, SamplingParams(max_tokens=3, n=2, stop="e"), use_tqdm=Bar)
+    assert counted == [4, 1, 1, 1, 1, "closed"]

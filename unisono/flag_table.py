@@ -1,0 +1,217 @@
+"""Names that vLLM and SGLang give to settings, in one table: for the command line and for ``LLM``'s keywords.
+
+``--tensor-parallel-size 1`` and ``LLM(tensor_parallel_size=1)`` are the same entry. An entry says that a name stands
+for a flag of ours, that some or all of its values change nothing here, or why it is refused and what is nearest.
+``cli_aliases`` and ``llm_arguments`` read it; ``docs/cli.md`` prints it (a test compares them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from unisono.types import ConfigError
+
+SHORT = {
+    "-dp": "--data-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-q": "--quantization",
+    "-sc": "--speculative-config",
+    "-tp": "--tensor-parallel-size",
+}
+"""Short names and the long ones that they stand for."""
+
+RENAMED = {
+    "--chunked-prefill-size": "--max-num-batched-tokens",
+    "--context-length": "--max-model-len",
+    "--max-running-requests": "--max-num-seqs",
+    "--mem-fraction-static": "--gpu-memory-utilization",
+    "--num-gpu-blocks-override": "--num-pages",
+    "--random-seed": "--seed",
+    "--speculative-draft-model-path": "--speculative-model",
+    "--speculative-num-steps": "--num-speculative-tokens",
+    "--tokenizer-path": "--tokenizer",
+    "--uvicorn-log-level": "--log-level",
+}
+"""Settings with a value that mean the same."""
+
+SWITCHES = {
+    "--disable-cuda-graph": "--enforce-eager",
+    "--disable-radix-cache": "--no-enable-prefix-caching",
+    "--enable-torch-compile": "--compile",
+    "--no-enforce-eager": "",
+}
+"""Settings without a value that mean the same; an empty one is what happens anyway."""
+
+_ONE_GPU = "this version runs on one GPU"
+_NO_PICTURES = "this version takes text only"
+_NO_ADAPTERS = "this version has no adapters (LoRA); merge the adapter into the checkpoint"
+
+ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
+    "--allowed-local-media-path": (("",), _NO_PICTURES),
+    "--api-server-count": (("1",), "one process serves the API"),
+    "--block-size": (("16",), "pages of the KV cache have 16 tokens"),
+    "--chat-template-content-format": (("auto", "string"), "templates get message contents as text"),
+    "--convert": (("auto", "none"), "models generate text; they are not converted"),
+    "--cpu-offload-gb": (("0", "0.0"), "weights are not offloaded; --quantization fp8 makes them smaller"),
+    "--data-parallel-size": (("1",), _ONE_GPU),
+    "--dcp-size": (("1",), _ONE_GPU),
+    "--decode-context-parallel-size": (("1",), _ONE_GPU),
+    "--distributed-executor-backend": (("uni", "mp"), _ONE_GPU),
+    "--dp": (("1",), _ONE_GPU),
+    "--dp-size": (("1",), _ONE_GPU),
+    "--ep": (("1",), _ONE_GPU),
+    "--ep-size": (("1",), _ONE_GPU),
+    "--grammar-backend": (("xgrammar",), "structured outputs go through xgrammar"),
+    "--guided-decoding-backend": (("auto", "xgrammar"), "structured outputs go through xgrammar"),
+    "--kv-cache-dtype": (("auto",), "the KV cache has the model's type"),
+    "--limit-mm-per-prompt": (("{}",), _NO_PICTURES),
+    "--nnodes": (("1",), _ONE_GPU),
+    "--node-rank": (("0",), _ONE_GPU),
+    "--page-size": (("16",), "pages of the KV cache have 16 tokens"),
+    "--pipeline-parallel-size": (("1",), _ONE_GPU),
+    "--pp": (("1",), _ONE_GPU),
+    "--pp-size": (("1",), _ONE_GPU),
+    "--preemption-mode": (("recompute",), "what is preempted is computed again"),
+    "--response-role": (("assistant",), "answers have the role assistant"),
+    "--runner": (("auto", "generate"), "models generate text"),
+    "--stream-interval": (("1",), "tokens are streamed as they come"),
+    "--structured-outputs-config": (('{"backend": "auto"}', '{"backend": "xgrammar"}'), "they go through xgrammar"),
+    "--task": (("auto", "generate"), "models generate text"),
+    "--tensor-parallel-size": (("1",), _ONE_GPU),
+    "--tokenizer-mode": (("auto", "hf"), "tokenizers are read through transformers"),
+    "--tp": (("1",), _ONE_GPU),
+    "--tp-size": (("1",), _ONE_GPU),
+}
+"""Settings with a value of which only these values can be honoured, and why."""
+
+_ALWAYS_CHUNKED = "prompts are always computed in chunks, as large as --max-stall-ms allows; the text is the same"
+_OWN_GRAPHS = "which graphs are captured follows from --max-num-seqs and --graph-memory; --graphs sets the mode"
+_ALWAYS_METRICS = "/metrics always has them"
+
+NOTED_VALUES = {
+    "--cuda-graph-bs": _OWN_GRAPHS,
+    "--cuda-graph-max-bs": _OWN_GRAPHS,
+    "--cuda-graph-sizes": _OWN_GRAPHS,
+    "--decode-log-interval": "a line is logged every 10 s while there is work",
+    "--log-level-http": "requests that fail are logged, others are not",
+    "--max-log-len": "prompts are never logged",
+    "--max-prefill-tokens": "--max-num-batched-tokens bounds a prompt pass",
+    "--max-seq-len-to-capture": _OWN_GRAPHS,
+    "--sampling-backend": "there is one sampler, and it is exact",
+    "--schedule-policy": "requests run first come, first served; cached prefixes are used whatever the order",
+    "--schedule-conservativeness": "a request is admitted when pages for its prompt are free, and preempted exactly",
+    "--swap-space": "nothing is swapped: what is preempted is computed again, with the same bytes",
+    "--torch-compile-max-bs": _OWN_GRAPHS,
+}
+"""Settings with a value that change nothing here, and what happens instead: a note says it."""
+
+NOTED_SWITCHES = {
+    "--async-scheduling": "the host always works while the device does",
+    "--calculate-kv-scales": "the KV cache has the model's type and no scales",
+    "--disable-cascade-attn": "there is no cascade attention",
+    "--disable-cuda-graph-padding": "graphs are captured for buckets of rows; padding changes no byte",
+    "--disable-custom-all-reduce": _ONE_GPU,
+    "--disable-frontend-multiprocessing": "the engine always has a process of its own",
+    "--disable-log-requests": "requests are not logged unless they fail",
+    "--disable-log-stats": _ALWAYS_METRICS,
+    "--disable-overlap-schedule": "the host always works while the device does; the text is the same",
+    "--disable-uvicorn-access-log": "there is no access log",
+    "--enable-chunked-prefill": _ALWAYS_CHUNKED,
+    "--enable-deterministic-inference": "inference is always deterministic",
+    "--enable-log-requests": "requests that fail are logged, and /metrics counts all",
+    "--no-enable-log-requests": "requests that fail are logged, and /metrics counts all",
+    "--enable-metrics": _ALWAYS_METRICS,
+    "--enable-mixed-chunk": "prompts and rounds have passes of their own; --max-stall-ms bounds the gaps",
+    "--enable-p2p-check": _ONE_GPU,
+    "--enable-server-load-tracking": "the load is always tracked",
+    "--no-async-scheduling": "the host always works while the device does; the text is the same",
+    "--no-enable-chunked-prefill": _ALWAYS_CHUNKED,
+    "--no-trust-remote-code": "code of a checkpoint is never run",
+    "--skip-server-warmup": "graphs are captured before the server is ready",
+}
+"""Settings without a value that change nothing here, and what happens instead."""
+
+REFUSED = {
+    "--completion-template": "there are no completion templates; put the prompt together in the client",
+    "--compilation-config": "graphs are set by --graphs, --graph-memory and --compile",
+    "--cpu-offload": "weights are not offloaded; --quantization fp8 makes them smaller",
+    "--disable-sliding-window": "windows are the model's; --max-model-len bounds the context",
+    "--dist-init-addr": _ONE_GPU,
+    "--enable-force-include-usage": "clients ask for it: stream_options.include_usage",
+    "--enable-expert-parallel": _ONE_GPU,
+    "--enable-lora": _NO_ADAPTERS,
+    "--enable-sleep-mode": "nothing frees the GPU for a while; stop the server instead",
+    "--headless": _ONE_GPU,
+    "--hf-overrides": "the model's config.json is read as it is; change it in a copy of the checkpoint",
+    "--hf-token": "the token is read from the environment (HF_TOKEN), not from a flag that others see",
+    "--is-embedding": "models generate text",
+    "--json-model-override-args": "the model's config.json is read as it is; change it in a copy of the checkpoint",
+    "--kv-cache-memory-bytes": "the KV cache takes what --gpu-memory-utilization leaves; --num-pages bounds it",
+    "--kv-transfer-config": _ONE_GPU,
+    "--log-config-file": "logging is set by --log-level",
+    "--logits-processors": "write a feature (docs/adding-a-feature.md)",
+    "--lora-modules": _NO_ADAPTERS,
+    "--lora-paths": _NO_ADAPTERS,
+    "--max-loras": _NO_ADAPTERS,
+    "--max-lora-rank": _NO_ADAPTERS,
+    "--max-total-tokens": "the KV cache takes what --gpu-memory-utilization leaves; --num-pages bounds it",
+    "--middleware": "no code is loaded into the server; put a proxy in front of it",
+    "--mm-processor-kwargs": _NO_PICTURES,
+    "--override-pooler-config": "models generate text",
+    "--pooler-config": "models generate text",
+    "--skip-tokenizer-init": "prompts may be token ids with a tokenizer, too; leave it out",
+    "--trust-remote-code": (
+        "code of a checkpoint is never run. An architecture of docs/models.md needs none; for another one write a "
+        "family (docs/adding-a-model.md)"
+    ),
+    "--uds": "the server listens on --host and --port",
+}
+"""Settings that cannot be honoured, and the reason or what is nearest."""
+
+ALGORITHMS = {
+    "NEXTN": "mtp", "MTP": "mtp", "EAGLE": "eagle", "EAGLE3": "eagle3", "STANDALONE": "standalone", "NGRAM": "ngram",
+    "NONE": "none",
+}  # fmt: skip
+"""Values of ``--speculative-algorithm``, and the methods that they stand for."""
+
+MAMBA_STRATEGIES = ("auto", "no_buffer", "extra_buffer", "extra_buffer_lazy")
+
+MAMBA_NOTE = (
+    "nothing to choose here. A recurrent layer keeps one state per request and a ring of the newest inputs, so "
+    "speculation needs no extra states; prefixes keep snapshots at aligned positions."
+)
+
+
+def check_accepted(flag: str, value: str, shown: Callable[[str], str] = str) -> None:
+    """Raise ConfigError unless ``value`` of ``flag`` is among the ACCEPTED. shown: how the caller spells a flag."""
+    values, reason = ACCEPTED[flag]
+    if value not in values:
+        choice = " or ".join(one or '""' for one in values)
+        raise ConfigError(f"{shown(flag)} {value}: {reason}; give {choice} or leave it out.")
+
+
+def refuse(flag: str, shown: Callable[[str], str] = str) -> None:
+    """Raise ConfigError with the reason why ``flag`` is REFUSED."""
+    raise ConfigError(f"{shown(flag)} is not supported: {REFUSED[flag]}.")
+
+
+def algorithm(flag: str, value: Any) -> str:
+    """The method that SGLang's algorithm stands for. Raises ConfigError."""
+    if str(value).upper() not in ALGORITHMS:
+        raise ConfigError(f"{flag} {value!r} is unknown; choose one of {', '.join(ALGORITHMS)}.")
+    return ALGORITHMS[str(value).upper()]
+
+
+def markdown() -> str:
+    """The table of ``docs/cli.md``."""
+    rows = ["| Name | Here |", "|---|---|"]
+    same = {**SHORT, **RENAMED, **{flag: ours or "nothing: it is so anyway" for flag, ours in SWITCHES.items()}}
+    rows += [f"| `{flag}` | {f'`{ours}`' if ours.startswith('-') else ours} |" for flag, ours in sorted(same.items())]
+    for flag, (values, reason) in sorted(ACCEPTED.items()):
+        given = ", ".join(f"`{value}`" if value else "empty" for value in values)
+        rows.append(f"| `{flag}` | only {given}: {reason} |")
+    for flag, reason in sorted({**NOTED_VALUES, **NOTED_SWITCHES}.items()):
+        rows.append(f"| `{flag}` | nothing, with a note: {reason} |")
+    rows += [f"| `{flag}` | refused: {reason} |" for flag, reason in sorted(REFUSED.items())]
+    return "\n".join(rows)

@@ -1,0 +1,141 @@
+"""Collects what the engine brings of a prompt's sequences into the ``RequestOutput`` that offline callers get."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from unisono.frontend.sequence_output import SequenceOutput
+from unisono.tokenizer import Tokenizer
+from unisono.types import (
+    MAX_LOGPROBS,
+    CompletionOutput,
+    EngineRequest,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    RequestOutputKind,
+    TokenDelta,
+    TokenLogprobs,
+)
+
+
+class Collector:
+    """The sequences of one prompt. requests: one for each sequence, as the engine gets them.
+
+    request_id: the caller's. prompt: its text, where it was given as text. eos: ids of which no stop reason tells.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        requests: Sequence[EngineRequest],
+        tokenizer: Tokenizer | None,
+        prompt: str | None,
+        eos: Sequence[int] = (),
+    ) -> None:
+        self.request_id, self.requests, self.prompt = request_id, list(requests), prompt
+        self.metrics = RequestMetrics(arrival_time=time.time(), queued_ts=time.monotonic())
+        self._sequences = {
+            request.request_id: _Sequence(SequenceOutput(request, tokenizer), index, eos)
+            for index, request in enumerate(requests)
+        }
+
+    @property
+    def open(self) -> list[str]:
+        """Ids of the sequences that have not ended."""
+        return [name for name, one in self._sequences.items() if not one.completion.finished()]
+
+    def take(self, delta: TokenDelta, now: float) -> bool:
+        """Take in a delta that left the engine at ``now`` (``time.monotonic``).
+
+        Returns whether its sequence ended here while the engine goes on: the caller aborts it. Later deltas of a
+        sequence that has ended are ignored.
+        """
+        sequence, metrics = self._sequences[delta.request_id], self.metrics
+        if sequence.completion.finished():
+            return False
+        count = sequence.take(delta)
+        metrics.num_generation_tokens += count
+        if count:
+            metrics.last_token_ts = now
+            if not metrics.first_token_ts:
+                metrics.first_token_ts, metrics.first_token_latency = now, now - metrics.queued_ts
+        return sequence.completion.finished() and delta.finish is FinishReason.RUNNING
+
+    def abort_rest(self) -> None:
+        """The sequences that have not ended were aborted."""
+        for name in self.open:
+            self._sequences[name].completion.finish_reason = FinishReason.ABORT.text
+
+    def output(self, kind: RequestOutputKind = RequestOutputKind.CUMULATIVE) -> RequestOutput:
+        """The request as it stands. With DELTA, what is new since the last call."""
+        first = next(iter(self._sequences.values()))
+        params, output = self.requests[0].params, first.output
+        assert params.seed is not None
+        outputs = [one.snapshot(kind is RequestOutputKind.DELTA) for one in self._sequences.values()]
+        result = RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.requests[0].prompt_token_ids,
+            outputs,
+            params.seed,
+            output.cached_tokens,
+            finished=not self.open,
+            metrics=replace(self.metrics),
+        )
+        if params.prompt_logprobs is not None and first.started:
+            result.prompt_logprobs = output.prompt_logprobs(first.prompt_logprobs, MAX_LOGPROBS)
+        if params.return_hidden_states:
+            result.prompt_hidden_states = output.prompt_hidden_states()
+        return result
+
+
+class _Sequence:
+    def __init__(self, output: SequenceOutput, index: int, eos: Sequence[int]) -> None:
+        self.output, self.started, self._params, self._eos = output, False, output.request.params, eos
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.completion = CompletionOutput(index, [], "")
+        if self._params.logprobs is not None:
+            self.completion.logprobs, self.completion.cumulative_logprob = [], 0.0
+        self._told_tokens = self._told_text = 0
+
+    def take(self, delta: TokenDelta) -> int:
+        """Take in new tokens, to the sequence's end by the engine's word or a stop string. Returns their number."""
+        self.started = True
+        self.output.record(delta)
+        new, completion = self.output.detokenize(delta), self.completion
+        completion.token_ids += new.token_ids
+        completion.text += new.text
+        completion.error = delta.error
+        self.prompt_logprobs += delta.prompt_logprobs or []
+        for name, values in (delta.extra or {}).items():
+            completion.extra.setdefault(name, []).extend(values)
+        if completion.logprobs is not None:
+            completion.logprobs += self._named(new.token_ids, new.logprobs or [])
+            for one in new.logprobs or []:
+                completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + one.logprob
+        if new.finish is not FinishReason.RUNNING:
+            completion.finish_reason = new.finish.text
+            completion.stop_reason = new.stop_string
+            last = new.token_ids[-1] if new.token_ids else None
+            if new.finish is FinishReason.STOP and new.stop_string is None and last not in self._eos:
+                completion.stop_reason = last
+            if self._params.return_hidden_states:
+                completion.hidden_states = self.output.hidden_states()
+        return len(new.token_ids)
+
+    def _named(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[dict[int, Logprob]]:
+        text_of = self.output.token_text
+        return [one.named(token, text_of, len(one.top)) for token, one in zip(ids, logprobs, strict=True)]
+
+    def snapshot(self, only_new: bool) -> CompletionOutput:
+        """A copy: of all so far, or of what is new since the last call."""
+        done, tokens, text = self.completion, 0, 0
+        if only_new:
+            tokens, self._told_tokens = self._told_tokens, len(done.token_ids)
+            text, self._told_text = self._told_text, len(done.text)
+        logprobs = None if done.logprobs is None else done.logprobs[tokens:]
+        return replace(done, token_ids=done.token_ids[tokens:], text=done.text[text:], logprobs=logprobs)

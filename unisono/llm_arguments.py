@@ -1,0 +1,124 @@
+"""``LLM``'s keywords to the fields of ``EngineConfig``: our names, vLLM's, and SGLang's through ``flag_table``."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from unisono.config import EngineConfig
+from unisono.flag_table import (
+    ACCEPTED,
+    NOTED_SWITCHES,
+    NOTED_VALUES,
+    REFUSED,
+    RENAMED,
+    SWITCHES,
+    check_accepted,
+    refuse,
+)
+from unisono.types import ConfigError, SpeculativeConfig
+
+FIELDS = {one.name for one in dataclasses.fields(EngineConfig)} - {"model"}
+
+SERVER_ONLY = {"served_model_name", "api_key", "host", "port", "log_level"}
+"""Keywords that other engines' offline classes take and that only a server uses; any value is fine."""
+
+
+def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of EngineConfig that these keywords stand for. Raises ConfigError naming the keyword."""
+    fields: dict[str, Any] = {}
+    for name, value in given.items():
+        renamed = _name(RENAMED.get(_flag(name), _flag(name)))
+        if renamed == "speculative_config":
+            renamed, value = "speculative", _speculative(value)
+        if renamed in SERVER_ONLY or _is_neutral(name, value):
+            continue
+        if (switch := SWITCHES.get(_flag(name))) is not None:
+            renamed, value = _name(switch.replace("--no-", "--")), not switch.startswith("--no-")
+        if renamed not in FIELDS:
+            raise ConfigError(f"LLM takes no keyword {name}. {_nearest(name)}")
+        if renamed in fields:
+            raise ConfigError(f"{name}={value!r}: {renamed} is given twice; leave one of them out.")
+        fields[renamed] = _plain(renamed, value)
+    return fields
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Whether this keyword changes nothing, with this value. Raises ConfigError for one that cannot be honoured."""
+    flag = _flag(name)
+    known = flag in ACCEPTED or flag in REFUSED or flag in SWITCHES or flag in NOTED_VALUES or flag in NOTED_SWITCHES
+    if known and (value is None or value is False or value in ({}, [], ())):
+        return True
+    if flag in ACCEPTED:
+        check_accepted(flag, json.dumps(value) if isinstance(value, Mapping) else str(value), _name)
+        return True
+    if flag in REFUSED:
+        refuse(flag, _name)
+    return flag in NOTED_VALUES or flag in NOTED_SWITCHES
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Values as vLLM's callers write them: a torch.dtype for its name, None for "auto"."""
+    if name == "dtype":
+        return str(value).removeprefix("torch.")
+    if name == "load_format" and value == "safetensors":
+        return "auto"
+    if name in ("tokenizer", "generation_config") and isinstance(value, Path):
+        return str(value)
+    if value is None:
+        return next(one.default for one in dataclasses.fields(EngineConfig) if one.name == name)
+    for kind, (words, ok) in _KINDS.items():
+        if kind in _hints()[name] and not ok(value):
+            raise ConfigError(f"{name}={value!r}: give {words}.")
+    return value
+
+
+_KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    int: ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    float: ("a number", lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)),
+    bool: ("True or False", lambda value: isinstance(value, bool)),
+    str: ("a string", lambda value: isinstance(value, str)),
+}
+"""What a field of this type takes, and how it is told."""
+
+
+@functools.cache
+def _hints() -> dict[str, tuple[Any, ...]]:
+    """The plain types that each field takes; none where ``EngineConfig`` checks the values itself."""
+    hints = typing.get_type_hints(EngineConfig)
+    unions = {name: typing.get_args(hint) for name, hint in hints.items() if isinstance(hint, types.UnionType)}
+    return {name: (hint,) if isinstance(hint, type) else () for name, hint in hints.items()} | unions
+
+
+def _speculative(given: Any) -> SpeculativeConfig | None:
+    if given is None or isinstance(given, SpeculativeConfig):
+        return given
+    try:
+        given = json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise ConfigError(f"speculative_config is not valid JSON: {error}.") from None
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"speculative_config={given!r}: give a dict.")
+    return SpeculativeConfig.parse(given)
+
+
+def _nearest(name: str) -> str:
+    tables = (RENAMED, SWITCHES, ACCEPTED)
+    known = sorted(FIELDS | {"speculative_config"} | {_name(flag) for table in tables for flag in table})
+    nearest = max(known, key=lambda one: difflib.SequenceMatcher(None, name, one).ratio())
+    return f"The nearest one is {nearest}; docs/offline.md lists all."
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")

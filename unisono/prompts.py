@@ -1,0 +1,20 @@
+"""The mappings that ``LLM.generate`` takes as prompts, as types: vLLM's names. Each call makes a plain dict."""
+
+from __future__ import annotations
+
+from typing import Any, NotRequired, TypedDict
+
+
+class TextPrompt(TypedDict):
+    """``TextPrompt(prompt="…")``. embedding_overrides: embeddings in place of those of some tokens."""
+
+    prompt: str
+    embedding_overrides: NotRequired[Any]
+
+
+class TokensPrompt(TypedDict):
+    """``TokensPrompt(prompt_token_ids=[…])``. prompt: the text that they spell, for the output to carry."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    embedding_overrides: NotRequired[Any]
