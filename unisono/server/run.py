@@ -32,13 +32,13 @@ from unisono.server.chat import ChatFormat
 from unisono.server.client import EngineClient, Progress
 from unisono.server.http_settings import HttpSettings
 from unisono.server.limits import LimitedProtocol, Limits, open_files
-from unisono.server.metrics import ProgressLine, ServerMetrics
+from unisono.server.metrics import ProgressLine, ServerMetrics, check_prefix
 from unisono.server.pooling import pooling_of
 from unisono.server.reasoning import parser_named
 from unisono.server.service import INSPECT_LIMIT, Service
 from unisono.server.serving import Serving
 from unisono.server.tools.formats import format_named
-from unisono.server.traces import Tracer
+from unisono.server.traces import Tracer, endpoint_url
 from unisono.tokenizer import Tokenizer
 from unisono.types import ConfigError, EngineDead, UnisonoError
 
@@ -94,11 +94,14 @@ def serve(config: Any, settings: ServerSettings, progress: Progress = lambda sta
 
     ``progress`` is called with a stage of the engine's start and its share done, 0 … 1.
 
-    Raises ConfigError if the port is taken or the reasoning parser is unknown, and what keeps the engine from starting
-    (a UnisonoError).
+    Raises ConfigError if the port is taken, a parser or the metrics' prefix is unknown, or spans have no endpoint; and
+    what keeps the engine from starting (a UnisonoError).
     """
     parser_named(settings.reasoning_parser)  # these raise before anything starts
     format_named(settings.tool_call_parser)
+    check_prefix(settings.metrics_prefix)
+    if settings.otlp_traces_endpoint is not None:
+        endpoint_url(settings.otlp_traces_endpoint)
     with bind(settings.host, settings.port) as listener:
         loop_factory = _uvicorn_config(None).get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -131,7 +134,7 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
         if service is None:
             return
         app = settings.http.with_cors(create_app(service))
-        server = _Uvicorn(_uvicorn_config(app, settings.http, settings.limits))
+        server = _Uvicorn(_uvicorn_config(app, settings.limits, settings.http))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reporting = [asyncio.create_task(_report_progress(service))]
         if service.tracer is not None:
@@ -253,7 +256,7 @@ async def _unless(stop: asyncio.Event, work: Any) -> Any:
 
 
 def _uvicorn_config(
-    app: ASGIApp | None, http: HttpSettings | None = None, limits: Limits | None = None
+    app: ASGIApp | None, limits: Limits | None = None, http: HttpSettings | None = None
 ) -> uvicorn.Config:
     limits = limits or Limits()
     limits = dataclasses.replace(limits, connections=min(limits.connections, open_files()))
