@@ -9,6 +9,7 @@ class TextPrompt(TypedDict):
     """``TextPrompt(prompt="…")``. embedding_overrides: embeddings in place of those of some tokens."""
 
     prompt: str
+    cache_salt: NotRequired[str]
     embedding_overrides: NotRequired[Any]
 
 
@@ -17,4 +18,5 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
     embedding_overrides: NotRequired[Any]
