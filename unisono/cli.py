@@ -151,10 +151,7 @@ def _http_flags(
     """The server's flags that are fields of ``unisono.server.http_settings.HttpSettings``."""
 
 
-def _chat_flags(
-    chat_template: Annotated[
-        str | None, typer.Option(help="A Jinja file, or a template itself, instead of the checkpoint's.")
-    ] = None,
+def _answer_flags(
     reasoning_parser: Annotated[
         str | None, typer.Option(help="How answers tell thinking from content: qwen3, …; none: not at all.")
     ] = None,
@@ -168,7 +165,15 @@ def _chat_flags(
         bool, typer.Option("--trust-request-chat-template", help="Render bodies' chat_template in a sandbox.")
     ] = False,
 ) -> None:
-    """The server's flags that say how conversations are written and answers are read."""
+    """The server's flags that say how chat requests are read, and answers."""
+
+
+def _operation_flags(
+    metrics_prefix: Annotated[str, typer.Option(help="Of names in /metrics: unisono, vllm or both.")] = "unisono",
+    otlp_traces_endpoint: Annotated[str | None, typer.Option(help="URL for spans: http://HOST:4318/v1/traces.")] = None,
+    profile_dir: Annotated[Path | None, typer.Option(help="Where /stop_profile writes its traces.")] = None,
+) -> None:
+    """The server's flags for those who run it."""
 
 
 def _parameters(*groups: Callable[..., None]) -> dict[str, inspect.Parameter]:
@@ -278,7 +283,8 @@ def _main(
 def serve(
     flags: dict[str, Any],
     http: dict[str, Any],
-    chat: dict[str, Any],
+    answers: dict[str, Any],
+    operation: dict[str, Any],
     path: ModelPath = "tiny",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
@@ -289,6 +295,9 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar=API_KEY, help="Require Authorization: Bearer KEY on /v1.")
     ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="A Jinja file, or a template itself, instead of the checkpoint's.")
+    ] = None,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests to end on Ctrl-C.")] = 30.0,
     log_level: Annotated[str, typer.Option(help=f"{', '.join(LOG_LEVELS)}.")] = "info",
 ) -> None:
@@ -296,11 +305,10 @@ def serve(
     from unisono.server.reasoning import parser_named
     from unisono.server.tools.formats import format_named
 
-    parser_named(chat["reasoning_parser"])  # these raise before anything slow is imported
-    format_named(chat["tool_call_parser"])
-    del chat["enable_auto_tool_choice"]  # tools may always be called
-    chat["chat_template"] = read_template(chat["chat_template"])
-    key, level = checked_key(api_key), log_level_named(log_level)
+    parser_named(answers["reasoning_parser"])  # these raise before anything slow is imported
+    format_named(answers["tool_call_parser"])
+    del answers["enable_auto_tool_choice"]
+    key, template, level = checked_key(api_key), read_template(chat_template), log_level_named(log_level)
     for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
         http[name] = strings("--" + name.replace("_", "-"), http[name])
     with show_progress() as progress:
@@ -317,15 +325,19 @@ def serve(
             host=host,
             port=port,
             api_key=key,
+            chat_template=template,
             drain_timeout=drain_timeout,
             http=HttpSettings(**http),
             tokenizer=Path(flags["tokenizer"]) if flags["tokenizer"] else None,
-            **chat,
+            **answers,
+            **operation,
         )
         run_server(EngineConfig(model=path, seed=seed, **flags), settings, progress)
 
 
-app.command(cls=_EngineCommand)(_engine_command(serve, http=_http_flags, chat=_chat_flags))
+app.command(cls=_EngineCommand)(
+    _engine_command(serve, http=_http_flags, answers=_answer_flags, operation=_operation_flags)
+)
 for _name, _command in (("generate", generate), ("chat", chat), ("explain", explain), ("eval", evaluate)):
     app.command(name=_name, cls=_EngineCommand)(_engine_command(_command))
 

@@ -73,7 +73,8 @@ class TokenLogprobs:
 class TokenDelta:
     """New tokens of one request, one per round or more; ``finish`` is RUNNING until the last delta.
 
-    ``cached_tokens`` (prompt tokens served by the prefix cache) is set on a request's first delta.
+    ``cached_tokens`` (prompt tokens served by the prefix cache) and ``queued_seconds`` (from the queue to the first
+    pass) are set on a request's first delta.
     ``logprobs`` has an entry for each token if the request asked for them; ``prompt_logprobs``, on its first delta, one
     for each prompt token but the first. ``drafted_tokens`` were proposed for these tokens, ``accepted_tokens`` of them
     accepted.
@@ -95,6 +96,7 @@ class TokenDelta:
     hidden_states: Vectors | None = None
     prompt_hidden_states: Vectors | None = None
     extra: dict[str, list[Any]] | None = None
+    queued_seconds: float | None = None
 
     def absorb(self, later: TokenDelta) -> None:
         """Make this delta what it and the one after it bring together."""

@@ -1,7 +1,7 @@
 """The words every room shares: requests, sampling parameters, results and errors.
 
-Everything may import this module; of the project it imports ``token_tree``, ``structured_outputs`` and ``results``
-only, whose names it passes on. It holds no tensors.
+Everything may import this module; of the project it imports ``errors``, ``token_tree``, ``structured_outputs`` and
+``results`` only, whose names it passes on. It holds no tensors.
 """
 
 from __future__ import annotations
@@ -11,6 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from unisono.errors import BadRequest as BadRequest
+from unisono.errors import CheckpointError as CheckpointError
+from unisono.errors import ConfigError as ConfigError
+from unisono.errors import EngineDead as EngineDead
+from unisono.errors import UnisonoError as UnisonoError
 from unisono.results import CompletionOutput as CompletionOutput
 from unisono.results import FinishReason as FinishReason
 from unisono.results import Logprob as Logprob
@@ -45,35 +50,6 @@ MAX_SEED = 2**63 - 1
 
 PLACEHOLDER = -1
 """Stands among a prompt's token ids where an embedding does. It is no token: nothing matches, counts or repeats it."""
-
-
-class UnisonoError(Exception):
-    """Base of every error that is raised on purpose."""
-
-
-class BadRequest(UnisonoError):
-    """The caller's input is wrong: names the value, the limit and the way out.
-
-    ``param`` is the offending parameter's name as the OpenAI API spells it, or None.
-    ``code`` is OpenAI's machine-readable code, for example ``context_length_exceeded``.
-    """
-
-    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
-
-
-class ConfigError(UnisonoError):
-    """A flag or a combination of flags cannot be honoured."""
-
-
-class CheckpointError(UnisonoError):
-    """A checkpoint is missing, broken, truncated or of an unsupported architecture."""
-
-
-class EngineDead(UnisonoError):
-    """The engine stopped; every request it held ends with this error."""
 
 
 def _require(ok: bool, name: str, value: object, rule: str) -> None:
@@ -232,6 +208,34 @@ StructuredOutputsParams = StructuredOutputs
 
 
 @dataclass(frozen=True, slots=True)
+class Thinking:
+    """A thought at the output's beginning, which the marks ``start`` and ``end`` enclose.
+
+    state: where the output begins: ``begin`` (it may open a thought), ``thinking`` (the prompt has opened one) or
+    ``content``. budget: tokens that the thought may have; then its closing mark follows. None: as many as it likes.
+
+    Raises BadRequest naming the value.
+    """
+
+    start: str
+    end: str
+    state: str = "thinking"
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("start", "end"):
+            value = getattr(self, name)
+            _require(isinstance(value, str) and value != "", f"thinking.{name}", value, "it must be the text of a mark")
+        ok = self.state in THINKING_STATES
+        _require(ok, "thinking.state", self.state, f"it must be one of {', '.join(THINKING_STATES)}")
+        ok = self.budget is None or (_is_int(self.budget) and self.budget >= 0)
+        _require(ok, "thinking_token_budget", self.budget, "it must be a whole number ≥ 0")
+
+
+THINKING_STATES = ("begin", "thinking", "content")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request picks its tokens. Names and defaults are vLLM's.
 
@@ -266,6 +270,7 @@ class SamplingParams:
     extra_args (vLLM's name): parameters of features that other packages add, by name (docs/adding-a-feature.md).
     structured_outputs: what the output must be; where it is complete only EOS may come. ignore_eos and min_tokens then
         forbid ending it only where it can go on.
+    thinking: how the output's thought is marked; structured_outputs begins after it.
     output_kind: what each output of ``AsyncLLM.generate`` holds.
 
     Raises BadRequest naming the value and the limit.
@@ -296,14 +301,23 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     min_tokens: int = 0
     structured_outputs: StructuredOutputs | None = None
+    thinking: Thinking | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stop_regex: tuple[str, ...] = ()
     logprob_token_ids: tuple[int, ...] | None = None
     detokenize: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] = "left"
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    @property
+    def followed_thinking(self) -> Thinking | None:
+        """The thought, where masks have to follow it: it has a budget, or a grammar begins after it."""
+        thinking = self.thinking
+        if thinking is None or thinking.state == "content":
+            return None
+        return None if thinking.budget is None and self.structured_outputs is None else thinking
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -336,6 +350,8 @@ class SamplingParams:
         _require(ok, "return_hidden_states", self.return_hidden_states, "it must be true or false")
         ok = self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
         _require(ok, "structured_outputs", self.structured_outputs, "it must be StructuredOutputs")
+        ok = self.thinking is None or isinstance(self.thinking, Thinking)
+        _require(ok, "thinking", self.thinking, "it must be Thinking")
         ok = isinstance(self.extra_args, Mapping) and all(isinstance(name, str) for name in self.extra_args)
         _require(ok, "extra_args", self.extra_args, "it must map names to values")
         self._check_reports()

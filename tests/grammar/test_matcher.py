@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +11,6 @@ import pytest
 
 from tests.models.make import END, make_tokenizer
 from unisono.grammar import compiler
-from unisono.grammar import matcher as matcher_module
 from unisono.grammar.compiler import Grammars
 from unisono.grammar.matcher import GrammarError, Matcher
 from unisono.types import BadRequest, SamplingParams, StructuredOutputs
@@ -146,22 +142,8 @@ def test_an_expression_that_takes_ever_longer_fails_before_it_holds_up_everybody
             masks(following, [])
             following.accept([a])
 
-    with pytest.raises(GrammarError, match=r"too ambiguous: a mask took .* the limit is 0\.5 s"):
+    with pytest.raises(GrammarError, match=r"too ambiguous after \d+ tokens: (its masks have taken|a mask took)"):
         write()
-
-
-def test_what_takes_long_is_the_threads_own_time(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that is busy elsewhere fails nobody."""
-    following = matcher(grammars)
-    monkeypatch.setattr(matcher_module, "LONGEST_CALL", 0.05)
-    fill = following._matcher.fill_next_token_bitmask
-    asleep = SimpleNamespace(
-        fill_next_token_bitmask=lambda *args: (time.sleep(0.2), fill(*args)),
-        accept_token=following._matcher.accept_token,
-    )
-    monkeypatch.setattr(following, "_matcher", asleep)
-    masks(following, [])
-    following.accept(ids("a"))
 
 
 def test_special_tokens_and_ids_beyond_the_tokenizer_are_never_allowed(grammars: Grammars) -> None:
@@ -172,28 +154,13 @@ def test_special_tokens_and_ids_beyond_the_tokenizer_are_never_allowed(grammars:
     assert len(allowed) > 150
 
 
-def test_equal_requests_are_compiled_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed = []
-    monkeypatch.setattr(compiler, "_parse", lambda *a, real=compiler._parse: (parsed.append(a), real(*a))[1])
+def test_equal_requests_are_compiled_once(grammars: Grammars) -> None:
     schema = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "null"}}}
     turned = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}}}
     given = [StructuredOutputs(json=schema), StructuredOutputs(json=dict(schema)), StructuredOutputs(json=turned)]
     first, second, third = (grammars.get(asked) for asked in given)
     assert first is second
     assert first is not third, "answers follow the order of properties"
-    assert len(parsed) == 2
-
-
-def test_compiling_holds_up_nobody(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go = threading.Event()
-    monkeypatch.setattr(compiler, "_parse", lambda *a, real=compiler._parse: (go.wait(10), real(*a))[1])
-    grammars = Grammars(directory, VOCAB, [END])
-    future = grammars.prepare(StructuredOutputs(choice=("a",)))
-    assert not future.done()
-    assert grammars.prepare(StructuredOutputs(choice=("a",))) is future
-    go.set()
-    assert future.result(10).eos == (END,)
-    grammars.close()
 
 
 BAD = {

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.types import BadRequest, CheckpointError, EngineRequest, FinishReason, TokenDelta, TokenLogprobs
+import numpy as np
+
+from unisono.types import BadRequest, CheckpointError, EngineRequest, FinishReason, TokenDelta, TokenLogprobs, Vectors
 
 VOCAB_SIZE = 1000
 HIDDEN_SIZE = 6
@@ -33,11 +35,13 @@ class Trick(enum.IntEnum):
 class FakeConfig:
     """step_seconds: how long a step takes. prefill_seconds: from a request's admission to its first token, at least.
 
-    tokens_per_step: what a round brings at once. load_error: cannot start.
+    queue_seconds: what it says of a request's time in its queue. tokens_per_step: what a round brings at once.
+    load_error: cannot start.
     """
 
     step_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    queue_seconds: float = 0.0
     tokens_per_step: int = 1
     max_model_len: int = 512
     load_seconds: float = 0.0
@@ -64,7 +68,7 @@ class FakeEngine:
         self.config = config
         self.requests: dict[str, tuple[EngineRequest, int]] = {}
         self.prefilled: dict[str, float] = {}
-        self.aborted = self.generated = self.steps = self.integrity_checks = self.captures = 0
+        self.aborted = self.generated = self.steps = self.integrity_checks = self.captures = self.resets = 0
 
     def prepare(self, request: EngineRequest) -> None:
         return None
@@ -121,7 +125,18 @@ class FakeEngine:
         if request.params.prompt_logprobs is not None and done == 0:
             scored = [_logprobs(token, request.params.prompt_logprobs) for token in prompt[1:]]
         drafted, accepted = self.config.tokens_per_step - 1, len(tokens) - 1  # all but a step's last token
-        return TokenDelta(request.request_id, tokens, finish, cached, None, logprobs, scored, drafted, accepted)
+        queued = self.config.queue_seconds if done == 0 else None
+        states = None
+        if request.params.return_hidden_states and done == 0:
+            rows = [[token, place, 1.0, 0.0, 0.0, 2.0] for place, token in enumerate(prompt)]
+            states = Vectors("float32", HIDDEN_SIZE, np.array(rows, np.float32).tobytes())
+        numbers = {
+            "prompt_hidden_states": states,
+            "drafted_tokens": drafted,
+            "accepted_tokens": accepted,
+            "queued_seconds": queued,
+        }
+        return TokenDelta(request.request_id, tokens, finish, cached, None, logprobs, scored, **numbers)
 
     def info(self) -> dict[str, Any]:
         return {
@@ -141,6 +156,7 @@ class FakeEngine:
             "aborted": self.aborted,
             "integrity_checks": self.integrity_checks,
             "captures": self.captures,
+            "resets": self.resets,
             "pid": os.getpid(),
         }
 
@@ -155,6 +171,10 @@ class FakeEngine:
 
     def check_integrity(self) -> None:
         self.integrity_checks += 1
+
+    def reset_prefix_cache(self) -> int:
+        self.resets += 1
+        return 5
 
     def capture_missing(self) -> int:
         self.captures += 1

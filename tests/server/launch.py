@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import sys
@@ -13,6 +14,9 @@ from unisono.types import UnisonoError
 
 SETTINGS = ("port", "api_key", "drain_timeout", "reasoning_parser", "tool_call_parser",
             "trust_request_chat_template")  # fmt: skip
+
+
+SETTINGS = [field.name for field in dataclasses.fields(ServerSettings) if field.name not in ("model_path", "names")]
 
 
 def main() -> None:

@@ -242,8 +242,10 @@ def test_metrics(server: Server) -> None:
     first, between, request, tokens = (value(name) - old for name, old in zip(names, before, strict=True))
     assert (first, request, tokens) == (1, 1, 7)
     assert 0 < between <= 6  # tokens that come together with the first wait for nothing
-    assert value('unisono:passes_total{kind="eager",model_name="fake",program="round",reason="DISABLED"}') > 0
-    assert value('unisono:request_success_total{finished_reason="length",model_name="fake"}') > 0
+    assert (
+        value('unisono:passes_total{engine="0",kind="eager",model_name="fake",program="round",reason="DISABLED"}') > 0
+    )
+    assert value('unisono:request_success_total{engine="0",finished_reason="length",model_name="fake"}') > 0
     assert value("unisono:num_requests_running") == 0
 
 

@@ -178,7 +178,7 @@ def test_http(server: Server) -> None:
     check(server.http.post(TEXT, data={"prompt": "a"}), 415, None, "x-www-form-urlencoded", "application/json")
     check(server.http.post(TEXT, content=b"{}"), 415, None, "application/json")
     check(server.http.get(TEXT), 405, None, "Method Not Allowed")
-    check(server.http.post("/v1/embeddings", json={}), 404, None, "/v1/embeddings")
+    check(server.http.post("/v1/nothing", json={}), 404, None, "/v1/nothing")
     response = server.http.post(TEXT, json={"prompt": "a"}, headers={"content-type": "Application/JSON; charset=utf-8"})
     assert response.status_code == 200
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.server import tokenizers_
 from tests.server.conftest import Server, Start
-from unisono.server.reasoning import PARSERS, parser_named
+from unisono.server.reasoning import PARSERS, parser_named, parser_of
 from unisono.types import ConfigError
 
 QWEN, R1 = PARSERS["qwen3"], PARSERS["deepseek_r1"]
@@ -74,16 +75,55 @@ def test_a_continued_answer_goes_on_where_it_was(prefix: str, expected: tuple[st
 
 def test_unknown_names_are_refused() -> None:
     assert parser_named(None) is None
+    assert parser_named("none") is None
+    assert parser_named("deepseek-r1") is R1
     with pytest.raises(ConfigError, match=r"'qwen'.*qwen3, deepseek_r1"):
         parser_named("qwen")
 
 
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        ("{{ '<think>' }} {{ '</think>' }}", QWEN),
+        ("{{ content.split('</think>') }}", R1),
+        ("[THINK] [/THINK]", PARSERS["mistral"]),
+        ("<seed:think></seed:think>", PARSERS["seed_oss"]),
+        ("◁think▷◁/think▷", PARSERS["kimi"]),
+        ("{{ messages }}", None),
+    ],
+)
+def test_the_template_says_which_parser(template: str, parser: Any) -> None:
+    assert parser_of(template) == parser
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "prefix", "state"),
+    [
+        (QWEN, OPEN, None, "thinking"),
+        (QWEN, TURN, None, "begin"),
+        (QWEN, CLOSED, None, "content"),
+        (R1, TURN, None, "thinking"),
+        (R1, CLOSED, None, "content"),
+        (QWEN, "anything", "<think>\nso", "thinking"),
+        (R1, "anything", "so", "content"),
+    ],
+)
+def test_where_an_answer_begins(parser: Any, prompt: str, prefix: str | None, state: str) -> None:
+    assert parser.begins(prompt, prefix) == state
+
+
 @pytest.fixture(scope="module")
-def thinking(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from tests.server.conftest import servers
 
+    tokenizer = tokenizers_.byte_level()
+    tokenizer.chat_template += (
+        "{{ reasoning_effort }}{% if enable_thinking is defined and not enable_thinking %}off{% endif %}"
+    )
+    path = tmp_path_factory.mktemp("thinking")
+    tokenizer.save_pretrained(path)
     with servers(tmp_path_factory) as start:
-        yield start(model_dir, reasoning_parser="qwen3")
+        yield start(path, reasoning_parser="qwen3")
 
 
 def body(content: str, opening: str, **more: Any) -> dict[str, Any]:
@@ -115,7 +155,7 @@ def streamed(server: Server, **request: Any) -> tuple[str, str, list[dict[str, A
 def test_answers_and_streams_are_split(thinking: Server) -> None:
     request = body("step one\n</think>\n\nThe answer is 2.", "<think>\n")
     message = whole(thinking, **request)["message"]
-    assert message["reasoning_content"] == "user\nstep one"
+    assert message["reasoning_content"] == message["reasoning"] == "user\nstep one"
     assert message["content"] == "The answer is 2."
     reasoning, content, choices = streamed(thinking, **request, logprobs=True, return_token_ids=True)
     assert (reasoning, content) == ("user\nstep one", "The answer is 2.")
@@ -147,9 +187,8 @@ def test_several_answers_and_structured_ones(thinking: Server) -> None:
     assert [c["message"]["reasoning_content"] for c in answer["choices"]] == ["user\nx"] * 2
     reasoning, content, _ = streamed(thinking, **request)
     assert (len(reasoning), content) == (2 * len("user\nx"), "yy")
-    structured = whole(thinking, **body("x", "<think>\n"), structured_outputs={"regex": ".*"})["message"]
-    assert structured["content"] == "user\nx"
-    assert "reasoning_content" not in structured
+    structured = whole(thinking, **body("x</think>y", "<think>\n"), structured_outputs={"regex": ".*"})["message"]
+    assert (structured["reasoning_content"], structured["content"]) == ("user\nx", "y")
 
 
 def test_thoughts_may_come_back_as_history(thinking: Server) -> None:
@@ -168,6 +207,34 @@ def test_without_a_parser_nothing_changes(server: Server) -> None:
     message = whole(server, **body("x</think>y", "<think>\n"))["message"]
     assert message["content"] == "user\nx</think>y"
     assert "reasoning_content" not in message
+
+
+def test_the_request_says_whether_to_think(thinking: Server) -> None:
+    """Fields become variables of the template; the fake engine repeats what it writes."""
+    request = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
+
+    def written(**more: Any) -> str:
+        given = thinking.http.post("/v1/chat/completions", json={**request, **more, "max_tokens": 40}).json()
+        count = given["usage"]["prompt_tokens"]
+        given = thinking.http.post("/v1/chat/completions", json={**request, **more, "max_tokens": count}).json()
+        return given["choices"][0]["message"]["content"].removeprefix("user\nx\nassistant\n")
+
+    assert written() == ""
+    assert written(enable_thinking=False) == "off"
+    assert written(reasoning_effort="none") == "noneoff"
+    assert written(reasoning_effort="high") == "high"
+    assert written(enable_thinking=False, chat_template_kwargs={"enable_thinking": True}) == ""
+    for bad in ({"reasoning_effort": "extreme"}, {"enable_thinking": "no"}, {"thinking_token_budget": "5"}):
+        answer = thinking.http.post("/v1/chat/completions", json={**request, **bad})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, *bad)
+    answer = thinking.http.post("/v1/chat/completions", json={**request, "thinking_token_budget": -1})
+    assert "thinking_token_budget=-1" in answer.json()["error"]["message"]
+
+
+def test_a_budget_needs_marks(server: Server) -> None:
+    answer = server.http.post("/v1/chat/completions", json=body("x", "", thinking_token_budget=3))
+    assert answer.status_code == 400
+    assert "--reasoning-parser" in answer.json()["error"]["message"]
 
 
 def test_an_unknown_parser_ends_the_start(start: Start) -> None:

@@ -125,20 +125,52 @@ def test_drafts_change_no_token(line: Server, plain: Server) -> None:
 
 
 def test_a_json_schema(line: Server, plain: Server) -> None:
+    """Without thinking, and after it."""
     form = {"json": SCHEMA, "disable_any_whitespace": True}
-    asked = {"structured_outputs": form, "chat_template_kwargs": {"enable_thinking": False}}
-    choice = chat(line, **asked)
-    found = json.loads(choice["message"]["content"])
-    assert found.keys() == {"pens", "sure"}
-    assert 0 <= found["pens"] <= 999
-    assert choice == chat(plain, **asked)
+    for thinking in (False, True):
+        asked = {"structured_outputs": form, "enable_thinking": thinking}
+        choice = chat(line, **asked)
+        found = json.loads(choice["message"]["content"])
+        assert found.keys() == {"pens", "sure"}
+        assert 0 <= found["pens"] <= 999
+        assert ("5 * 12 = 60" in (choice["message"]["reasoning_content"] or "")) == thinking
+        assert choice == chat(plain, **asked)
+
+
+def test_a_thinking_budget(line: Server, plain: Server) -> None:
+    """Cut to the token, with drafts and without, and the same in a stream."""
+    free = chat(plain, max_tokens=30)
+    for budget in (0, 7):
+        asked = {"thinking_token_budget": budget, "max_tokens": 30}
+        choice = chat(line, **asked)
+        assert choice == chat(plain, **asked)
+        assert choice["token_ids"][:budget] == free["token_ids"][:budget]
+        message = choice["message"]
+        assert message["content"]
+        assert (free["message"]["reasoning_content"]).startswith(message["reasoning_content"] or "")
+        assert streamed(line, **asked) == (message["reasoning_content"] or "", message["content"])
+
+
+def test_a_tool_call_after_a_thought(line: Server, plain: Server) -> None:
+    parameters = {"type": "object", "properties": {"pens": {"type": "integer", "maximum": 99}}, "required": ["pens"]}
+    tools = [{"type": "function", "function": {"name": "tell", "parameters": parameters}}]
+    for choice in ("required", {"type": "function", "function": {"name": "tell"}}):
+        asked = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+        asked |= {"thinking_token_budget": 12, "max_tokens": 80}
+        found = chat(line, **asked)
+        assert found["finish_reason"] == "tool_calls"
+        assert found["message"]["reasoning_content"]
+        assert found["message"]["content"] is None
+        (call,) = found["message"]["tool_calls"]
+        assert call["function"]["name"] == "tell"
+        assert json.loads(call["function"]["arguments"])["pens"] <= 99
+        assert found == chat(plain, **asked)
 
 
 @pytest.mark.full
 def test_it_speculates_by_default(bare: Server) -> None:
     message = chat(bare, max_tokens=40)["message"]
-    assert "5 * 12 = 60" in message["content"], "no parser was asked for"
-    assert "reasoning_content" not in message
+    assert "5 * 12 = 60" in message["reasoning_content"], "the template's text says which parser"
     counters = bare.info()["counters"]
     assert counters["accepted_tokens"] > counters["draft_rounds"] > 0
     metrics = bare.http.get("/metrics").text

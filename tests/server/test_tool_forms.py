@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.server.conftest import ROOT
 from tests.server.tool_answers import CASES, WEATHER, Call
+from unisono.server.reasoning import PARSERS
 from unisono.server.tools.base import Context, Tool, ToolDelta
-from unisono.server.tools.formats import FORMATS, NAMES, format_named, format_of
+from unisono.server.tools.formats import ALIASES, FORMATS, NAMES, format_named, format_of
 from unisono.server.tools.qwen3_coder import typed
 from unisono.server.tools.structure import Structure
 from unisono.types import ConfigError
@@ -140,3 +142,12 @@ def test_names_of_forms() -> None:
     assert format_named("qwen25") is NAMES["hermes"]
     with pytest.raises(ConfigError, match=r"'wibble'.*hermes.*mistral"):
         format_named("wibble")
+
+
+def test_the_page_has_every_name() -> None:
+    page = (ROOT / "docs/tools-and-thinking.md").read_text()
+    for form in FORMATS:
+        (line,) = [one for one in page.splitlines() if one.startswith(f"| `{form.name}` |")][:1]
+        others = {name.strip() for name in line.split("|")[3].split(",")} - {""}
+        assert others == {name for name, of in ALIASES.items() if of == form.name}
+    assert all(f"`{name}`" in page for name in PARSERS)

@@ -246,6 +246,7 @@ class Engine:
         position = len(sequence.tokens)
         first = position == sequence.prompt_len
         if first:
+            delta.queued_seconds = sequence.queued_seconds
             self.counters.prompt_tokens += sequence.prompt_len
         for state in sequence.states.values():
             state.deliver(delta, Committed(launched.kind, row, tokens, position, first, outputs))

@@ -180,6 +180,7 @@ def metrics(engine: Reported) -> list[Metric]:
     counters = [
         ("prefix_cache_queries", s.prefix_queries, "Prompt tokens looked up in the prefix cache."),
         ("prefix_cache_hits", s.prefix_hits, "Prompt tokens found in the prefix cache."),
+        ("prompt_tokens_cached", s.prefix_hits, "Prompt tokens that the prefix cache had."),
         ("num_preemptions", s.preemptions, "Requests that gave their pages back and resumed."),
         ("prompt_tokens", c.prompt_tokens, "Prompt tokens processed."),
         ("generation_tokens", c.generation_tokens, "Tokens generated."),

@@ -13,6 +13,8 @@ reads drafts and tokens of the first and computes what their next pass needs.
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from unisono.engine.device_state import DeviceState
@@ -158,6 +160,7 @@ class Scheduler:
         self.device.begin(sequence, pages)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = pages.cached_tokens
+            sequence.queued_seconds = time.monotonic() - sequence.added
             self.prefix_queries += len(tokens)
             self.prefix_hits += pages.cached_tokens
         self.extending.append(sequence)

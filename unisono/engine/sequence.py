@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -47,6 +48,8 @@ class Sequence:
     finish: FinishReason = FinishReason.RUNNING
     cached_tokens: int | None = None  # prompt tokens that the prefix cache served at first admission
     preemptions: int = 0
+    added: float = field(default_factory=time.monotonic)
+    queued_seconds: float | None = None  # from then to its first pass
     leader: Sequence | None = None  # of the same prompt, ahead in the queue
 
     def __post_init__(self) -> None:

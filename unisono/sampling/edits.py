@@ -23,12 +23,13 @@ def pack_edits(
 ) -> np.ndarray | None:
     """The table row of a checked request, int32 ``[row_words(vocab_size)]``; None where nothing is edited.
 
-    A structured output is edited by the masks of its passes, which know when ``min_tokens`` can be honoured.
+    A structured output is edited by the masks of its passes, which know when ``min_tokens`` can be honoured; a thought
+    with a budget by masks too.
     """
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     bias, allowed, structured = params.logit_bias, params.allowed_token_ids, params.structured_outputs is not None
-    min_tokens = 0 if structured else params.min_tokens
-    if penalties == (1, 0, 0) and not (bias or bad_words or min_tokens or structured) and allowed is None:
+    min_tokens, masked = 0 if structured else params.min_tokens, structured or params.followed_thinking is not None
+    if penalties == (1, 0, 0) and not (bias or bad_words or min_tokens or masked) and allowed is None:
         return None
     row = np.zeros(row_words(vocab_size), dtype=np.int32)
     row[:3].view(np.float32)[:] = penalties

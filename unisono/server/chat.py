@@ -19,7 +19,7 @@ from unisono.server.tools.base import Context, Format
 from unisono.server.tools.definitions import ToolUse, tool_use
 from unisono.server.tools.formats import DEFAULT, format_named, format_of
 from unisono.server.tools.structure import Structure
-from unisono.types import BadRequest, EngineRequest, SamplingParams
+from unisono.types import BadRequest, EngineRequest, SamplingParams, Thinking
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class ChatPlan:
     form: Format | None
     use: ToolUse | None
     prefix: str | None
+    budget: int | None = None
     constrains: bool = False
 
     @property
@@ -38,10 +39,16 @@ class ChatPlan:
         """Definitions for the chat template."""
         return None if self.use is None else self.use.given
 
+    def sampling(self, prompt: Prompt) -> SamplingParams:
+        """The request's parameters, with where its answer begins to think."""
+        if self.parser is None:
+            return self.params
+        state = self.parser.begins(prompt.text or "", self.prefix)
+        return replace(self.params, thinking=Thinking(self.parser.start, self.parser.end, state, self.budget))
+
     def reader(self, request: EngineRequest, prompt: Prompt) -> AnswerReader | None:
         """Reads a sequence's answer; None where there is nothing to tell apart."""
-        free = self.parser is not None and self.params.structured_outputs is None
-        splitter = None if self.parser is None or not free else self.parser.splitter(prompt.text or "", self.prefix)
+        splitter = None if self.parser is None else self.parser.splitter(prompt.text or "", self.prefix)
         reader = None
         if self.use is not None and self.form is not None:
             context = Context(self.use.callable, _ids(self.form, request), self.use.parallel)
@@ -90,6 +97,12 @@ class ChatFormat:
                 "form with --tool-call-parser when starting it, or leave out tools.",
                 "tools",
             )
+        if request.thinking_token_budget is not None and parser is None:
+            raise BadRequest(
+                "thinking_token_budget needs a model that thinks between marks, and this one's chat template shows "
+                "none; name them with --reasoning-parser when starting the server, or leave it out.",
+                "thinking_token_budget",
+            )
         marks = [] if parser is None else [parser.start, parser.end]
         asked = params.structured_outputs
         if use is not None:
@@ -100,7 +113,9 @@ class ChatFormat:
         prefix = None
         if request.continue_final_message:
             prefix = request.conversation()[-1]["content"] or ""
-        return ChatPlan(params, parser, self.form if use else None, use, prefix, params.structured_outputs is not asked)
+        constrains = params.structured_outputs is not asked
+        form, budget = self.form if use else None, request.thinking_token_budget
+        return ChatPlan(params, parser, form, use, prefix, budget, constrains)
 
     def _constrained(self, use: ToolUse, params: SamplingParams) -> SamplingParams:
         """``params`` with the grammar of calls that must come, or whose arguments must satisfy their schemas."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import multiprocessing
 import shutil
@@ -22,6 +23,7 @@ import zmq.asyncio
 
 from unisono import types
 from unisono.server import engine_process, ipc
+from unisono.server.commands import CommandError
 from unisono.types import BadRequest, ConfigError, EngineDead, EngineRequest, FinishReason, TokenDelta, UnisonoError
 
 logger = logging.getLogger(__name__)
@@ -39,9 +41,10 @@ SHUTDOWN_LIMIT = 10.0
 class TokenStream:
     """Deltas of one request. ``take`` waits for the next; deltas that pile up come as one."""
 
-    def __init__(self, client: EngineClient, request_id: str) -> None:
+    def __init__(self, client: EngineClient, request_id: str, prompt_tokens: int) -> None:
         self._client = client
         self._request_id = request_id
+        self.prompt_tokens, self.begun = prompt_tokens, False
         self._pending: TokenDelta | None = None
         self._error: UnisonoError | None = None
         self._news = asyncio.Event()
@@ -82,8 +85,8 @@ class EngineClient:
     """An engine in a process of its own.
 
     factory: ``"module:Class"`` called with ``config`` in that process. progress: called with a stage and its share
-    done, 0 … 1, while it loads. ``death`` is why the engine is dead, or None. ``samples`` are the metrics of the
-    last :meth:`inspect`.
+    done, 0 … 1, while it loads. ``stepped`` is called with the tokens of each step that brought some. ``death`` is why
+    the engine is dead, or None. ``samples`` are the metrics of the last :meth:`inspect`.
     """
 
     def __init__(self, factory: str, config: Any, progress: Progress = lambda stage, share: None) -> None:
@@ -92,7 +95,10 @@ class EngineClient:
         self._progress = progress
         self._streams: dict[str, TokenStream] = {}
         self._inspections: list[asyncio.Future[ipc.Stats]] = []
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
         self._closing = False
+        self.stepped: Callable[[int], None] = lambda tokens: None
         self.death: str | None = None
         self.samples: list[ipc.MetricSample] = []
 
@@ -134,7 +140,7 @@ class EngineClient:
             raise EngineDead(self.death)
         if request.request_id in self._streams:
             raise BadRequest(f"request_id={request.request_id!r} is running already; give another.", "request_id")
-        stream = TokenStream(self, request.request_id)
+        stream = TokenStream(self, request.request_id, len(request.prompt_token_ids))
         self._streams[request.request_id] = stream
         self._send(ipc.Add(request))
         try:
@@ -152,6 +158,22 @@ class EngineClient:
         self._inspections.append(answer)
         self._send(ipc.Inspect())
         return await asyncio.wait_for(answer, limit)
+
+    async def call(self, command: str, limit: float, **arguments: Any) -> Any:
+        """Run a command of ``commands.py`` in the engine process.
+
+        Raises CommandError if it cannot run, TimeoutError after ``limit`` seconds, EngineDead if the engine died.
+        """
+        if self.death is not None:
+            raise EngineDead(self.death)
+        number = next(self._numbers)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        self._send(ipc.Call(number, command, arguments))
+        try:
+            return await asyncio.wait_for(answer, limit)
+        finally:
+            self._calls.pop(number, None)
 
     def cancel(self, request_id: str) -> None:
         """End a request early, with the finish reason ``abort``; unknown ids are ignored."""
@@ -205,6 +227,7 @@ class EngineClient:
     def _handle(self, message: ipc.FromEngine) -> None:
         match message:
             case ipc.Deltas(deltas):
+                self.stepped(sum(self._tokens(delta) for delta in deltas))
                 for delta in deltas:
                     self._deliver(delta)
             case ipc.Accepted(request_id):
@@ -219,6 +242,12 @@ class EngineClient:
                     if not answer.done():
                         answer.set_result(message)
                 self._inspections.clear()
+            case ipc.Called(number, value, problem):
+                if (call := self._calls.get(number)) is not None and not call.done():
+                    if problem is None:
+                        call.set_result(value)
+                    else:
+                        call.set_exception(CommandError(problem))
             case ipc.Loading(stage, share):
                 self._progress(stage, share)
             case ipc.Ready(info):
@@ -226,6 +255,14 @@ class EngineClient:
                     self._ready.set_result(info)
             case ipc.Fatal(error, text):
                 self._die(_rebuild(error, text))
+
+    def _tokens(self, delta: TokenDelta) -> int:
+        """The tokens that a delta stands for: its own and, with a request's first, those of the prompt."""
+        prompt = 0
+        if (stream := self._streams.get(delta.request_id)) is not None and not stream.begun:
+            stream.begun = True
+            prompt = stream.prompt_tokens - delta.cached_tokens
+        return len(delta.token_ids) + prompt
 
     def _deliver(self, delta: TokenDelta) -> None:
         stream = self._streams.get(delta.request_id)
@@ -255,7 +292,7 @@ class EngineClient:
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
             stream._fail(EngineDead(self.death))
-        for answer in self._inspections:
+        for answer in (*self._inspections, *self._calls.values()):
             if not answer.done():
                 answer.set_exception(EngineDead(self.death))
         self._inspections.clear()

@@ -114,8 +114,7 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     "parallel_tool_calls": ("ovs", ""),
     "reasoning_effort": ("ovs", "none to max; none turns thinking off where the template can"),
     "enable_thinking": ("", "chat_template_kwargs.enable_thinking"),
-    "thinking_token_budget": ("v", ""),
-    "thinking_budget": ("", "thinking_token_budget"),
+    "thinking_token_budget": ("v", "tokens that a thought may have"),
     "include_reasoning": ("v", "false: the answer leaves its thinking out"),
     "separate_reasoning": ("s", "false: thinking stays in the answer's text"),
     # ---- how it is served ----

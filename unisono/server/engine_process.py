@@ -21,6 +21,7 @@ import zmq
 
 from unisono.heap import freeze_heap
 from unisono.server import ipc
+from unisono.server.commands import CommandError, Commands
 from unisono.types import BadRequest, EngineRequest, TokenDelta, UnisonoError
 
 IDLE_MS = 1000
@@ -43,6 +44,7 @@ class EngineLike(Protocol):
     def metrics(self) -> list[tuple[str, str, dict[str, str], float, str]]: ...
     def check_integrity(self) -> None: ...
     def capture_missing(self) -> int: ...
+    def reset_prefix_cache(self) -> int: ...
     def shutdown(self) -> None: ...
 
 
@@ -92,6 +94,7 @@ class _Loop:
     def __init__(self, engine: EngineLike, socket: zmq.Socket) -> None:
         self.engine = engine
         self.socket = socket
+        self.commands = Commands(engine)
         self.stopping = False
         self.preparing: dict[str, tuple[EngineRequest, Future[Any]]] = {}
         self.poller = zmq.Poller()
@@ -138,10 +141,13 @@ class _Loop:
                 case ipc.Add(request):
                     self.add(request)
                 case ipc.Abort(request_id):
-                    self.preparing.pop(request_id, None)
+                    if (preparing := self.preparing.pop(request_id, None)) is not None:
+                        preparing[1].cancel()  # what nobody waits for any more is not compiled any further
                     self.engine.abort(request_id)
                 case ipc.Inspect():
                     inspect = True
+                case ipc.Call(number, command, arguments):
+                    self.call(number, command, arguments)
                 case ipc.Shutdown():
                     self.stopping = True
         if inspect:  # one answer for all that wait
@@ -169,6 +175,13 @@ class _Loop:
             self.send(ipc.Rejected(request.request_id, str(error), error.param, error.code))
         else:
             self.send(ipc.Accepted(request.request_id))
+
+    def call(self, number: int, command: str, arguments: dict[str, Any]) -> None:
+        """Run an operator's command. One that cannot run is answered so."""
+        try:
+            self.send(ipc.Called(number, self.commands.run(command, arguments)))
+        except CommandError as error:
+            self.send(ipc.Called(number, None, str(error)))
 
     def send(self, message: ipc.FromEngine) -> None:
         _send(self.socket, message)

@@ -10,6 +10,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.server.beams import BeamStream, Source
@@ -95,6 +98,7 @@ class Generation:
         self._scores, self._style, self._echo = scores, style, echo
         self._reader = reader
         self._stream: TokenStream | BeamStream | None = None
+        self.ended: str | None = None  # how, once it has
         self._drafted = self._accepted = 0
         self._offset = 0
 
@@ -108,11 +112,38 @@ class Generation:
         own, prompt = self._output.hidden_states(), self._output.prompt_hidden_states()
         return own.float().tolist(), prompt.float().tolist() if len(prompt) else None
 
+    def prompt_states(self) -> torch.Tensor:
+        """Once it has ended: the hidden states of the prompt's tokens, [tokens, hidden], where they were asked for."""
+        return self._output.prompt_hidden_states()
+
     @property
     def usage(self) -> Usage:
         output, first = self._output, self._request.shares_with is None
         prompt, cached = (len(self._request.prompt_token_ids), output.cached_tokens) if first else (0, 0)
         return Usage.of(prompt, output.num_tokens, cached, self._accepted, self._drafted - self._accepted)
+
+    def span(self) -> dict[str, Any] | None:
+        """vLLM's attributes of a request's span, once it has ended; None for one that never began."""
+        params, times = self._request.params, self._timer.end
+        if times is None:
+            return None
+        return {
+            "gen_ai.request.id": self._request.request_id,
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.n": params.n,
+            "gen_ai.request.temperature": float(params.temperature),
+            "gen_ai.request.top_p": float(params.top_p),
+            "gen_ai.response.finish_reason": self.ended,
+            "gen_ai.usage.num_sequences": 1,
+            "gen_ai.usage.prompt_tokens": len(self._request.prompt_token_ids),
+            "gen_ai.usage.completion_tokens": self._output.num_tokens,
+            "gen_ai.usage.cached_tokens": self._output.cached_tokens,
+            "gen_ai.latency.time_in_queue": times.queue,
+            "gen_ai.latency.time_in_model_prefill": times.prefill,
+            "gen_ai.latency.time_in_model_decode": times.decode,
+            "gen_ai.latency.time_to_first_token": times.first_token,
+            "gen_ai.latency.e2e": times.total,
+        }
 
     def arrived(self, when: float) -> None:
         """Count the request's times from ``when`` (``time.monotonic()``) on, not from when it was prepared."""
@@ -120,6 +151,7 @@ class Generation:
 
     async def start(self) -> None:
         """Hand the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
+        self._timer.submitted()
         try:
             self._stream = await self._client.submit(self._request)
         except BadRequest as error:
@@ -141,10 +173,11 @@ class Generation:
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Yield text as it becomes certain; the last piece has ``finish``. Raises EngineDead and ApiError."""
         assert self._stream is not None
-        reason = FinishReason.RUNNING
+        reason, failed = FinishReason.RUNNING, False
         try:
             while reason is FinishReason.RUNNING:
                 delta = await self._stream.take()
+                self._timer.queued(delta.queued_seconds)
                 self._timer.tokens(len(delta.token_ids))
                 self._output.record(delta)
                 if delta.error is not None:
@@ -178,8 +211,13 @@ class Generation:
                     "" if self._style.hides else said.reasoning,
                     said.calls,
                 )
+        except Exception:
+            failed = True
+            raise
         finally:
-            self._timer.finished((FinishReason.ABORT if reason is FinishReason.RUNNING else reason).text)
+            ended = FinishReason.ABORT if reason is FinishReason.RUNNING else reason
+            self.ended = "error" if failed else ended.text
+            self._timer.finished(self.ended, self._output.num_tokens, self._output.cached_tokens)
             self.close()
 
     @property
@@ -220,7 +258,7 @@ class Generation:
         for token_id, one in zip(token_ids, given, strict=True):
             text = self._text(token_id)
             top = [(self._text(alternative), logprob) for alternative, logprob in one.top]
-            reports.append(TokenReport(text, one.logprob, self._offset, top))
+            reports.append(TokenReport(text, one.logprob, self._offset, top, [token for token, _ in one.top]))
             self._offset += len(text)
         return reports
 

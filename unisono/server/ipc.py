@@ -42,6 +42,14 @@ class Inspect(msgspec.Struct, tag="inspect"):
     """Answered by Stats after the step under way."""
 
 
+class Call(msgspec.Struct, tag="call"):
+    """Run an operator's command between two steps. Answered by Called."""
+
+    number: int
+    command: str
+    arguments: dict[str, Any]
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Free everything and exit with status 0."""
 
@@ -83,6 +91,14 @@ class Stats(msgspec.Struct, tag="stats"):
     samples: list[MetricSample]
 
 
+class Called(msgspec.Struct, tag="called"):
+    """What a command returned, or why it failed (then ``value`` is null)."""
+
+    number: int
+    value: Any
+    error: str | None = None
+
+
 class Fatal(msgspec.Struct, tag="fatal"):
     """The error that ended the engine. ``error`` is the exception's class name, ``message`` one line."""
 
@@ -90,8 +106,8 @@ class Fatal(msgspec.Struct, tag="fatal"):
     message: str
 
 
-ToEngine = Add | Abort | Inspect | Shutdown
-FromEngine = Loading | Ready | Accepted | Rejected | Deltas | Stats | Fatal
+ToEngine = Add | Abort | Inspect | Call | Shutdown
+FromEngine = Loading | Ready | Accepted | Rejected | Deltas | Stats | Called | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -1,6 +1,6 @@
 """Prometheus metrics: what the API process times itself, and what the engine counts.
 
-Names are vLLM's, prefixed ``unisono:``.
+Names and labels are vLLM's, under the prefix that ``--metrics-prefix`` chooses: ``unisono:``, ``vllm:`` or both.
 
 The engine's numbers are :class:`unisono.server.ipc.MetricSample`. Those that the server's log line reads:
 gauges ``num_requests_running``, ``num_requests_waiting``, ``kv_cache_usage_perc`` (a share, 0 … 1); counters
@@ -13,55 +13,95 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from unisono.server.ipc import MetricSample
+from unisono.types import ConfigError, EngineRequest
 
-PREFIX = "unisono:"
-FIRST_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80)
-TOKEN_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+PREFIXES: Mapping[str, tuple[str, ...]] = {"unisono": ("unisono:",), "vllm": ("vllm:",), "both": ("unisono:", "vllm:")}
+"""Values of ``--metrics-prefix``."""
+ENGINE = "0"
+"""Value of the label ``engine``: vLLM numbers the engines of a server, and there is one."""
+FIRST_TOKEN_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.16, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
+    640, 2560,
+)  # fmt: skip
+TOKEN_BUCKETS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10,
+)  # fmt: skip
+REQUEST_BUCKETS = (
+    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+STEP_BUCKETS = tuple(float(2**power) for power in range(15))
+FINISHED = ("stop", "length", "abort", "error")
+SECONDS = {
+    "time_to_first_token_seconds": ("From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS),
+    "inter_token_latency_seconds": ("Between tokens of a request; tokens of one round share its time.", TOKEN_BUCKETS),
+    "time_per_output_token_seconds": ("The older name of inter_token_latency_seconds.", TOKEN_BUCKETS),
+    "request_time_per_output_token_seconds": ("A request's decode time by its tokens after the first.", TOKEN_BUCKETS),
+    "e2e_request_latency_seconds": ("From a request's arrival to its last token.", REQUEST_BUCKETS),
+    "request_queue_time_seconds": ("From the engine's queue to a request's first pass.", REQUEST_BUCKETS),
+    "request_prefill_time_seconds": ("From a request's first pass to its first token.", REQUEST_BUCKETS),
+    "request_decode_time_seconds": ("From a request's first token to its last.", REQUEST_BUCKETS),
+    "request_inference_time_seconds": ("From a request's first pass to its last token.", REQUEST_BUCKETS),
+}
+"""Histograms of seconds: what they time, and their buckets."""
+LENGTHS = {
+    "request_prompt_tokens": "Prompt tokens of a request.",
+    "request_prefill_kv_computed_tokens": "Prompt tokens of a request that no cached prefix had.",
+    "request_generation_tokens": "Tokens that a sequence generated.",
+    "request_max_num_generation_tokens": "The same as request_generation_tokens: a sequence is a request here.",
+    "request_params_max_tokens": "max_tokens of requests.",
+}
+"""Histograms of tokens; their buckets end at the model's context."""
 
 
 class ServerMetrics:
-    """The server's registry. ``samples`` gives the engine's latest numbers at each scrape."""
+    """The server's registry. ``samples`` gives the engine's latest numbers at each scrape.
 
-    def __init__(self, model_name: str, samples: Callable[[], Sequence[MetricSample]]) -> None:
-        self.registry = CollectorRegistry()
-        self._model_name = model_name
-        self.registry.register(_EngineCollector(model_name, samples))
-        self._first_token = self._histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS
-        )
-        self._inter_token = self._histogram(
-            "inter_token_latency_seconds",
-            "Between tokens of a request; tokens of one round share its time.",
-            TOKEN_BUCKETS,
-        )
-        self._request = self._histogram(
-            "e2e_request_latency_seconds", "From a request's arrival to its last token.", REQUEST_BUCKETS
-        )
-        self._finished = Counter(
-            PREFIX + "request_success",
-            "Requests that ended, by reason.",
-            ("model_name", "finished_reason"),
-            registry=self.registry,
-        )
-        self._errors = Counter(
-            PREFIX + "request_errors",
-            "Requests answered with 4xx or 5xx, and streams that ended in an error, by route, status and code.",
-            ("model_name", "handler", "status", "code"),
-            registry=self.registry,
-        )
-        self._http = Counter("http_requests", "HTTP requests.", ("handler", "method", "status"), registry=self.registry)
+    prefix: a key of PREFIXES. context: the model's longest, in tokens. Raises ConfigError for an unknown prefix.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        samples: Callable[[], Sequence[MetricSample]],
+        prefix: str = "unisono",
+        context: int = 1 << 20,
+    ) -> None:
+        check_prefix(prefix)
+        self._labels = {"model_name": model_name, "engine": ENGINE}
+        self._registry, self._http_registry = CollectorRegistry(), CollectorRegistry()
+        self._prefixes = PREFIXES[prefix]
+        self._registry.register(_EngineCollector(self._labels, samples))
+        self._seconds = {name: self._histogram(name, *about) for name, about in SECONDS.items()}
+        lengths = length_buckets(context)
+        self._lengths = {name: self._histogram(name, text, lengths) for name, text in LENGTHS.items()}
+        self._n = self._histogram("request_params_n", "n of requests.", (1, 2, 5, 10, 20))
+        text = "Tokens of prompts begun and of answers that a step of the engine brought."
+        self._step_tokens = self._histogram("iteration_tokens_total", text, STEP_BUCKETS)
+        self._finished = self._counter("request_success", "Requests that ended, by reason.", "finished_reason")
+        for reason in FINISHED:
+            self._finished.labels(**self._labels, finished_reason=reason)
+        text = "Requests answered with 4xx or 5xx, and streams that ended in an error, by route, status and code."
+        self._errors = self._counter("request_errors", text, "handler", "status", "code")
+        text = "1 for the state that the server is in."
+        self._sleep = Gauge("engine_sleep_state", text, (*self._labels, "sleep_state"), registry=self._registry)
+        self.sleeping(False)
+        self._add_http()
+
+    def _add_http(self) -> None:
+        """Metrics of HTTP and of the process, which have names of their own everywhere."""
+        registry = self._http_registry
+        ProcessCollector(registry=registry)
+        self._http = Counter("http_requests", "HTTP requests.", ("handler", "method", "status"), registry=registry)
+        text = "From an HTTP request's headers to the end of its answer."
         self._http_seconds = Histogram(
-            "http_request_duration_seconds",
-            "From an HTTP request's headers to the end of its answer.",
-            ("handler", "method"),
-            registry=self.registry,
-            buckets=REQUEST_BUCKETS,
+            "http_request_duration_seconds", text, ("handler", "method"), registry=registry, buckets=REQUEST_BUCKETS
         )
 
     def http_request(self, path: str, method: str, status: int, seconds: float) -> None:
@@ -71,62 +111,174 @@ class ServerMetrics:
 
     def http_error(self, path: str, status: int, code: str) -> None:
         """A request was answered with 4xx or 5xx, or its stream ended so."""
-        self._errors.labels(self._model_name, path, str(status), code).inc()
+        self._errors.labels(**self._labels, handler=path, status=str(status), code=code).inc()
 
-    def timer(self) -> RequestTimer:
-        """The clock of one request, started now."""
-        return RequestTimer(self)
+    def sleeping(self, asleep: bool) -> None:
+        """The server has gone to sleep, or woken."""
+        for state, now in (
+            ("awake", not asleep),
+            ("weights_offloaded", False),
+            ("discard_all", False),
+            ("idle", asleep),
+        ):
+            self._sleep.labels(**self._labels, sleep_state=state).set(now)
+
+    def cache_config(self, info: Mapping[str, Any]) -> None:
+        """Tell the size of the KV cache. info: the engine's."""
+        cache = info.get("kv_cache", {})
+        labels = {"block_size": str(cache.get("page_size", "")), "num_gpu_blocks": str(cache.get("pages", ""))}
+        text = "The KV cache: tokens of a page, and pages."
+        gauge = Gauge("cache_config_info", text, ("engine", *labels), registry=self._registry)
+        gauge.labels(engine=ENGINE, **labels).set(1)
+
+    def step(self, tokens: int) -> None:
+        """A step of the engine brought this number of tokens."""
+        self._step_tokens.observe(tokens)
+
+    def timer(self, request: EngineRequest, n: int = 1) -> RequestTimer:
+        """The clock of one sequence of a request with ``n``, started now."""
+        return RequestTimer(self, request, n)
 
     def render(self) -> bytes:
         """The page for a scrape, in Prometheus' text format."""
-        return generate_latest(self.registry)
+        prefixed = (_Prefixed(self._registry, prefix) for prefix in self._prefixes)
+        return b"".join(map(generate_latest, (*prefixed, _Prefixed(self._http_registry, ""))))
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
-        histogram = Histogram(PREFIX + name, text, ("model_name",), registry=self.registry, buckets=tuple(buckets))
-        return histogram.labels(self._model_name)
+        histogram = Histogram(name, text, tuple(self._labels), registry=self._registry, buckets=tuple(buckets))
+        return histogram.labels(**self._labels)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, (*self._labels, *labels), registry=self._registry)
+
+
+def check_prefix(prefix: str) -> None:
+    """Raises ConfigError for an unknown ``--metrics-prefix``."""
+    if prefix not in PREFIXES:
+        raise ConfigError(f"--metrics-prefix {prefix!r} is unknown; choose one of {', '.join(PREFIXES)}.")
+
+
+def length_buckets(context: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50 … up to the model's context."""
+    steps = (factor * 10**power for power in range(9) for factor in (1, 2, 5))
+    return tuple(float(step) for step in steps if step <= max(1, context))
+
+
+@dataclass
+class Times:
+    """What is known of a sequence when it has ended, in seconds; None where it never came so far."""
+
+    total: float
+    first_token: float | None
+    queue: float | None
+    prefill: float | None
+    decode: float | None
 
 
 class RequestTimer:
-    """Times one request into a server's histograms, from ``start`` on."""
+    """Times one sequence into a server's histograms, from ``start`` on.
 
-    def __init__(self, metrics: ServerMetrics) -> None:
-        self._metrics = metrics
-        self.start = time.monotonic()
+    Of a prompt's several sequences the first tells the request's own numbers.
+    """
+
+    def __init__(self, metrics: ServerMetrics, request: EngineRequest, n: int = 1) -> None:
+        self._metrics, self._request, self._n = metrics, request, n
+        self.start = self._submitted = time.monotonic()
+        self._first: float | None = None
         self._last: float | None = None
+        self._queued: float | None = None
+        self.end: Times | None = None  # once it has ended
+
+    def submitted(self) -> None:
+        """The engine gets the request now."""
+        self._submitted = time.monotonic()
+
+    def queued(self, seconds: float | None) -> None:
+        """How long the request waited for its first pass, where the engine says it."""
+        self._queued = seconds if self._queued is None else self._queued
 
     def tokens(self, count: int) -> None:
         """``count`` tokens have come."""
         if count == 0:
             return
-        now = time.monotonic()
+        now, seconds = time.monotonic(), self._metrics._seconds
         if self._last is None:
-            self._metrics._first_token.observe(now - self.start)
+            self._first = now
+            seconds["time_to_first_token_seconds"].observe(now - self.start)
         else:
             for _ in range(count):
-                self._metrics._inter_token.observe((now - self._last) / count)
+                seconds["inter_token_latency_seconds"].observe((now - self._last) / count)
+                seconds["time_per_output_token_seconds"].observe((now - self._last) / count)
         self._last = now
 
-    def finished(self, reason: str) -> None:
-        """The request has ended: ``stop``, ``length`` or ``abort``."""
-        self._metrics._request.observe(time.monotonic() - self.start)
-        self._metrics._finished.labels(self._metrics._model_name, reason).inc()
+    def times(self) -> Times:
+        """The times so far."""
+        now = time.monotonic()
+        if self._first is None or self._last is None:
+            return Times(now - self.start, None, self._queued, None, None)
+        queue = min(self._queued or 0.0, self._first - self._submitted)
+        prefill = self._first - self._submitted - queue
+        return Times(now - self.start, self._first - self.start, queue, prefill, self._last - self._first)
+
+    def finished(self, reason: str, tokens: int, cached: int) -> None:
+        """The sequence has ended: ``stop``, ``length``, ``abort`` or ``error``.
+
+        tokens: how many it has. cached: prompt tokens that the prefix cache had.
+        """
+        metrics, request, times = self._metrics, self._request, self.times()
+        self.end = times
+        seconds, lengths = metrics._seconds, metrics._lengths
+        metrics._finished.labels(**metrics._labels, finished_reason=reason).inc()
+        seconds["e2e_request_latency_seconds"].observe(times.total)
+        if times.queue is not None and times.prefill is not None and times.decode is not None:
+            seconds["request_queue_time_seconds"].observe(times.queue)
+            seconds["request_prefill_time_seconds"].observe(times.prefill)
+            seconds["request_decode_time_seconds"].observe(times.decode)
+            seconds["request_inference_time_seconds"].observe(times.prefill + times.decode)
+            if tokens > 1:
+                seconds["request_time_per_output_token_seconds"].observe(times.decode / (tokens - 1))
+        lengths["request_generation_tokens"].observe(tokens)
+        lengths["request_max_num_generation_tokens"].observe(tokens)
+        if request.shares_with is None:
+            prompt = len(request.prompt_token_ids)
+            lengths["request_prompt_tokens"].observe(prompt)
+            lengths["request_prefill_kv_computed_tokens"].observe(prompt - cached)
+            metrics._n.observe(self._n)
+            lengths["request_params_max_tokens"].observe(request.params.max_tokens or 0)
+
+
+class _Prefixed:
+    """A registry whose names begin with ``prefix``. The times at which counters were made are left out."""
+
+    def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
+        self._registry, self._prefix = registry, prefix
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._registry.collect():
+            named = Metric(self._prefix + family.name, family.documentation, family.type)
+            named.samples = [
+                sample._replace(name=self._prefix + sample.name)
+                for sample in family.samples
+                if not sample.name.endswith("_created")
+            ]
+            yield named
 
 
 class _EngineCollector:
     """Turns samples into metric families."""
 
-    def __init__(self, model_name: str, samples: Callable[[], Sequence[MetricSample]]) -> None:
-        self._model_name = model_name
+    def __init__(self, labels: Mapping[str, str], samples: Callable[[], Sequence[MetricSample]]) -> None:
+        self._labels = labels
         self._samples = samples
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for sample in self._samples():
-            names = ["model_name", *sorted(sample.labels)]
+            names = sorted(sample.labels)
             if sample.name not in families:
                 family = CounterMetricFamily if sample.kind == "counter" else GaugeMetricFamily
-                families[sample.name] = family(PREFIX + sample.name, sample.help, labels=names)
-            values = [self._model_name, *(sample.labels[name] for name in names[1:])]
+                families[sample.name] = family(sample.name, sample.help, labels=[*self._labels, *names])
+            values = [*self._labels.values(), *(sample.labels[name] for name in names)]
             families[sample.name].add_metric(values, sample.value)
         return families.values()
 

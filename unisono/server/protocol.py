@@ -306,6 +306,7 @@ class ChatRequest(GenerationRequest):
         None, description="none, minimal, low, medium, high, xhigh or max"
     )
     enable_thinking: bool | None = Field(None, description=_BOOL)
+    thinking_token_budget: int | None = Field(None, description=_WHOLE)
     documents: list[dict[str, str]] | None = Field(None, description="a list of objects of strings")
     chat_template: str | None = Field(None, description=_TEXT)
     include_reasoning: bool | None = Field(None, description=_BOOL)

@@ -9,7 +9,7 @@ A choice carries more than OpenAI's: ``seed``, which reproduces it (in a stream,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,12 +69,13 @@ class Usage(msgspec.Struct):
 @dataclass(frozen=True)
 class TokenReport:
     """One token of an answer: its text by itself, where that begins in the answer, its log-probability, and the
-    likeliest tokens there with theirs. A prompt's first token has no log-probability."""
+    likeliest tokens there with theirs, and their ids. A prompt's first token has no log-probability."""
 
     text: str
     logprob: float | None
     offset: int
     top: list[tuple[str, float]]
+    top_ids: Sequence[int] = ()
 
 
 LEAST_LOGPROB = -9999.0

@@ -31,10 +31,12 @@ from unisono.server.chat import ChatFormat
 from unisono.server.client import EngineClient, Progress
 from unisono.server.http_settings import HttpSettings
 from unisono.server.metrics import ProgressLine, ServerMetrics
+from unisono.server.pooling import pooling_of
 from unisono.server.reasoning import parser_named
 from unisono.server.service import INSPECT_LIMIT, Service
 from unisono.server.serving import Serving
 from unisono.server.tools.formats import format_named
+from unisono.server.traces import Tracer
 from unisono.tokenizer import Tokenizer
 from unisono.types import ConfigError, EngineDead, UnisonoError
 
@@ -55,6 +57,9 @@ class ServerSettings:
     model_path: the checkpoint's directory. tokenizer: directory of the tokenizer, if not that. chat_template: text of a
     template that replaces the checkpoint's. http: TLS and CORS.
     names: what clients may call the model; answers carry the one they used.
+    metrics_prefix: of the names in /metrics, a key of ``metrics.PREFIXES``.
+    otlp_traces_endpoint: where spans go, OTLP over HTTP; None sends none.
+    profile_dir: where /stop_profile writes; None turns profiles off.
     drain_timeout: seconds that running requests get to finish after the first signal.
     reasoning_parser, tool_call_parser: how thinking and tool calls are told from what is said in chat answers
     (``reasoning.PARSERS``, ``tools.formats.FORMATS``); None: as the chat template says.
@@ -69,6 +74,9 @@ class ServerSettings:
     api_key: str | None = None
     chat_template: str | None = None
     drain_timeout: float = 30.0
+    metrics_prefix: str = "unisono"
+    otlp_traces_endpoint: str | None = None
+    profile_dir: Path | None = None
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
     trust_request_chat_template: bool = False
@@ -120,7 +128,9 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
             return
         server = _Uvicorn(_uvicorn_config(settings.http.with_cors(create_app(service)), settings.http))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        reporting = asyncio.create_task(_report_progress(service))
+        reporting = [asyncio.create_task(_report_progress(service))]
+        if service.tracer is not None:
+            reporting.append(asyncio.create_task(service.tracer.run()))
         listener.listen(
             BACKLOG
         )  # uvicorn listens a moment later, and a client that reads the next line may connect at once
@@ -130,9 +140,12 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
         logger.info("Serving %s on %s (Ctrl-C stops)", ", ".join(service.names), where)
         await stop.wait()
         await _drain(service, settings.drain_timeout)
-        reporting.cancel()
+        for task in reporting:
+            task.cancel()
         server.should_exit = True
         await serving
+        if service.tracer is not None:
+            await service.tracer.close()
     finally:
         await client.shutdown()
 
@@ -148,7 +161,9 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
         tokenizer.check_vocabulary(facts.vocab_size)
         if settings.chat_template is not None:
             tokenizer.backend.chat_template = settings.chat_template
-    metrics = ServerMetrics(settings.names[0], lambda: client.samples)
+    metrics = ServerMetrics(settings.names[0], lambda: client.samples, settings.metrics_prefix, facts.max_model_len)
+    metrics.cache_config(info)
+    client.stepped = metrics.step
     inputs = InputProcessor(tokenizer, facts)
     chat = ChatFormat.of(inputs, settings.reasoning_parser, settings.tool_call_parser)
     return Service(
@@ -159,6 +174,10 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
         root=str(settings.model_path),
         fingerprint=_fingerprint(config),
         settings=_public(settings, facts),
+        drain_timeout=settings.drain_timeout,
+        profile_dir=settings.profile_dir,
+        tracer=None if settings.otlp_traces_endpoint is None else Tracer(settings.otlp_traces_endpoint),
+        pooling=await asyncio.to_thread(pooling_of, settings.model_path),
         keys=Keys([] if settings.api_key is None else [settings.api_key]),
     )
 
@@ -171,7 +190,8 @@ def _fingerprint(config: Any) -> str:
 
 def _public(settings: ServerSettings, facts: ModelFacts) -> dict[str, Any]:
     """What /server_info tells of the server: everything but its key."""
-    shown = dataclasses.asdict(settings) | {"model_path": str(settings.model_path)}
+    shown: dict[str, Any] = dataclasses.asdict(settings)
+    shown |= {name: str(value) for name, value in shown.items() if isinstance(value, Path)}
     shown["api_key"] = settings.api_key is not None
     return shown | {"model": dataclasses.asdict(facts)}
 

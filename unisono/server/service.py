@@ -8,14 +8,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from fastapi import Request
 
 from unisono.server.auth import Keys
 from unisono.server.client import EngineClient
 from unisono.server.errors import ApiError, show, unavailable
 from unisono.server.generation import Generation
 from unisono.server.metrics import ServerMetrics
+from unisono.server.pooling import Pooling
 from unisono.server.serving import Serving
+from unisono.server.traces import Parent, Tracer
 
 MAX_BODY_BYTES = 64 * 2**20
 INSPECT_LIMIT = 5.0
@@ -40,6 +45,10 @@ class Service:
     fingerprint: str
     settings: dict[str, Any]
     keys: Keys = field(default_factory=Keys)
+    drain_timeout: float = 30.0
+    profile_dir: Path | None = None
+    pooling: Pooling = field(default_factory=Pooling)
+    tracer: Tracer | None = None
     draining: bool = False
     sleeping: bool = False
     in_flight: int = 0
@@ -65,6 +74,19 @@ class Service:
         """Raises ApiError (503) where no request can be taken now."""
         if (refusal := self.refusal()) is not None:
             raise refusal
+
+    def close(self, answer_id: str, generations: Sequence[Generation], request: Request, arrival: float) -> None:
+        """An answer has been sent, has failed, or has lost its client: end what runs of it, and trace it."""
+        self.running.pop(answer_id, None)
+        for generation in generations:
+            generation.close()
+        if self.tracer is None:
+            return
+        parent = Parent.of(request.headers.get("traceparent"))
+        own = {"gen_ai.response.model": self.names[0], "http.route": request.url.path}
+        for generation in generations:
+            if (attributes := generation.span()) is not None:
+                self.tracer.span(parent, arrival, {**own, **attributes}, generation.ended == "error")
 
     def model(self, name: str | None) -> str:
         """The served name that a request means. Raises ApiError (404) for another model's."""

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from unisono.frontend.beam_search import BeamSearch, check_beams
+from unisono.frontend.beam_search import BeamSearch, check_beams, check_length_penalty
 from unisono.frontend.input_processor import InputProcessor, Prompt, checked_salt
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.server.beams import BeamClient, Source
@@ -70,13 +70,18 @@ class Serving:
         """Make a generation for each answer to a conversation. Raises BadRequest."""
         params = request.sampling_params(self.inputs.model.generation_defaults, request.token_limit())
         plan, written = await self._planned(request, params)
-        one = self._request(request_id, self.inputs.truncated(written, params), plan.params, request)
+        prompt = self.inputs.truncated(written, params)
+        one = self._request(request_id, prompt, plan.sampling(written), request)
         generations = self._generations(
             one, request, echo=_begun(request), reader=lambda sequence: plan.reader(sequence, written)
         )
         for generation in generations:
             generation.prompt_text = written.text
         return generations
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text. Raises BadRequest where the model has no tokenizer."""
+        return await self._in_thread(self.inputs.require_tokenizer("prompt").encode, text, add_special_tokens)
 
     async def chat_prompt(self, request: ChatRequest) -> Prompt:
         """The prompt of a conversation. Raises BadRequest."""
@@ -107,6 +112,7 @@ class Serving:
         prompt = replace(prompt, cache_salt=salt or None)
         if body.use_beam_search:
             check_beams(params, self.inputs.model.max_logprobs)
+            check_length_penalty(1.0 if body.length_penalty is None else body.length_penalty)
         elif body.length_penalty not in (None, 1):
             raise BadRequest(
                 f"length_penalty={body.length_penalty} weighs beams; set use_beam_search, or leave it out.",
@@ -191,7 +197,16 @@ class Serving:
             hides=isinstance(body, ChatRequest) and body.include_reasoning is False,
         )
         return [
-            Generation(client, output, self._metrics.timer(), index, scores, style, echo, reader(output.request))
+            Generation(
+                client,
+                output,
+                self._metrics.timer(output.request, request.params.n),
+                index,
+                scores,
+                style,
+                echo,
+                reader(output.request),
+            )
             for index, output in enumerate(outputs, first)
         ]
 

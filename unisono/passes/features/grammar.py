@@ -1,4 +1,4 @@
-"""Structured outputs: what each position may sample follows from the request's grammar and the tokens before it.
+"""Structured outputs and thinking budgets: what each position may sample follows from the tokens before it.
 
 The grammar gives a bitmask for each position, drafts included, and only the host can compute it. So the rounds of such
 requests are two passes (``round.draft_program``, ``round.verify_program``): the host reads the drafts between them.
@@ -6,17 +6,16 @@ requests are two passes (``round.draft_program``, ``round.verify_program``): the
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 
-from unisono.grammar.compiler import Compiled, Grammars
-from unisono.grammar.matcher import ALL, GrammarError, Matcher
+from unisono.grammar.compiler import Grammars
+from unisono.grammar.matcher import ALL, Follower, GrammarError, Matcher, fill
+from unisono.grammar.thinking import ThinkingMatcher, Thoughts
 from unisono.passes.features.base import Committed, Feature, FeatureContext, HostPass, PassKind, RequestState
 from unisono.program import NO_FEATURES, Buffers, Features, Field
 from unisono.types import BadRequest, EngineRequest, FinishReason, TokenDelta
@@ -34,6 +33,7 @@ class Grammar(Feature):
     def __init__(self, context: FeatureContext) -> None:
         super().__init__(context)
         self._grammars = Grammars(context.directory, context.vocab_size, context.eos)
+        self._thoughts = Thoughts(context.directory, context.vocab_size)
         self._words = -(-context.vocab_size // 32)
 
     def fields(self, kind: PassKind) -> tuple[Field, ...]:
@@ -44,21 +44,30 @@ class Grammar(Feature):
         return (Field("mask", torch.int32, (rows, paths, width, self._words), pad=-1, feature=MASKS),)
 
     def prepare(self, request: EngineRequest) -> Future[Any] | None:
-        asked = request.params.structured_outputs
-        return None if asked is None else self._grammars.prepare(asked)
+        asked, thinking = request.params.structured_outputs, request.params.followed_thinking
+        marks = None if thinking is None else self._thoughts.prepare(thinking)
+        grammar = None if asked is None else self._grammars.prepare(asked)
+        return both(marks, grammar) if marks and grammar else marks or grammar
 
     def begin(self, request: EngineRequest) -> RequestState | None:
-        """Waits until the grammar is compiled."""
-        asked = request.params.structured_outputs
-        if asked is None:
+        """Waits until the grammar is compiled and the marks of thoughts are found."""
+        params = request.params
+        asked, thinking = params.structured_outputs, params.followed_thinking
+        if asked is None and thinking is None:
             return None
         if self.context.synthetic:
+            name = "thinking_token_budget" if asked is None else "structured_outputs"
             raise BadRequest(
-                "structured_outputs needs drafts that are verified; this server runs with synthetic acceptance, "
+                f"{name} needs drafts that are verified; this server runs with synthetic acceptance, "
                 "which accepts them unseen.",
-                "structured_outputs",
+                name,
             )
-        return _State(self._grammars.get(asked), request)
+        compiled = None if asked is None else self._grammars.get(asked)
+        if thinking is None:
+            assert compiled is not None
+            return _State(Matcher(compiled, params), compiled.eos)
+        marks = self._thoughts.prepare(thinking).result()
+        return _State(ThinkingMatcher(thinking, marks, compiled, params), () if compiled is None else compiled.eos)
 
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
         rows = [row for row in host.rows if row.samples]
@@ -66,7 +75,7 @@ class Grammar(Feature):
             return NO_FEATURES, {}
         drafts = np.empty((host.count, 1, 0), dtype=np.int32) if host.drafts is None else host.drafts
         masks = np.full((host.count, drafts.shape[1], 1 + drafts.shape[2], self._words), ALL, dtype=np.int32)
-        _fill([row.state.matcher for row in rows], drafts, masks, [row.index for row in rows])
+        fill([row.state.matcher for row in rows], drafts, masks, [row.index for row in rows])
         return MASKS, {"mask": masks}
 
     def allowed_tokens(self, buffers: Buffers, rows: int) -> torch.Tensor | None:
@@ -77,33 +86,32 @@ class Grammar(Feature):
 
     def close(self) -> None:
         self._grammars.close()
+        self._thoughts.close()
+
+
+def both(marks: Future[Any], grammar: Future[Any]) -> Future[None]:
+    """Done when both are, whatever became of them. Cancelling it cancels the grammar; the marks are everybody's."""
+    done: Future[None] = Future()
+
+    def one(future: Future[Any]) -> None:
+        if marks.done() and grammar.done():
+            with suppress(InvalidStateError):
+                done.set_result(None)
+
+    done.add_done_callback(lambda future: grammar.cancel() if future.cancelled() else None)
+    for future in (marks, grammar):
+        future.add_done_callback(one)
+    return done
 
 
 class _State(RequestState):
     """Follows the request's output. EOS always ends it: masks forbid it as long as the grammar can go on without."""
 
-    def __init__(self, compiled: Compiled, request: EngineRequest) -> None:
-        self.stop_ids = compiled.eos
-        self.matcher = Matcher(compiled, request.params)
+    def __init__(self, matcher: Follower, eos: tuple[int, ...]) -> None:
+        self.stop_ids, self.matcher = eos, matcher
 
     def deliver(self, delta: TokenDelta, committed: Committed) -> None:
         try:
             self.matcher.accept(committed.tokens)
         except GrammarError as error:
             delta.finish, delta.error = FinishReason.ABORT, f"{error}."
-
-
-def _fill(matchers: Sequence[Matcher], drafts: np.ndarray, masks: np.ndarray, rows: Iterable[int]) -> None:
-    """Have each matcher fill its row of masks: of several rows in threads, for a matcher releases the GIL."""
-    jobs = [functools.partial(m.masks, drafts[row], masks[row]) for m, row in zip(matchers, rows, strict=True)]
-    if len(jobs) < 2:
-        for job in jobs:
-            job()
-        return
-    for done in [_threads().submit(job) for job in jobs]:
-        done.result()
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) - 1), "grammar masks")

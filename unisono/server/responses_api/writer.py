@@ -6,6 +6,7 @@ there. A whole answer is the object at the end; so a stream and a whole answer c
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,7 +40,7 @@ class Writer:
         self._text: list[str] = []  # of the item under way
         self._logprobs: list[dict[str, Any]] = []
         self._waiting: list[dict[str, Any]] = []
-        self._thinking = 0
+        self._thinking = 0  # tokens; of a piece with text too, a share by characters
         self._begun = False
 
     # ---- the answer's way ------------------------------------------------------------------------
@@ -50,16 +51,17 @@ class Writer:
         if piece.reasoning:
             events += self._open("reasoning")
             events.append(self._delta(piece.reasoning, "response.reasoning_text.delta", content_index=0))
-            if not piece.text:
-                self._thinking += len(piece.token_ids)
+            said = len(piece.text) + sum(len(call.arguments) for call in piece.tool_calls)
+            share = len(piece.reasoning) / (len(piece.reasoning) + said)
+            self._thinking += math.ceil(share * len(piece.token_ids))
         elif self._reports and piece.reports:
             self._waiting += _logprobs(piece.reports)  # their text may come with a later piece
         if piece.text:
             events += self._open("message")
             logprobs, self._waiting = self._waiting, []
             self._logprobs += logprobs
-            said = {"content_index": 0, "logprobs": logprobs}
-            events.append(self._delta(piece.text, "response.output_text.delta", **said))
+            place = {"content_index": 0, "logprobs": logprobs}
+            events.append(self._delta(piece.text, "response.output_text.delta", **place))
         for call in piece.tool_calls:
             events += self._open_call(call)
             if call.arguments:

@@ -96,9 +96,7 @@ async def answer(
     service.running[answer_id] = generations
 
     def close() -> None:
-        service.running.pop(answer_id, None)
-        for generation in generations:
-            generation.close()
+        service.close(answer_id, generations, request, note(request.scope).arrival)
         closed()
 
     try:
@@ -123,5 +121,5 @@ def described(summary: str, body: type[BaseModel] | None = None) -> dict[str, An
     extra: dict[str, Any] = {}
     if body is not None:
         content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
-        extra = {"openapi_extra": {"requestBody": {"required": True, "content": content}, "x-body": body}}
+        extra = {"openapi_extra": {"requestBody": {"required": True, "content": content}}}
     return {"summary": summary, **extra}

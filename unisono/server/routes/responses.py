@@ -122,7 +122,7 @@ def add(app: FastAPI, service: Service) -> None:
             generations = await prepare()
             response["status"] = "queued"
             keep()
-            task = asyncio.create_task(_in_background(service, reply_of(generations), note(request.scope).arrival))
+            task = asyncio.create_task(_in_background(service, reply_of(generations), request))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
             return json_response(response)
@@ -252,9 +252,9 @@ def _given(value: float | None, defaults: Mapping[str, float], name: str) -> flo
     return defaults.get(name, 1.0) if value is None else value
 
 
-async def _in_background(service: Service, reply: ResponseReply, arrival: float) -> None:
+async def _in_background(service: Service, reply: ResponseReply, request: Request) -> None:
     """Run a response that nobody waits for. Its end is in the store."""
-    response_id = reply.writer.response["id"]
+    response_id, arrival = reply.writer.response["id"], note(request.scope).arrival
     service.running[response_id] = reply.generations
     service.in_flight += 1
     try:
@@ -267,6 +267,4 @@ async def _in_background(service: Service, reply: ResponseReply, arrival: float)
         logger.warning("Response %s failed: %s", response_id, as_api_error(error))
     finally:
         service.in_flight -= 1
-        service.running.pop(response_id, None)
-        for generation in reply.generations:
-            generation.close()
+        service.close(response_id, reply.generations, request, arrival)

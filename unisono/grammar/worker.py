@@ -1,0 +1,300 @@
+"""The processes that compile grammars and follow them, so that no grammar can end, stop or fill the engine's process.
+
+Three kinds, each forked by the one before it:
+
+* the *template* has xgrammar and the vocabulary in memory, and forks. It computes nothing that a request asked for.
+* a *compiler* compiles one grammar, within limits of processor time and memory, tries what the first masks cost, and
+  then keeps the grammar. Its *lanes* are forked from it, so the grammar is theirs too.
+* a *lane* follows outputs: it takes in tokens and makes masks, each message within a limit of processor time.
+
+All limits are the kernel's (``setitimer``, ``setrlimit``): code that never returns meets them too. A process that runs
+into one dies, or answers with an error. Each ends when the other side of its channel does. :func:`main` is what
+``compiler.py`` starts. Imports nothing that imports torch; xgrammar wants some names of it, see :func:`_xgrammar`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import random
+import resource
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from unisono.grammar.channel import Channel, Gone, pair
+from unisono.grammar.parse import parse, reason
+from unisono.grammar.walk import Ends, Walk
+
+TRIAL_STEPS, TRIAL_SECONDS = 16, 0.05
+"""A compiled grammar is tried on this number of tokens, or for this time: what its masks cost is known before they are
+waited for."""
+SLOW_MASK = 0.25
+"""Seconds of processor time that one mask of the trial may take. A few microseconds are usual, a large schema's masks
+take milliseconds."""
+STOCK, EACH = 1.0, 0.03
+"""Seconds of processor time that an output may take at once, and for each of its tokens: everybody waits for it."""
+PR_SET_PDEATHSIG = 1
+
+
+class _Absent(ModuleType):
+    """Stands in for a package of which only the names of types are needed."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = type(name, (), {"__init__": lambda self, *args, **options: None})
+        setattr(self, name, made)
+        return made
+
+
+def _xgrammar() -> Any:
+    """xgrammar without torch and transformers, of which its modules need names that are never used here.
+
+    That saves 4 s and 250 MB. A version that needs more gets the real ones.
+    """
+    absent = {name: sys.modules.get(name) for name in ("torch", "transformers")}
+    try:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # tvm_ffi does without, if it is not there
+        with suppress(ImportError):
+            import tvm_ffi  # noqa: F401
+        sys.modules.update({name: _Absent(name) for name in absent})
+        import xgrammar
+    except Exception:
+        for name in [*absent, *(name for name in sys.modules if name.startswith(("xgrammar", "tvm_ffi")))]:
+            sys.modules.pop(name, None)
+        import xgrammar
+    finally:
+        for name, module in absent.items():
+            if isinstance(sys.modules.get(name), (_Absent, type(None))):
+                sys.modules.pop(name, None)
+                if module is not None:
+                    sys.modules[name] = module
+    return xgrammar
+
+
+# ---- the template -----------------------------------------------------------------------------------
+
+
+def main(descriptor: int) -> None:
+    """Fork a compiler for each message. Ends with the channel."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    channel = Channel.of(descriptor)
+    with suppress(Gone):
+        (vocabulary,), _ = channel.receive()
+        xgrammar = _xgrammar()
+        info = xgrammar.TokenizerInfo.deserialize_json(vocabulary)
+        channel.send("ready")
+        while True:
+            (memory, threads), (end,) = channel.receive()
+            own = os.getpid()
+            child = os.fork()
+            if not child:
+                channel.close()
+                compiler = _Compiler(Channel.of(end), xgrammar, info, threads)
+                _in_child(functools.partial(compiler.run, own, memory))
+            os.close(end)
+            channel.send(child)
+
+
+def _in_child(work: Any) -> None:
+    """Do ``work`` and end, whatever comes: nothing of the parent's stack may run in its child."""
+    status = 1
+    try:
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 2)  # what the C++ runtime says of a std::bad_alloc is no news
+        os.close(quiet)
+        with suppress(Gone):
+            work()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _dies_with(parent: int) -> None:
+    """Have the kernel kill this process with its parent, even while it is stopped. Linux only; elsewhere a process
+    that computes ends at its limits, one that waits ends with its channel."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _limit_memory(size: int) -> None:
+    """At most ``size`` bytes more than now. What a process cannot get is a MemoryError or std::bad_alloc."""
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as file:
+            now = int(file.read().split()[0]) * mmap.PAGESIZE
+        resource.setrlimit(resource.RLIMIT_AS, (now + size, now + size))
+
+
+def _arm(seconds: float) -> None:
+    """End this process after this processor time of all its threads; 0: not any more."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+# ---- a compiler -------------------------------------------------------------------------------------
+
+
+class _Compiler:
+    def __init__(self, channel: Channel, xgrammar: Any, info: Any, threads: int) -> None:
+        self._channel, self._xgrammar, self._info, self._threads = channel, xgrammar, info, threads
+        self._lanes: dict[int, Channel] = {}
+
+    def run(self, parent: int, memory: int) -> None:
+        _dies_with(parent)
+        _limit_memory(memory)
+        asked, _ = self._channel.receive()
+        _arm(asked["seconds"])
+        try:
+            self._compile(asked["kind"], asked["given"], asked["compact"])
+            slow = self._tried(asked["eos"], asked["words"])
+            problem = "" if slow < SLOW_MASK else (
+                f"it is too ambiguous: a mask takes {slow:.2f} s, the limit is {SLOW_MASK} s. Avoid repetitions within "
+                "repetitions"
+            )  # fmt: skip
+        except MemoryError:
+            problem = f"it takes more than {memory >> 20} MiB"
+        except Exception as error:  # xgrammar raises RuntimeError, ValueError and classes of its own
+            problem = reason(error) if "bad_alloc" not in str(error) else f"it takes more than {memory >> 20} MiB"
+        if problem:
+            self._channel.send(["bad", problem])
+            return
+        self._lane(0)
+        _arm(0)
+        self._channel.send(["ok", ""])
+        while True:
+            number, (end,) = self._channel.receive()
+            try:
+                self._lane(number).send("member", [end])
+            except Gone:  # it has died since
+                del self._lanes[number]
+                self._lane(number).send("member", [end])
+            os.close(end)
+
+    def _compile(self, kind: str, given: Any, compact: bool) -> None:
+        compiler = self._xgrammar.GrammarCompiler(self._info, max_threads=self._threads, cache_enabled=False)
+        self.grammar = compiler.compile_grammar(parse(self._xgrammar, kind, given, compact))
+
+    def _tried(self, eos: list[int], words: int) -> float:
+        """Walk a few tokens at random; returns the longest time of a mask or a token, in seconds."""
+        begun, longest, chance = time.process_time(), 0.0, random.Random(0)
+        walk = Walk(self._xgrammar.GrammarMatcher(self.grammar), Ends(eos, never=True))
+        mask = np.empty((1, 1, words), np.int32)
+        for _ in range(TRIAL_STEPS):
+            before = time.process_time()
+            walk.masks([[]], mask)
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            (allowed,) = np.nonzero(bits)
+            token = int(allowed[chance.randrange(len(allowed))])
+            taken = walk.accept([token])
+            now = time.process_time()
+            longest = max(longest, now - before)
+            if not taken or token in eos or now - begun > TRIAL_SECONDS:
+                break
+        return longest
+
+    def _lane(self, number: int) -> Channel:
+        """The channel to lane ``number``, which is forked where it does not live."""
+        if number not in self._lanes:
+            ours, theirs = pair()
+            if not os.fork():
+                self._channel.close()
+                for other in (ours, *self._lanes.values()):
+                    other.close()
+                _in_child(lambda: _Lane(Channel(theirs), self._xgrammar, self.grammar).run())
+            theirs.close()
+            self._lanes[number] = ours
+        return self._lanes[number]
+
+
+# ---- a lane -----------------------------------------------------------------------------------------
+
+
+class _Member:
+    """One output that a lane follows."""
+
+    def __init__(self, channel: Channel, begin: Callable[[], Any]) -> None:
+        self.channel, self._begin = channel, begin
+        self._walk: Walk | None = None
+        self._map: np.ndarray = np.empty(0, np.int32)
+        self._spent = 0.0
+
+    def answer(self) -> None:
+        """Handle one message: tokens to take in, drafts to make masks for."""
+        (limit, ends, tokens, drafts, shape), descriptors = self.channel.receive()
+        if descriptors:
+            size = os.fstat(descriptors[0]).st_size
+            self._map = np.frombuffer(mmap.mmap(descriptors[0], size), np.int32)
+            os.close(descriptors[0])
+        _arm(limit)
+        begun = time.process_time()
+        try:
+            if self._walk is None:
+                self._walk = Walk(self._begin(), Ends(*ends))
+            taken, dead = self._walk.accept(tokens), []
+            if taken == len(tokens) and drafts is not None:
+                dead = self._walk.masks(drafts, self._map[: np.prod(shape)].reshape(shape))
+            self._spent += time.process_time() - begun
+            reply = ["ok", taken, dead]
+            if self._spent > STOCK + EACH * self._walk.length:
+                why = (
+                    f"its masks have taken {self._spent:.1f} s, the limit is {STOCK:g} s and {EACH:g} s for each token"
+                )
+                reply = ["slow", why, []]
+        except MemoryError:
+            reply = ["failed", "it takes too much memory", []]
+        except Exception as error:
+            reply = ["failed", reason(error), []]
+        _arm(0)
+        self.channel.send(reply)
+
+
+class _Lane:
+    """Waits for messages of its members, and for new ones."""
+
+    def __init__(self, control: Channel, xgrammar: Any, grammar: Any) -> None:
+        self._control, self._xgrammar, self._grammar = control, xgrammar, grammar
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ, None)
+
+    def run(self) -> None:
+        _arm(0)  # timers are not inherited; a copy of this rule costs nothing
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    self._take_in()
+                else:
+                    self._answer(key.data)
+
+    def _take_in(self) -> None:
+        try:
+            _, (end,) = self._control.receive()
+        except Gone:
+            if len(self._selector.get_map()) == 1:
+                raise  # nobody is left
+            self._selector.unregister(self._control)  # the grammar is not kept any more; these outputs go on
+            return
+        member = _Member(Channel.of(end), lambda: self._xgrammar.GrammarMatcher(self._grammar))
+        self._selector.register(member.channel, selectors.EVENT_READ, member)
+
+    def _answer(self, member: _Member) -> None:
+        try:
+            member.answer()
+        except Gone:
+            self._selector.unregister(member.channel)
+            member.channel.close()
+            if not self._selector.get_map():
+                raise

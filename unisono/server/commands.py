@@ -1,0 +1,82 @@
+"""Commands of operators that run in the engine process, between two steps.
+
+:class:`Commands` is made once by the engine process. A command that fails raises CommandError and changes nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class CommandError(Exception):
+    """A command cannot run now."""
+
+
+class Caching(Protocol):
+    """What commands need of an engine."""
+
+    def reset_prefix_cache(self) -> int: ...
+
+
+class Commands:
+    """The commands by name."""
+
+    def __init__(self, engine: Caching) -> None:
+        self._engine = engine
+        self._profiler: Any = None
+        self._directory = Path()
+        self._by_name: Mapping[str, Callable[..., Any]] = {
+            "reset_prefix_cache": self.reset_prefix_cache,
+            "free_memory": self.free_memory,
+            "start_profile": self.start_profile,
+            "stop_profile": self.stop_profile,
+        }
+
+    def run(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """What the command returns, JSON-ready. Raises CommandError."""
+        try:
+            return self._by_name[name](**arguments)
+        except (OSError, RuntimeError) as error:  # a full disk, say, or a profiler that CUPTI refuses
+            raise CommandError(f"{name} failed: {' '.join(str(error).split())}") from error
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix that no request uses; returns the pages freed."""
+        return self._engine.reset_prefix_cache()
+
+    def free_memory(self) -> int:
+        """Return unused memory of the allocator to the device; returns the bytes."""
+        import torch
+
+        gc.collect()
+        if not torch.cuda.is_initialized():
+            return 0
+        before = torch.cuda.memory_reserved()
+        torch.cuda.empty_cache()
+        return before - torch.cuda.memory_reserved()
+
+    def start_profile(self, directory: str) -> None:
+        """Begin to record what the engine does, for :meth:`stop_profile` to write into ``directory``."""
+        if self._profiler is not None:
+            raise CommandError("A profile is being recorded; POST /stop_profile first.")
+        from torch import profiler
+
+        self._directory = Path(directory)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        recording = profiler.profile(activities=list(profiler.supported_activities()))
+        recording.start()
+        self._profiler = recording
+
+    def stop_profile(self) -> str:
+        """Write the record as a Chrome trace; returns its path."""
+        recording, self._profiler = self._profiler, None
+        if recording is None:
+            raise CommandError("No profile is being recorded; POST /start_profile first.")
+        recording.stop()
+        path = self._directory / f"unisono-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json.gz"
+        recording.export_chrome_trace(str(path))
+        return str(path)

@@ -1,0 +1,77 @@
+"""Hidden states of a prompt to one vector: how a checkpoint says that it is done, and the doing.
+
+Checkpoints that are meant for embeddings carry sentence-transformers' ``1_Pooling/config.json``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MODES = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean", "cls_token": "cls", "cls": "cls"}
+"""sentence-transformers' names of the ways to pool that are known here."""
+GENERATIVE = (
+    "This checkpoint is generative: it has no 1_Pooling/config.json, so these are the normalised last hidden states of "
+    "each text's last token, which nobody trained to be near for similar texts. Checkpoints meant for it are decoders "
+    "with such a file, like Qwen3-Embedding."
+)
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """mode: ``last``, ``mean`` or ``cls`` (the first token). meant: whether the checkpoint is meant for embeddings.
+
+    problem: why this checkpoint's pooling is not honoured, if it is not.
+    """
+
+    mode: str = "last"
+    meant: bool = False
+    problem: str | None = None
+
+    def pool(self, states: torch.Tensor, dimensions: int | None, normalize: bool) -> torch.Tensor:
+        """One vector [dimensions] of a prompt's hidden states [tokens, hidden], in float32."""
+        rows = states.float()
+        vector = {"last": rows[-1], "cls": rows[0]}.get(self.mode)
+        vector = rows.mean(0) if vector is None else vector
+        if dimensions is not None:
+            vector = vector[:dimensions]
+        return torch.nn.functional.normalize(vector, dim=0) if normalize else vector
+
+
+def pooling_of(directory: Path) -> Pooling:
+    """The pooling that a checkpoint asks for; the last token's state where it says nothing."""
+    file = directory / "1_Pooling" / "config.json"
+    if not file.is_file():
+        return Pooling()
+    try:
+        config: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return Pooling(meant=True, problem=f"1_Pooling/config.json cannot be read: {error}")
+    if not isinstance(config, Mapping):
+        return Pooling(meant=True, problem="1_Pooling/config.json is not an object")
+    named = config.get("pooling_mode")
+    given = (
+        [named]
+        if isinstance(named, str)
+        else [
+            key.removeprefix("pooling_mode_")
+            for key, on in config.items()
+            if key.startswith("pooling_mode_") and on is True
+        ]
+    )
+    if len(given) != 1 or given[0] not in MODES:
+        known = ", ".join(MODES)
+        return Pooling(meant=True, problem=f"1_Pooling/config.json asks for {given}; one of {known} is supported")
+    return Pooling(MODES[given[0]], meant=True)
+
+
+def encoded(vector: torch.Tensor, form: str) -> list[float] | str:
+    """A vector as JSON has it: numbers, or base64 of little-endian float32."""
+    numbers = vector.numpy()
+    return numbers.tolist() if form == "float" else base64.b64encode(numbers.astype("<f4").tobytes()).decode()

@@ -1,0 +1,40 @@
+"""SGLang's native endpoint."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from unisono.server.generation import Generation
+from unisono.server.note import note
+from unisono.server.protocol import CompletionRequest, parse
+from unisono.server.routes.common import answer, described, new_id, read_json_body, when_ready
+from unisono.server.service import Service
+from unisono.server.sglang_api import GenerateReply, GenerateRequest, completion_body
+from unisono.server.translation import checked, read_object
+
+
+def add(app: FastAPI, service: Service) -> None:
+    """Add the routes."""
+
+    @app.post("/generate", dependencies=when_ready(service), **described("Continue prompts.", GenerateRequest))
+    async def generate(request: Request) -> Response:
+        data = read_object(await read_json_body(request))
+        body = checked(data, GenerateRequest, only=False)
+        fields, renames = completion_body(body, data)
+        with renames.errors():
+            completion = parse(msgspec.json.encode(fields), CompletionRequest)
+        service.model(completion.model)
+        answer_id = body.rid or new_id("gen-")
+
+        async def prepare() -> list[Generation]:
+            with renames.errors():
+                return await service.serving.completion(completion, answer_id)
+
+        def reply_of(generations: list[Generation]) -> GenerateReply:
+            several = isinstance(body.text, list) or bool(body.input_ids and isinstance(body.input_ids[0], list))
+            many = several or len(generations) > 1
+            return GenerateReply(body, answer_id, generations, many, note(request.scope).arrival)
+
+        return await answer(service, request, answer_id, prepare, reply_of, body.stream)

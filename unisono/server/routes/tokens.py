@@ -1,0 +1,99 @@
+"""Text to tokens and back, as vLLM and SGLang do it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from unisono.server.errors import ApiError
+from unisono.server.routes.common import clients_only, described, json_response, read_json_body
+from unisono.server.service import Service
+from unisono.server.translation import Renames, chat_request, checked, passed_on, read_object
+from unisono.types import BadRequest
+
+
+class TokenizeRequest(BaseModel):
+    """Body of ``/tokenize``: a prompt, or messages with the fields of a chat body that shape the prompt."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    prompt: str | None = Field(None, description="a string")
+    messages: list[Any] | None = Field(None, description="a list of messages")
+    model: str | None = Field(None, description="the name of a served model")
+    add_special_tokens: bool | None = Field(None, description="true or false; default: true for a prompt")
+    return_token_strs: bool | None = Field(None, description="true or false")
+
+
+class DetokenizeRequest(BaseModel):
+    """Body of ``/detokenize``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    tokens: list[int] = Field(description="a list of token ids")
+    model: str | None = Field(None, description="the name of a served model")
+    skip_special_tokens: bool | None = Field(None, description="true or false; default: false")
+
+
+def add(app: FastAPI, service: Service) -> None:
+    """Add the routes."""
+    clients = clients_only(service)
+    inputs = service.serving.inputs
+
+    @app.post("/tokenize", dependencies=clients, **described("Token ids of a prompt.", TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        data = read_object(await read_json_body(request))
+        body = checked(data, TokenizeRequest, only=False)
+        service.model(body.model)
+        ids = await _ids(service, body, data)
+        tokenizer = inputs.require_tokenizer("prompt")
+        names = tokenizer.backend.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        context = inputs.model.max_model_len
+        return json_response({"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": names})
+
+    @app.post("/detokenize", dependencies=clients, **described("The text of token ids.", DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        body = checked(read_object(await read_json_body(request)), DetokenizeRequest)
+        service.model(body.model)
+        size = inputs.model.vocab_size
+        wrong = next((one for one in body.tokens if not 0 <= one < size), None)
+        if wrong is not None:
+            raise BadRequest(f"tokens has {wrong}; ids are whole numbers from 0 to {size - 1}.", "tokens")
+        tokenizer = inputs.require_tokenizer("tokens")
+        text = await asyncio.to_thread(tokenizer.decode, body.tokens, bool(body.skip_special_tokens))
+        return json_response({"prompt": text, "text": text})  # vLLM's name and SGLang's
+
+    @app.get("/tokenizer_info", dependencies=clients, **described("The tokenizer's configuration."))
+    async def tokenizer_info() -> Response:
+        tokenizer = inputs.require_tokenizer("tokenizer_info")
+        path = Path(service.root) / "tokenizer_config.json"
+        try:
+            config = json.loads(await asyncio.to_thread(path.read_text, encoding="utf-8"))
+        except (OSError, ValueError):
+            raise ApiError(404, "The checkpoint has no tokenizer_config.json.", code="no_tokenizer_config") from None
+        template = config.get("chat_template") or tokenizer.backend.chat_template
+        return json_response({**config, "tokenizer_class": type(tokenizer.backend).__name__, "chat_template": template})
+
+
+async def _ids(service: Service, body: TokenizeRequest, data: dict[str, Any]) -> list[int]:
+    """The token ids of a prompt, or of a conversation as the chat endpoint writes it."""
+    if (body.prompt is None) == (body.messages is None):
+        raise BadRequest("prompt and messages: give one of them.", "prompt")
+    own = TokenizeRequest.model_fields.keys()
+    if body.messages is not None:
+        given = ("messages", "model", "add_special_tokens")
+        fields = {name: data[name] for name in given if data.get(name) is not None}
+        return (
+            await service.serving.chat_prompt(chat_request(fields | passed_on(data, own, {}), Renames({})))
+        ).token_ids
+    for name in data:
+        if name not in own:
+            raise ApiError(400, f"{name} is not a known field; remove it.", param=name, code="unknown_field")
+    assert body.prompt is not None
+    special = body.add_special_tokens is not False
+    return await service.serving.encode(body.prompt, special)
