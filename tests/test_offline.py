@@ -202,6 +202,27 @@ def test_ctrl_c_while_another_thread_steps(llm: LLM, expected: list[list[int]]) 
     idle(llm)
 
 
+def test_ctrl_c_while_a_request_waits_to_be_added(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other thread, which steps, adds it after the interrupt; it is aborted all the same."""
+    step, adding, interrupted = llm.engine.step, threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        adding.set()
+        interrupted.wait(10)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", slow)
+    thread = threading.Thread(target=llm.generate, args=(PROMPTS[0], GREEDY), daemon=True)
+    thread.start()
+    adding.wait(10)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[1], GREEDY)
+    interrupted.set()
+    thread.join(60)
+    idle(llm)
+
+
 def test_an_engine_error_reaches_every_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine("tiny", enforce_eager=True, max_num_seqs=4, max_model_len=64) as llm:
         step, errors, both = llm.engine.step, [], threading.Barrier(2, timeout=30)
