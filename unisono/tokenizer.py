@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unisono.templates import TemplateFailed, TemplateTooHard, renderer
 from unisono.types import BadRequest, CheckpointError
 
 if TYPE_CHECKING:
@@ -123,13 +124,59 @@ class Tokenizer:
                 param="chat_template_kwargs",
             )
         try:
-            text = self.backend.apply_chat_template(
+            text = self._rendered(
                 [dict(message) for message in messages],
-                tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **extra,
             )
-        except Exception as error:  # the template is the checkpoint's code, run on the caller's messages
-            raise BadRequest(f"The model's chat template refuses these messages: {error}.", param="messages") from error
-        return str(text)
+        except TemplateTooHard as error:
+            raise BadRequest(
+                f"The model's chat template cannot write these messages: {error}.", param="messages"
+            ) from None
+        except (TemplateFailed, ValueError) as error:
+            raise BadRequest(f"The model's chat template refuses these messages: {error}.", param="messages") from None
+        return text
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The backend's ``apply_chat_template`` without tokenizing, in the renderer's process.
+
+        Raises TemplateFailed, and ValueError where there is no such template.
+        """
+        if not messages:
+            raise ValueError("there are none: give at least one")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        return renderer().render(
+            self.backend.get_chat_template(chat_template, tools),
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables={**self.backend.special_tokens_map, **variables},
+        )
+
+    def check_template(self) -> None:
+        """Raises CheckpointError for a chat template that takes too much time or memory for two short messages.
+
+        One that refuses them may take others.
+        """
+        if self.backend.chat_template is None:
+            return
+        messages = [{"role": "user", "content": "Hello"}]
+        try:
+            self._rendered(messages, add_generation_prompt=True)
+        except TemplateTooHard as error:
+            raise CheckpointError(
+                f"The chat template cannot be used: {error}. Give the checkpoint another one."
+            ) from None
+        except (TemplateFailed, ValueError):
+            return

@@ -127,7 +127,7 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
 
 async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) -> Service:
     """Load the tokenizer while the engine loads the model."""
-    tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model_path)
+    tokenizer = await asyncio.to_thread(_load_tokenizer, settings.model_path)
     info = await client.ready()
     facts = ModelFacts.of(info, tokenizer)
     if tokenizer is None:
@@ -145,6 +145,14 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
         settings=_public(settings, facts),
         api_key=settings.api_key,
     )
+
+
+def _load_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer, its chat template tried. Raises CheckpointError."""
+    tokenizer = Tokenizer.load(path)
+    if tokenizer is not None:
+        tokenizer.check_template()
+    return tokenizer
 
 
 def _fingerprint(config: Any) -> str:
