@@ -157,7 +157,7 @@ class Tokenizer:
         try:
             text = self._rendered(
                 [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] if tools else None,
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 documents=documents,
@@ -187,10 +187,11 @@ class Tokenizer:
             raise ValueError("there are none: give at least one")
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        functions = [dict(tool) for tool in tools] if tools else None
         return renderer().render(
-            self.backend.get_chat_template(chat_template, tools),
+            self.backend.get_chat_template(chat_template, functions),
             messages,
-            tools=tools,
+            tools=functions,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables={**self.backend.special_tokens_map, **variables},
