@@ -58,11 +58,11 @@ class AsyncLLM:
         """Yield the request's output as it grows; ``sampling_params.output_kind`` says what each one holds.
 
         prompt: as of ``LLM.generate``. request_id: None picks one. Cancelling the task, or leaving the loop and closing
-        the iterator, aborts the request. trace_headers are not used.
+        the iterator, aborts the request. trace_headers are not used. priority: as of ``LLM.generate``.
 
         Raises BadRequest for a wrong request or an id that is running, EngineDead.
         """
-        refuse_unsupported(lora_request=lora_request, priority=priority or None)
+        refuse_unsupported(lora_request=lora_request)
         if request_id is not None and request_id in self._active:
             raise BadRequest(f"request_id {request_id!r} is running already; give another one.", "request_id")
         params = sampling_params or self.llm.get_default_sampling_params()
@@ -75,7 +75,7 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(news.set)
 
         def begin() -> tuple[Collector, Inbox]:
-            collector = self.llm.prepare(prompt, params, request_id)
+            collector = self.llm.prepare(prompt, params, request_id, priority)
             return collector, self.llm.loop.submit(collector.requests, notify)
 
         inbox: Inbox | None = None

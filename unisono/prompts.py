@@ -6,9 +6,12 @@ from typing import Any, NotRequired, TypedDict
 
 
 class TextPrompt(TypedDict):
-    """``TextPrompt(prompt="…")``. embedding_overrides: embeddings in place of those of some tokens."""
+    """``TextPrompt(prompt="…")``. embedding_overrides: embeddings in place of those of some tokens.
+    cache_salt: the prefix cache shares the prompt only with prompts of the same one.
+    """
 
     prompt: str
+    cache_salt: NotRequired[str]
     embedding_overrides: NotRequired[Any]
 
 
@@ -17,4 +20,5 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
     embedding_overrides: NotRequired[Any]

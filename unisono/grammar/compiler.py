@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unisono.grammar.channel import Gone
-from unisono.grammar.processes import Compiler, Template, wake_up_pair
+from unisono.channel import Gone
+from unisono.forks import Template
+from unisono.grammar.processes import Compiler, wake_up_pair
 from unisono.tokenizer import Tokenizer
 from unisono.types import BadRequest, StructuredOutputs
 
@@ -55,6 +56,10 @@ AGING = 0.1
 
 MEMORY = 1 << 30
 """Bytes that a compilation, and each process that follows its outputs, may take beyond the vocabulary."""
+
+
+NO_TEXT = {"BYTE_LEVEL": "ÿ", "BYTE_FALLBACK": "<0xFF>"}
+"""How kinds of vocabularies spell the byte 255, which is in no UTF-8 text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,9 +232,10 @@ class Grammars:
             self._stop(started[-1])
         try:
             if self._template is None:
-                self._template = Template(*self._set_up())
+                self._template = Template("unisono.grammar.worker", [self._set_up(), THREADS])
+                self._template.wait()
                 job.begun = time.monotonic()
-            job.process = self._template.fork()
+            job.process = Compiler(*self._template.fork(MEMORY))
             kind = job.asked.kind
             job.process.channel.send(
                 {
@@ -284,8 +290,8 @@ class Grammars:
         for future in waiting:
             _deliver(future, result)
 
-    def _set_up(self) -> tuple[str, int, int]:
-        """What a Template is made of. Raises BadRequest where nothing can be compiled for this checkpoint."""
+    def _set_up(self) -> str:
+        """The vocabulary, as xgrammar writes it. Raises BadRequest where nothing can be compiled."""
         tokenizer = Tokenizer.load(self._directory)
         if tokenizer is None:
             raise BadRequest(
@@ -304,7 +310,7 @@ class Grammars:
 
         self._ends, self._words = eos, -(-self._vocab_size // 32)
         info = _vocabulary(xgrammar.TokenizerInfo, tokenizer, self._vocab_size, eos)
-        return info.serialize_json(), MEMORY, THREADS
+        return str(info.serialize_json())
 
 
 def _deliver(future: Future[Compiled], result: Compiled | BadRequest) -> None:
@@ -324,12 +330,13 @@ def _refusal(asked: StructuredOutputs, why: str) -> BadRequest:
 def _vocabulary(kind: Any, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> Any:
     """xgrammar's TokenizerInfo, ``kind``, without the spelling of special tokens: they are no part of an answer's text.
 
-    With it a mask would take ``<|pad|>`` for seven characters, which the reader of the answer never sees.
+    With it a mask would take ``<|pad|>`` for seven characters, which no reader of the answer sees. A byte that is
+    in no text stands for each, so that only a structural tag that names the token, or free text in a tag, may have it.
     """
     backend = tokenizer.backend
-    told = kind.from_huggingface(backend, vocab_size=vocab_size, stop_token_ids=list(eos)).dump_metadata()
+    info = kind.from_huggingface(backend, vocab_size=vocab_size, stop_token_ids=list(eos))
     spelt = [""] * vocab_size  # which xgrammar never allows
     for text, i in backend.get_vocab().items():
-        if i < vocab_size and i not in tokenizer.special_ids:
-            spelt[i] = text
-    return kind.from_vocab_and_metadata(spelt, told)
+        if i < vocab_size:
+            spelt[i] = NO_TEXT.get(info.vocab_type.name, "") if i in tokenizer.special_ids else text
+    return kind.from_vocab_and_metadata(spelt, info.dump_metadata())

@@ -160,15 +160,13 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
 
 async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) -> Service:
     """Load the tokenizer while the engine loads the model."""
-    tokenizer = await asyncio.to_thread(Tokenizer.load, settings.tokenizer or settings.model_path)
+    tokenizer = await asyncio.to_thread(_load_tokenizer, settings)
     info = await client.ready()
     facts = ModelFacts.of(info, tokenizer)
     if tokenizer is None:
         logger.warning("%s has no tokenizer: only token ids are taken, on /v1/completions.", settings.model_path)
     else:
         tokenizer.check_vocabulary(facts.vocab_size)
-        if settings.chat_template is not None:
-            tokenizer.backend.chat_template = settings.chat_template
     metrics = ServerMetrics(settings.names[0], lambda: client.samples, settings.metrics_prefix, facts.max_model_len)
     metrics.cache_config(info)
     client.stepped = metrics.step
@@ -188,6 +186,16 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
         pooling=await asyncio.to_thread(pooling_of, settings.model_path),
         keys=Keys([] if settings.api_key is None else [settings.api_key]),
     )
+
+
+def _load_tokenizer(settings: ServerSettings) -> Tokenizer | None:
+    """The tokenizer, its chat template tried. Raises CheckpointError."""
+    tokenizer = Tokenizer.load(settings.tokenizer or settings.model_path)
+    if tokenizer is not None:
+        if settings.chat_template is not None:
+            tokenizer.backend.chat_template = settings.chat_template
+        tokenizer.check_template()
+    return tokenizer
 
 
 def _fingerprint(config: Any) -> str:
