@@ -56,6 +56,20 @@ def test_abort_ends_answers_early(own: Server) -> None:
     assert own.http.post("/abort", json={}).status_code == 400
 
 
+def test_abort_before_the_first_token(start: Start) -> None:
+    """Even where the prompt's log-probabilities were to come with it."""
+    server = start(prefill_seconds=30)
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(server.http.post, TEXT, json={**LONG, "prompt_logprobs": 1})
+        while not server.http.post("/abort", json={"abort_all": True}).json()["aborted"]:
+            time.sleep(0.02)
+        answer = whole.result(5)
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    assert (choice["finish_reason"], choice["text"]) == ("abort", "")
+    assert running(server) == 0
+
+
 def test_a_profile_is_written(own: Server, start: Start) -> None:
     assert own.http.post("/stop_profile").status_code == 409
     assert own.http.post("/start_profile").json() == {"recording": True}

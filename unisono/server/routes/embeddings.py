@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.server.body import load_object
-from unisono.server.errors import ApiError
+from unisono.server.errors import ApiError, unavailable
 from unisono.server.generation import Generation, merge
 from unisono.server.pooling import GENERATIVE, Pooling, encoded
 from unisono.server.protocol import CompletionRequest, parse
@@ -64,7 +64,10 @@ class EmbeddingReply:
         form, normalize = self.request.encoding_format or "float", self.request.normalize is not False
         found = []
         for index, generation in enumerate(self.generations):
-            vector = self.pooling.pool(generation.prompt_states(), self.request.dimensions, normalize)
+            states = generation.prompt_states()
+            if not len(states):
+                raise unavailable("The request was aborted by an operator.", "aborted")
+            vector = self.pooling.pool(states, self.request.dimensions, normalize)
             found.append({"object": "embedding", "index": index, "embedding": encoded(vector, form)})
         return found
 
