@@ -202,6 +202,27 @@ def test_ctrl_c_while_another_thread_steps(llm: LLM, expected: list[list[int]]) 
     idle(llm)
 
 
+def test_ctrl_c_while_a_request_waits_to_be_added(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other thread, which steps, adds it after the interrupt; it is aborted all the same."""
+    step, adding, interrupted = llm.engine.step, threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        adding.set()
+        interrupted.wait(10)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", slow)
+    thread = threading.Thread(target=llm.generate, args=(PROMPTS[0], GREEDY), daemon=True)
+    thread.start()
+    adding.wait(10)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[1], GREEDY)
+    interrupted.set()
+    thread.join(60)
+    idle(llm)
+
+
 def test_an_engine_error_reaches_every_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine("tiny", enforce_eager=True, max_num_seqs=4, max_model_len=64) as llm:
         step, errors, both = llm.engine.step, [], threading.Barrier(2, timeout=30)
@@ -350,6 +371,11 @@ def test_chat_options(llm: LLM) -> None:
     assert llm.chat(messages, GREEDY, chat_template_kwargs={"enable_thinking": False})[0].prompt == plain
     with pytest.raises(BadRequest, match="set add_generation_prompt=False"):
         llm.chat(messages, continue_final_message=True)
+    tools = [{"type": "function", "function": {"name": "add_up", "parameters": {"type": "object"}}}]
+    assert "add_up" in llm.chat_prompt(messages, tools=tools)["prompt"]
+    assert llm.chat_prompt(messages, chat_template="{{ messages[0].content }}!")["prompt"] == "Hi!"
+    with pytest.raises(BadRequest, match="priority=3 needs"):
+        llm.generate(PROMPTS[0], GREEDY, priority=[3])
     with pytest.raises(BadRequest, match="lora_request is not supported"):
         llm.chat(messages, lora_request=object())
 

@@ -99,7 +99,7 @@ NOTED_VALUES = {
     "--max-prefill-tokens": "--max-num-batched-tokens bounds a prompt pass",
     "--max-seq-len-to-capture": _OWN_GRAPHS,
     "--sampling-backend": "there is one sampler, and it is exact",
-    "--schedule-policy": "requests run first come, first served; cached prefixes are used whatever the order",
+    "--schedule-policy": "cached prefixes are used whatever the order; --scheduling-policy sets it",
     "--schedule-conservativeness": "a request is admitted when pages for its prompt are free, and preempted exactly",
     "--swap-space": "nothing is swapped: what is preempted is computed again, with the same bytes",
     "--torch-compile-max-bs": _OWN_GRAPHS,

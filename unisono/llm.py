@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from unisono.config import EngineConfig
 from unisono.engine.engine import Engine
-from unisono.engine.loop import EngineLoop
+from unisono.engine.loop import EngineLoop, Inbox
 from unisono.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, check_beams
 from unisono.frontend.collector import Collector
 from unisono.frontend.input_processor import InputProcessor, ModelFacts, PromptType
@@ -54,6 +54,7 @@ class Metric:
 class LLM:
     """A model in this process. Keyword arguments are :class:`unisono.config.EngineConfig`'s fields and vLLM's names.
 
+    ``chat_template`` stands in for the checkpoint's, ``revision`` picks one of a checkpoint on the Hugging Face hub.
     A keyword of vLLM is honoured, accepted where it changes nothing, or refused with the reason (docs/offline.md).
     ``progress(stage, share)`` is called while loading and capturing. Use as a context manager, or call
     :meth:`shutdown`, to free the device. Every method may be called in any thread, and several at once: all share one
@@ -66,7 +67,7 @@ class LLM:
     def __init__(
         self, model: str = "tiny", *, progress: Callable[[str, float], None] = lambda stage, share: None, **flags: Any
     ) -> None:
-        model, revision = str(model), flags.pop("revision", None)
+        model, revision, template = str(model), flags.pop("revision", None), flags.pop("chat_template", None)
         config = EngineConfig(f"{model}@{revision}" if revision else model, **engine_arguments(flags))
         engine = Engine(config, progress)
         try:
@@ -74,6 +75,8 @@ class LLM:
         except BaseException:
             engine.shutdown()  # the caller has no object to do it with
             raise
+        if template is not None and self.tokenizer is not None:
+            self.tokenizer.backend.chat_template = template
         self.loop = EngineLoop(engine)
         self._inputs = InputProcessor(self.tokenizer, ModelFacts.of(engine.info(), self.tokenizer))
         self._default_params = engine.default_params()
@@ -200,19 +203,22 @@ class LLM:
                     for one in delta.logprobs or ():
                         reports[delta.request_id] = one
         finally:
-            self.loop.abort(*inbox.open)
+            if inbox is not None:
+                self.loop.abort(*inbox.open)
         return reports
 
     def stream(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> Iterator[TokenDelta]:
         """Yield one request's tokens as they come. Leaving the loop early aborts it. Several may be read by turns."""
         request = self._request(prompt_token_ids, params or self._default_params)
-        inbox = self.loop.submit([request])
+        inbox: Inbox | None = None
         try:
+            inbox = self.loop.submit([request])
             while deltas := self.loop.read(inbox):
                 for delta, _ in deltas:
                     yield delta
         finally:
-            self.loop.abort(*inbox.open)
+            if inbox is not None:
+                self.loop.abort(*inbox.open)
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer, as transformers has it. Raises BadRequest where there is none."""
@@ -275,8 +281,9 @@ class LLM:
         """Run everything to its end; whatever is left when an error or Ctrl-C comes is aborted."""
         owners = {request.request_id: one for one in collectors for request in one.requests}
         requests: list[EngineRequest] = [request for one in collectors for request in one.requests]
-        inbox = self.loop.submit(requests)
+        inbox: Inbox | None = None
         try:
+            inbox = self.loop.submit(requests)
             with _progress_bar(use_tqdm, len(collectors)) as advance:
                 while deltas := self.loop.read(inbox):
                     for delta, now in deltas:
@@ -286,7 +293,8 @@ class LLM:
                         if (early or delta.finish is not FinishReason.RUNNING) and not owner.open:
                             advance(1)
         finally:
-            self.loop.abort(*inbox.open)
+            if inbox is not None:
+                self.loop.abort(*inbox.open)
 
 
 def refuse_unsupported(**given: Any) -> None:

@@ -6,7 +6,9 @@ from typing import Any, NotRequired, TypedDict
 
 
 class TextPrompt(TypedDict):
-    """``TextPrompt(prompt="…")``. embedding_overrides: embeddings in place of those of some tokens."""
+    """``TextPrompt(prompt="…")``. embedding_overrides: embeddings in place of those of some tokens.
+    cache_salt: the prefix cache shares the prompt only with prompts of the same one.
+    """
 
     prompt: str
     cache_salt: NotRequired[str]

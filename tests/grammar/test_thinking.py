@@ -284,3 +284,11 @@ def test_marks_are_found_once(thoughts: Thoughts) -> None:
     first = thoughts.prepare(Thinking("<think>", "</think>")).result()
     assert isinstance(first, Marks)
     assert thoughts.prepare(Thinking("<think>", "</think>", "begin", 3)).result() is first
+
+
+def test_a_mark_that_begins_with_itself(make: Make) -> None:
+    """``]]]>`` has ``]]>`` in it, wherever tokens part it."""
+    for text in ("]]]>", "]]]]>", "a]]]>"):
+        following = make(budget=9, marks=("[[<", "]]>"))
+        following.accept([token for char in text for token in ids(char)] + ids("one two three four five six seven"))
+        assert mask(following) == EVERYTHING

@@ -90,13 +90,17 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def assert_close() -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Compare with a float64 reference by relative norm, within the dtype's tolerance."""
+def assert_close() -> Callable[..., None]:
+    """Compare with a float64 reference by relative norm, within the dtype's tolerance or ``e4m3``'s.
 
-    def check(out: torch.Tensor, reference: torch.Tensor) -> None:
+    e4m3: products of e4m3 values, whose sums a GPU's tensor cores keep in fewer bits than fp32's.
+    """
+
+    def check(out: torch.Tensor, reference: torch.Tensor, e4m3: bool = False) -> None:
         assert out.shape == reference.shape
         error = (out.double().cpu() - reference.double().cpu()).norm() / reference.double().norm().cpu()
-        assert error < TOLERANCE[out.dtype], f"relative error {error:.2e} in {out.dtype}"
+        tolerance = max(TOLERANCE[out.dtype], 1e-3 if e4m3 and out.is_cuda else 0)
+        assert error < tolerance, f"relative error {error:.2e} in {out.dtype}"
 
     return check
 

@@ -104,9 +104,11 @@ def test_kernels_are_like_their_twins(kind, shape, plan, dtype, device, assert_c
     launch_up, launch_project = ops_of(kind, launched=True)
     chosen = plans(ids.to(device), experts, 16)[plan]
     got = launch_up(x.to(device), *on(device, up), plan=chosen)
-    assert_close(got, want)
+    e4m3 = kind.startswith("fp8")
+    assert_close(got, want, e4m3)
     # e4m3 of slightly other inner activations may be another value: both get the twin's
-    assert_close(launch_project(want.to(device), *on(device, down), plan=chosen), project(want, *down, plan=chosen))
+    y = launch_project(want.to(device), *on(device, down), plan=chosen)
+    assert_close(y, project(want, *down, plan=Plan(ids, experts, 16)), e4m3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -25,6 +25,7 @@ HIDDEN_SIZE = 6
 class Trick(enum.IntEnum):
     """Token ids beyond the test tokenizer's, within the model's vocabulary."""
 
+    EXHAUST = 989  # add() raises MemoryError
     REJECT = 990  # add() raises BadRequest
     FAIL = 991  # the request ends with an error
     CRASH = 992  # step() raises
@@ -76,6 +77,8 @@ class FakeEngine:
     def add(self, request: EngineRequest) -> None:
         if request.prompt_token_ids[0] == Trick.REJECT:
             raise BadRequest("the fake engine refuses this.", param="prompt", code="fake")
+        if request.prompt_token_ids[0] == Trick.EXHAUST:
+            raise MemoryError("std::bad_alloc")
         self.requests[request.request_id] = (request, 0)
         self.prefilled[request.request_id] = time.monotonic() + self.config.prefill_seconds
 
@@ -112,7 +115,7 @@ class FakeEngine:
         tokens: list[int] = []
         finish = FinishReason.RUNNING
         while finish is FinishReason.RUNNING and len(tokens) < self.config.tokens_per_step:
-            tokens.append(prompt[(done + len(tokens)) % len(prompt)])
+            tokens.append(max(0, prompt[(done + len(tokens)) % len(prompt)]))  # an embedding has no token
             if tokens[-1] in request.stop_ids:
                 finish = FinishReason.STOP
             elif done + len(tokens) == limit:

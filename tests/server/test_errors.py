@@ -164,7 +164,6 @@ def test_prompts(server: Server, body: dict, param: str, says: list[str]) -> Non
         (b'{"prompt": "a",}', "not valid JSON"),
         (b'{"prompt": NaN}', "not valid JSON"),
         (b"[" * 100_000, "recursion"),
-        (b'{"prompt": "\\ud800"}', "not valid JSON"),
         (b'{"prompt": "\xff"}', "not valid JSON"),
         (b'"prompt"', "must be a JSON object"),
         (b"null", "must be a JSON object"),

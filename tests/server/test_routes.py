@@ -82,6 +82,8 @@ def test_answers_carry_the_request_id(server: Server) -> None:
     assert re.fullmatch(r"req_[0-9a-f]{32}", bad)
     answer = server.openai.completions.create(model="fake", prompt="a", max_tokens=1)
     assert answer._request_id
+    both = server.http.get("/health").headers
+    assert both["request-id"] == both["x-request-id"], "Anthropic's name of it"
 
 
 def test_a_success_logs_nothing(server: Server) -> None:

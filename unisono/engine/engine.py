@@ -249,7 +249,10 @@ class Engine:
             delta.queued_seconds = sequence.queued_seconds
             self.counters.prompt_tokens += sequence.prompt_len
         for state in sequence.states.values():
-            state.deliver(delta, Committed(launched.kind, row, tokens, position, first, outputs))
+            try:
+                state.deliver(delta, Committed(launched.kind, row, tokens, position, first, outputs))
+            except Exception as error:  # what fails for one request ends that request
+                delta.finish, delta.error = FinishReason.ABORT, f"{type(error).__name__}: {error}."
         sequence.tokens.extend(tokens)
         sequence.round_start = position - 1
         self.counters.generation_tokens += len(tokens)

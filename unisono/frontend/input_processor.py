@@ -106,7 +106,7 @@ class InputProcessor:
         salt = checked_salt(given.get("cache_salt"))
         if "prompt_embeds" in given:
             embedded = embedded_prompt(given["prompt_embeds"], dtype)
-            return Prompt(embedded[0], overrides=embedded[1], cache_salt=salt)
+            return Prompt(embedded[0], overrides=embedded[1], param="prompt_embeds", cache_salt=salt)
         text, overrides = given.get("prompt"), None
         if "prompt_token_ids" in given:
             ids = list(given["prompt_token_ids"])

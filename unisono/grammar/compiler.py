@@ -57,6 +57,10 @@ MEMORY = 1 << 30
 """Bytes that a compilation, and each process that follows its outputs, may take beyond the vocabulary."""
 
 
+NO_TEXT = {"BYTE_LEVEL": "ÿ", "BYTE_FALLBACK": "<0xFF>"}
+"""How kinds of vocabularies spell the byte 255, which is in no UTF-8 text."""
+
+
 @dataclass(frozen=True, eq=False)
 class Compiled:
     """A grammar for this vocabulary, in a process of its own. eos: the ids that may end a text. words: of a mask."""
@@ -324,12 +328,13 @@ def _refusal(asked: StructuredOutputs, why: str) -> BadRequest:
 def _vocabulary(kind: Any, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> Any:
     """xgrammar's TokenizerInfo, ``kind``, without the spelling of special tokens: they are no part of an answer's text.
 
-    With it a mask would take ``<|pad|>`` for seven characters, which the reader of the answer never sees.
+    With it a mask would take ``<|pad|>`` for seven characters, which no reader of the answer sees. A byte that is
+    in no text stands for each, so that only a structural tag that names the token, or free text in a tag, may have it.
     """
     backend = tokenizer.backend
-    told = kind.from_huggingface(backend, vocab_size=vocab_size, stop_token_ids=list(eos)).dump_metadata()
+    info = kind.from_huggingface(backend, vocab_size=vocab_size, stop_token_ids=list(eos))
     spelt = [""] * vocab_size  # which xgrammar never allows
     for text, i in backend.get_vocab().items():
-        if i < vocab_size and i not in tokenizer.special_ids:
-            spelt[i] = text
-    return kind.from_vocab_and_metadata(spelt, told)
+        if i < vocab_size:
+            spelt[i] = NO_TEXT.get(info.vocab_type.name, "") if i in tokenizer.special_ids else text
+    return kind.from_vocab_and_metadata(spelt, info.dump_metadata())

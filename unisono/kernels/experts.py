@@ -53,8 +53,7 @@ TILES: dict[float, Tiles] = {  # below this average number of pairs per expert
     2: Tiles(16, Tile(32, 128, 4, 4, True), Tile(64, 128, 4, 4, True)),
     16: Tiles(16, Tile(64, 128, 4, 4, True), Tile(128, 128, 4, 4, True)),
     64: Tiles(32, Tile(64, 64, 4, 4, False), Tile(128, 64, 4, 4, False)),
-    128: Tiles(64, Tile(64, 64, 4, 4, False), Tile(128, 64, 4, 4, False)),
-    float("inf"): Tiles(128, Tile(64, 64, 8, 4, False), Tile(128, 64, 8, 4, False)),
+    float("inf"): Tiles(128, Tile(128, 64, 8, 4, True), Tile(256, 64, 8, 4, True)),
 }
 """For 16-bit weights on an H200 (benchmarks/experts.py, *tune*)."""
 

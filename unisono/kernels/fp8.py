@@ -7,38 +7,42 @@ weight alone.
 
 The Triton kernel has the weight as the tile's rows and the tokens as its columns, so that it is e4m3 ``wgmma`` at any
 number of tokens. The other way round, Triton widens tiles of 16 rows to fp16 ``mma``, with other bits (measured on an
-H200). Above FEW_ROWS rows torch's ``scaled_mm`` runs where :func:`prove_fp8` found the Triton kernel's bits in it on
-the present GPU, and the Triton kernel where not.
+H200). Where :func:`prove_fp8` found its bits in them on the present GPU, faster kernels run: up to FEW_ROWS rows the
+Gluon kernel of ``kernels/fp8_gluon.py``, above them torch's ``scaled_mm``.
 
 Shapes: M rows, K inputs, N outputs, G = ceil(K / 128).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from unisono.kernels.fp8_quantize import (
-    GROUP,
-    launch_quantize,
-    quantize_cpu,
-    widened_activations,
-)
+from unisono.kernels.fp8_gluon import launch_fp8_rows, suits
+from unisono.kernels.fp8_quantize import GROUP, launch_quantize, quantize_cpu, widened_activations
 from unisono.kernels.library import AotCase, define, fixed_rows_matmul, register
 from unisono.kernels.linear import launch_add, store_sums
 from unisono.kernels.overlap import follow, overlapped
 
 FEW_ROWS = 64
-"""Up to this many rows the Triton kernel runs; above it ``scaled_mm`` does, where it is proven exact."""
+"""Up to this number of rows the Gluon kernel runs, above it ``scaled_mm``; each where it is proven exact."""
 
 PROOF_ROWS = (65, 96, 128, 192, 256, 512, 1024, 2048)
 """Numbers of rows at which ``scaled_mm`` is compared with the Triton kernel."""
+FEW_PROOF_ROWS = (1, 3, 16, 17, 32, 33, 64)
+"""The same for the Gluon kernel."""
 
-_proven: dict[tuple[int, int, torch.dtype, bool], bool] = {}
-"""(N, K, dtype of activations, scales by block) -> whether :func:`prove_fp8` saw the same bits from ``scaled_mm``."""
+Key = tuple[int, int, torch.dtype, bool]
+"""(N, K, dtype of activations, scales by block)."""
+_proven: dict[Key, bool] = {}
+"""Whether :func:`prove_fp8` saw the same bits from ``scaled_mm``."""
+_proven_few: dict[Key, bool] = {}
+"""Whether it saw them from the Gluon kernel."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Tile:
     ahead: bool = True
 
 
-_TILES = {16: Tile(16, 64, 4, 3), 32: Tile(32, 64, 4, 3), 64: Tile(64, 64, 4, 3)}
+_TILES = {16: Tile(16, 64, 4, 3), 64: Tile(32, 64, 4, 3)}
 _LARGE = Tile(128, 128, 8, 4, ahead=False)
 
 
@@ -164,16 +168,16 @@ def _fp8_linear_kernel(x8, x_scales, w8, w_scales, bias, residual, out, M, N, K,
 
 
 def launch_fp8_product(
-    x8: torch.Tensor,
-    x_scales: torch.Tensor,
-    weight: torch.Tensor,
-    w_scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
+    x8: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    w_scales: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
     rows: int,
     dtype: torch.dtype,
     tile: Tile | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The Triton product of what :func:`launch_quantize` returned for ``rows`` rows; ``tile`` changes speed only."""
     residual = None if residual is None else residual.contiguous()
     (n, k), tile = weight.shape, tile or _tile(rows)
@@ -189,9 +193,7 @@ def launch_fp8_product(
     return out
 
 
-def _scaled_mm(
-    x8: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def _scaled_mm(x8: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
     """torch's product of all rows of ``x8``, padding included: [M', N].
 
     Scales by block are taken as torch.nn.functional.scaled_mm wants them: those of x [M', G] with rows side by side,
@@ -210,63 +212,106 @@ def _scaled_mm(
     return scaled_mm(x8, weight.t(), of_x, recipe[0], of_w, recipe[1], output_dtype=dtype)
 
 
-def _group(w_scales: torch.Tensor) -> int | None:
+def _group(w_scales: Tensor) -> int | None:
     """The columns of activations that share a scale, by the kind of the weight's scales."""
     return GROUP if w_scales.dim() == 2 else None
 
 
 @torch.no_grad()
-def prove_fp8(weight: torch.Tensor, w_scales: torch.Tensor, dtype: torch.dtype) -> bool:
+def prove_fp8(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> bool:
     """Whether ``scaled_mm`` gives the small Triton tile's bits for this weight on this GPU, at all PROOF_ROWS.
 
     Once in a process for each shape, dtype of activations and kind of scales. Where all agree, :func:`fp8_linear`
     runs the shape on ``scaled_mm`` above FEW_ROWS rows; elsewhere, also where torch has no such product, on Triton.
-    True, and without effect, on a CPU. Synchronises; for the engine's start.
+    The Gluon kernel of few rows is compared too. True, and without effect, on a CPU. Synchronises; for the engine's
+    start.
     """
     if weight.device.type != "cuda":
         return True
-    key = *weight.shape, dtype, w_scales.dim() == 2
+    key = _key(weight, w_scales, dtype)
     if key not in _proven:
-        _proven[key] = all(_same_bits(weight, w_scales, dtype, rows) for rows in PROOF_ROWS)
+        _proven[key] = all(_same_bits(weight, w_scales, dtype, rows, _by_torch) for rows in PROOF_ROWS)
+        _proven_few[key] = all(_same_bits(weight, w_scales, dtype, rows, _by_gluon) for rows in FEW_PROOF_ROWS)
     return _proven[key]
 
 
-def _same_bits(weight: torch.Tensor, w_scales: torch.Tensor, dtype: torch.dtype, rows: int) -> bool:
-    """Whether both products of ``weight`` and random inputs [rows, K] are equal."""
+def _key(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Key:
+    return *weight.shape, dtype, w_scales.dim() == 2
+
+
+def _by_torch(
+    x8: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    w_scales: Tensor,
+    rows: int,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    try:
+        return _scaled_mm(x8, x_scales, weight, w_scales, dtype)[:rows]
+    except (RuntimeError, ValueError, ImportError, NotImplementedError):  # this torch or GPU has no such product
+        return None
+
+
+def _by_gluon(
+    x8: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    w_scales: Tensor,
+    rows: int,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    return launch_fp8_rows(x8, x_scales, weight, w_scales, None, None, rows, dtype) if suits(rows, weight) else None
+
+
+def _same_bits(
+    weight: Tensor, w_scales: Tensor, dtype: torch.dtype, rows: int,
+    product: Callable[..., Tensor | None],
+) -> bool:  # fmt: skip
+    """Whether ``product`` of the weight and random inputs [rows, K] has the bits of the Triton kernel."""
     generator = torch.Generator(weight.device).manual_seed(rows)
     x = torch.randn(rows, weight.shape[1], device=weight.device, generator=generator).to(dtype)
     x8, x_scales = launch_quantize(x, _group(w_scales))
     want = launch_fp8_product(x8, x_scales, weight, w_scales, None, None, rows, dtype, _tile(1))
-    try:
-        return torch.equal(_scaled_mm(x8, x_scales, weight, w_scales, dtype)[:rows], want)
-    except (RuntimeError, ValueError, ImportError, NotImplementedError):  # this torch or GPU has no such product
-        return False
+    got = product(x8, x_scales, weight, w_scales, rows, dtype)
+    return got is not None and torch.equal(got, want)
 
 
-def rehearse_fp8_proof(weight: torch.Tensor, w_scales: torch.Tensor, dtype: torch.dtype) -> None:
+def rehearse_fp8_proof(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> None:
     """Launch what :func:`prove_fp8` will launch and ignore the result: this compiles the kernels ahead of time."""
     if weight.device.type == "cuda":
-        for rows in PROOF_ROWS:
-            _same_bits(weight, w_scales, dtype, rows)
+        for product, counts in ((_by_torch, PROOF_ROWS), (_by_gluon, FEW_PROOF_ROWS)):
+            for rows in counts:
+                _same_bits(weight, w_scales, dtype, rows, product)
+
+
+def runs_on_torch(x: Tensor, weight: Tensor, w_scales: Tensor) -> bool:
+    """Whether torch computes this product; else a kernel of ours does."""
+    return x.shape[0] > FEW_ROWS and _proven.get(_key(weight, w_scales, x.dtype), False)
+
+
+def torch_fp8_linear(
+    x: Tensor, weight: Tensor, w_scales: Tensor, x_scale: Tensor | None, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    """torch's product, with the same roundings of bias and residual."""
+    x8, x_scales = launch_quantize(x, _group(w_scales), x_scale)
+    y = _scaled_mm(x8, x_scales, weight, w_scales, x.dtype)[: x.shape[0]]
+    return y if bias is None and residual is None else launch_add(y, bias, residual)
 
 
 def fp8_linear_cuda(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    w_scales: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, w_scales: Tensor, x_scale: Tensor | None, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    if runs_on_torch(x, weight, w_scales):
+        return torch_fp8_linear(x, weight, w_scales, x_scale, bias, residual)
     rows = x.shape[0]
     x8, x_scales = launch_quantize(x, _group(w_scales), x_scale)
-    if rows > FEW_ROWS and _proven.get((*weight.shape, x.dtype, w_scales.dim() == 2), False):
-        y = _scaled_mm(x8, x_scales, weight, w_scales, x.dtype)[:rows]
-        return y if bias is None and residual is None else launch_add(y, bias, residual)
-    return launch_fp8_product(x8, x_scales, weight, w_scales, bias, residual, rows, x.dtype)
+    few = rows <= FEW_ROWS and _proven_few.get(_key(weight, w_scales, x.dtype), False) and suits(rows, weight)
+    launch = launch_fp8_rows if few else launch_fp8_product
+    return launch(x8, x_scales, weight, w_scales, bias, residual, rows, x.dtype)
 
 
-def widened_weight(weight: torch.Tensor, w_scales: torch.Tensor) -> torch.Tensor:
+def widened_weight(weight: Tensor, w_scales: Tensor) -> Tensor:
     """What an e4m3 weight [N, K] with its scales ([ceil(N / 128), G] or [N]) stands for, in fp32."""
     if w_scales.dim() == 1:
         return weight.float() * w_scales[:, None]
@@ -275,13 +320,13 @@ def widened_weight(weight: torch.Tensor, w_scales: torch.Tensor) -> torch.Tensor
 
 
 def fp8_linear_cpu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    w_scales: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-) -> torch.Tensor:
+    x: Tensor,
+    weight: Tensor,
+    w_scales: Tensor,
+    x_scale: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
     values = widened_activations(*quantize_cpu(x, _group(w_scales), x_scale))
     y = fixed_rows_matmul(values.contiguous(), widened_weight(weight, w_scales).t()).to(x.dtype)
     if bias is not None:
@@ -289,7 +334,7 @@ def fp8_linear_cpu(
     return y if residual is None else y + residual
 
 
-def _fp8_linear_meta(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+def _fp8_linear_meta(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
@@ -300,13 +345,13 @@ register("fp8_linear", cuda=fp8_linear_cuda, cpu=fp8_linear_cpu, meta=_fp8_linea
 
 
 def fp8_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    w_scales: torch.Tensor,
-    x_scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor,
+    weight: Tensor,
+    w_scales: Tensor,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
     """``x [M, K] @ (e4m3 weight [N, K] · scales)^T (+ bias [N]) (+ residual [M, N])`` -> [M, N] in x's dtype.
 
     w_scales: fp32 [ceil(N / 128), G], one for each block of 128 × 128 (DeepSeek-V3, arXiv 2412.19437, section 3.3), and

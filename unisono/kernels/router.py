@@ -129,7 +129,7 @@ def choose_cpu(
         counts += torch.bincount(ids[slice(None) if positions is None else positions >= 0].flatten(), minlength=experts)
     if positions is not None:
         padding = (positions < 0)[:, None]
-        in_turns = torch.arange(ids.numel()).view(ids.shape) % experts
+        in_turns = torch.arange(ids.numel(), device=ids.device).view(ids.shape) % experts
         ids = torch.where(padding, in_turns if padding.all() else experts, ids)
         weights = torch.where(padding, 0.0, weights)
     return ids.to(torch.int32), weights, gates

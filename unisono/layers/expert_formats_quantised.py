@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from unisono.kernels.experts_fp8 import expert_fp8_down, expert_fp8_gate_up
+from unisono.kernels.experts_fp8 import expert_fp8_down, expert_fp8_gate_up, fp8_tile_rows
 from unisono.kernels.experts_int4 import expert_int4_down, expert_int4_gate_up, int4_tile_rows
-from unisono.kernels.experts_plan import Plan, tile_of
+from unisono.kernels.experts_plan import Plan
 from unisono.layers.expert_formats import Stack
 from unisono.layers.formats import Stored
 
@@ -60,7 +60,7 @@ class Fp8Experts(_Stacks):
     weights: Fp8Weights
 
     def tile(self, pairs: int, experts: int, dtype: torch.dtype) -> int:
-        return tile_of(pairs, experts)
+        return fp8_tile_rows(pairs, experts)
 
     def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
         return expert_fp8_gate_up(x, *self.weights.operands(stack), plan)

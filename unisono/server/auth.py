@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import secrets
+import urllib.parse
 from collections.abc import Iterable
 
 from fastapi import Request
 
 from unisono.server.errors import ApiError
 
-LOCAL_ORIGINS = ("http://localhost", "http://127.0.0.1", "http://[::1]")
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 class Keys:
@@ -40,9 +41,7 @@ class Keys:
         if self._digests:
             self.check(request)
             return
-        origin = request.headers.get("origin")
-        foreign = origin is not None and not origin.startswith(LOCAL_ORIGINS)
-        if foreign or not _is_loopback(request):
+        if _is_foreign(request.headers.get("origin")) or not _is_loopback(request):
             message = (
                 f"{request.url.path} is for operators: send it from the server's own machine, or start the server "
                 "with --api-key and send the key."
@@ -66,6 +65,14 @@ def given_key(request: Request) -> str:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _is_foreign(origin: str | None) -> bool:
+    """Whether a page of another machine sends the request; ``null`` is any page's that hides where it is from."""
+    try:
+        return origin is not None and urllib.parse.urlsplit(origin).hostname not in LOCAL_HOSTS
+    except ValueError:
+        return True
 
 
 def _is_loopback(request: Request) -> bool:

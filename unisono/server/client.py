@@ -141,8 +141,9 @@ class EngineClient:
         if request.request_id in self._streams:
             raise BadRequest(f"request_id={request.request_id!r} is running already; give another.", "request_id")
         stream = TokenStream(self, request.request_id, len(request.prompt_token_ids))
+        message = _encoded(request)
         self._streams[request.request_id] = stream
-        self._send(ipc.Add(request))
+        self._socket.send(message)  # no high-water mark: it is queued at once, so no await
         try:
             await stream.accepted
         except BaseException:
@@ -233,9 +234,9 @@ class EngineClient:
             case ipc.Accepted(request_id):
                 if (stream := self._streams.get(request_id)) is not None and not stream.accepted.done():
                     stream.accepted.set_result(None)
-            case ipc.Rejected(request_id, text, param, code):
+            case ipc.Rejected(request_id, text, param, code, failed):
                 if (stream := self._streams.pop(request_id, None)) is not None:
-                    stream._fail(BadRequest(text, param, code))
+                    stream._fail(UnisonoError(text) if failed else BadRequest(text, param, code))
             case ipc.Stats():
                 self.samples = message.samples
                 for answer in self._inspections:
@@ -296,6 +297,14 @@ class EngineClient:
             if not answer.done():
                 answer.set_exception(EngineDead(self.death))
         self._inspections.clear()
+
+
+def _encoded(request: EngineRequest) -> bytes:
+    """The message that adds a request. Raises BadRequest for what no message can carry: no check has found it."""
+    try:
+        return ipc.encode(ipc.Add(request))
+    except (ValueError, OverflowError, TypeError) as error:
+        raise BadRequest(f"the request cannot be sent to the engine: {error}.") from None
 
 
 def _rebuild(error: str, message: str) -> UnisonoError:

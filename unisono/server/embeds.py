@@ -41,6 +41,8 @@ def load_embeds(text: str, tokens: int, hidden_size: int, param: str) -> torch.T
         raise BadRequest(f"{param} cannot be loaded: send one tensor, as torch.save writes it.", param) from None
     if not isinstance(tensor, torch.Tensor):
         raise BadRequest(f"{param} holds a {type(tensor).__name__}; send one tensor.", param)
+    if tensor.is_nested:
+        raise BadRequest(f"{param} holds a nested tensor; send a dense one.", param)
     if tensor.layout is torch.strided and tensor.device.type == "cpu":
         claimed = max(tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size())
         if claimed > len(data):

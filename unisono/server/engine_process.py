@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol
 
+import msgspec
 import zmq
 
 from unisono.heap import freeze_heap
@@ -134,9 +135,14 @@ class _Loop:
         inspect = False
         while True:
             try:
-                message = ipc.decode_to_engine(self.socket.recv(zmq.NOBLOCK))
+                data = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
+            try:
+                message = ipc.decode_to_engine(data)
+            except (msgspec.MsgspecError, ValueError, TypeError, UnisonoError) as error:
+                self.refuse(ipc.request_in(data), error)
+                continue
             match message:
                 case ipc.Add(request):
                     self.add(request)
@@ -156,7 +162,11 @@ class _Loop:
 
     def add(self, request: EngineRequest) -> None:
         """Answer at once; for a request whose grammar is being compiled, answer when that is done."""
-        prepared = self.engine.prepare(request)
+        try:
+            prepared = self.engine.prepare(request)
+        except Exception as error:
+            self.refuse(request.request_id, error)
+            return
         if prepared is not None and not prepared.done():
             self.preparing[request.request_id] = request, prepared
         else:
@@ -171,8 +181,8 @@ class _Loop:
     def add_now(self, request: EngineRequest) -> None:
         try:
             self.engine.add(request)
-        except BadRequest as error:
-            self.send(ipc.Rejected(request.request_id, str(error), error.param, error.code))
+        except Exception as error:
+            self.refuse(request.request_id, error)
         else:
             self.send(ipc.Accepted(request.request_id))
 
@@ -182,6 +192,18 @@ class _Loop:
             self.send(ipc.Called(number, self.commands.run(command, arguments)))
         except CommandError as error:
             self.send(ipc.Called(number, None, str(error)))
+
+    def refuse(self, request_id: str | None, error: Exception) -> None:
+        """Tell the client that its request cannot run. What fails for one request ends that request alone."""
+        if not isinstance(error, BadRequest):
+            traceback.print_exception(error)
+        if request_id is None:
+            return
+        if isinstance(error, BadRequest):
+            self.send(ipc.Rejected(request_id, str(error), error.param, error.code))
+        else:
+            why = f"the engine failed on this request: {type(error).__name__}: {_one_line(error)}"
+            self.send(ipc.Rejected(request_id, why[:500], code="internal_error", failed=True))
 
     def send(self, message: ipc.FromEngine) -> None:
         _send(self.socket, message)

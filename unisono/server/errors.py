@@ -56,5 +56,8 @@ def show(value: object) -> str:
     """A value of the client's JSON, short enough for a sentence."""
     if isinstance(value, (str, list)):
         value = value[:MAX_VALUE_CHARS]  # it may be megabytes
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except (ValueError, RecursionError):  # a number of thousands of digits, objects nested in thousands
+        text = f"a {type(value).__name__}"
     return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 1] + "…"

@@ -1,7 +1,7 @@
 """The outermost layer of the HTTP application: dates, numbers, counts and logs every request.
 
-Each request has an id: the client's ``x-request-id`` where it is one, else a new one. Answers carry it in the same
-header, and a request that fails is logged once, with it.
+Each request has an id: the client's ``x-request-id`` where it is one, else a new one. Answers carry it,
+and a request that fails is logged once, with it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from unisono.server.service import Service
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
+ID_HEADERS = (b"x-request-id", b"request-id")
+"""OpenAI's clients read the first, Anthropic's the second."""
 MAX_LOGGED = 300
 """Characters of an error's message in the log."""
 
@@ -37,12 +39,12 @@ class Gate:
         written = Note(_request_id(scope))
         method = scope["method"]
         scope = {**scope, "unisono": written, "method": "GET" if method == "HEAD" else method}
-        header = (b"x-request-id", written.request_id.encode())
+        headers = [(name, written.request_id.encode()) for name in ID_HEADERS]
 
         async def forward(message: Message) -> None:
             if message["type"] == "http.response.start":
                 written.status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), header]}
+                message = {**message, "headers": [*message.get("headers", ()), *headers]}
             elif method == "HEAD" and message["type"] == "http.response.body":
                 message = {**message, "body": b""}
             await send(message)

@@ -72,12 +72,13 @@ class Accepted(msgspec.Struct, tag="accepted"):
 
 
 class Rejected(msgspec.Struct, tag="rejected"):
-    """``Engine.add`` raised BadRequest; the engine holds nothing of the request."""
+    """``Engine.add`` raised BadRequest, or failed (``failed``); the engine holds nothing of the request."""
 
     request_id: str
     message: str
     param: str | None = None
     code: str | None = None
+    failed: bool = False
 
 
 class Deltas(msgspec.Struct, tag="deltas"):
@@ -118,6 +119,15 @@ encode = _encoder.encode
 
 def decode_to_engine(data: bytes) -> ToEngine:
     return _to_engine.decode(data)
+
+
+def request_in(data: bytes) -> str | None:
+    """The request id in a message that :func:`decode_to_engine` could not read; None where there is none."""
+    try:
+        found = msgspec.msgpack.decode(data)["request"]["request_id"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def decode_from_engine(data: bytes) -> FromEngine:

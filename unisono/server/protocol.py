@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
-import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from unisono.server.body import load_object
 from unisono.server.compatibility import CHAT, TEXT, check_fields
 from unisono.server.errors import ApiError, show
 from unisono.server.messages import conversation
@@ -181,7 +181,7 @@ class GenerationRequest(BaseModel):
 
 def _token_id(key: str) -> int:
     """A key of logit_bias, which JSON makes a string."""
-    if not (key.isascii() and key.isdecimal()):
+    if not (key.isascii() and key.isdecimal() and len(key) < 20):
         raise BadRequest(
             f"logit_bias has the key {show(key)}; keys must be token ids, whole numbers ≥ 0.", "logit_bias"
         )
@@ -368,12 +368,7 @@ Body = TypeVar("Body", bound=GenerationRequest)
 
 def parse(body: bytes, kind: type[Body]) -> Body:
     """A request body as ``kind``. Raises ApiError (400) naming the field, its value and the rule."""
-    try:
-        data = pydantic_core.from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
-    if not isinstance(data, dict):
-        raise ApiError(400, f"The body is {show(data)}; it must be a JSON object.")
+    data = load_object(body)
     check_fields(data, kind.body, kind.model_fields)
     try:
         return kind.model_validate({name: data[name] for name in data.keys() & kind.model_fields.keys()})

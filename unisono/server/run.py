@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -30,13 +31,14 @@ from unisono.server.auth import Keys
 from unisono.server.chat import ChatFormat
 from unisono.server.client import EngineClient, Progress
 from unisono.server.http_settings import HttpSettings
-from unisono.server.metrics import ProgressLine, ServerMetrics
+from unisono.server.limits import LimitedProtocol, Limits, open_files
+from unisono.server.metrics import ProgressLine, ServerMetrics, check_prefix
 from unisono.server.pooling import pooling_of
 from unisono.server.reasoning import parser_named
 from unisono.server.service import INSPECT_LIMIT, Service
 from unisono.server.serving import Serving
 from unisono.server.tools.formats import format_named
-from unisono.server.traces import Tracer
+from unisono.server.traces import Tracer, endpoint_url
 from unisono.tokenizer import Tokenizer
 from unisono.types import ConfigError, EngineDead, UnisonoError
 
@@ -61,6 +63,7 @@ class ServerSettings:
     otlp_traces_endpoint: where spans go, OTLP over HTTP; None sends none.
     profile_dir: where /stop_profile writes; None turns profiles off.
     drain_timeout: seconds that running requests get to finish after the first signal.
+    limits: what a connection may cost before its key is looked at.
     reasoning_parser, tool_call_parser: how thinking and tool calls are told from what is said in chat answers
     (``reasoning.PARSERS``, ``tools.formats.FORMATS``); None: as the chat template says.
     trust_request_chat_template: whether bodies may bring a chat template, which is rendered in a sandbox.
@@ -74,6 +77,7 @@ class ServerSettings:
     api_key: str | None = None
     chat_template: str | None = None
     drain_timeout: float = 30.0
+    limits: Limits = field(default_factory=Limits)
     metrics_prefix: str = "unisono"
     otlp_traces_endpoint: str | None = None
     profile_dir: Path | None = None
@@ -90,11 +94,14 @@ def serve(config: Any, settings: ServerSettings, progress: Progress = lambda sta
 
     ``progress`` is called with a stage of the engine's start and its share done, 0 … 1.
 
-    Raises ConfigError if the port is taken or the reasoning parser is unknown, and what keeps the engine from starting
-    (a UnisonoError).
+    Raises ConfigError if the port is taken, a parser or the metrics' prefix is unknown, or spans have no endpoint; and
+    what keeps the engine from starting (a UnisonoError).
     """
     parser_named(settings.reasoning_parser)  # these raise before anything starts
     format_named(settings.tool_call_parser)
+    check_prefix(settings.metrics_prefix)
+    if settings.otlp_traces_endpoint is not None:
+        endpoint_url(settings.otlp_traces_endpoint)
     with bind(settings.host, settings.port) as listener:
         loop_factory = _uvicorn_config(None).get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -126,7 +133,8 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
         service = await _unless(stop, _prepare(client, config, settings))
         if service is None:
             return
-        server = _Uvicorn(_uvicorn_config(settings.http.with_cors(create_app(service)), settings.http))
+        app = settings.http.with_cors(create_app(service))
+        server = _Uvicorn(_uvicorn_config(app, settings.limits, settings.http))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reporting = [asyncio.create_task(_report_progress(service))]
         if service.tracer is not None:
@@ -247,9 +255,14 @@ async def _unless(stop: asyncio.Event, work: Any) -> Any:
     return task.result()
 
 
-def _uvicorn_config(app: ASGIApp | None, http: HttpSettings | None = None) -> uvicorn.Config:
+def _uvicorn_config(
+    app: ASGIApp | None, limits: Limits | None = None, http: HttpSettings | None = None
+) -> uvicorn.Config:
+    limits = limits or Limits()
+    limits = dataclasses.replace(limits, connections=min(limits.connections, open_files()))
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
+        http=functools.partial(LimitedProtocol, limits=limits),  # type: ignore[arg-type]
         lifespan="off",
         log_config=None,
         log_level="warning",

@@ -1,0 +1,152 @@
+"""Bodies for a fuzz: valid ones, with values in any place that somebody might send by mistake or malice."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import io
+import json
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+CHAT: dict[str, Any] = {
+    "model": "fake",
+    "messages": [
+        {"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ],
+    "max_tokens": 3,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "seed": 3,
+    "n": 2,
+    "stop": ["x"],
+    "stop_token_ids": [7],
+    "logit_bias": {"5": 1},
+    "logprobs": True,
+    "top_logprobs": 2,
+    "stream": False,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "repetition_penalty": 1.1,
+    "allowed_token_ids": [5, 6],
+    "bad_words": ["no"],
+    "min_tokens": 1,
+    "ignore_eos": True,
+    "skip_special_tokens": True,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "response_format": {"type": "text"},
+    "speculative": {"enabled": True, "num_speculative_tokens": 1},
+    "user": "me",
+    "metadata": {"a": "b"},
+    "prompt_logprobs": 1,
+    "continue_final_message": False,
+    "add_generation_prompt": True,
+    "return_token_ids": True,
+}  # fmt: skip
+
+TEXT: dict[str, Any] = {
+    **{k: v for k, v in CHAT.items() if k not in ("messages", "top_logprobs", "logprobs", "chat_template_kwargs",
+                                                 "continue_final_message", "add_generation_prompt")},
+    "prompt": ["Hello", "there"],
+    "logprobs": 2,
+    "echo": True,
+}  # fmt: skip
+
+
+def encoded(value: Any) -> str:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+class Raw(str):
+    """Written into a body as it is."""
+
+
+def odd_values() -> list[Any]:
+    deep: Any = 1
+    for _ in range(100):
+        deep = [deep]
+    return [
+        None, True, False, 0, 1, -1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63),
+        -(2**63) - 1, 10**30, Raw("9" * 5000), Raw("-" + "9" * 5000), Raw("1e400"), Raw("-1e400"), Raw("1e-400"),
+        Raw("NaN"), Raw("Infinity"), Raw("1.0"), Raw('"\\ud800"'), Raw('"a\\udc00b"'), Raw('"\\ud83d\\ude00"'),
+        Raw('"\\u0000"'), Raw('{"\\ud800": 1}'), Raw('["\\udfff"]'), 0.5, -0.0, "", "x", "5", "\x00", "é" * 300,
+        "x" * 10_000, "💥" * 50, "\u202e", [], [[]], {}, {"a": {}}, [None], [1, "a"],
+        ["a", "b"], [1.5], [True], [-1], [2**70], [10**9],
+        {"1": 2}, {"-1": 1}, {"99999999999999999999": 1}, {"1": 2**70}, {"type": "json_object"}, {"type": "object"},
+        deep, {"role": "user"}, [{"role": "user", "content": "x"}], [{"role": "user", "content": None}], [{}],
+        [[1, 2], [3]], {"regex": "("}, {"json": {}},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "wibble"}}},
+        list(range(600)), ["x"] * 2000, {str(i): 1 for i in range(400)},
+    ]  # fmt: skip
+
+
+def odd_tensors() -> list[Any]:
+    plain = torch.zeros(2, 6)
+    return [
+        torch.zeros(2, 6, dtype=torch.complex64), torch.zeros(2, 6, dtype=torch.complex64).conj(), torch.Size([2, 6]),
+        {"a": plain}, [plain], (plain,), None, 5, "x", plain.to_sparse(), plain.bool(), plain.to(torch.int64),
+        plain.to(torch.float8_e4m3fn), plain.double(), torch.full((2, 6), torch.nan), torch.full((2, 6), torch.inf),
+        torch.zeros(0, 6), torch.zeros(2, 0), torch.tensor(1.0), torch.zeros(2, 5), torch.zeros(1, 2, 6),
+        torch.zeros(600, 6), torch.zeros(1, 6).expand(400, 6), torch.zeros(2, 6, device="meta"), torch.zeros(6, 2).t(),
+        torch.float32, torch.device("cpu"), torch.nn.Parameter(plain), plain.half(),
+        torch.nested.nested_tensor([plain]),
+    ]  # fmt: skip
+
+
+def write(value: Any) -> str:
+    """``value`` as JSON, with each Raw as it stands."""
+    if isinstance(value, Raw):
+        return str(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(k)}: {write(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(write, value)) + "]"
+    return json.dumps(value)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all that is in ``value``."""
+    if path:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+def replaced(body: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    changed = copy.deepcopy(body)
+    inner: Any = changed
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return changed
+
+
+def bodies(count: int, seed: int) -> Iterator[tuple[str, str]]:
+    """(path of the API, body): each odd value in some place, then bodies with several, some cut or garbled."""
+    chance, values = random.Random(seed), odd_values()
+    for tensor in odd_tensors():
+        if count > len(values):
+            yield "/v1/completions", json.dumps({"prompt_embeds": encoded(tensor), "max_tokens": 2})
+    for i in range(count):
+        path, body = chance.choice([("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+        kept = {k: v for k, v in body.items() if chance.random() < 0.4 or k in ("messages", "prompt", "max_tokens")}
+        for _ in range(chance.choice([1, 1, 1, 2, 4])):
+            where = chance.choice(list(places(kept)))
+            kept = replaced(kept, where, values[i % len(values)] if chance.random() < 0.7 else chance.choice(values))
+        if chance.random() < 0.05:
+            kept[
+                chance.choice(["tools", "wibble", "suffix", "guided_json", "guided_regex", "\x00", "response_format"])
+            ] = chance.choice(values)
+        text = write(kept)
+        if chance.random() < 0.05:
+            at = chance.randrange(len(text))
+            text = text[:at] + chance.choice(["", "\x00", "]", '"', "\\ud800"]) + text[at + chance.randrange(3) :]
+        yield path, text
