@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.templates import TemplateFailed, TemplateTooHard, renderer
 from unisono.types import BadRequest, CheckpointError
+from unisono.untrusted import check_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +42,7 @@ class Tokenizer:
         path = Path(path)
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
             return None
+        check_directory(path)
         from transformers import AutoTokenizer  # seconds: the server has its engine start first
 
         try:
@@ -156,7 +158,7 @@ class Tokenizer:
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         return renderer().render(
-            self.backend.get_chat_template(chat_template, tools),
+            self.backend.get_chat_template(chat_template, [dict(tool) for tool in tools] if tools else None),
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,

@@ -16,10 +16,11 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -34,6 +35,8 @@ from unisono.server.reasoning import parser_named
 from unisono.server.serving import Serving
 from unisono.tokenizer import Tokenizer
 from unisono.types import ConfigError, EngineDead, UnisonoError
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +130,7 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
 
 async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) -> Service:
     """Load the tokenizer while the engine loads the model."""
-    tokenizer = await asyncio.to_thread(_load_tokenizer, settings.model_path)
+    tokenizer = await _in_daemon(_load_tokenizer, settings.model_path)
     info = await client.ready()
     facts = ModelFacts.of(info, tokenizer)
     if tokenizer is None:
@@ -145,6 +148,31 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
         settings=_public(settings, facts),
         api_key=settings.api_key,
     )
+
+
+async def _in_daemon(work: Callable[..., T], *given: Any) -> T:
+    """The result of ``work`` in a thread that does not keep the process alive: a signal ends one that never returns."""
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def run() -> None:
+        try:
+            result, error = work(*given), None
+        except BaseException as caught:
+            result, error = None, caught
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(lambda: _settle(done, result, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
+
+
+def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if done.done():
+        return
+    if error is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(result)
 
 
 def _load_tokenizer(path: Path) -> Tokenizer | None:
