@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.templates import TemplateFailed, TemplateTooHard, renderer
 from unisono.types import BadRequest, CheckpointError
+from unisono.untrusted import check_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +43,7 @@ class Tokenizer:
         path = Path(path)
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
             return None
+        check_directory(path)
         from transformers import AutoTokenizer  # seconds: the server has its engine start first
 
         try:

@@ -27,7 +27,7 @@ HARD = {
     "nested loops": LOOPS,
     "a string bomb": "{% set x = 'a' * 10**10 %}{{ x }}",
     "doubling": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
-    "a power": "{{ 10 ** 10 ** 9 }}",
+    "a power": "{{ 10 ** (10 ** 9) }}",
     "endless text": "{% for a in range(99999) %}{% for b in range(99999) %}" + "x" * 500 + "{% endfor %}{% endfor %}",
     "a format": "{{ '%0999999999d' % 5 }}",
     "a macro": "{% macro m(x) %}{{ m(x + 1) }}{% endmacro %}{{ m(0) }}",

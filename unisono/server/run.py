@@ -16,10 +16,11 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -41,6 +42,8 @@ from unisono.server.tools.formats import format_named
 from unisono.server.traces import Tracer, endpoint_url
 from unisono.tokenizer import Tokenizer
 from unisono.types import ConfigError, EngineDead, UnisonoError
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +163,7 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
 
 async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) -> Service:
     """Load the tokenizer while the engine loads the model."""
-    tokenizer = await asyncio.to_thread(_load_tokenizer, settings)
+    tokenizer = await _in_daemon(_load_tokenizer, settings)
     info = await client.ready()
     facts = ModelFacts.of(info, tokenizer)
     if tokenizer is None:
@@ -186,6 +189,31 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
         pooling=await asyncio.to_thread(pooling_of, settings.model_path),
         keys=Keys([] if settings.api_key is None else [settings.api_key]),
     )
+
+
+async def _in_daemon(work: Callable[..., T], *given: Any) -> T:
+    """The result of ``work`` in a thread that does not keep the process alive: a signal ends one that never returns."""
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def run() -> None:
+        try:
+            result, error = work(*given), None
+        except BaseException as caught:
+            result, error = None, caught
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(lambda: _settle(done, result, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
+
+
+def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if done.done():
+        return
+    if error is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(result)
 
 
 def _load_tokenizer(settings: ServerSettings) -> Tokenizer | None:
