@@ -194,8 +194,9 @@ class LLM:
     def _last_logprobs(self, requests: list[EngineRequest]) -> dict[str, TokenLogprobs]:
         """Run requests of one token each; what they report of it, by id."""
         reports: dict[str, TokenLogprobs] = {}
-        inbox = self.loop.submit(requests)
+        inbox: Inbox | None = None
         try:
+            inbox = self.loop.submit(requests)
             while deltas := self.loop.read(inbox):
                 for delta, _ in deltas:
                     if delta.error is not None:
