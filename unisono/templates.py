@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from unisono.channel import Channel, Gone
@@ -94,8 +93,10 @@ class Renderer:
                 self._template = None
 
     def __del__(self) -> None:
-        with suppress(Exception):
+        try:  # noqa: SIM105  at the interpreter's end this module's names are gone
             self.close()
+        except Exception:
+            pass
 
     def _ask(self, given: dict[str, Any]) -> tuple[str, str]:
         for last in (False, True):
