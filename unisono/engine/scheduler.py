@@ -1,10 +1,10 @@
 """Who runs next: admission, chunked prompts, rounds, preemption. Host bookkeeping only.
 
 Clients take turns, and a client's requests are served in the order in which they came, or by priority where the policy
-says so (``waiting.py``); the same order decides whose prompt runs first. Prompts never share a pass with rounds; how much of
-them runs between two rounds follows from what passes cost (``prompt_budget.py``), so neither side starves. When pages
-run out the request that is last in this order gives its own back and resumes later, with the same bytes: its noise and
-its keys depend on positions, not on when they are computed.
+says so (``waiting.py``); the same order decides whose prompt runs first. Prompts never share a pass with rounds; how
+much of them runs between two rounds follows from what passes cost (``prompt_budget.py``), so neither side starves. When
+pages run out the request that is last in this order gives its own back and resumes later, with the same bytes: its
+noise and its keys depend on positions, not on when they are computed.
 
 A round holds either requests whose drafts the host has to read before they are verified (``Sequence.reads_drafts``), or
 the others. Where both kinds run they take turns, pass by pass: while the device runs a round of the others, the host

@@ -5,8 +5,8 @@ client with 10,000 requests adds one turn to another client's wait. Where priori
 before higher ones, then the turns. A request that gave its pages back waits at the place that it had.
 
 The turns are those of start-time fair queueing (Goyal, Vin, Cheng 1996) with every request of cost 1. A request gets
-its turn, a number, when it is the first of its line: the number after its client's last turn, but at least the turn that
-is being served, so that nobody saves up turns while idle. With one client, turns go up as requests come.
+its turn, a number, when it is the first of its line: the number after its client's last turn, but at least the turn
+that is being served, so that nobody saves up turns while idle. With one client, turns go up as requests come.
 """
 
 from __future__ import annotations
