@@ -57,6 +57,14 @@ class Server:
             self.process.wait()
 
 
+def until(condition: Callable[[], Any], limit: float = 10) -> None:
+    """Wait for something to become true."""
+    end = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
 Start = Callable[..., Server]
 
 

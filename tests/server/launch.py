@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 from tests.server.fake_engine import FakeConfig
+from unisono.server.auth import ClientLimits
 from unisono.server.limits import Limits
+from unisono.server.overload import LoadLimits
 from unisono.server.run import ServerSettings, serve
 from unisono.types import UnisonoError
 
@@ -23,6 +25,11 @@ def main() -> None:
     settings = {"port": 0, **settings}
     if "limits" in settings:
         settings["limits"] = Limits(**settings["limits"])
+    if "load" in settings:
+        client = ClientLimits(**settings["load"].pop("client", {}))
+        settings["load"] = LoadLimits(**settings["load"], client=client)
+    if "api_key_file" in settings:
+        settings["api_key_file"] = Path(settings["api_key_file"])
     engine = "tests.server.fake_engine:FakeEngine"
     try:
         serve(FakeConfig(**options), ServerSettings(Path(sys.argv[1]), ("fake", "alias"), engine=engine, **settings))

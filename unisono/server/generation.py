@@ -99,6 +99,7 @@ class Generation:
         self._reader = reader
         self._stream: TokenStream | BeamStream | None = None
         self.ended: str | None = None  # how, once it has
+        self.client = ""  # whose it is, as ``auth.Client.label``
         self._drafted = self._accepted = 0
         self._offset = 0
 
@@ -153,7 +154,7 @@ class Generation:
         """Hand the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
         self._timer.submitted()
         try:
-            self._stream = await self._client.submit(self._request)
+            self._stream = await self._client.submit(replace(self._request, client=self.client))
         except BadRequest as error:
             if error.param == "extra_args":
                 raise BadRequest(str(error), "vllm_xargs", error.code) from None

@@ -28,6 +28,7 @@ from unisono.server.routes.common import (
     json_response,
     new_id,
     now,
+    prepared,
     read_json_body,
     when_ready,
 )
@@ -121,8 +122,11 @@ def add(app: FastAPI, service: Service) -> None:
 
         if asked.request.background:
             generations = await prepare()
+            prepared(request, generations)
             response["status"] = "queued"
             keep()
+            if (ticket := note(request.scope).ticket) is not None:
+                ticket.hold()
             task = asyncio.create_task(_in_background(service, reply_of(generations), request))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
@@ -256,6 +260,7 @@ def _given(value: float | None, defaults: Mapping[str, float], name: str) -> flo
 async def _in_background(service: Service, reply: ResponseReply, request: Request) -> None:
     """Run a response that nobody waits for. Its end is in the store."""
     response_id, arrival = reply.writer.response["id"], note(request.scope).arrival
+    ticket = note(request.scope).ticket
     service.running[response_id] = reply.generations
     service.in_flight += 1
     try:
@@ -268,4 +273,6 @@ async def _in_background(service: Service, reply: ResponseReply, request: Reques
         logger.warning("Response %s failed: %s", response_id, as_api_error(error))
     finally:
         service.in_flight -= 1
+        if ticket is not None:
+            ticket.leave()
         service.close(response_id, reply.generations, request, arrival)

@@ -43,10 +43,10 @@ class DetokenizeRequest(BaseModel):
 
 def add(app: FastAPI, service: Service) -> None:
     """Add the routes."""
-    clients = clients_only(service)
+    clients, workers = clients_only(service), clients_only(service, works=True)
     inputs = service.serving.inputs
 
-    @app.post("/tokenize", dependencies=clients, **described("Token ids of a prompt.", TokenizeRequest))
+    @app.post("/tokenize", dependencies=workers, **described("Token ids of a prompt.", TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         data = load_object(await read_json_body(request))
         body = checked(data, TokenizeRequest, only=False)
@@ -57,7 +57,7 @@ def add(app: FastAPI, service: Service) -> None:
         context = inputs.model.max_model_len
         return json_response({"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": names})
 
-    @app.post("/detokenize", dependencies=clients, **described("The text of token ids.", DetokenizeRequest))
+    @app.post("/detokenize", dependencies=workers, **described("The text of token ids.", DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         body = checked(load_object(await read_json_body(request)), DetokenizeRequest)
         service.model(body.model)
