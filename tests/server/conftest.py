@@ -60,6 +60,21 @@ class Server:
 Start = Callable[..., Server]
 
 
+def until(condition: Callable[[], Any], limit: float = 10) -> None:
+    """Wait until ``condition()`` is true, ``limit`` seconds at most."""
+    end = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a byte-level tokenizer and a chat template, and nothing else."""

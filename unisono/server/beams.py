@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 
 from unisono.frontend.beam_search import Beam, BeamSearch
-from unisono.server.client import EngineClient, TokenStream
+from unisono.server.client import EngineClient
+from unisono.server.token_stream import TokenStream
 from unisono.types import EngineRequest, FinishReason, TokenDelta, TokenLogprobs, UnisonoError
 
 
@@ -56,8 +57,11 @@ class BeamClient:
         self.cached_tokens = 0
         self.cancelled = False
 
-    async def submit(self, request: EngineRequest) -> BeamStream:
-        """Begin the search, once. Raises BadRequest if the engine refuses its first step, EngineDead."""
+    async def submit(self, request: EngineRequest, streamed: bool = False) -> BeamStream:
+        """Begin the search, once. Raises BadRequest if the engine refuses its first step, EngineDead.
+
+        streamed: changes nothing, for a beam comes whole.
+        """
         stream = BeamStream(self, request, self._submitted)
         self._submitted += 1
         if self._started is None:

@@ -92,6 +92,7 @@ async def answer(
     generations = await prepare()
     for generation in generations:
         generation.arrived(note(request.scope).arrival)
+        generation.streamed = bool(stream)
     reply = reply_of(generations)
     service.running[answer_id] = generations
 
