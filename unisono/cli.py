@@ -182,6 +182,14 @@ def _operation_flags(
     metrics_prefix: Annotated[str, typer.Option(help="Of names in /metrics: unisono, vllm or both.")] = "unisono",
     otlp_traces_endpoint: Annotated[str | None, typer.Option(help="URL for spans: http://HOST:4318/v1/traces.")] = None,
     profile_dir: Annotated[Path | None, typer.Option(help="Where /stop_profile writes its traces.")] = None,
+    restart_engine: Annotated[
+        bool, typer.Option("--restart-engine/--no-restart-engine", help="Start the engine again when it has died.")
+    ] = False,
+    max_engine_restarts: Annotated[int, typer.Option(help="That often within --engine-restart-window.")] = 5,
+    engine_restart_window: Annotated[float, typer.Option(help="Seconds; what dies more often is given up.")] = 600.0,
+    heartbeat_timeout: Annotated[
+        float, typer.Option(help="Seconds without a heartbeat after which the engine counts as dead; 0: never.")
+    ] = 30.0,
 ) -> None:
     """The server's flags for those who run it."""
 

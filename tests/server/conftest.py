@@ -58,14 +58,18 @@ class Server:
 
 
 def until(condition: Callable[[], Any], limit: float = 10) -> None:
-    """Wait for something to become true."""
+    """Wait until ``condition()`` is true, ``limit`` seconds at most."""
     end = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
-Start = Callable[..., Server]
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.fixture(scope="session")

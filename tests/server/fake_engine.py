@@ -5,6 +5,7 @@ Odd prompts make it misbehave: their first token id says how (see ``Trick``).
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import math
 import os
@@ -25,6 +26,7 @@ HIDDEN_SIZE = 6
 class Trick(enum.IntEnum):
     """Token ids beyond the test tokenizer's, within the model's vocabulary."""
 
+    HOLD = 988  # a step that holds Python's lock for 2.5 s
     EXHAUST = 989  # add() raises MemoryError
     REJECT = 990  # add() raises BadRequest
     FAIL = 991  # the request ends with an error
@@ -37,7 +39,8 @@ class FakeConfig:
     """step_seconds: how long a step takes. prefill_seconds: from a request's admission to its first token, at least.
 
     queue_seconds: what it says of a request's time in its queue. tokens_per_step: what a round brings at once.
-    load_error: cannot start. max_num_seqs: what it says of its slots; it runs everything at once.
+    load_error: cannot start, ``error_file``: if this path exists. max_num_seqs: what it says of its slots; it runs
+    everything at once.
     """
 
     step_seconds: float = 0.0
@@ -47,6 +50,7 @@ class FakeConfig:
     max_model_len: int = 512
     load_seconds: float = 0.0
     load_error: str | None = None
+    error_file: str | None = None
     enable_prompt_embeds: bool = False
     enable_return_hidden_states: bool = False
     max_logprobs: int = 20
@@ -64,7 +68,7 @@ class FakeEngine:
     def __init__(self, config: FakeConfig, progress: Callable[[str, float], None]) -> None:
         progress("load", 0.0)
         time.sleep(config.load_seconds)
-        if config.load_error is not None:
+        if config.load_error is not None and (config.error_file is None or os.path.exists(config.error_file)):
             raise CheckpointError(config.load_error)
         progress("load", 1.0)
         self.config = config
@@ -109,6 +113,8 @@ class FakeEngine:
         match prompt[0]:
             case Trick.FAIL:
                 return TokenDelta(request.request_id, [], FinishReason.ABORT, error="a fake failure")
+            case Trick.HOLD if done == 0:
+                ctypes.PyDLL(None).usleep(2_500_000)
             case Trick.CRASH:
                 raise RuntimeError("a fake crash")
             case Trick.KILL:

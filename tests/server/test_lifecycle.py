@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.conftest import Server, Start
+from tests.server.conftest import Server, Start, alive, until
 from tests.server.fake_engine import Trick
 
 TEXT = "/v1/completions"
@@ -29,23 +29,9 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def until(condition: Callable[[], Any], limit: float = 10) -> None:
-    end = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
-
-
 def read_stream(server: Server, **body: Any) -> list[str]:
     with server.http.stream("POST", TEXT, json={**LONG, "stream": True, **body}) as response:
         return [line.removeprefix("data: ") for line in response.iter_lines() if line]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def check_nothing_left(server: Server, engine: int) -> None:

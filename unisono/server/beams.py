@@ -10,7 +10,8 @@ import asyncio
 from dataclasses import replace
 
 from unisono.frontend.beam_search import Beam, BeamSearch
-from unisono.server.client import EngineClient, TokenStream
+from unisono.server.client import EngineClient
+from unisono.server.token_stream import TokenStream
 from unisono.types import EngineRequest, FinishReason, TokenDelta, TokenLogprobs, UnisonoError
 
 
@@ -57,8 +58,11 @@ class BeamClient:
         self.cached_tokens = 0
         self.cancelled = False
 
-    async def submit(self, request: EngineRequest) -> BeamStream:
-        """Begin the search, once. Raises BadRequest if the engine refuses its first step, EngineDead."""
+    async def submit(self, request: EngineRequest, streamed: bool = False) -> BeamStream:
+        """Begin the search, once. Raises BadRequest if the engine refuses its first step, EngineDead.
+
+        streamed: changes nothing, for a beam comes whole.
+        """
         stream = BeamStream(self, request, self._submitted)
         self._label = request.client
         self._submitted += 1

@@ -1,6 +1,6 @@
 """The engine process: one engine, one socket, one loop.
 
-Started by :class:`unisono.server.client.EngineClient`, which alone talks to it. While the engine has work the
+Started by :class:`unisono.server.engine_handle.EngineHandle`, which alone talks to it. While the engine has work the
 loop reads new messages, steps, and sends the step's deltas in one message. Without work it sleeps in ``poll``. It ends
 on ``Shutdown``, with its parent, or with the engine's first unexpected error.
 """
@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from unisono.heap import freeze_heap
-from unisono.server import ipc
+from unisono.server import heartbeat, ipc
 from unisono.server.commands import CommandError, Commands
 from unisono.types import BadRequest, EngineRequest, TokenDelta, UnisonoError
 
@@ -59,11 +59,16 @@ def load_factory(name: str) -> Factory:
     return getattr(importlib.import_module(module), attribute)
 
 
-def main(address: str, factory: str, config: Any) -> None:
-    """Make an engine of ``config`` and serve it on the socket at ``address``; exits 1 after an error."""
+def main(address: str, factory: str, config: Any, heartbeats: str | None = None) -> None:
+    """Make an engine of ``config`` and serve it on the socket at ``address``; exits 1 after an error.
+
+    heartbeats: address of a socket to answer heartbeats on.
+    """
     # The terminal sends Ctrl-C to both processes; the API process decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if heartbeats is not None:
+        heartbeat.answer(heartbeats)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)

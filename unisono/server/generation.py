@@ -16,11 +16,11 @@ import torch
 
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.server.beams import BeamStream, Source
-from unisono.server.client import TokenStream
 from unisono.server.errors import ApiError
 from unisono.server.metrics import RequestTimer
 from unisono.server.reader import AnswerReader, Said
 from unisono.server.responses import HiddenStates, PromptLogprobs, TokenReport, Usage, finite
+from unisono.server.token_stream import TokenStream
 from unisono.server.tools.base import ToolDelta
 from unisono.server.tools.structure import reworded
 from unisono.types import BadRequest, FinishReason, TokenDelta, TokenLogprobs
@@ -98,6 +98,7 @@ class Generation:
         self._scores, self._style, self._echo = scores, style, echo
         self._reader = reader
         self._stream: TokenStream | BeamStream | None = None
+        self.streamed = False  # whether the client gets tokens as they come
         self.ended: str | None = None  # how, once it has
         self.client = ""  # whose it is, as ``auth.Client.label``
         self._drafted = self._accepted = 0
@@ -154,7 +155,7 @@ class Generation:
         """Hand the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
         self._timer.submitted()
         try:
-            self._stream = await self._client.submit(replace(self._request, client=self.client))
+            self._stream = await self._client.submit(replace(self._request, client=self.client), self.streamed)
         except BadRequest as error:
             if error.param == "extra_args":
                 raise BadRequest(str(error), "vllm_xargs", error.code) from None

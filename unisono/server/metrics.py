@@ -43,6 +43,7 @@ REFUSALS = (
 )  # fmt: skip
 """Codes of errors of requests that are refused for what the server or the client is, not for what they ask."""
 FINISHED = ("stop", "length", "abort", "error")
+CACHE_LABELS = ("block_size", "num_gpu_blocks")
 SECONDS = {
     "time_to_first_token_seconds": ("From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS),
     "inter_token_latency_seconds": ("Between tokens of a request; tokens of one round share its time.", TOKEN_BUCKETS),
@@ -100,6 +101,8 @@ class ServerMetrics:
             self._refused.labels(**self._labels, reason=reason, key="")
         text = "Requests by the name of the key that they came with."
         self._by_key = self._counter("requests_by_key", text, "key", "status")
+        text = "The KV cache: tokens of a page, and pages."
+        self._cache = Gauge("cache_config_info", text, ("engine", *CACHE_LABELS), registry=self._registry)
         text = "1 for the state that the server is in."
         self._sleep = Gauge("engine_sleep_state", text, (*self._labels, "sleep_state"), registry=self._registry)
         self.sleeping(False)
@@ -143,12 +146,10 @@ class ServerMetrics:
             self._sleep.labels(**self._labels, sleep_state=state).set(now)
 
     def cache_config(self, info: Mapping[str, Any]) -> None:
-        """Tell the size of the KV cache. info: the engine's."""
+        """Tell the size of the KV cache. info: the engine's, or that of the one that replaced it."""
         cache = info.get("kv_cache", {})
-        labels = {"block_size": str(cache.get("page_size", "")), "num_gpu_blocks": str(cache.get("pages", ""))}
-        text = "The KV cache: tokens of a page, and pages."
-        gauge = Gauge("cache_config_info", text, ("engine", *labels), registry=self._registry)
-        gauge.labels(engine=ENGINE, **labels).set(1)
+        self._cache.clear()
+        self._cache.labels(ENGINE, str(cache.get("page_size", "")), str(cache.get("pages", ""))).set(1)
 
     def step(self, tokens: int) -> None:
         """A step of the engine brought this number of tokens."""
@@ -313,6 +314,11 @@ def _speculation(since: Mapping[str, float]) -> str:
     return f"drafts: {1 + accepted / rounds:.2f} tokens a round, {accepted:.0f} of {drafted:.0f} accepted, {mean}"
 
 
+def _grown(before: float, now: float) -> float:
+    """What a counter has counted since it was ``before``. One that fell is another engine's: it began at 0."""
+    return now - before if now >= before else now
+
+
 class ProgressLine:
     """What the periodic log line says: the engine's numbers against those of the line before."""
 
@@ -336,7 +342,7 @@ class ProgressLine:
                 counters[name] = counters.get(name, 0) + sample.value
         now = time.monotonic()
         seconds, self._time = now - self._time, now
-        since = {name: value - self._counters.get(name, 0) for name, value in counters.items()}
+        since = {name: _grown(self._counters.get(name, 0), value) for name, value in counters.items()}
         self._counters = counters
         eager = self._newly_eager(samples)
         running, waiting = gauges.get("num_requests_running", 0), gauges.get("num_requests_waiting", 0)
@@ -357,7 +363,7 @@ class ProgressLine:
         for sample in samples:
             if sample.name == "passes" and sample.labels["kind"] == "eager":
                 counts[sample.labels["program"], sample.labels["reason"]] = sample.value
-        new = {key: value - self._eager.get(key, 0) for key, value in counts.items()}
+        new = {key: _grown(self._eager.get(key, 0), value) for key, value in counts.items()}
         self._eager = counts
         named = [f"{count:.0f} {program} {reason}" for (program, reason), count in new.items() if count]
         return f" ({', '.join(named)})" if named else ""

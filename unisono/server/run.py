@@ -30,7 +30,8 @@ from unisono.heap import freeze_heap
 from unisono.server.app import create_app
 from unisono.server.auth import Key, Keys
 from unisono.server.chat import ChatFormat
-from unisono.server.client import EngineClient, Progress
+from unisono.server.client import HEARTBEAT_TIMEOUT, EngineClient
+from unisono.server.engine_handle import Progress
 from unisono.server.http_settings import HttpSettings
 from unisono.server.key_file import read_keys, stamp
 from unisono.server.limits import LimitedProtocol, Limits, open_files
@@ -38,6 +39,7 @@ from unisono.server.metrics import ProgressLine, ServerMetrics, check_prefix
 from unisono.server.overload import Admission, LoadLimits
 from unisono.server.pooling import pooling_of
 from unisono.server.reasoning import parser_named
+from unisono.server.restarts import Restarts
 from unisono.server.service import INSPECT_LIMIT, Service
 from unisono.server.serving import Serving
 from unisono.server.tools.formats import format_named
@@ -75,6 +77,9 @@ class ServerSettings:
     reasoning_parser, tool_call_parser: how thinking and tool calls are told from what is said in chat answers
     (``reasoning.PARSERS``, ``tools.formats.FORMATS``); None: as the chat template says.
     trust_request_chat_template: whether bodies may bring a chat template, which is rendered in a sandbox.
+    restart_engine: whether an engine that died is started again, ``max_engine_restarts`` times within
+    ``engine_restart_window`` seconds. heartbeat_timeout: seconds without a heartbeat of the engine process after which
+    it counts as dead; 0: never.
     engine: ``"module:Class"``, called with the engine's config in the engine process.
     """
 
@@ -86,17 +91,29 @@ class ServerSettings:
     api_key_file: Path | None = None
     chat_template: str | None = None
     drain_timeout: float = 30.0
+    engine_restart_window: float = 600.0
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
     limits: Limits = field(default_factory=Limits)
     load: LoadLimits = field(default_factory=LoadLimits)
+    max_engine_restarts: int = 5
     metrics_prefix: str = "unisono"
     otlp_traces_endpoint: str | None = None
     profile_dir: Path | None = None
     reasoning_parser: str | None = None
+    restart_engine: bool = False
     tool_call_parser: str | None = None
     trust_request_chat_template: bool = False
     engine: str = ENGINE
     http: HttpSettings = field(default_factory=HttpSettings)
     tokenizer: Path | None = None
+
+    def restarts(self) -> Restarts | None:
+        """How often a dead engine is started again; None: never. Raises ConfigError."""
+        if self.heartbeat_timeout and not 1 <= self.heartbeat_timeout < float("inf"):
+            raise ConfigError(
+                f"--heartbeat-timeout {self.heartbeat_timeout:g} must be 1 second or more; 0 turns the watchdog off."
+            )
+        return Restarts(self.max_engine_restarts, self.engine_restart_window) if self.restart_engine else None
 
 
 def serve(config: Any, settings: ServerSettings, progress: Progress = lambda stage, share: None) -> None:
@@ -113,10 +130,12 @@ def serve(config: Any, settings: ServerSettings, progress: Progress = lambda sta
     if settings.otlp_traces_endpoint is not None:
         endpoint_url(settings.otlp_traces_endpoint)
     _keys(settings)
+    restarts = settings.restarts()
     with bind(settings.host, settings.port) as listener:
         loop_factory = _uvicorn_config(None).get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(_serve(EngineClient(settings.engine, config, progress), config, settings, listener))
+            client = EngineClient(settings.engine, config, progress, restarts, settings.heartbeat_timeout)
+            runner.run(_serve(client, config, settings, listener))
 
 
 BACKLOG = 2048
@@ -183,7 +202,7 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
     keys = Keys(_keys(settings))
     metrics = ServerMetrics(settings.names[0], lambda: client.samples, settings.metrics_prefix, facts.max_model_len)
     metrics.cache_config(info)
-    client.stepped = metrics.step
+    client.stepped, client.restarted = metrics.step, metrics.cache_config
     inputs = InputProcessor(tokenizer, facts)
     chat = ChatFormat.of(inputs, settings.reasoning_parser, settings.tool_call_parser)
     return Service(
@@ -281,7 +300,7 @@ async def _drain(service: Service, limit: float) -> None:
         logger.info("Finishing %d requests, %g s at most (Ctrl-C stops at once)", service.in_flight, limit)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(limit):
-            while service.in_flight and service.client.death is None:
+            while service.in_flight and (service.client.death is None or service.client.restarting):
                 await asyncio.sleep(0.02)
     service.client.fail_all(
         UnisonoError(f"The server was stopped and the request did not finish within {limit:g} s (--drain-timeout).")

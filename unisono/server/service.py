@@ -60,6 +60,8 @@ class Service:
 
     def unhealthy(self) -> ApiError | None:
         """Why the server serves no more, or None."""
+        if self.client.restarting:
+            return unavailable(f"The engine is restarting: {self.client.death}. Try again soon.", "engine_restarting")
         if self.client.death is not None:
             return unavailable(f"The engine is dead: {self.client.death}. Restart the server.", "engine_dead")
         if self.draining:

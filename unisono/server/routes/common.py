@@ -109,6 +109,7 @@ async def answer(
     prepared(request, generations)
     for generation in generations:
         generation.arrived(note(request.scope).arrival)
+        generation.streamed = bool(stream)
     reply = reply_of(generations)
     service.running[answer_id] = generations
 

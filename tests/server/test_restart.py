@@ -1,0 +1,254 @@
+"""An engine process that dies or stops, and the one that is started in its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Server, Start, alive, until
+from tests.server.fake_engine import Trick
+from unisono.server.restarts import Restarts
+from unisono.server.run import ServerSettings
+from unisono.server.token_stream import TokenStream
+from unisono.types import ConfigError, EngineRequest, FinishReason, SamplingParams, TokenDelta, Vectors
+
+TEXT = "/v1/completions"
+WHOLE = {"prompt": [5, 6, 7], "max_tokens": 30, "return_token_ids": True, "logprobs": 2, "seed": 1}
+STREAM = {**WHOLE, "stream": True}
+UP_AGAIN = 20.0
+"""Seconds for a fake engine to be back on a busy machine."""
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def read_stream(server: Server, **body: Any) -> tuple[list[dict[str, Any]], float]:
+    """The events but ``[DONE]``, and when the last one came."""
+    with server.http.stream("POST", TEXT, json={**STREAM, **body}) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]], time.monotonic()
+
+
+def tokens(events: list[dict[str, Any]]) -> list[int]:
+    return [token for event in events for choice in event["choices"] for token in choice.get("token_ids") or ()]
+
+
+def metrics(server: Server) -> dict[str, float]:
+    text, names = server.http.get("/metrics").text, ("engine_restarts_total", "request_retries_total", "engine_up")
+    return {name: float(re.findall(rf"^unisono:{name}{{.*}} (\S+)$", text, re.M)[0]) for name in names}
+
+
+def healthy(server: Server) -> bool:
+    return server.http.get("/health").status_code == 200
+
+
+def running(server: Server, count: int) -> None:
+    until(lambda: server.info()["requests"]["running"] == count)
+
+
+def files(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_dies_or_stops_is_started_again(start: Start, pool: ThreadPoolExecutor, how: int) -> None:
+    server = start(
+        step_seconds=0.05,
+        prefill_seconds=0.8,
+        load_seconds=1,
+        restart_engine=True,
+        heartbeat_timeout=1,
+        drain_timeout=1,
+    )
+    quiet = server.http.post(TEXT, json=WHOLE).json()["choices"]
+    engine = server.info()["pid"]
+    begun = pool.submit(read_stream, server, max_tokens=400)
+    whole = pool.submit(server.http.post, TEXT, json=WHOLE)
+    running(server, 2)
+    time.sleep(0.8)  # both have tokens now: one client has seen them, the other waits for all
+    waiting = pool.submit(read_stream, server)
+    running(server, 3)
+    died = time.monotonic()
+    os.kill(engine, how)
+    events, ended = begun.result(10)
+    assert ended - died < (1.0 if how == signal.SIGKILL else 3.0)
+    says = "was killed by SIGKILL" if how == signal.SIGKILL else "no heartbeat for 1 s"
+    assert says in events[-1]["error"]["message"]
+    refused = [server.http.get("/health"), server.http.post(TEXT, json=WHOLE)]
+    for response in refused:
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_restarting")
+        assert says in response.json()["error"]["message"]
+    assert metrics(server)["engine_up"] == 0
+    until(lambda: healthy(server), UP_AGAIN)
+    assert whole.result(20).json()["choices"] == quiet, "with its log-probabilities, and nothing twice"
+    assert tokens(waiting.result(20)[0]) == quiet[0]["token_ids"]
+    assert server.info()["pid"] != engine
+    assert not alive(engine)
+    assert metrics(server) == {"engine_restarts_total": 1, "request_retries_total": 2, "engine_up": 1}
+    log = server.log.read_text()
+    assert ("Watchdog: " in log) == (how == signal.SIGSTOP)
+    assert "1 requests ended, 2 will run again" in log
+    assert "The engine is back after" in log
+    server.signal()
+    assert server.wait() == 0
+    assert "Traceback" not in log
+
+
+def test_a_stopped_engine_without_restart(start: Start, pool: ThreadPoolExecutor) -> None:
+    server = start(step_seconds=0.05, heartbeat_timeout=1)
+    engine = server.info()["pid"]
+    whole = pool.submit(server.http.post, TEXT, json={**WHOLE, "max_tokens": 400})
+    running(server, 1)
+    os.kill(engine, signal.SIGSTOP)
+    assert whole.result(5).status_code == 500
+    health = server.http.get("/health")
+    assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_dead")
+    assert "answered no heartbeat for 1 s (--heartbeat-timeout)" in health.json()["error"]["message"]
+    until(lambda: not alive(engine), 5)
+    server.signal()
+    assert server.wait() == 0
+
+
+def test_heartbeats_go_on_while_a_step_holds_pythons_lock(start: Start) -> None:
+    server = start(heartbeat_timeout=1, restart_engine=True)
+    engine = server.info()["pid"]
+    answer = server.http.post(TEXT, json={"prompt": [int(Trick.HOLD)], "max_tokens": 2})
+    assert answer.status_code == 200
+    assert answer.elapsed.total_seconds() > 2.5
+    assert server.info()["pid"] == engine
+    assert "Watchdog" not in server.log.read_text()
+
+
+def test_a_request_that_kills_engines_is_tried_twice(start: Start) -> None:
+    server = start(restart_engine=True)
+    assert server.http.post(TEXT, json=WHOLE).status_code == 200
+    open_files = files(server.process.pid)
+    response = server.http.post(TEXT, json={"prompt": [int(Trick.KILL)]})
+    assert response.status_code == 500
+    assert "SIGKILL" in response.json()["error"]["message"]
+    until(lambda: healthy(server), UP_AGAIN)
+    assert server.http.post(TEXT, json=WHOLE).status_code == 200
+    assert metrics(server) == {"engine_restarts_total": 2, "request_retries_total": 1, "engine_up": 1}
+    assert files(server.process.pid) == open_files, "sockets and pipes of dead processes are closed"
+
+
+def test_a_crash_loop_is_given_up(start: Start) -> None:
+    server = start(restart_engine=True, max_engine_restarts=1, engine_restart_window=60)
+    os.kill(server.info()["pid"], signal.SIGKILL)
+    until(lambda: metrics(server)["engine_restarts_total"] == 1 and healthy(server), UP_AGAIN)
+    os.kill(server.info()["pid"], signal.SIGKILL)
+    until(lambda: not healthy(server))
+    health = server.http.get("/health").json()["error"]
+    assert health["code"] == "engine_dead"
+    assert "it was restarted 1 times within 60 s and is given up" in health["message"]
+    assert "Every request is refused until the server is restarted" in server.log.read_text()
+    server.signal()
+    assert server.wait() == 0
+
+
+def test_an_engine_that_cannot_start_again(start: Start, pool: ThreadPoolExecutor, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    server = start(
+        restart_engine=True, max_engine_restarts=1, step_seconds=0.05, load_error="no weights", error_file=str(broken)
+    )
+    whole = pool.submit(server.http.post, TEXT, json={**WHOLE, "max_tokens": 400})
+    running(server, 1)
+    broken.touch()
+    os.kill(server.info()["pid"], signal.SIGKILL)
+    assert "no weights; it was restarted 1 times" in whole.result(60).json()["error"]["message"]
+    assert "no weights" in server.http.get("/health").json()["error"]["message"]
+    server.signal()
+    assert server.wait() == 0
+
+
+def test_draining_while_the_engine_restarts(start: Start, pool: ThreadPoolExecutor) -> None:
+    """A request that will run again is waited for."""
+    server = start(restart_engine=True, step_seconds=0.02, load_seconds=1)
+    whole = pool.submit(server.http.post, TEXT, json=WHOLE)
+    running(server, 1)
+    os.kill(server.info()["pid"], signal.SIGKILL)
+    until(lambda: not healthy(server))
+    server.signal()
+    assert whole.result(30).json()["usage"]["completion_tokens"] == WHOLE["max_tokens"]
+    assert server.wait() == 0
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_ctrl_c_while_the_engine_restarts(start: Start, pool: ThreadPoolExecutor, signals: int) -> None:
+    server = start(restart_engine=True, step_seconds=0.05, load_seconds=2, drain_timeout=0.5)
+    whole = pool.submit(server.http.post, TEXT, json={**WHOLE, "max_tokens": 400})
+    running(server, 1)
+    os.kill(server.info()["pid"], signal.SIGKILL)
+    until(lambda: not healthy(server))
+    for _ in range(signals):
+        server.signal(signal.SIGINT)
+        time.sleep(0.2)
+    assert server.wait(6) == (0 if signals == 1 else 130)
+    if signals == 1:
+        assert "--drain-timeout" in whole.result(5).json()["error"]["message"]
+    assert "Traceback" not in server.log.read_text()
+    until(lambda: [path.name for path in server.temp.iterdir() if path.name != "log"] == [])
+
+
+def test_what_a_second_run_brings_goes_on_where_the_first_ended() -> None:
+    """Log-probabilities, hidden states and other features' values are cut where the tokens are."""
+    import asyncio
+
+    def delta(ids: list[int], finish: FinishReason = FinishReason.RUNNING, first: bool = False) -> TokenDelta:
+        rows = len(ids) - first
+        states = Vectors("float16", 2, bytes(i for t in ids[len(ids) - rows :] for i in (t, 0, t, 0)))
+        return TokenDelta("r", ids, finish, cached_tokens=3 * first, hidden_states=states, extra={"x": ids[:]})
+
+    async def replayed(second: list[TokenDelta]) -> TokenDelta:
+        stream = TokenStream(EngineRequest("r", [1], SamplingParams(seed=0)), False, lambda request_id: None)
+        stream.push(delta([1, 2, 3], first=True))
+        await stream.take()
+        assert stream.retry()
+        assert not stream.retry(), "once"
+        for one in second:
+            stream.push(one)
+        return await stream.take()
+
+    end = FinishReason.LENGTH
+    rest = asyncio.run(replayed([delta([1], first=True), delta([2]), delta([3, 4]), delta([5], end)]))
+    assert (rest.token_ids, rest.finish, rest.extra, rest.cached_tokens) == ([4, 5], end, {"x": [4, 5]}, 0)
+    assert rest.hidden_states == Vectors("float16", 2, bytes([4, 0, 4, 0, 5, 0, 5, 0]))
+    with pytest.raises(Exception, match="brought other tokens than before"):
+        asyncio.run(replayed([delta([1, 2, 9, 4], first=True)]))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"heartbeat_timeout": 0.5}, "--heartbeat-timeout 0.5"),
+        ({"heartbeat_timeout": float("nan")}, "--heartbeat-timeout nan"),
+        ({"restart_engine": True, "max_engine_restarts": 0}, "--max-engine-restarts 0"),
+        ({"restart_engine": True, "engine_restart_window": 0.0}, "--engine-restart-window 0"),
+    ],
+)
+def test_bad_flags(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ServerSettings(Path(), ("m",), **given).restarts()
+    assert ServerSettings(Path(), ("m",)).restarts() is None
+
+
+def test_restarts_are_counted_in_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("unisono.server.restarts.time.monotonic", lambda: now[0])
+    restarts = Restarts(2, 10)
+    assert [restarts.begin() for _ in range(3)] == [True, True, False]
+    now[0] = 10.5
+    assert restarts.begin()

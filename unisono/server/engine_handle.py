@@ -1,0 +1,216 @@
+"""One engine process as the API process has it: the process, the socket to it, its heartbeats, its end.
+
+:class:`unisono.server.client.EngineClient` makes a handle for each process that it starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from unisono import types
+from unisono.server import engine_process, ipc
+from unisono.server.heartbeat import Watch
+from unisono.types import ConfigError, EngineDead, UnisonoError
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+
+MAX_SOCKET_PATH = 95
+"""Bytes of a Unix socket's path, and five more of the heartbeats'; the limits are 104 (macOS) and 108 (Linux)."""
+LAST_WORDS = 0.2
+"""Seconds to wait for the last message of an engine process that has exited."""
+SHUTDOWN_LIMIT = 10.0
+"""Seconds that an engine gets to free everything before it is killed."""
+KILL_LIMIT = 30.0
+"""Seconds that the system gets to end a process that was killed: it frees the device's memory first."""
+
+
+class EngineHandle:
+    """An engine process, from its start to its end.
+
+    factory: ``"module:Class"`` called with ``config`` in that process. patience: seconds without a heartbeat after
+    which it is killed; 0 for ever. heard: called with each message of an engine that is loaded. ended: called once,
+    with the reason, if it ends after it was loaded. progress: called with a stage and its share done, 0 … 1, while it
+    loads.
+
+    ``ready`` becomes ``Engine.info()``, or the error that kept it from loading. ``over``: it has ended.
+    """
+
+    def __init__(
+        self,
+        factory: str,
+        config: Any,
+        patience: float,
+        heard: Callable[[ipc.FromEngine], None],
+        ended: Callable[[UnisonoError], None],
+        progress: Progress,
+    ) -> None:
+        self._factory, self._config, self._patience = factory, config, patience
+        self._heard, self._ended, self._progress = heard, ended, progress
+        self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.over = False
+        self._directory = ""
+        self._process: Any = None
+        self._watch: Watch | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Open the sockets and start the process; ``ready`` waits for it."""
+        loop = asyncio.get_running_loop()
+        self._directory = tempfile.mkdtemp(prefix="unisono-")  # mode 0700: other users cannot connect
+        path = Path(self._directory) / "engine"
+        if len(bytes(path)) > MAX_SOCKET_PATH:
+            shutil.rmtree(self._directory)
+            raise ConfigError(
+                f"The temporary directory gives a socket path of {len(bytes(path))} bytes; "
+                f"{MAX_SOCKET_PATH} fit. Set TMPDIR to a shorter one."
+            )
+        try:
+            self._open(f"ipc://{path}")
+        except BaseException:
+            self._free()
+            self.hide()
+            raise
+        loop.add_reader(self._process.sentinel, self._exited)
+        self._tasks.append(loop.create_task(self._read()))
+        if self._watch is not None:
+            self._tasks.append(loop.create_task(self._guard(self._watch)))
+
+    def _open(self, address: str) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address)
+        heartbeats = None
+        if self._patience:
+            heartbeats = f"{address}.beat"
+            self._watch = Watch(heartbeats, self._patience)
+        spawn = multiprocessing.get_context("spawn")
+        arguments = (address, self._factory, self._config, heartbeats)
+        process = spawn.Process(target=engine_process.main, args=arguments, name="unisono-engine", daemon=True)
+        with _interrupts_ignored():  # inherited: Ctrl-C during the child's imports prints no traceback
+            process.start()
+        self._process = process
+
+    def _free(self) -> None:
+        """Close the sockets."""
+        self._socket.close(linger=0)
+        self._context.term()
+        if self._watch is not None:
+            self._watch.close()
+
+    def send(self, message: bytes) -> None:
+        """Hand an encoded message to the engine."""
+        self._socket.send(message)  # no high-water mark: it is queued at once, so no await
+
+    def hide(self) -> None:
+        """Remove the sockets' names. The engine is connected: nobody needs them any more."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def stop(self, gently: bool) -> None:
+        """End the process, by force if it does not end by itself, and free what this handle holds."""
+        self.over = True
+        if self._process is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        if gently:
+            self.send(ipc.encode(ipc.Shutdown()))
+            await asyncio.to_thread(self._process.join, SHUTDOWN_LIMIT)
+        self.kill()
+        await asyncio.to_thread(self._process.join, KILL_LIMIT)
+        if self._process.is_alive():
+            logger.error("The engine process %d was killed %g s ago and has not ended.", self._process.pid, KILL_LIMIT)
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._free()
+        process, self._process = self._process, None
+        with contextlib.suppress(ValueError):  # it lives on
+            process.close()
+
+    def kill(self) -> None:
+        """End the process at once and leave nothing on disk. For a second Ctrl-C."""
+        if self._process is not None:
+            self._process.kill()
+        self.hide()
+
+    async def _read(self) -> None:
+        while True:
+            message = ipc.decode_from_engine(await self._socket.recv())
+            match message:
+                case ipc.Loading(stage, share):
+                    self._progress(stage, share)
+                case ipc.Ready(info):
+                    if not self.ready.done():
+                        self.ready.set_result(info)
+                case ipc.Fatal(error, text):
+                    self._end(_rebuild(error, text))
+                case _:
+                    self._heard(message)
+
+    async def _guard(self, watch: Watch) -> None:
+        await watch.silent()
+        if self.over:
+            return
+        why = (
+            f"the engine process has answered no heartbeat for {self._patience:g} s (--heartbeat-timeout): it was "
+            "stopped, or gets no processor"
+        )
+        logger.error("Watchdog: %s. Killing process %d.", why, self._process.pid)
+        self._end(EngineDead(why))
+        self._process.kill()  # this ends a stopped process too
+
+    def _exited(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._process.sentinel)
+        self._process.join()
+        code = self._process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        loop.call_later(LAST_WORDS, self._end, EngineDead(f"the engine process {how}"))
+
+    def _end(self, error: UnisonoError) -> None:
+        if self.over:
+            return
+        self.over = True
+        if self.ready.done():
+            self._ended(error)
+        else:
+            self.ready.set_exception(error)
+            self.ready.exception()
+
+
+def _rebuild(error: str, message: str) -> UnisonoError:
+    """An engine's error as what it was there if ``types`` knows it, as EngineDead otherwise."""
+    kind = getattr(types, error, None)
+    if isinstance(kind, type) and issubclass(kind, UnisonoError):
+        return kind(message)
+    return EngineDead(f"the engine failed: {error}: {message}")
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)

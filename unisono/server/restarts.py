@@ -1,0 +1,49 @@
+"""How often the engine process is started again after it has died."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from unisono.types import ConfigError
+
+BACKOFF = (0.0, 1.0, 2.0, 5.0, 10.0)
+"""Seconds before a start, by how many in a row have failed."""
+
+
+@dataclass
+class Restarts:
+    """At most ``limit`` restarts within ``window`` seconds; a crash loop is given up.
+
+    Raises ConfigError for a limit below 1 or a window of no length.
+    """
+
+    limit: int = 5
+    window: float = 600.0
+    _begun: deque[float] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        if self.limit < 1:
+            raise ConfigError(
+                f"--max-engine-restarts {self.limit} must be 1 or more; leave out --restart-engine for none."
+            )
+        if not self.window > 0:
+            raise ConfigError(f"--engine-restart-window {self.window:g} must be more than 0 seconds.")
+
+    def begin(self) -> bool:
+        """Count a restart that begins now; False if there were too many."""
+        now = time.monotonic()
+        while self._begun and now - self._begun[0] > self.window:
+            self._begun.popleft()
+        if len(self._begun) >= self.limit:
+            return False
+        self._begun.append(now)
+        return True
+
+    def exhausted(self) -> str:
+        """Why there is no further one."""
+        return (
+            f"it was restarted {len(self._begun)} times within {self.window:g} s and is given up "
+            "(--max-engine-restarts, --engine-restart-window)"
+        )
