@@ -57,6 +57,9 @@ class Server:
             self.process.wait()
 
 
+Start = Callable[..., Server]
+
+
 def until(condition: Callable[[], Any], limit: float = 10) -> None:
     """Wait until ``condition()`` is true, ``limit`` seconds at most."""
     end = time.monotonic() + limit
