@@ -252,14 +252,10 @@ def _check_names(given: dict[str, Any]) -> None:
 def _check_files(path: str, given: dict[str, Any]) -> None:
     """Whether what flags name is there, also asked before anything slow is imported. Raises CheckpointError."""
     catalog.find_directory(path)
-    for flag, value in (
-        ("--speculative-model", given["speculative"].model if given["speculative"] else None),
-        ("--tokenizer", given["tokenizer"]),
-    ):
-        if value is not None and not catalog.resolve_name(value).exists():
-            raise CheckpointError(f"{flag} {value} does not exist: give a directory.")
-    if given["tokenizer"] is not None:
-        given["tokenizer"] = str(catalog.resolve_name(given["tokenizer"]))
+    if (tokenizer := given["tokenizer"]) is not None:
+        if not catalog.resolve_name(tokenizer).exists():
+            raise CheckpointError(f"--tokenizer {tokenizer} does not exist: give a directory.")
+        given["tokenizer"] = str(catalog.resolve_name(tokenizer))
 
 
 def _with_revision(path: str, revision: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import secrets
+import urllib.parse
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from fastapi import Request
 
 from unisono.server.errors import ApiError
 
-LOCAL_ORIGINS = ("http://localhost", "http://127.0.0.1", "http://[::1]")
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 FLAG_NAME = "api-key"
 """Name of the key of ``--api-key``."""
 IPV6_NETWORK = 64
@@ -74,9 +75,11 @@ class Keys:
         """The names of all keys."""
         return list(dict.fromkeys(key.client.name for key in self._keys))
 
-    def replace(self, keys: Iterable[str | Key]) -> None:
-        """From now on only these keys open the server."""
+    def replace(self, keys: Iterable[str | Key]) -> bool:
+        """From now on only these keys open the server. Returns whether they are others than before."""
+        before = self._keys
         self._keys = tuple(Key.named(FLAG_NAME, digest_of(key)) if isinstance(key, str) else key for key in keys)
+        return self._keys != before
 
     def check(self, request: Request) -> None:
         """Raises ApiError (401) for a request without a valid key. Takes the same time for every wrong key."""
@@ -92,9 +95,7 @@ class Keys:
         if self._keys:
             self.check(request)
             return
-        origin = request.headers.get("origin")
-        foreign = origin is not None and not origin.startswith(LOCAL_ORIGINS)
-        if foreign or not _is_loopback(request):
+        if _is_foreign(request.headers.get("origin")) or not _is_loopback(request):
             message = (
                 f"{request.url.path} is for operators: send it from the server's own machine, or start the server "
                 "with --api-key and send the key."
@@ -142,6 +143,14 @@ def _network(host: str) -> str:
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
     return str(ipaddress.ip_network((address, IPV6_NETWORK), strict=False))
+
+
+def _is_foreign(origin: str | None) -> bool:
+    """Whether a page of another machine sends the request; ``null`` is any page's that hides where it is from."""
+    try:
+        return origin is not None and urllib.parse.urlsplit(origin).hostname not in LOCAL_HOSTS
+    except ValueError:
+        return True
 
 
 def _is_loopback(request: Request) -> bool:

@@ -238,6 +238,8 @@ class Generation:
         if self._request.shares_with is None:
             shared.set_result(delta.prompt_logprobs)
         scores = await asyncio.shield(shared)  # cancelling one sequence must not cancel it for the others
+        if scores is None and delta.finish is FinishReason.ABORT:  # /abort came before the first token
+            return None
         if scores is None:
             raise ApiError(500, "The engine gave no log-probabilities of the prompt.", "server_error")
         if self._style.scored is not None:

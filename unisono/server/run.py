@@ -16,10 +16,11 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -27,29 +28,29 @@ from starlette.types import ASGIApp
 from unisono.frontend.input_processor import InputProcessor, ModelFacts
 from unisono.heap import freeze_heap
 from unisono.server.app import create_app
-from unisono.server.auth import Key, Keys
+from unisono.server.auth import Keys
 from unisono.server.chat import ChatFormat
 from unisono.server.client import EngineClient, Progress
 from unisono.server.http_settings import HttpSettings
-from unisono.server.key_file import read_keys, stamp
+from unisono.server.key_file import keys_of, reread
 from unisono.server.limits import LimitedProtocol, Limits, open_files
-from unisono.server.metrics import ProgressLine, ServerMetrics
+from unisono.server.metrics import ProgressLine, ServerMetrics, check_prefix
 from unisono.server.overload import Admission, LoadLimits
 from unisono.server.pooling import pooling_of
 from unisono.server.reasoning import parser_named
 from unisono.server.service import INSPECT_LIMIT, Service
 from unisono.server.serving import Serving
 from unisono.server.tools.formats import format_named
-from unisono.server.traces import Tracer
+from unisono.server.traces import Tracer, endpoint_url
 from unisono.tokenizer import Tokenizer
 from unisono.types import ConfigError, EngineDead, UnisonoError
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 ENGINE = "unisono.engine.engine:Engine"
 PROGRESS_SECONDS = 10.0
-KEYS_SECONDS = 2.0
-"""Seconds between two looks at the file of keys."""
 CONNECTION_LIMIT = 3
 """Seconds that open connections get once every request has been answered or failed."""
 INTERRUPTED = 130
@@ -101,12 +102,15 @@ def serve(config: Any, settings: ServerSettings, progress: Progress = lambda sta
 
     ``progress`` is called with a stage of the engine's start and its share done, 0 … 1.
 
-    Raises ConfigError if the port is taken or the reasoning parser is unknown, and what keeps the engine from starting
-    (a UnisonoError).
+    Raises ConfigError if the port is taken, a parser or the metrics' prefix is unknown, or spans have no endpoint; and
+    what keeps the engine from starting (a UnisonoError).
     """
     parser_named(settings.reasoning_parser)  # these raise before anything starts
     format_named(settings.tool_call_parser)
-    _keys(settings)
+    keys_of(settings.api_key, settings.api_key_file)
+    check_prefix(settings.metrics_prefix)
+    if settings.otlp_traces_endpoint is not None:
+        endpoint_url(settings.otlp_traces_endpoint)
     with bind(settings.host, settings.port) as listener:
         loop_factory = _uvicorn_config(None).get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -139,11 +143,12 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
         if service is None:
             return
         app = settings.http.with_cors(create_app(service))
-        server = _Uvicorn(_uvicorn_config(app, settings.http, settings.limits, service.metrics.refused))
+        server = _Uvicorn(_uvicorn_config(app, settings.limits, settings.http, service.metrics.refused))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reporting = [asyncio.create_task(_report_progress(service))]
         if settings.api_key_file is not None:
-            reporting.append(asyncio.create_task(_reread_keys(service, settings)))
+            work = reread(service.keys, settings.api_key, settings.api_key_file)
+            reporting.append(asyncio.create_task(work))
         if service.tracer is not None:
             reporting.append(asyncio.create_task(service.tracer.run()))
         listener.listen(
@@ -167,16 +172,14 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
 
 async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) -> Service:
     """Load the tokenizer while the engine loads the model."""
-    tokenizer = await asyncio.to_thread(Tokenizer.load, settings.tokenizer or settings.model_path)
+    tokenizer = await _in_daemon(_load_tokenizer, settings)
     info = await client.ready()
     facts = ModelFacts.of(info, tokenizer)
     if tokenizer is None:
         logger.warning("%s has no tokenizer: only token ids are taken, on /v1/completions.", settings.model_path)
     else:
         tokenizer.check_vocabulary(facts.vocab_size)
-        if settings.chat_template is not None:
-            tokenizer.backend.chat_template = settings.chat_template
-    keys = Keys(_keys(settings))
+    keys = Keys(keys_of(settings.api_key, settings.api_key_file))
     metrics = ServerMetrics(settings.names[0], lambda: client.samples, settings.metrics_prefix, facts.max_model_len)
     metrics.cache_config(info)
     client.stepped = metrics.step
@@ -199,26 +202,39 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
     )
 
 
-def _keys(settings: ServerSettings) -> list[str | Key]:
-    """The keys that open the server; none where it is open. Raises ConfigError."""
-    flag: list[str | Key] = [] if settings.api_key is None else [settings.api_key]
-    return flag if settings.api_key_file is None else [*flag, *read_keys(settings.api_key_file)]
+async def _in_daemon(work: Callable[..., T], *given: Any) -> T:
+    """The result of ``work`` in a thread that does not keep the process alive: a signal ends one that never returns."""
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
-
-async def _reread_keys(service: Service, settings: ServerSettings) -> None:
-    """Use the keys of the file that it has now, soon after it has changed. One that is wrong changes nothing."""
-    assert settings.api_key_file is not None
-    seen = stamp(settings.api_key_file)
-    while True:
-        await asyncio.sleep(KEYS_SECONDS)
-        if (now := stamp(settings.api_key_file)) == seen:
-            continue
-        seen = now
+    def run() -> None:
         try:
-            service.keys.replace(await asyncio.to_thread(_keys, settings))
-            logger.info("Read %s again: keys of %s", settings.api_key_file, ", ".join(service.keys.names))
-        except ConfigError as error:
-            logger.error("%s The keys stay what they were.", error)
+            result, error = work(*given), None
+        except BaseException as caught:
+            result, error = None, caught
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(lambda: _settle(done, result, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
+
+
+def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if done.done():
+        return
+    if error is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(result)
+
+
+def _load_tokenizer(settings: ServerSettings) -> Tokenizer | None:
+    """The tokenizer, its chat template tried. Raises CheckpointError."""
+    tokenizer = Tokenizer.load(settings.tokenizer or settings.model_path)
+    if tokenizer is not None:
+        if settings.chat_template is not None:
+            tokenizer.backend.chat_template = settings.chat_template
+        tokenizer.check_template()
+    return tokenizer
 
 
 def _fingerprint(config: Any) -> str:
@@ -288,8 +304,8 @@ async def _unless(stop: asyncio.Event, work: Any) -> Any:
 
 def _uvicorn_config(
     app: ASGIApp | None,
-    http: HttpSettings | None = None,
     limits: Limits | None = None,
+    http: HttpSettings | None = None,
     refused: Callable[[str], None] = lambda reason: None,
 ) -> uvicorn.Config:
     limits = limits or Limits()

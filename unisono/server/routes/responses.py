@@ -13,6 +13,7 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from unisono.server.body import load_object
 from unisono.server.errors import ApiError, as_api_error
 from unisono.server.generation import Generation, merge, start_all
 from unisono.server.note import note
@@ -32,7 +33,7 @@ from unisono.server.routes.common import (
     when_ready,
 )
 from unisono.server.service import Service
-from unisono.server.translation import Renames, chat_request, checked, read_object
+from unisono.server.translation import Renames, chat_request, checked
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +205,7 @@ def _add_stored(app: FastAPI, service: Service, store: ResponseStore) -> None:
 
 async def _asked(service: Service, store: ResponseStore, request: Request) -> Asked:
     """The body, checked. Raises BadRequest and ApiError."""
-    data = read_object(await read_json_body(request))
+    data = load_object(await read_json_body(request))
     body = checked(data, ResponsesRequest, only=False)
     model, who = service.model(body.model), service.keys.owner(request)
     earlier: list[Item] = []
