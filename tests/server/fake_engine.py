@@ -133,7 +133,7 @@ class FakeEngine:
         logprobs = None if wanted is None else [_logprobs(token, wanted) for token in tokens]
         scored = None
         if request.params.prompt_logprobs is not None and done == 0:
-            scored = [_logprobs(token, request.params.prompt_logprobs) for token in prompt[1:]]
+            scored = [_logprobs(token, request.params.prompt_logprobs) for token in prompt[request.first_scored :]]
         drafted, accepted = self.config.tokens_per_step - 1, len(tokens) - 1  # all but a step's last token
         queued = self.config.queue_seconds if done == 0 else None
         states = None

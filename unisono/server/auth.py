@@ -75,9 +75,11 @@ class Keys:
         """The names of all keys."""
         return list(dict.fromkeys(key.client.name for key in self._keys))
 
-    def replace(self, keys: Iterable[str | Key]) -> None:
-        """From now on only these keys open the server."""
+    def replace(self, keys: Iterable[str | Key]) -> bool:
+        """From now on only these keys open the server. Returns whether they are others than before."""
+        before = self._keys
         self._keys = tuple(Key.named(FLAG_NAME, digest_of(key)) if isinstance(key, str) else key for key in keys)
+        return self._keys != before
 
     def check(self, request: Request) -> None:
         """Raises ApiError (401) for a request without a valid key. Takes the same time for every wrong key."""
@@ -130,14 +132,6 @@ def digest_of(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _is_foreign(origin: str | None) -> bool:
-    """Whether a page of another machine sends the request; ``null`` is any page's that hides where it is from."""
-    try:
-        return origin is not None and urllib.parse.urlsplit(origin).hostname not in LOCAL_HOSTS
-    except ValueError:
-        return True
-
-
 def _network(host: str) -> str:
     """What of an address tells clients apart."""
     try:
@@ -149,6 +143,14 @@ def _network(host: str) -> str:
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
     return str(ipaddress.ip_network((address, IPV6_NETWORK), strict=False))
+
+
+def _is_foreign(origin: str | None) -> bool:
+    """Whether a page of another machine sends the request; ``null`` is any page's that hides where it is from."""
+    try:
+        return origin is not None and urllib.parse.urlsplit(origin).hostname not in LOCAL_HOSTS
+    except ValueError:
+        return True
 
 
 def _is_loopback(request: Request) -> bool:

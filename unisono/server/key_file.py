@@ -7,15 +7,21 @@ that one can follow another; its limits stand in its first line. Messages never 
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 from dataclasses import fields
 from pathlib import Path
 
-from unisono.server.auth import FLAG_NAME, ClientLimits, Key
+from unisono.server.auth import FLAG_NAME, ClientLimits, Key, Keys
 from unisono.types import ConfigError
+
+logger = logging.getLogger(__name__)
 
 FLAG = "--api-key-file"
 MAX_BYTES = 16 * 2**20
+SECONDS = 2.0
+"""Between two looks at the file."""
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 LIMIT = re.compile(r"([a-z_]+)=([0-9]{1,9})")
@@ -23,7 +29,28 @@ KNOWN = tuple(one.name for one in fields(ClientLimits))
 FORM = "it must be NAME sha256:DIGEST, with the digest that `printf %s KEY | sha256sum` prints"
 
 
-def stamp(path: Path) -> tuple[int, int, int] | None:
+def keys_of(flag: str | None, path: Path | None) -> list[str | Key]:
+    """The keys of ``--api-key`` and of the file; none where the server is open. Raises ConfigError."""
+    given: list[str | Key] = [] if flag is None else [flag]
+    return given if path is None else [*given, *read_keys(path)]
+
+
+async def reread(keys: Keys, flag: str | None, path: Path) -> None:
+    """Use the keys of the file that it has now, soon after it has changed. A file with an error changes nothing."""
+    seen = None  # it may have changed while the model was loaded
+    while True:
+        await asyncio.sleep(SECONDS)
+        if (now := _stamp(path)) == seen:
+            continue
+        seen = now
+        try:
+            if keys.replace(await asyncio.to_thread(keys_of, flag, path)):
+                logger.info("Read %s again: keys of %s", path, ", ".join(keys.names))
+        except ConfigError as error:
+            logger.error("%s The keys stay what they were.", error)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
     """Changes when the file does."""
     try:
         found = path.stat()

@@ -28,12 +28,12 @@ from starlette.types import ASGIApp
 from unisono.frontend.input_processor import InputProcessor, ModelFacts
 from unisono.heap import freeze_heap
 from unisono.server.app import create_app
-from unisono.server.auth import Key, Keys
+from unisono.server.auth import Keys
 from unisono.server.chat import ChatFormat
 from unisono.server.client import HEARTBEAT_TIMEOUT, EngineClient
 from unisono.server.engine_handle import Progress
 from unisono.server.http_settings import HttpSettings
-from unisono.server.key_file import read_keys, stamp
+from unisono.server.key_file import keys_of, reread
 from unisono.server.limits import LimitedProtocol, Limits, open_files
 from unisono.server.metrics import ProgressLine, ServerMetrics, check_prefix
 from unisono.server.overload import Admission, LoadLimits
@@ -53,8 +53,6 @@ logger = logging.getLogger(__name__)
 
 ENGINE = "unisono.engine.engine:Engine"
 PROGRESS_SECONDS = 10.0
-KEYS_SECONDS = 2.0
-"""Seconds between two looks at the file of keys."""
 CONNECTION_LIMIT = 3
 """Seconds that open connections get once every request has been answered or failed."""
 INTERRUPTED = 130
@@ -126,10 +124,10 @@ def serve(config: Any, settings: ServerSettings, progress: Progress = lambda sta
     """
     parser_named(settings.reasoning_parser)  # these raise before anything starts
     format_named(settings.tool_call_parser)
+    keys_of(settings.api_key, settings.api_key_file)
     check_prefix(settings.metrics_prefix)
     if settings.otlp_traces_endpoint is not None:
         endpoint_url(settings.otlp_traces_endpoint)
-    _keys(settings)
     restarts = settings.restarts()
     with bind(settings.host, settings.port) as listener:
         loop_factory = _uvicorn_config(None).get_loop_factory()
@@ -168,7 +166,8 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reporting = [asyncio.create_task(_report_progress(service))]
         if settings.api_key_file is not None:
-            reporting.append(asyncio.create_task(_reread_keys(service, settings)))
+            work = reread(service.keys, settings.api_key, settings.api_key_file)
+            reporting.append(asyncio.create_task(work))
         if service.tracer is not None:
             reporting.append(asyncio.create_task(service.tracer.run()))
         listener.listen(
@@ -199,7 +198,7 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
         logger.warning("%s has no tokenizer: only token ids are taken, on /v1/completions.", settings.model_path)
     else:
         tokenizer.check_vocabulary(facts.vocab_size)
-    keys = Keys(_keys(settings))
+    keys = Keys(keys_of(settings.api_key, settings.api_key_file))
     metrics = ServerMetrics(settings.names[0], lambda: client.samples, settings.metrics_prefix, facts.max_model_len)
     metrics.cache_config(info)
     client.stepped, client.restarted = metrics.step, metrics.cache_config
@@ -255,28 +254,6 @@ def _load_tokenizer(settings: ServerSettings) -> Tokenizer | None:
             tokenizer.backend.chat_template = settings.chat_template
         tokenizer.check_template()
     return tokenizer
-
-
-def _keys(settings: ServerSettings) -> list[str | Key]:
-    """The keys that open the server; none where it is open. Raises ConfigError."""
-    flag: list[str | Key] = [] if settings.api_key is None else [settings.api_key]
-    return flag if settings.api_key_file is None else [*flag, *read_keys(settings.api_key_file)]
-
-
-async def _reread_keys(service: Service, settings: ServerSettings) -> None:
-    """Use the keys of the file that it has now, soon after it has changed. One that is wrong changes nothing."""
-    assert settings.api_key_file is not None
-    seen = stamp(settings.api_key_file)
-    while True:
-        await asyncio.sleep(KEYS_SECONDS)
-        if (now := stamp(settings.api_key_file)) == seen:
-            continue
-        seen = now
-        try:
-            service.keys.replace(await asyncio.to_thread(_keys, settings))
-            logger.info("Read %s again: keys of %s", settings.api_key_file, ", ".join(service.keys.names))
-        except ConfigError as error:
-            logger.error("%s The keys stay what they were.", error)
 
 
 def _fingerprint(config: Any) -> str:
