@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -202,6 +203,33 @@ def test_ctrl_c_while_another_thread_steps(llm: LLM, expected: list[list[int]]) 
     idle(llm)
 
 
+def test_ctrl_c_while_a_request_waits_to_be_added(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other thread, which steps, adds it after the interrupt; it is aborted all the same."""
+    step, adding, interrupted = llm.engine.step, threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        adding.set()
+        interrupted.wait(10)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", slow)
+    thread = threading.Thread(target=llm.generate, args=(PROMPTS[0], GREEDY), daemon=True)
+    thread.start()
+    adding.wait(10)
+
+    def interrupt() -> None:
+        while not llm.loop._jobs:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    interrupted.set()
+    thread.join(60)
+    idle(llm)
+
+
 def test_an_engine_error_reaches_every_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine("tiny", enforce_eager=True, max_num_seqs=4, max_model_len=64) as llm:
         step, errors, both = llm.engine.step, [], threading.Barrier(2, timeout=30)
@@ -231,6 +259,19 @@ def test_an_engine_error_reaches_every_caller(monkeypatch: pytest.MonkeyPatch) -
             llm.generate(PROMPTS[0], GREEDY)
         with pytest.raises(EngineDead, match="the device is gone"):
             asyncio.run(AsyncLLM(llm=llm).check_health())
+
+
+def test_an_engine_error_reaches_an_async_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(llm: LLM) -> None:
+        with AsyncLLM(llm=llm) as shared:
+            async for _ in shared.generate(PROMPTS[0], SamplingParams(max_tokens=50, ignore_eos=True)):
+                monkeypatch.setattr(llm.engine, "step", lambda: 1 / 0)
+
+    with (
+        engine("tiny", enforce_eager=True, max_num_seqs=4, max_model_len=64) as llm,
+        pytest.raises(EngineDead, match="ZeroDivisionError"),
+    ):
+        asyncio.run(asyncio.wait_for(main(llm), 30))
 
 
 def test_use_after_the_end() -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unisono.async_llm import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine
+    from unisono.frontend.beam_search import BeamSearchParams
     from unisono.llm import LLM
     from unisono.prompts import TextPrompt, TokensPrompt
     from unisono.types import (
@@ -23,6 +24,7 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "BeamSearchParams",
     "CompletionOutput",
     "RequestOutput",
     "RequestOutputKind",
@@ -36,6 +38,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "unisono.llm",
+    "BeamSearchParams": "unisono.frontend.beam_search",
     "AsyncLLM": "unisono.async_llm",
     "AsyncLLMEngine": "unisono.async_llm",
     "AsyncEngineArgs": "unisono.async_llm",

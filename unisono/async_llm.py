@@ -58,7 +58,7 @@ class AsyncLLM:
         """Yield the request's output as it grows; ``sampling_params.output_kind`` says what each one holds.
 
         prompt: as of ``LLM.generate``. request_id: None picks one. Cancelling the task, or leaving the loop and closing
-        the iterator, aborts the request. trace_headers are not used.
+        the iterator, aborts the request. trace_headers are not used. priority: as of ``LLM.generate``.
 
         Raises BadRequest for a wrong request or an id that is running, EngineDead.
         """

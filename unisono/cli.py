@@ -169,6 +169,16 @@ def _answer_flags(
     """The server's flags that say how chat requests are read, and answers."""
 
 
+def _load_flags(
+    max_queued_requests: Annotated[int, typer.Option(help="Sequences that may wait; more get 503.")] = 4096,
+    max_concurrent_requests_per_key: Annotated[
+        int | None, typer.Option(help="Of a key, or without keys of an address; more get 429.")
+    ] = None,
+    max_requests_per_minute_per_key: Annotated[int | None, typer.Option(help="As above, on average.")] = None,
+) -> None:
+    """The server's flags that say what it takes on: fields of ``unisono.server.overload.LoadLimits``."""
+
+
 def _operation_flags(
     metrics_prefix: Annotated[str, typer.Option(help="Of names in /metrics: unisono, vllm or both.")] = "unisono",
     otlp_traces_endpoint: Annotated[str | None, typer.Option(help="URL for spans: http://HOST:4318/v1/traces.")] = None,
@@ -251,14 +261,10 @@ def _check_names(given: dict[str, Any]) -> None:
 def _check_files(path: str, given: dict[str, Any]) -> None:
     """Whether what flags name is there, also asked before anything slow is imported. Raises CheckpointError."""
     catalog.find_directory(path)
-    for flag, value in (
-        ("--speculative-model", given["speculative"].model if given["speculative"] else None),
-        ("--tokenizer", given["tokenizer"]),
-    ):
-        if value is not None and not catalog.resolve_name(value).exists():
-            raise CheckpointError(f"{flag} {value} does not exist: give a directory.")
-    if given["tokenizer"] is not None:
-        given["tokenizer"] = str(catalog.resolve_name(given["tokenizer"]))
+    if (tokenizer := given["tokenizer"]) is not None:
+        if not catalog.resolve_name(tokenizer).exists():
+            raise CheckpointError(f"--tokenizer {tokenizer} does not exist: give a directory.")
+        given["tokenizer"] = str(catalog.resolve_name(tokenizer))
 
 
 def _with_revision(path: str, revision: str) -> str:
@@ -293,6 +299,7 @@ def serve(
     flags: dict[str, Any],
     http: dict[str, Any],
     answers: dict[str, Any],
+    load: dict[str, Any],
     operation: dict[str, Any],
     path: ModelPath = "tiny",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
@@ -304,6 +311,7 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar=API_KEY, help="Require Authorization: Bearer KEY on /v1.")
     ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File of keys: lines of NAME sha256:DIGEST.")] = None,
     chat_template: Annotated[
         str | None, typer.Option(help="A Jinja file, or a template itself, instead of the checkpoint's.")
     ] = None,
@@ -311,12 +319,14 @@ def serve(
     log_level: Annotated[str, typer.Option(help=f"{', '.join(LOG_LEVELS)}.")] = "info",
 ) -> None:
     """Serve the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models."""
+    from unisono.server.process_title import hide
     from unisono.server.reasoning import parser_named
     from unisono.server.tools.formats import format_named
 
     parser_named(answers["reasoning_parser"])  # these raise before anything slow is imported
     format_named(answers["tool_call_parser"])
     del answers["enable_auto_tool_choice"]
+    hide(api_key or "")
     key, template, level = checked_key(api_key), read_template(chat_template), log_level_named(log_level)
     for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
         http[name] = strings("--" + name.replace("_", "-"), http[name])
@@ -324,6 +334,7 @@ def serve(
         progress("start", 0.0)
         from unisono.config import EngineConfig
         from unisono.server.http_settings import HttpSettings
+        from unisono.server.overload import LoadLimits
         from unisono.server.run import ServerSettings
         from unisono.server.run import serve as run_server
 
@@ -334,9 +345,11 @@ def serve(
             host=host,
             port=port,
             api_key=key,
+            api_key_file=api_key_file,
             chat_template=template,
             drain_timeout=drain_timeout,
             http=HttpSettings(**http),
+            load=LoadLimits.of(**load),
             tokenizer=Path(flags["tokenizer"]) if flags["tokenizer"] else None,
             **answers,
             **operation,
@@ -345,7 +358,7 @@ def serve(
 
 
 app.command(cls=_EngineCommand)(
-    _engine_command(serve, http=_http_flags, answers=_answer_flags, operation=_operation_flags)
+    _engine_command(serve, http=_http_flags, answers=_answer_flags, load=_load_flags, operation=_operation_flags)
 )
 for _name, _command in (("generate", generate), ("chat", chat), ("explain", explain), ("eval", evaluate)):
     app.command(name=_name, cls=_EngineCommand)(_engine_command(_command))

@@ -11,12 +11,22 @@ from typing import Any, cast
 
 from unisono.config import EngineConfig
 from unisono.engine.engine import Engine
-from unisono.engine.loop import EngineLoop
+from unisono.engine.loop import EngineLoop, Inbox
+from unisono.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, check_beams
 from unisono.frontend.collector import Collector
 from unisono.frontend.input_processor import InputProcessor, ModelFacts, PromptType
 from unisono.llm_arguments import engine_arguments
 from unisono.tokenizer import Tokenizer
-from unisono.types import BadRequest, EngineRequest, FinishReason, RequestOutput, SamplingParams, TokenDelta
+from unisono.types import (
+    BadRequest,
+    EngineRequest,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+    UnisonoError,
+)
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -92,17 +102,18 @@ class LLM:
         A prompt is a string, a list of token ids, ``{"prompt": …}`` or ``{"prompt_token_ids": …}``. These mappings may
         have ``"embedding_overrides"``, embeddings in place of those of some tokens: {position: vector} or (positions,
         tensor [n, hidden]). ``{"prompt_embeds": tensor [tokens, hidden]}`` is a prompt of embeddings alone.
-        sampling_params: one for all prompts, or one each; None takes generation_config.json's. priority: one number
-        each, lower ones run first; with scheduling_policy="priority". use_tqdm: whether a terminal shows a bar.
+        A ``"cache_salt"`` in a mapping is a secret: only prompts of the same one share cached prefixes.
+        sampling_params: one for all prompts, or one each; None takes generation_config.json's. priority: of each
+        prompt, lower ones run first; for an engine with ``scheduling_policy="priority"``.
         Raises BadRequest, before anything runs, if any of them is wrong.
         """
         batch = _as_list(prompts)
         refuse_unsupported(lora_request=lora_request)
         params = self._params(sampling_params, len(batch))
-        urgent = [0] * len(batch) if priority is None else list(priority)
-        if len(urgent) != len(batch):
-            raise BadRequest(f"{len(urgent)} priorities for {len(batch)} prompts; give one each.", "priority")
-        collectors = [self.prepare(p, q, priority=u) for p, q, u in zip(batch, params, urgent, strict=True)]
+        if priority is not None and len(priority) != len(batch):
+            raise BadRequest(f"{len(priority)} priorities for {len(batch)} prompts; give one each.", "priority")
+        ranks = priority or [0] * len(batch)
+        collectors = [self.prepare(p, q, priority=r) for p, q, r in zip(batch, params, ranks, strict=True)]
         self._run(collectors, use_tqdm)
         return [collector.output() for collector in collectors]
 
@@ -131,15 +142,16 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> dict[str, Any]:
         """The prompt that the chat template makes of one conversation. Names are vLLM's.
 
         add_generation_prompt: end with the beginning of the assistant's answer. continue_final_message: let the last
         message go on; give it with add_generation_prompt=False. tools: functions that the model may call, as OpenAI
-        writes them. chat_template: in place of the checkpoint's. chat_template_kwargs: its variables, for example
-        ``{"enable_thinking": False}``.
+        writes them. chat_template_kwargs: variables of the template, for example ``{"enable_thinking": False}``.
+        chat_template: a Jinja template in place of the checkpoint's. documents: for templates that read them.
         """
         if add_generation_prompt and continue_final_message:
             raise BadRequest(
@@ -147,26 +159,67 @@ class LLM:
                 "set add_generation_prompt=False.",
                 "continue_final_message",
             )
+        options: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
         prompt = self._inputs.chat(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tools=tools,
             template_kwargs=chat_template_kwargs,
             chat_template=chat_template,
+            documents=documents,
+            **options,
         )
         return {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
+
+    def beam_search(
+        self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of each prompt that beam search finds (``frontend/beam_search.py``), as vLLM's.
+
+        Raises BadRequest, before anything runs, if any prompt is wrong.
+        """
+        searches = []
+        for given in _as_list(prompts):
+            prompt, sampling = self._inputs.prompt(given), params.sampling()
+            check_beams(sampling, self._inputs.model.max_logprobs)
+            request = self._inputs.request(self.next_id(), prompt, sampling)
+            self.loop.engine.check(request.sequences()[0])
+            searches.append(BeamSearch(request, params.length_penalty))
+        while steps := [(one, requests) for one in searches if (requests := one.requests())]:
+            reports = self._last_logprobs([request for _, requests in steps for request in requests])
+            for search, requests in steps:
+                search.take([reports[request.request_id] for request in requests])
+        return [search.output(self.tokenizer, params) for search in searches]
+
+    def _last_logprobs(self, requests: list[EngineRequest]) -> dict[str, TokenLogprobs]:
+        """Run requests of one token each; what they report of it, by id."""
+        reports: dict[str, TokenLogprobs] = {}
+        inbox: Inbox | None = None
+        try:
+            inbox = self.loop.submit(requests)
+            while deltas := self.loop.read(inbox):
+                for delta, _ in deltas:
+                    if delta.error is not None:
+                        raise UnisonoError(f"The engine failed on this request: {delta.error}")
+                    for one in delta.logprobs or ():
+                        reports[delta.request_id] = one
+        finally:
+            if inbox is not None:
+                self.loop.abort(*inbox.open)
+        return reports
 
     def stream(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> Iterator[TokenDelta]:
         """Yield one request's tokens as they come. Leaving the loop early aborts it. Several may be read by turns."""
         request = self._request(prompt_token_ids, params or self._default_params)
-        inbox = self.loop.submit([request])
+        inbox: Inbox | None = None
         try:
+            inbox = self.loop.submit([request])
             while deltas := self.loop.read(inbox):
                 for delta, _ in deltas:
                     yield delta
         finally:
-            self.loop.abort(*inbox.open)
+            if inbox is not None:
+                self.loop.abort(*inbox.open)
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer, as transformers has it. Raises BadRequest where there is none."""
@@ -208,7 +261,7 @@ class LLM:
         """Check a prompt and its parameters, and collect its ``params.n`` sequences. Raises BadRequest."""
         own_id = self.next_id()
         engine = self.loop.engine  # raises before anything is done
-        prompt = self._inputs.prompt(given)
+        prompt = self._inputs.prompt(given, truncates=params.truncate_prompt_tokens is not None)
         requests = self._inputs.request(own_id, prompt, params, priority).sequences()
         engine.check(requests[0])
         return Collector(request_id or own_id, requests, self.tokenizer, prompt.text, self.eos_token_ids)
@@ -229,8 +282,9 @@ class LLM:
         """Run everything to its end; whatever is left when an error or Ctrl-C comes is aborted."""
         owners = {request.request_id: one for one in collectors for request in one.requests}
         requests: list[EngineRequest] = [request for one in collectors for request in one.requests]
-        inbox = self.loop.submit(requests)
+        inbox: Inbox | None = None
         try:
+            inbox = self.loop.submit(requests)
             with _progress_bar(use_tqdm, len(collectors)) as advance:
                 while deltas := self.loop.read(inbox):
                     for delta, now in deltas:
@@ -240,7 +294,8 @@ class LLM:
                         if (early or delta.finish is not FinishReason.RUNNING) and not owner.open:
                             advance(1)
         finally:
-            self.loop.abort(*inbox.open)
+            if inbox is not None:
+                self.loop.abort(*inbox.open)
 
 
 def refuse_unsupported(**given: Any) -> None:

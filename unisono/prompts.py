@@ -11,8 +11,8 @@ class TextPrompt(TypedDict):
     """
 
     prompt: str
-    embedding_overrides: NotRequired[Any]
     cache_salt: NotRequired[str]
+    embedding_overrides: NotRequired[Any]
 
 
 class TokensPrompt(TypedDict):
@@ -20,5 +20,5 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
-    embedding_overrides: NotRequired[Any]
     cache_salt: NotRequired[str]
+    embedding_overrides: NotRequired[Any]

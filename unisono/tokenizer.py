@@ -12,7 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unisono.templates import TemplateFailed, TemplateTooHard, renderer
 from unisono.types import BadRequest, CheckpointError
+from unisono.untrusted import check_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +43,7 @@ class Tokenizer:
         path = Path(path)
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
             return None
+        check_directory(path)
         from transformers import AutoTokenizer  # seconds: the server has its engine start first
 
         try:
@@ -154,17 +157,61 @@ class Tokenizer:
                 param="chat_template_kwargs",
             )
         try:
-            text = self.backend.apply_chat_template(
+            text = self._rendered(
                 [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] if tools else None,
-                tokenize=False,
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                documents=documents,  # type: ignore[arg-type]
+                documents=documents,
                 chat_template=chat_template,
                 **extra,
             )
-        except Exception as error:  # the template is the checkpoint's code, run on the caller's messages
+        except (TemplateTooHard, TemplateFailed, ValueError) as error:
             whose, param = ("model's", "messages") if chat_template is None else ("request's", "chat_template")
-            raise BadRequest(f"The {whose} chat template refuses these messages: {error}.", param=param) from error
-        return str(text)
+            what = "cannot write" if isinstance(error, TemplateTooHard) else "refuses"
+            raise BadRequest(f"The {whose} chat template {what} these messages: {error}.", param=param) from None
+        return text
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The backend's ``apply_chat_template`` without tokenizing, in the renderer's process.
+
+        Raises TemplateFailed, and ValueError where there is no such template.
+        """
+        if not messages:
+            raise ValueError("there are none: give at least one")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        functions = [dict(tool) for tool in tools] if tools else None
+        return renderer().render(
+            self.backend.get_chat_template(chat_template, functions),
+            messages,
+            tools=functions,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables={**self.backend.special_tokens_map, **variables},
+        )
+
+    def check_template(self) -> None:
+        """Raises CheckpointError for a chat template that takes too much time or memory for two short messages.
+
+        One that refuses them may take others.
+        """
+        if self.backend.chat_template is None:
+            return
+        messages = [{"role": "user", "content": "Hello"}]
+        try:
+            self._rendered(messages, add_generation_prompt=True)
+        except TemplateTooHard as error:
+            raise CheckpointError(
+                f"The chat template cannot be used: {error}. Give the checkpoint another one."
+            ) from None
+        except (TemplateFailed, ValueError):
+            return

@@ -452,7 +452,8 @@ class EngineRequest:
     request reaches the engine. ``shares_with`` is an earlier request with the same prompt: this one starts after its
     first token, when the prefix cache has the prompt's pages. ``overrides``: embeddings at some of the prompt's
     positions, where ``prompt_token_ids`` has PLACEHOLDER. ``priority``: lower ones run first, where the engine
-    schedules by it. ``cache_salt``: cached prefixes are shared by requests of one salt only.
+    schedules by it. ``cache_salt``: cached prefixes are shared by requests of one salt only. ``client``: whose
+    request it is; clients take turns.
     """
 
     request_id: str
@@ -464,6 +465,7 @@ class EngineRequest:
     overrides: Overrides | None = None
     priority: int = 0
     cache_salt: str | None = None
+    client: str = ""
 
     @property
     def first_scored(self) -> int:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from unisono.frontend.beam_search import BeamSearch
+from unisono.frontend.beam_search import BeamSearch, BeamSearchParams
 from unisono.llm import LLM
-from unisono.types import EngineRequest, FinishReason, SamplingParams, TokenLogprobs
+from unisono.types import BadRequest, EngineRequest, FinishReason, SamplingParams, TokenLogprobs
 
 VOCABULARY, EOS, STEPS = 4, 3, 4
 PROMPT = [7, 8]
@@ -79,6 +79,38 @@ def test_end_tokens_only_end_where_they_are_asked_to() -> None:
     beams = search(5, 1.0, stop_ids=()).best()
     assert len(beams) == 5
     assert {len(beam.tokens) for beam in beams} == {STEPS}
+
+
+def test_offline() -> None:
+    """``LLM.beam_search`` and ``priority``, ``chat_template`` and ``cache_salt`` of the offline interface."""
+    prompts = ["Tom has 3 boxes of 4 pens.", "def add(a, b):"]
+    with LLM("tiny", max_num_seqs=4, max_model_len=128, scheduling_policy="priority") as llm:
+        params = BeamSearchParams(beam_width=2, max_tokens=6, ignore_eos=True)
+        first, second = llm.beam_search(prompts, params)
+        assert [len(output.sequences) for output in (first, second)] == [2, 2]
+        best, other = first.sequences
+        assert best.cum_logprob >= other.cum_logprob
+        ids = llm.tokenizer.encode(prompts[0])
+        assert best.tokens[: len(ids)] == ids
+        assert best.text == llm.tokenizer.decode(best.tokens[len(ids) :])
+        assert [one.tokens for one in llm.beam_search(prompts[0], params)[0].sequences] == [best.tokens, other.tokens]
+        greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        plain = llm.generate(prompts, greedy)
+        ranked = llm.generate(prompts, greedy, priority=[1, -1])
+        assert [one.outputs[0].text for one in ranked] == [one.outputs[0].text for one in plain]
+        kept = llm.generate(prompts[0], SamplingParams(temperature=0, max_tokens=2, truncate_prompt_tokens=4))[0]
+        assert (
+            kept.outputs[0].token_ids
+            == llm.generate([ids[-4:]], SamplingParams(temperature=0, max_tokens=2))[0].outputs[0].token_ids
+        )
+        template = "{{ messages[0].content }}{{ documents[0].title }}"
+        hi = [{"role": "user", "content": "hi "}]
+        written = llm.chat_prompt(hi, chat_template=template, documents=[{"title": "you"}])
+        assert written["prompt"] == "hi you"
+        with pytest.raises(BadRequest, match="length_penalty"):
+            llm.beam_search(prompts[0], BeamSearchParams(2, 4, length_penalty=1e300))
+        with pytest.raises(BadRequest, match="1 priorities for 2 prompts"):
+            llm.generate(prompts, greedy, priority=[1])
 
 
 def test_on_the_engine() -> None:

@@ -14,7 +14,7 @@ from unisono.types import BadRequest
 
 PATTERNS = (
     r"ab+c", r"(?i)Ab|ba{2,3}", r"[^ab]+c.", r"a(b|c)*d", r"\w\s", r"(?s)a.b", r"x?y?ab{0,2}a", r"a.b", r"\d{2}|\D\S",
-    r"(?:a|(b))c", r"[a-c]{3}d?A", r"a+?b", r"(?i:a)B",
+    r"(?:a|(b))c", r"[a-c]{3}d?A", r"a+?b", r"(?i:a)B", r"aab|b", r"a*b|cb",
 )  # fmt: skip
 
 

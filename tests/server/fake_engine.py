@@ -39,7 +39,8 @@ class FakeConfig:
     """step_seconds: how long a step takes. prefill_seconds: from a request's admission to its first token, at least.
 
     queue_seconds: what it says of a request's time in its queue. tokens_per_step: what a round brings at once.
-    load_error: cannot start, ``error_file``: if this path exists.
+    load_error: cannot start, ``error_file``: if this path exists. max_num_seqs: what it says of its slots; it runs
+    everything at once.
     """
 
     step_seconds: float = 0.0
@@ -54,6 +55,7 @@ class FakeConfig:
     enable_return_hidden_states: bool = False
     max_logprobs: int = 20
     scheduling_policy: str = "fcfs"
+    max_num_seqs: int = 256
 
 
 def _logprobs(token: int, wanted: int) -> TokenLogprobs:
@@ -155,6 +157,7 @@ class FakeEngine:
                 "enable_return_hidden_states": self.config.enable_return_hidden_states,
                 "max_logprobs": self.config.max_logprobs,
                 "scheduling_policy": self.config.scheduling_policy,
+                "max_num_seqs": self.config.max_num_seqs,
             },
             "vocab_size": VOCAB_SIZE,
             "hidden_size": HIDDEN_SIZE,

@@ -9,13 +9,11 @@ import sys
 from pathlib import Path
 
 from tests.server.fake_engine import FakeConfig
+from unisono.server.auth import ClientLimits
 from unisono.server.limits import Limits
+from unisono.server.overload import LoadLimits
 from unisono.server.run import ServerSettings, serve
 from unisono.types import UnisonoError
-
-SETTINGS = ("port", "api_key", "drain_timeout", "reasoning_parser", "tool_call_parser",
-            "trust_request_chat_template")  # fmt: skip
-
 
 SETTINGS = [field.name for field in dataclasses.fields(ServerSettings) if field.name not in ("model_path", "names")]
 
@@ -25,8 +23,13 @@ def main() -> None:
     options = json.loads(sys.argv[2])
     settings = {name: options.pop(name) for name in SETTINGS if name in options}
     settings = {"port": 0, **settings}
-    if "limits" in options:
-        settings["limits"] = Limits(**options.pop("limits"))
+    if "limits" in settings:
+        settings["limits"] = Limits(**settings["limits"])
+    if "load" in settings:
+        client = ClientLimits(**settings["load"].pop("client", {}))
+        settings["load"] = LoadLimits(**settings["load"], client=client)
+    if "api_key_file" in settings:
+        settings["api_key_file"] = Path(settings["api_key_file"])
     engine = "tests.server.fake_engine:FakeEngine"
     try:
         serve(FakeConfig(**options), ServerSettings(Path(sys.argv[1]), ("fake", "alias"), engine=engine, **settings))

@@ -56,6 +56,20 @@ def test_abort_ends_answers_early(own: Server) -> None:
     assert own.http.post("/abort", json={}).status_code == 400
 
 
+def test_abort_before_the_first_token(start: Start) -> None:
+    """Even where the prompt's log-probabilities were to come with it."""
+    server = start(prefill_seconds=30)
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(server.http.post, TEXT, json={**LONG, "prompt_logprobs": 1})
+        while not server.http.post("/abort", json={"abort_all": True}).json()["aborted"]:
+            time.sleep(0.02)
+        answer = whole.result(5)
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    assert (choice["finish_reason"], choice["text"]) == ("abort", "")
+    assert running(server) == 0
+
+
 def test_a_profile_is_written(own: Server, start: Start) -> None:
     assert own.http.post("/stop_profile").status_code == 409
     assert own.http.post("/start_profile").json() == {"recording": True}
@@ -98,13 +112,25 @@ ADMIN = ["/reset_prefix_cache", "/flush_cache", "/abort", "/start_profile", "/st
 @pytest.mark.parametrize("path", ADMIN)
 def test_only_operators(own: Server, path: str) -> None:
     """Not web pages, not other machines behind a proxy, not other machines."""
-    for headers in ({"origin": "https://evil.example"}, {"x-forwarded-for": "203.0.113.7"}, {"forwarded": "for=x"}):
+    origins = (
+        "https://evil.example",
+        "http://localhost.evil.example",
+        "http://localhost@evil.example",
+        "null",
+        "http://[",
+    )
+    proxied = ({"x-forwarded-for": "203.0.113.7"}, {"forwarded": "for=x"})
+    for headers in (*({"origin": origin} for origin in origins), *proxied):
         refused = own.http.post(path, json={"abort_all": True}, headers=headers)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "operators_only")
     other = _own_address()
     if other is not None:
         port = own.url.rsplit(":", 1)[1]
         assert httpx.post(f"http://{other}:{port}{path}", json={"abort_all": True}).status_code == 403
+
+
+def test_a_page_of_this_machine_is_an_operators(own: Server) -> None:
+    assert own.http.post("/flush_cache", headers={"origin": "http://localhost:3000"}).status_code == 200
 
 
 def test_with_keys_operators_need_one(start: Start) -> None:

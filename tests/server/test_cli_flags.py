@@ -73,8 +73,8 @@ def test_paths_are_looked_at_before_torch_is_imported(tmp_path: Path) -> None:
         assert done.returncode == 1
         assert says in done.stderr
         assert done.stdout.strip() == "[]"
-    result = CliRunner().invoke(app, ["serve", "tiny", "--speculative-method", "eagle3", "--speculative-model", "/no"])
-    assert "--speculative-model /no does not exist" in result.output
+    result = CliRunner().invoke(app, ["serve", "tiny", "--tokenizer", "/no"])
+    assert "--tokenizer /no does not exist" in result.output
 
 
 @pytest.mark.parametrize("key", ["", "  "])

@@ -218,10 +218,10 @@ def test_instructor(tiny: Server) -> None:
     class Pens(BaseModel):
         pens: int = Field(ge=0, le=999)
 
-    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+    for mode, extra in ((instructor.Mode.TOOLS, {"parallel_tool_calls": False}), (instructor.Mode.JSON_SCHEMA, {})):
         client = instructor.from_openai(tiny.openai, mode=mode)
         answer = client.chat.completions.create(
-            model="tiny", messages=ASK, response_model=Pens, max_tokens=150, temperature=0, max_retries=0
+            model="tiny", messages=ASK, response_model=Pens, max_tokens=150, temperature=0, max_retries=0, **extra
         )
         assert isinstance(answer, Pens)
 
@@ -237,7 +237,7 @@ def test_pydantic_ai(tiny: Server) -> None:
         pens: int = Field(ge=0, le=999)
 
     model = OpenAIChatModel("tiny", provider=OpenAIProvider(base_url=f"{tiny.url}/v1", api_key="none"))
-    settings: Any = {"max_tokens": 150, "temperature": 0}
-    assert Agent(model, model_settings=settings).run_sync("hi").output
+    settings: Any = {"max_tokens": 100, "temperature": 0, "parallel_tool_calls": False}
+    assert Agent(model, model_settings={"max_tokens": 8}).run_sync("hi").output
     answer = Agent(model, output_type=Pens, model_settings=settings).run_sync(QUESTION)
     assert isinstance(answer.output, Pens)

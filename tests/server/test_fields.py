@@ -222,6 +222,8 @@ def test_beams(server: Server) -> None:
         refused(server, TEXT, name, "no effect on beams", use_beam_search=True, **{name: value})
     refused(server, TEXT, "n", "at most 10 beams", "--max-logprobs", use_beam_search=True, n=11)
     refused(server, TEXT, "length_penalty", "use_beam_search", length_penalty=2.0)
+    for extreme in (1e308, -1000):
+        refused(server, TEXT, "length_penalty", "-10 and 10", use_beam_search=True, length_penalty=extreme)
     refused(server, TEXT, "use_beam_search", "best_of", use_beam_search=True, best_of=3)
     assert server.info()["requests"]["running"] == 0
 

@@ -9,8 +9,11 @@ import pytest
 
 from tests.server import tokenizers_
 from tests.server.conftest import Server, Start
+from unisono.frontend.input_processor import Prompt
+from unisono.server.chat import ChatFormat
+from unisono.server.protocol import ChatRequest
 from unisono.server.reasoning import PARSERS, parser_named, parser_of
-from unisono.types import ConfigError
+from unisono.types import ConfigError, EngineRequest, SamplingParams, StructuredOutputs
 
 QWEN, R1 = PARSERS["qwen3"], PARSERS["deepseek_r1"]
 TURN = "<|im_start|>assistant\n"
@@ -49,6 +52,23 @@ def test_wherever_deltas_are_cut(case: tuple[Any, str, str, tuple[str, str]]) ->
         for second in range(first, len(answer)):
             pieces = [answer[:first], answer[first:second], answer[second:]]
             assert split(parser, prompt, pieces) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("hm\n<tool_call>x</think>y", ("hm", "<tool_call>x</think>y")),
+        ("a <tool </think>\n<tool_call>", ("a <tool", "<tool_call>")),
+        ("never <tool_cal", ("never <tool_cal", "")),
+    ],
+)
+def test_a_call_ends_a_thought_that_was_not_closed(answer: str, expected: tuple[str, str]) -> None:
+    for first in range(len(answer)):
+        for second in range(first, len(answer)):
+            splitter = QWEN.splitter(OPEN, None, ["<tool_call>"])
+            pieces = [answer[:first], answer[first:second], answer[second:]]
+            found = [splitter.feed(piece) for piece in pieces] + [splitter.feed("", last=True)]
+            assert tuple("".join(part) for part in zip(*found, strict=True)) == expected
 
 
 def test_text_is_not_held_back_for_long() -> None:
@@ -241,3 +261,14 @@ def test_an_unknown_parser_ends_the_start(start: Start) -> None:
     server = start(ready=False, reasoning_parser="qwen")
     assert server.wait() == 1
     assert "deepseek_r1" in server.log.read_text()
+
+
+def test_an_answer_that_is_not_split_thinks_all_the_same() -> None:
+    """separate_reasoning: false leaves the thought in the text; a grammar still begins after it."""
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
+    request = ChatRequest(messages=[{"role": "user", "content": "x"}], separate_reasoning=False)
+    plan, prompt = ChatFormat(QWEN).plan(request, params), Prompt([1], OPEN)
+    assert plan.reader(EngineRequest("x", [1], params), prompt) is None
+    thinking = plan.sampling(prompt).followed_thinking
+    assert thinking is not None
+    assert (thinking.start, thinking.end, thinking.state) == ("<think>", "</think>", "thinking")

@@ -77,8 +77,11 @@ def test_deltas_that_pile_up_keep_everything() -> None:
     for value in (1, 2):
         delta.absorb(TokenDelta("r", [8], extra={"top": [value]}))
     assert delta.extra == {"top": [1, 2]}
+    delta = TokenDelta("r", [7], queued_seconds=0.5)
+    delta.absorb(TokenDelta("r", [8]))
+    assert delta.queued_seconds == 0.5, "of the first one"
     fields = [f.name for f in dataclasses.fields(TokenDelta)]
-    assert len(fields) == 12, "a new field: does absorb() merge it?"
+    assert len(fields) == 13, "a new field: does absorb() merge it?"
 
 
 def test_streamed_logprobs_are_the_whole_ones(server: Server) -> None:

@@ -262,7 +262,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def ask(server: Server, **options: Any) -> Any:
-    given = {"model": "tiny", "messages": QUESTION, "tools": REAL, "max_tokens": 120, "temperature": 1, "seed": 5}
+    given = {"model": "tiny", "messages": QUESTION, "tools": REAL, "max_tokens": 200, "temperature": 1, "seed": 5}
     return server.openai.chat.completions.create(**{**given, **options})
 
 

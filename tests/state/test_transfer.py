@@ -44,3 +44,19 @@ def test_what_does_not_fit_is_left_out() -> None:
     assert import_prefix(other, there, export_prefix(pool, here, tokens)) == 2 * PAGE_SIZE
     other.check_integrity()
     assert other.tree.pages == 2
+
+
+def test_what_the_tree_has_already_stays() -> None:
+    """A second import changes nothing: no page is lost, none is written."""
+    here, there = made(), made()
+    tokens = tokens_of(1, 2)
+    pool, other = PagePool(12, {32: 7}), PagePool(12, {32: 7})
+    run(pool, tokens, 8)
+    prefix = export_prefix(pool, here, tokens)
+    assert import_prefix(other, there, prefix) == len(tokens)
+    before = [tensor.clone() for tensor in there._pages.values()]
+    free = len(other.free)
+    assert import_prefix(other, there, prefix) == len(tokens)
+    other.check_integrity()
+    assert len(other.free) == free
+    assert all(map(torch.equal, before, there._pages.values()))

@@ -9,7 +9,7 @@ import pytest
 from tests.state.helpers import run, tokens_of
 from unisono.state.pages import OutOfPages, PagePool, Reservation, pages_for
 from unisono.state.specs import PAGE_SIZE
-from unisono.state.window_pages import first_live_column
+from unisono.state.window_pages import WindowPages, first_live_column
 
 WINDOW = 40  # positions: two pages and a half
 
@@ -122,3 +122,40 @@ def test_pages_are_counted_per_lifetime() -> None:
     with pytest.raises(RuntimeError, match="owned by both"):
         pool.check_integrity()
     assert pages_for(PAGE_SIZE + 1) == 2
+
+
+def test_window_pages_give_way_in_order_of_use() -> None:
+    pool = PagePool(100, {WINDOW: 9})
+    for words in ((1, 2, 3), (4, 5, 6)):
+        run(pool, tokens_of(*words)).release()
+    pool.open([*tokens_of(1, 2, 3), 0]).release()  # uses the first text
+    window = pool.windows[WINDOW]
+    for _ in range(len(window.free) + 1):
+        window.take()
+    assert all(node.windows for node in pool.tree.match(tokens_of(1, 2, 3)))
+    assert not all(node.windows for node in pool.tree.match(tokens_of(4, 5, 6)))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 32, 100])
+def test_a_request_never_holds_more_than_its_quota(tokens: int) -> None:
+    """Whatever its passes' lengths are: the host knows a pass's tokens, and holds pages for those of the next."""
+    pool = PagePool(200, {WINDOW: 100}).windows[WINDOW]
+    rng, most = random.Random(tokens), 0
+    window = WindowPages(pool, pool.quota(tokens, 100_000))
+    known = 0
+    while known < 1500:
+        window.grow(known + tokens)
+        most = max(most, len(window.entries))
+        known += rng.randrange(1, tokens + 1)
+        window.free_before(known)
+    assert most <= window.quota <= most + 3
+
+
+def test_what_a_prefix_that_ends_with_the_page_needs_is_kept() -> None:
+    """Tokens past a page's end are known before the prefix tree has that page; a hit goes on from the end."""
+    pool = PagePool(200, {WINDOW: 100}).windows[WINDOW]
+    for beyond in range(PAGE_SIZE):
+        window = WindowPages(pool, 20)
+        window.grow(10 * PAGE_SIZE + beyond)
+        window.free_before(10 * PAGE_SIZE + beyond)
+        assert window.first == first_live_column(10 * PAGE_SIZE, WINDOW)

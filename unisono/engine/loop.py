@@ -147,7 +147,13 @@ class EngineLoop:
                 raise
             self._inboxes.update(dict.fromkeys(done, inbox))
 
-        self.call(add)
+        try:
+            self.call(add)
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C while another caller leads, who may add the requests yet
+            self.abort(*inbox.open)
+            raise
         return inbox
 
     def read(self, inbox: Inbox) -> list[tuple[TokenDelta, float]]:

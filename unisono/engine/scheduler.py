@@ -1,10 +1,10 @@
 """Who runs next: admission, chunked prompts, rounds, preemption. Host bookkeeping only.
 
-First come, first served: a waiting request is never overtaken, but by one of higher priority where the policy says so
-(``waiting.py``); the same order decides whose prompt runs first. Prompts never share a pass with rounds; how much of
-them runs between two rounds follows from what passes cost (``prompt_budget.py``), so neither side starves. When pages
-run out the request that is last in this order gives its own back and resumes later, with the same bytes: its noise and
-its keys depend on positions, not on when they are computed.
+Clients take turns, and a client's requests are served in the order in which they came, or by priority where the policy
+says so (``waiting.py``); the same order decides whose prompt runs first. Prompts never share a pass with rounds; how
+much of them runs between two rounds follows from what passes cost (``prompt_budget.py``), so neither side starves. When
+pages run out the request that is last in this order gives its own back and resumes later, with the same bytes: its
+noise and its keys depend on positions, not on when they are computed.
 
 A round holds either requests whose drafts the host has to read before they are verified (``Sequence.reads_drafts``), or
 the others. Where both kinds run they take turns, pass by pass: while the device runs a round of the others, the host
@@ -148,8 +148,7 @@ class Scheduler:
                 pages.release()
                 return
             pages.reserve(tokens)
-            self.waiting.remove(sequence)
-            self._start(sequence, pages)
+            self._start(self.waiting.take(), pages)
 
     def _start(self, sequence: Sequence, pages: Reservation) -> None:
         request = sequence.request
@@ -164,8 +163,7 @@ class Scheduler:
             self.prefix_queries += len(tokens)
             self.prefix_hits += pages.cached_tokens
         self.extending.append(sequence)
-        if self.waiting.by_priority:
-            self.extending.sort(key=self.waiting.rank)
+        self.extending.sort(key=self.waiting.rank)
 
     def _next_extend(self, budget: int) -> Extend:
         """A prompt pass of at most ``budget`` tokens."""
@@ -181,6 +179,7 @@ class Scheduler:
             chunks.append(Chunk(sequence, start, end, last=end == total))
             budget -= end - start
             sequence.extended = end
+            self.waiting.served(sequence)
         for chunk in chunks:
             if chunk.last:
                 self.extending.remove(chunk.sequence)

@@ -37,6 +37,7 @@ class Sequence:
     max_length: int
     order: int  # of arrival
     states: States = field(default_factory=dict)
+    turn: int = -1  # of its client, once it is the client's next; see engine/waiting.py
     slot: int = -1
     pages: Reservation | None = None
     extended: int = 0  # tokens whose KV is written or being written by launched prompt passes

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from unisono.tokenizer import Tokenizer
 from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, FinishReason, SamplingParams, TokenLogprobs
 
 UNUSED = (
@@ -22,6 +23,10 @@ UNUSED = (
     "return_hidden_states", "extra_args",
 )  # fmt: skip
 """Parameters that beams do not follow; they are refused together with beam search."""
+
+
+MOST_PENALTY = 10.0
+"""``length_penalty`` at most, and at least with the other sign: powers of lengths stay numbers."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,16 @@ class Beam:
     cumulative_logprob: float = 0.0
     score: float = 0.0
     finish: FinishReason = FinishReason.RUNNING
+
+
+def check_length_penalty(penalty: float) -> None:
+    """Raise BadRequest for what is no number, or too far from 0."""
+    number = isinstance(penalty, (int, float)) and not isinstance(penalty, bool)
+    if not (number and -MOST_PENALTY <= penalty <= MOST_PENALTY):
+        raise BadRequest(
+            f"length_penalty={penalty!r} is out of range: it must be between {-MOST_PENALTY:g} and {MOST_PENALTY:g}.",
+            "length_penalty",
+        )
 
 
 def check_beams(params: SamplingParams, most: int) -> None:
@@ -57,6 +72,43 @@ def check_beams(params: SamplingParams, most: int) -> None:
             f"ask for at most {max(most, MAX_LOGPROBS) // 2} beams, or raise it.",
             "n",
         )
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """What ``LLM.beam_search`` takes; names are vLLM's. temperature: nothing is drawn, so it has no effect."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def sampling(self) -> SamplingParams:
+        """As the parameters of a request. Raises BadRequest."""
+        check_length_penalty(self.length_penalty)
+        return SamplingParams(
+            temperature=self.temperature, max_tokens=self.max_tokens, n=self.beam_width, ignore_eos=self.ignore_eos
+        )
+
+
+@dataclass(frozen=True)
+class BeamSearchSequence:
+    """One beam. tokens: the prompt's, then the answer's (vLLM's form). text: the answer's, None without a tokenizer."""
+
+    tokens: list[int]
+    cum_logprob: float
+    text: str | None
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """The beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 class BeamSearch:
@@ -107,6 +159,17 @@ class BeamSearch:
         """The ``width`` best beams, best first; those that did not finish end by their length."""
         cut = [replace(beam, finish=FinishReason.LENGTH) for beam in self._running]
         return _best([*self._finished, *cut], self._width)
+
+    def output(self, tokenizer: Tokenizer | None, params: BeamSearchParams) -> BeamSearchOutput:
+        """The best beams as ``LLM.beam_search`` returns them."""
+        prompt, skip = self._request.prompt_token_ids, params.skip_special_tokens
+        found = []
+        for beam in self.best():
+            ended = beam.finish is FinishReason.STOP and not params.include_stop_str_in_output
+            tokens = list(beam.tokens[:-1] if ended else beam.tokens)
+            text = None if tokenizer is None else tokenizer.decode(tokens, skip)
+            found.append(BeamSearchSequence([*prompt, *tokens], beam.cumulative_logprob, text, beam.finish.text))
+        return BeamSearchOutput(found)
 
     def _extended(self, beam: Beam, token: int, report: TokenLogprobs) -> Beam:
         tokens, total = (*beam.tokens, token), beam.cumulative_logprob + report.logprob

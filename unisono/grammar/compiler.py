@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unisono.grammar.channel import Gone
-from unisono.grammar.processes import Compiler, Template, wake_up_pair
+from unisono.channel import Gone
+from unisono.forks import Template
+from unisono.grammar.processes import Compiler, wake_up_pair
 from unisono.tokenizer import Tokenizer
 from unisono.types import BadRequest, StructuredOutputs
 
@@ -231,9 +232,10 @@ class Grammars:
             self._stop(started[-1])
         try:
             if self._template is None:
-                self._template = Template(*self._set_up())
+                self._template = Template("unisono.grammar.worker", [self._set_up(), THREADS])
+                self._template.wait()
                 job.begun = time.monotonic()
-            job.process = self._template.fork()
+            job.process = Compiler(*self._template.fork(MEMORY))
             kind = job.asked.kind
             job.process.channel.send(
                 {
@@ -288,8 +290,8 @@ class Grammars:
         for future in waiting:
             _deliver(future, result)
 
-    def _set_up(self) -> tuple[str, int, int]:
-        """What a Template is made of. Raises BadRequest where nothing can be compiled for this checkpoint."""
+    def _set_up(self) -> str:
+        """The vocabulary, as xgrammar writes it. Raises BadRequest where nothing can be compiled."""
         tokenizer = Tokenizer.load(self._directory)
         if tokenizer is None:
             raise BadRequest(
@@ -308,7 +310,7 @@ class Grammars:
 
         self._ends, self._words = eos, -(-self._vocab_size // 32)
         info = _vocabulary(xgrammar.TokenizerInfo, tokenizer, self._vocab_size, eos)
-        return info.serialize_json(), MEMORY, THREADS
+        return str(info.serialize_json())
 
 
 def _deliver(future: Future[Compiled], result: Compiled | BadRequest) -> None:

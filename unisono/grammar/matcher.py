@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from unisono.grammar.channel import Channel, Gone
+from unisono.channel import Channel, Gone
 from unisono.grammar.compiler import MEMORY, Compiled
 from unisono.grammar.walk import allow, allows
 from unisono.types import SamplingParams, UnisonoError

@@ -1,20 +1,14 @@
-"""The engine's side of the processes in ``worker.py``: the template, and one compiler each.
-
-Owns starting, stopping and killing them. Used by one thread at a time.
-"""
+"""The engine's side of the processes in ``worker.py`` that compile a grammar each: stopping, killing, joining them."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from contextlib import suppress
-from pathlib import Path
 
-from unisono.grammar.channel import Channel, pair
+from unisono.channel import Channel, pair
 
 LANES = 4
 """Processes that follow outputs of one grammar, at most. A lane that dies takes its outputs with it; those are begun
@@ -90,45 +84,6 @@ class Compiler:
                 signal.pidfd_send_signal(self._process, number)
             elif not hasattr(os, "pidfd_open") and self.channel.fileno() >= 0:
                 os.kill(self._pid, number)
-
-
-class Template:
-    """The process that has the vocabulary, and forks compilers.
-
-    vocabulary: TokenizerInfo as JSON. memory: bytes that a compiler may take. threads: that it compiles with.
-    """
-
-    def __init__(self, vocabulary: str, memory: int, threads: int) -> None:
-        self._memory, self._threads = memory, threads
-        self._channel, theirs = pair()
-        root = str(Path(__file__).parents[2])
-        code = (
-            "import sys; sys.path.insert(0, sys.argv[1]); import unisono.grammar.worker as w; w.main(int(sys.argv[2]))"
-        )
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code, root, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=environment,
-            )
-        self._channel.send([vocabulary])
-        self._channel.receive()
-
-    def fork(self) -> Compiler:
-        """A new compiler. Raises Gone."""
-        ours, theirs = pair()
-        with theirs:
-            self._channel.send([self._memory, self._threads], [theirs.fileno()])
-            pid, _ = self._channel.receive()
-        return Compiler(ours, pid)
-
-    def close(self) -> None:
-        """End it, and every compiler with it."""
-        self._channel.close()
-        self._process.kill()
-        self._process.wait()
 
 
 def wake_up_pair() -> tuple[socket.socket, socket.socket]:

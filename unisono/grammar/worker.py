@@ -15,11 +15,9 @@ into one dies, or answers with an error. Each ends when the other side of its ch
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 import os
 import random
-import resource
 import selectors
 import signal
 import sys
@@ -31,7 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from unisono.grammar.channel import Channel, Gone, pair
+from unisono.channel import Channel, Gone, pair
+from unisono.forks import in_child, limit_memory, limit_time, serve
 from unisono.grammar.parse import parse, reason
 from unisono.grammar.walk import Ends, Walk
 
@@ -86,41 +85,15 @@ def _xgrammar() -> Any:
 
 
 def main(descriptor: int) -> None:
-    """Fork a compiler for each message. Ends with the channel."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    channel = Channel.of(descriptor)
-    with suppress(Gone):
-        (vocabulary,), _ = channel.receive()
-        xgrammar = _xgrammar()
-        info = xgrammar.TokenizerInfo.deserialize_json(vocabulary)
-        channel.send("ready")
-        while True:
-            (memory, threads), (end,) = channel.receive()
-            own = os.getpid()
-            child = os.fork()
-            if not child:
-                channel.close()
-                compiler = _Compiler(Channel.of(end), xgrammar, info, threads)
-                _in_child(functools.partial(compiler.run, own, memory))
-            os.close(end)
-            channel.send(child)
+    """Fork a compiler for each message."""
+    serve(descriptor, _begin)
 
 
-def _in_child(work: Any) -> None:
-    """Do ``work`` and end, whatever comes: nothing of the parent's stack may run in its child."""
-    status = 1
-    try:
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 2)  # what the C++ runtime says of a std::bad_alloc is no news
-        os.close(quiet)
-        with suppress(Gone):
-            work()
-        status = 0
-    finally:
-        os._exit(status)
+def _begin(first: list[Any]) -> Callable[[Channel, int], None]:
+    vocabulary, threads = first
+    xgrammar, own = _xgrammar(), os.getpid()
+    info = xgrammar.TokenizerInfo.deserialize_json(vocabulary)
+    return lambda channel, memory: _Compiler(channel, xgrammar, info, threads).run(own, memory)
 
 
 def _dies_with(parent: int) -> None:
@@ -130,19 +103,6 @@ def _dies_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-
-
-def _limit_memory(size: int) -> None:
-    """At most ``size`` bytes more than now. What a process cannot get is a MemoryError or std::bad_alloc."""
-    if sys.platform == "linux":
-        with open("/proc/self/statm") as file:
-            now = int(file.read().split()[0]) * mmap.PAGESIZE
-        resource.setrlimit(resource.RLIMIT_AS, (now + size, now + size))
-
-
-def _arm(seconds: float) -> None:
-    """End this process after this processor time of all its threads; 0: not any more."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 # ---- a compiler -------------------------------------------------------------------------------------
@@ -155,9 +115,9 @@ class _Compiler:
 
     def run(self, parent: int, memory: int) -> None:
         _dies_with(parent)
-        _limit_memory(memory)
+        limit_memory(memory)
         asked, _ = self._channel.receive()
-        _arm(asked["seconds"])
+        limit_time(asked["seconds"])
         try:
             self._compile(asked["kind"], asked["given"], asked["compact"])
             slow = self._tried(asked["eos"], asked["words"])
@@ -173,7 +133,7 @@ class _Compiler:
             self._channel.send(["bad", problem])
             return
         self._lane(0)
-        _arm(0)
+        limit_time(0)
         self._channel.send(["ok", ""])
         while True:
             number, (end,) = self._channel.receive()
@@ -214,7 +174,7 @@ class _Compiler:
                 self._channel.close()
                 for other in (ours, *self._lanes.values()):
                     other.close()
-                _in_child(lambda: _Lane(Channel(theirs), self._xgrammar, self.grammar).run())
+                in_child(_Lane(Channel(theirs), self._xgrammar, self.grammar).run)
             theirs.close()
             self._lanes[number] = ours
         return self._lanes[number]
@@ -239,7 +199,7 @@ class _Member:
             size = os.fstat(descriptors[0]).st_size
             self._map = np.frombuffer(mmap.mmap(descriptors[0], size), np.int32)
             os.close(descriptors[0])
-        _arm(limit)
+        limit_time(limit)
         begun = time.process_time()
         try:
             if self._walk is None:
@@ -258,7 +218,7 @@ class _Member:
             reply = ["failed", "it takes too much memory", []]
         except Exception as error:
             reply = ["failed", reason(error), []]
-        _arm(0)
+        limit_time(0)
         self.channel.send(reply)
 
 
@@ -271,7 +231,7 @@ class _Lane:
         self._selector.register(control, selectors.EVENT_READ, None)
 
     def run(self) -> None:
-        _arm(0)  # timers are not inherited; a copy of this rule costs nothing
+        limit_time(0)  # timers are not inherited; a copy of this rule costs nothing
         while True:
             for key, _ in self._selector.select():
                 if key.data is None:

@@ -285,22 +285,30 @@ def rehearse_fp8_proof(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> 
                 _same_bits(weight, w_scales, dtype, rows, product)
 
 
-def fp8_linear_cuda(
-    x: Tensor,
-    weight: Tensor,
-    w_scales: Tensor,
-    x_scale: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
+def runs_on_torch(x: Tensor, weight: Tensor, w_scales: Tensor) -> bool:
+    """Whether torch computes this product; else a kernel of ours does."""
+    return x.shape[0] > FEW_ROWS and _proven.get(_key(weight, w_scales, x.dtype), False)
+
+
+def torch_fp8_linear(
+    x: Tensor, weight: Tensor, w_scales: Tensor, x_scale: Tensor | None, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
-    rows, key = x.shape[0], _key(weight, w_scales, x.dtype)
+    """torch's product, with the same roundings of bias and residual."""
     x8, x_scales = launch_quantize(x, _group(w_scales), x_scale)
-    if rows > FEW_ROWS and _proven.get(key, False):
-        y = _scaled_mm(x8, x_scales, weight, w_scales, x.dtype)[:rows]
-        return y if bias is None and residual is None else launch_add(y, bias, residual)
-    if rows <= FEW_ROWS and _proven_few.get(key, False) and suits(rows, weight):
-        return launch_fp8_rows(x8, x_scales, weight, w_scales, bias, residual, rows, x.dtype)
-    return launch_fp8_product(x8, x_scales, weight, w_scales, bias, residual, rows, x.dtype)
+    y = _scaled_mm(x8, x_scales, weight, w_scales, x.dtype)[: x.shape[0]]
+    return y if bias is None and residual is None else launch_add(y, bias, residual)
+
+
+def fp8_linear_cuda(
+    x: Tensor, weight: Tensor, w_scales: Tensor, x_scale: Tensor | None, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    if runs_on_torch(x, weight, w_scales):
+        return torch_fp8_linear(x, weight, w_scales, x_scale, bias, residual)
+    rows = x.shape[0]
+    x8, x_scales = launch_quantize(x, _group(w_scales), x_scale)
+    few = rows <= FEW_ROWS and _proven_few.get(_key(weight, w_scales, x.dtype), False) and suits(rows, weight)
+    launch = launch_fp8_rows if few else launch_fp8_product
+    return launch(x8, x_scales, weight, w_scales, bias, residual, rows, x.dtype)
 
 
 def widened_weight(weight: Tensor, w_scales: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 
 from unisono.kernels import rms_norm
 from unisono.kernels.fp8 import fp8_linear, prove_fp8, rehearse_fp8_proof
+from unisono.kernels.fp8_linear_norm import fp8_linear_norm
 from unisono.kernels.fp8_quantize import E4M3, GROUP, LARGEST, SMALLEST
 from unisono.layers.expert_formats_quantised import Fp8Experts
 from unisono.layers.formats import FLOATS, ONE_VALUE, PLAIN, Layout, LinearLayer, Stored, WeightFormat
@@ -45,9 +46,8 @@ class _Fp8:
 
     def linear(self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         weight, scales = self.operands(layer)
-        fixed = getattr(layer, self.fixed_kind) if self.fixed_kind else None
         if self._is_one_product(layer):
-            return fp8_linear(x, weight, scales, fixed, layer.bias, residual)
+            return fp8_linear(x, weight, scales, self._fixed(layer), layer.bias, residual)
         parts = zip(weight.split(layer.held), scales.split([_blocks(n) for n in layer.held]), strict=True)
         y = torch.cat([fp8_linear(x, *part) for part in parts], 1)
         y = y if layer.bias is None else y + layer.bias
@@ -56,8 +56,15 @@ class _Fp8:
     def linear_norm(
         self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._is_one_product(layer):
+            operands = *self.operands(layer), self._fixed(layer), layer.bias
+            return fp8_linear_norm(x, *operands, residual, weight, eps)
         total = self.linear(layer, x, residual)
         return total, rms_norm(total, weight, eps)
+
+    def _fixed(self, layer: LinearLayer) -> torch.Tensor | None:
+        """The scales of activations, where the checkpoint fixes them."""
+        return getattr(layer, self.fixed_kind) if self.fixed_kind else None
 
     def prove(self, layer: LinearLayer) -> bool:
         """See :func:`unisono.kernels.fp8.prove_fp8`."""

@@ -6,7 +6,7 @@ holds no weights: ``weights`` reads them. The engine and the loader call it.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from unisono.models.config import DecoderConfig, Family
 from unisono.models.quantization import PLAIN_WEIGHTS, Quantization, find_quantization
 from unisono.models.weights import TensorInfo, read_header
 from unisono.types import CheckpointError
+from unisono.untrusted import check_config, check_directory, check_token_ids, inside, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -63,15 +64,20 @@ class Checkpoint:
         the blocks do not compute; ConfigError: a ``quantization`` that is not the checkpoint's.
         """
         directory = catalog.find_directory(path)
-        raw = read_json(directory / "config.json")
+        raw = read_config(directory)
         family = catalog.models.load(_architecture(raw, directory))
-        quantized = find_quantization(raw, directory, quantization)
+        try:
+            quantized = find_quantization(raw, directory, quantization)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:  # it reads what any tool has written
+            raise CheckpointError(f"{directory / 'config.json'}: quantization_config: {error!r}.") from None
         hf_config, config = _parse_config(directory, family)
         generation_file = directory / "generation_config.json"
         generation = generation_defaults(generation_file) if generation_file.exists() else GenerationDefaults()
         text = config.hf_config
         declared = [getattr(each, "eos_token_id", None) for each in (hf_config, text)]
         eos = {i for ids in declared for i in _token_ids(ids, directory / "config.json")}
+        check_token_ids(tuple(eos), config.vocab_size, directory / "config.json")
+        check_token_ids(generation.eos_token_ids, config.vocab_size, generation_file)
         dtype = hf_config.dtype or text.dtype
         return cls(
             path=directory,
@@ -115,8 +121,12 @@ def read_tensors(directory: Path) -> dict[str, TensorInfo]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map: download it again.")
     tensors: dict[str, TensorInfo] = {}
-    for name in sorted(set(weight_map.values())):
-        if not (directory / name).is_file():
+    files: dict[str, Path] = {}
+    for name in weight_map.values():
+        if not isinstance(name, str) or name not in files:
+            files[name] = inside(directory, name, index)
+    for name in sorted(files):
+        if not files[name].is_file():
             held = sum(file == name for file in weight_map.values())
             raise CheckpointError(
                 f"{directory / name} is missing; {INDEX} says that it holds {held} of "
@@ -138,21 +148,20 @@ def formats_in(directory: Path) -> Callable[[str], WeightFormat]:
     return find_quantization(read_json(file), directory).by_name if file.is_file() else plain
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON: {error}.") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, not {type(content).__name__}.")
-    return content
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json, after a look at all files of its directory. Raises CheckpointError."""
+    check_directory(directory)
+    raw = read_json(directory / "config.json")
+    check_config(raw, directory / "config.json")
+    return raw
 
 
 def _architecture(raw: Mapping[str, Any], directory: Path) -> str:
     names = raw.get("architectures")
     supported = ", ".join(catalog.models.names)
-    if not isinstance(names, list) or not names:
-        raise CheckpointError(f"{directory / 'config.json'}: architectures={names!r}; it must name one of {supported}.")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        shown = str(names)[:80]
+        raise CheckpointError(f"{directory / 'config.json'}: architectures={shown}; it must name one of {supported}.")
     if names[0] not in catalog.models:
         raise CheckpointError(f"{directory}: architecture {names[0]!r} is not supported. Supported: {supported}.")
     return names[0]
@@ -174,8 +183,9 @@ def generation_defaults(file: Path) -> GenerationDefaults:
     raw = read_json(file)
     for name in ("temperature", "top_p", "top_k", "min_p"):
         value = raw.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
-            raise CheckpointError(f"{file}: {name}={value!r} must be a number.")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if value is not None and not number:
+            raise CheckpointError(f"{file}: {name}={str(value)[:80]!s} must be a number.")
     return GenerationDefaults(
         eos_token_ids=_token_ids(raw.get("eos_token_id"), file),
         temperature=raw.get("temperature"),

@@ -24,7 +24,7 @@ from unisono.layers.formats import Place, WeightFormat
 from unisono.layers.norm import RMSNorm
 from unisono.models import weights
 from unisono.models.build import AttentionFactory, Builder, no_attention, plain
-from unisono.models.checkpoint import read_json, read_tensors
+from unisono.models.checkpoint import read_config, read_tensors
 from unisono.models.config import DecoderConfig
 from unisono.models.decoder import Decoder
 from unisono.models.draft import DraftConfig, Eagle3Head, EagleHead
@@ -195,7 +195,7 @@ def open_eagle(path: str | Path, target: DecoderConfig, *, dummy: bool = False) 
     Raises CheckpointError naming what is missing, broken or does not fit.
     """
     directory = find_directory(path)
-    raw = read_json(directory / "config.json")
+    raw = read_config(directory)
     if "speculators_model_type" in raw:
         raise CheckpointError(
             f"{directory}: a speculators head of type {raw['speculators_model_type']!r} is not read by the method "
@@ -232,7 +232,7 @@ def open_eagle3(
     is missing, broken or does not fit. Logs which layers it reads and why.
     """
     directory = find_directory(path)
-    raw = read_json(directory / "config.json")
+    raw = read_config(directory)
     fields, settings = _eagle3_settings(raw, directory)
     speculators = fields is not raw
     layer = _layer_config(fields, raw, target, directory)

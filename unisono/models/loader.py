@@ -62,7 +62,14 @@ def load_model(
         checkpoint.format_of_module,
         config.zero_centered_norms,
     )
-    decoder = Decoder(config, builder)
+    if load_format != "dummy":
+        _check_sizes(checkpoint)
+    try:
+        decoder = Decoder(config, builder)
+    except (RuntimeError, MemoryError, OverflowError, ValueError) as error:  # torch cannot allocate, or even count it
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise CheckpointError(f"{checkpoint.path}: a model of this config.json cannot be made: {error}") from None
     if load_format == "dummy":
         fill_randomly(decoder, seed)
     else:
@@ -164,6 +171,33 @@ def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progres
     fill(wanted, tensors, decoder.embed.weight.device, lambda share: progress("load", share))
     if tied and head in tensors:
         _check_tied_head(decoder, head, tensors)
+    _check_finite(decoder, checkpoint)
+
+
+def _check_sizes(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError, before memory is taken, where embedding or layers are not those of config.json."""
+    config, family = checkpoint.config, checkpoint.family
+    tensors = _as_named(checkpoint.tensors(), family)
+    name, shape = f"{family.name('embed')}.weight", (config.vocab_size, config.hidden_size)
+    found = tensors.get(name)
+    if found is not None and found.shape != shape:
+        raise CheckpointError(
+            f"{found.file}: tensor {name} has shape {list(found.shape)}; config.json asks for {list(shape)}."
+        )
+    if config.num_layers > len(tensors):
+        raise CheckpointError(
+            f"{checkpoint.path}: config.json asks for {config.num_layers} layers, and there are {len(tensors)} tensors."
+        )
+
+
+@torch.no_grad()
+def _check_finite(decoder: Decoder, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError naming the first weights that are NaN or infinite: every answer would be nonsense."""
+    for name, weight in decoder.named_parameters():
+        if weight.is_floating_point() and weight.numel() and weight.element_size() > 1:
+            low, high = torch.aminmax(weight)
+            if not (low.isfinite() and high.isfinite()):
+                raise CheckpointError(f"{checkpoint.path}: {name} has weights that are NaN or infinite.")
 
 
 def _as_named(tensors: Mapping[str, TensorInfo], family: Family) -> Mapping[str, TensorInfo]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -38,6 +39,9 @@ READERS, GPU_READERS = 4, 8
 SHOWN = 1e-3
 """The share of a checkpoint after which progress is told again: there may be tens of thousands of tensors."""
 
+HEADERS = 512
+"""Files whose headers are kept."""
+
 PIECE = 2**27
 """Elements that a thread reads of a file before it takes the next run."""
 
@@ -58,7 +62,16 @@ class TensorInfo:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file. Raises CheckpointError naming the file."""
+    """The tensors of one safetensors file. Raises CheckpointError naming the file.
+
+    A start asks several times, for the target and for its drafter; an unchanged file is read once.
+    """
+    state = file.stat()
+    return dict(_header(file, state.st_mtime_ns, state.st_size))
+
+
+@lru_cache(HEADERS)
+def _header(file: Path, changed: int, size: int) -> dict[str, TensorInfo]:
     try:
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
@@ -68,8 +81,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             }
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{file} is truncated or no safetensors file, it has {file.stat().st_size} bytes: {error}. "
-            "Download it again."
+            f"{file} is truncated or no safetensors file, it has {size} bytes: {error}. Download it again."
         ) from None
 
 

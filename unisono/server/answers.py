@@ -74,9 +74,9 @@ class Answer:
                     choice.prompt_hidden_states = prompt_states
             choices.append(self._with_tokens(choice, ids[index], reports[index]))
         answer = self._response(self.shape.whole, choices, self._usage())
-        scores = [generation.prompt_logprobs for generation in chosen]
-        if self.request.prompt_logprobs is not None:
-            self.shape.add_prompt_logprobs(answer, [one for one in scores if one is not None])
+        scores = [one for generation in chosen if (one := generation.prompt_logprobs) is not None]
+        if self.request.prompt_logprobs is not None and len(scores) == len(chosen):  # else some were aborted early
+            self.shape.add_prompt_logprobs(answer, scores)
         self._add_prompts(answer, chosen)
         return answer
 

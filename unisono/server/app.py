@@ -39,9 +39,12 @@ def create_app(service: Service) -> ASGIApp:
 async def _answer_error(request: Request, error: Exception) -> Response:
     api_error, written = as_api_error(error), note(request.scope)
     written.error = api_error
+    content: object = api_error.body()
     if request.url.path.startswith(anthropic.PREFIX):
-        return json_response(error_object(api_error, written.request_id), api_error.status)
-    return json_response(api_error.body(), api_error.status)
+        content = error_object(api_error, written.request_id)
+    response = json_response(content, api_error.status)
+    response.headers.update(api_error.headers)
+    return response
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:

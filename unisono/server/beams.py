@@ -7,6 +7,7 @@ search; when all have closed, it ends.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from unisono.frontend.beam_search import Beam, BeamSearch
 from unisono.server.client import EngineClient
@@ -50,7 +51,7 @@ class BeamClient:
 
     def __init__(self, client: EngineClient, search: BeamSearch, readers: int) -> None:
         self._client, self._search, self._readers = client, search, readers
-        self._submitted = 0
+        self._submitted, self._label = 0, ""
         self._streams: list[TokenStream] = []
         self._started: asyncio.Future[None] | None = None
         self._task: asyncio.Task[list[Beam]] | None = None
@@ -63,6 +64,7 @@ class BeamClient:
         streamed: changes nothing, for a beam comes whole.
         """
         stream = BeamStream(self, request, self._submitted)
+        self._label = request.client
         self._submitted += 1
         if self._started is None:
             self._started = asyncio.ensure_future(self._step())
@@ -99,7 +101,7 @@ class BeamClient:
 
     async def _step(self) -> None:
         """Hand the next step's requests to the engine."""
-        begun = map(self._client.submit, self._search.requests())
+        begun = (self._client.submit(replace(one, client=self._label)) for one in self._search.requests())
         results = await asyncio.gather(*begun, return_exceptions=True)
         self._streams = [one for one in results if isinstance(one, TokenStream)]
         for one in results:

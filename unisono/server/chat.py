@@ -24,7 +24,10 @@ from unisono.types import BadRequest, EngineRequest, SamplingParams, Thinking
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """One request. params: with what constrains the answer. constrains: whether that comes of its tools."""
+    """One request. params: with what constrains the answer. constrains: whether that comes of its tools.
+
+    parser: of the model's thoughts; splits: whether the answer tells them from its content.
+    """
 
     params: SamplingParams
     parser: Parser | None
@@ -33,6 +36,7 @@ class ChatPlan:
     prefix: str | None
     budget: int | None = None
     constrains: bool = False
+    splits: bool = True
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]] | None:
@@ -48,8 +52,11 @@ class ChatPlan:
 
     def reader(self, request: EngineRequest, prompt: Prompt) -> AnswerReader | None:
         """Reads a sequence's answer; None where there is nothing to tell apart."""
-        splitter = None if self.parser is None else self.parser.splitter(prompt.text or "", self.prefix)
-        reader = None
+        splitter, reader = None, None
+        if self.parser is not None and self.splits:
+            followed = self.budget is not None or self.params.structured_outputs is not None
+            interrupts = self.form.interrupts if self.form is not None and not followed else ()
+            splitter = self.parser.splitter(prompt.text or "", self.prefix, interrupts)
         if self.use is not None and self.form is not None:
             context = Context(self.use.callable, _ids(self.form, request), self.use.parallel)
             reader = self.form.reader(context)
@@ -90,20 +97,19 @@ class ChatFormat:
     def plan(self, request: ChatRequest, params: SamplingParams) -> ChatPlan:
         """Read a request's tools. Raises BadRequest."""
         use = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
-        parser = None if request.separate_reasoning is False else self.parser
         if use is not None and not self.known:
             raise BadRequest(
                 "tools: this model's chat template writes calls in a form that this server does not read; name the "
                 "form with --tool-call-parser when starting it, or leave out tools.",
                 "tools",
             )
-        if request.thinking_token_budget is not None and parser is None:
+        if request.thinking_token_budget is not None and self.parser is None:
             raise BadRequest(
                 "thinking_token_budget needs a model that thinks between marks, and this one's chat template shows "
                 "none; name them with --reasoning-parser when starting the server, or leave it out.",
                 "thinking_token_budget",
             )
-        marks = [] if parser is None else [parser.start, parser.end]
+        marks = [] if self.parser is None else [self.parser.start, self.parser.end]
         asked = params.structured_outputs
         if use is not None:
             params = self._constrained(use, params)
@@ -115,7 +121,8 @@ class ChatFormat:
             prefix = request.conversation()[-1]["content"] or ""
         constrains = params.structured_outputs is not asked
         form, budget = self.form if use else None, request.thinking_token_budget
-        return ChatPlan(params, parser, form, use, prefix, budget, constrains)
+        splits = request.separate_reasoning is not False
+        return ChatPlan(params, self.parser, form, use, prefix, budget, constrains, splits)
 
     def _constrained(self, use: ToolUse, params: SamplingParams) -> SamplingParams:
         """``params`` with the grammar of calls that must come, or whose arguments must satisfy their schemas."""

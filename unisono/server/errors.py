@@ -12,7 +12,7 @@ MAX_VALUE_CHARS = 80
 
 
 class ApiError(Exception):
-    """What a client did wrong (4xx) or must hear about (5xx)."""
+    """What a client did wrong (4xx) or must hear about (5xx). retry_after: seconds until it may send it again."""
 
     def __init__(
         self,
@@ -21,12 +21,19 @@ class ApiError(Exception):
         kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.kind = kind
         self.param = param
         self.code = code
+        self.retry_after = retry_after
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of an answer with this error."""
+        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
 
     def body(self) -> bytes:
         """The error JSON."""

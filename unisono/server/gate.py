@@ -13,6 +13,7 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from unisono.server.metrics import REFUSALS
 from unisono.server.note import Note
 from unisono.server.service import Service
 
@@ -55,6 +56,8 @@ class Gate:
             await self._app(scope, receive, forward)
         finally:
             self._service.in_flight -= counted
+            if written.ticket is not None:
+                written.ticket.leave()
             self._finish(scope, method, written)
 
     def _finish(self, scope: Scope, method: str, written: Note) -> None:
@@ -64,13 +67,18 @@ class Gate:
         if error is not None and status < 400:  # a stream that failed after its headers
             status = error.status
         self._service.metrics.http_request(path, method, status, time.monotonic() - written.arrival)
+        if written.key:
+            self._service.metrics.key_request(written.key, status)
         if status < 400:
             return
         code = "" if error is None else error.code or error.kind
         self._service.metrics.http_error(path, status, code)
+        if code in REFUSALS:
+            self._service.metrics.refused(code, written.key)
         log = logger.error if status >= 500 else logger.warning
         message = "" if error is None else " ".join(str(error).split())[:MAX_LOGGED]
-        log("%s %s: %d %s %s[%s]", method, _shown(scope["path"]), status, code, f"{message} ", written.request_id)
+        who = f"{written.request_id}, key {written.key}" if written.key else written.request_id
+        log("%s %s: %d %s %s[%s]", method, _shown(scope["path"]), status, code, f"{message} ", who)
 
 
 def _request_id(scope: Scope) -> str:

@@ -100,6 +100,7 @@ class Generation:
         self._stream: TokenStream | BeamStream | None = None
         self.streamed = False  # whether the client gets tokens as they come
         self.ended: str | None = None  # how, once it has
+        self.client = ""  # whose it is, as ``auth.Client.label``
         self._drafted = self._accepted = 0
         self._offset = 0
 
@@ -154,7 +155,7 @@ class Generation:
         """Hand the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
         self._timer.submitted()
         try:
-            self._stream = await self._client.submit(self._request, self.streamed)
+            self._stream = await self._client.submit(replace(self._request, client=self.client), self.streamed)
         except BadRequest as error:
             if error.param == "extra_args":
                 raise BadRequest(str(error), "vllm_xargs", error.code) from None
@@ -238,6 +239,8 @@ class Generation:
         if self._request.shares_with is None:
             shared.set_result(delta.prompt_logprobs)
         scores = await asyncio.shield(shared)  # cancelling one sequence must not cancel it for the others
+        if scores is None and delta.finish is FinishReason.ABORT:  # /abort came before the first token
+            return None
         if scores is None:
             raise ApiError(500, "The engine gave no log-probabilities of the prompt.", "server_error")
         if self._style.scored is not None:

@@ -7,8 +7,10 @@ the numbers.
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 from asyncio import TimerHandle
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from unisono.server.errors import ApiError
 
+logger = logging.getLogger(__name__)
+
+SHARED_OUT = 8
+"""One connection in this number is kept for addresses that have less than half of all, once there are several."""
 SPARE_FILES = 256
 """Open files that are left for the engine, logs and libraries."""
 
@@ -52,8 +58,12 @@ class _Refused(Exception):
 class LimitedProtocol(HttpToolsProtocol):
     """One connection. A request beyond the limits is answered 408, 431 or 503, and its connection closed."""
 
-    def __init__(self, *args: Any, limits: Limits, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, limits: Limits, refused: Callable[[str], None] = lambda reason: None, **options: Any
+    ) -> None:
+        """refused: called with the code of the error of each request or connection that is refused here."""
         super().__init__(*args, **options)
+        self._refused = refused
         self._limits = limits
         self._timer: TimerHandle | None = None
         self._in_head = True  # headers are awaited
@@ -65,10 +75,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._limits.connections:
-            limit = self._limits.connections
-            self._refuse(ApiError(503, f"{limit} connections are open, the most that are taken; try again later.",
-                                  "service_unavailable_error", code="too_many_connections"))  # fmt: skip
+        if (message := self._crowded()) is not None:
+            kind, code = "service_unavailable_error", "too_many_connections"
+            self._refuse(ApiError(503, message, kind, code=code, retry_after=1))
             return
         self._expect_head()
 
@@ -136,6 +145,19 @@ class LimitedProtocol(HttpToolsProtocol):
 
     # ---- limits -------------------------------------------------------------------------------------
 
+    def _crowded(self) -> str | None:
+        """Why this connection is one too many, or None. The last ones are for addresses that do not have most."""
+        limit, opened = self._limits.connections, len(self.connections)
+        if opened > limit:
+            return f"{limit} connections are open, the most that are taken; try again later."
+        if self.client is None or opened <= limit - limit // SHARED_OUT:
+            return None
+        addresses = [getattr(other, "client", None) for other in self.connections]
+        own = sum(one is not None and one[0] == self.client[0] for one in addresses)
+        if own > limit // 2 and own < opened:
+            return f"This address has {own} of {opened} open connections, and few are left; close some."
+        return None
+
     def _too_large(self) -> ApiError:
         limit = self._limits.head_bytes // 2**10
         return ApiError(431, f"The request's headers are larger than {limit} KiB; send less.", code="headers_too_large")
@@ -171,12 +193,18 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Answer, unless an answer has begun, and close."""
         self._refusal = error
+        self._refused(error.code or error.kind)
+        where = "a socket" if self.client is None else self.client[0]
+        logger.warning("A connection from %s: %d %s %s", where, error.status, error.code, error)
         self._stop_timer()
         if self.transport is None or self.transport.is_closing():
             return
         if self._in_head or self.cycle is None or not self.cycle.response_started:
             body = error.body()
-            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+            headers = {
+                "content-type": "application/json", "connection": "close", "content-length": len(body), **error.headers,
+            }  # fmt: skip
+            head = "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode() + b"\r\n"
             self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.close()
 

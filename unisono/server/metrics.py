@@ -37,6 +37,11 @@ REQUEST_BUCKETS = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
 STEP_BUCKETS = tuple(float(2**power) for power in range(15))
+REFUSALS = (
+    "engine_dead", "invalid_api_key", "operators_only", "queue_full", "rate_limit_exceeded", "shutting_down",
+    "sleeping", "too_many_concurrent_requests",
+)  # fmt: skip
+"""Codes of errors of requests that are refused for what the server or the client is, not for what they ask."""
 FINISHED = ("stop", "length", "abort", "error")
 CACHE_LABELS = ("block_size", "num_gpu_blocks")
 SECONDS = {
@@ -90,6 +95,12 @@ class ServerMetrics:
             self._finished.labels(**self._labels, finished_reason=reason)
         text = "Requests answered with 4xx or 5xx, and streams that ended in an error, by route, status and code."
         self._errors = self._counter("request_errors", text, "handler", "status", "code")
+        text = "Requests and connections that were refused, by reason and the name of their key."
+        self._refused = self._counter("requests_refused", text, "reason", "key")
+        for reason in REFUSALS:
+            self._refused.labels(**self._labels, reason=reason, key="")
+        text = "Requests by the name of the key that they came with."
+        self._by_key = self._counter("requests_by_key", text, "key", "status")
         text = "The KV cache: tokens of a page, and pages."
         self._cache = Gauge("cache_config_info", text, ("engine", *CACHE_LABELS), registry=self._registry)
         text = "1 for the state that the server is in."
@@ -115,6 +126,14 @@ class ServerMetrics:
     def http_error(self, path: str, status: int, code: str) -> None:
         """A request was answered with 4xx or 5xx, or its stream ended so."""
         self._errors.labels(**self._labels, handler=path, status=str(status), code=code).inc()
+
+    def refused(self, reason: str, key: str = "") -> None:
+        """A request or connection was refused. reason: the error's code. key: the key's name, if it had one."""
+        self._refused.labels(**self._labels, reason=reason, key=key).inc()
+
+    def key_request(self, key: str, status: int) -> None:
+        """A request that came with a valid key was answered."""
+        self._by_key.labels(**self._labels, key=key, status=f"{status // 100}xx").inc()
 
     def sleeping(self, asleep: bool) -> None:
         """The server has gone to sleep, or woken."""

@@ -7,16 +7,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.server.errors import ApiError
+from unisono.server.overload import Ticket
 
 
 @dataclass
 class Note:
-    """What is known of one HTTP request. ``arrival``: ``time.monotonic()``. ``error``: how it failed, if it did."""
+    """What is known of one HTTP request.
+
+    arrival: ``time.monotonic()``. error: how it failed, if it did. ticket: of a request that was taken on. key: the
+    name of the key that it came with.
+    """
 
     request_id: str
     arrival: float = field(default_factory=time.monotonic)
     error: ApiError | None = None
     status: int = 0
+    ticket: Ticket | None = None
+    key: str = ""
 
 
 def note(scope: Any) -> Note:

@@ -8,7 +8,7 @@ chat templates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from unisono.types import ConfigError
@@ -34,10 +34,10 @@ class Parser:
         closed = before.endswith(self.end) if prefix is None else bool(prefix)
         return "content" if closed else "thinking" if self.opens and prefix is None else "begin"
 
-    def splitter(self, prompt: str, prefix: str | None = None) -> Splitter:
-        """For one answer; see :meth:`begins`."""
+    def splitter(self, prompt: str, prefix: str | None = None, interrupts: Sequence[str] = ()) -> Splitter:
+        """For one answer; see :meth:`begins`. interrupts: marks of calls, with which a thought ends too."""
         state = self.begins(prompt, prefix)
-        return Splitter(self, "begin" if self.opens and state == "thinking" else state)
+        return Splitter(self, "begin" if self.opens and state == "thinking" else state, interrupts)
 
 
 THINK, OPENED = Parser(), Parser(opens=True)
@@ -83,6 +83,7 @@ class Splitter:
 
     parser: Parser
     state: str
+    interrupts: Sequence[str] = ()
     _held: str = ""
     _started: bool = False
 
@@ -109,11 +110,13 @@ class Splitter:
         """New thinking up to the closing mark, without the white space at both ends."""
         if not self._started:
             self._held = self._held.lstrip()
-        thought, mark, rest = self._held.partition(self.parser.end)
+        thought, marks = self._held, (self.parser.end, *self.interrupts)
+        place, mark = min(((thought.find(mark), mark) for mark in marks if mark in thought), default=(-1, ""))
         if mark:
-            self.state, self._held, self._started = "content", rest, False
-            return thought.rstrip()
-        kept = thought if last else thought[: len(thought) - _overlap(thought, self.parser.end)]
+            rest = place + len(mark) if mark == self.parser.end else place
+            self.state, self._held, self._started = "content", thought[rest:], False
+            return thought[:place].rstrip()
+        kept = thought if last else thought[: len(thought) - max(_overlap(thought, mark) for mark in marks)]
         new = kept if last else kept.rstrip()
         self._held = thought[len(new) :]
         self._started |= bool(new)

@@ -16,10 +16,11 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -27,27 +28,33 @@ from starlette.types import ASGIApp
 from unisono.frontend.input_processor import InputProcessor, ModelFacts
 from unisono.heap import freeze_heap
 from unisono.server.app import create_app
-from unisono.server.auth import Keys
+from unisono.server.auth import Key, Keys
 from unisono.server.chat import ChatFormat
 from unisono.server.client import HEARTBEAT_TIMEOUT, EngineClient
 from unisono.server.engine_handle import Progress
 from unisono.server.http_settings import HttpSettings
+from unisono.server.key_file import read_keys, stamp
 from unisono.server.limits import LimitedProtocol, Limits, open_files
-from unisono.server.metrics import ProgressLine, ServerMetrics
+from unisono.server.metrics import ProgressLine, ServerMetrics, check_prefix
+from unisono.server.overload import Admission, LoadLimits
 from unisono.server.pooling import pooling_of
 from unisono.server.reasoning import parser_named
 from unisono.server.restarts import Restarts
 from unisono.server.service import INSPECT_LIMIT, Service
 from unisono.server.serving import Serving
 from unisono.server.tools.formats import format_named
-from unisono.server.traces import Tracer
+from unisono.server.traces import Tracer, endpoint_url
 from unisono.tokenizer import Tokenizer
 from unisono.types import ConfigError, EngineDead, UnisonoError
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 ENGINE = "unisono.engine.engine:Engine"
 PROGRESS_SECONDS = 10.0
+KEYS_SECONDS = 2.0
+"""Seconds between two looks at the file of keys."""
 CONNECTION_LIMIT = 3
 """Seconds that open connections get once every request has been answered or failed."""
 INTERRUPTED = 130
@@ -65,7 +72,8 @@ class ServerSettings:
     otlp_traces_endpoint: where spans go, OTLP over HTTP; None sends none.
     profile_dir: where /stop_profile writes; None turns profiles off.
     drain_timeout: seconds that running requests get to finish after the first signal.
-    limits: what a connection may cost before its key is looked at.
+    api_key, api_key_file: keys that open the server; see ``key_file``.
+    limits: what a connection may cost before its key is looked at. load: what the server takes on.
     reasoning_parser, tool_call_parser: how thinking and tool calls are told from what is said in chat answers
     (``reasoning.PARSERS``, ``tools.formats.FORMATS``); None: as the chat template says.
     trust_request_chat_template: whether bodies may bring a chat template, which is rendered in a sandbox.
@@ -79,12 +87,14 @@ class ServerSettings:
     names: tuple[str, ...]
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    api_key_file: Path | None = None
     chat_template: str | None = None
     drain_timeout: float = 30.0
     engine_restart_window: float = 600.0
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
     limits: Limits = field(default_factory=Limits)
+    load: LoadLimits = field(default_factory=LoadLimits)
     max_engine_restarts: int = 5
     metrics_prefix: str = "unisono"
     otlp_traces_endpoint: str | None = None
@@ -111,11 +121,15 @@ def serve(config: Any, settings: ServerSettings, progress: Progress = lambda sta
 
     ``progress`` is called with a stage of the engine's start and its share done, 0 … 1.
 
-    Raises ConfigError if the port is taken or the reasoning parser is unknown, and what keeps the engine from starting
-    (a UnisonoError).
+    Raises ConfigError if the port is taken, a parser or the metrics' prefix is unknown, or spans have no endpoint; and
+    what keeps the engine from starting (a UnisonoError).
     """
     parser_named(settings.reasoning_parser)  # these raise before anything starts
     format_named(settings.tool_call_parser)
+    check_prefix(settings.metrics_prefix)
+    if settings.otlp_traces_endpoint is not None:
+        endpoint_url(settings.otlp_traces_endpoint)
+    _keys(settings)
     restarts = settings.restarts()
     with bind(settings.host, settings.port) as listener:
         loop_factory = _uvicorn_config(None).get_loop_factory()
@@ -150,9 +164,11 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
         if service is None:
             return
         app = settings.http.with_cors(create_app(service))
-        server = _Uvicorn(_uvicorn_config(app, settings.http, settings.limits))
+        server = _Uvicorn(_uvicorn_config(app, settings.limits, settings.http, service.metrics.refused))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reporting = [asyncio.create_task(_report_progress(service))]
+        if settings.api_key_file is not None:
+            reporting.append(asyncio.create_task(_reread_keys(service, settings)))
         if service.tracer is not None:
             reporting.append(asyncio.create_task(service.tracer.run()))
         listener.listen(
@@ -176,15 +192,14 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
 
 async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) -> Service:
     """Load the tokenizer while the engine loads the model."""
-    tokenizer = await asyncio.to_thread(Tokenizer.load, settings.tokenizer or settings.model_path)
+    tokenizer = await _in_daemon(_load_tokenizer, settings)
     info = await client.ready()
     facts = ModelFacts.of(info, tokenizer)
     if tokenizer is None:
         logger.warning("%s has no tokenizer: only token ids are taken, on /v1/completions.", settings.model_path)
     else:
         tokenizer.check_vocabulary(facts.vocab_size)
-        if settings.chat_template is not None:
-            tokenizer.backend.chat_template = settings.chat_template
+    keys = Keys(_keys(settings))
     metrics = ServerMetrics(settings.names[0], lambda: client.samples, settings.metrics_prefix, facts.max_model_len)
     metrics.cache_config(info)
     client.stepped, client.restarted = metrics.step, metrics.cache_config
@@ -197,13 +212,71 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
         names=settings.names,
         root=str(settings.model_path),
         fingerprint=_fingerprint(config),
-        settings=_public(settings, facts),
+        settings=_public(settings, facts) | {"keys": keys.names},
         drain_timeout=settings.drain_timeout,
         profile_dir=settings.profile_dir,
         tracer=None if settings.otlp_traces_endpoint is None else Tracer(settings.otlp_traces_endpoint),
         pooling=await asyncio.to_thread(pooling_of, settings.model_path),
-        keys=Keys([] if settings.api_key is None else [settings.api_key]),
+        keys=keys,
+        admission=Admission(settings.load, info["settings"].get("max_num_seqs", 1)),
     )
+
+
+async def _in_daemon(work: Callable[..., T], *given: Any) -> T:
+    """The result of ``work`` in a thread that does not keep the process alive: a signal ends one that never returns."""
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def run() -> None:
+        try:
+            result, error = work(*given), None
+        except BaseException as caught:
+            result, error = None, caught
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(lambda: _settle(done, result, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
+
+
+def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if done.done():
+        return
+    if error is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(result)
+
+
+def _load_tokenizer(settings: ServerSettings) -> Tokenizer | None:
+    """The tokenizer, its chat template tried. Raises CheckpointError."""
+    tokenizer = Tokenizer.load(settings.tokenizer or settings.model_path)
+    if tokenizer is not None:
+        if settings.chat_template is not None:
+            tokenizer.backend.chat_template = settings.chat_template
+        tokenizer.check_template()
+    return tokenizer
+
+
+def _keys(settings: ServerSettings) -> list[str | Key]:
+    """The keys that open the server; none where it is open. Raises ConfigError."""
+    flag: list[str | Key] = [] if settings.api_key is None else [settings.api_key]
+    return flag if settings.api_key_file is None else [*flag, *read_keys(settings.api_key_file)]
+
+
+async def _reread_keys(service: Service, settings: ServerSettings) -> None:
+    """Use the keys of the file that it has now, soon after it has changed. One that is wrong changes nothing."""
+    assert settings.api_key_file is not None
+    seen = stamp(settings.api_key_file)
+    while True:
+        await asyncio.sleep(KEYS_SECONDS)
+        if (now := stamp(settings.api_key_file)) == seen:
+            continue
+        seen = now
+        try:
+            service.keys.replace(await asyncio.to_thread(_keys, settings))
+            logger.info("Read %s again: keys of %s", settings.api_key_file, ", ".join(service.keys.names))
+        except ConfigError as error:
+            logger.error("%s The keys stay what they were.", error)
 
 
 def _fingerprint(config: Any) -> str:
@@ -213,10 +286,10 @@ def _fingerprint(config: Any) -> str:
 
 
 def _public(settings: ServerSettings, facts: ModelFacts) -> dict[str, Any]:
-    """What /server_info tells of the server: everything but its key."""
+    """What /server_info tells of the server: everything but its keys."""
     shown: dict[str, Any] = dataclasses.asdict(settings)
     shown |= {name: str(value) for name, value in shown.items() if isinstance(value, Path)}
-    shown["api_key"] = settings.api_key is not None
+    del shown["api_key"]
     return shown | {"model": dataclasses.asdict(facts)}
 
 
@@ -272,13 +345,16 @@ async def _unless(stop: asyncio.Event, work: Any) -> Any:
 
 
 def _uvicorn_config(
-    app: ASGIApp | None, http: HttpSettings | None = None, limits: Limits | None = None
+    app: ASGIApp | None,
+    limits: Limits | None = None,
+    http: HttpSettings | None = None,
+    refused: Callable[[str], None] = lambda reason: None,
 ) -> uvicorn.Config:
     limits = limits or Limits()
     limits = dataclasses.replace(limits, connections=min(limits.connections, open_files()))
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http=functools.partial(LimitedProtocol, limits=limits),  # type: ignore[arg-type]
+        http=functools.partial(LimitedProtocol, limits=limits, refused=refused),  # type: ignore[arg-type]
         lifespan="off",
         log_config=None,
         log_level="warning",

@@ -18,6 +18,7 @@ from unisono.server.client import EngineClient
 from unisono.server.errors import ApiError, show, unavailable
 from unisono.server.generation import Generation
 from unisono.server.metrics import ServerMetrics
+from unisono.server.overload import Admission
 from unisono.server.pooling import Pooling
 from unisono.server.serving import Serving
 from unisono.server.traces import Parent, Tracer
@@ -45,6 +46,7 @@ class Service:
     fingerprint: str
     settings: dict[str, Any]
     keys: Keys = field(default_factory=Keys)
+    admission: Admission = field(default_factory=Admission)
     drain_timeout: float = 30.0
     profile_dir: Path | None = None
     pooling: Pooling = field(default_factory=Pooling)

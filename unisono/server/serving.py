@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from unisono.frontend.beam_search import BeamSearch, check_beams
+from unisono.frontend.beam_search import BeamSearch, check_beams, check_length_penalty
 from unisono.frontend.input_processor import InputProcessor, Prompt, checked_salt
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.server.beams import BeamClient, Source
@@ -112,6 +112,7 @@ class Serving:
         prompt = replace(prompt, cache_salt=salt or None)
         if body.use_beam_search:
             check_beams(params, self.inputs.model.max_logprobs)
+            check_length_penalty(1.0 if body.length_penalty is None else body.length_penalty)
         elif body.length_penalty not in (None, 1):
             raise BadRequest(
                 f"length_penalty={body.length_penalty} weighs beams; set use_beam_search, or leave it out.",

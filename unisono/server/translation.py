@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
-import pydantic_core
 from pydantic import BaseModel, ValidationError
 
 from unisono.server.errors import ApiError, show
@@ -77,17 +76,6 @@ def passed_on(data: Mapping[str, Any], own: Collection[str], refused: Mapping[st
             message = f"{name} is not a field of this body; {refused[name]}."
             raise ApiError(400, message, param=name, code="unknown_field")
     return extra
-
-
-def read_object(body: bytes) -> dict[str, Any]:
-    """A body's JSON object. Raises ApiError (400)."""
-    try:
-        data = pydantic_core.from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
-    if not isinstance(data, dict):
-        raise ApiError(400, f"The body is {show(data)}; it must be a JSON object.")
-    return data
 
 
 Body = TypeVar("Body", bound=BaseModel)

@@ -23,7 +23,7 @@ class Stored:
 
     response: dict[str, Any]
     items: list[Item]
-    owner: bytes
+    owner: str
     size: int = field(default=0)
 
     @property
@@ -53,7 +53,7 @@ class ResponseStore:
         while self._bytes > self._max_bytes or len(self._stored) > self._max_responses:
             self.forget(next(iter(self._stored)))
 
-    def get(self, response_id: str, owner: bytes, param: str | None = None) -> Stored:
+    def get(self, response_id: str, owner: str, param: str | None = None) -> Stored:
         """The response of this id. Raises ApiError (404) where there is none, or another client's."""
         found = self._stored.get(response_id)
         if found is None or found.owner != owner:
@@ -65,7 +65,7 @@ class ResponseStore:
         self._stored.move_to_end(response_id)
         return found
 
-    def ended(self, response_id: str, owner: bytes, param: str) -> Stored:
+    def ended(self, response_id: str, owner: str, param: str) -> Stored:
         """The same for a response that has ended. Raises ApiError (409) for one that has not."""
         found = self.get(response_id, owner, param)
         if found.response["status"] in ("queued", "in_progress"):
@@ -73,7 +73,7 @@ class ResponseStore:
             raise ApiError(409, message, "conflict_error", param=param, code="response_in_progress")
         return found
 
-    def item(self, item_id: str, owner: bytes) -> Item | None:
+    def item(self, item_id: str, owner: str) -> Item | None:
         """The item of this id in the newest response that has it."""
         for stored in reversed(self._stored.values()):
             if stored.owner == owner:
@@ -82,7 +82,7 @@ class ResponseStore:
                         return item
         return None
 
-    def delete(self, response_id: str, owner: bytes) -> None:
+    def delete(self, response_id: str, owner: str) -> None:
         """Forget a response. Raises ApiError (404)."""
         self.get(response_id, owner)
         self.forget(response_id)

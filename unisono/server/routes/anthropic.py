@@ -13,13 +13,14 @@ from fastapi.responses import Response
 
 from unisono.server.anthropic_api.body import CountRequest, MessagesRequest, chat_body
 from unisono.server.anthropic_api.writer import Event, Writer, encode, error_object
+from unisono.server.body import load_object
 from unisono.server.errors import as_api_error
 from unisono.server.generation import Generation, merge
 from unisono.server.note import note
 from unisono.server.responses import Usage
 from unisono.server.routes.common import answer, described, json_response, new_id, read_json_body, when_ready
 from unisono.server.service import Service
-from unisono.server.translation import chat_request, checked, read_object
+from unisono.server.translation import chat_request, checked
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post(PREFIX, dependencies=ready, **described("Answer a conversation.", MessagesRequest))
     async def messages(request: Request) -> Response:
-        data = read_object(await read_json_body(request))
+        data = load_object(await read_json_body(request))
         body = checked(data, MessagesRequest, only=False)
         model, message_id = service.model(body.model), new_id("msg_")
         fields, renames = chat_body(body, data)
@@ -96,7 +97,7 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post(f"{PREFIX}/count_tokens", dependencies=ready, **described("Count a conversation's tokens.", CountRequest))
     async def count_tokens(request: Request) -> Response:
-        data = read_object(await read_json_body(request))
+        data = load_object(await read_json_body(request))
         body = checked(data, CountRequest, only=False)
         service.model(body.model)
         fields, renames = chat_body(body, data)

@@ -21,11 +21,18 @@ from unisono.server.note import note
 from unisono.server.service import CLIENT_GONE, MAX_BODY_BYTES, Service
 
 
-def clients_only(service: Service) -> list[Dependency]:
-    """Dependencies of a route that needs a key where the server has keys."""
+def clients_only(service: Service, works: bool = False) -> list[Dependency]:
+    """Dependencies of a route that needs a key where the server has keys.
+
+    works: whether its requests have to be prepared, and so count towards limits and take turns.
+    """
 
     async def check(request: Request) -> None:
         service.keys.check(request)
+        client = service.keys.client(request)
+        note(request.scope).key = client.name
+        if works:
+            note(request.scope).ticket = service.admission.enter(client)
 
     return [Depends(check)]
 
@@ -36,7 +43,7 @@ def when_ready(service: Service) -> list[Dependency]:
     async def ready() -> None:
         service.check_ready()
 
-    return [Depends(ready), *clients_only(service)]
+    return [Depends(ready), *clients_only(service, works=True)]
 
 
 def operators_only(service: Service) -> list[Dependency]:
@@ -44,6 +51,7 @@ def operators_only(service: Service) -> list[Dependency]:
 
     async def check(request: Request) -> None:
         service.keys.check_operator(request)
+        note(request.scope).key = service.keys.client(request).name
 
     return [Depends(check)]
 
@@ -55,7 +63,10 @@ def json_response(content: object, status: int = 200) -> Response:
 
 
 async def read_json_body(request: Request) -> bytes:
-    """The body of a JSON request. Raises ApiError 415 for another content type, 413 above MAX_BODY_BYTES."""
+    """The body of a JSON request, when it is its client's turn.
+
+    Raises ApiError 415 for another content type, 413 above MAX_BODY_BYTES.
+    """
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, f"The content type is {show(content_type)}; send Content-Type: application/json.")
@@ -68,6 +79,11 @@ async def read_json_body(request: Request) -> bytes:
                 raise ApiError(413, f"The body is larger than {limit} MiB; send less.", code="body_too_large")
     except ClientDisconnect:
         raise ApiError(CLIENT_GONE, "The client went before its request was read.") from None
+    ticket = note(request.scope).ticket
+    if ticket is None or ticket.take_turn():
+        return bytes(body)
+    if not await until_disconnect(request.receive, ticket.turn()):
+        raise ApiError(CLIENT_GONE, "The client went before its turn came.")
     return bytes(body)
 
 
@@ -90,6 +106,7 @@ async def answer(
     closed: called once the answer is sent, has failed, or has lost its client.
     """
     generations = await prepare()
+    prepared(request, generations)
     for generation in generations:
         generation.arrived(note(request.scope).arrival)
         generation.streamed = bool(stream)
@@ -110,6 +127,16 @@ async def answer(
         raise
     close()
     return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
+
+
+def prepared(request: Request, generations: list[Generation]) -> None:
+    """A request has these generations; its turn to be prepared is over."""
+    if (ticket := note(request.scope).ticket) is None:
+        return
+    ticket.turn_over()
+    ticket.resize(len(generations))
+    for generation in generations:
+        generation.client = ticket.client.label
 
 
 def now() -> int:

@@ -13,13 +13,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from unisono.server.errors import ApiError
+from unisono.server.body import load_object
+from unisono.server.errors import ApiError, unavailable
 from unisono.server.generation import Generation, merge
 from unisono.server.pooling import GENERATIVE, Pooling, encoded
 from unisono.server.protocol import CompletionRequest, parse
 from unisono.server.routes.common import answer, described, new_id, read_json_body, when_ready
 from unisono.server.service import Service
-from unisono.server.translation import Renames, checked, read_object
+from unisono.server.translation import Renames, checked
 from unisono.types import BadRequest
 
 
@@ -63,7 +64,10 @@ class EmbeddingReply:
         form, normalize = self.request.encoding_format or "float", self.request.normalize is not False
         found = []
         for index, generation in enumerate(self.generations):
-            vector = self.pooling.pool(generation.prompt_states(), self.request.dimensions, normalize)
+            states = generation.prompt_states()
+            if not len(states):
+                raise unavailable("The request was aborted by an operator.", "aborted")
+            vector = self.pooling.pool(states, self.request.dimensions, normalize)
             found.append({"object": "embedding", "index": index, "embedding": encoded(vector, form)})
         return found
 
@@ -76,7 +80,7 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/embeddings", dependencies=when_ready(service), **described("Embed texts.", EmbeddingRequest))
     async def embeddings(request: Request) -> Response:
-        body = checked(read_object(await read_json_body(request)), EmbeddingRequest)
+        body = checked(load_object(await read_json_body(request)), EmbeddingRequest)
         model, answer_id = service.model(body.model), new_id("embd-")
         _check(body, service)
         fields = {"prompt": body.input, "max_tokens": 1, "temperature": 0, "return_hidden_states": True}

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from unisono.server.body import load_object
 from unisono.server.errors import ApiError, as_api_error
 from unisono.server.generation import Generation, merge, start_all
 from unisono.server.note import note
@@ -27,11 +28,12 @@ from unisono.server.routes.common import (
     json_response,
     new_id,
     now,
+    prepared,
     read_json_body,
     when_ready,
 )
 from unisono.server.service import Service
-from unisono.server.translation import Renames, chat_request, checked, read_object
+from unisono.server.translation import Renames, chat_request, checked
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +122,11 @@ def add(app: FastAPI, service: Service) -> None:
 
         if asked.request.background:
             generations = await prepare()
+            prepared(request, generations)
             response["status"] = "queued"
             keep()
+            if (ticket := note(request.scope).ticket) is not None:
+                ticket.hold()
             task = asyncio.create_task(_in_background(service, reply_of(generations), request))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
@@ -200,7 +205,7 @@ def _add_stored(app: FastAPI, service: Service, store: ResponseStore) -> None:
 
 async def _asked(service: Service, store: ResponseStore, request: Request) -> Asked:
     """The body, checked. Raises BadRequest and ApiError."""
-    data = read_object(await read_json_body(request))
+    data = load_object(await read_json_body(request))
     body = checked(data, ResponsesRequest, only=False)
     model, who = service.model(body.model), service.keys.owner(request)
     earlier: list[Item] = []
@@ -255,6 +260,7 @@ def _given(value: float | None, defaults: Mapping[str, float], name: str) -> flo
 async def _in_background(service: Service, reply: ResponseReply, request: Request) -> None:
     """Run a response that nobody waits for. Its end is in the store."""
     response_id, arrival = reply.writer.response["id"], note(request.scope).arrival
+    ticket = note(request.scope).ticket
     service.running[response_id] = reply.generations
     service.in_flight += 1
     try:
@@ -267,4 +273,6 @@ async def _in_background(service: Service, reply: ResponseReply, request: Reques
         logger.warning("Response %s failed: %s", response_id, as_api_error(error))
     finally:
         service.in_flight -= 1
+        if ticket is not None:
+            ticket.leave()
         service.close(response_id, reply.generations, request, arrival)

@@ -6,13 +6,14 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from unisono.server.body import load_object
 from unisono.server.generation import Generation
 from unisono.server.note import note
 from unisono.server.protocol import CompletionRequest, parse
 from unisono.server.routes.common import answer, described, new_id, read_json_body, when_ready
 from unisono.server.service import Service
 from unisono.server.sglang_api import GenerateReply, GenerateRequest, completion_body
-from unisono.server.translation import checked, read_object
+from unisono.server.translation import checked
 
 
 def add(app: FastAPI, service: Service) -> None:
@@ -20,7 +21,7 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post("/generate", dependencies=when_ready(service), **described("Continue prompts.", GenerateRequest))
     async def generate(request: Request) -> Response:
-        data = read_object(await read_json_body(request))
+        data = load_object(await read_json_body(request))
         body = checked(data, GenerateRequest, only=False)
         fields, renames = completion_body(body, data)
         with renames.errors():

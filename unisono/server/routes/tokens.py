@@ -11,10 +11,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from unisono.server.body import load_object
 from unisono.server.errors import ApiError
 from unisono.server.routes.common import clients_only, described, json_response, read_json_body
 from unisono.server.service import Service
-from unisono.server.translation import Renames, chat_request, checked, passed_on, read_object
+from unisono.server.translation import Renames, chat_request, checked, passed_on
 from unisono.types import BadRequest
 
 
@@ -42,12 +43,12 @@ class DetokenizeRequest(BaseModel):
 
 def add(app: FastAPI, service: Service) -> None:
     """Add the routes."""
-    clients = clients_only(service)
+    clients, workers = clients_only(service), clients_only(service, works=True)
     inputs = service.serving.inputs
 
-    @app.post("/tokenize", dependencies=clients, **described("Token ids of a prompt.", TokenizeRequest))
+    @app.post("/tokenize", dependencies=workers, **described("Token ids of a prompt.", TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        data = read_object(await read_json_body(request))
+        data = load_object(await read_json_body(request))
         body = checked(data, TokenizeRequest, only=False)
         service.model(body.model)
         ids = await _ids(service, body, data)
@@ -56,9 +57,9 @@ def add(app: FastAPI, service: Service) -> None:
         context = inputs.model.max_model_len
         return json_response({"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": names})
 
-    @app.post("/detokenize", dependencies=clients, **described("The text of token ids.", DetokenizeRequest))
+    @app.post("/detokenize", dependencies=workers, **described("The text of token ids.", DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
-        body = checked(read_object(await read_json_body(request)), DetokenizeRequest)
+        body = checked(load_object(await read_json_body(request)), DetokenizeRequest)
         service.model(body.model)
         size = inputs.model.vocab_size
         wrong = next((one for one in body.tokens if not 0 <= one < size), None)

@@ -299,7 +299,8 @@ class Format:
     name: as vLLM's ``--tool-call-parser`` has it. marks: texts of which a tokenizer may make special tokens.
     reader: the class that reads answers. before, between, after: literal text around and between calls.
     trigger: text that begins a call where one may come, but need not. excludes: text that a reader would take for the
-    beginning of a call although it lacks the trigger.
+    beginning of a call although it lacks the trigger. interrupts: marks that end a thought which the model forgot to
+    close before a call.
     """
 
     name: str
@@ -309,6 +310,7 @@ class Format:
     between = "\n"
     trigger: str
     excludes: tuple[str, ...] = ()
+    interrupts: tuple[str, ...] = ()
 
     def known_by(self, template: str) -> bool:
         """Whether a chat template with this text asks for this form."""

@@ -74,6 +74,7 @@ class Hermes(Format):
     marks = (OPEN, CLOSE)
     reader = HermesReader
     trigger = OPEN
+    interrupts = (OPEN,)
 
     def known_by(self, template: str) -> bool:
         return OPEN in template and "<arg_key>" not in template

@@ -181,6 +181,7 @@ class QwenCoder(Format):
     marks = (OPEN, CLOSE)
     reader = XmlReader
     trigger = OPEN
+    interrupts = (OPEN,)
     excludes = (FUNCTION,)
 
     def known_by(self, template: str) -> bool:

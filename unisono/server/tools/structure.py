@@ -17,8 +17,10 @@ from unisono.types import BadRequest, StructuredOutputs
 
 Tag = dict[str, Any]
 
-BLANKS = 20
-"""Blanks in a row between the parts of arguments; ``grammar`` has the same limit for JSON."""
+BLANKS = 2
+"""Blanks in a row between the parts of arguments, which models write on one line."""
+ANSWER_BLANKS = 20
+"""Blanks in a row between the parts of a JSON answer, as ``grammar`` has it."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -115,7 +117,7 @@ def _answer(asked: StructuredOutputs) -> Tag:
     """A request's own form as a part of a structural tag. Raises BadRequest for one that is a structural tag."""
     if asked.json is not None or asked.json_object:
         schema = json.loads(asked.json) if isinstance(asked.json, str) else asked.json or ANY_OBJECT
-        return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": BLANKS}
+        return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": ANSWER_BLANKS}
     if asked.regex is not None:
         return {"type": "regex", "pattern": asked.regex}
     if asked.choice is not None:

@@ -6,6 +6,7 @@ project's own code: the engine's side trusts nothing but the types of the few fi
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 from collections.abc import Sequence
@@ -71,10 +72,11 @@ class Channel:
     def ended(self) -> bool:
         """Whether the other side has ended, without waiting."""
         try:
-            return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
+            poll = select.poll()
+            poll.register(self.socket, select.POLLIN)
+            ready = poll.poll(0)  # recv itself would wait for the socket's timeout
+            return bool(ready) and self.socket.recv(1, socket.MSG_PEEK) == b""
+        except (OSError, ValueError):
             return True
 
     def _exactly(self, size: int) -> bytes:

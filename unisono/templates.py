@@ -1,0 +1,186 @@
+"""Chat templates: rendered in a process that can be killed, with limits of time, memory and output.
+
+A template is a program of the checkpoint's, or of a client's where the server takes those, and jinja's sandbox limits
+what it can reach, not what it takes. :class:`Renderer` is the caller's side; :func:`main` runs in the process, which
+renders as transformers does.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unisono.channel import Channel, Gone
+from unisono.forks import Template, limit_memory, limit_time, serve
+
+SECONDS = 2.0
+"""Processor time of one rendering. A conversation of 1 MB takes some 10 ms."""
+
+PATIENCE = 20.0
+"""Seconds that a rendering may take by the clock, whatever the machine is busy with."""
+
+MEMORY = 512 << 20
+"""Bytes that rendering may take."""
+
+MAX_CHARS = 1 << 26
+"""Characters of a rendered conversation: as many as a body has bytes."""
+
+
+class TemplateFailed(Exception):
+    """The template refuses the messages, or fails on them."""
+
+
+class TemplateTooHard(TemplateFailed):
+    """The template takes too much time or memory, or writes too much."""
+
+
+class Renderer:
+    """Renders templates. Starts its process when it is first used, or at :meth:`start`; threads may share it."""
+
+    def __init__(self) -> None:
+        self._template: Template | None = None
+        self._ready = False
+        self._channel: Channel | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begin to start the process, which takes a second or two; the first rendering waits for it."""
+        with self._lock:
+            self._start()
+
+    def _start(self) -> Template:
+        if self._template is None:
+            self._template, self._ready = Template("unisono.templates", []), False
+        return self._template
+
+    def render(
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as the template writes it. Raises TemplateFailed.
+
+        Keys of messages whose value is None are left out, as transformers does: many templates would write "None".
+        """
+        conversation = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        given = {
+            "conversations": [conversation],
+            "chat_template": template,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **(variables or {}),
+        }
+        with self._lock:
+            kind, text = self._ask(given)
+        if kind == "text":
+            return text
+        raise (TemplateTooHard if kind == "hard" else TemplateFailed)(text)
+
+    def close(self) -> None:
+        """End the process. A later rendering starts another."""
+        with self._lock:
+            self._leave()
+            if self._template is not None:
+                self._template.close()
+                self._template = None
+
+    def __del__(self) -> None:
+        try:  # noqa: SIM105  at the interpreter's end this module's names are gone
+            self.close()
+        except Exception:
+            pass
+
+    def _ask(self, given: dict[str, Any]) -> tuple[str, str]:
+        for last in (False, True):
+            try:
+                channel = self._connected()
+                channel.send(given)
+                return tuple(channel.receive()[0])
+            except TimeoutError:
+                self._leave()
+                return "hard", f"it takes more than {PATIENCE:g} s"
+            except Gone:
+                began = self._channel is not None
+                self._leave()
+                if began:
+                    return "hard", f"it takes more than {SECONDS:g} s of processor time, or ends its process"
+                if self._template is not None:
+                    self._template.close()
+                    self._template = None
+                if last:
+                    return "hard", "its process does not start"
+            except (TypeError, ValueError, OverflowError) as error:  # what msgpack does not know
+                return "failed", f"a variable is no plain data: {error}"
+        raise AssertionError
+
+    def _connected(self) -> Channel:
+        if self._channel is not None and self._channel.ended():  # killed while it was idle
+            self._leave()
+        if self._channel is None:
+            template = self._start()
+            if not self._ready:
+                template.wait()
+                self._ready = True
+            channel, _ = template.fork()
+            channel.socket.settimeout(PATIENCE)
+            self._channel = channel
+        return self._channel
+
+    def _leave(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+
+@functools.cache
+def renderer() -> Renderer:
+    """The renderer of this process: one serves every tokenizer."""
+    return Renderer()
+
+
+# ---- in the process ---------------------------------------------------------------------------------
+
+
+def main(descriptor: int) -> None:
+    """Fork a process that renders for each message."""
+    serve(descriptor, _begin)
+
+
+def _begin(first: list[Any]) -> Any:
+    import sys
+
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers does without it: 4 s and 300 MB less
+    from transformers.utils import chat_template_utils
+
+    return lambda channel, message: _render_all(channel, chat_template_utils.render_jinja_template)
+
+
+def _render_all(channel: Channel, render: Any) -> None:
+    limit_memory(MEMORY)
+    while True:
+        given, _ = channel.receive()
+        limit_time(SECONDS)
+        try:
+            (text,), _ = render(**given)
+            answer = (
+                ["text", text] if len(text) <= MAX_CHARS else ["hard", f"it writes more than {MAX_CHARS} characters"]
+            )
+        except (MemoryError, OverflowError):
+            answer = ["hard", f"it takes more than {MEMORY >> 20} MiB"]
+        except RecursionError:
+            answer = ["hard", "it is nested too deeply"]
+        except Exception as error:  # the template is the checkpoint's code, run on the caller's messages
+            answer = ["failed", f"{error}"[:2000]]
+        try:
+            channel.send(answer)
+        except (UnicodeEncodeError, MemoryError) as error:
+            channel.send(["failed", f"its text cannot be sent: {type(error).__name__}"])
+        limit_time(0)
