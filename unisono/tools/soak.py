@@ -46,16 +46,17 @@ def soak(
     distinct: Annotated[int, typer.Option(help="Distinct requests among them.", min=17)] = 340,
     concurrency: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 32,
     max_num_seqs: Annotated[int, typer.Option(help="Of the server: requests that run at once.", min=1)] = 8,
-    max_model_len: Annotated[int, typer.Option(help="Of the server: its context in tokens.", min=256)] = 512,
+    max_model_len: Annotated[int, typer.Option(help="Of the server: its context in tokens.", min=384)] = 512,
     limit: Annotated[float, typer.Option(help="Seconds after which a request counts as hung.", min=1)] = 120.0,
     seed: Annotated[int, typer.Option(help="Of the choice of requests.")] = 0,
 ) -> None:
     """Send a server every kind of request; all other flags are those of `unisono serve`.
 
     Exit code 1 if a request hung or failed, if a byte differs from a quiet run, if pages, slots, file descriptors or
-    processes are left, if memory grew by more than 2 % over the last half, or if nothing was preempted.
+    processes are left, if memory grew by more than 2 % over the last half, or if nothing was preempted or refused.
     """
     catalog.find_directory(model)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the servers end with this process
     _check_flags(model, context.args)
     plan = Plan(model, requests, min(distinct, requests), concurrency, max_num_seqs, max_model_len, limit, seed)
     report = asyncio.run(_run(plan, context.args))
@@ -86,11 +87,12 @@ class Plan:
     limit: float
     seed: int
 
-    def flags(self, pages: bool) -> list[str]:
-        """The server's flags. pages: have few, so that requests are preempted."""
+    def flags(self, busy: bool) -> list[str]:
+        """The server's flags. busy: few pages and a short queue, so that requests are preempted, and some refused."""
         own = ["--max-num-seqs", str(self.max_num_seqs), "--max-model-len", str(self.max_model_len)]
         few = self.max_model_len // PAGE_TOKENS * 3 // 2
-        return [*own, "--num-pages", str(few)] if pages else own
+        queue = max(1, self.concurrency - self.max_num_seqs)  # n > 1 goes beyond it
+        return [*own, "--num-pages", str(few), "--max-queued-requests", str(queue)] if busy else own
 
 
 @dataclass
@@ -143,7 +145,8 @@ class Report:
             found.append(f"processes: {self.before.processes} before, {self.after.processes} after")
         if self.growth > FLAT:
             found.append(f"memory grew by {100 * self.growth:.1f} % over the last half")
-        return [*found, *self.ended, *([] if self.preemptions else ["not tested: nothing was preempted"])]
+        untested = {"preempted": self.preemptions, "refused for overload": counts["refused"]}
+        return [*found, *self.ended, *(f"not tested: nothing was {name}" for name, n in untested.items() if not n)]
 
     def table(self) -> str:
         """The run in a few lines."""
@@ -213,15 +216,25 @@ async def _run(plan: Plan, serve_flags: Sequence[str]) -> Report:
 async def _flood(
     plan: Plan, client: Any, asked: Any, expected: Any, order: list[int], server: _Server, report: Report | None
 ) -> list[Any]:
-    """Ask the cases with these numbers, ``concurrency`` at once; notes memory in ``report``."""
-    left, outcomes = iter(order), []
+    """Ask the cases with these numbers, ``concurrency`` at once, until they are taken; notes memory in ``report``."""
+    left, outcomes, done = iter(order), [], 0
     every = max(1, len(order) // SAMPLES)
 
     async def worker() -> None:
+        nonlocal done
         for number in left:
-            outcomes.append(await client.ask(asked[number], expected[number]))
-            if report is not None and len(outcomes) % every == 0:
+            outcome = await client.ask(asked[number], expected[number])
+            outcomes.append(outcome)
+            while outcome.verdict == "refused":  # clients do as Retry-After says
+                await asyncio.sleep(1)
+                outcome = await client.ask(asked[number], expected[number])
+                outcomes.append(outcome)
+            done += 1
+            if report is not None and done % every == 0:
                 report.memory.append(server.memory())
+            if done % max(100, len(order) // 10) == 0:
+                counts = Counter(one.verdict for one in outcomes)
+                print(f"  {done} of {len(order)}: {dict(counts)}", flush=True)
 
     await asyncio.gather(*(worker() for _ in range(plan.concurrency)))
     return outcomes

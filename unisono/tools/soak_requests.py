@@ -95,7 +95,7 @@ def _sampling(rng: random.Random, number: int, longest: int) -> dict[str, Any]:
         {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.5},
         {"temperature": 1.2, "top_k": 40, "logit_bias": {"5": 2.0}},
     ]
-    return {**rng.choice(ways), "seed": number, "max_tokens": rng.randrange(4, longest // 12)}
+    return {**rng.choice(ways), "seed": number, "max_tokens": rng.randrange(4, longest // 16)}
 
 
 def _text(rng: random.Random, number: int, longest: int, **more: Any) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _long(rng: random.Random, number: int, longest: int) -> dict[str, Any]:
 def _repetitive(rng: random.Random, number: int, longest: int) -> dict[str, Any]:
     """What drafters predict well."""
     text = f"{_words(rng, 4)} " * 6
-    return {"prompt": text, "temperature": 0, "seed": number, "max_tokens": 32, "ignore_eos": True}
+    return {"prompt": text, "temperature": 0, "seed": number, "max_tokens": 24, "ignore_eos": True}
 
 
 def _form(rng: random.Random, number: int, longest: int) -> dict[str, Any]:
@@ -126,7 +126,9 @@ def _form(rng: random.Random, number: int, longest: int) -> dict[str, Any]:
 
 def _tools(rng: random.Random, number: int, longest: int) -> dict[str, Any]:
     choice: Any = ["auto", "required", {"type": "function", "function": {"name": "sell"}}][rng.randrange(3)]
-    return _chat(rng, number, longest, tools=TOOLS, tool_choice=choice, stream=number % 2 == 0, max_tokens=48)
+    return _chat(
+        rng, number, longest, tools=TOOLS, tool_choice=choice, stream=number % 2 == 0, max_tokens=longest // 12
+    )
 
 
 def _other(rng: random.Random, number: int, longest: int) -> Case:
