@@ -65,6 +65,7 @@ def _engine_flags(
         float, typer.Option(help="Of models with recurrent layers: share of the KV cache for prefix snapshots.")
     ] = 0.1,
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
+    num_pages: Annotated[int | None, typer.Option(help="KV pages of 16 tokens; default: what fits.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per pass.")] = None,
     max_stall_ms: Annotated[
         float, typer.Option(help="Milliseconds of prompt passes between two rounds of running requests.")

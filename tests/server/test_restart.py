@@ -91,6 +91,7 @@ def test_an_engine_that_dies_or_stops_is_started_again(start: Start, pool: Threa
     for response in refused:
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_restarting")
         assert says in response.json()["error"]["message"]
+        assert 1 <= int(response.headers["retry-after"]) < 60
     assert metrics(server)["engine_up"] == 0
     until(lambda: healthy(server), UP_AGAIN)
     assert whole.result(20).json()["choices"] == quiet, "with its log-probabilities, and nothing twice"

@@ -36,7 +36,8 @@ class EngineClient:
     heartbeat_timeout: seconds without a heartbeat after which it counts as dead; 0: never.
 
     ``stepped`` is called with the tokens of each step that brought some, ``restarted`` with ``Engine.info()`` of an
-    engine that was started again. ``death`` is why the engine is dead, or None; ``restarting``: it will be back.
+    engine that was started again. ``start_seconds``: what the last start took.
+    ``death`` is why the engine is dead, or None; ``restarting``: it will be back.
     """
 
     def __init__(
@@ -61,10 +62,12 @@ class EngineClient:
         self._samples: list[ipc.MetricSample] = []
         self.stepped: Callable[[int], None] = lambda tokens: None
         self.restarted: Callable[[dict[str, Any]], None] = lambda info: None
+        self.start_seconds = 1.0
         self.death: str | None = None
 
     def start(self) -> None:
         """Start the process; :meth:`ready` waits for it."""
+        self._begun = time.monotonic()
         self._handle = self._new_handle(self._progress)
         self._handle.start()
 
@@ -76,6 +79,7 @@ class EngineClient:
             self.death = str(error)
             raise
         self._handle.hide()
+        self.start_seconds = time.monotonic() - self._begun
         return info
 
     @property
@@ -279,11 +283,11 @@ class EngineClient:
             for stream in streams:
                 stream.fail(EngineDead(str(self.death)))
             return
-        self.death = None
+        self.death, self.start_seconds = None, time.monotonic() - begun
         again = list(self._streams.values())
         retried = sum(stream.retried for stream in again)
         self._retried += retried
-        logger.warning("The engine is back after %.1f s; %d requests run again.", time.monotonic() - begun, retried)
+        logger.warning("The engine is back after %.1f s; %d requests run again.", self.start_seconds, retried)
         self.restarted(info)
         for stream in again:
             self._handle.send(_encoded(stream.request))

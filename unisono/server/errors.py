@@ -41,9 +41,9 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
 
-def unavailable(message: str, code: str) -> ApiError:
+def unavailable(message: str, code: str, retry_after: int | None = None) -> ApiError:
     """503: the server takes no requests now."""
-    return ApiError(503, message, "service_unavailable_error", code=code)
+    return ApiError(503, message, "service_unavailable_error", code=code, retry_after=retry_after)
 
 
 def as_api_error(error: Exception) -> ApiError:

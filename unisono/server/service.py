@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -60,12 +61,14 @@ class Service:
 
     def unhealthy(self) -> ApiError | None:
         """Why the server serves no more, or None."""
-        if self.client.restarting:
-            return unavailable(f"The engine is restarting: {self.client.death}. Try again soon.", "engine_restarting")
-        if self.client.death is not None:
+        if self.client.death is not None and not self.client.restarting:
             return unavailable(f"The engine is dead: {self.client.death}. Restart the server.", "engine_dead")
         if self.draining:
             return unavailable("The server is shutting down and takes no new requests.", "shutting_down")
+        if self.client.restarting:
+            seconds = math.ceil(self.client.start_seconds)
+            message = f"The engine is restarting: {self.client.death}. The last start took {seconds} s."
+            return unavailable(message, "engine_restarting", seconds)
         return None
 
     def refusal(self) -> ApiError | None:

@@ -23,6 +23,7 @@ from unisono.cli_values import speculative, whole_numbers, writable
 from unisono.tools.adaptive_bench import adaptive, plot, versions
 from unisono.tools.drafters import drafters
 from unisono.tools.exact import exact
+from unisono.tools.soak import soak
 from unisono.types import ConfigError, SpeculativeConfig
 
 BATCH, CONTEXT, OUTPUT, PROMPTS = (1, 4, 16, 64), 1024, 256, (128, 512, 2048, 8192)
@@ -42,6 +43,7 @@ app.command()(exact)
 app.command()(adaptive)
 app.command()(drafters)
 app.command()(plot)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(soak)
 
 
 @dataclass

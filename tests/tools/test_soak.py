@@ -1,0 +1,165 @@
+"""``unisono bench soak``: a short one for real, and what it must not overlook."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from unisono.tools.soak import Held, Report, _lives
+from unisono.tools.soak_requests import CHAT, TEXT, Answer, Case, Client, Outcome, cases, joined, judge
+
+ROOT = Path(__file__).parents[2]
+
+
+def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "unisono", "bench", "soak", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+
+
+def test_a_server_under_every_kind_of_request() -> None:
+    result = soak("--requests", "300", "--distinct", "34", "--max-model-len", "384", "--limit", "300")
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = {line[:20].strip(): line[20:].split() for line in result.stdout.splitlines()}
+    sent, ok, refused, wrong, failed, hung = map(int, lines["all"][:6])
+    assert (ok, wrong, failed, hung) == (300, 0, 0, 0)
+    assert sent == ok + refused
+    for kind in ("n > 1", "grammars", "tools", "left streams", "aborts", "bad bodies", "long"):
+        assert int(lines[kind][1]) > 0, kind
+    assert "FAILED" not in result.stdout
+
+
+def test_flags_that_the_server_refuses() -> None:
+    result = soak("--requests", "20", "--distinct", "17", "--no-such-flag", "1")
+    assert result.returncode == 2
+    assert "--no-such-flag" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# ---- what it must not overlook ----------------------------------------------------------------
+
+WHOLE = {"choices": [{"index": 0, "text": "ab", "finish_reason": "length", "seed": 1}]}
+
+
+def event(text: str, finish: str | None = None) -> dict[str, Any]:
+    return {"id": "x", "choices": [{"index": 0, "text": text, "finish_reason": finish}]}
+
+
+def sse(*events: dict[str, Any], done: bool = True) -> bytes:
+    lines = [f"data: {json.dumps(one)}\n\n" for one in events]
+    return "".join([*lines, "data: [DONE]\n\n" if done else ""]).encode()
+
+
+def asked(case: Case, expected: Answer | None, answer: Callable[[httpx.Request], Any], limit: float = 5) -> Outcome:
+    """How a case goes with a server that answers so."""
+
+    async def run() -> Outcome:
+        client = Client("http://server", limit)
+        client.http = httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(answer))
+        return await client.ask(case, expected)
+
+    return asyncio.run(run())
+
+
+STREAM = Case("streams", TEXT, {"prompt": "a", "stream": True})
+LEFT = Case("left", TEXT, {"prompt": "a", "stream": True}, "leaves", 2)
+ONE = Case("whole", TEXT, {"prompt": "a"})
+BAD = Case("bad", TEXT, {"prompt": 7}, "errs")
+SAID = Answer(200, {"0 text": "abc", "0 finish": "length"})
+
+
+@pytest.mark.parametrize(
+    ("case", "expected", "response", "verdict"),
+    [
+        (ONE, Answer(200, WHOLE), httpx.Response(200, json={**WHOLE, "id": "other"}), "ok"),
+        (ONE, Answer(200, {"choices": []}), httpx.Response(200, json=WHOLE), "wrong"),
+        (ONE, None, httpx.Response(500, json={"error": {"message": "the engine failed"}}), "failed"),
+        (ONE, None, httpx.Response(503, json={"error": {"message": "full"}}), "failed"),
+        (ONE, None, httpx.Response(503, json={"error": {"message": "full"}}, headers={"retry-after": "1"}), "refused"),
+        (ONE, None, httpx.Response(200, content=b"{"), "failed"),
+        (STREAM, SAID, httpx.Response(200, content=sse(event("a"), event("bc", "length"))), "ok"),
+        (STREAM, SAID, httpx.Response(200, content=sse(event("a"), event("bd", "length"))), "wrong"),
+        (STREAM, SAID, httpx.Response(200, content=sse(event("a"), event("bc", "stop"))), "wrong"),
+        (STREAM, SAID, httpx.Response(200, content=sse(event("abc", "length"), done=False)), "failed"),
+        (STREAM, SAID, httpx.Response(200, content=sse(event("a"), {"error": {"message": "dead"}})), "failed"),
+        (LEFT, SAID, httpx.Response(200, content=sse(event("a"), event("b"), event("x"))), "ok"),
+        (LEFT, SAID, httpx.Response(200, content=sse(event("a"), event("x"), event("c"))), "wrong"),
+        (BAD, None, httpx.Response(400, json={"error": {"message": "prompt=7"}}), "ok"),
+        (BAD, None, httpx.Response(200, json=WHOLE), "failed"),
+        (BAD, None, httpx.Response(500, json={"error": {"message": "oh"}}), "failed"),
+    ],
+)
+def test_verdicts(case: Case, expected: Answer | None, response: httpx.Response, verdict: str) -> None:
+    outcome = asked(case, expected, lambda request: response)
+    assert outcome.verdict == verdict, outcome
+
+
+def test_what_does_not_end_hangs() -> None:
+    async def never(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(60)
+        return httpx.Response(200)
+
+    assert asked(ONE, None, never, limit=0.2).verdict == "hung"
+
+
+def test_streams_are_joined_by_choice_and_call() -> None:
+    call = {"index": 0, "function": {"name": "add", "arguments": '{"a"'}}
+    more = {"index": 0, "function": {"arguments": ": 1}"}}
+    chunks = [{"choices": [{"index": 1, "delta": {"tool_calls": [one]}}]} for one in (call, more)]
+    assert joined(chunks) == {"1 call 0 name": "add", "1 call 0 arguments": '{"a": 1}'}
+
+
+def test_every_kind_is_asked_and_seeds_repeat() -> None:
+    first, again = cases(170, 0, 512), cases(170, 0, 512)
+    assert first == again
+    assert {case.client for case in first} == {"stays", "leaves", "aborts", "errs", "reads"}
+    assert {case.path for case in first} >= {TEXT, CHAT, "/v1/responses", "/v1/messages", "/metrics"}
+    for case in first:
+        if case.repeats and case.path in (TEXT, CHAT):
+            assert "seed" in case.body, case
+
+
+HELD = {"pages": 0.0, "running": 0.0, "waiting": 0.0, "load": 0.0, "files": (30, 40), "processes": 9}
+
+
+@pytest.mark.parametrize(
+    ("held", "more", "says"),
+    [
+        ({}, {}, None),
+        ({"pages": 0.1}, {}, "pages left: 0.1"),
+        ({"running": 1.0}, {}, "running left: 1"),
+        ({"load": 2.0}, {}, "requests in flight left: 2"),
+        ({"files": (31, 40)}, {}, "files of the API process: 30 before, 31 after"),
+        ({"files": (30, 41)}, {}, "files of the engine process: 40 before, 41 after"),
+        ({"processes": 10}, {}, "processes: 9 before, 10 after"),
+        ({}, {"memory": [100.0] * 60 + [103.0] * 40}, "memory grew by 3.0 %"),
+        ({}, {"preemptions": 0}, "nothing was preempted"),
+        ({}, {"outcomes": [Outcome("a", "ok", 1.0)]}, "nothing was refused for overload"),
+        ({}, {"outcomes": [Outcome("a", "wrong", 1.0)]}, "1 wrong"),
+        ({}, {"outcomes": [Outcome("a", "hung", 1.0)]}, "1 hung"),
+        ({}, {"ended": ["the server ended with status 1"]}, "status 1"),
+    ],
+)
+def test_violations(held: dict[str, Any], more: dict[str, Any], says: str | None) -> None:
+    given = {"memory": [100.0] * 100, "preemptions": 3, "outcomes": [Outcome("a", "refused", 1.0)], **more}
+    report = Report(before=Held(**HELD), after=Held(**{**HELD, **held}), **given)  # type: ignore[arg-type]
+    assert report.problems == [] if says is None else says in "; ".join(report.problems)
+    assert "preemptions" in report.table()
+
+
+def test_a_zombie_does_not_live() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert _lives(process.pid)
+    process.kill()
+    while _lives(process.pid):
+        pass
+    process.wait()
+    assert not _lives(process.pid)
+    assert judge(BAD, Answer(404, error="no"), None) == ("ok", "")
