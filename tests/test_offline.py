@@ -22,6 +22,14 @@ PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [300, 301], [40] * 9]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, seed=1)
 
 
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Ctrl-C interrupts, also where the tests run in the background and the shell ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with engine("tiny", enforce_eager=True, max_num_seqs=4, max_model_len=128) as llm:
