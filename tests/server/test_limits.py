@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -37,10 +38,9 @@ def still_serves(guarded: Server) -> Iterator[None]:
     assert guarded.http.post("/v1/completions", json=body, headers=key).status_code == 200
 
 
-def connect(server: Server) -> socket.socket:
+def connect(server: Server, source: str = "127.0.0.1") -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=5)
-    return connection
+    return socket.create_connection((host, int(port)), timeout=5, source_address=(source, 0))
 
 
 def answer(connection: socket.socket) -> bytes:
@@ -150,6 +150,35 @@ def test_connections_have_a_limit(guarded: Server) -> None:
         over = [stack.enter_context(connect(guarded)) for _ in range(3)]
         assert all(b"too_many_connections" in answer(connection) for connection in over)
     time.sleep(0.2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there every 127.x.y.z is this machine")
+def test_one_address_leaves_connections_for_others(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with servers(tmp_path_factory) as start, ExitStack() as stack:
+        server = start(limits={"connections": 32})
+
+        def opened(source: str) -> bytes:
+            connection = stack.enter_context(connect(server, source))
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            return connection.recv(65536)
+
+        assert b" 200 OK" in opened("127.0.0.2")
+        answers = [opened("127.0.0.1") for _ in range(31)]
+        assert sum(b" 200 OK" in answer for answer in answers) == 27
+        assert b"This address has 28 of 29 open connections" in answers[-1]
+        assert b"retry-after: 1" in answers[-1]
+        assert [b" 200 OK" in opened("127.0.0.2") for _ in range(3)] == [True] * 3
+        log = server.log.read_text()
+        assert log.count("A connection from 127.0.0.1: 503 too_many_connections") == 4
+    with servers(tmp_path_factory) as start, ExitStack() as stack:
+        server = start(limits={"connections": 32})
+        alone = [opened("127.0.0.1") for _ in range(30)]
+        assert all(b" 200 OK" in answer for answer in alone), "alone it may have all"
+        refused = 'requests_refused_total{engine="0",key="",model_name="fake",reason="too_many_connections"} 2.0'
+        assert [b"too_many_connections" in opened("127.0.0.1") for _ in range(4)] == [False] * 2 + [True] * 2
+        stack.close()
+        time.sleep(0.3)
+        assert refused in server.http.get("/metrics").text
 
 
 def test_many_connections_one_after_another(guarded: Server) -> None:

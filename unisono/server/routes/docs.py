@@ -37,8 +37,9 @@ STATUSES = {
     "409": "It cannot be done now.",
     "413": "The body is too large.",
     "415": "The body is no JSON.",
+    "429": "The client is beyond its limits; Retry-After says when to send it again.",
     "500": "The request failed in the engine.",
-    "503": "The server takes no requests now.",
+    "503": "The server takes no requests now, or its queue is full.",
 }
 """What a route may answer beside 200."""
 STYLE = (
