@@ -38,4 +38,7 @@ def test_unknown_names_list_the_supported_ones():
 def test_a_bundled_name_stands_for_its_directory():
     assert catalog.resolve_name("tiny") == catalog.bundled_path("tiny")
     assert catalog.resolve_name("./tiny") == Path("tiny")
-    assert catalog.resolve_name("some/where") == Path("some/where")
+    assert catalog.resolve_name("./some/where") == Path("some/where")
+    assert catalog.resolve_name("some/where/else") == Path("some/where/else")
+    with pytest.raises(CheckpointError, match="'some/where' is no directory here"):  # an id on the hub
+        catalog.resolve_name("some/where")
