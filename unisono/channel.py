@@ -1,6 +1,6 @@
 """Messages between the engine's process and those that compile and follow grammars, over Unix sockets.
 
-A message is msgpack behind its length; file descriptors may travel with it. Both sides of every channel are this
+A message is its length, then msgpack; file descriptors may travel with it. Both sides of every channel are this
 project's own code: the engine's side trusts nothing but the types of the few fields that it reads.
 """
 

@@ -61,7 +61,7 @@ def _is_whole(directory: Path) -> bool:
     try:
         return all((directory / file).is_file() for file in set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError):
-        return True  # whoever reads it says what is wrong with it
+        return True  # its reader says what is wrong with it
 
 
 def _first_line(error: BaseException) -> str:

@@ -111,7 +111,7 @@ ADMIN = ["/reset_prefix_cache", "/flush_cache", "/abort", "/start_profile", "/st
 
 @pytest.mark.parametrize("path", ADMIN)
 def test_only_operators(own: Server, path: str) -> None:
-    """Not web pages, not other machines behind a proxy, not other machines."""
+    """Not web pages, not other machines through a proxy, not other machines."""
     origins = (
         "https://evil.example",
         "http://localhost.evil.example",

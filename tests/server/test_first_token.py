@@ -70,7 +70,7 @@ def test_no_chunk_comes_before_the_first_token(waiting: Server, path: str, body:
     first, chunks = timed(waiting, path, max_tokens=6, ignore_eos=True, stream_options=usage, **body)
     assert first >= PREFILL
     for _, chunk in chunks[bool(body.get("echo")) :]:  # an echoed prompt comes with the first token, not counted yet
-        assert chunk["usage"]["completion_tokens"] > 0, "a chunk without any token behind it"
+        assert chunk["usage"]["completion_tokens"] > 0, "a chunk before any token"
     seconds, count = (
         new - old for new, old in zip(first_token_metric(waiting), (sum_before, count_before), strict=True)
     )

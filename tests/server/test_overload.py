@@ -251,7 +251,7 @@ def test_300_requests_of_one_key_add_a_turn_to_anothers(tiny: Server, crowd: htt
 
 
 def test_a_burst_of_long_prompts_is_prepared_by_turns(tiny: Server, crowd: httpx.Client) -> None:
-    """60 prompts whose tokenization takes long: another key's is not behind them all, whatever the route."""
+    """60 prompts whose tokenization takes long: another key's does not wait for them all, on any route."""
     text = "word " * 50_000
     done: list[str] = []
 

@@ -266,7 +266,7 @@ class EngineLoop:
                     self._hand_over()
 
     def _hand_over(self) -> None:
-        """Leave the lead. Whoever waits tries to take it; a job that came too late for the leader is done now."""
+        """Leave the lead. Callers that wait try to take it; a job that came too late for the leader is done now."""
         self._lead.release()
         for event in tuple(self._waiting):
             event.set()

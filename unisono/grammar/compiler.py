@@ -52,7 +52,7 @@ PATIENCE = 60.0
 """Seconds that a compilation may take in all, those in which others had its slot included."""
 
 AGING = 0.1
-"""Seconds of computing that a second of waiting makes up for: nobody waits for ever behind newcomers."""
+"""Seconds of computing that a second of waiting makes up for: newer ones do not keep an old one waiting for ever."""
 
 MEMORY = 1 << 30
 """Bytes that a compilation, and each process that follows its outputs, may take beyond the vocabulary."""

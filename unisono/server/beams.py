@@ -1,4 +1,4 @@
-"""Beam search behind the surface of an engine client: a generation of each beam reads one delta, with all of it.
+"""Beam search with the interface of an engine client: a generation of each beam reads one delta, with all of it.
 
 :class:`BeamClient` stands in for ``EngineClient`` in the generations of one prompt. The first that starts begins the
 search; when all have closed, it ends.

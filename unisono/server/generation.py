@@ -164,7 +164,7 @@ class Generation:
             raise
 
     def cancel(self) -> None:
-        """End the request early for whoever reads it: its last piece has the finish reason ``abort``."""
+        """End the request early for its reader: its last piece has the finish reason ``abort``."""
         self._client.cancel(self._request.request_id)
 
     def close(self) -> None:

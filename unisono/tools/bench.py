@@ -51,7 +51,7 @@ class Report:
     """The results of one run; times are medians in milliseconds.
 
     forced: synthetic acceptance length, if one was set. settings: the engine's. context, output_len: tokens of each
-    request behind step_ms. accept_length, step_ms, rounds (how many were timed): by batch size. ttft_ms: by prompt
+    request of step_ms. accept_length, step_ms, rounds (how many were timed): by batch size. ttft_ms: by prompt
     tokens, of ``repeats`` prompts each. left_out: what was not measured, and why. launches: per round. graphs: captured
     row counts by program.
     """
