@@ -1,4 +1,4 @@
-"""``LLM`` and ``AsyncLLM`` from outside: callers share one engine and get their own tokens, in whichever thread it steps."""
+"""``LLM`` and ``AsyncLLM`` from outside: callers share one engine and get their own tokens, in any thread."""
 
 from __future__ import annotations
 

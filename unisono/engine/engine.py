@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,10 @@ class Engine:
 
     def generation_defaults(self) -> dict[str, float]:
         """The sampling parameters that generation_config.json sets; of ``--generation-config``, if that names one."""
+        return self._generation_defaults
+
+    @cached_property
+    def _generation_defaults(self) -> dict[str, float]:
         g, asked = self.checkpoint.generation, self.config.asked.generation_config
         if asked == "vllm":
             return {}

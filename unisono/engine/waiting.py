@@ -37,7 +37,7 @@ class Waiting:
     def add(self, sequence: Sequence) -> None:
         line = self._lines.setdefault(sequence.request.client, [])
         head = line[-1] if line else None
-        bisect.insort(line, sequence, key=self._behind_in_line)
+        bisect.insort(line, sequence, key=self._last_in_line)
         self._count += 1
         self._set_head(line, head)
 
@@ -62,7 +62,7 @@ class Waiting:
     def remove(self, sequence: Sequence) -> None:
         line = self._lines[sequence.request.client]
         head = line[-1]
-        place = bisect.bisect_left(line, self._behind_in_line(sequence), key=self._behind_in_line)
+        place = bisect.bisect_left(line, self._last_in_line(sequence), key=self._last_in_line)
         assert line[place] is sequence
         del line[place]
         self._count -= 1
@@ -79,18 +79,18 @@ class Waiting:
         if new is old:
             return
         if old is not None:
-            del self._heads[bisect.bisect_left(self._heads, self._behind(old), key=self._behind)]
+            del self._heads[bisect.bisect_left(self._heads, self._last_first(old), key=self._last_first)]
         if new is not None:
             if new.turn < 0:
                 new.turn = max(self._now, self._next.get(new.request.client, 0))
-            bisect.insort(self._heads, new, key=self._behind)
+            bisect.insort(self._heads, new, key=self._last_first)
 
     def _priority(self, sequence: Sequence) -> int:
         return sequence.request.priority if self.by_priority else 0
 
-    def _behind_in_line(self, sequence: Sequence) -> tuple[int, int]:
+    def _last_in_line(self, sequence: Sequence) -> tuple[int, int]:
         return -self._priority(sequence), -sequence.order
 
-    def _behind(self, sequence: Sequence) -> tuple[int, int, int]:
+    def _last_first(self, sequence: Sequence) -> tuple[int, int, int]:
         priority, turn, order = self.rank(sequence)
         return -priority, -turn, -order

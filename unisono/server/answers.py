@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Protocol
 
+import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from unisono.server.errors import as_api_error
+from unisono.server.errors import ApiError, as_api_error
 from unisono.server.generation import Generation, Piece, merge
 from unisono.server.note import Note
 from unisono.server.protocol import GenerationRequest
@@ -165,12 +166,17 @@ class Answer:
         return Response(self.id, kind, self.created, self.model, self.fingerprint, choices, usage)
 
 
-def error_event(error: Exception) -> bytes:
-    """The event that OpenAI's clients raise as an APIError."""
+def stream_error(error: Exception) -> ApiError:
+    """What a stream's client is told of an error that ended it; the log has one that is the server's own."""
     api_error = as_api_error(error)
     if api_error.code == "internal_error":
         logger.exception("A request failed", exc_info=error)
-    return b"data: " + api_error.body() + b"\n\n"
+    return api_error
+
+
+def error_event(error: Exception) -> bytes:
+    """The event that OpenAI's clients raise as an APIError."""
+    return b"data: " + stream_error(error).body() + b"\n\n"
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
@@ -202,6 +208,42 @@ class Reply(Protocol):
 
     async def whole(self) -> Any: ...
     def events(self, failed: Callable[[Exception], None]) -> AsyncGenerator[bytes]: ...
+
+
+def encode_event(event: dict[str, Any]) -> bytes:
+    """A named event as it is sent."""
+    return b"event: " + event["type"].encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
+
+
+class EventReply:
+    """A :class:`Reply` of an API whose streams are named events."""
+
+    def batches(self) -> AsyncGenerator[list[dict[str, Any]]]:
+        """Events as they come. Raises what ends the answer early."""
+        raise NotImplementedError
+
+    def failure(self, error: Exception) -> list[dict[str, Any]]:
+        """The events that say what ended the answer early."""
+        raise NotImplementedError
+
+    def result(self) -> dict[str, Any]:
+        """The finished answer."""
+        raise NotImplementedError
+
+    async def whole(self) -> dict[str, Any]:
+        async with aclosing(self.batches()) as batches:
+            async for _ in batches:
+                pass
+        return self.result()
+
+    async def events(self, failed: Callable[[Exception], None]) -> AsyncGenerator[bytes]:
+        try:
+            async with aclosing(self.batches()) as batches:
+                async for new in batches:
+                    yield b"".join(map(encode_event, new))
+        except Exception as error:
+            failed(error)
+            yield b"".join(map(encode_event, self.failure(error)))
 
 
 class EventStream(StreamingResponse):

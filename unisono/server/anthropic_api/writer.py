@@ -9,8 +9,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from unisono.server.errors import ApiError
 from unisono.server.generation import Piece
 from unisono.server.responses import Usage
@@ -124,8 +122,3 @@ def error_object(error: ApiError, request_id: str) -> dict[str, Any]:
     """An error as this API writes it."""
     kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}
-
-
-def encode(event: Event) -> bytes:
-    """An event as it is sent."""
-    return b"event: " + event["type"].encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"

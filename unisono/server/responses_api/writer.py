@@ -199,8 +199,3 @@ def _logprobs(reports: Sequence[TokenReport]) -> list[dict[str, Any]]:
         own, *top = (Alternative.of(*pair) for pair in [(report.text, report.logprob), *report.top])
         found.append({**msgspec.to_builtins(own), "top_logprobs": [msgspec.to_builtins(one) for one in top]})
     return found
-
-
-def encode(event: Event) -> bytes:
-    """An event as it is sent."""
-    return b"event: " + event["type"].encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from unisono.server.answers import EventReply, stream_error
 from unisono.server.anthropic_api.body import CountRequest, MessagesRequest, chat_body
-from unisono.server.anthropic_api.writer import Event, Writer, encode, error_object
+from unisono.server.anthropic_api.writer import Event, Writer, error_object
 from unisono.server.body import load_object
-from unisono.server.errors import as_api_error
 from unisono.server.generation import Generation, merge
 from unisono.server.note import note
 from unisono.server.responses import Usage
@@ -22,41 +21,25 @@ from unisono.server.routes.common import answer, described, json_response, new_i
 from unisono.server.service import Service
 from unisono.server.translation import chat_request, checked
 
-logger = logging.getLogger(__name__)
-
 PREFIX = "/v1/messages"
 """Errors under this path are worded as Anthropic's."""
 
 
 @dataclass
-class MessageReply:
+class MessageReply(EventReply):
     """A message on its way."""
 
     writer: Writer
     generations: list[Generation]
     request_id: str
 
-    async def whole(self) -> dict[str, Any]:
-        """The finished message. Raises what ended it early."""
-        async with aclosing(self._events()) as events:
-            async for _ in events:
-                pass
+    def result(self) -> dict[str, Any]:
         return self.writer.message
 
-    async def events(self, failed: Callable[[Exception], None]) -> AsyncGenerator[bytes]:
-        """The stream. An error becomes an ``error`` event."""
-        try:
-            async with aclosing(self._events()) as events:
-                async for new in events:
-                    yield b"".join(map(encode, new))
-        except Exception as error:
-            failed(error)
-            api_error = as_api_error(error)
-            if api_error.code == "internal_error":
-                logger.exception("A request failed", exc_info=error)
-            yield encode(error_object(api_error, self.request_id))
+    def failure(self, error: Exception) -> list[Event]:
+        return [error_object(stream_error(error), self.request_id)]
 
-    async def _events(self) -> AsyncGenerator[list[Event]]:
+    async def batches(self) -> AsyncGenerator[list[Event]]:
         async with aclosing(merge(self.generations)) as pieces:
             async for piece in pieces:
                 usage = Usage.total(generation.usage for generation in self.generations)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from unisono.server.answers import EventReply, stream_error
 from unisono.server.body import load_object
 from unisono.server.errors import ApiError, as_api_error
 from unisono.server.generation import Generation, merge, start_all
@@ -20,7 +21,7 @@ from unisono.server.note import note
 from unisono.server.protocol import ChatRequest
 from unisono.server.responses_api.body import ResponsesRequest, chat_body, to_items, to_messages
 from unisono.server.responses_api.store import Item, ResponseStore, Stored
-from unisono.server.responses_api.writer import Event, Writer, encode
+from unisono.server.responses_api.writer import Event, Writer
 from unisono.server.routes.common import (
     answer,
     clients_only,
@@ -51,40 +52,22 @@ class Asked:
 
 
 @dataclass
-class ResponseReply:
+class ResponseReply(EventReply):
     """A response on its way. ``finished`` is told of its last state."""
 
     writer: Writer
     generations: list[Generation]
     finished: Callable[[], None]
 
-    async def whole(self) -> dict[str, Any]:
-        """The finished response. Raises what ended it early."""
-        async with aclosing(self._events()) as events:
-            async for _ in events:
-                pass
+    def result(self) -> dict[str, Any]:
         return self.writer.response
 
-    async def events(self, failed: Callable[[Exception], None]) -> AsyncGenerator[bytes]:
-        """The stream. An error becomes ``response.failed``."""
-        try:
-            async with aclosing(self._events()) as events:
-                async for new in events:
-                    yield b"".join(map(encode, new))
-        except Exception as error:
-            failed(error)
-            yield b"".join(map(encode, self.fail(error)))
-
-    def fail(self, error: Exception) -> list[Event]:
-        """The events of a failure."""
-        api_error = as_api_error(error)
-        if api_error.code == "internal_error":
-            logger.exception("A request failed", exc_info=error)
-        events = self.writer.fail(api_error)
+    def failure(self, error: Exception) -> list[Event]:
+        events = self.writer.fail(stream_error(error))
         self.finished()
         return events
 
-    async def _events(self) -> AsyncGenerator[list[Event]]:
+    async def batches(self) -> AsyncGenerator[list[Event]]:
         async with aclosing(merge(self.generations)) as pieces:
             async for piece in pieces:
                 events = self.writer.feed(piece)
@@ -269,7 +252,7 @@ async def _in_background(service: Service, reply: ResponseReply, request: Reques
         await start_all(reply.generations)
         await reply.whole()
     except Exception as error:
-        reply.fail(error)
+        reply.failure(error)
         logger.warning("Response %s failed: %s", response_id, as_api_error(error))
     finally:
         service.in_flight -= 1
