@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from typer.testing import CliRunner
 
 from tests.server import tokenizers_
 
@@ -66,6 +67,18 @@ def until(condition: Callable[[], Any], limit: float = 10) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.02)
+
+
+def named_events(text: str) -> list[dict[str, Any]]:
+    """The events of a stream whose events have names; checks the framing of each."""
+    frames = text.split("\n\n")
+    assert frames.pop() == ""
+    found = []
+    for frame in frames:
+        name, data = frame.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
 
 
 def alive(pid: int) -> bool:
@@ -123,3 +136,21 @@ def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server whose steps take 50 ms, without a tokenizer."""
     with servers(tmp_path_factory) as start:
         yield start(step_seconds=0.05)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs ``unisono serve`` up to the server's start: (exit code, output, engine's config, server's settings)."""
+
+    def run(*arguments: str) -> tuple[int, str, Any, Any]:
+        from unisono.cli import app
+
+        seen: list[Any] = [None, None]
+        monkeypatch.setattr(
+            "unisono.server.run.serve",
+            lambda config, settings, progress: seen.__setitem__(slice(2), [config, settings]),
+        )
+        result = CliRunner().invoke(app, ["serve", *arguments])
+        return result.exit_code, result.output, *seen
+
+    return run

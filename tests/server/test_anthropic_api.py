@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Server, Start, servers
+from tests.server.conftest import Server, Start, named_events, servers
 
 PATH = "/v1/messages"
 HI = [{"role": "user", "content": "hi"}]
@@ -29,16 +28,9 @@ def ask(server: Server, **body: Any) -> dict[str, Any]:
 
 
 def events(server: Server, **body: Any) -> list[dict[str, Any]]:
-    """The events of a stream; checks the framing of each."""
+    """The events of a stream."""
     body = {"model": "fake", "max_tokens": 100, "messages": HI, "stream": True, **body}
-    frames = server.http.post(PATH, json=body).text.split("\n\n")
-    assert frames.pop() == ""
-    found = []
-    for frame in frames:
-        name, data = frame.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
+    return named_events(server.http.post(PATH, json=body).text)
 
 
 def test_a_message(server: Server) -> None:

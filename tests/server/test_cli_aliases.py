@@ -7,14 +7,10 @@ import re
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.server.conftest import ROOT
-from unisono.cli import app
 from unisono.cli_aliases import ALIASES, translate
-from unisono.config import EngineConfig
 from unisono.flag_table import MAMBA_STRATEGIES, markdown
-from unisono.server.run import ServerSettings
 from unisono.types import ConfigError, SpeculativeConfig
 
 LINE = (
@@ -22,22 +18,6 @@ LINE = (
     "--speculative-num-draft-tokens 4 --reasoning-parser qwen3 --mamba-scheduler-strategy extra_buffer"
 )
 """Of the launch line in ``docs/cli.md``, all but model and quantisation."""
-
-
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs ``unisono serve`` up to the server's start: (exit code, output, engine's config, server's settings)."""
-
-    def run(*arguments: str) -> tuple[int, str, EngineConfig, ServerSettings]:
-        seen: list[Any] = [None, None]
-        monkeypatch.setattr(
-            "unisono.server.run.serve",
-            lambda config, settings, progress: seen.__setitem__(slice(2), [config, settings]),
-        )
-        result = CliRunner().invoke(app, ["serve", *arguments])
-        return result.exit_code, result.output, *seen
-
-    return run
 
 
 def test_the_launch_line_runs_verbatim(served: Any) -> None:

@@ -28,27 +28,9 @@ from tests.server.conftest import ROOT
 from unisono import cli_output
 from unisono.catalog import bundled
 from unisono.cli import app
-from unisono.config import EngineConfig
-from unisono.server.run import ServerSettings
 
 SMALL = ["--max-num-seqs", "1", "--max-model-len", "128", "--device", "cpu", "--enforce-eager"]
 UNISONO = [sys.executable, "-m", "unisono"]
-
-
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs ``unisono serve`` up to the server's start: (exit code, output, engine's config, server's settings)."""
-
-    def run(*arguments: str) -> tuple[int, str, EngineConfig, ServerSettings]:
-        seen: list[Any] = [None, None]
-        monkeypatch.setattr(
-            "unisono.server.run.serve",
-            lambda config, settings, progress: seen.__setitem__(slice(2), [config, settings]),
-        )
-        result = CliRunner().invoke(app, ["serve", *arguments])
-        return result.exit_code, result.output, *seen
-
-    return run
 
 
 # ---- errors ---------------------------------------------------------------------------------------

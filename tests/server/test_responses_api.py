@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.conftest import Server, Start, servers
+from tests.server.conftest import Server, Start, named_events, servers
 
 PATH = "/v1/responses"
 
@@ -25,16 +25,8 @@ def slow(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def events(server: Server, **body: Any) -> list[dict[str, Any]]:
-    """The events of a stream; checks the framing of each."""
-    text = server.http.post(PATH, json={"stream": True, **body}).text
-    frames = text.split("\n\n")
-    assert frames.pop() == ""
-    found = []
-    for frame in frames:
-        name, data = frame.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
+    """The events of a stream."""
+    return named_events(server.http.post(PATH, json={"stream": True, **body}).text)
 
 
 def test_a_response(server: Server) -> None:
