@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -260,3 +261,30 @@ def test_tokens_of_one_round_arrive_together(server: Server, start: Start, model
     details = [answer["usage"].pop("completion_tokens_details") for answer in (one, five)]
     assert (one["choices"], one["usage"]) == (five["choices"], five["usage"])
     assert [d["accepted_prediction_tokens"] > 0 for d in details] == [False, True], "only this may tell them apart"
+
+
+def listening(pid: int) -> list[Path]:
+    """The Unix sockets of a process that lie in the file system."""
+    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    inodes = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")}
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return [Path(row[7]) for row in rows if len(row) == 8 and row[6] in inodes and row[7].startswith("/")]
+
+
+def test_a_long_temporary_directory(tmp_path: Path) -> None:
+    """A socket's path fits some 100 bytes: the sockets lie in /tmp then, and nothing of them stays."""
+    deep = tmp_path.joinpath(*["a-directory-with-a-long-name"] * 4)
+    deep.mkdir(parents=True)
+    server = Server([sys.executable, "-m", "tests.server.launch", str(deep), "{}"], tmp_path / "log", deep)
+    try:
+        engine = server.wait_ready().info()["pid"]
+        sockets = listening(server.process.pid)
+        assert sockets
+        assert {path.parent.parent for path in sockets} == {Path("/tmp")}
+        assert server.openai.completions.create(model="fake", prompt=[5, 6], max_tokens=2).usage
+        server.signal()
+        assert server.wait() == 0
+        assert not any(path.parent.exists() for path in sockets)
+        check_nothing_left(server, engine)
+    finally:
+        server.kill()

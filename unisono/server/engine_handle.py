@@ -9,12 +9,12 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
+import os
 import shutil
 import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -37,6 +37,23 @@ SHUTDOWN_LIMIT = 10.0
 """Seconds that an engine gets to free everything before it is killed."""
 KILL_LIMIT = 30.0
 """Seconds that the system gets to end a process that was killed: it frees the device's memory first."""
+
+
+def socket_directory() -> str:
+    """A new directory for the engine's sockets, of mode 0700: other users cannot connect.
+
+    It lies in the temporary directory, or in ``/tmp`` where a socket's path would be longer than the system takes.
+    ConfigError if neither will do.
+    """
+    usual = os.path.join(tempfile.gettempdir(), "unisono-12345678", "engine")
+    parent = None if len(os.fsencode(usual)) <= MAX_SOCKET_PATH else "/tmp"
+    try:
+        return tempfile.mkdtemp(prefix="unisono-", dir=parent)
+    except OSError as error:
+        why = f", and TMPDIR gives socket paths above {MAX_SOCKET_PATH} bytes" if parent else ""
+        raise ConfigError(
+            f"No directory for sockets in {parent or tempfile.gettempdir()}: {error.strerror}{why}."
+        ) from None
 
 
 class EngineHandle:
@@ -71,16 +88,9 @@ class EngineHandle:
     def start(self) -> None:
         """Open the sockets and start the process; ``ready`` waits for it."""
         loop = asyncio.get_running_loop()
-        self._directory = tempfile.mkdtemp(prefix="unisono-")  # mode 0700: other users cannot connect
-        path = Path(self._directory) / "engine"
-        if len(bytes(path)) > MAX_SOCKET_PATH:
-            shutil.rmtree(self._directory)
-            raise ConfigError(
-                f"The temporary directory gives a socket path of {len(bytes(path))} bytes; "
-                f"{MAX_SOCKET_PATH} fit. Set TMPDIR to a shorter one."
-            )
+        self._directory = socket_directory()
         try:
-            self._open(f"ipc://{path}")
+            self._open(f"ipc://{self._directory}/engine")
         except BaseException:
             self._free()
             self.hide()
