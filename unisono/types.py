@@ -1,7 +1,7 @@
 """The words every room shares: requests, sampling parameters, results and errors.
 
-Everything may import this module; of the project it imports ``errors``, ``token_tree``, ``structured_outputs`` and
-``results`` only, whose names it passes on. It holds no tensors.
+Everything may import this module; of the project it imports ``errors``, ``media``, ``token_tree``,
+``structured_outputs`` and ``results`` only, whose names it passes on. It holds no tensors.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from unisono.errors import CheckpointError as CheckpointError
 from unisono.errors import ConfigError as ConfigError
 from unisono.errors import EngineDead as EngineDead
 from unisono.errors import UnisonoError as UnisonoError
+from unisono.media import MediaItem as MediaItem
 from unisono.results import CompletionOutput as CompletionOutput
 from unisono.results import FinishReason as FinishReason
 from unisono.results import Logprob as Logprob
@@ -447,13 +448,13 @@ class Overrides:
 class EngineRequest:
     """What the engine needs of a request. Token ids in, token ids out; text never enters the engine.
 
-    ``stop_ids`` are the device's stop ids (the model's EOS ids unless ignored, and the request's own).
-    ``bad_words`` are the token sequences of ``params.bad_words``. ``params.seed`` is set (never None) by the time a
-    request reaches the engine. ``shares_with`` is an earlier request with the same prompt: this one starts after its
-    first token, when the prefix cache has the prompt's pages. ``overrides``: embeddings at some of the prompt's
-    positions, where ``prompt_token_ids`` has PLACEHOLDER. ``priority``: lower ones run first, where the engine
-    schedules by it. ``cache_salt``: cached prefixes are shared by requests of one salt only. ``client``: whose
-    request it is; clients take turns.
+        ``stop_ids`` are the device's stop ids (the model's EOS ids unless ignored, and the request's own).
+        ``bad_words`` are the token sequences of ``params.bad_words``. ``params.seed`` is set (never None) by the time a
+        request reaches the engine. ``shares_with`` is an earlier request with the same prompt: this one starts after its
+        first token, when the prefix cache has the prompt's pages. ``overrides``: embeddings at some of the prompt's
+        positions, where ``prompt_token_ids`` has PLACEHOLDER. ``priority``: lower ones run first, where the engine
+        schedules by it. ``cache_salt``: cached prefixes are shared by requests of one salt only. ``client``: whose
+    request it is; clients take turns. ``media``: the prompt's pictures and videos, in the order of their positions.
     """
 
     request_id: str
@@ -466,6 +467,7 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str | None = None
     client: str = ""
+    media: tuple[MediaItem, ...] = ()
 
     @property
     def first_scored(self) -> int:
