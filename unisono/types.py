@@ -448,12 +448,12 @@ class Overrides:
 class EngineRequest:
     """What the engine needs of a request. Token ids in, token ids out; text never enters the engine.
 
-        ``stop_ids`` are the device's stop ids (the model's EOS ids unless ignored, and the request's own).
-        ``bad_words`` are the token sequences of ``params.bad_words``. ``params.seed`` is set (never None) by the time a
-        request reaches the engine. ``shares_with`` is an earlier request with the same prompt: this one starts after its
-        first token, when the prefix cache has the prompt's pages. ``overrides``: embeddings at some of the prompt's
-        positions, where ``prompt_token_ids`` has PLACEHOLDER. ``priority``: lower ones run first, where the engine
-        schedules by it. ``cache_salt``: cached prefixes are shared by requests of one salt only. ``client``: whose
+    ``stop_ids`` are the device's stop ids (the model's EOS ids unless ignored, and the request's own).
+    ``bad_words`` are the token sequences of ``params.bad_words``. ``params.seed`` is set (never None) by the time a
+    request reaches the engine. ``shares_with`` is an earlier request with the same prompt: this one starts after its
+    first token, when the prefix cache has the prompt's pages. ``overrides``: embeddings at some of the prompt's
+    positions, where ``prompt_token_ids`` has PLACEHOLDER. ``priority``: lower ones run first, where the engine
+    schedules by it. ``cache_salt``: cached prefixes are shared by requests of one salt only. ``client``: whose
     request it is; clients take turns. ``media``: the prompt's pictures and videos, in the order of their positions.
     """
 
