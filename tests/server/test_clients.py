@@ -129,6 +129,9 @@ def test_salts_and_priorities(client: openai.OpenAI) -> None:
 def test_grammars(client: openai.OpenAI) -> None:
     assert complete(client, regex="[ab]{6}").choices[0].text.strip("ab") == ""
     assert complete(client, ebnf='root ::= "yes" | "no"').choices[0].text in ("yes", "no")
+    assert complete(client, guided_grammar='?start: "yes" | "no"  // Lark').choices[0].text in ("yes", "no")
+    with pytest.raises(openai.BadRequestError, match="'x' is not defined"):
+        complete(client, guided_grammar="start: x")
     pens = json.loads(complete(client, json_schema=json.dumps(PENS), max_tokens=60).choices[0].text)
     assert pens.keys() == {"pens"}
 
