@@ -47,7 +47,7 @@ def grammar(text: str) -> xgrammar.Grammar:
     ("text", "matching", "other"),
     [
         (SUMS, ["1+2", " 1 + 2*(3 - -4.5) ", "2e3"], ["1+", "()", "1 2", ""]),
-        (GREETING, ["Hello Bob/12!ab", "hELLO X/00abc", "hi Al/12ccc"], ["hi bob/12ab", "hi Bob/12!a", "hi Bob/12abca"]),
+        (GREETING, ["Hello Bob/12!ab", "hELLO X/00abc"], ["hi bob/12ab", "hi Bob/12!a", "hi Bob/12abca"]),
         (LISTS, ["[]", '[a=1, b="x\\"y", c=[d=-7]]'], ["[a]", "[a=1,]", "[a=1"]),
         ('start: "root" | "start_" | "\\n" | "::"', ["root", "\n", "::"], ["rot", "\\n"]),
         ('start: a b\na:\nb: "x"', ["x"], ["", "xx"]),
