@@ -438,12 +438,11 @@ def test_the_page_names_flags_that_exist() -> None:
     commands = get_command(bench_app).commands  # type: ignore[attr-defined]
     page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
     own = {"--max-num-seqs"}  # of `unisono serve`, which it starts
-    shown = [
-        line for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) for line in block.split("unisono bench ")
-    ]
-    assert len([one for one in shown if one.strip()]) == 5
-    for text in filter(str.strip, shown):
-        known = {name for p in commands[text.split()[0]].params for name in p.opts}
-        assert not set(re.findall(r"--[a-z][\w-]+", text)) - known - own, text
+    blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    shown = [line for block in blocks for line in block.split("unisono bench ") if line.strip()]
+    assert len(shown) == 5
+    for line in shown:
+        known = {name for p in commands[line.split()[0]].params for name in p.opts}
+        assert not set(re.findall(r"--[a-z][\w-]+", line)) - known - own, line
     known = {name for command in commands.values() for p in command.params for name in (*p.opts, *p.secondary_opts)}
     assert not {flag for flag in re.findall(r"`(--[a-z][\w-]*\w)[ `]", page)} - known - {"--help"}
