@@ -256,6 +256,24 @@ def test_shards(made, tmp_path):
     assert same(load(sharded), load(made["qwen3_vl"]))
 
 
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def test_a_quantised_checkpoint_may_keep_its_tower_plain(made, tmp_path):
+    """Whether a tower's module is quantised goes by its name in the checkpoint, ``model.visual.…``."""
+    directory = shutil.copytree(made["qwen3_vl"], tmp_path / "fp8")
+    raw = json.loads((directory / "config.json").read_text())
+    raw["quantization_config"] = {**FP8, "modules_to_not_convert": ["lm_head", "model.visual"]}
+    (directory / "config.json").write_text(json.dumps(raw))
+    assert same(load(directory), load(made["qwen3_vl"]))
+    raw["quantization_config"] = {**FP8, "modules_to_not_convert": ["lm_head", "model.visual.merger"]}
+    (directory / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(
+        CheckpointError, match=r"visual.blocks.0.attn.qkv.weight_scale_inv .* is missing"
+    ):
+        load(directory)
+
+
 WRONG = {
     "missing": (lambda t: t.pop("model.visual.blocks.1.attn.qkv.bias"), r"blocks.1.attn.qkv.bias \[216\] is missing"),
     "misshapen": (
