@@ -39,7 +39,6 @@ from unisono.state.specs import ALL
 from unisono.state.transfer import Prefix, export_prefix, import_prefix
 from unisono.types import BadRequest, ConfigError, EngineRequest, FinishReason, SamplingParams, TokenDelta
 
-
 NOTHING = np.empty((0, 2), dtype=np.int32)
 """The result of a pass that commits nothing."""
 

@@ -167,7 +167,7 @@ class Eagle3Head(DraftBlock):
     def begin(self, token_ids: torch.Tensor, hidden: torch.Tensor, given: Sequence[Overriding] = ()) -> Stream:
         """Both normed, side by side [T, 2 H], and the residual [T, H]."""
         of_embedding, of_hidden = cast(RMSNorm, self.layer.mixer_norm).weight, self.hidden_norm.weight
-        table = self.embed.weight
+        table: torch.Tensor = self.embed.weight
         if given:  # the kernel gathers from a table: here each token has a row of its own
             table = self.embedded(token_ids, given)
             token_ids = torch.arange(token_ids.shape[0], dtype=torch.int32, device=token_ids.device)

@@ -71,7 +71,7 @@ def extend_program(modules: Modules, max_rows: int, name: str = "extend") -> Pro
 
 
 def _given(modules: Modules, b: Buffers, positions: torch.Tensor) -> tuple[tuple[Overriding, ...], Rotary | None]:
-    """What features give a prompt pass: embeddings in place of those of token ids, and the positions to turn by."""
+    """What features give a prompt pass: vectors in place of those of token ids, and the positions to turn by."""
     given = (feature.override_embeddings(b) for feature in modules.features)
     rotary = (feature.rotary(b, positions) for feature in modules.features)
     return tuple(g for g in given if g is not None), next((r for r in rotary if r is not None), None)

@@ -49,8 +49,8 @@ class OwnProgram:
     """A program of a feature's own, whose passes run ahead of prompt passes.
 
     multiple: rows of a pass are a multiple of it. least, most: rows of the smallest and of the largest pass that may be
-    captured. passes: how many are to be expected, for each that an engine has of prompt passes. share: of the graphs' memory that its graphs may take. ms: on a CPU, where nothing is
-    measured: milliseconds of a row.
+    captured. passes: how many are to be expected, for each that an engine has of prompt passes. share: of the graphs'
+    memory that its graphs may take. ms: on a CPU, where nothing is measured: milliseconds of a row.
     """
 
     program: Program
@@ -91,9 +91,9 @@ class FeatureContext:
     directory: the checkpoint's. eos: end-of-sequence ids. max_rows: requests of one prompt pass at most. paths: of a
     tree of drafts; 1 for chains. processed_logprobs: report log-probabilities of what tokens are drawn from, not of the
     model's own logits. synthetic: benchmarks: drafts are accepted without being verified.
-    slots: fields of the slots on the device. logits: the LM head, [N, H] -> [N, V]. vision, tower: of a model that sees.
-    drafts: whether a drafter reads what prompt passes read. max_tokens: of a prompt pass. max_model_len: of a request. cache_bytes:
-    what ``--mm-encoder-cache-gb`` says; None: nothing.
+    slots: fields of the slots on the device. logits: the LM head, [N, H] -> [N, V].
+    vision, tower: of a model that sees. drafts: whether a drafter reads what prompt passes read. max_tokens: of a
+    prompt pass. max_model_len: of a request. cache_bytes: what ``--mm-encoder-cache-gb`` says; None: nothing.
     decide: called with (name, value, reason) of each choice that the feature made by itself; ``explain`` shows them.
     """
 

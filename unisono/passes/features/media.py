@@ -1,9 +1,9 @@
 """Pictures and videos in prompts: encoded ahead of the prompt passes that read them.
 
 The encoder's unit is a frame, which its attention never leaves: a picture is one, a video several. A prompt pass of a
-request runs when the frames that it reads are in the encoder cache, so a chunk may cut a picture. The prefix cache knows
-a picture's tokens by its digest and their place in it. Text behind a picture stands at other rotary positions than its
-absolute ones; keys, pages and noise go by the absolute ones.
+request runs when the frames that it reads are in the encoder cache, so a chunk may cut a picture. The prefix cache
+knows a picture's tokens by its digest and their place in it. Text behind a picture stands at other rotary positions
+than its absolute ones; keys, pages and noise go by the absolute ones.
 """
 
 from __future__ import annotations
@@ -117,10 +117,11 @@ class Media(Feature):
         """Tokens of a frame at most, and of the whole cache. token_bytes: what each takes there."""
         c = self.context
         most, asked = min(MOST_TOKENS, c.max_model_len), c.cache_bytes
-        rows = max(CACHE_BYTES[c.device.type] // token_bytes, 2 * most) if asked is None else asked // token_bytes
+        given = max(CACHE_BYTES[c.device.type], 2 * most * token_bytes) if asked is None else asked
+        rows = given // token_bytes
         if rows < 2:
             raise ConfigError(
-                f"--mm-encoder-cache-gb {asked / (1 << 30):.6f}: a token of a picture takes {token_bytes} bytes, and "
+                f"--mm-encoder-cache-gb {given / (1 << 30):.6f}: a token of a picture takes {token_bytes} bytes, and "
                 "two have to fit. Raise it."
             )
         most = min(most, rows // 2)
@@ -171,8 +172,8 @@ class Media(Feature):
         end = max(int(positions.max()) + 1, min(c.max_model_len, length) + delta)
         if end > c.max_model_len:
             raise BadRequest(
-                f"media: rotary positions go up to {end}; the context has {c.max_model_len}. Give videos with less time "
-                "between two frames, lower max_tokens, or raise --max-model-len.",
+                f"media: rotary positions go up to {end}; the context has {c.max_model_len}. Give videos with less "
+                "time between two frames, lower max_tokens, or raise --max-model-len.",
                 "media",
             )
         state = Pictures(frames_of(request.media, c.vision), positions.T, delta, self.cache, self._ahead)
