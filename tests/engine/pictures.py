@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tests.models.make import COMMON, _randomise
+from tests.models.make import COMMON, _randomise, make_tokenizer
 from unisono import vectors
 from unisono.llm import LLM
 from unisono.media import MediaItem
@@ -32,7 +32,7 @@ TOWER = {
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": (
         {
-            "hidden_size": 84, "num_hidden_layers": 4, "num_attention_heads": 7, "num_key_value_heads": 7,
+            "hidden_size": 84, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
             "head_dim": 24,
             "rope_parameters": {
                 "rope_type": "default", "rope_theta": 1e4, "mrope_section": [5, 4, 3], "mrope_interleaved": True,
@@ -79,6 +79,7 @@ def make_seeing(directory: Path, family: str = "qwen3_vl", seed: int = 0, **chan
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     _randomise(model, seed)
     model.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
     return Path(directory)
 
 
