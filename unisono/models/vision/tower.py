@@ -68,7 +68,7 @@ class VisionTower(nn.Module):
         ``restore`` has an entry for each token; the others have one for each patch.
         """
         layouts = [layout(tuple(grid), self.config) for grid in grids]
-        starts = np.cumsum([0, *(len(each.axes) for each in layouts)])[:-1]
+        starts = np.cumsum([0, *(len(each.axes) for each in layouts)], dtype=np.int32)[:-1]
         made = {
             "grid_positions": [each.axes for each in layouts],
             "frame_bounds": [each.frames + start for each, start in zip(layouts, starts, strict=True)],
