@@ -121,6 +121,7 @@ features = Registry(
         "wide_logprobs": "unisono.passes.features.wide_logprobs:WideLogprobs",
         "grammar": "unisono.passes.features.grammar:Grammar",
         "prompt_embeds": "unisono.passes.features.prompt_embeds:PromptEmbeds",
+        "media": "unisono.passes.features.media:Media",
         "prompt_logprobs": "unisono.passes.features.prompt_logprobs:PromptLogprobs",
         "hidden_states": "unisono.passes.features.hidden_states:ReturnedHiddenStates",
     },

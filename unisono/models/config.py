@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,9 @@ class DecoderConfig:
         sizes = {"vocab_size": self.vocab_size, "hidden_size": self.hidden_size, "num_layers": len(self.layers)}
         for name, value in sizes.items():
             require(value >= 1, name, value, "it must be at least 1")
+        if self.vision is not None:
+            layers = tuple(_on_three_axes(layer, self.vision) for layer in self.layers)
+            object.__setattr__(self, "layers", layers)
 
     @property
     def num_layers(self) -> int:
@@ -70,6 +73,20 @@ class DecoderConfig:
         """Each distinct (query heads, KV heads, head size) of the layers that attend, one at least."""
         specs = [self.attention, *(spec for spec in map(attention_of, self.layers) if spec is not None)]
         return tuple(dict.fromkeys((spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs))
+
+
+def _on_three_axes(layer: LayerSpec, vision: VisionConfig) -> LayerSpec:
+    """The layer, whose rotary planes turn by the positions of the axes that the model's sections say.
+
+    Raises CheckpointError where these are not as many.
+    """
+    mixer = layer.mixer
+    if not isinstance(mixer, AttentionSpec):
+        return layer
+    planes, section = mixer.rotary.planes, list(vision.mrope_section)
+    axes = vision.rotary_axes(planes)
+    require(len(axes) == planes, "mrope_section", section, f"the sections have to be {planes} planes")
+    return replace(layer, mixer=replace(mixer, rotary=replace(mixer.rotary, axes=axes)))
 
 
 def attention_of(layer: LayerSpec) -> AttentionSpec | None:

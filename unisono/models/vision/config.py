@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from unisono.layers.rotary import rotary_axes
 from unisono.models.build import require
 
 MAX_GRID_SIDE = 8192
@@ -114,10 +115,7 @@ class VisionConfig:
 
         planes: how many a head has, half of the dimensions that turn.
         """
-        if not self.mrope_interleaved:
-            return tuple(axis for axis, count in enumerate(self.mrope_section) for _ in range(count))
-        most = [3 * count for count in self.mrope_section]
-        return tuple(plane % 3 if plane < most[plane % 3] else 0 for plane in range(planes))
+        return rotary_axes(self.mrope_section, self.mrope_interleaved, planes)
 
 
 def read_vision(
