@@ -25,6 +25,8 @@ from unisono.types import BadRequest, CheckpointError, Vectors
 
 SEEING = "Qwen3-VL, Qwen2.5-VL and Qwen3.5 checkpoints with a vision tower see (docs/models.md)"
 """Which models take pictures, for those who asked another one."""
+CHECKED = ("merge", "patch_size", "temporal_patch_size", "tokens_per_second")
+"""What the checkpoint's processors must agree with the tower on."""
 FILM_TYPE = "video/jpeg"
 """The media type of a data URL that has the frames of a video, base64 each, between commas: vLLM's form."""
 
@@ -34,6 +36,7 @@ class Vision:
     """What the frontend has to know of a vision tower, from the engine's ``info()["vision"]``.
 
     merge: merged patches on a side of an embedding. image_token_id, video_token_id: placeholders of a prompt.
+    tokens_per_second: 0 where text tells the times of a video's frames; None where nobody says.
     """
 
     merge: int
@@ -43,6 +46,7 @@ class Vision:
     video_token_id: int
     vision_start_token_id: int
     vision_end_token_id: int | None = None
+    tokens_per_second: float | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> Vision | None:
@@ -76,9 +80,7 @@ class MediaLoader:
             "max_bytes": settings.max_bytes,
             "max_pixels": settings.media_max_pixels,
             "max_frames": settings.media_max_frames,
-            "vision": {name: getattr(vision, name) for name in ("merge", "patch_size", "temporal_patch_size")}
-            if vision
-            else {},
+            "vision": {name: getattr(vision, name) for name in CHECKED} if vision else {},
         }
         self._dtype = dtype
         self._fetcher = fetcher or Fetcher(settings.allowed_media_domains, settings.max_bytes, settings.media_timeout)
@@ -175,6 +177,8 @@ class MediaLoader:
             return [self._referred(given, param) if isinstance(given, str) else picture_of(given, param)]
         if isinstance(given, str):
             return self._film(given, param)
+        if isinstance(given, (bytes, bytearray, memoryview)):
+            return [picture_of(given, param)]
         found = []
         for i, one in enumerate(frames_of(given, param)):
             place = f"{param}[{i}]"

@@ -169,24 +169,27 @@ def _fitted(
 
 
 def patches(
-    rules: VideoRules, count: int, frame: Callable[[int], Image.Image], rows: int, columns: int
+    rules: VideoRules,
+    count: int,
+    frame: Callable[[int], Image.Image],
+    rows: int,
+    columns: int,
+    normalised: Callable[[np.ndarray], np.ndarray],
 ) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Patches [frames * rows * columns, C] in float32, and their grid. frame: the pictures, resized one by one."""
+    """Patches [frames * rows * columns, C] in float32, and their grid.
+
+    frame: the pictures, resized here one by one. normalised: bytes [channels, rows, columns] as numbers of the tower.
+    """
     step, size, merge = rules.temporal_patch_size, rules.patch_size, rules.merge
-    padded = -(-count // step) * step
-    pixels = np.empty((padded, rows, columns, 3), np.uint8)
+    values = np.empty((-(-count // step) * step, 3, rows, columns), np.float32)
     for i in range(count):
-        pixels[i] = np.asarray(frame(i).resize((columns, rows), Image.Resampling(rules.resample)))
-    pixels[count:] = pixels[count - 1]
-    grid = padded // step, rows // size, columns // size
-    shape = (grid[0], step, grid[1] // merge, merge, size, grid[2] // merge, merge, size, 3)
-    ordered = pixels.reshape(shape).transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
-    values = ordered.astype(np.float32) * np.float32(rules.rescale)
-    channel = (1, 1, 1, 1, 1, 3, 1, 1, 1)
-    values = (values - np.array(rules.mean, np.float32).reshape(channel)) / np.array(rules.std, np.float32).reshape(
-        channel
-    )
-    return values.reshape(grid[0] * grid[1] * grid[2], -1), grid
+        resized = frame(i).resize((columns, rows), Image.Resampling(rules.resample))
+        values[i] = normalised(np.asarray(resized).transpose(2, 0, 1))
+    values[count:] = values[count - 1]
+    grid = len(values) // step, rows // size, columns // size
+    shape = (grid[0], step, 3, grid[1] // merge, merge, size, grid[2] // merge, merge, size)
+    ordered = values.reshape(shape).transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    return ordered.reshape(grid[0] * grid[1] * grid[2], -1), grid
 
 
 def times(rules: VideoRules, indices: Sequence[int], rate: float) -> tuple[float, list[str]]:

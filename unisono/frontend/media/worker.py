@@ -140,7 +140,10 @@ class Decoder:
             raise ValueError(f"its preprocessor_config.json has {wrong}, which config.json contradicts")
         raw = directory / "preprocessor_config.json"
         config = json.loads(raw.read_text(encoding="utf-8")) if raw.is_file() else {}
-        return cls(images, videos.video_rules(directory, config), setup)
+        rules, rate = videos.video_rules(directory, config), setup["vision"].get("tokens_per_second")
+        if rules is not None and rate is not None and rules.timestamps != (rate == 0):
+            raise ValueError("its video processor tells times by text, or does not, and config.json contradicts")
+        return cls(images, rules, setup)
 
     # ---- pictures ---------------------------------------------------------------------------------
 
@@ -227,7 +230,11 @@ class Decoder:
         steps = -(-len(indices) // rules.temporal_patch_size)
         what = f"{len(indices)} frames of {width} x {height} pixels"
         self._check_tokens(steps * (rows // rules.patch_size) * (columns // rules.patch_size), what)
-        pixels, grid = videos.patches(rules, len(indices), lambda i: frames[indices[i]], rows, columns)
+
+        def normalised(values: np.ndarray) -> np.ndarray:
+            return self.images.normalize(self.images.rescale(values, rules.rescale), rules.mean, rules.std)
+
+        pixels, grid = videos.patches(rules, len(indices), lambda i: frames[indices[i]], rows, columns, normalised)
         shown = rate if frames.listed else rate * len(indices) / max(frames.total, len(indices))
         _, stamps = videos.times(rules, indices, rate)
         seconds, _ = videos.times(rules, indices, shown)
