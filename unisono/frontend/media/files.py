@@ -52,13 +52,17 @@ def _content(path: Path, inside: Path, max_bytes: int, param: str) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise BadRequest(f"{param} names a file that cannot be opened: {error.strerror}.", param) from None
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
+    try:
         opened = Path(f"/proc/self/fd/{descriptor}")
         moved = opened.exists() and not opened.resolve().is_relative_to(inside)
-        if moved or not stat.S_ISREG(status.st_mode):
+        if moved or not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise BadRequest(f"{param} names what is no regular file of the directory that is allowed.", param)
-        data = file.read(max_bytes + 1)
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise BadRequest(f"{param} names a file that cannot be read: {error.strerror}.", param) from None
+    finally:
+        os.close(descriptor)
     if len(data) > max_bytes:
         raise BadRequest(f"{param} is larger than {max_bytes >> 20} MiB (--media-max-mb); send less.", param)
     return data
