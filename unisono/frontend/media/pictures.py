@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError, features
 
-FORMATS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "MPO", *(["AVIF"] if features.check("avif") else [])]
+FORMATS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", *(["AVIF"] if features.check("avif") else [])]
 """What is opened. Other formats of Pillow start programs (EPS), are drawings, or are hardly ever sent."""
 SUPPORTED = "PNG, JPEG, WebP, GIF, BMP and TIFF"
 FILMS = {b"ftyp": "an MP4 or QuickTime", b"\x1a\x45\xdf\xa3": "a Matroska or WebM", b"RIFF": "an AVI"}

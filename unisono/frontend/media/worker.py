@@ -125,8 +125,10 @@ class Decoder:
     @classmethod
     def of(cls, setup: dict[str, Any]) -> Decoder:
         """The processors of the checkpoint in ``setup["directory"]``. Raises any exception for broken files."""
+        from PIL import Image
         from transformers import AutoImageProcessor
 
+        Image.init()  # its readers, once for all forks
         directory = Path(setup["directory"])
         images = AutoImageProcessor.from_pretrained(str(directory), backend="pil", local_files_only=True)
         if "image_grid_thw" not in images.model_input_names:
