@@ -73,12 +73,19 @@ def test_the_tower_and_modules_are_passed_over(made: dict[str, Path], tmp_path: 
     more = {"mtp.fc.weight": torch.zeros(2, 2), "mtp.layers.0.mlp.up_proj.weight": torch.zeros(2, 2)}
     both = renamed(made["qwen3_5"], tmp_path / "both", lambda t: t | more)
     assert torch.equal(logits(both), logits(made["qwen3_5"]))
+    assert Checkpoint.open(both).unread() == []  # the tower is read, by load_tower
+
+
+def test_a_causal_lm_passes_over_a_tower(made: dict[str, Path], tmp_path: Path) -> None:
+    more = {"model.visual.merger.norm.weight": torch.zeros(2)}
+    both = renamed(made["qwen3_5_text"], tmp_path / "both", lambda t: t | more)
+    assert torch.equal(logits(both), logits(made["qwen3_5_text"]))
     ((beginning, count, why),) = Checkpoint.open(both).unread()
-    assert (beginning, why) == ("model.visual.*", "the vision tower is not read: pictures are refused for now")
-    assert re.fullmatch(r"\d\d tensors not read", count)
+    assert (beginning, count) == ("model.visual.*", "1 tensors not read")
     with engine(both, max_model_len=64, max_num_seqs=2) as llm:
         found = {d["name"]: d for d in llm.engine.info()["decisions"]}
-    assert "pictures are refused for now" in found["model.visual.*"]["reason"]
+    assert why == found["model.visual.*"]["reason"]
+    assert "pictures are refused" in why
 
 
 def test_an_unknown_tensor_is_refused(made: dict[str, Path], tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from unisono.attention.base import AttentionBackend
-from unisono.config import ResolvedConfig, parse_graphs
+from unisono.config import GRAPH_PROGRAMS, ResolvedConfig, parse_graphs
 from unisono.graphs.cost import PassCost, candidates
 from unisono.graphs.planner import Buckets
 from unisono.kernels.linear import ROW_TILES
+from unisono.passes.features.base import OwnProgram
 from unisono.program import Features, Graph, Logits, Program, Shape
 from unisono.types import ConfigError
 
@@ -100,8 +101,8 @@ def graph_modes(config: ResolvedConfig, attention: AttentionBackend) -> Resolved
 
 
 def asked_as(program: str) -> str:
-    """The program of ``--graphs`` whose mode holds for this one."""
-    return "round" if program in ROUNDS else program
+    """The program of ``--graphs`` whose mode holds for this one: what runs ahead of prompts goes by theirs."""
+    return "round" if program in ROUNDS else program if program in GRAPH_PROGRAMS else "extend"
 
 
 def check_full(config: ResolvedConfig, graphs: Iterable[Graph]) -> None:
@@ -158,6 +159,22 @@ def engine_buckets(
     if "catch_up" in programs:
         buckets.append(catch_up_buckets(programs["catch_up"], config, max_unobserved))
     return buckets
+
+
+def own_buckets(own: OwnProgram, config: ResolvedConfig) -> Buckets:
+    """The buckets of a program that a feature brings along. On a CPU its graphs are captured as passes want them."""
+    gpu = config.device.type == "cuda"
+    return Buckets(
+        own.program,
+        tuple(Shape(own.multiple * n) for n in candidates(own.most // own.multiple, own.least // own.multiple)),
+        mode=config.graphs[asked_as(own.program.name)],
+        passes=own.passes * (GPU_PASSES if gpu else CPU_PASSES)["extend"],
+        cost=None if gpu else PassCost.linear(fixed_ms=15.0, row_ms=own.ms, capture_ms=20.0),
+        measured=gpu,
+        on_demand=not gpu,
+        always=config.asked.graphs != "auto",
+        share=own.share,
+    )
 
 
 def round_buckets(
