@@ -122,9 +122,7 @@ def test_an_eagle3_head_sees_what_the_target_sees(seeing: Path, head: Head, flag
 
 
 @pytest.mark.parametrize("withheld", ["embeddings", "rotary positions"])
-def test_withheld_they_are_missed(
-    seeing: Path, head: Head, withheld: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_withheld_they_are_missed(seeing: Path, head: Head, withheld: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail."""
     of_entries = PromptPass.of_entries
 

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.drafters.make_frozen import random_weights
 from tests.drafters.make_heads import make_eagle, make_eagle3
 from tests.engine.helpers import counted, draw_drafts, engine, idle, mixed_params
 from tests.engine.matrix import CUDA, GRAPH, Checkpoints, config_of, drafting, drafting_tree, with_modules
 from tests.engine.pictures import (
-    START,
     Picture,
     Prompt,
     make_seeing,
@@ -29,7 +27,7 @@ from tests.engine.pictures import (
 from tests.models.make_mtp import write_alone
 from unisono.llm import LLM
 from unisono.models.vision.config import VisionConfig
-from unisono.types import BadRequest, EngineRequest, Overrides, SamplingParams, StructuredOutputs, Vectors
+from unisono.types import SamplingParams, StructuredOutputs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, seed=0)
 NARROW = tuple(range(40, 44))

@@ -53,7 +53,7 @@ def _source(kind: Kind, index: int, given: Any, uuid: str | None) -> MediaSource
 
 def _items(kind: Kind, given: Any) -> list[Any]:
     """One item or a list of them, as a list."""
-    if given is None:
+    if given is None or (isinstance(given, (list, tuple)) and not given):
         return []
     if isinstance(given, Mapping):
         raise BadRequest(f"{DATA}.{kind} is a dict: embeddings of pictures are not taken, give pictures.", DATA)

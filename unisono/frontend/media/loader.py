@@ -37,6 +37,7 @@ class Vision:
 
     merge: merged patches on a side of an embedding. image_token_id, video_token_id: placeholders of a prompt.
     tokens_per_second: 0 where text tells the times of a video's frames; None where nobody says.
+    max_frame_tokens: of a picture or of one frame of a video, at most.
     """
 
     merge: int
@@ -47,6 +48,7 @@ class Vision:
     vision_start_token_id: int
     vision_end_token_id: int | None = None
     tokens_per_second: float | None = None
+    max_frame_tokens: int | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> Vision | None:
@@ -77,6 +79,7 @@ class MediaLoader:
             "directory": str(directory),
             "dtype": dtype,
             "max_tokens": max_tokens,
+            "max_frame_tokens": (vision and vision.max_frame_tokens) or max_tokens,
             "max_bytes": settings.max_bytes,
             "max_pixels": settings.media_max_pixels,
             "max_frames": settings.media_max_frames,

@@ -84,7 +84,8 @@ def source_of(part: Part, where: str, role: str, plain: bool = True) -> MediaSou
     if uuid is not None and (not isinstance(uuid, str) or not 1 <= len(uuid) <= 256):
         raise BadRequest(f"{where}.uuid={shown(uuid)} is not valid: it must be 1 to 256 characters.", f"{where}.uuid")
     if found is None and (plain or uuid is None):
-        raise BadRequest(f"{where} has no content; give a URL, for example data:image/png;base64,…", where)
+        what = f"{where} of type {part['type']}"
+        raise BadRequest(f"{what} has no content; give a URL, for example data:image/png;base64,…", where)
     if plain and not _is_url(found, kind):
         raise BadRequest(
             f"{where}={shown(content)} is not valid: give a URL, for example data:image/png;base64,…"

@@ -165,7 +165,7 @@ class Decoder:
         count = self.images.get_number_of_image_patches(
             height, width, {"min_pixels": bounds["shortest_edge"], "max_pixels": bounds["longest_edge"]}
         )
-        self._check_tokens(count, f"{width} x {height} pixels")
+        self._check_tokens(count, 1, f"{width} x {height} pixels")
         rgb = pictures.decoded(image, tuple(message["background"]))
         found = self.images.preprocess([rgb], size=bounds, return_tensors="np")
         (grid,) = found["image_grid_thw"].tolist()
@@ -185,12 +185,18 @@ class Decoder:
             return Image.frombytes(payload["mode"], tuple(payload["shape"]), data)
         return pictures.opened(pictures.unpacked(payload, data), self.setup["max_bytes"])
 
-    def _check_tokens(self, patches: int, what: str) -> None:
+    def _check_tokens(self, patches: int, frames: int, what: str) -> None:
         tokens, most = patches // self.images.merge_size**2, self.setup["max_tokens"]
         if tokens > most:
             raise pictures.Bad(
                 f"has {what}, which make {tokens} tokens; the model's context has room for {most}. Scale it down, or "
                 "set max_pixels."
+            )
+        each, most = tokens // frames, self.setup["max_frame_tokens"]
+        if each > most:
+            raise pictures.Bad(
+                f"has {what}, which make {each} tokens a frame; the encoder takes {most}. Scale it down, or set "
+                "max_pixels."
             )
 
     def _packed(
@@ -231,7 +237,7 @@ class Decoder:
         rows, columns = videos.resized(rules, len(indices), height, width, bounds)
         steps = -(-len(indices) // rules.temporal_patch_size)
         what = f"{len(indices)} frames of {width} x {height} pixels"
-        self._check_tokens(steps * (rows // rules.patch_size) * (columns // rules.patch_size), what)
+        self._check_tokens(steps * (rows // rules.patch_size) * (columns // rules.patch_size), steps, what)
 
         def normalised(values: np.ndarray) -> np.ndarray:
             return self.images.normalize(self.images.rescale(values, rules.rescale), rules.mean, rules.std)
