@@ -315,6 +315,10 @@ def test_a_text_models_export_has_no_tower(made, tmp_path):
 
     checkpoint = Checkpoint.open(renamed(made["qwen3_vl"], tmp_path / "text", text))
     assert load_tower(checkpoint, dtype=torch.float32, device="cpu") is None
+    ((beginning, count, why),) = checkpoint.unread()
+    assert (beginning, count) == ("model.visual.*", "no tensors")
+    assert "pictures are refused" in why
+    assert Checkpoint.open(made["qwen3_vl"]).unread() == []
 
 
 def test_dummy_weights(made, tmp_path):
