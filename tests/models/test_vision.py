@@ -181,6 +181,7 @@ BAD = {
     "num_position_embeddings": (24, r"num_position_embeddings=24: it must be a square number"),
     "deepstack_visual_indexes": ([0, 3], r"deepstack_visual_indexes=\(0, 3\): blocks in order, below 3"),
     "spatial_merge_size": (0, r"merge=0: it must be at least 1"),
+    "image_token_id": (269, r"image_token_id=269: it must be a token of the vocabulary, whose ids are 0 to 268"),
     "depth": (10**9, r"depth=1000000000 is out of range"),
 }
 
@@ -190,7 +191,7 @@ def test_values_that_are_not_computed(name, made, tmp_path):
     value, message = BAD[name]
     directory = shutil.copytree(made["qwen3_vl"], tmp_path / "other", ignore=shutil.ignore_patterns(WEIGHTS))
     raw = json.loads((directory / "config.json").read_text())
-    raw["vision_config"][name] = value
+    (raw if name in raw else raw["vision_config"])[name] = value
     (directory / "config.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(directory)
