@@ -60,6 +60,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"num_position_embeddings": 25},
     ),
 }  # fmt: skip
+FAMILIES["qwen3_vl_moe"] = (
+    {**FAMILIES["qwen3_vl"][0], "num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 52},
+    FAMILIES["qwen3_vl"][1],
+)
 """Family -> fields of its text model, and of its tower."""
 
 

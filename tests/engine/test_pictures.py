@@ -94,7 +94,8 @@ def test_same_bytes(seeing: Path, vision: VisionConfig, alone: list[list[int]], 
             eager = {key: count for key, count in counted(llm).items() if key[1] == "eager"}
             assert not eager
         cache = llm.engine.info()["vision"]["encoder_cache"]
-        assert cache["held"] == 0 and cache["hits"] > 0
+        assert cache["held"] == 0
+        assert cache["hits"] > 0
         llm.engine.check_integrity()
         assert llm.engine.pool.usage == 0
 

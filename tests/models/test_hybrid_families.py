@@ -54,6 +54,19 @@ def test_experts_fused_or_one_by_one_are_the_same(family: str, made: dict[str, P
     assert torch.equal(logits(made[family]), logits(apart))
 
 
+def test_fused_experts_may_be_stored_as_columns(made: dict[str, Path], tmp_path: Path) -> None:
+    """As the hub's Qwen3-VL-30B-A3B has them: [experts, inputs, outputs]."""
+    source = renamed(made["qwen3_5_moe_text"], tmp_path / "fused", fused)
+
+    def columns(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {n: t.mT if ".experts." in n and t.dim() == 3 else t for n, t in tensors.items()}
+
+    turned = renamed(source, tmp_path / "columns", columns)
+    shapes = {tuple(t.shape) for n, t in load_file(turned / WEIGHTS).items() if n.endswith("experts.down_proj")}
+    assert shapes == {(10, 48, 80)}
+    assert torch.equal(logits(turned), logits(source))
+
+
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", ""])
 def test_a_text_models_names_may_have_another_prefix(prefix: str, made: dict[str, Path], tmp_path: Path) -> None:
     source = made["qwen3_5_text"]

@@ -195,6 +195,14 @@ def test_values_that_are_not_computed(name, made, tmp_path):
         Checkpoint.open(directory)
 
 
+def test_sections_in_blocks_are_all_planes(made, tmp_path):
+    raw = json.loads((made["qwen2_5_vl"] / "config.json").read_text())
+    raw["text_config"]["rope_parameters"]["mrope_section"] = [4, 2, 3]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"mrope_section=\[4, 2, 3\]: the sections have to be 8 planes"):
+        Checkpoint.open(tmp_path)
+
+
 def test_a_config_without_a_tower_is_a_text_models(made, tmp_path):
     raw = json.loads((made["qwen3_vl"] / "config.json").read_text())
     del raw["vision_config"]
@@ -254,6 +262,22 @@ def test_shards(made, tmp_path):
     sharded = make_checkpoint(tmp_path, "qwen3_vl", tokenizer=False, max_shard_size="100KB")
     assert len(list(sharded.glob("*.safetensors"))) > 3
     assert same(load(sharded), load(made["qwen3_vl"]))
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def test_a_quantised_checkpoint_may_keep_its_tower_plain(made, tmp_path):
+    """Whether a tower's module is quantised goes by its name in the checkpoint, ``model.visual.…``."""
+    directory = shutil.copytree(made["qwen3_vl"], tmp_path / "fp8")
+    raw = json.loads((directory / "config.json").read_text())
+    raw["quantization_config"] = {**FP8, "modules_to_not_convert": ["lm_head", "model.visual"]}
+    (directory / "config.json").write_text(json.dumps(raw))
+    assert same(load(directory), load(made["qwen3_vl"]))
+    raw["quantization_config"] = {**FP8, "modules_to_not_convert": ["lm_head", "model.visual.merger"]}
+    (directory / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"visual.blocks.0.attn.qkv.weight_scale_inv .* is missing"):
+        load(directory)
 
 
 WRONG = {

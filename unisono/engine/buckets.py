@@ -145,13 +145,18 @@ def engine_buckets(
     choices: Sequence[int],
     features: Features,
     max_unobserved: int,
+    expected: Sequence[Features] = (),
 ) -> list[Buckets]:
-    """What may be captured of every program. features: the drafter's. choices: numbers of drafts of a round."""
+    """What may be captured of every program. features: the drafter's. choices: numbers of drafts of a round. expected:
+    what many prompt passes will need beside these."""
     masked = replace(features, masks=True)
     buckets = round_buckets(programs["round"], config, choices, features)
     for variant in (features, masked):
         buckets.append(buckets_of(programs["extend"], config, 1, variant))
         buckets.append(buckets_of(programs["score"], config, 1, replace(variant, logits=Logits.ALL)))
+    for more in expected:
+        wanted = buckets_of(programs["extend"], config, 1, features | more)
+        buckets.append(replace(wanted, on_demand=config.device.type == "cpu"))
     for drafts in {choices[0], choices[-1]}:
         buckets.append(buckets_of(programs["verify"], config, 1 + drafts, masked))
     if "draft" in programs:

@@ -41,7 +41,7 @@ from unisono.passes.modules import Modules
 from unisono.passes.round import catch_up_program, draft_program, held_drafts, round_program, verify_program
 from unisono.passes.slot_tensors import rotary_positions
 from unisono.passes.tree import Tree, path_pages
-from unisono.program import Hidden, Program, Shape
+from unisono.program import NO_FEATURES, Hidden, Program, Shape
 from unisono.sampling.pipeline import DraftSampler
 from unisono.state.specs import ALL, PAGE_SIZE
 from unisono.state.store import StateStore
@@ -133,7 +133,8 @@ class Build:
     def buckets(self, programs: dict[str, Program]) -> list[Buckets]:
         """What may be captured of these programs."""
         features = self.worker.drafter.features
-        buckets = engine_buckets(programs, self.config, self.choices, features, self.max_unobserved)
+        expected = [feature.expected for feature in self.request_features if feature.expected != NO_FEATURES]
+        buckets = engine_buckets(programs, self.config, self.choices, features, self.max_unobserved, expected)
         return [*buckets, *(own_buckets(own, self.config) for own in self._own_programs)]
 
     def _leave_a_core(self) -> None:

@@ -37,8 +37,14 @@ class Tile:
     stages: int
 
 
-def _tile(dtype: torch.dtype) -> Tile:
-    return Tile(32, 4, 2) if dtype is torch.float32 else Tile(64, 4, 3)
+MANY_ROWS = 2048
+"""From this number of rows on there are programs for all multiprocessors at the larger tile, which reads fewer keys."""
+
+
+def _tile(patches: int, dtype: torch.dtype) -> Tile:
+    if dtype is torch.float32:
+        return Tile(32, 4, 2)
+    return Tile(128, 8, 3) if patches >= MANY_ROWS else Tile(64, 4, 3)
 
 
 def _parts(dim: int) -> dict[str, int]:
@@ -72,7 +78,8 @@ def _segment_attention_kernel(
     q_ptr = qkv + head * D
     q = _rows_of(q_ptr, rows, dims, in_use, 3 * WIDTH, D)
     m = tl.full([ROWS], float("-inf"), tl.float32)
-    z = tl.zeros([ROWS], tl.float32)
+    z = tl.zeros([ROWS, 8], tl.float32)  # eight equal columns: a product, whose order is the same at any tile
+    ones = tl.full([KEYS, 8], 1.0, qkv.dtype.element_ty)
     acc = tl.zeros([ROWS, MAIN], tl.float32)
     if REST > 0:
         more = MAIN + tl.arange(0, REST)
@@ -93,19 +100,18 @@ def _segment_attention_kernel(
             scores = tl.where(mine[:, None] & known[None, :], scores, float("-inf"))
             top = tl.maximum(m, tl.max(scores, 1) * scale)
             finite = tl.where(top == float("-inf"), 0.0, top)
-            p = tl.exp2(tl.fma(scores, scale, -finite[:, None]))
-            shrink = tl.exp2(m - finite)
-            z = tl.fma(z, shrink, tl.sum(p, 1))
-            p = p.to(qkv.dtype.element_ty)
+            p = tl.exp2(tl.fma(scores, scale, -finite[:, None])).to(qkv.dtype.element_ty)
+            shrink = tl.exp2(m - finite)[:, None]
+            z = tl.dot(p, ones, z * shrink, input_precision="ieee")
             v = _rows_of(q_ptr + 2 * WIDTH, keys, dims, known, 3 * WIDTH, D)
-            acc = tl.dot(p, v, acc * shrink[:, None], input_precision="ieee")
+            acc = tl.dot(p, v, acc * shrink, input_precision="ieee")
             if REST > 0:
                 v_rest = _rows_of(q_ptr + 2 * WIDTH, keys, more, known, 3 * WIDTH, D)
-                acc_rest = tl.dot(p, v_rest, acc_rest * shrink[:, None], input_precision="ieee")
+                acc_rest = tl.dot(p, v_rest, acc_rest * shrink, input_precision="ieee")
             m = top
         row = tl.where(end > row, end, last)  # an empty segment is padding, which is all that follows
-    sees = z > 0
-    factor = tl.where(sees, 1.0 / tl.where(sees, z, 1.0), 0.0)[:, None]
+    total = tl.max(z, 1)
+    factor = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)[:, None]
     dtype = out.dtype.element_ty
     at = out + rows.to(tl.int64)[:, None] * WIDTH + head * D
     tl.store(at + dims[None, :], (acc * factor).to(dtype), mask=in_use[:, None] & (dims < D)[None, :])
@@ -119,7 +125,7 @@ def launch_segment_attention(
     """``tile`` overrides the rows of a program (speed only)."""
     qkv = qkv.contiguous()
     patches, width = qkv.shape[0], qkv.shape[1] // 3
-    dim, tile = width // num_heads, tile or _tile(qkv.dtype)
+    dim, tile = width // num_heads, tile or _tile(patches, qkv.dtype)
     out = qkv.new_empty(patches, width)
     _segment_attention_kernel[(triton.cdiv(patches, tile.rows), num_heads)](
         qkv, bounds.contiguous(), out, patches, scale * LOG2_E.value,
@@ -139,8 +145,8 @@ def segment_attention_cpu(qkv: torch.Tensor, bounds: torch.Tensor, num_heads: in
             for first in range(0, end - start, CPU_ROWS):
                 rows = slice(first, min(first + CPU_ROWS, end - start))
                 scores = (heads[0][:, rows].contiguous() @ heads[1].mT).mul_(scale)
-                p = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-                seen = p.to(qkv.dtype).float() @ heads[2] / p.sum(-1, keepdim=True)
+                p = scores.sub_(scores.amax(-1, keepdim=True)).exp_().to(qkv.dtype).float()
+                seen = p @ heads[2] / p.sum(-1, keepdim=True)
                 out[start:end][rows] = seen.transpose(0, 1).flatten(1).to(qkv.dtype)
     return out
 
@@ -158,14 +164,14 @@ def segment_attention(qkv: torch.Tensor, bounds: torch.Tensor, num_heads: int, s
 
     qkv [P, 3 · W]: queries, keys and values of a patch, each A heads of D elements. bounds [P, 2] i32: the first row of
     a row's segment and the one after its last. Segments are runs of rows that do not overlap, and every row of one has
-    the same bounds. Rows of padding have bounds (0, 0) and stand after all segments; they get zeros. Scores, softmax
-    and sums are in fp32, the weights are rounded to qkv's dtype before they meet the values.
+    the same bounds. Rows of padding have bounds (0, 0) and stand after all segments; they get zeros. Scores and
+    sums are in fp32; the weights of the softmax are rounded to qkv's dtype before they are summed and multiplied.
     """
     return torch.ops.unisono.segment_attention(qkv, bounds, num_heads, scale)
 
 
-def _aot(dtype: torch.dtype, name: str, dim: int) -> AotCase:
-    tile = _tile(dtype)
+def _aot(dtype: torch.dtype, name: str, dim: int, patches: int) -> AotCase:
+    tile = _tile(patches, dtype)
     return AotCase(
         _segment_attention_kernel,
         {"qkv": f"*{name}", "bounds": "*i32", "out": f"*{name}", "P": "i32", "scale": "fp32"},
@@ -176,7 +182,8 @@ def _aot(dtype: torch.dtype, name: str, dim: int) -> AotCase:
 
 
 AOT: list[AotCase] = [
-    *(_aot(torch.bfloat16, "bf16", dim) for dim in (32, 64, 72, 80, 128)),
-    _aot(torch.float16, "fp16", 72),
-    _aot(torch.float32, "fp32", 72),
+    *(_aot(torch.bfloat16, "bf16", dim, patches) for dim in (64, 72, 80) for patches in (64, MANY_ROWS)),
+    _aot(torch.bfloat16, "bf16", 32, 64),
+    _aot(torch.float16, "fp16", 72, MANY_ROWS),
+    _aot(torch.float32, "fp32", 72, MANY_ROWS),
 ]

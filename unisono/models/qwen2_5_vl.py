@@ -70,8 +70,6 @@ def read(hf_config: Any) -> DecoderConfig:
     ]
     vision = read_vision(hf_config, read_tower, SECTION, interleaved=False)
     if vision is not None:
-        planes, heads = 2 * sum(vision.mrope_section), text.hidden_size // text.num_attention_heads
-        require(planes == heads, "mrope_section", vision.mrope_section, f"it must add up to half of {heads}")
         seconds = vision.tokens_per_second
         require(seconds >= 1, "vision_config.tokens_per_second", seconds, "it must be at least 1")
     return read_decoder_config(hf_config, layers, vision=vision)

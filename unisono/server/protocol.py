@@ -128,10 +128,10 @@ class GenerationRequest(BaseModel):
     guided_json: dict[str, Any] | str | None = Field(None, description="a JSON schema")
     guided_regex: str | None = Field(None, description="a regular expression")
     guided_choice: list[str] | None = Field(None, description="a list of strings")
-    guided_grammar: str | None = Field(None, description="a grammar in EBNF")
+    guided_grammar: str | None = Field(None, description="a grammar in EBNF or in Lark's notation")
     json_schema: dict[str, Any] | str | None = Field(None, description="a JSON schema")
     regex: str | None = Field(None, description="a regular expression")
-    ebnf: str | None = Field(None, description="a grammar in EBNF")
+    ebnf: str | None = Field(None, description="a grammar in EBNF or in Lark's notation")
     speculative: Speculative | None = Field(
         None, description="an object with enabled (true or false) and num_speculative_tokens (a whole number)"
     )

@@ -60,10 +60,12 @@ class Serving:
         request_id: str,
         media: Sequence[list[MediaSource]] = (),
         ticket: Ticket | None = None,
+        pooled: bool = False,
     ) -> list[Generation]:
         """Make a generation for each sequence of each prompt. Raises BadRequest.
 
-        media: the pictures and videos of each prompt, or nothing. ticket: of the HTTP request.
+        media: the pictures and videos of each prompt, or nothing. ticket: of the HTTP request. pooled: the answer is
+        made of the hidden states and does not show them.
         """
         limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         prompt_only = bool(request.echo) and limit == 0  # the engine makes a token all the same
@@ -76,7 +78,7 @@ class Serving:
         for number, prompt in enumerate(await self._prompts(request, items)):
             prompt = self.inputs.truncated(prompt, params)
             echo = self._echo(prompt, params, prompt_only) if request.echo else None
-            one = self._request(f"{request_id}-{number}", prompt, params, request)
+            one = self._request(f"{request_id}-{number}", prompt, params, request, pooled)
             generations += self._generations(one, request, len(generations), echo)
         return generations
 
@@ -120,7 +122,7 @@ class Serving:
         return plan, await self._in_thread(lambda: self.inputs.chat(conversation, plan.tools, **options))
 
     def _request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, body: GenerationRequest
+        self, request_id: str, prompt: Prompt, params: SamplingParams, body: GenerationRequest, pooled: bool = False
     ) -> EngineRequest:
         """Prepare the engine's request for a prompt. Raises BadRequest."""
         salt = (body.cache_salt or "") + (body.extra_key or "")
@@ -136,7 +138,7 @@ class Serving:
                 "length_penalty",
             )
         wanted = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
-        params = self._within_limits(prompt, params)
+        params = self._within_limits(prompt, params, pooled)
         return self.inputs.request(request_id, prompt, params, body.priority or 0, wanted)
 
     async def _prompts(self, request: CompletionRequest, media: Sequence[list[Loaded]] = ()) -> list[Prompt]:
@@ -186,11 +188,11 @@ class Serving:
         spaces = params.spaces_between_special_tokens
         return Echo(tokenizer.decode(prompt.token_ids, params.skip_special_tokens, spaces), alone)
 
-    def _within_limits(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
+    def _within_limits(self, prompt: Prompt, params: SamplingParams, pooled: bool) -> SamplingParams:
         """Return ``params`` with max_tokens set. Raises BadRequest for what this server refuses."""
         model, length = self.inputs.model, len(prompt.token_ids)
         params = with_max_tokens(params, length, model.max_model_len)
-        check_hidden_states(model.return_hidden_states, model.hidden_size, length, params)
+        check_hidden_states(pooled or model.return_hidden_states, model.hidden_size, length, params)
         return params
 
     def _generations(

@@ -249,7 +249,8 @@ class Feature:
     """One feature. Subclasses override what they need; what is not overridden does nothing.
 
     name: as in the catalog. extra_args: the keys of ``SamplingParams.extra_args`` that it reads. asks: what every pass
-    with such a request needs beside its tokens; :meth:`fill` may say more. reads_all_tokens: a prompt pass with this
+    with such a request needs beside its tokens; :meth:`fill` may say more. expected: what many prompt passes will need,
+    so that their graphs are captured at start. reads_all_tokens: a prompt pass with this
     feature's fields computes the final hidden states of all its tokens, not of last tokens only. reads_drafts:
     :meth:`fill` needs a round's drafts on the host, and the tokens before them: such rounds are two passes.
     """
@@ -257,6 +258,7 @@ class Feature:
     name = ""
     extra_args: tuple[str, ...] = ()
     asks: Features = NO_FEATURES
+    expected: Features = NO_FEATURES
     reads_all_tokens = False
     reads_drafts = False
 

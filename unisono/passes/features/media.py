@@ -104,6 +104,7 @@ class Media(Feature):
         self._ahead = int(context.drafts)  # a drafter reads one token further
         if vision is None or tower is None:
             return
+        self.expected = SEEN
         width = context.hidden_size * (1 + vision.deepstack)
         self.most_tokens, rows = self._sizes(width * context.dtype.itemsize)
         self.table = torch.empty(rows, width, dtype=context.dtype, device=context.device)
