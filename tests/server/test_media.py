@@ -18,6 +18,7 @@ from PIL import Image
 from tests.server import pictures_ as pics
 from tests.server.conftest import Server, servers, until
 from tests.server.pictures_ import data_url, part, text
+from unisono.frontend.media.settings import MediaSettings
 from unisono.server.body import load_object
 from unisono.server.errors import ApiError
 
@@ -577,3 +578,30 @@ def test_workers_end_with_the_server(strict: Server) -> None:
     assert sum("frontend.media.worker" in named(one) for one in below) >= 2
     strict.kill()
     until(lambda: not any(named(one) for one in below))
+
+
+# ---- flags ------------------------------------------------------------------------------------------
+
+
+def test_flags(served: Any, tmp_path: Path) -> None:
+    """In vLLM's spelling, and SGLang's; what cannot be honoured is an error that names the flag."""
+    given = ["--allowed-media-domains", "a.test", "*.b.test", "--limit-mm-per-prompt", "image=2,video=1"]
+    given += ["--mm-processor-kwargs", '{"max_pixels": 5000}', "--allowed-local-media-path", str(tmp_path)]
+    given += ["--media-io-kwargs", '{"video": {"fps": 1}}', "--mm-processor-cache-gb", "0", "--media-timeout", "2"]
+    code, output, _, settings = served("tiny", *given, "--media-max-pixels", "99", "--enable-multimodal")
+    assert code == 0, output
+    assert settings.media == MediaSettings(
+        allowed_media_domains=("a.test", "*.b.test"),
+        allowed_local_media_path=tmp_path,
+        limit_mm_per_prompt={"image": 2, "video": 1},
+        mm_processor_kwargs={"max_pixels": 5000},
+        media_io_kwargs={"video": {"fps": 1}},
+        media_max_pixels=99,
+        media_timeout=2.0,
+        mm_processor_cache_gb=0.0,
+    )
+    code, output, _, settings = served("tiny", "--limit-mm-data-per-request", '{"image": 1}')
+    assert settings.media.limit_mm_per_prompt["image"] == 1
+    for flag, value in (("--limit-mm-per-prompt", "{"), ("--allowed-local-media-path", "/nowhere/at/all")):
+        code, output, *_ = served("tiny", flag, value)
+        assert (code, flag in output) == (2, True), output
