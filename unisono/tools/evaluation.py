@@ -1,17 +1,20 @@
-"""``unisono eval``: accuracy on the held-out word problems, speed, and draft acceptance.
+"""``unisono eval``: accuracy on held-out problems, speed, and draft acceptance.
 
-The problems are grade-school maths in the form of GSM8K (``problems.py``). The model answers greedily. An answer is
-right when the number after ``####`` is right.
+The problems are grade-school maths in the form of GSM8K (``problems.py``); a model that sees is asked about small
+pictures instead (``picture_problems.py``). The model answers greedily. An answer is right when the word after ``####``
+is right.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from unisono.tools.problems import final_answer, held_out_problems
+from unisono.tools.picture_problems import PictureProblem, picture_problems
+from unisono.tools.problems import HeldOutProblem, final_answer, held_out_problems
 from unisono.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -48,11 +51,12 @@ class Evaluation:
 
 def evaluate(llm: LLM, count: int, max_tokens: int) -> Evaluation:
     """Ask the first ``count`` problems in one batch. ``llm`` needs a tokenizer with a chat template."""
-    problems = held_out_problems(count)
+    sees = bool(llm.engine.info().get("vision"))
+    problems: Sequence[HeldOutProblem | PictureProblem] = picture_problems(count) if sees else held_out_problems(count)
     llm.engine.pin_drafts(llm.engine.runner.choices[-1])  # acceptance by position needs the same k in every round
     started = time.perf_counter()
     params = SamplingParams(temperature=0, max_tokens=max_tokens, seed=0)
-    outputs = llm.chat([[{"role": "user", "content": problem.question}] for problem in problems], params)
+    outputs = llm.chat([problem.messages() for problem in problems], params)
     seconds = time.perf_counter() - started
     right, asked = Counter[str](), Counter(problem.kind for problem in problems)
     for problem, output in zip(problems, outputs, strict=True):
