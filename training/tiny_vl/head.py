@@ -127,12 +127,12 @@ def teach(model: TinyVL, pictures: Tensor, ids: Tensor, weights: Tensor, positio
         x = model.merge(ids, places, seen)
         hidden, aux = model.read(x, levels, places, positions, mask, AUX)
         logits = model.head(hidden)
-        angles = model.text.rotary_emb(x, positions.transpose(0, 1))
+        angles = model.text.rotary_emb(x.float(), positions.transpose(0, 1))
         if blind:
             x = model.text.embed_tokens(ids).to(x.dtype)
     assert aux is not None
     counted = F.pad(weights[:, 1:] > 0, (0, 1))
-    return Taught(x, aux, logits, mask, (angles[0].float(), angles[1].float()), counted)
+    return Taught(x, aux, logits, mask, (angles[0], angles[1]), counted)
 
 
 def head_loss(head: Head, taught: Taught) -> Tensor:
