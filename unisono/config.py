@@ -39,6 +39,7 @@ class EngineConfig:
     max_num_seqs: requests that run at once. max_num_batched_tokens: prompt tokens per extend pass.
     max_stall_ms: milliseconds between two rounds of running requests, at most: prompt passes between them are as large
     as fits, by what passes cost.
+    mm_encoder_cache_gb: GiB of the device that encoded pictures may take; None: a default of 1 GiB, less on a CPU.
     load_format: auto, or dummy for random weights (needs config.json only).
     quantization: None: weights as the checkpoint has them. fp8: quantises a plain checkpoint while loading. Any method
     that the checkpoint's quantization_config does not name is an error.
@@ -74,6 +75,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_stall_ms: float = 50.0
+    mm_encoder_cache_gb: float | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     quantization: str | None = None
     seed: int = 0
@@ -107,6 +109,8 @@ class EngineConfig:
             raise ConfigError(
                 f"--gpu-memory-utilization {self.gpu_memory_utilization}: give a share above 0, at most 1."
             )
+        if self.mm_encoder_cache_gb is not None and not self.mm_encoder_cache_gb > 0:
+            raise ConfigError(f"--mm-encoder-cache-gb {self.mm_encoder_cache_gb}: give GiB above 0.")
         if not 0.0 < self.snapshot_share < 1.0:
             raise ConfigError(f"--snapshot-share {self.snapshot_share}: give a share above 0 and below 1.")
         for name, low in (("max_model_len", 2), ("max_num_seqs", 1), ("max_num_batched_tokens", 16), ("num_pages", 2)):
@@ -240,6 +244,12 @@ class ResolvedConfig:
         decision = Decision(name, str(value), reason)
         return dataclasses.replace(self, decisions=(*self.decisions, decision), **changes)
 
+    @property
+    def encoder_cache_bytes(self) -> int | None:
+        """``mm_encoder_cache_gb`` in bytes."""
+        asked = self.asked.mm_encoder_cache_gb
+        return None if asked is None else int(asked * (1 << 30))
+
     def explain(self) -> dict[str, object]:
         """The resolved settings and every decision, as JSON-ready data."""
         settings = {
@@ -255,6 +265,7 @@ class ResolvedConfig:
             "quantization": self.asked.quantization,
             "gpu_memory_utilization": self.asked.gpu_memory_utilization,
             "snapshot_share": self.asked.snapshot_share,
+            "mm_encoder_cache_gb": self.asked.mm_encoder_cache_gb,
             "enforce_eager": self.asked.enforce_eager,
             "graphs": dict(self.graphs),
             "compile": self.asked.compile,

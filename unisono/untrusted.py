@@ -44,6 +44,15 @@ LARGEST = {
     "linear_key_head_dim": 1 << 14,
     "linear_value_head_dim": 1 << 14,
     "linear_conv_kernel_dim": 1 << 8,
+    "depth": 10_000,
+    "in_channels": 1 << 8,
+    "num_heads": 1 << 14,
+    "num_position_embeddings": 1 << 24,
+    "out_hidden_size": 1 << 18,
+    "patch_size": 1 << 10,
+    "spatial_merge_size": 1 << 6,
+    "temporal_patch_size": 1 << 8,
+    "window_size": 1 << 16,
     "mtp_num_hidden_layers": 64,
     "num_nextn_predict_layers": 64,
 }
@@ -53,7 +62,7 @@ MAX_INTEGER = 1 << 63
 MAX_TOKEN_IDS = 1024
 """End-of-sequence ids of one file."""
 ROPE = ("rope_parameters", "rope_scaling")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "mrope", "yarn")
 
 
 def check_directory(directory: Path) -> None:

@@ -185,8 +185,10 @@ def make_speculators(
 # ---- the papers' forward passes ---------------------------------------------------------------------
 
 
-def decoder_layer(w: Weights, fields: dict[str, Any], x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """x [T, …] is what attention reads; T entries that see each other causally."""
+def decoder_layer(
+    w: Weights, fields: dict[str, Any], x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [T, …] is what attention reads; T entries that see each other causally. positions: see ``rotate``."""
     tokens, dim, eps = len(x), fields["head_dim"], fields["rms_norm_eps"]
 
     def heads(name: str) -> torch.Tensor:
@@ -194,7 +196,7 @@ def decoder_layer(w: Weights, fields: dict[str, Any], x: torch.Tensor, residual:
         y = (y + w.get(f"layers.0.self_attn.{name}_proj.bias", torch.zeros(()))).view(tokens, -1, dim)
         if f"layers.0.self_attn.{name}_norm.weight" in w:
             y = norm(y, w[f"layers.0.self_attn.{name}_norm.weight"], eps)
-        y = y if name == "v" else rotate(y, THETA, torch.arange(tokens))
+        y = y if name == "v" else rotate(y, THETA, torch.arange(tokens) if positions is None else positions)
         return y.transpose(0, 1).repeat_interleave(fields["num_attention_heads"] // y.shape[1], 0)
 
     causal = torch.ones(tokens, tokens).tril().log()
@@ -219,31 +221,39 @@ def encode(head: Head, w: Weights, seen: torch.Tensor) -> torch.Tensor:
     return seen @ w["fc.weight"].T
 
 
-def forward(head: Head, w: Weights, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def forward(
+    head: Head, w: Weights, embedding: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor | None = None
+) -> torch.Tensor:
     """The layer's outputs for T entries: embedding [T, H] of their tokens, hidden [T, H] of the positions before."""
     eps = head.settings["rms_norm_eps"]
     if not head.layers:
         x = torch.cat((embedding, hidden), -1) @ w["fc.weight"].T + w.get("fc.bias", torch.zeros(()))
-        return decoder_layer(w, head.settings, x, x)
+        return decoder_layer(w, head.settings, x, x, positions)
     normed = norm(hidden, w["layers.0.hidden_norm.weight"], eps)
     x = torch.cat((norm(embedding, w["layers.0.input_layernorm.weight"], eps), normed), -1)
     residual = normed if head.settings.get("norm_before_residual") else hidden
-    return decoder_layer(w, head.settings, x, residual)
+    return decoder_layer(w, head.settings, x, residual, positions)
 
 
 def reference(
     head: Head, embed: torch.Tensor, lm_head: torch.Tensor, ids: Sequence[int], seen: torch.Tensor,
-    drafts: Sequence[int],
+    drafts: Sequence[int], given: torch.Tensor | None = None, positions: torch.Tensor | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
     """(the hidden state handed on [H], logits [V']) of each draft step after ``ids``, given the drafts that were made.
 
-    seen [len(ids) - 1, …]: what the target showed. embed, lm_head: the target's, for a head that has none.
+    seen [len(ids) - 1, …]: what the target showed. embed, lm_head: the target's, for a head that has none. given
+    [len(ids), H]: the target's embeddings, if they are not those of the ids. positions [len(ids) + len(drafts), …]: see
+    ``rotate``.
     """
     w = {n: t.double() if t.is_floating_point() else t for n, t in head.weights.items()}
     embed, lm_head = w.get("embed_tokens.weight", embed.double()), w.get("lm_head.weight", lm_head.double())
     tokens, hidden, found = list(ids[1:]), encode(head, w, seen.double()), []
     for draft in drafts:
-        out = forward(head, w, embed[torch.tensor(tokens)], hidden)[-1]
+        embedding = embed[torch.tensor(tokens)]
+        if given is not None:
+            embedding[: len(ids) - 1] = given[1:]
+        at = None if positions is None else positions[1 : len(tokens) + 1]
+        out = forward(head, w, embedding, hidden, at)[-1]
         normed = norm(out, w["norm.weight"], head.settings["rms_norm_eps"]) if head.layers else out
         found.append((normed if head.settings.get("norm_output") else out, lm_head @ normed))
         tokens.append(draft)

@@ -6,6 +6,7 @@ that logits spread over a few units, and biases and norms matter (transformers s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from transformers import (
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>")
 PAD, BOS, END = 256, 257, 258
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+VISION_START, VISION_END, IMAGE, VIDEO = 261, 262, 263, 264
+"""Special tokens of families with a tower, after the others."""
+SEEING_VOCABULARY = 269
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
@@ -116,13 +121,49 @@ HYBRIDS["qwen3_5_text"]["num_hidden_layers"] = 6
 HYBRIDS["qwen3_5"], HYBRIDS["qwen3_5_moe"] = HYBRIDS["qwen3_5_text"], HYBRIDS["qwen3_5_moe_text"]
 """Families with Gated DeltaNet layers. Those without ``_text`` have a vision tower beside the text model."""
 
-TOWER: dict[str, Any] = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_heads": 2,
-    "num_position_embeddings": 16,
+SEEING: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "hidden_size": 80,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+    },
+    "qwen3_vl": {
+        "hidden_size": 84,
+        "num_attention_heads": 7,
+        "num_key_value_heads": 7,
+        "head_dim": 24,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [5, 4, 3]},
+    },
 }
+SEEING["qwen3_vl_moe"] = {
+    **SEEING["qwen3_vl"],
+    "num_experts": 11,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 52,
+}
+"""Text models of families with a vision tower, beside those of HYBRIDS."""
+
+_TOWER: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 72,
+    "intermediate_size": 92,
+    "num_heads": 3,
+    "patch_size": 4,
+    "num_position_embeddings": 25,
+}
+TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        **{name: size for name, size in _TOWER.items() if name != "num_position_embeddings"},
+        "window_size": 24,
+        "fullatt_block_indexes": [1],
+    },
+    "qwen3_vl": {**_TOWER, "deepstack_visual_indexes": [0, 2]},
+    "qwen3_vl_moe": {**_TOWER, "deepstack_visual_indexes": [0, 2]},
+    "qwen3_5": _TOWER,
+    "qwen3_5_moe": _TOWER,
+}
+"""Towers: heads of 24, patches of 4 x 4 pixels, windows of 3 x 3 tokens."""
 
 
 def make_checkpoint(
@@ -133,19 +174,28 @@ def make_checkpoint(
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "1GB",
     tokenizer: bool = True,
+    tower: Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> Path:
-    """Write a random checkpoint of ``family`` (a key of FAMILIES or HYBRIDS) into ``directory`` and return it.
+    """Write a random checkpoint of ``family`` (of FAMILIES, HYBRIDS or SEEING) into ``directory`` and return it.
 
-    overrides: fields of the family's transformers config, of its text model where it has several. max_shard_size: e.g.
-    ``"100KB"`` makes an index and several shards. tokenizer: also save a byte-level one with a chat template (ids
-    0-255 are bytes).
+    overrides: fields of the family's transformers config, of its text model where it has several. tower: fields of its
+    vision_config. max_shard_size: e.g. ``"100KB"`` makes an index and several shards. tokenizer: also save a byte-level
+    one with a chat template (ids 0-255 are bytes).
     """
-    fields = {**COMMON, **(FAMILIES | HYBRIDS)[family], **overrides}
-    if f"{family}_text" in HYBRIDS:
-        tower = {**TOWER, "out_hidden_size": fields["hidden_size"]}
-        tied = fields.get("tie_word_embeddings", False)
-        config = AutoConfig.for_model(family, text_config=fields, vision_config=tower, tie_word_embeddings=tied)
+    fields = {**COMMON, **(FAMILIES | HYBRIDS | SEEING)[family], **overrides}
+    if family in TOWERS:
+        fields = {**fields, "vocab_size": overrides.get("vocab_size", SEEING_VOCABULARY)}
+        config = AutoConfig.for_model(
+            family,
+            text_config=fields,
+            vision_config={**TOWERS[family], "out_hidden_size": fields["hidden_size"], **(tower or {})},
+            tie_word_embeddings=fields.get("tie_word_embeddings", False),
+            vision_start_token_id=VISION_START,
+            vision_end_token_id=VISION_END,
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+        )
         model = AutoModelForImageTextToText.from_config(config, dtype=dtype)
     else:
         config = AutoConfig.for_model(family, **fields)
@@ -154,23 +204,23 @@ def make_checkpoint(
     model.generation_config = GenerationConfig(eos_token_id=END, pad_token_id=PAD, bos_token_id=BOS)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     if tokenizer:
-        make_tokenizer().save_pretrained(directory)
+        make_tokenizer(SPECIAL + VISION if family in TOWERS else SPECIAL).save_pretrained(directory)
     return Path(directory)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per UTF-8 byte and the special tokens: encodes any text, needs no training."""
+def make_tokenizer(special: tuple[str, ...] = SPECIAL) -> PreTrainedTokenizerFast:
+    """One token per UTF-8 byte and the special tokens, SPECIAL first: encodes any text, needs no training."""
     bytes_to_ids = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=bytes_to_ids, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))  # before the wrapper does, so that they get 256, 257, … in order
+    tokenizer.add_special_tokens(list(special))  # before the wrapper does, so that they get 256, 257, … in order
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=SPECIAL[0],
         bos_token=SPECIAL[1],
         eos_token=SPECIAL[2],
-        additional_special_tokens=list(SPECIAL[3:]),
+        additional_special_tokens=list(special[3:]),
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast

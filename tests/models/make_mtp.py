@@ -133,9 +133,9 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, theta: float, positions: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, D], NeoX order."""
+    """x [T, heads, D], NeoX order. positions [T], or [T, D / 2] where each plane has its own."""
     half = x.shape[-1] // 2
-    angles = positions[:, None].float() / theta ** (torch.arange(half) / half)
+    angles = positions.view(len(x), -1).float() / theta ** (torch.arange(half) / half)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.models.harness import Session, chunked, load, rounds, together, whole
+from tests.models.hybrids import reference
 from tests.models.make import make_checkpoint
 
 CASES = {
@@ -53,6 +53,9 @@ CASES = {
         "qwen3",
         {"attention_bias": True, "num_attention_heads": 6, "num_key_value_heads": 3},
     ),
+    "qwen2_5_vl": ("qwen2_5_vl", {"tie_word_embeddings": True}),
+    "qwen3_vl": ("qwen3_vl", {"max_shard_size": "100KB"}),
+    "qwen3_vl_moe": ("qwen3_vl_moe", {}),
     "mixtral": ("mixtral", {"max_shard_size": "100KB"}),
     "mixtral-one-expert": ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1, "sliding_window": None}),
     "qwen3_moe": ("qwen3_moe", {"tie_word_embeddings": True, "norm_topk_prob": False}),
@@ -92,7 +95,7 @@ def case(request, tmp_path_factory, prompts):
 @torch.no_grad()
 def test_logits_match_transformers(case, prompts):
     directory, _, ours = case
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    model = reference(directory)
     for prompt, logits in zip(prompts, ours, strict=True):
         theirs = model(torch.tensor([prompt])).logits[0]
         assert theirs.std() > 0.5, "a flat model would prove nothing"

@@ -13,8 +13,26 @@ from dataclasses import dataclass, field
 import torch
 
 from unisono.attention.base import AttentionBackend, AttentionInputs, LastTokens
+from unisono.layers.rotary import angles_of
 from unisono.state.specs import ALL
 from unisono.state.tails import TailPass
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Where the tokens of a prompt pass stand on the axes of time, height and width.
+
+    positions [T, 3] int32. after [E, 3] int32: of the token that follows each row's last one, which the pass does not
+    compute; None where no drafter asks.
+    """
+
+    positions: torch.Tensor
+    after: torch.Tensor | None = None
+
+    def of_entries(self, entries: torch.Tensor) -> torch.Tensor:
+        """[N, 3] of the entries of a draft head. entries [N]: see ``drafters.base.PromptPass``."""
+        assert self.after is not None
+        return torch.cat((self.positions, self.after)).index_select(0, entries)
 
 
 @dataclass
@@ -23,7 +41,8 @@ class PassContext:
 
     groups: by page lifetime, where the pass's tokens stand and where their pages are; ALL is always there. A lifetime
         without a group of its own reads that of ALL.
-    rotary_positions [T]: the positions that queries and keys are turned by; None: the absolute positions.
+    rotary_positions: the positions that queries and keys are turned by: [T], or [T, 3] on the axes of time, height and
+        width; None: the absolute positions.
     last_tokens: the only tokens whose outputs are read after the last layer; None: all are.
     tails: where the rows' recurrences begin; None where the model has none.
     """
@@ -33,12 +52,18 @@ class PassContext:
     last_tokens: LastTokens | None = None
     tails: TailPass | None = None
     _plans: dict[tuple[AttentionBackend, int, int], AttentionInputs] = field(default_factory=dict, repr=False)
+    _angles: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
     _queries: PassContext | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, inputs: AttentionInputs, last_tokens: LastTokens | None = None) -> PassContext:
+    def of(
+        cls,
+        inputs: AttentionInputs,
+        last_tokens: LastTokens | None = None,
+        rotary_positions: torch.Tensor | None = None,
+    ) -> PassContext:
         """A pass whose pages are all in one group."""
-        return cls({ALL: inputs}, last_tokens=last_tokens)
+        return cls({ALL: inputs}, rotary_positions, last_tokens)
 
     def inputs(self, lifetime: int = ALL) -> AttentionInputs:
         """The group of a page lifetime, without a plan."""
@@ -56,6 +81,24 @@ class PassContext:
             backend.plan(planned, window)
             self._plans[key] = planned
         return self._plans[key]
+
+    def rotary(
+        self, table: torch.Tensor, axes: torch.Tensor | None, lifetime: int = ALL
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The table of angles that the pass's tokens turn by, and the row of it for each token [T] int32.
+
+        table, axes: see :func:`unisono.layers.rotary.angles_of`. With positions on three axes it is a table of the
+        pass's own, made once for each table and its axes.
+        """
+        positions = self.rotary_positions
+        if positions is None:
+            return table, self.inputs(lifetime).positions
+        if positions.dim() == 1:
+            return table, positions
+        key = id(table), id(axes)
+        if key not in self._angles:
+            self._angles[key] = angles_of(table, positions, axes)
+        return self._angles[key]
 
     @property
     def queries(self) -> PassContext:

@@ -17,14 +17,16 @@ addresses, no host synchronisation. Shapes: R rows, W = 1 + k, T tokens, S slots
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from unisono.attention.base import AttentionBackend
+from unisono.attention.context import Rotary
 from unisono.models.decoder import Decoder
+from unisono.models.overriding import Overriding
 from unisono.program import Features
 from unisono.state.specs import Tree
 from unisono.state.store import StateView
@@ -50,6 +52,8 @@ class DrafterContext:
     progress: called with the share of the drafter's weights that is loaded, 0 … 1.
     decide: called with (name, value, reason) of each choice that the drafter made by itself; ``explain`` shows them.
     max_unobserved: tokens of a request that :meth:`PausableDrafter.resume` takes at once; 0: no drafter is ever paused.
+    rotary: ``rotary(slots [R], positions [R · W])``: the positions by which the target turns these tokens of a round;
+    None where they are the absolute ones, as in every model that sees nothing.
     """
 
     target: Decoder
@@ -67,6 +71,7 @@ class DrafterContext:
     progress: Callable[[float], None]
     decide: Callable[[str, object, str], None]
     max_unobserved: int = 0
+    rotary: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None] = lambda slots, positions: None
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,8 @@ class PromptPass:
     the pass, the first of them at absolute position start[r]; rows that are not used own none.
     token_ids [T]; next_ids [T]: the token after each (the sampled one after the prompt's last); positions [T]:
     -1 for padding. last [E]: index of each row's last token. hidden as asked: [T, d], of Hidden.LAST [E, d], or None.
+    overriding: embeddings that the target reads in place of those of some token ids. rotary: the positions that it
+    turns by; None where they are the absolute ones.
     """
 
     slots: torch.Tensor
@@ -114,6 +121,31 @@ class PromptPass:
     positions: torch.Tensor
     last: torch.Tensor
     hidden: torch.Tensor | None
+    overriding: Sequence[Overriding] = ()
+    rotary: Rotary | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether the target knows more of some tokens than their ids and absolute positions."""
+        return bool(self.overriding) or self.rotary is not None
+
+    def of_entries(self) -> tuple[tuple[Overriding, ...], torch.Tensor | None]:
+        """What the entries of :func:`unisono.kernels.catch_up.catch_up_extend` read: embeddings, rotary positions.
+
+        An entry for each row, of its first token, then one for each token, of the token after it. Those after the rows'
+        last tokens follow the T of the pass.
+        """
+        if not self.given:
+            return (), None
+        tokens, rows = self.token_ids.shape[0], self.slots.shape[0]
+        following = torch.arange(1, tokens + 2, dtype=torch.int32, device=self.last.device)
+        # A row without tokens writes to the spare place at the end.
+        last = self.last.masked_fill(self.query_start.diff() == 0, tokens).long()
+        after = torch.arange(tokens, tokens + rows, dtype=torch.int32, device=self.last.device)
+        following = following.index_copy(0, last, after)[:tokens]
+        entries = torch.cat((self.query_start[:-1], following))
+        positions = None if self.rotary is None else self.rotary.of_entries(entries)
+        return tuple(each.of_entries(entries) for each in self.overriding), positions
 
 
 class Drafter(Protocol):

@@ -58,7 +58,8 @@ class FrozenMTPDrafter:
         seen, known = (positions - 1).clamp_min(-1), (kv_len - 1).clamp_min(0)
         tables = context.page_tables.items()
         groups = {g: AttentionInputs(slots, seen, slot_mapping, known, table, width=1) for g, table in tables}
-        pass_context = PassContext(groups, rotary_positions=positions)
+        rotary = context.rotary(slots, positions)
+        pass_context = PassContext(groups, rotary_positions=positions if rotary is None else rotary)
         hidden, kv = context.state["hidden"].index_select(0, slots), context.target_state.tree
         for step in range(drafts.shape[1]):
             hidden, logits = head(token_ids, hidden, pass_context, kv)

@@ -17,7 +17,7 @@ for draft 0, all are kept.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -33,6 +33,7 @@ from unisono.layers.linear import Linear, prove_linears
 from unisono.models.config import DecoderConfig
 from unisono.models.draft_checkpoint import DraftCheckpoint
 from unisono.models.draft_quantization import DraftWeights
+from unisono.models.overriding import Overriding
 from unisono.program import Features
 from unisono.state.specs import Paged, PerSlot, Tree, whole_requests
 from unisono.types import SpeculativeConfig
@@ -66,6 +67,7 @@ class DraftModule(Protocol):
         hidden: torch.Tensor,
         context: PassContext,
         state: tuple[torch.Tensor, torch.Tensor],
+        given: Sequence[Overriding] = (),
     ) -> torch.Tensor: ...
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -176,7 +178,8 @@ class HiddenDrafter:
                 step - 1, 1, tables,
             )  # fmt: skip
             inputs = AttentionInputs(rows, positions, slot_mapping, kv_len, s.page_table, width=1)
-            out = self.module(token_ids, hidden, PassContext.of(inputs), context.state["kv"])
+            pass_context = PassContext.of(inputs, None, context.rotary(slots, positions))
+            out = self.module(token_ids, hidden, pass_context, context.state["kv"])
             hidden, logits = self.module.finish(out)
             drafts[:, step].copy_(context.sample(logits, slots, step, self.module.ids))
 
@@ -198,7 +201,8 @@ class HiddenDrafter:
         hidden = self.module.encode(verified.hidden)
         keep_rows(self._context.state["page_hidden"], new.pages, hidden)
         inputs = AttentionInputs(slots, new.positions, new.slot_mapping, new.kv_len, s.page_table, width)
-        pass_context = PassContext.of(inputs, inputs.last_tokens(new.last))
+        rotary = self._context.rotary(slots, new.positions)
+        pass_context = PassContext.of(inputs, inputs.last_tokens(new.last), rotary)
         out = self.module(new.token_ids, hidden, pass_context, self._context.state["kv"])
         self._keep(out, slots, new.owners)
 
@@ -221,8 +225,9 @@ class HiddenDrafter:
             width=None,
             query_start=new.query_start,
         )
-        pass_context = PassContext.of(inputs, inputs.last_tokens(new.last))
-        out = self.module(new.token_ids, torch.cat((before, hidden)), pass_context, self._context.state["kv"])
+        given, rotary = prompt.of_entries()
+        pass_context = PassContext.of(inputs, inputs.last_tokens(new.last), rotary)
+        out = self.module(new.token_ids, torch.cat((before, hidden)), pass_context, self._context.state["kv"], given)
         self._keep(out, prompt.slots, new.owners)
         self._unobserved.mark_observed(prompt.slots)
 

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from unisono.attention.base import AttentionBackend, AttentionInputs, LastTokens
+from unisono.attention.base import AttentionBackend, AttentionInputs
 from unisono.attention.context import PassContext
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.hidden import OTHER_TARGET, FromFirstEntry, seen_size
@@ -37,6 +38,7 @@ from unisono.models.blocks import KV
 from unisono.models.draft_quantization import DraftWeights
 from unisono.models.mtp import MTPModule
 from unisono.models.mtp_checkpoint import MTPCheckpoint
+from unisono.models.overriding import Overriding
 from unisono.program import Features, Hidden
 from unisono.state.specs import Paged, PerSlot, Tree, whole_requests
 from unisono.types import SpeculativeConfig
@@ -72,11 +74,11 @@ class _Stage:
         self,
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
-        inputs: AttentionInputs,
-        last_tokens: LastTokens | None = None,
+        context: PassContext,
+        given: Sequence[Overriding] = (),
     ) -> torch.Tensor:
-        """Entries [T] -> their states [T, H], or with ``last_tokens`` theirs [E, H]."""
-        return self.module.norm(self.module(token_ids, hidden, PassContext.of(inputs, last_tokens), self.kv))
+        """Entries [T] -> their states [T, H], or with ``context.last_tokens`` theirs [E, H]."""
+        return self.module.norm(self.module(token_ids, hidden, context, self.kv, given))
 
 
 class MultiMTPDrafter:
@@ -131,7 +133,8 @@ class MultiMTPDrafter:
                 step - width, width,
             )  # fmt: skip
             inputs = AttentionInputs(slots, positions, slot_mapping, kv_len, s.page_table, width)
-            states = stage.run(token_ids, hidden.flatten(0, 1), inputs).view_as(hidden)
+            pass_context = PassContext.of(inputs, None, context.rotary(slots, positions))
+            states = stage.run(token_ids, hidden.flatten(0, 1), pass_context).view_as(hidden)
             last = states[:, -1].contiguous()
             drafts[:, step].copy_(context.sample(stage.module.lm_head(last), slots, step, None))
             hidden = last[:, None]
@@ -154,13 +157,14 @@ class MultiMTPDrafter:
         new = catch_up(slots, verified.result, verified.sampled, s.length, s.page_table, self._context.page_size)
         inputs = AttentionInputs(slots, new.positions, new.slot_mapping, new.kv_len, s.page_table, width)
         last_tokens, hidden = inputs.last_tokens(new.last), verified.hidden
+        context = PassContext.of(inputs, last_tokens, self._context.rotary(slots, new.positions))
         for stage in self._stages[:-1]:
             keep_rows(stage.page_hidden, new.pages, hidden)
-            states = stage.run(new.token_ids, hidden, inputs)
+            states = stage.run(new.token_ids, hidden, context.all_tokens)
             before = stage.hidden.index_select(0, slots)[:, None]
             hidden = torch.cat((before, states.view(rows, width, -1)[:, :-1]), dim=1).flatten(0, 1)
             keep_rows(stage.hidden, new.owners, last_tokens.select(states))
-        self._finish(new, hidden, inputs, last_tokens)
+        self._finish(new, hidden, context)
         self._keep_draft(slots, new.owners)
 
     def observe_prompt(self, prompt: PromptPass) -> None:
@@ -175,25 +179,31 @@ class MultiMTPDrafter:
         inputs = AttentionInputs(
             new.slots, new.positions, new.slot_mapping, new.kv_len, s.page_table, None, new.query_start
         )
+        given, rotary = prompt.of_entries()
         last_tokens = inputs.last_tokens(new.last)
+        context = PassContext.of(inputs, last_tokens, rotary)
         for stage, following in itertools.pairwise(self._stages):
             keep_rows(stage.page_hidden, new.pages, hidden[len(new.sources) :])
-            states = stage.run(new.token_ids, hidden, inputs)
+            states = stage.run(new.token_ids, hidden, context.all_tokens, given)
             carried = stage.hidden.index_select(0, prompt.slots)
             cached = following.page_hidden.index_select(0, new.sources)
             hidden = torch.cat((states, carried, cached)).index_select(0, before)
             keep_rows(stage.hidden, new.owners, last_tokens.select(states))
-        self._finish(new, hidden, inputs, last_tokens)
+        self._finish(new, hidden, context, given)
         self._keep_draft(prompt.slots, new.owners)
         self._unobserved.mark_observed(prompt.slots)
 
     def _finish(
-        self, new: CatchUp | CatchUpExtend, hidden: torch.Tensor, inputs: AttentionInputs, last_tokens: LastTokens
+        self,
+        new: CatchUp | CatchUpExtend,
+        hidden: torch.Tensor,
+        context: PassContext,
+        given: Sequence[Overriding] = (),
     ) -> None:
         """The last module's entries, of which only each row's last state is kept. hidden: [N, H], what they join."""
         stage = self._stages[-1]
         keep_rows(stage.page_hidden, new.pages, hidden[-len(new.pages) :])
-        keep_rows(stage.hidden, new.owners, stage.run(new.token_ids, hidden, inputs, last_tokens))
+        keep_rows(stage.hidden, new.owners, stage.run(new.token_ids, hidden, context, given))
 
     def _keep_draft(self, slots: torch.Tensor, owners: torch.Tensor) -> None:
         """Draft 0 of the next round, from module 0's states that were just kept."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from unisono.engine.sequence import Chunk, Extend, Pass, Round, Verify
+from unisono.engine.sequence import Chunk, Extend, Pass, Preparation, Round, Verify
 from unisono.passes.extend import prompt_program
 from unisono.passes.features.base import Feature, HostPass, PassKind, Row
 from unisono.passes.round import growth_names
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 Batch = dict[str, object]
 
-LaunchedKind = PassKind | Literal["draft"]
+LaunchedKind = PassKind | Literal["draft", "preparation"]
 
 
 @dataclass(frozen=True)
 class Launched:
     """A pass on the device: whose it is, row by row, and its outputs on their way to the host."""
 
-    work: Extend | Round
+    work: Extend | Preparation | Round
     kind: LaunchedKind
     outputs: PendingOutputs
 
@@ -50,6 +50,8 @@ class Launcher:
         """Put a pass on the device and return at once."""
         if isinstance(work, Extend):
             return Launched(work, "extend", self._extend(work))
+        if isinstance(work, Preparation):
+            return Launched(work, "preparation", self._launch(work.ahead.key, dict(work.ahead.batch)))
         if isinstance(work, Verify):
             return Launched(work.round, "verify", self._verify(work.round, work.drafts))
         if work.catching_up:

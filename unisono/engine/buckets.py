@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from unisono.attention.base import AttentionBackend
-from unisono.config import ResolvedConfig, parse_graphs
+from unisono.config import GRAPH_PROGRAMS, ResolvedConfig, parse_graphs
 from unisono.graphs.cost import PassCost, candidates
 from unisono.graphs.planner import Buckets
 from unisono.kernels.linear import ROW_TILES
+from unisono.passes.features.base import OwnProgram
 from unisono.program import Features, Graph, Logits, Program, Shape
 from unisono.types import ConfigError
 
@@ -100,8 +101,8 @@ def graph_modes(config: ResolvedConfig, attention: AttentionBackend) -> Resolved
 
 
 def asked_as(program: str) -> str:
-    """The program of ``--graphs`` whose mode holds for this one."""
-    return "round" if program in ROUNDS else program
+    """The program of ``--graphs`` whose mode holds for this one: what runs ahead of prompts goes by theirs."""
+    return "round" if program in ROUNDS else program if program in GRAPH_PROGRAMS else "extend"
 
 
 def check_full(config: ResolvedConfig, graphs: Iterable[Graph]) -> None:
@@ -144,13 +145,18 @@ def engine_buckets(
     choices: Sequence[int],
     features: Features,
     max_unobserved: int,
+    expected: Sequence[Features] = (),
 ) -> list[Buckets]:
-    """What may be captured of every program. features: the drafter's. choices: numbers of drafts of a round."""
+    """What may be captured of every program. features: the drafter's. choices: numbers of drafts of a round. expected:
+    what many prompt passes will need beside these."""
     masked = replace(features, masks=True)
     buckets = round_buckets(programs["round"], config, choices, features)
     for variant in (features, masked):
         buckets.append(buckets_of(programs["extend"], config, 1, variant))
         buckets.append(buckets_of(programs["score"], config, 1, replace(variant, logits=Logits.ALL)))
+    for more in expected:
+        variant = buckets_of(programs["extend"], config, 1, features | more)
+        buckets.append(replace(variant, on_demand=config.device.type == "cpu"))
     for drafts in {choices[0], choices[-1]}:
         buckets.append(buckets_of(programs["verify"], config, 1 + drafts, masked))
     if "draft" in programs:
@@ -158,6 +164,22 @@ def engine_buckets(
     if "catch_up" in programs:
         buckets.append(catch_up_buckets(programs["catch_up"], config, max_unobserved))
     return buckets
+
+
+def own_buckets(own: OwnProgram, config: ResolvedConfig) -> Buckets:
+    """The buckets of a program that a feature brings along. On a CPU its graphs are captured as passes want them."""
+    gpu = config.device.type == "cuda"
+    return Buckets(
+        own.program,
+        tuple(Shape(own.multiple * n) for n in candidates(own.most // own.multiple, own.least // own.multiple)),
+        mode=config.graphs[asked_as(own.program.name)],
+        passes=own.passes * (GPU_PASSES if gpu else CPU_PASSES)["extend"],
+        cost=None if gpu else PassCost.linear(fixed_ms=15.0, row_ms=own.ms, capture_ms=20.0),
+        measured=gpu,
+        on_demand=not gpu,
+        always=config.asked.graphs != "auto",
+        share=own.share,
+    )
 
 
 def round_buckets(

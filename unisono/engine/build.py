@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,10 +20,10 @@ from unisono import catalog
 from unisono.attention.base import BreakingAttention
 from unisono.config import ResolvedConfig
 from unisono.drafters.base import Drafter, DrafterContext, PausableDrafter, TreeDrafter
-from unisono.engine.buckets import draft_choices, engine_buckets, graph_modes, max_unobserved_tokens
+from unisono.engine.buckets import draft_choices, engine_buckets, graph_modes, max_unobserved_tokens, own_buckets
 from unisono.engine.device_state import StateSizes
 from unisono.engine.memory import PageDemand, fit_pages, peak_bytes
-from unisono.engine.slots import Slots
+from unisono.engine.slots import Slots, slot_schema
 from unisono.engine.synthetic import acceptance_rule
 from unisono.engine.warmup import compiling_only, run_on_padding, warmup_passes
 from unisono.engine.worker import Worker
@@ -33,13 +34,14 @@ from unisono.kernels.overlap import overlaps
 from unisono.layers.linear import prove_linears, rehearse_proofs
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
-from unisono.models.loader import load_model
+from unisono.models.loader import load_model, load_tower
 from unisono.passes.extend import extend_program
-from unisono.passes.features.base import Feature, FeatureContext
+from unisono.passes.features.base import Feature, FeatureContext, OwnProgram
 from unisono.passes.modules import Modules
 from unisono.passes.round import catch_up_program, draft_program, held_drafts, round_program, verify_program
+from unisono.passes.slot_tensors import rotary_positions
 from unisono.passes.tree import Tree, path_pages
-from unisono.program import Program, Shape
+from unisono.program import NO_FEATURES, Hidden, Program, Shape
 from unisono.sampling.pipeline import DraftSampler
 from unisono.state.specs import ALL, PAGE_SIZE
 from unisono.state.store import StateStore
@@ -74,25 +76,26 @@ class Build:
         spec = config.speculative or SpeculativeConfig()
         drafter = _drafter(spec, c)  # raises before weights are loaded
         with self.stage("load"):
-            model = load_model(
-                checkpoint,
-                dtype=config.dtype,
-                device=config.device,
-                load_format=config.asked.load_format,
-                attention=make_attention,
-                max_positions=config.max_model_len,
-                seed=config.asked.seed,
-                progress=progress,
-            )
+            common: dict[str, Any] = {
+                "dtype": config.dtype,
+                "device": config.device,
+                "load_format": config.asked.load_format,
+                "seed": config.asked.seed,
+                "progress": progress,
+            }
+            model = load_model(checkpoint, attention=make_attention, max_positions=config.max_model_len, **common)
+            tower = load_tower(checkpoint, **common)
         for passed_over in checkpoint.unread() if config.asked.load_format == "auto" else ():
             self.decide(*passed_over)
         self.decide("weights", *checkpoint.quantization.decision())
         self.width, self.paths = 1 + drafter.num_drafts, max(1, len(spec.paths))
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
         store = StateStore(config.max_num_seqs + 1, self.paths, config.max_model_len, self.width, config.device)
-        slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, store)
+        listed = [catalog.features.load(name) for name in catalog.features.listed]
+        schema = slot_schema([field for feature in listed for field in feature.slot_fields(c)])
+        slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, store, schema)
         store.declare("target", model.state_specs())
-        self.worker = Worker(model, drafter, store, slots, GraphSet(config.device, {}, config.asked.compile))
+        self.worker = Worker(model, drafter, store, slots, GraphSet(config.device, {}, config.asked.compile), tower)
         self.choices, why = draft_choices(self.config, drafter.num_drafts)
         if drafter.num_drafts:
             self.decide("drafts per round", ", ".join(map(str, self.choices)), why)
@@ -103,7 +106,7 @@ class Build:
         store.declare("drafter", drafter.state_specs())
         few = dict.fromkeys(store.lifetimes, 2)  # for padding, until the number of pages is known
         self.worker.hold_pages(few, snapshots=1)
-        self.request_features = self._load_features(checkpoint)
+        self.request_features = self._load_features(listed, checkpoint)
         self._modules = self._lent(spec, sampler)
         if config.device.type == "cuda":
             with self.stage("compile"):
@@ -130,7 +133,9 @@ class Build:
     def buckets(self, programs: dict[str, Program]) -> list[Buckets]:
         """What may be captured of these programs."""
         features = self.worker.drafter.features
-        return engine_buckets(programs, self.config, self.choices, features, self.max_unobserved)
+        expected = [feature.expected for feature in self.request_features if feature.expected != NO_FEATURES]
+        buckets = engine_buckets(programs, self.config, self.choices, features, self.max_unobserved, expected)
+        return [*buckets, *(own_buckets(own, self.config) for own in self._own_programs)]
 
     def _leave_a_core(self) -> None:
         """Use all cores but one: waiting threads spin, and would take the API process's time."""
@@ -162,9 +167,10 @@ class Build:
             progress=lambda share: progress("load draft", share),
             decide=self.decide,
             max_unobserved=self.max_unobserved,
+            rotary=lambda slots, positions: rotary_positions(worker.slots, slots, positions),
         )
 
-    def _load_features(self, checkpoint: Checkpoint) -> list[Feature]:
+    def _load_features(self, listed: Sequence[type[Feature]], checkpoint: Checkpoint) -> list[Feature]:
         """Everything that requests may ask of a pass beside its tokens."""
         c, asked, worker = checkpoint.config, self.config.asked, self.worker
         context = FeatureContext(
@@ -179,8 +185,21 @@ class Build:
             synthetic=asked.synthetic,
             slots=worker.slots,
             logits=lambda hidden: worker.model.logits(hidden),
+            vision=c.vision,
+            tower=worker.tower,
+            device=self.config.device,
+            drafts=worker.drafter.features.hidden is not Hidden.NULL,
+            max_tokens=self.config.max_num_batched_tokens,
+            max_model_len=self.config.max_model_len,
+            cache_bytes=self.config.encoder_cache_bytes,
+            decide=self.decide,
         )
-        return [catalog.features.load(name)(context) for name in catalog.features.listed]
+        return [feature(context) for feature in listed]
+
+    @property
+    def _own_programs(self) -> list[OwnProgram]:
+        """The programs that features bring along."""
+        return [own for feature in self.request_features for own in feature.programs()]
 
     def _lent(self, spec: SpeculativeConfig, sampler: DraftSampler) -> Callable[[], Modules]:
         """Makes what passes work on, over the pages that the worker holds at the time of the call."""
@@ -205,6 +224,7 @@ class Build:
             programs.append(draft_program(modules))
         if self.max_unobserved and isinstance(drafter, PausableDrafter):
             programs.append(catch_up_program(drafter, self.worker.slots))
+        programs += [own.program for own in self._own_programs]
         return {program.name: program for program in programs}
 
     def _compile(
@@ -216,7 +236,7 @@ class Build:
         """
         config, worker = self.config, self.worker
         with compiling_only(config.device):
-            rehearse_proofs(worker.model.modules())
+            rehearse_proofs(worker.modules())
             for (_, _, head_dim), backend in attention.items():
                 backend.rehearse(head_dim, config.dtype)
         self._prove_exact()
@@ -227,11 +247,12 @@ class Build:
         launched = "while the one before it ends" if overlaps(config.device) else "when its turn comes"
         self.decide("a layer's kernel is launched", launched, "ahead of its turn from compute capability 9.0 on")
         with compiling_only(config.device):
-            run_on_padding(warmup_passes(self.buckets(programs), worker.drafter.features), config.device)
+            own = {own.program.name for own in self._own_programs}
+            run_on_padding(warmup_passes(self.buckets(programs), worker.drafter.features, own), config.device)
 
     def _prove_exact(self) -> None:
         """Check, for each shape of product, that the BLAS of long passes gives the same bits as the Triton kernel."""
-        proven = prove_linears(self.worker.model.modules())
+        proven = prove_linears(self.worker.modules())
         failed = [f"{n}×{k}" for (n, k), exact in proven.items() if not exact]
         value = "cuBLASLt" if not failed else f"Triton for {', '.join(failed)}"
         reason = f"bits compared with the Triton kernel's for {len(proven)} shapes, {len(failed)} differ"
@@ -256,6 +277,7 @@ class Build:
             largest = [(passes["extend"].of(masked), Shape(config.max_num_batched_tokens))]
             if self.paths > 1:  # the rounds of a tree may be larger than any prompt pass
                 largest.append((passes["round"].of(masked), Shape(config.max_num_seqs, self.width)))
+            largest += [(own.program, Shape(own.most)) for own in self._own_programs]
             return peak_bytes(largest, config.device)
 
         pages, snapshots, self.config = fit_pages(config, demand, measure)

@@ -33,8 +33,8 @@ __all__ = [
 class WriteSlot(msgspec.Struct, frozen=True, tag=True):
     """Write what a request's slot begins with. All arrays are int32.
 
-    row: the slot's row of ``SLOT_SCHEMA``. history: the committed tokens. pages: the page table's first columns.
-    edits: the slot's row of the edit table; None where the request edits no logits.
+    row: the slot's row of its schema (``slots.slot_schema``). history: the committed tokens. pages: the page table's
+    first columns. edits: the slot's row of the edit table; None where the request edits no logits.
     """
 
     slot: int

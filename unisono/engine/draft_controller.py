@@ -16,7 +16,7 @@ import numpy as np
 
 from unisono.engine.adaptive import Acceptance, AdaptiveK, RoundCosts
 from unisono.engine.buckets import CPU_COST
-from unisono.engine.sequence import Extend, Pass, Round, Sequence
+from unisono.engine.sequence import Extend, Pass, Preparation, Round, Sequence
 from unisono.types import MAX_DRAFTS, FinishReason
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class DraftController:
 
     # ---- after a pass -------------------------------------------------------------------------
 
-    def read(self, work: Extend | Round, result: np.ndarray) -> None:
+    def read(self, work: Extend | Preparation | Round, result: np.ndarray) -> None:
         """A pass was read. result [rows, …] int32: of each row how many tokens it committed, and its status."""
         now, before, after = time.perf_counter(), self._read_at, self._launched
         # Of prompts and rounds whose drafts the host reads the outputs come before the drafter has caught up

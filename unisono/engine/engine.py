@@ -39,6 +39,9 @@ from unisono.state.specs import ALL
 from unisono.state.transfer import Prefix, export_prefix, import_prefix
 from unisono.types import BadRequest, ConfigError, EngineRequest, FinishReason, SamplingParams, TokenDelta
 
+NOTHING = np.empty((0, 2), dtype=np.int32)
+"""The result of a pass that commits nothing."""
+
 
 class Engine:
     """An engine in this process. Not thread-safe: one thread calls ``add``, ``abort`` and ``step``.
@@ -80,11 +83,14 @@ class Engine:
             learns=self.config.device.type == "cuda",
             attention=runner.attention_share,
         )
-        slots = SlotPool(self.config.max_num_seqs, self.checkpoint.config.vocab_size, runner.send)
+        vocab_size, schema = self.checkpoint.config.vocab_size, worker.slots.schema
+        slots = SlotPool(self.config.max_num_seqs, vocab_size, runner.send, schema)
         sizes = StateSizes(runner.width, self.config.max_num_batched_tokens, self.config.max_model_len)
         device = DeviceState(self.pool, sizes, runner.send)
         by_priority = self.config.asked.scheduling_policy == "priority"
-        self.scheduler = Scheduler(self.pool, slots, device, runner.width, runner.max_extend_rows, budget, by_priority)
+        self.scheduler = Scheduler(
+            self.pool, slots, device, runner.width, runner.max_extend_rows, budget, by_priority, runner.pass_ms
+        )
         self._launcher = Launcher(self.runner)
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: Launched | None = None
@@ -212,7 +218,7 @@ class Engine:
         if launched.kind == "draft":
             self.scheduler.drafted(outputs["drafts"])
             return []
-        result = outputs["result"]
+        result = outputs.get("result", NOTHING)
         self.draft_controller.read(work, result)
         self.scheduler.budget.read(work)
         if isinstance(work, Extend):

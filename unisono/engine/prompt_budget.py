@@ -7,6 +7,7 @@ is added in proportion to the context, and the sum is corrected by what passes t
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable
@@ -14,10 +15,15 @@ from collections.abc import Sequence as Requests
 
 from unisono.engine.adaptive import MOST_CORRECTION
 from unisono.engine.buckets import LEAST_TOKENS
-from unisono.engine.sequence import Extend, Round, Sequence
+from unisono.engine.sequence import Extend, Preparation, Round, Sequence
+from unisono.passes.features.base import Room
+from unisono.program import Key
 
 GUESSED_MS = 0.005
 """Milliseconds of a prompt token where the table says nothing, for nothing is captured; corrected like the table."""
+
+LEAST_MS = 0.01
+"""Milliseconds that a pass ahead of prompts counts at least: a round follows it where there is no time for more."""
 
 BELIEF = 0.5
 """How far what a single pass took corrects what is expected of the next ones."""
@@ -50,7 +56,7 @@ class PromptBudget:
         self._correction = 1.0  # what passes take over what is expected of them, a moving average
         self._spent = 0.0  # milliseconds of prompt passes since the last round
         self._read_at: float | None = None  # when the last round was read
-        self._between: list[Extend] = []  # prompt passes that were read since
+        self._between: list[Extend | Preparation] = []  # passes for prompts that were read since
 
     def tokens(self, running: Requests[Sequence], start: int) -> int:
         """Tokens of a prompt pass that may be launched now; 0 where a round comes first. start: of its first prompt."""
@@ -64,6 +70,16 @@ class PromptBudget:
             return self.most
         return sizes[fitting - 1] if fitting else 0 if self._spent else min(LEAST_TOKENS, self.most)
 
+    def room(self, running: Requests[Sequence], ms: Callable[[Key], float]) -> Room:
+        """The time that passes ahead of prompts may take now; see :meth:`tokens`. ms: what such a pass takes."""
+        if not running:
+            return Room(ms, math.inf, True)
+        return Room(ms, self._max_stall_ms - self._spent, not self._spent)
+
+    def prepared(self, ms: float) -> None:
+        """A pass ahead of prompts is launched, which takes this long."""
+        self._spent += max(ms, LEAST_MS)
+
     def extended(self, work: Extend) -> None:
         """A prompt pass is launched while requests are running."""
         self._spent += self._ms(work.tokens, _context(work))
@@ -72,19 +88,20 @@ class PromptBudget:
         """A round is launched: the next prompt pass has all the time again."""
         self._spent = 0.0
 
-    def read(self, work: Extend | Round) -> None:
+    def read(self, work: Extend | Preparation | Round) -> None:
         """A pass was read. What one prompt pass between two rounds has added to the time between them is its cost."""
         if not self._learns:
             return
-        if isinstance(work, Extend):
+        if not isinstance(work, Round):
             self._between.append(work)
             return
         now, before, between = self._clock(), self._read_at, self._between
         self._read_at, self._between = (None if work.reads_drafts else now), []
         # Shorter ones are the ends of prompts: few, and of other sizes.
-        if before is not None and len(between) == 1 and between[0].full:
+        alone = between[0] if len(between) == 1 else None
+        if before is not None and isinstance(alone, Extend) and alone.full:
             added = 1e3 * (now - before) - self._round_ms(work.sequences)
-            known = self._correction * added / self._ms(between[0].tokens, _context(between[0]))
+            known = self._correction * added / self._ms(alone.tokens, _context(alone))
             correction = self._correction + BELIEF * (known - self._correction)
             self._correction = min(max(correction, 1 / MOST_CORRECTION), MOST_CORRECTION)
 

@@ -11,11 +11,9 @@ from unisono.engine.runner import Runner
 from unisono.engine.scheduler import Scheduler
 from unisono.layers.experts import expert_counts
 from unisono.models.checkpoint import Checkpoint
+from unisono.passes.features.base import Metric
 from unisono.state.pages import PagePool
 from unisono.state.specs import ALL, PAGE_SIZE
-
-Metric = tuple[str, str, dict[str, str], float, str]
-"""(name, "counter" or "gauge", labels, value, help)."""
 
 
 @dataclass
@@ -139,6 +137,7 @@ def info(engine: Reported) -> dict[str, object]:
         "experts": expert_load(engine),
         "start_seconds": {**runner.seconds, "total": round(engine.start_seconds, 3)},
         "requests": {"running": len(scheduler.active), "waiting": len(scheduler.waiting)},
+        **{name: told for feature in runner.request_features for name, told in feature.info().items()},
     }
 
 
@@ -213,6 +212,7 @@ def metrics(engine: Reported) -> list[Metric]:
             ("graph_rows_filled", "counter", labels, rows, "Rows (extend: tokens) of replayed graphs in use.")
         )
         samples.append(("graph_rows_padded", "counter", labels, padded, "Rows (extend: tokens) that were padding."))
+    samples += [metric for feature in engine.runner.request_features for metric in feature.metrics()]
     for (program, kind, reason), count in sorted(planner.passes.items()):
         labels = {"program": program, "kind": kind, "reason": reason}
         samples.append(("passes", "counter", labels, count, "Forward passes by program, graph kind and eager reason."))

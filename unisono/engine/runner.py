@@ -79,6 +79,10 @@ class Runner:
             return CPU_COST.replay(tokens)
         return self.planner.expected_ms(Key("extend", Shape(tokens), self.features))
 
+    def pass_ms(self, key: Key) -> float:
+        """Milliseconds of a pass of a feature's own program, on padding; on a CPU by fixed figures."""
+        return self.planner.expected_ms(key)
+
     def close(self) -> None:
         """Free the device."""
         self.planner.close()

@@ -14,14 +14,17 @@ reads drafts and tokens of the first and computes what their next pass needs.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 from unisono.engine.device_state import DeviceState
 from unisono.engine.prompt_budget import PromptBudget
-from unisono.engine.sequence import Chunk, Extend, Growth, Pass, Round, Sequence, Verify
+from unisono.engine.sequence import Chunk, Extend, Growth, Pass, Preparation, Round, Sequence, Verify
 from unisono.engine.slots import SlotPool
 from unisono.engine.waiting import Waiting
+from unisono.passes.features.base import Feature, Row
+from unisono.program import Key
 from unisono.state.pages import OutOfPages, PagePool, Reservation, pages_for
 from unisono.state.specs import ALL
 from unisono.types import FinishReason
@@ -43,9 +46,10 @@ class Scheduler:
         max_extend_rows: int,
         budget: PromptBudget,
         by_priority: bool = False,
+        pass_ms: Callable[[Key], float] = lambda key: 0.0,
     ) -> None:
         self.pool, self.slots, self.device, self.width = pool, slots, device, width
-        self.max_extend_rows, self.budget = max_extend_rows, budget
+        self.max_extend_rows, self.budget, self._pass_ms = max_extend_rows, budget, pass_ms
         self.waiting = Waiting(by_priority)
         self.extending: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -73,9 +77,11 @@ class Scheduler:
         self.device.before_pass()
         self._admit()
         if self.extending and (tokens := self.budget.tokens(self.running, self.extending[0].extended)):
-            extend = self._next_extend(tokens)
-            self.budget.extended(extend)
-            return extend
+            if (preparation := self._preparation(tokens)) is not None:
+                return preparation
+            if (extend := self._next_extend(tokens)) is not None:
+                self.budget.extended(extend)
+                return extend
         reading = [s for s in self.running if s.reads_drafts]
         others = [s for s in self.running if not s.reads_drafts] if reading else self.running
         for reads_drafts in (self._turn, not self._turn):
@@ -128,6 +134,7 @@ class Scheduler:
         self.device.end(sequence, sequence.pages)
         sequence.pages.release()
         self.slots.free(sequence.slot)
+        sequence.released()
         sequence.pages, sequence.slot = None, -1
         sequence.extended = sequence.mapped = sequence.unobserved = sequence.round_start = 0
 
@@ -154,7 +161,7 @@ class Scheduler:
         request = sequence.request
         tokens = sequence.tokens
         sequence.pages, sequence.extended = pages, pages.cached_tokens
-        sequence.slot = self.slots.claim(request, tokens, sequence.max_length, pages.pages)
+        sequence.slot = self.slots.claim(request, tokens, sequence.max_length, pages.pages, sequence.slot_values)
         sequence.mapped = len(pages.entries)
         self.device.begin(sequence, pages)
         if sequence.cached_tokens is None:
@@ -165,8 +172,24 @@ class Scheduler:
         self.extending.append(sequence)
         self.extending.sort(key=self.waiting.rank)
 
-    def _next_extend(self, budget: int) -> Extend:
-        """A prompt pass of at most ``budget`` tokens."""
+    def _preparation(self, budget: int) -> Preparation | None:
+        """A pass that a feature wants before a prompt pass of at most ``budget`` tokens; None where none does."""
+        wanted: dict[Feature, list[Row]] = {}
+        for index, sequence in enumerate(self.extending[: self.max_extend_rows]):
+            start = sequence.extended
+            end = min(len(sequence.tokens), start + budget)
+            for feature, state in sequence.states.items():
+                wanted.setdefault(feature, []).append(Row(index, state, start, end))
+            budget -= end - start
+        room = self.budget.room(self.running, self._pass_ms)
+        for feature, rows in wanted.items():
+            if (ahead := feature.pass_ahead([row for row in rows if row.start < row.end], room)) is not None:
+                self.budget.prepared(self._pass_ms(ahead.key))
+                return Preparation(ahead)
+        return None
+
+    def _next_extend(self, budget: int) -> Extend | None:
+        """A prompt pass of at most ``budget`` tokens; None where no prompt can go on yet."""
         chunks = []
         for sequence in self.extending[: self.max_extend_rows]:
             if budget == 0:
@@ -176,10 +199,15 @@ class Scheduler:
             branch = sequence.pages.branch if sequence.pages is not None else 0
             if start < branch < end:
                 end = branch  # a snapshot is taken where a chunk ends, and other prompts branch here too
+            end = sequence.reach(end)
+            if end <= start:
+                continue
             chunks.append(Chunk(sequence, start, end, last=end == total))
             budget -= end - start
             sequence.extended = end
             self.waiting.served(sequence)
+        if not chunks:
+            return None
         for chunk in chunks:
             if chunk.last:
                 self.extending.remove(chunk.sequence)

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from unisono.passes.features.base import Feature, RequestState, Row
+from unisono.passes.features.base import Ahead, Feature, RequestState, Row
 from unisono.program import NO_FEATURES, Features
 from unisono.state.pages import Reservation
 from unisono.state.prefix_tree import Token
@@ -55,8 +55,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.reads_drafts = any(feature.reads_drafts for feature in self.states)
-        keys = (state.prompt_keys for state in self.states.values())
-        self._prompt_keys = next((given for given in keys if given is not None), None)
+        given = [state.prompt_keys for state in self.states.values()]
+        self._prompt_keys = _together([keys for keys in given if keys is not None])
         if self.request.cache_salt is not None:
             first, *others = self._prompt_keys or self.request.prompt_token_ids
             self._prompt_keys = [salted(first, self.request.cache_salt), *others]
@@ -77,6 +77,22 @@ class Sequence:
         if self._prompt_keys is None:
             return self.tokens  # type: ignore[return-value]
         return [*self._prompt_keys, *self.tokens[self.prompt_len :]]
+
+    @property
+    def slot_values(self) -> dict[str, int]:
+        """What features write into the request's slot."""
+        return {name: value for state in self.states.values() for name, value in state.slot_values().items()}
+
+    def reach(self, end: int) -> int:
+        """Of a prompt pass that goes on from here to ``end``: up to where it can go now."""
+        for state in self.states.values():
+            end = state.reach(self.extended, end)
+        return end
+
+    def released(self) -> None:
+        """The request has given its slot back."""
+        for state in self.states.values():
+            state.released()
 
     @property
     def reusable(self) -> int:
@@ -124,6 +140,14 @@ class Extend:
     def committing(self) -> list[tuple[int, Sequence]]:
         """(row, sequence) of those that sample a token."""
         return [(i, chunk.sequence) for i, chunk in enumerate(self.chunks) if chunk.last]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A pass of a feature's own program, which prompt passes wait for. Nothing is read of it."""
+
+    ahead: Ahead
+    committing: tuple[tuple[int, Sequence], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -180,4 +204,13 @@ def salted(first: Token, salt: str) -> bytes:
 
 
 SALTED_BYTES = 32
-Pass = Extend | Round | Verify
+
+
+def _together(keys: list[list[int | bytes]]) -> list[int | bytes] | None:
+    """The prompt's keys from those that several features gave: a digest stands before a token id."""
+    if len(keys) < 2:
+        return keys[0] if keys else None
+    return [next((key for key in each if isinstance(key, bytes)), each[0]) for each in zip(*keys, strict=True)]
+
+
+Pass = Extend | Preparation | Round | Verify

@@ -8,7 +8,7 @@ so kernels skip it. :class:`SlotPool` is rank 0's host side, :class:`Slots` the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,11 +42,19 @@ SLOT_SCHEMA = Schema(
 )
 
 _ROW = Shape(1)  # no slot field depends on the shape of a pass
-_WORDS = SLOT_SCHEMA.words(_ROW, SLOT_SCHEMA.fields)
+
+
+def slot_schema(more: Sequence[Field] = ()) -> Schema:
+    """The fields of a slot, with those that features declare for this engine's model."""
+    return Schema((*SLOT_SCHEMA.fields, *more)) if more else SLOT_SCHEMA
+
+
+def _words(schema: Schema) -> int:
+    return schema.words(_ROW, schema.fields)
 
 
 class Slots:
-    """``[slots + 1]`` rows of :data:`SLOT_SCHEMA` in one int32 arena.
+    """``[slots + 1]`` rows of ``schema`` in one int32 arena: :data:`SLOT_SCHEMA`, and what features add to it.
 
     Each field is an attribute: a strided view of the arena, ``[S]`` or ``[S, n]``, float32 ones bitcast.
     Beside it, int32: ``page_table [S, pages]``; ``history [S, max_model_len]``, every committed token at its
@@ -69,17 +77,21 @@ class Slots:
     prompt_logprobs: torch.Tensor
     edits: torch.Tensor
     stop_ids: torch.Tensor
+    rotary_delta: torch.Tensor | None = None
 
-    def __init__(self, num_slots: int, max_model_len: int, vocab_size: int, store: StateStore) -> None:
-        self.padding = num_slots
+    def __init__(
+        self, num_slots: int, max_model_len: int, vocab_size: int, store: StateStore, schema: Schema = SLOT_SCHEMA
+    ) -> None:
+        self.padding, self.schema = num_slots, schema
         self._device = store.device
-        words, history, edits = (PerSlot((n,), torch.int32) for n in (_WORDS, max_model_len, row_words(vocab_size)))
+        sizes = _words(schema), max_model_len, row_words(vocab_size)
+        words, history, edits = (PerSlot((n,), torch.int32) for n in sizes)
         store.declare("slots", {"fields": words, "history": history, "edit_table": edits})
         state = store.view("slots")
         self._arena, self.history, self.edit_table = state["fields"], state["history"], state["edit_table"]
         self._tables, self.page_table = store.page_tables, store.page_tables[ALL]
         at = 0
-        for field in SLOT_SCHEMA:
+        for field in schema:
             size = math.prod(field.dims(_ROW))
             view = self._arena[:, at : at + size].view(field.dtype)
             setattr(self, field.name, view if field.shape else view.squeeze(1))
@@ -88,7 +100,7 @@ class Slots:
 
     def reset(self) -> None:
         """Make every slot free and every row blank."""
-        blank = torch.from_numpy(_row({f.name: f.pad for f in SLOT_SCHEMA}))
+        blank = torch.from_numpy(_row({f.name: f.pad for f in self.schema}, self.schema))
         self._arena.copy_(blank.expand_as(self._arena))
         for table in self._tables.values():
             table.fill_(PADDING_PAGE)
@@ -117,20 +129,29 @@ class Slots:
 
 
 class SlotPool:
-    """Which slots are free. ``send`` executes the command that writes a claimed slot."""
+    """Which slots are free. ``send`` executes the command that writes a claimed slot. schema: of the slots."""
 
-    def __init__(self, num_slots: int, vocab_size: int, send: Callable[[WriteSlot], object]) -> None:
+    def __init__(
+        self, num_slots: int, vocab_size: int, send: Callable[[WriteSlot], object], schema: Schema = SLOT_SCHEMA
+    ) -> None:
         self._free = list(range(num_slots - 1, -1, -1))
-        self._vocab_size, self._send = vocab_size, send
+        self._vocab_size, self._send, self._schema = vocab_size, send, schema
 
     @property
     def available(self) -> int:
         return len(self._free)
 
-    def claim(self, request: EngineRequest, tokens: Sequence[int], max_length: int, pages: Sequence[int]) -> int:
+    def claim(
+        self,
+        request: EngineRequest,
+        tokens: Sequence[int],
+        max_length: int,
+        pages: Sequence[int],
+        more: Mapping[str, int] | None = None,
+    ) -> int:
         """Take a free slot and send what it begins with; see :func:`slot_write`. Returns the slot."""
         slot = self._free.pop()
-        self._send(slot_write(slot, request, tokens, max_length, pages, self._vocab_size))
+        self._send(slot_write(slot, request, tokens, max_length, pages, self._vocab_size, self._schema, more or {}))
         return slot
 
     def free(self, slot: int) -> None:
@@ -139,17 +160,27 @@ class SlotPool:
 
 
 def slot_write(
-    slot: int, request: EngineRequest, tokens: Sequence[int], max_length: int, pages: Sequence[int], vocab_size: int
+    slot: int,
+    request: EngineRequest,
+    tokens: Sequence[int],
+    max_length: int,
+    pages: Sequence[int],
+    vocab_size: int,
+    schema: Schema,
+    more: Mapping[str, int],
 ) -> WriteSlot:
     """The command that writes a request's slot.
 
     tokens: the committed ones. max_length: the total length at which the request ends. pages: from the first token on.
+    more: values of fields that features declare; the others are as in a blank slot.
     """
     params, stop_ids = request.params, request.stop_ids
     seed = params.seed or 0
     edits = pack_edits(params, request.bad_words, len(request.prompt_token_ids), vocab_size)
     row = _row(
         {
+            **{field.name: field.pad for field in schema},
+            **more,
             "length": len(tokens),
             "max_length": max_length,
             "status": FinishReason.RUNNING,
@@ -165,17 +196,18 @@ def slot_write(
             "prompt_logprobs": -1 if params.prompt_logprobs is None else params.prompt_logprobs,
             "edits": edits is not None,
             "stop_ids": list(stop_ids) + [-1] * (MAX_STOP_IDS - len(stop_ids)),
-        }
+        },
+        schema,
     )
     history, table = np.asarray(tokens, dtype=np.int32), np.asarray(pages, dtype=np.int32)
     return WriteSlot(slot, row, history, table, edits)
 
 
-def _row(values: dict[str, Any]) -> np.ndarray:
-    """A row of ``SLOT_SCHEMA`` with these values, int32."""
-    row = np.empty(_WORDS, dtype=np.int32)
+def _row(values: dict[str, Any], schema: Schema) -> np.ndarray:
+    """A row of the schema with these values, int32."""
+    row = np.empty(_words(schema), dtype=np.int32)
     at = 0
-    for field in SLOT_SCHEMA:
+    for field in schema:
         size = math.prod(field.dims(_ROW))
         kind = np.float32 if field.dtype is torch.float32 else np.int32
         row[at : at + size].view(kind)[...] = values[field.name]

@@ -8,7 +8,7 @@ of a compilation without the GIL. Kernels in Triton's cache are only loaded.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -69,14 +69,18 @@ def size_classes(shapes: Sequence[Shape]) -> list[Shape]:
     return [*small, *large.values()]
 
 
-def warmup_passes(plan: Sequence[Buckets], features: Features) -> list[tuple[Program, Shape]]:
+def warmup_passes(
+    plan: Sequence[Buckets], features: Features, own: Collection[str] = ()
+) -> list[tuple[Program, Shape]]:
     """The passes that together need every kernel: of each program all small shapes and one of each larger size class.
 
-    features: those of most passes. Of others one pass suffices, since one kernel alone has a variant for masks.
+    features: those of most passes. Of others one pass suffices, since one kernel alone has a variant for masks. own:
+    names of programs that features bring along.
     """
     passes: list[tuple[Program, Shape]] = []
     for b in plan:
         common = b.features == features and b.program.name in ("round", "extend", "catch_up")
+        common = common or b.program.name in own
         shapes = size_classes(b.shapes) if common else b.shapes[:1]
         passes += [(b.program.of(b.features), shape) for shape in shapes]
     return passes

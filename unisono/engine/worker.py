@@ -7,9 +7,10 @@ After that it only executes commands (``engine/commands.py``) and decides nothin
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
+from torch import nn
 
 from unisono.drafters.base import Drafter
 from unisono.engine.commands import Command, LoadTail, ResetSlots, ResetTail, SaveTail, WritePages, WriteSlot
@@ -17,6 +18,7 @@ from unisono.engine.slots import Slots
 from unisono.graphs.graph_set import GraphSet
 from unisono.layers.experts import reset_expert_counts
 from unisono.models.decoder import Decoder
+from unisono.models.vision.tower import VisionTower
 from unisono.passes.settle import settle_tails
 from unisono.program import PendingOutputs
 from unisono.state.store import StateStore
@@ -25,12 +27,22 @@ from unisono.state.store import StateStore
 class Worker:
     """One device with everything on it. Use it in inference mode.
 
+    tower: what encodes pictures for the model; None where it sees nothing.
     num_pages: pages of the pool by lifetime; path_pages: of each lifetime beside these, for the paths of trees.
     snapshots: how many snapshots of tails there is room for.
     """
 
-    def __init__(self, model: Decoder, drafter: Drafter, store: StateStore, slots: Slots, graphs: GraphSet) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        drafter: Drafter,
+        store: StateStore,
+        slots: Slots,
+        graphs: GraphSet,
+        tower: VisionTower | None = None,
+    ) -> None:
         self.model, self.drafter, self.store, self.slots, self.graphs = model, drafter, store, slots, graphs
+        self.tower = tower
         self.num_pages: Mapping[int, int] = {}
         self.path_pages = self.snapshots = 0
 
@@ -63,13 +75,19 @@ class Worker:
             return self.graphs.execute(command)
         return None
 
+    def modules(self) -> Iterator[nn.Module]:
+        """Every module of the target."""
+        yield from self.model.modules()
+        if self.tower is not None:
+            yield from self.tower.modules()
+
     def close(self) -> None:
         """Free the graphs, then everything that they were captured on."""
         on_gpu = self.graphs.device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize()  # the drafter's part of the last pass may still run
         self.graphs.close()
-        del self.model, self.drafter, self.store, self.slots
+        del self.model, self.tower, self.drafter, self.store, self.slots
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()

@@ -70,7 +70,9 @@ class Stack(nn.Module):
                 part = None if self.share == WHOLE else Slice(0, first, end)
                 shape = (self.experts, *into.shape[1:])
                 each = [[place for _, of, place in expert if of == kind] for expert in experts]
-                yield kind.removeprefix("weight"), Fused(into, shape, stored.accepts, part, form="fused", each=each)
+                turned = ((shape[0], shape[2], shape[1]),) if len(shape) == 3 else ()
+                place = Fused(into, shape, stored.accepts, part, form="fused", also=turned, each=each)
+                yield kind.removeprefix("weight"), place
 
     def single(self) -> Iterator[tuple[int, str, str, Place]]:
         """(expert, projection, kind, place) of each tensor where experts are stored one by one, those of this rank."""
@@ -113,11 +115,16 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True)
 class Fused(Place):
-    """Where a tensor [E, rows, columns] of a whole stack goes; ``each``: where an expert's projections would go."""
+    """Where a tensor [E, rows, columns] of a whole stack goes; ``each``: where an expert's projections would go.
+
+    Some checkpoints (Qwen3-VL's) store [E, columns, rows]; a tensor that fits as it is stays so, as in transformers.
+    """
 
     each: Sequence[Sequence[Place]] = ()
 
     def fill(self, stored: torch.Tensor) -> None:
+        if stored.shape[1:] != self.shape[1:]:
+            stored = stored.mT
         for places, expert in zip(self.each, stored, strict=True):
             for place, rows in zip(places, expert.split([place.shape[0] for place in places]), strict=True):
                 place.fill(rows)

@@ -1,4 +1,4 @@
-"""RMSNorm as a module. Built by ``models``, filled by its loader."""
+"""RMSNorm and LayerNorm as modules. Built by ``models``, filled by its loader."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from unisono.kernels import rms_norm
+from unisono.kernels.vision_norm import layer_norm
 from unisono.layers.formats import Place
 
 
@@ -33,6 +34,19 @@ class RMSNorm(nn.Module):
         """What a checkpoint stores of the norm: (name inside it, where it goes)."""
         kind = _ZeroCenteredWeight if self.zero_centered else Place
         yield "weight", kind(self.weight, tuple(self.weight.shape))
+
+
+class LayerNorm(nn.Module):
+    """``x [M, size] -> [M, size]``, with a weight and a bias; see :func:`unisono.kernels.vision_norm.layer_norm`."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(size, dtype=dtype, device=device), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class _ZeroCenteredWeight(Place):

@@ -23,18 +23,25 @@ class RotarySpec:
     """Which table of angles an attention layer reads; layers with equal specs share a table.
 
     head_dim: elements of a head. parameters: the rope parameters as JSON; their ``partial_rotary_factor`` says which
-    share of a head turns. hf_config: what else the rope type reads (the trained context length).
+    share of a head turns. hf_config: what else the rope type reads (the trained context length). axes: of each plane
+    that turns, the axis (0 time, 1 height, 2 width) by whose position; empty where positions have one axis.
     """
 
     head_dim: int
     parameters: str
     hf_config: Any = field(compare=False, repr=False)
+    axes: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, hf_config: Any, head_dim: int, parameters: dict[str, Any] | None = None) -> RotarySpec:
         """The spec of a transformers config; ``parameters``: of one kind of its layers, if they differ."""
         found = _rope_parameters(hf_config) if parameters is None else parameters
-        return cls(head_dim, json.dumps(found, sort_keys=True), hf_config)
+        return cls(head_dim, json.dumps(found, sort_keys=True), hf_config, _axes(head_dim, found))
+
+    @property
+    def planes(self) -> int:
+        """Planes of a head that turn."""
+        return _rot_dim(self.head_dim, json.loads(self.parameters)) // 2
 
     def table(self, max_positions: int, device: torch.device | str) -> torch.Tensor:
         """See :func:`rotary_table`."""
@@ -47,7 +54,46 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
     parameters = dict(parameters)
     parameters.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10_000.0)
     parameters.setdefault("rope_type", parameters.get("type", "default"))
+    if parameters["rope_type"] == "mrope":  # an older name of the default with sections
+        parameters["rope_type"] = "default"
     return parameters
+
+
+def _rot_dim(head_dim: int, parameters: dict[str, Any]) -> int:
+    return int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+
+
+def _axes(head_dim: int, parameters: dict[str, Any]) -> tuple[int, ...]:
+    """The axis of each plane, where the parameters name sections that fit."""
+    section, planes = parameters.get("mrope_section"), _rot_dim(head_dim, parameters) // 2
+    axes = rotary_axes(tuple(section), bool(parameters.get("mrope_interleaved")), planes) if section else ()
+    return axes if len(axes) == planes else ()
+
+
+def rotary_axes(section: tuple[int, ...], interleaved: bool, planes: int) -> tuple[int, ...]:
+    """The axis (0 time, 1 height, 2 width) by whose position each of ``planes`` planes turns.
+
+    section: planes of each of the three axes. interleaved: the axes take turns as long as each has planes left, and
+    time has the rest (Qwen3-VL); otherwise they lie in blocks (Qwen2-VL, arXiv 2409.12191), which have to be as many.
+    """
+    if not interleaved:
+        return tuple(axis for axis, count in enumerate(section) for _ in range(count))
+    return tuple(plane % 3 if plane < 3 * section[plane % 3] else 0 for plane in range(planes))
+
+
+def angles_of(
+    table: torch.Tensor, positions: torch.Tensor, axes: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A table of the angles of these tokens alone, and the row of it for each token.
+
+    table [max_positions, D] fp32: see :func:`rotary_table`. positions [T, 3] int32: on the axes of time, height and
+    width; those below 0 count as 0. axes [D] int64: the axis of each element of a row; None: time alone. Returns
+    [T, D] and [T] int32. A token whose three positions are equal has the very row of the table.
+    """
+    if axes is None:
+        return table, positions[:, 0].contiguous()
+    rows = positions.index_select(1, axes).clamp_min(0).long()
+    return table.gather(0, rows), torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
 
 
 def _inverse_frequencies(config: Any, head_dim: int, parameters: dict[str, Any]) -> tuple[torch.Tensor, float]:
@@ -59,7 +105,7 @@ def _inverse_frequencies(config: Any, head_dim: int, parameters: dict[str, Any])
             "Within the context the model was first trained for, delete rope_scaling from its config.json."
         )
     if kind == "default":
-        rot_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        rot_dim = _rot_dim(head_dim, parameters)
         exponents = torch.arange(0, rot_dim, 2, dtype=torch.float32) / rot_dim
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -130,7 +130,7 @@ class Attention(nn.Module):
         self.spec, self.dtype, self.eps = spec, builder.dtype, builder.rms_eps
         self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self.backend = builder.backend(spec.num_heads, spec.num_kv_heads)
-        self.cos_sin = builder.rotary(spec.rotary)
+        self.cos_sin, self.axes = builder.rotary(spec.rotary), builder.rotary_axes(spec.rotary)
         inputs, queries = spec.input_size or builder.hidden_size, spec.num_heads * spec.head_dim
         projections = {"q": 2 * queries if spec.output_gate else queries}
         projections |= dict.fromkeys(("k", "v"), self.kv_heads * spec.head_dim) if self.kv_heads else {}
@@ -173,9 +173,9 @@ class Attention(nn.Module):
         """Norm and rotate the heads, write keys and values; returns the queries [T, Hq, D]."""
         inputs, q_norm = context.inputs(self.spec.lifetime), self.q_norm.weight if self.q_norm else None
         k_norm = self.k_norm.weight if self.k_norm else q_norm  # without keys of its own the op wants both all the same
-        positions = inputs.positions if context.rotary_positions is None else context.rotary_positions
+        table, positions = context.rotary(self.cos_sin, self.axes, self.spec.lifetime)
         where, heads = (positions, inputs.slot_mapping, k_cache, v_cache), (self.spec.num_heads, self.kv_heads)
-        return rope_and_cache(qkv, q_norm, k_norm, self.eps, self.cos_sin, *where, *heads)
+        return rope_and_cache(qkv, q_norm, k_norm, self.eps, table, *where, *heads)
 
     def _attend(self, q: torch.Tensor, context: PassContext, kv: KV) -> torch.Tensor:
         inputs = context.plan(self.backend, self.spec.lifetime, self.spec.window)

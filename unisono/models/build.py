@@ -58,6 +58,7 @@ class Builder:
     zero_centered_norms: bool = False
     path: str = ""
     _tables: dict[RotarySpec, torch.Tensor] = field(default_factory=dict, repr=False)
+    _axes: dict[RotarySpec, torch.Tensor] = field(default_factory=dict, repr=False)
     _backends: dict[tuple[int, int], AttentionBackend] = field(default_factory=dict, repr=False)
 
     def at(self, name: str) -> Builder:
@@ -120,3 +121,10 @@ class Builder:
         if spec not in self._tables:
             self._tables[spec] = spec.table(self.max_positions, self.device)
         return self._tables[spec]
+
+    def rotary_axes(self, spec: RotarySpec) -> torch.Tensor | None:
+        """The axis of each element of a row of :meth:`rotary` [elements that turn] int64; None where there is one axis
+        only."""
+        if spec.axes and spec not in self._axes:
+            self._axes[spec] = torch.tensor(2 * spec.axes, device=self.device)
+        return self._axes.get(spec)

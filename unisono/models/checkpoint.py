@@ -70,7 +70,7 @@ class Checkpoint:
             quantized = find_quantization(raw, directory, quantization)
         except (TypeError, ValueError, KeyError, AttributeError) as error:  # it reads what any tool has written
             raise CheckpointError(f"{directory / 'config.json'}: quantization_config: {error!r}.") from None
-        hf_config, config = _parse_config(directory, family)
+        hf_config, config = _parse_config(directory, family, raw)
         generation_file = directory / "generation_config.json"
         generation = generation_defaults(generation_file) if generation_file.exists() else GenerationDefaults()
         text = config.hf_config
@@ -167,11 +167,13 @@ def _architecture(raw: Mapping[str, Any], directory: Path) -> str:
     return names[0]
 
 
-def _parse_config(directory: Path, family: Family) -> tuple[Any, DecoderConfig]:
+def _parse_config(directory: Path, family: Family, raw: Mapping[str, Any]) -> tuple[Any, DecoderConfig]:
     from transformers import AutoConfig  # 1.5 s to import: after the cheap checks
 
     try:
         hf_config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        if raw.get("vision_config") is None and hasattr(hf_config, "vision_config"):
+            hf_config.vision_config = None  # transformers made one up
         return hf_config, family.read(hf_config)
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from unisono.layers.rotary import RotarySpec
 from unisono.models.blocks import AttentionSpec, LayerSpec, MLPSpec
 from unisono.models.build import require
+from unisono.models.vision.config import VisionConfig
 from unisono.types import CheckpointError
 
 
@@ -25,8 +26,9 @@ class DecoderConfig:
 
     layers: each layer's own spec. max_positions: the context length that config.json declares. zero_centered_norms: the
     kind of all norms that the builder makes (``layers.norm``). mtp_modules: how many multi-token prediction modules
-    config.json declares. hf_config: the transformers config it was read from, that of the text model where there are
-    several. Raises CheckpointError for values that cannot be computed.
+    config.json declares. vision: the vision tower beside the decoder; None: there is none. hf_config: the transformers
+    config it was read from, that of the text model where there are several. Raises CheckpointError for values that
+    cannot be computed.
     """
 
     architecture: str
@@ -38,12 +40,16 @@ class DecoderConfig:
     tie_embeddings: bool = False
     zero_centered_norms: bool = False
     mtp_modules: int = 0
+    vision: VisionConfig | None = None
     hf_config: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         sizes = {"vocab_size": self.vocab_size, "hidden_size": self.hidden_size, "num_layers": len(self.layers)}
         for name, value in sizes.items():
             require(value >= 1, name, value, "it must be at least 1")
+        if self.vision is not None:
+            layers = tuple(_on_three_axes(layer, self.vision) for layer in self.layers)
+            object.__setattr__(self, "layers", layers)
 
     @property
     def num_layers(self) -> int:
@@ -69,6 +75,20 @@ class DecoderConfig:
         return tuple(dict.fromkeys((spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs))
 
 
+def _on_three_axes(layer: LayerSpec, vision: VisionConfig) -> LayerSpec:
+    """The layer, whose rotary planes turn by the positions of the axes that the model's sections say.
+
+    Raises CheckpointError where these are not as many.
+    """
+    mixer = layer.mixer
+    if not isinstance(mixer, AttentionSpec):
+        return layer
+    planes, section = mixer.rotary.planes, list(vision.mrope_section)
+    axes = vision.rotary_axes(planes)
+    require(len(axes) == planes, "mrope_section", section, f"the sections have to be {planes} planes")
+    return replace(layer, mixer=replace(mixer, rotary=replace(mixer.rotary, axes=axes)))
+
+
 def attention_of(layer: LayerSpec) -> AttentionSpec | None:
     """The spec of a layer that attends; None for another mixer."""
     return layer.mixer if isinstance(layer.mixer, AttentionSpec) else None
@@ -76,6 +96,10 @@ def attention_of(layer: LayerSpec) -> AttentionSpec | None:
 
 Name = str | Mapping[type, str]
 """A checkpoint's name of a module; where it depends on the layer's mixer, the name for each kind of mixer spec."""
+
+
+TOWER_PREFIXES = ("model.visual.", "visual.")
+"""How the names of a vision tower's tensors begin in exports of different tools."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +113,14 @@ class Family:
     rows: projection -> a function of its layer's spec: which rows of the checkpoint's tensor are the projection's, in
         order, int64. Several projections may then have the same checkpoint module, whose rows they share.
     unread: how the names begin of tensors that are not read -> why.
+    tower: module of the vision tower -> checkpoint module, inside one of TOWER_PREFIXES; empty: there is no tower.
     """
 
     read: Callable[[Any], DecoderConfig]
     names: Mapping[str, Name]
     rows: Mapping[str, Callable[[LayerSpec], torch.Tensor]] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
+    tower: Mapping[str, Name] = field(default_factory=dict)
 
     def name(self, module: str, layers: Sequence[LayerSpec] = ()) -> str:
         """The checkpoint's name of a module. layers: the model's, for names that depend on a layer's mixer."""
@@ -123,6 +149,18 @@ def _key(module: str) -> tuple[str, list[int]]:
     """(the module with ``*`` for its layer's number and none for an expert's, these numbers)."""
     key = re.sub(r"\.\d+(?=\.)", ".*", re.sub(r"\.each\.\d+", ".each", module))
     return key, [int(number) for number in re.findall(r"\.(\d+)(?=\.)", module)]
+
+
+def in_language_model(names: Mapping[str, Name]) -> dict[str, Name]:
+    """The same names in a model with a vision tower: ``model.language_model.`` in place of ``model.``."""
+
+    def moved(name: str) -> str:
+        return re.sub(r"^model\.", "model.language_model.", name)
+
+    return {
+        ours: moved(theirs) if isinstance(theirs, str) else {kind: moved(each) for kind, each in theirs.items()}
+        for ours, theirs in names.items()
+    }
 
 
 def read_decoder_config(hf_config: Any, layers: Sequence[LayerSpec], **options: Any) -> DecoderConfig:

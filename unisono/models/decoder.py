@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from unisono.attention.context import PassContext
-from unisono.models.blocks import DecoderLayer, build_layers
+from unisono.models.blocks import DecoderLayer, Stream, build_layers
 from unisono.models.build import Builder
 from unisono.models.config import DecoderConfig
+from unisono.models.overriding import Overriding, merged
 from unisono.state.specs import Tree
 
 
@@ -47,20 +48,18 @@ class Decoder(nn.Module):
         context: PassContext,
         state: Sequence[object],
         aux_layers: Sequence[int] = (),
-        overriding: tuple[torch.Tensor, torch.Tensor] | None = None,
+        overriding: Sequence[Overriding] = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run T tokens through all layers and the final norm.
 
         token_ids [T] i32: in range, padding tokens too. state: each layer's, as :meth:`state_specs` asked. Returns
         hidden [T, H], or [E, H] of ``context.last_tokens``; and with ``aux_layers`` the inputs of those layers side by
         side, [T, len(aux_layers) · H], else None. The number of layers names the last one's output, which
-        ``aux_layers`` may not do together with last tokens. overriding: embeddings [T, H] of the model's dtype, and a
-        flag [T] i32 of the tokens that have them instead of their ids' own.
+        ``aux_layers`` may not do together with last tokens. overriding: embeddings in place of those of some token
+        ids, and what they add after the first layers.
         """
-        x = self.embed(token_ids)
-        if overriding is not None:
-            embeddings, overridden = overriding
-            x = torch.where(overridden[:, None] != 0, embeddings, x)
+        x = merged(self.embed(token_ids), overriding)
+        deepest = max((len(each.levels) for each in overriding), default=0)
         seen = dict.fromkeys(aux_layers, x)  # only these are kept alive
         stream = cast(DecoderLayer, self.layers[0]).begin(x)
         inner, last = context.all_tokens, len(self.layers) - 1
@@ -68,10 +67,25 @@ class Decoder(nn.Module):
             if number in seen:
                 seen[number] = stream.x
             stream = layer(stream, context if number == last else inner, of_layer)
+            if number < deepest:
+                stream = self._add_levels(stream, number, overriding, context if number == last else inner)
         if len(self.layers) in seen:
             seen[len(self.layers)] = stream.x
         aux = torch.cat([seen[number] for number in aux_layers], dim=1) if aux_layers else None
         return stream.normed, aux
+
+    def _add_levels(
+        self, stream: Stream, number: int, overriding: Sequence[Overriding], context: PassContext
+    ) -> Stream:
+        """The residual stream after layer ``number`` with that level of the embeddings that have levels."""
+        x = stream.x
+        for each in overriding:
+            if number < len(each.levels):
+                here = each if context.last_tokens is None else each.select(context.last_tokens.last)
+                x = here.add_level(x, number)
+        following = number + 1
+        norm = cast(DecoderLayer, self.layers[following]).mixer_norm if following < len(self.layers) else self.norm
+        return Stream(x, norm(x))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [M, H] -> logits [M, V], in the model's dtype."""

@@ -8,7 +8,7 @@ have their token's position: rotary attention sees differences only.
 What drafters ask of a head is the same for both, and for the modules of ``mtp``::
 
     encode(seen)                                 what the target showed, as the head takes it      [T, H]
-    forward(token_ids, hidden, context, state)   one pass, writes T keys and values        [T, H] or [E, H]
+    forward(token_ids, hidden, context, state, given)   one pass, writes T keys and values [T, H] or [E, H]
     finish(out)                                  (hidden state for the next step, logits)
     state_specs()                                what its layer keeps of requests
 
@@ -18,6 +18,7 @@ Ht the target's, V' draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -32,6 +33,7 @@ from unisono.layers.norm import RMSNorm
 from unisono.models.blocks import KV, DecoderLayer, LayerSpec, Stream
 from unisono.models.build import Builder
 from unisono.models.config import DecoderConfig
+from unisono.models.overriding import Overriding, merged
 from unisono.state.specs import Tree
 
 
@@ -62,14 +64,17 @@ class DraftConfig:
 class DraftBlock(nn.Module):
     """A pass of any head through its decoder layer; embedding and LM head are its own or the target's.
 
-    ids [V'] int32 names the target's token of each logit; None where they are the same.
+    ids [V'] int32 names the target's token of each logit; None where they are the same. target_hidden: Ht; None: H.
     """
 
     layer: DecoderLayer
 
-    def __init__(self, config: DecoderConfig, embed: Embedding, lm_head: Linear) -> None:
+    def __init__(
+        self, config: DecoderConfig, embed: Embedding, lm_head: Linear, target_hidden: int | None = None
+    ) -> None:
         super().__init__()
         self.config = config
+        self.target_hidden = target_hidden or config.hidden_size
         self.embed, self.lm_head = embed, lm_head
         self.ids: torch.Tensor | None = None
 
@@ -81,13 +86,33 @@ class DraftBlock(nn.Module):
         """The target's hidden states as they are: [T, H]."""
         return seen
 
-    def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, context: PassContext, state: KV) -> torch.Tensor:
-        """token_ids [T] i32, hidden [T, H] of the positions before -> [T, H], with last tokens [E, H]."""
-        return self.layer(self.begin(token_ids, hidden), context, state).x
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        context: PassContext,
+        state: KV,
+        given: Sequence[Overriding] = (),
+    ) -> torch.Tensor:
+        """token_ids [T] i32, hidden [T, H] of the positions before -> [T, H], with last tokens [E, H].
 
-    def begin(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> Stream:
+        given: the target's embeddings in place of those of some token ids; unread where :attr:`sees_embeddings` is
+        false.
+        """
+        return self.layer(self.begin(token_ids, hidden, given if self.sees_embeddings else ()), context, state).x
+
+    @property
+    def sees_embeddings(self) -> bool:
+        """Whether the target's embeddings are as wide as the head's own, so that they can stand in for these."""
+        return self.embed.weight.shape[1] == self.target_hidden
+
+    def begin(self, token_ids: torch.Tensor, hidden: torch.Tensor, given: Sequence[Overriding] = ()) -> Stream:
         """What the layer reads."""
         raise NotImplementedError
+
+    def embedded(self, token_ids: torch.Tensor, given: Sequence[Overriding]) -> torch.Tensor:
+        """Embeddings [T, H] of token ids, with those that stand in for them."""
+        return merged(self.embed(token_ids), given)
 
 
 class EagleHead(DraftBlock):
@@ -97,15 +122,15 @@ class EagleHead(DraftBlock):
     """
 
     def __init__(self, config: DraftConfig, embed: Embedding, lm_head: Linear, builder: Builder) -> None:
-        super().__init__(config.layer, embed, lm_head)
+        super().__init__(config.layer, embed, lm_head, config.target_hidden)
         hidden = builder.hidden_size
         self.fc = builder.linear("fc", 2 * hidden, hidden, config.fc_bias)
         self.layer = config.layer.layers[0].build(builder.at("layer"))
         if not config.input_norm:
             self.layer.mixer_norm = nn.Identity()
 
-    def begin(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> Stream:
-        return self.layer.begin(self.fc(torch.cat((self.embed(token_ids), hidden), dim=1)))
+    def begin(self, token_ids: torch.Tensor, hidden: torch.Tensor, given: Sequence[Overriding] = ()) -> Stream:
+        return self.layer.begin(self.fc(torch.cat((self.embedded(token_ids, given), hidden), dim=1)))
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """out [R, H] -> (hidden state for the next step [R, H], logits [R, V'])."""
@@ -120,7 +145,7 @@ class Eagle3Head(DraftBlock):
     """
 
     def __init__(self, config: DraftConfig, embed: Embedding, lm_head: Linear, builder: Builder) -> None:
-        super().__init__(config.layer, embed, lm_head)
+        super().__init__(config.layer, embed, lm_head, config.target_hidden)
         parts, part = len(config.aux_layers), config.target_hidden
         self.norm_output, self.norm_before_residual = config.norm_output, config.norm_before_residual
         self.input_norm = builder.norm(parts * part) if config.norm_before_fc else None
@@ -139,10 +164,14 @@ class Eagle3Head(DraftBlock):
             seen = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=1)
         return self.fc(seen)
 
-    def begin(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> Stream:
+    def begin(self, token_ids: torch.Tensor, hidden: torch.Tensor, given: Sequence[Overriding] = ()) -> Stream:
         """Both normed, side by side [T, 2 H], and the residual [T, H]."""
         of_embedding, of_hidden = cast(RMSNorm, self.layer.mixer_norm).weight, self.hidden_norm.weight
-        both = concat_norm(token_ids, self.embed.weight, hidden, of_embedding, of_hidden, self.hidden_norm.eps)
+        table: torch.Tensor = self.embed.weight
+        if given:  # the kernel gathers from a table: here each token has a row of its own
+            table = self.embedded(token_ids, given)
+            token_ids = torch.arange(token_ids.shape[0], dtype=torch.int32, device=token_ids.device)
+        both = concat_norm(token_ids, table, hidden, of_embedding, of_hidden, self.hidden_norm.eps)
         return Stream(both[:, hidden.shape[1] :] if self.norm_before_residual else hidden, both)
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

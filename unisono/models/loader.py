@@ -1,26 +1,32 @@
-"""From an opened checkpoint to a decoder with weights on a device. The engine calls :func:`load_model`."""
+"""From an opened checkpoint to a decoder, and its vision tower, with weights on a device.
+
+The engine calls :func:`load_model` and :func:`load_tower`.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
 
-from unisono.layers.formats import Place
-from unisono.layers.norm import RMSNorm
-from unisono.models.build import AttentionFactory, Builder
+from unisono.layers.formats import Place, WeightFormat
+from unisono.layers.norm import LayerNorm, RMSNorm
+from unisono.models.build import AttentionFactory, Builder, no_attention
 from unisono.models.checkpoint import Checkpoint
-from unisono.models.config import Family
+from unisono.models.config import TOWER_PREFIXES, Family, checkpoint_name
 from unisono.models.decoder import Decoder
+from unisono.models.vision.blocks import NORM_EPS
+from unisono.models.vision.tower import VisionTower
 from unisono.models.weights import TensorInfo, check, fill, places, read, tensor, tensor_name
 from unisono.types import CheckpointError
 
 LoadFormat = Literal["auto", "dummy"]
 Progress = Callable[[str, float], None]
+Built = TypeVar("Built", bound=nn.Module)
 
 DUMMY_STD = 0.02
 
@@ -64,17 +70,60 @@ def load_model(
     )
     if load_format != "dummy":
         _check_sizes(checkpoint)
-    try:
-        decoder = Decoder(config, builder)
-    except (RuntimeError, MemoryError, OverflowError, ValueError) as error:  # torch cannot allocate, or even count it
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise CheckpointError(f"{checkpoint.path}: a model of this config.json cannot be made: {error}") from None
+    decoder = _made(checkpoint, lambda: Decoder(config, builder))
     if load_format == "dummy":
         fill_randomly(decoder, seed)
     else:
         _fill_from_files(decoder, checkpoint, progress)
     return decoder.eval()
+
+
+def load_tower(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    progress: Progress = lambda stage, share: None,
+) -> VisionTower | None:
+    """Build and fill the checkpoint's vision tower; arguments and errors as for :func:`load_model`.
+
+    None where config.json describes none, and where the checkpoint holds no tensor of it: the export of a text model.
+    """
+    config = checkpoint.config.vision
+    names: dict[str, Place] = {}
+    tensors = checkpoint.tensors() if config is not None and load_format != "dummy" else {}
+    prefix = next((p for p in TOWER_PREFIXES if any(name.startswith(p) for name in tensors)), None)
+    if config is None or (prefix is None and load_format != "dummy"):
+        return None
+
+    def format(module: str) -> WeightFormat:
+        name = TOWER_PREFIXES[0] + checkpoint_name(checkpoint.family.tower, module)
+        return checkpoint.quantization.format(f"tower.{module}", name)
+
+    builder = Builder(config.tower.width, NORM_EPS, dtype, device, no_attention, 0, format)
+    tower = _made(checkpoint, lambda: VisionTower(config, builder))
+    if prefix is None:
+        fill_randomly(tower, seed)
+        return tower.eval()
+    for module, kind, place in places(tower):
+        names[tensor_name(prefix + checkpoint_name(checkpoint.family.tower, module), kind)] = place
+    why = f"the vision tower of a {checkpoint.config.architecture} with this config.json has no place for it"
+    check(names, tensors, checkpoint.path, lambda name: why if name.startswith(prefix) else None)
+    fill(names, tensors, device, lambda share: progress("load tower", share))
+    _check_finite(tower, checkpoint)
+    return tower.eval()
+
+
+def _made(checkpoint: Checkpoint, make: Callable[[], Built]) -> Built:
+    """What ``make`` builds. Raises CheckpointError where torch cannot allocate it, or even count its elements."""
+    try:
+        return make()
+    except (RuntimeError, MemoryError, OverflowError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise CheckpointError(f"{checkpoint.path}: a model of this config.json cannot be made: {error}") from None
 
 
 def checkpoint_names(decoder: Decoder, family: Family, tensors: Container[str] = ()) -> dict[str, Place]:
@@ -130,7 +179,7 @@ def fill_randomly(root: nn.Module, seed: int) -> None:
     A tensor's values depend on the seed and its name alone, so a model's first layers are a smaller model's.
     """
     for path, module in root.named_modules():
-        if not isinstance(module, RMSNorm):  # norms are born as ones
+        if not isinstance(module, (LayerNorm, RMSNorm)):  # norms are born as ones
             for kind, parameter in module.named_parameters(recurse=False):
                 if parameter.is_meta:
                     continue
@@ -158,7 +207,7 @@ def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progres
     head = f"{checkpoint.family.name('lm_head')}.weight"
     tied = decoder.config.tie_embeddings
     wanted = checkpoint_names(decoder, checkpoint.family, tensors)
-    unread = (*draft_prefixes(tensors), *checkpoint.family.unread)
+    unread = _apart(tensors, checkpoint.family)
 
     def unexpected(name: str) -> str | None:
         if name.startswith(unread) or (tied and name == head):
@@ -191,9 +240,9 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
 
 
 @torch.no_grad()
-def _check_finite(decoder: Decoder, checkpoint: Checkpoint) -> None:
+def _check_finite(module: nn.Module, checkpoint: Checkpoint) -> None:
     """Raise CheckpointError naming the first weights that are NaN or infinite: every answer would be nonsense."""
-    for name, weight in decoder.named_parameters():
+    for name, weight in module.named_parameters():
         if weight.is_floating_point() and weight.numel() and weight.element_size() > 1:
             low, high = torch.aminmax(weight)
             if not (low.isfinite() and high.isfinite()):
@@ -208,13 +257,18 @@ def _as_named(tensors: Mapping[str, TensorInfo], family: Family) -> Mapping[str,
     own, _, embed = family.name("embed").rpartition(".")
     own = f"{own}." if own else ""
     prefix = next((p for p in (own, *PREFIXES) if f"{p}{embed}.weight" in tensors), own)
-    apart = (f"{family.name('lm_head')}.", *draft_prefixes(tensors), *family.unread)
+    apart = (f"{family.name('lm_head')}.", *_apart(tensors, family))
     if prefix == own:
         return tensors
     return {
         own + name[len(prefix) :] if name.startswith(prefix) and not name.startswith(apart) else name: info
         for name, info in tensors.items()
     }
+
+
+def _apart(tensors: Iterable[str], family: Family) -> tuple[str, ...]:
+    """How the names begin of what is not the text model's: draft modules, a tower, what the family passes over."""
+    return (*draft_prefixes(tensors), *family.unread, *(TOWER_PREFIXES if family.tower else ()))
 
 
 def draft_prefixes(tensors: Iterable[str]) -> tuple[str, ...]:

@@ -20,6 +20,8 @@ Shapes: T tokens in a pass, R rows, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from unisono.layers.embedding import Embedding
@@ -28,6 +30,7 @@ from unisono.models.blocks import Stream
 from unisono.models.build import Builder
 from unisono.models.config import DecoderConfig
 from unisono.models.draft import DraftBlock
+from unisono.models.overriding import Overriding
 
 
 class MTPModule(DraftBlock):
@@ -49,8 +52,8 @@ class MTPModule(DraftBlock):
         self.layer = config.layers[0].build(builder.at("layer"))
         self.norm = builder.norm()
 
-    def begin(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> Stream:
-        pair = (self.embed_norm(self.embed(token_ids)), self.hidden_norm(hidden))
+    def begin(self, token_ids: torch.Tensor, hidden: torch.Tensor, given: Sequence[Overriding] = ()) -> Stream:
+        pair = (self.embed_norm(self.embedded(token_ids, given)), self.hidden_norm(hidden))
         return self.layer.begin(self.project(torch.cat(pair[::-1] if self.hidden_first else pair, dim=1)))
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,23 +1,33 @@
 """Qwen3.5, 3.6 and 3.8, dense: Gated DeltaNet layers and, every few layers, gated attention.
 
-Reads the text model of both architectures: the causal LM, and the model with a vision tower
-(``Qwen3_5ForConditionalGeneration``), whose tower is not read: pictures are refused for now. A token of a text has the
-same position on all axes of the interleaved rope, so that plain rope over the same frequencies is exact. All norms but
-that of Gated DeltaNet are zero-centred. The families with experts, and Qwen3-Next, are built on this one.
+Reads both architectures: the causal LM, and the model with a vision tower (``Qwen3_5ForConditionalGeneration``). The
+tower is Qwen3-VL's without deepstack. A token of a text has the same position on all axes of the interleaved rope, so
+that plain rope over the same frequencies is exact. All norms but that of Gated DeltaNet are zero-centred. The families
+with experts, and Qwen3-Next, are built on this one.
 Source of formulas and names: transformers, ``models/qwen3_5``.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from unisono.models.blocks import AttentionSpec, BlockSpec, LayerSpec
 from unisono.models.build import require
-from unisono.models.config import DecoderConfig, Family, Name, read_attention, read_decoder_config, read_mlp
+from unisono.models.config import (
+    TOWER_PREFIXES,
+    DecoderConfig,
+    Family,
+    Name,
+    in_language_model,
+    read_attention,
+    read_decoder_config,
+    read_mlp,
+)
 from unisono.models.gated_delta import GatedDeltaSpec
 from unisono.models.qwen3 import QWEN3
+from unisono.models.qwen3_vl import TOWER, read_tower
+from unisono.models.vision.config import read_vision
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -39,8 +49,10 @@ NAMES: dict[str, Name] = {
     "layers.*.mixer.norm": "model.layers.*.linear_attn.norm",
 }
 
-PICTURES = "the vision tower is not read: pictures are refused for now"
-UNREAD = {"model.visual.": PICTURES, "visual.": PICTURES}
+TEXT_ONLY = "config.json names the causal LM, which has no vision tower: pictures are refused"
+UNREAD = dict.fromkeys(TOWER_PREFIXES, TEXT_ONLY)
+SECTION = (11, 11, 10)
+"""Rotary planes of each axis where config.json does not say."""
 
 
 def read_hybrid(hf_config: Any, feed_forwards: Sequence[BlockSpec]) -> DecoderConfig:
@@ -73,7 +85,8 @@ def read_hybrid(hf_config: Any, feed_forwards: Sequence[BlockSpec]) -> DecoderCo
     }
     layers = [LayerSpec(mixers[kind], feed_forward) for kind, feed_forward in zip(kinds, feed_forwards, strict=True)]
     modules = getattr(text, "mtp_num_hidden_layers", 0) or 0
-    return read_decoder_config(hf_config, layers, zero_centered_norms=True, mtp_modules=modules)
+    vision = read_vision(hf_config, read_tower, SECTION, interleaved=True)
+    return read_decoder_config(hf_config, layers, zero_centered_norms=True, mtp_modules=modules, vision=vision)
 
 
 def read(hf_config: Any) -> DecoderConfig:
@@ -82,17 +95,5 @@ def read(hf_config: Any) -> DecoderConfig:
     return read_hybrid(hf_config, [read_mlp(text)] * text.num_hidden_layers)
 
 
-def in_language_model(names: Mapping[str, Name]) -> dict[str, Name]:
-    """The same names in a model with a vision tower: ``model.language_model.`` in place of ``model.``."""
-
-    def moved(name: str) -> str:
-        return re.sub(r"^model\.", "model.language_model.", name)
-
-    return {
-        ours: moved(theirs) if isinstance(theirs, str) else {kind: moved(each) for kind, each in theirs.items()}
-        for ours, theirs in names.items()
-    }
-
-
 QWEN3_5 = Family(read, NAMES, unread=UNREAD)
-QWEN3_5_VISION = Family(read, in_language_model(NAMES), unread=UNREAD)
+QWEN3_5_VISION = Family(read, in_language_model(NAMES), tower=TOWER)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.models.config import DecoderConfig, Family, Name
+from unisono.models.config import DecoderConfig, Family, Name, in_language_model
 from unisono.models.experts import ExpertsSpec
 from unisono.models.mixtral import names
-from unisono.models.qwen3_5 import NAMES, UNREAD, in_language_model, read_hybrid
+from unisono.models.qwen3_5 import NAMES, UNREAD, read_hybrid
+from unisono.models.qwen3_vl import TOWER
 
 EXPERTS: dict[str, Name] = {
     **names("mlp", "gate_proj", "up_proj", "down_proj"),
@@ -44,4 +45,4 @@ def read(hf_config: Any) -> DecoderConfig:
 
 
 QWEN3_5_MOE = Family(read, MOE_NAMES, unread=UNREAD)
-QWEN3_5_MOE_VISION = Family(read, in_language_model(MOE_NAMES), unread=UNREAD)
+QWEN3_5_MOE_VISION = Family(read, in_language_model(MOE_NAMES), tower=TOWER)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from unisono.attention.base import AttentionInputs
+from unisono.attention.context import Rotary
 from unisono.drafters.base import PromptPass
 from unisono.kernels.rounds import extend_inputs
+from unisono.models.overriding import Overriding
 from unisono.passes.features.base import Outputs
 from unisono.passes.modules import Modules
 from unisono.program import Buffers, Features, Field, Hidden, Logits, Program, Schema
@@ -48,8 +50,9 @@ def extend_program(modules: Modules, max_rows: int, name: str = "extend") -> Pro
         inputs = AttentionInputs(b.slots, positions, slot_mapping, kv_len, slots.page_table, None, b.query_start)
         last_tokens = inputs.last_tokens(b.last)
         only = last_tokens if b.shape.rows > max_rows and _reads_last_tokens_only(modules, b) else None
-        given = (feature.override_embeddings(b) for feature in modules.features)
-        hidden, seen = modules.forward(b.token_ids, inputs, next((g for g in given if g is not None), None), only)
+        given, rotary = _given(modules, b, positions)
+        turned = None if rotary is None else rotary.positions
+        hidden, seen = modules.forward(b.token_ids, inputs, given, only, turned)
         last = hidden if only else last_tokens.select(hidden)
         drafts = torch.empty((max_rows, 0), dtype=torch.int32, device=b.device)
         sampled = modules.sample(b, hidden, last, b.sample_slots, drafts, Outputs(b))
@@ -59,10 +62,19 @@ def extend_program(modules: Modules, max_rows: int, name: str = "extend") -> Pro
             seen = last if modules.drafter.features.hidden is Hidden.LAST else seen
             next_ids = _with_sampled(b.next_ids, b.last, sampled[:, 0], b.sample_slots != slots.padding)
             modules.drafter.observe_prompt(
-                PromptPass(b.slots, b.query_start, b.start, b.token_ids, next_ids, positions, b.last, seen)
+                PromptPass(
+                    b.slots, b.query_start, b.start, b.token_ids, next_ids, positions, b.last, seen, given, rotary
+                )
             )
 
     return Program(name, schema, run)
+
+
+def _given(modules: Modules, b: Buffers, positions: torch.Tensor) -> tuple[tuple[Overriding, ...], Rotary | None]:
+    """What features give a prompt pass: vectors in place of those of token ids, and the positions to turn by."""
+    given = (feature.override_embeddings(b) for feature in modules.features)
+    rotary = (feature.rotary(b, positions) for feature in modules.features)
+    return tuple(g for g in given if g is not None), next((r for r in rotary if r is not None), None)
 
 
 def _reads_last_tokens_only(modules: Modules, b: Buffers) -> bool:

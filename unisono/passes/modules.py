@@ -13,8 +13,9 @@ from unisono.drafters.base import Drafter
 from unisono.kernels.pages import group_slot_mapping
 from unisono.kernels.rounds import commit
 from unisono.models.decoder import Decoder
+from unisono.models.overriding import Overriding
 from unisono.passes.acceptance import AcceptanceRule, ExactMatch
-from unisono.passes.features.base import Computed, Feature, Outputs, Overriding
+from unisono.passes.features.base import Computed, Feature, Outputs
 from unisono.passes.slot_tensors import SlotTensors
 from unisono.passes.tree import Tree
 from unisono.program import Buffers, Hidden
@@ -56,13 +57,14 @@ class Modules:
         self,
         token_ids: torch.Tensor,
         inputs: AttentionInputs,
-        given: Overriding | None = None,
+        given: Sequence[Overriding] = (),
         last_tokens: LastTokens | None = None,
+        rotary: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The target's final hidden states [T, H], or those of ``last_tokens``, and those that the drafter asked
-        for."""
+        for. rotary: see ``PassContext.rotary_positions``."""
         features = self.drafter.features
-        context = PassContext(self._groups(inputs), last_tokens=last_tokens, tails=self._tails(inputs))
+        context = PassContext(self._groups(inputs), rotary, last_tokens, self._tails(inputs))
         hidden, aux = self.model(token_ids, context, self.store.view("target").tree, features.aux_layers, given)
         if context.tails is not None:
             context.tails.advance(self.store.tail_positions)

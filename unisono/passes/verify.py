@@ -10,6 +10,7 @@ from unisono.kernels.rounds import round_inputs
 from unisono.kernels.tree_paths import Fork
 from unisono.passes.features.base import Outputs
 from unisono.passes.modules import Modules
+from unisono.passes.slot_tensors import rotary_positions
 from unisono.passes.tree import Tree
 from unisono.program import Buffers
 from unisono.state.specs import PAGE_SIZE
@@ -78,7 +79,7 @@ def _target_pass(
         tables,
     )
     inputs = AttentionInputs(tables, positions, slot_mapping, kv_len, slots.page_table, width)
-    hidden, seen = modules.forward(token_ids, inputs)
+    hidden, seen = modules.forward(token_ids, inputs, rotary=rotary_positions(slots, rows, positions))
     return modules.sample(b, hidden, hidden, rows, drafts, outputs), seen
 
 

@@ -5,8 +5,9 @@ A :class:`Feature` exists once for each engine, a :class:`RequestState` for each
 ::
 
     a request arrives     Feature.begin            checks it, makes its state       (host)
+    prompts are due       Feature.pass_ahead       a pass that has to run before    (host)
     a pass is built       Feature.fill             fields of the batch, graph key   (host)
-    the pass runs         override_embeddings, allowed_tokens, report               (device, captured in graphs)
+    the pass runs         override_embeddings, rotary, allowed_tokens, report       (device, captured in graphs)
     the pass is read      Feature.read_prompt, RequestState.deliver                 (host)
 
 Device code follows the rules of graphs: it writes in place, to fixed addresses, with shapes that do not depend on data,
@@ -25,7 +26,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from unisono.program import NO_FEATURES, Buffers, Features, Field
+from unisono.attention.context import Rotary
+from unisono.models.config import DecoderConfig
+from unisono.models.overriding import Overriding
+from unisono.models.vision.config import VisionConfig
+from unisono.models.vision.tower import VisionTower
+from unisono.program import NO_FEATURES, Buffers, Features, Field, Key, Program
 from unisono.sampling.pipeline import EditFields, Sampled
 from unisono.types import EngineRequest, TokenDelta
 
@@ -34,8 +40,48 @@ PassKind = Literal["extend", "round", "verify"]
 (``Feature.reads_drafts``)."""
 
 
-Overriding = tuple[torch.Tensor, torch.Tensor]
-"""Embeddings [T, H], and a flag [T] of the tokens whose own they replace."""
+Metric = tuple[str, str, dict[str, str], float, str]
+"""(name, "counter" or "gauge", labels, value, help)."""
+
+
+@dataclass(frozen=True)
+class OwnProgram:
+    """A program of a feature's own, whose passes run ahead of prompt passes.
+
+    multiple: rows of a pass are a multiple of it. least, most: rows of the smallest and of the largest pass that may be
+    captured. passes: how many are to be expected, for each that an engine has of prompt passes. share: of the graphs'
+    memory that its graphs may take. ms: on a CPU, where nothing is measured: milliseconds of a row.
+    """
+
+    program: Program
+    multiple: int
+    least: int
+    most: int
+    passes: float = 0.1
+    share: float = 0.4
+    ms: float = 0.1
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A pass of a feature's own program that has to run before a prompt pass can."""
+
+    key: Key
+    batch: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Room:
+    """How long passes ahead of prompts may take now. ms: what a pass takes. left: milliseconds; least: whether the
+    smallest useful pass may run though it takes longer."""
+
+    ms: Callable[[Key], float]
+    left: float
+    least: bool
+
+    def has(self, key: Key) -> bool:
+        """Whether there is time for this pass."""
+        return self.ms(key) <= self.left
 
 
 @dataclass(frozen=True)
@@ -46,6 +92,9 @@ class FeatureContext:
     tree of drafts; 1 for chains. processed_logprobs: report log-probabilities of what tokens are drawn from, not of the
     model's own logits. synthetic: benchmarks: drafts are accepted without being verified.
     slots: fields of the slots on the device. logits: the LM head, [N, H] -> [N, V].
+    vision, tower: of a model that sees. drafts: whether a drafter reads what prompt passes read. max_tokens: of a
+    prompt pass. max_model_len: of a request. cache_bytes: what ``--mm-encoder-cache-gb`` says; None: nothing.
+    decide: called with (name, value, reason) of each choice that the feature made by itself; ``explain`` shows them.
     """
 
     directory: Path
@@ -59,6 +108,14 @@ class FeatureContext:
     synthetic: bool
     slots: EditFields
     logits: Callable[[torch.Tensor], torch.Tensor]
+    vision: VisionConfig | None
+    tower: VisionTower | None
+    device: torch.device
+    drafts: bool
+    max_tokens: int
+    max_model_len: int
+    cache_bytes: int | None
+    decide: Callable[[str, object, str], None]
 
     def sampled(self, kind: PassKind) -> tuple[int | str, int | str]:
         """The dimensions [R, W] of a field with a value for each sampled position of such a pass."""
@@ -74,6 +131,17 @@ class RequestState:
 
     stop_ids: tuple[int, ...] = ()
     prompt_keys: list[int | bytes] | None = None
+
+    def slot_values(self) -> Mapping[str, int]:
+        """The values of the slot fields that the feature declares (:meth:`Feature.slot_fields`)."""
+        return {}
+
+    def reach(self, start: int, end: int) -> int:
+        """Of a prompt pass of positions ``start … end`` that is about to be built: up to where it can go now."""
+        return end
+
+    def released(self) -> None:
+        """The request has given its slot back: it ended, or it waits again."""
 
     def reusable(self, known: int) -> int:
         """Of ``known`` leading tokens those that may come from the prefix cache, which has no outputs of passes."""
@@ -181,7 +249,8 @@ class Feature:
     """One feature. Subclasses override what they need; what is not overridden does nothing.
 
     name: as in the catalog. extra_args: the keys of ``SamplingParams.extra_args`` that it reads. asks: what every pass
-    with such a request needs beside its tokens; :meth:`fill` may say more. reads_all_tokens: a prompt pass with this
+    with such a request needs beside its tokens; :meth:`fill` may say more. expected: what many prompt passes will need,
+    so that their graphs are captured at start. reads_all_tokens: a prompt pass with this
     feature's fields computes the final hidden states of all its tokens, not of last tokens only. reads_drafts:
     :meth:`fill` needs a round's drafts on the host, and the tokens before them: such rounds are two passes.
     """
@@ -189,6 +258,7 @@ class Feature:
     name = ""
     extra_args: tuple[str, ...] = ()
     asks: Features = NO_FEATURES
+    expected: Features = NO_FEATURES
     reads_all_tokens = False
     reads_drafts = False
 
@@ -199,6 +269,15 @@ class Feature:
 
     def fields(self, kind: PassKind) -> tuple[Field, ...]:
         """The fields that this feature adds to a pass, each with the Features whose passes have it."""
+        return ()
+
+    @staticmethod
+    def slot_fields(config: DecoderConfig) -> tuple[Field, ...]:
+        """Fields that every slot has for this feature, in engines with this target; pad: what most requests have."""
+        return ()
+
+    def programs(self) -> Sequence[OwnProgram]:
+        """The programs of passes that this feature wants run ahead (:meth:`pass_ahead`)."""
         return ()
 
     # ---- host -----------------------------------------------------------------------------------
@@ -214,12 +293,27 @@ class Feature:
         """
         return None
 
+    def pass_ahead(self, wanted: Sequence[Row], room: Room) -> Ahead | None:
+        """A pass that has to run before prompt passes of these positions can; None where none can or has to.
+
+        Called until it returns None before each prompt pass with requests that asked for the feature, in order.
+        """
+        return None
+
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
         """What this pass needs, and the input fields for it. Called only where a request of the pass has a state."""
         return self.asks, {}
 
     def read_prompt(self, rows: Sequence[Row], outputs: Mapping[str, np.ndarray]) -> None:
         """A prompt pass with these requests was read; :meth:`RequestState.deliver` of those that sampled follows."""
+
+    def metrics(self) -> Sequence[Metric]:
+        """Counters and gauges of the feature."""
+        return ()
+
+    def info(self) -> Mapping[str, object]:
+        """What ``/server_info`` tells of it, as JSON-ready data by name."""
+        return {}
 
     def close(self) -> None:
         """The engine ends."""
@@ -228,6 +322,11 @@ class Feature:
 
     def override_embeddings(self, buffers: Buffers) -> Overriding | None:
         """Before a prompt pass: embeddings that replace those of token ids."""
+        return None
+
+    def rotary(self, buffers: Buffers, positions: torch.Tensor) -> Rotary | None:
+        """Before a prompt pass: the positions that its tokens turn by, where these are not the absolute ``positions``
+        [T]."""
         return None
 
     def allowed_tokens(self, buffers: Buffers, rows: int) -> torch.Tensor | None:

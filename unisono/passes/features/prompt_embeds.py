@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from unisono import vectors
-from unisono.passes.features.base import Feature, HostPass, Overriding, PassKind, RequestState, words_of
+from unisono.models.overriding import Overriding
+from unisono.passes.features.base import Feature, HostPass, PassKind, RequestState, words_of
 from unisono.program import NO_FEATURES, Buffers, Features, Field
 from unisono.types import EngineRequest, Overrides
 
@@ -25,7 +26,11 @@ EMBEDDINGS = Features(embeddings=True)
 
 
 class PromptEmbeds(Feature):
-    """Fields: ``embeddings``, and ``overridden``: 1 for each token that has one."""
+    """Fields: ``embeddings``, and ``embedding_rows``: of each token its row there, -1 where it has none.
+
+    Where a drafter reads them too, ``embeddings_after`` and ``has_embedding_after``: those of the token after each
+    request's last one in the pass.
+    """
 
     name = "prompt_embeds"
 
@@ -33,9 +38,17 @@ class PromptEmbeds(Feature):
         if kind != "extend":
             return ()
         words = words_of(self.context.hidden_size, self.context.dtype)
-        return (
+        own = (
             Field("embeddings", torch.int32, ("rows", words), feature=EMBEDDINGS),
-            Field("overridden", torch.int32, ("rows",), feature=EMBEDDINGS),
+            Field("embedding_rows", torch.int32, ("rows",), pad=-1, feature=EMBEDDINGS),
+        )
+        if not self.context.drafts:
+            return own
+        requests = self.context.max_rows
+        return (
+            *own,
+            Field("embeddings_after", torch.int32, (requests, words), feature=EMBEDDINGS),
+            Field("has_embedding_after", torch.int32, (requests,), feature=EMBEDDINGS),
         )
 
     def begin(self, request: EngineRequest) -> RequestState | None:
@@ -44,22 +57,36 @@ class PromptEmbeds(Feature):
 
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
         rows, words = [], []
+        size = words_of(self.context.hidden_size, self.context.dtype)
+        after, has_after = np.zeros((host.count, size), dtype=np.int32), np.zeros(host.count, dtype=np.int32)
         for row in host.rows if host.kind == "extend" else ():
             positions, given = row.state.within(row.start, row.end)
             rows.append(positions + (row.first - row.start))
             words.append(given)
-        if not sum(map(len, rows)):
+            _, following = row.state.within(row.end, row.end + 1)
+            if len(following):
+                after[row.index], has_after[row.index] = following[0], 1
+        if not sum(map(len, rows)) + (self.context.drafts and has_after.any()):
             return NO_FEATURES, {}
         where = np.concatenate(rows)
-        overridden = np.zeros(host.tokens, dtype=np.int32)
-        overridden[where] = 1
-        embeddings = np.zeros((host.tokens, words[0].shape[1]), dtype=np.int32)
-        embeddings[where] = np.concatenate(words)
-        return EMBEDDINGS, {"embeddings": embeddings, "overridden": overridden}
+        embedding_rows = np.full(host.tokens, -1, dtype=np.int32)
+        embedding_rows[where] = np.arange(len(where))
+        fields = {"embeddings": np.concatenate(words), "embedding_rows": embedding_rows}
+        if self.context.drafts:
+            fields |= {"embeddings_after": after, "has_embedding_after": has_after}
+        return EMBEDDINGS, fields
 
     def override_embeddings(self, buffers: Buffers) -> Overriding | None:
-        given = buffers.find("embeddings")
-        return None if given is None else (given.view(self.context.dtype), buffers.overridden)
+        given, after = buffers.find("embeddings"), buffers.find("embeddings_after")
+        if given is None:
+            return None
+        source, dtype = given.view(self.context.dtype), self.context.dtype
+        if after is None:
+            return Overriding(source, buffers.embedding_rows)
+        flags, tokens = buffers.has_embedding_after, source.shape[0]
+        rows = torch.arange(tokens, tokens + flags.shape[0], dtype=torch.int32, device=flags.device)
+        sources = torch.cat((source, after.view(dtype)))
+        return Overriding(sources, buffers.embedding_rows, rows.masked_fill(flags == 0, -1))
 
 
 class Embedded(RequestState):

@@ -1,0 +1,167 @@
+"""Draft heads see what the target sees: pictures and given embeddings, at the target's rotary positions.
+
+Oracle: an EAGLE-3 head's forward in plain PyTorch over the tower's embeddings and transformers' hidden states.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.drafters.make_heads import Head, make_eagle3, reference
+from tests.drafters.watch import Watch
+from tests.engine.helpers import engine, mixed_params, prompts
+from tests.engine.matrix import config_of, drafting, with_modules
+from tests.engine.pictures import IMAGE, VIDEO, Picture, Prompt, make_seeing, prompt, run, several, vision_of, words
+from tests.models.hybrids import reference as transformers_model
+from unisono import vectors
+from unisono.drafters.base import PromptPass
+from unisono.llm import LLM
+from unisono.models.rotary_positions import rotary_positions
+from unisono.models.vision.config import VisionConfig
+from unisono.types import SamplingParams, SpeculativeConfig
+
+SECTION = (4, 3, 3)
+ROPE = {"rope_scaling": {"rope_type": "default", "mrope_section": list(SECTION), "mrope_interleaved": True}}
+AXES = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+"""By hand, of 10 planes: every third one height, every third one width, until each has three; the rest time."""
+
+LAYERS = (2, 1, 3)
+CLOSE = 3e-4 if torch.cuda.is_available() else 1e-4
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_seeing(tmp_path_factory.mktemp("seeing"))
+
+
+@pytest.fixture(scope="module")
+def head(seeing: Path, tmp_path_factory: pytest.TempPathFactory) -> Head:
+    return make_eagle3(tmp_path_factory.mktemp("head"), config_of(seeing), LAYERS, aux=list(LAYERS), **ROPE)
+
+
+class Target:
+    """transformers' model: what it embeds, and what it shows of a text that begins with a prompt."""
+
+    def __init__(self, path: Path) -> None:
+        self.model, self.vision = transformers_model(path), vision_of(path)
+        self.embed = self.model.get_input_embeddings().weight.detach()
+        self.lm_head = self.model.lm_head.weight.detach()
+
+    @torch.no_grad()
+    def shows(self, given: Prompt, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the embeddings [T, H] that the text model reads of ids, the inputs of LAYERS side by side)."""
+        text = self.model.model.language_model
+        inputs: dict[int, torch.Tensor] = {}
+        hooks = [
+            layer.register_forward_pre_hook(lambda _, args, i=i: inputs.update({i: args[0][0]}))
+            for i, layer in enumerate(text.layers)
+        ]
+        tensor = torch.tensor([ids])
+        media: dict[str, Any] = {"mm_token_type_ids": (tensor == IMAGE) + 2 * (tensor == VIDEO)}
+        for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+            items = [item for item in given.media if item.kind == kind]
+            if items:
+                media[name] = torch.cat([vectors.unpack(item.pixels) for item in items])
+                media[f"{kind}_grid_thw"] = torch.tensor([item.grid for item in items])
+        self.model(input_ids=tensor, **media)
+        for hook in hooks:
+            hook.remove()
+        return inputs[0], torch.cat([inputs[i] for i in LAYERS], -1)
+
+    def positions(self, given: Prompt, count: int) -> torch.Tensor:
+        """By which each plane of each of ``count`` tokens turns, [count, planes]."""
+        prompt_positions, delta = rotary_positions(len(given.ids), given.media, self.vision)
+        after = torch.arange(len(given.ids), count).expand(3, -1) + delta
+        return torch.cat((torch.from_numpy(prompt_positions), after), 1).T[:, AXES]
+
+
+def prompts_of(vision: VisionConfig) -> list[Prompt]:
+    picture = prompt(vision, Picture(6, 10, 3), words(5, 2))  # it begins with the picture
+    return [*several(vision)[1:6], picture]
+
+
+def errors(target: Target, head: Head, watch: Watch, given: list[Prompt]) -> tuple[float, float]:
+    """The largest relative errors of hidden states and logits of all draft steps."""
+    hidden_error = logits_error = 0.0
+    for seen in watch.rounds[::2]:
+        by = max((p for p in given if seen.ids[: len(p.ids)] == p.ids), key=lambda p: len(p.ids))
+        embedded, shown = target.shows(by, seen.ids)
+        positions = target.positions(by, len(seen.ids) + len(seen.drafts))
+        steps = reference(
+            head, target.embed, target.lm_head, seen.ids, shown[:-1], seen.drafts, embedded.double(), positions
+        )
+        for got, want in zip(seen.steps, steps, strict=True):
+            hidden_error = max(hidden_error, float((got[0] - want[0]).norm() / want[0].norm()))
+            logits_error = max(logits_error, float((got[1] - want[1]).norm() / want[1].norm()))
+    return hidden_error, logits_error
+
+
+def watched(seeing: Path, head: Head, **flags: Any) -> tuple[Watch, list[Prompt], LLM]:
+    spec = SpeculativeConfig("eagle3", str(head.path), 3)
+    given = prompts_of(vision_of(seeing))
+    with engine(seeing, dtype="float32", speculative=spec, enforce_eager=True, **flags) as llm:
+        watch = Watch(llm)
+        how = mixed_params(len(given), max_tokens=5)
+        run(llm, given, how)
+        run(llm, given, how)  # behind cached prefixes
+        assert llm.engine.scheduler.prefix_hits > 0
+    return watch, given, llm
+
+
+@pytest.mark.parametrize("flags", [{}, {"max_num_batched_tokens": 16}], ids=["one pass", "chunks of 16"])
+def test_an_eagle3_head_sees_what_the_target_sees(seeing: Path, head: Head, flags: dict[str, Any]) -> None:
+    """Embeddings, hidden states and rotary positions: in prompts, chunks, after prefix hits, in rounds, in catch-up."""
+    watch, given, _ = watched(seeing, head, **flags)
+    assert len(watch.rounds) > 10
+    hidden_error, logits_error = errors(Target(seeing), head, watch, given)
+    assert hidden_error < CLOSE
+    assert logits_error < CLOSE
+
+
+@pytest.mark.parametrize("withheld", ["embeddings", "rotary positions"])
+def test_withheld_they_are_missed(seeing: Path, head: Head, withheld: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above can fail."""
+    of_entries = PromptPass.of_entries
+
+    def less(self: PromptPass) -> Any:
+        given, rotary = of_entries(self)
+        return ((), rotary) if withheld == "embeddings" else (given, None)
+
+    monkeypatch.setattr(PromptPass, "of_entries", less)
+    watch, given, _ = watched(seeing, head)
+    hidden_error, _ = errors(Target(seeing), head, watch, given)
+    assert hidden_error > 0.05
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, seed=0)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "mtp of several"])
+def test_given_embeddings_are_drafted_from(method: str, qwen3: Path, tmp_path: Path) -> None:
+    """Prompts of embeddings are drafted for as the token ids whose embeddings they are, wherever a chunk ends."""
+    batch, drafts = prompts(5, 250, low=30, high=60, seed=3), []
+    if method == "eagle3":
+        made = qwen3, make_eagle3(tmp_path, config_of(qwen3), LAYERS, aux=list(LAYERS)).path
+    else:
+        made = with_modules(qwen3, tmp_path / "target", 2 if method == "mtp of several" else 1), None
+    for soft in (False, True):
+        with drafting(method.split()[0], made, 3, enforce_eager=True, max_num_batched_tokens=23) as llm:
+            table, drafter = llm.engine.worker.model.embed.weight.cpu(), llm.engine.worker.drafter
+            seen: list[torch.Tensor] = []
+            propose = drafter.propose
+
+            def noted(slots: torch.Tensor, into: torch.Tensor, propose: Any = propose, seen: Any = seen) -> None:
+                propose(slots, into)
+                seen.append(into.clone().cpu())
+
+            drafter.propose = noted
+            given: list[Any] = [{"prompt_embeds": table[ids]} if soft else ids for ids in batch]
+            for one in given:
+                llm.generate([one], GREEDY)
+            drafts.append(seen)
+    assert len(drafts[0]) == len(drafts[1]) > 20
+    assert all(torch.equal(a, b) for a, b in zip(*drafts, strict=True))

@@ -1,0 +1,128 @@
+"""The modules of a vision tower, over the project's linear layers, norms and ops. Built by ``tower.py``.
+
+Shapes: P patches of a pass, C numbers of a patch, W features of one, D of a head, u = merge² patches of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from unisono.kernels.vision_activation import gelu
+from unisono.kernels.vision_attention import segment_attention
+from unisono.kernels.vision_rotary import axial_rotary
+from unisono.layers.formats import Place
+from unisono.layers.linear import Linear
+from unisono.layers.mlp import GatedMLP
+from unisono.layers.norm import LayerNorm
+from unisono.models.build import Builder
+from unisono.models.vision.config import MAX_GRID_SIDE, TowerSpec, VisionConfig
+
+NORM_EPS = 1e-6
+"""Of all norms of a tower; no config.json has it."""
+
+
+def rotary_table(head_dim: int, theta: float) -> torch.Tensor:
+    """Cosines, then sines, of each position on an axis: [MAX_GRID_SIDE, D / 2] fp32, for D / 4 planes.
+
+    Computed on the CPU, so that the table is the same on every device.
+    """
+    exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
+    angles = torch.arange(MAX_GRID_SIDE, dtype=torch.float32)[:, None] * (1.0 / theta**exponents)
+    return torch.cat((angles.cos(), angles.sin()), dim=1)
+
+
+class PatchEmbedding(nn.Module):
+    """[P, C] -> [P, W]. Checkpoints store a convolution whose stride is its size: the product of a patch with it."""
+
+    def __init__(self, config: VisionConfig, builder: Builder) -> None:
+        super().__init__()
+        spec, patch = config.tower, config.patch_size
+        self.proj = Linear(config.patch_elements, spec.width, spec.patch_bias, builder.dtype, builder.device)
+        frames = config.temporal_patch_size
+        self.kernel = config.patch_elements // (frames * patch * patch), frames, patch, patch
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.proj(pixels)
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        """The weight is stored as [W, channels, frames, height, width]."""
+        weight = self.proj.weight
+        yield "weight", _Flattened(weight, (len(weight), *self.kernel))
+        if self.proj.bias is not None:
+            yield "bias", Place(self.proj.bias, tuple(self.proj.bias.shape))
+
+
+@dataclass(frozen=True)
+class _Flattened(Place):
+    """Where a tensor goes that has more dimensions than its parameter."""
+
+    def fill(self, stored: torch.Tensor) -> None:
+        self.parameter.copy_(stored.reshape(self.parameter.shape))
+
+
+class MLP(nn.Module):
+    """``down(gelu(up(x)))``; exact: GELU by the error function, otherwise by tanh."""
+
+    def __init__(self, up: Linear, down: Linear, exact: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.exact = up, down, exact
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What ``down`` reads."""
+        return gelu(self.up(x), self.exact)
+
+
+class VisionBlock(nn.Module):
+    """``x + proj(attention(norm1(x)))``, then ``x + mlp(norm2(x))``."""
+
+    def __init__(self, spec: TowerSpec, builder: Builder) -> None:
+        super().__init__()
+        width, size = spec.width, spec.intermediate_size
+        self.heads, self.scale = spec.heads, spec.head_dim**-0.5
+        self.norm1, self.norm2 = norm(spec, builder, width), norm(spec, builder, width)
+        self.qkv = builder.linear("qkv", width, 3 * width, bias=True)
+        self.proj = builder.linear("proj", width, width, bias=True)
+        inside = builder.at("mlp")
+        down = inside.linear("down", size, width, bias=True)
+        self.mlp: GatedMLP | MLP
+        if spec.gated:
+            self.mlp = GatedMLP(inside.linear("gate_up", width, {"gate": size, "up": size}, bias=True), down)
+        else:
+            self.mlp = MLP(inside.linear("up", width, size, bias=True), down, spec.activation == "gelu")
+
+    def forward(
+        self, x: torch.Tensor, bounds: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """x [P, W]; bounds [P, 2] i32: the patches that each one sees; positions [P, 2] i32: its row and column."""
+        qkv = self.qkv(self.norm1(x))
+        axial_rotary(qkv, cos_sin, positions, self.heads)
+        x = self.proj(segment_attention(qkv, bounds, self.heads, self.scale), x)
+        return self.mlp.down(self.mlp(self.norm2(x)), x)
+
+
+class Merger(nn.Module):
+    """``fc2(gelu(fc1(x)))`` of the u patches of a token side by side: [P, W] -> [P / u, H].
+
+    norm_first: the norm reads patches; otherwise it reads the u patches together, as in deepstack's levels.
+    """
+
+    def __init__(self, config: VisionConfig, builder: Builder, norm_first: bool) -> None:
+        super().__init__()
+        self.together, spec = config.unit * config.tower.width, config.tower
+        self.norm_first = norm_first
+        self.norm = norm(spec, builder, spec.width if norm_first else self.together)
+        self.fc1 = builder.linear("fc1", self.together, self.together, bias=True)
+        self.fc2 = builder.linear("fc2", self.together, config.hidden_size, bias=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x).view(-1, self.together) if self.norm_first else self.norm(x.view(-1, self.together))
+        return self.fc2(gelu(self.fc1(x), True))
+
+
+def norm(spec: TowerSpec, builder: Builder, size: int) -> nn.Module:
+    """A norm of the tower's kind over ``size`` features."""
+    return builder.norm(size) if spec.gated else LayerNorm(size, NORM_EPS, builder.dtype, builder.device)

@@ -1,0 +1,159 @@
+"""What a vision tower is, as data, and what prompts with pictures need of it. Family files read it from config.json.
+
+Owns :class:`VisionConfig`, which decoder config, engine and frontend read, and :class:`TowerSpec`, the tower's own
+sizes. Both are plain values: ``dataclasses.asdict`` makes a message of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.layers.rotary import rotary_axes
+from unisono.models.build import require
+
+MAX_GRID_SIDE = 8192
+"""Patches along one side of a grid that the table of rotary angles covers."""
+
+
+@dataclass(frozen=True)
+class TowerSpec:
+    """The sizes and kinds of a tower's modules.
+
+    width: features of a patch. gated: RMSNorm and a gated MLP with SiLU (Qwen2.5-VL); otherwise LayerNorm and an MLP
+    with ``activation``. position_side: side of the learned square of positions; 0: there is none. deepstack_blocks:
+    the blocks whose output a merger of its own reads, one for each level. window: side of an attention window in
+    patches, a multiple of the merge size; 0: all blocks see a whole frame. full_blocks: the blocks that see a whole
+    frame although there is a window. rope_theta: base of the axial rotary angles.
+
+    Raises CheckpointError for values that cannot be computed.
+    """
+
+    depth: int
+    width: int
+    heads: int
+    intermediate_size: int
+    rope_theta: float = 10_000.0
+    gated: bool = False
+    activation: str = "gelu_pytorch_tanh"
+    patch_bias: bool = True
+    position_side: int = 0
+    deepstack_blocks: tuple[int, ...] = ()
+    window: int = 0
+    full_blocks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "width", "heads", "intermediate_size"):
+            value = getattr(self, name)
+            require(value >= 1, f"vision_config.{name}", value, "it must be at least 1")
+        sizes = f"{self.width} features must be {self.heads} heads whose size is a multiple of 4"
+        require(self.width % (4 * self.heads) == 0, "vision_config.num_heads", self.heads, sizes)
+        known = ("silu",) if self.gated else ("gelu_pytorch_tanh", "gelu")
+        act = self.activation
+        require(act in known, "vision_config.hidden_act", act, f"it must be {' or '.join(map(repr, known))}")
+        levels = self.deepstack_blocks
+        ordered = list(levels) == sorted({*levels}) and all(0 <= block < self.depth for block in levels)
+        require(ordered, "vision_config.deepstack_visual_indexes", levels, f"blocks in order, below {self.depth}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """What is known of a model that sees.
+
+    merge: patches along each side of the square that becomes one token. patch_size: pixels along a patch's side.
+    temporal_patch_size: pictures in a frame. patch_elements: numbers of a patch, channels · temporal_patch_size ·
+    patch_size². hidden_size: of the text model. deepstack: levels that the tower gives beside its main embedding; level
+    i is added to the hidden states after text layer i. mrope_section: rotary planes of each axis (time, height, width).
+    mrope_interleaved: the planes of the axes alternate; otherwise they lie in blocks. tokens_per_second: a video's
+    temporal positions are its seconds times this number; 0: every frame of a video is a grid of its own, and its time
+    is text.
+
+    Raises CheckpointError for values that cannot be computed.
+    """
+
+    merge: int
+    patch_size: int
+    temporal_patch_size: int
+    patch_elements: int
+    hidden_size: int
+    deepstack: int
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+    mrope_section: tuple[int, int, int]
+    mrope_interleaved: bool
+    tower: TowerSpec
+    tokens_per_second: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("merge", "patch_size", "temporal_patch_size", "patch_elements"):
+            value = getattr(self, name)
+            require(value >= 1, f"vision_config: {name}", value, "it must be at least 1")
+        section = self.mrope_section
+        axes = len(section) == 3 and min(section) >= 0
+        require(axes, "rope_parameters.mrope_section", section, "it must have three numbers, none below 0")
+        require(self.deepstack == len(self.tower.deepstack_blocks), "deepstack", self.deepstack, "one for each block")
+
+    @property
+    def deepstack_layers(self) -> tuple[int, ...]:
+        """The text layers after which a level is added."""
+        return tuple(range(self.deepstack))
+
+    @property
+    def unit(self) -> int:
+        """Patches of one token."""
+        return self.merge**2
+
+    def rotary_axes(self, planes: int) -> tuple[int, ...]:
+        """The axis (0 time, 1 height, 2 width) by whose position each of a text head's rotary planes turns.
+
+        planes: how many a head has, half of the dimensions that turn.
+        """
+        return rotary_axes(self.mrope_section, self.mrope_interleaved, planes)
+
+
+def read_vision(
+    hf_config: Any, read_tower: Callable[[Any], TowerSpec], section: tuple[int, int, int], interleaved: bool
+) -> VisionConfig | None:
+    """A VisionConfig from a transformers config with ``vision_config`` and ``text_config``; None without the former.
+
+    section: the family's default of ``mrope_section``. Raises CheckpointError.
+    """
+    vision, text = getattr(hf_config, "vision_config", None), hf_config.get_text_config()
+    if vision is None:
+        return None
+    tower = read_tower(vision)
+    out, hidden = vision.out_hidden_size, text.hidden_size
+    require(out == hidden, "vision_config.out_hidden_size", out, f"it must be the text model's hidden_size {hidden}")
+    patch, frames = _one("patch_size", vision), _one("temporal_patch_size", vision)
+    rope = getattr(text, "rope_parameters", None) or {}
+    return VisionConfig(
+        merge=vision.spatial_merge_size,
+        patch_size=patch,
+        temporal_patch_size=frames,
+        patch_elements=vision.in_channels * frames * patch**2,
+        hidden_size=hidden,
+        deepstack=len(tower.deepstack_blocks),
+        image_token_id=hf_config.image_token_id,
+        video_token_id=hf_config.video_token_id,
+        vision_start_token_id=hf_config.vision_start_token_id,
+        vision_end_token_id=hf_config.vision_end_token_id,
+        mrope_section=tuple(rope.get("mrope_section") or section),
+        mrope_interleaved=interleaved,
+        tower=tower,
+        tokens_per_second=getattr(vision, "tokens_per_second", 0),
+    )
+
+
+def _one(name: str, vision: Any) -> int:
+    """A size that config.json may give for each axis."""
+    value = getattr(vision, name)
+    sizes = {value} if isinstance(value, int) else {*value}
+    require(len(sizes) == 1, f"vision_config.{name}", value, "it must be one number for all axes")
+    return sizes.pop()

@@ -1,0 +1,113 @@
+"""The vision tower: from the patches of pictures and videos to embeddings for the text model.
+
+Owns the tower's forward pass and what it reads of each patch. The loader builds it (``loader.load_tower``); the engine
+runs it as a program. One class serves Qwen3-VL, Qwen3.5 (the same without deepstack) and Qwen2.5-VL (RMSNorm, gated
+MLPs, windows); ``TowerSpec`` says which parts there are. Sources: transformers, ``models/qwen3_vl``, ``qwen2_5_vl``.
+
+An item's outputs depend on its own pixels and grid only: products, norms and attention are exact in any batch.
+
+Shapes: P patches of a pass, C numbers of a patch, W features of one, u = merge² patches of a token, H hidden size of
+the text model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from unisono.kernels.vision_positions import add_positions
+from unisono.models.build import Builder
+from unisono.models.vision.blocks import Merger, PatchEmbedding, VisionBlock, rotary_table
+from unisono.models.vision.config import VisionConfig
+from unisono.models.vision.grids import Grid, layout
+from unisono.program import Field
+
+
+class VisionTower(nn.Module):
+    """A whole tower on one device, in one dtype.
+
+    builder: for modules of W features (``hidden_size``); its path is empty.
+    """
+
+    def __init__(self, config: VisionConfig, builder: Builder) -> None:
+        super().__init__()
+        self.config, self.dtype = config, builder.dtype
+        spec, width = config.tower, config.tower.width
+        self.patch_embed = PatchEmbedding(config, builder)
+        self.positions = builder.embedding(spec.position_side**2) if spec.position_side else None
+        self.blocks = nn.ModuleList(VisionBlock(spec, builder.at(f"blocks.{i}")) for i in range(spec.depth))
+        self.merger = Merger(config, builder.at("merger"), norm_first=True)
+        levels = range(config.deepstack)
+        self.deepstack = nn.ModuleList(Merger(config, builder.at(f"deepstack.{i}"), norm_first=False) for i in levels)
+        table = rotary_table(width // spec.heads, spec.rope_theta).to(builder.device)
+        self.register_buffer("cos_sin", table, persistent=False)
+
+    def fields(self) -> tuple[Field, ...]:
+        """What :meth:`forward` reads beside the pixels; "rows" are patches. Padding attends to nothing."""
+        spec = self.config.tower
+        found = [
+            Field("grid_positions", torch.int32, ("rows", 2)),
+            Field("frame_bounds", torch.int32, ("rows", 2)),
+        ]
+        if spec.position_side:
+            found += [
+                Field("position_sources", torch.int32, ("rows", 4)),
+                Field("position_weights", torch.float32, ("rows", 4)),
+            ]
+        if spec.window:
+            found += [Field("window_bounds", torch.int32, ("rows", 2)), Field("restore", torch.int32, ("rows",))]
+        return tuple(found)
+
+    def host_inputs(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
+        """The :meth:`fields` of a pass's items, in order. Raises ValueError for a grid that is not computed.
+
+        ``restore`` has an entry for each token; the others have one for each patch.
+        """
+        layouts = [layout(tuple(grid), self.config) for grid in grids]
+        starts = np.cumsum([0, *(len(each.axes) for each in layouts)], dtype=np.int32)[:-1]
+        made = {
+            "grid_positions": [each.axes for each in layouts],
+            "frame_bounds": [each.frames + start for each, start in zip(layouts, starts, strict=True)],
+            "position_sources": [each.sources for each in layouts],
+            "position_weights": [each.weights for each in layouts],
+            "window_bounds": [each.windows + start for each, start in zip(layouts, starts, strict=True)],
+            "restore": [each.restore + start // self.config.unit for each, start in zip(layouts, starts, strict=True)],
+        }
+        return {field.name: np.concatenate(made[field.name]) for field in self.fields()}
+
+    def order(self, grids: Sequence[Grid]) -> np.ndarray | None:
+        """Which patch of the items, side by side, :meth:`forward` wants in each row [P]; None: as they are."""
+        if not self.config.tower.window:
+            return None
+        orders: list[np.ndarray] = []
+        start = 0
+        for grid in grids:
+            order = cast(np.ndarray, layout(tuple(grid), self.config).order)
+            orders.append(order + start)
+            start += len(order)
+        return np.concatenate(orders)
+
+    def forward(self, pixels: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """pixels [P, C] in :meth:`order`, of any float type; inputs: the :meth:`fields`. P is a multiple of u.
+
+        Returns [P / u, H · (1 + deepstack)]: a token's embedding, then one part for each level, in the order of the
+        items' positions. Rows of padding are finite.
+        """
+        x = self.patch_embed(pixels.to(self.dtype))
+        if self.positions is not None:
+            x = add_positions(x, self.positions.weight, inputs["position_sources"], inputs["position_weights"])
+        spec = self.config.tower
+        levels: list[torch.Tensor] = []
+        for number, block in enumerate(self.blocks):
+            whole = not spec.window or number in spec.full_blocks
+            bounds = inputs["frame_bounds" if whole else "window_bounds"]
+            x = block(x, bounds, self.cos_sin, inputs["grid_positions"])
+            if number in spec.deepstack_blocks:
+                levels.append(self.deepstack[len(levels)](x))
+        merged = self.merger(x)
+        out = torch.cat((merged, *levels), dim=1) if levels else merged
+        return out if not spec.window else out.index_select(0, inputs["restore"][: len(out)])

@@ -1,0 +1,98 @@
+"""Which rows of the encoder cache hold whose embeddings. Host bookkeeping of the feature ``media``.
+
+An entry is a frame of a picture or a video, known by its digest. Entries that no request holds stay until their rows
+are needed, the least recently used first. A request holds an entry from before its first prompt token is computed until
+all are. Requests can wait for rows: a request may hold entries only where all that hold some could still get their next
+two, so one of them always goes on.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class Entry:
+    """rows [n] int32: of its tokens in the cache. holders: requests that hold it."""
+
+    rows: np.ndarray
+    holders: int = 0
+
+
+@dataclass
+class _Claim:
+    """Tokens that a request holds, and that it must be able to hold at once."""
+
+    held: int
+    reserve: int
+
+    @property
+    def tokens(self) -> int:
+        return max(self.held, self.reserve)
+
+
+class EncoderCache:
+    """``capacity`` rows. ``queries`` counts entries that requests began to hold, ``hits`` those that were there."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.queries = self.hits = self.evictions = 0
+        self._free = list(range(capacity - 1, -1, -1))
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._claims: dict[int, _Claim] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
+    @property
+    def used(self) -> int:
+        """Rows with embeddings."""
+        return self.capacity - len(self._free)
+
+    @property
+    def held(self) -> int:
+        """Rows of entries that requests hold."""
+        return sum(len(entry.rows) for entry in self._entries.values() if entry.holders)
+
+    def allows(self, owner: int, tokens: int, reserve: int) -> bool:
+        """Whether a request may hold ``tokens`` more. reserve: what it must be able to hold at once to go on."""
+        claim = self._claims.get(owner)
+        own = max(reserve, tokens + (claim.held if claim is not None else 0))
+        others = sum(claim.tokens for name, claim in self._claims.items() if name != owner)
+        return own + others <= self.capacity
+
+    def hold(self, owner: int, key: bytes, tokens: int, reserve: int) -> np.ndarray:
+        """The rows of an entry, which the request holds from now on. A new entry gets rows, of others if need be.
+
+        :meth:`allows` must have said so.
+        """
+        entry = self._entries.get(key)
+        self.queries += 1
+        self.hits += entry is not None
+        if entry is None:
+            entry = self._entries[key] = Entry(self._take(tokens))
+        self._entries.move_to_end(key)
+        entry.holders += 1
+        self._claims.setdefault(owner, _Claim(0, reserve)).held += tokens
+        return entry.rows
+
+    def release(self, owner: int, key: bytes) -> None:
+        """The request holds the entry no more; it stays while there is room."""
+        entry, claim = self._entries[key], self._claims[owner]
+        entry.holders -= 1
+        claim.held -= len(entry.rows)
+        if not claim.held:
+            del self._claims[owner]
+
+    def _take(self, tokens: int) -> np.ndarray:
+        for key in [key for key, entry in self._entries.items() if not entry.holders]:
+            if len(self._free) >= tokens:
+                break
+            self._free.extend(self._entries.pop(key).rows.tolist())
+            self.evictions += 1
+        if len(self._free) < tokens:
+            raise RuntimeError(f"the encoder cache has {len(self._free)} rows left, {tokens} are needed")
+        return np.array([self._free.pop() for _ in range(tokens)], dtype=np.int32)

@@ -1,0 +1,403 @@
+"""Pictures and videos in prompts: encoded ahead of the prompt passes that read them.
+
+The encoder's unit is a frame, which its attention never leaves: a picture is one, a video several. A prompt pass of a
+request runs when the frames that it reads are in the encoder cache, so a chunk may cut a picture. The prefix cache
+knows a picture's tokens by its digest and their place in it. Text behind a picture stands at other rotary positions
+than its absolute ones; keys, pages and noise go by the absolute ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from unisono import vectors
+from unisono.attention.context import Rotary
+from unisono.models.config import DecoderConfig
+from unisono.models.overriding import Overriding
+from unisono.models.rotary_positions import rotary_positions
+from unisono.models.vision.config import VisionConfig
+from unisono.passes.encode import NAME, encode_program
+from unisono.passes.encoder_cache import EncoderCache
+from unisono.passes.features.base import (
+    Ahead,
+    Feature,
+    FeatureContext,
+    HostPass,
+    Metric,
+    OwnProgram,
+    PassKind,
+    RequestState,
+    Room,
+    Row,
+)
+from unisono.program import NO_FEATURES, Buffers, Features, Field, Key, Shape
+from unisono.types import BadRequest, ConfigError, EngineRequest, MediaItem, Vectors
+
+DIGEST_BYTES = 20
+"""With a token's place in its frame, of no other digest's size."""
+
+SEEN = Features(extra=frozenset({"media"}))
+
+MOST_TOKENS = 1 << 14
+"""Tokens of one frame, at most: 4096 × 4096 pixels of a model with 32 × 32 pixels a token."""
+
+LEAST_TOKENS = 16
+"""Tokens of the smallest pass that has a graph of its own size."""
+
+CACHE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
+"""Bytes of the encoder cache by default; more where two frames of the largest size need it."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A frame of an item. key: what its embeddings depend on. rows: of the item's pixels. positions: of the prompt."""
+
+    key: bytes
+    item: MediaItem
+    rows: slice
+    positions: np.ndarray
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return (1, *self.item.grid[1:])
+
+    @property
+    def patches(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    @property
+    def tokens(self) -> int:
+        return len(self.positions)
+
+    @property
+    def first(self) -> int:
+        return int(self.positions[0])
+
+    @property
+    def last(self) -> int:
+        return int(self.positions[-1])
+
+    def words(self, dtype: torch.dtype) -> np.ndarray:
+        """The pixels' bits in this type, [patches, words] int32."""
+        pixels, bytes_each = self.item.pixels, vectors.DTYPES[self.item.pixels.dtype].itemsize * self.item.pixels.size
+        part = pixels.data[self.rows.start * bytes_each : self.rows.stop * bytes_each]
+        return vectors.unpack(Vectors(pixels.dtype, pixels.size, part)).to(dtype).view(torch.int32).numpy()
+
+
+class Media(Feature):
+    """Fields: ``media_rows``, of each token its row in the encoder cache, -1 where it has none, and ``rotary_shift``,
+    how far it stands from its absolute position on each rotary axis. Where a drafter reads them too, the same of the
+    token after each request's last one in the pass.
+    """
+
+    name = "media"
+
+    def __init__(self, context: FeatureContext) -> None:
+        super().__init__(context)
+        vision, tower = context.vision, context.tower
+        self._ahead = int(context.drafts)  # a drafter reads one token further
+        if vision is None or tower is None:
+            return
+        self.expected = SEEN
+        width = context.hidden_size * (1 + vision.deepstack)
+        self.most_tokens, rows = self._sizes(width * context.dtype.itemsize)
+        self.table = torch.empty(rows, width, dtype=context.dtype, device=context.device)
+        self.cache = EncoderCache(rows)
+        self.most_patches = vision.unit * min(max(context.max_tokens, LEAST_TOKENS), self.most_tokens)
+        program = encode_program(tower, self.table)
+        least = min(LEAST_TOKENS * vision.unit, self.most_patches)
+        self._program = OwnProgram(program, vision.unit, least, self.most_patches, ms=0.4 / vision.unit)
+
+    def _sizes(self, token_bytes: int) -> tuple[int, int]:
+        """Tokens of a frame at most, and of the whole cache. token_bytes: what each takes there."""
+        c = self.context
+        most, asked = min(MOST_TOKENS, c.max_model_len), c.cache_bytes
+        given = max(CACHE_BYTES[c.device.type], 2 * most * token_bytes) if asked is None else asked
+        rows = given // token_bytes
+        if rows < 2:
+            raise ConfigError(
+                f"--mm-encoder-cache-gb {given / (1 << 30):.6f}: a token of a picture takes {token_bytes} bytes, and "
+                "two have to fit. Raise it."
+            )
+        most = min(most, rows // 2)
+        why = "a default" if asked is None else "--mm-encoder-cache-gb"
+        c.decide("encoder cache", f"{rows} tokens", f"{rows * token_bytes >> 20} MiB, {why}; {most} a frame at most")
+        return most, rows
+
+    # ---- declared once --------------------------------------------------------------------------
+
+    @staticmethod
+    def slot_fields(config: DecoderConfig) -> tuple[Field, ...]:
+        return () if config.vision is None else (Field("rotary_delta", torch.int32, ()),)
+
+    def programs(self) -> Sequence[OwnProgram]:
+        return () if self.context.tower is None else (self._program,)
+
+    def fields(self, kind: PassKind) -> tuple[Field, ...]:
+        if kind != "extend" or self.context.tower is None:
+            return ()
+        own = (
+            Field("media_rows", torch.int32, ("rows",), pad=-1, feature=SEEN),
+            Field("rotary_shift", torch.int32, ("rows", 3), feature=SEEN),
+        )
+        if not self._ahead:
+            return own
+        requests = self.context.max_rows
+        return (
+            *own,
+            Field("media_rows_after", torch.int32, (requests,), pad=-1, feature=SEEN),
+            Field("rotary_shift_after", torch.int32, (requests, 3), feature=SEEN),
+        )
+
+    # ---- host -----------------------------------------------------------------------------------
+
+    def begin(self, request: EngineRequest) -> RequestState | None:
+        if not request.media:
+            return None
+        c = self.context
+        if c.vision is None or c.tower is None:
+            raise BadRequest("the model has no vision tower: leave pictures and videos out.", "media")
+        check_media(request, c.vision, self.most_tokens)
+        try:
+            positions, delta = rotary_positions(len(request.prompt_token_ids), request.media, c.vision)
+        except ValueError as error:
+            raise BadRequest(f"media: {error}", "media") from None
+        most = request.params.max_tokens
+        length = len(request.prompt_token_ids) + (c.max_model_len if most is None else most)
+        end = max(int(positions.max()) + 1, min(c.max_model_len, length) + delta)
+        if end > c.max_model_len:
+            raise BadRequest(
+                f"media: rotary positions go up to {end}; the context has {c.max_model_len}. Give videos with less "
+                "time between two frames, lower max_tokens, or raise --max-model-len.",
+                "media",
+            )
+        state = Pictures(frames_of(request.media, c.vision), positions.T, delta, self.cache, self._ahead)
+        return state.with_tokens(request.prompt_token_ids)
+
+    def pass_ahead(self, wanted: Sequence[Row], room: Room) -> Ahead | None:
+        frames: list[Frame] = []
+        cache_rows: list[np.ndarray] = []
+        patches = 0
+        for row in wanted:
+            state: Pictures = row.state
+            for frame in state.missing(row.start, row.end):
+                if not state.may_hold(frame):
+                    break
+                if frame.key not in self.cache:
+                    key, full = Key(NAME, Shape(patches + frame.patches)), patches + frame.patches > self.most_patches
+                    if (full and frames) or not (room.has(key) or (room.least and not frames)):
+                        return self._pass(frames, cache_rows)
+                    frames.append(frame)
+                    cache_rows.append(state.hold(frame))
+                    patches += frame.patches
+                else:
+                    state.hold(frame)
+        return self._pass(frames, cache_rows)
+
+    def _pass(self, frames: Sequence[Frame], cache_rows: Sequence[np.ndarray]) -> Ahead | None:
+        """The pass that encodes these frames into these rows of the cache."""
+        tower, dtype = self.context.tower, self.context.dtype
+        if not frames or tower is None:
+            return None
+        grids = [frame.grid for frame in frames]
+        pixels, order = np.concatenate([frame.words(dtype) for frame in frames]), tower.order(grids)
+        batch = {
+            "pixels": pixels if order is None else pixels[order],
+            "cache_rows": np.concatenate(cache_rows),
+            **tower.host_inputs(grids),
+        }
+        return Ahead(Key(NAME, Shape(len(pixels))), batch)
+
+    def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
+        if host.kind != "extend":
+            return NO_FEATURES, {}
+        media_rows, shift = np.full(host.tokens, -1, dtype=np.int32), np.zeros((host.tokens, 3), dtype=np.int32)
+        rows_after, shift_after = np.full(host.count, -1, dtype=np.int32), np.zeros((host.count, 3), dtype=np.int32)
+        for row in host.rows:
+            state: Pictures = row.state
+            here = slice(row.first, row.first + row.end - row.start)
+            media_rows[here], shift[here] = state.cache_rows(row.start, row.end), state.shift(row.start, row.end)
+            rows_after[row.index] = state.cache_rows(row.end, row.end + 1)[0]
+            shift_after[row.index] = state.shift(row.end, row.end + 1)[0]
+            state.computed(row.end)
+        fields = {"media_rows": media_rows, "rotary_shift": shift}
+        if self._ahead:
+            fields |= {"media_rows_after": rows_after, "rotary_shift_after": shift_after}
+        if all((values == (0 if "shift" in name else -1)).all() for name, values in fields.items()):
+            return NO_FEATURES, {}
+        return SEEN, fields
+
+    def metrics(self) -> Sequence[Metric]:
+        if self.context.tower is None:
+            return ()
+        cache = self.cache
+        return (
+            ("encoder_cache_queries", "counter", {}, cache.queries, "Frames of pictures and videos that prompts read."),
+            ("encoder_cache_hits", "counter", {}, cache.hits, "Frames that the encoder cache had."),
+            ("encoder_cache_evictions", "counter", {}, cache.evictions, "Frames that made room for others."),
+            (
+                "encoder_cache_usage_perc",
+                "gauge",
+                {},
+                cache.used / cache.capacity,
+                "Share of its rows with embeddings.",
+            ),
+        )
+
+    def info(self) -> Mapping[str, object]:
+        vision = self.context.vision
+        if vision is None or self.context.tower is None:
+            return {"vision": None}
+        cache = self.cache
+        told = {"tokens": cache.capacity, "used": cache.used, "held": cache.held, "bytes": self.table.nbytes}
+        told |= {"queries": cache.queries, "hits": cache.hits, "evictions": cache.evictions}
+        return {"vision": {**dataclasses.asdict(vision), "max_frame_tokens": self.most_tokens, "encoder_cache": told}}
+
+    # ---- device ---------------------------------------------------------------------------------
+
+    def override_embeddings(self, buffers: Buffers) -> Overriding | None:
+        rows, vision = buffers.find("media_rows"), self.context.vision
+        if rows is None or vision is None:
+            return None
+        embeddings, *levels = self.table.split(self.context.hidden_size, dim=1)
+        return Overriding(embeddings, rows, buffers.find("media_rows_after"), tuple(levels))
+
+    def rotary(self, buffers: Buffers, positions: torch.Tensor) -> Rotary | None:
+        shift, after = buffers.find("rotary_shift"), buffers.find("rotary_shift_after")
+        if shift is None:
+            return None
+        turned = positions[:, None] + shift
+        if after is None:
+            return Rotary(turned)
+        following = buffers.start + buffers.query_start.diff()
+        return Rotary(turned, following[:, None] + after)
+
+
+class Pictures(RequestState):
+    """A request's frames, and which rows of the cache hold those that it holds.
+
+    rotary [prompt, 3]: positions of the prompt's tokens; delta: what those of generated tokens are more than their
+    absolute ones. ahead: tokens that are read beyond those that a pass computes.
+    """
+
+    def __init__(
+        self, frames: Sequence[Frame], rotary: np.ndarray, delta: int, cache: EncoderCache, ahead: int
+    ) -> None:
+        self._frames, self._delta, self._cache, self._ahead = frames, delta, cache, ahead
+        prompt = len(rotary)
+        self._shift = (rotary - np.arange(prompt)[:, None]).astype(np.int32)
+        self._rows = np.full(prompt, -1, dtype=np.int32)
+        self._held: dict[int, Frame] = {}
+        largest = max(frame.tokens for frame in frames)
+        self._reserve = min(2 * largest, sum(frame.tokens for frame in frames))
+
+    def with_tokens(self, token_ids: Sequence[int]) -> Pictures:
+        """The prompt's keys: token ids, and of a frame's tokens its digest and their place in it."""
+        keys: list[int | bytes] = list(token_ids)
+        for frame in self._frames:
+            for place, position in enumerate(frame.positions.tolist()):
+                keys[position] = frame.key + place.to_bytes(4, "little")
+        self.prompt_keys = keys
+        return self
+
+    def slot_values(self) -> Mapping[str, int]:
+        return {"rotary_delta": self._delta}
+
+    def missing(self, start: int, end: int) -> list[Frame]:
+        """The frames that a pass of positions ``start … end`` reads and the request does not hold, in order."""
+        return [
+            frame
+            for number, frame in enumerate(self._frames)
+            if number not in self._held and frame.last >= start and frame.first < end + self._ahead
+        ]
+
+    def may_hold(self, frame: Frame) -> bool:
+        """Whether there is room for one frame more."""
+        return self._cache.allows(id(self), frame.tokens, self._reserve)
+
+    def hold(self, frame: Frame) -> np.ndarray:
+        """Hold a frame from now on; returns its rows in the cache."""
+        rows = self._cache.hold(id(self), frame.key, frame.tokens, self._reserve)
+        self._rows[frame.positions] = rows
+        self._held[self._frames.index(frame)] = frame
+        return rows
+
+    def reach(self, start: int, end: int) -> int:
+        missing = self.missing(start, end)
+        return max(start, missing[0].first - self._ahead) if missing else end
+
+    def cache_rows(self, start: int, end: int) -> np.ndarray:
+        """Of each of these positions its row in the cache, -1 for none [end - start] int32."""
+        return _padded(self._rows[start:end], end - start, -1)
+
+    def shift(self, start: int, end: int) -> np.ndarray:
+        """How far these positions are from the rotary ones [end - start, 3] int32."""
+        return _padded(self._shift[start:end], end - start, self._delta)
+
+    def computed(self, end: int) -> None:
+        """A pass up to position ``end`` is launched: frames before it are read no more."""
+        for number, frame in list(self._held.items()):
+            if frame.last < end:
+                self._release(number)
+
+    def released(self) -> None:
+        for number in list(self._held):
+            self._release(number)
+
+    def _release(self, number: int) -> None:
+        frame = self._held.pop(number)
+        self._rows[frame.positions] = -1
+        self._cache.release(id(self), frame.key)
+
+
+def _padded(values: np.ndarray, length: int, value: int) -> np.ndarray:
+    """``values`` [n, …] and ``value`` after them, [length, …]."""
+    return np.concatenate((values, np.full((length - len(values), *values.shape[1:]), value, dtype=np.int32)))
+
+
+def frames_of(media: Sequence[MediaItem], vision: VisionConfig) -> list[Frame]:
+    """The frames of a request's items, in order of their positions."""
+    frames = []
+    for item in media:
+        count, size = item.grid[0], item.grid[1] * item.grid[2]
+        positions = np.asarray(item.positions, dtype=np.int64).reshape(count, -1)
+        for number in range(count):
+            # A video's frames may turn by their times, which the digest does not cover.
+            text = f"{item.kind} {number} {item.seconds}".encode()
+            key = hashlib.blake2b(item.digest + text, digest_size=DIGEST_BYTES).digest()
+            frames.append(Frame(key, item, slice(number * size, (number + 1) * size), positions[number]))
+    return sorted(frames, key=lambda frame: frame.first)
+
+
+def check_media(request: EngineRequest, vision: VisionConfig, most_tokens: int) -> None:
+    """Raise BadRequest for items that do not fit the prompt or the model."""
+    ids, taken = request.prompt_token_ids, set(() if request.overrides is None else request.overrides.positions)
+    for number, item in enumerate(request.media):
+        frames, rows, columns = item.grid
+
+        def require(ok: bool, what: str, number: int = number, item: MediaItem = item) -> None:
+            if not ok:
+                raise BadRequest(f"media[{number}], a {item.kind} with grid {item.grid}: {what}.", "media")
+
+        sides = min(rows, columns) >= 1 and rows % vision.merge == columns % vision.merge == 0
+        require(frames >= 1 and sides, f"rows and columns have to be multiples of {vision.merge}, and a frame one")
+        tokens, patches = frames * rows * columns // vision.unit, frames * rows * columns
+        require(len(item.positions) == tokens, f"it has {len(item.positions)} positions; its grid has {tokens} tokens")
+        each = rows * columns // vision.unit
+        way_out = "Give a smaller one, lower max_pixels, or raise --mm-encoder-cache-gb"
+        require(each <= most_tokens, f"a frame of {each} tokens; at most {most_tokens} are encoded at once. {way_out}")
+        size, elements = item.pixels.size, vision.patch_elements
+        require(size == elements, f"its patches have {size} numbers; the model's have {elements}")
+        held = len(item.pixels.data) // (size * vectors.DTYPES[item.pixels.dtype].itemsize)
+        require(held == patches, f"it has {held} patches; its grid has {patches}")
+        placeholders = vision.image_token_id, vision.video_token_id
+        wrong = next((p for p in item.positions if not (0 <= p < len(ids) and ids[p] in placeholders)), None)
+        require(wrong is None, f"prompt position {wrong} holds no placeholder (token id {placeholders})")
+        require(taken.isdisjoint(item.positions), "another item or embedding stands at one of its positions")
+        taken.update(item.positions)
