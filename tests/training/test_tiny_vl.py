@@ -337,3 +337,38 @@ def test_rows_of_a_measurement_have_the_positions_of_training(tokenizer: Tokeniz
     rows = _Rows(Format(tokenizer), [problem], [batch.ids[0, :length].tolist()], "cpu")
     assert np.array_equal(rows.positions[0].numpy(), batch.positions[0, :, :length])
     assert np.array_equal(rows.places[0].numpy(), batch.places[0])
+
+
+def test_eval_measures_drafts_with_and_without_the_picture(
+    model: TinyVL, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random weights, so that few drafts are accepted; what the head reads is noted at each prompt."""
+    from typer.testing import CliRunner
+
+    from unisono.cli import app
+    from unisono.models.draft import Eagle3Head
+
+    given: list[int] = []
+    begin = Eagle3Head.begin
+
+    def noted(self: Any, token_ids: Any, hidden: Any, more: Any = ()) -> Any:
+        given.append(len(more))
+        return begin(self, token_ids, hidden, more)
+
+    monkeypatch.setattr(Eagle3Head, "begin", noted)
+    save = training.Save(tmp_path, tokenizer, {})
+    save.model(model, {})
+    save.head(Head(TOY), model.text.config.rope_parameters)
+    flags = ["--max-model-len", "128", "--max-num-seqs", "2", "--enforce-eager", "--num-speculative-tokens", "3"]
+    flags += ["--speculative-method", "eagle3", "--speculative-model", str(tmp_path / "tiny-vl-eagle3")]
+    asked = ["eval", str(tmp_path / "tiny-vl"), "--problems", "2", "--max-tokens", "6"]
+    shown = CliRunner().invoke(app, [*asked, *flags])
+    assert shown.exit_code == 0, shown.output
+    lines = shown.stdout.splitlines()
+    assert lines[0].startswith("0 of 2 right")
+    assert [bool(re.match(r"\d\.\d\d tokens per round", line)) for line in lines[2:4]] == [True, True]
+    assert lines[3].endswith("with the pictures' embeddings withheld from the drafts")
+    assert lines[4] == "0 of 2 answers differ between the two"
+    seeing = max(place for place, count in enumerate(given) if count)
+    assert 0 < seeing < len(given) - 1  # the second engine's head was given none
+    assert not any(given[seeing + 1 :])

@@ -7,10 +7,11 @@ is right.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from unisono.tools.picture_problems import PictureProblem, picture_problems
@@ -27,7 +28,7 @@ class Evaluation:
 
     right: problems solved. by_kind: (solved, asked) per kind of problem. tokens: generated. seconds: to generate them.
     accept_length: mean tokens committed per round, None without speculation. positions: share of rounds in which the
-    draft at position 1, 2 … was accepted.
+    draft at position 1, 2 … was accepted. pictures: the problems were about pictures. answers: token ids of each.
     """
 
     problems: int
@@ -37,16 +38,21 @@ class Evaluation:
     seconds: float
     accept_length: float | None
     positions: tuple[float, ...]
+    pictures: bool = False
+    answers: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
     def lines(self) -> list[str]:
         """The result as text."""
         kinds = ", ".join(f"{kind} {right} of {count}" for kind, (right, count) in self.by_kind.items())
         lines = [f"{self.right} of {self.problems} right ({100 * self.right / self.problems:.1f} %): {kinds}"]
         lines.append(f"{self.tokens} tokens in {self.seconds:.1f} s, {self.tokens / self.seconds:.0f} tokens/s")
-        if self.accept_length is not None:
-            shares = ", ".join(f"{share:.2f}" for share in self.positions)
-            lines.append(f"{self.accept_length:.2f} tokens per round (accepted by position: {shares})")
-        return lines
+        return lines if self.accept_length is None else [*lines, self.acceptance]
+
+    @property
+    def acceptance(self) -> str:
+        """How drafts fared, as text."""
+        shares = ", ".join(f"{share:.2f}" for share in self.positions)
+        return f"{self.accept_length:.2f} tokens per round (accepted by position: {shares})"
 
 
 def evaluate(llm: LLM, count: int, max_tokens: int) -> Evaluation:
@@ -71,4 +77,22 @@ def evaluate(llm: LLM, count: int, max_tokens: int) -> Evaluation:
         seconds,
         counters.accept_length if drafts else None,
         counters.accepted_share_per_position,
+        sees,
+        tuple(tuple(output.outputs[0].token_ids) for output in outputs),
     )
+
+
+@contextlib.contextmanager
+def pictures_withheld() -> Iterator[None]:
+    """Draft heads of engines that are built and run inside read placeholders in place of pictures' embeddings.
+
+    What drafts gain from seeing what the target sees is the difference. The text is the same.
+    """
+    from unisono.models.draft import DraftBlock
+
+    usual = DraftBlock.sees_embeddings
+    DraftBlock.sees_embeddings = property(lambda head: False)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        DraftBlock.sees_embeddings = usual  # type: ignore[method-assign]
