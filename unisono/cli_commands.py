@@ -101,15 +101,27 @@ def explain(
 def evaluate(
     flags: dict[str, Any],
     path: ModelPath = "tiny",
-    problems: Annotated[int, typer.Option(min=1, max=500, help="Held-out word problems to ask.")] = 100,
+    problems: Annotated[int, typer.Option(min=1, max=500, help="Held-out problems to ask.")] = 100,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 256,
 ) -> None:
-    """Accuracy on the bundled model's held-out problems, tokens a second, and how drafts fare."""
+    """Accuracy on the bundled models' held-out problems, tokens a second, and how drafts fare.
+
+    A model that sees is asked about pictures. With speculation, drafts are also measured without their embeddings.
+    """
     from unisono.tools.evaluation import evaluate as run
+    from unisono.tools.evaluation import pictures_withheld
 
     with _load(path, flags) as llm:
-        for line in run(llm, problems, max_tokens).lines():
-            print(line)
+        found = run(llm, problems, max_tokens)
+    print("\n".join(found.lines()))
+    if found.pictures and found.accept_length is not None:
+        with pictures_withheld(), _load(path, flags) as llm:
+            blind = run(llm, problems, max_tokens)
+        print(f"{blind.acceptance} with the pictures' embeddings withheld from the drafts")
+        differ = sum(a != b for a, b in zip(found.answers, blind.answers, strict=True))
+        print(f"{differ} of {found.problems} answers differ between the two")
+        if differ:
+            raise UnisonoError("drafts changed an answer.")
 
 
 def _asked(**values: Any) -> dict[str, Any]:

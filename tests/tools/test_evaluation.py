@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import re
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from unisono.cli import app
 from unisono.llm import LLM
 from unisono.tools.drafters import HEADS
 from unisono.tools.evaluation import evaluate
+from unisono.tools.picture_problems import picture_problems
+from unisono.tools.scenes import draw
 from unisono.types import SpeculativeConfig
 
 BARS = {"eagle3": 2.5, "eagle": 2.0, "mtp": 2.0, "standalone": 2.0, "ngram": 1.2, "suffix": 1.2}
@@ -48,6 +56,34 @@ def test_bundled_heads_reach_their_bars_and_change_no_answer(method: str, plain:
     assert (right, tokens) == plain[:2]
     assert accept_length is not None
     assert accept_length >= BARS[method]
+
+
+def test_a_model_that_sees_is_asked_about_pictures() -> None:
+    """An engine that says that it has a tower gets each picture as a PNG in a data URL, before the question."""
+    asked: list[Any] = []
+
+    class Seeing:
+        engine = SimpleNamespace(
+            info=lambda: {"vision": {"merge": 2}},
+            pin_drafts=lambda k: None,
+            runner=SimpleNamespace(choices=[0]),
+            counters=SimpleNamespace(accepted_per_position=(), accept_length=1.0, accepted_share_per_position=()),
+        )
+
+        def chat(self, messages: list[Any], params: Any) -> list[Any]:
+            asked.extend(messages)
+            answers = [f"so #### {one.final_answer}" for one in picture_problems(len(messages))]
+            answers[0] = "#### nothing"
+            outputs = [SimpleNamespace(text=text, token_ids=[1, 2]) for text in answers]
+            return [SimpleNamespace(outputs=[output]) for output in outputs]
+
+    found = evaluate(cast(LLM, Seeing()), 5, 50)
+    assert (found.problems, found.right, found.tokens) == (5, 4, 10)
+    for messages, problem in zip(asked, picture_problems(5), strict=True):
+        picture, text = messages[0]["content"]
+        assert text == {"type": "text", "text": problem.question}
+        data = base64.b64decode(picture["image_url"]["url"].removeprefix("data:image/png;base64,"))
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(data))), draw(problem.scene))
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from unisono.types import ConfigError
 
@@ -24,6 +25,10 @@ class HeldOutProblem:
     kind: str
     question: str
     final_answer: str
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The question as a conversation for a chat request."""
+        return [{"role": "user", "content": self.question}]
 
 
 def held_out_problems(count: int) -> list[HeldOutProblem]:
