@@ -61,6 +61,17 @@ class Server:
 Start = Callable[..., Server]
 
 
+@contextmanager
+def serving(directory: Path, *flags: str) -> Iterator[Server]:
+    """``unisono serve`` with these flags on the CPU, ready; its log and temporary files are in ``directory``."""
+    command = [sys.executable, "-m", "unisono", "serve", "--port", "0", "--device", "cpu", *flags]
+    server = Server(command, directory / "log", directory)
+    try:
+        yield server.wait_ready(120)
+    finally:
+        server.kill()
+
+
 def until(condition: Callable[[], Any], limit: float = 10) -> None:
     """Wait until ``condition()`` is true, ``limit`` seconds at most."""
     end = time.monotonic() + limit

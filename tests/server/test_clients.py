@@ -19,7 +19,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.conftest import ROOT, Server
+from tests.server.conftest import ROOT, Server, serving
 
 QUESTION = "Lena has 5 boxes with 12 pens each. She gives away 9 pens. How many pens are left?"
 ASK: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -35,24 +35,10 @@ TOOL: Any = {"type": "function", "function": {"name": "count_pens", "description
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("clients")
-    command = [
-        sys.executable,
-        "-m",
-        "unisono",
-        "serve",
-        "tiny",
-        "--port",
-        "0",
-        "--device",
-        "cpu",
-        "--max-num-seqs",
-        "4",
-    ]
-    command += ["--max-model-len", "1024", "--max-logprobs", "-1", "--scheduling-policy", "priority"]
-    server = Server(command, directory / "log", directory)
-    yield server.wait_ready()
-    server.kill()
+    flags = ["tiny", "--max-num-seqs", "4", "--max-model-len", "1024"]
+    more = ["--max-logprobs", "-1", "--scheduling-policy", "priority"]
+    with serving(tmp_path_factory.mktemp("clients"), *flags, *more) as server:
+        yield server
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import pickle
-import sys
 import zipfile
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.server.conftest import Server, Start, servers
+from tests.server.conftest import Server, Start, servers, serving
 from unisono.llm import LLM
 from unisono.types import SamplingParams
 
@@ -29,23 +28,9 @@ def encoded(value: Any, **options: Any) -> str:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("tiny")
-    command = [
-        sys.executable,
-        "-m",
-        "unisono",
-        "serve",
-        "--port",
-        "0",
-        "--device",
-        "cpu",
-        "--max-num-seqs",
-        "4",
-        *FLAGS,
-    ]
-    server = Server([*command, "--served-model-name", "tiny", "--max-model-len", "256"], directory / "log", directory)
-    yield server.wait_ready()
-    server.kill()
+    flags = ["--max-num-seqs", "4", *FLAGS, "--served-model-name", "tiny", "--max-model-len", "256"]
+    with serving(tmp_path_factory.mktemp("tiny"), *flags) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

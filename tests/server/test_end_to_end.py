@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Server
+from tests.server.conftest import Server, serving
 from unisono.llm import LLM
 from unisono.types import SamplingParams
 
@@ -24,11 +23,8 @@ HOT = 5.0
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("tiny")
-    command = [sys.executable, "-m", "unisono", "serve", "--port", "0", "--device", "cpu", "--max-num-seqs", "8"]
-    server = Server([*command, "--served-model-name", "tiny"], directory / "log", directory)
-    yield server.wait_ready()
-    server.kill()
+    with serving(tmp_path_factory.mktemp("tiny"), "--max-num-seqs", "8", "--served-model-name", "tiny") as server:
+        yield server
 
 
 def chat(server: Server, content: str, max_tokens: int = 64, **options: Any) -> tuple[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import Server, Start, until
+from tests.server.conftest import Server, Start, serving, until
 from unisono.server.auth import Keys, digest_of
 from unisono.server.errors import ApiError
 from unisono.server.key_file import read_keys
@@ -147,10 +146,7 @@ def test_the_command_line_does_not_show_the_key(tmp_path: Path) -> None:
     for given in (["--api-key", secret], [f"--api-key={secret}"]):
         directory = tmp_path / str(len(given))
         directory.mkdir()
-        command = [sys.executable, "-m", "unisono", "serve", "tiny", "--device", "cpu", "--port", "0", "--max-num-seqs"]
-        server = Server([*command, "1", *given], directory / "log", directory)
-        try:
-            server.wait_ready(120)
+        with serving(directory, "tiny", "--max-num-seqs", "1", *given) as server:
             assert httpx.post(server.url + TEXT, json={"prompt": [5]}).status_code == 401
             assert ask(server, secret, prompt=[5]).status_code == 200
             shown = [path.read_bytes() for path in processes(server.process.pid)]
@@ -158,8 +154,6 @@ def test_the_command_line_does_not_show_the_key(tmp_path: Path) -> None:
             assert any(b"--api-key" in line and b"*****" in line for line in shown)
             assert not any(secret.encode() in line for line in shown)
             assert secret not in server.log.read_text()
-        finally:
-            server.kill()
 
 
 def processes(pid: int) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.conftest import Server, Start, servers
+from tests.server.conftest import Server, Start, servers, serving
 from tests.server.fake_engine import Trick
 from unisono.server.ipc import MetricSample
 from unisono.server.metrics import ProgressLine, ServerMetrics
@@ -167,16 +166,9 @@ def test_sleep_is_a_state(timed: Server) -> None:
 @pytest.mark.full
 def test_vllms_dashboards_have_values(tmp_path: Path) -> None:
     """With a real engine: every name, under vLLM's prefix only."""
-    from tests.server.conftest import Server as Process
-
-    command = [sys.executable, "-m", "unisono", "serve", "tiny", "--port", "0", "--metrics-prefix", "vllm"]
-    server = Process([*command, "--device", "cpu", "--speculative-method", "ngram"], tmp_path / "log", tmp_path)
-    try:
-        server.wait_ready()
+    with serving(tmp_path, "tiny", "--metrics-prefix", "vllm", "--speculative-method", "ngram") as server:
         server.openai.completions.create(model="tiny", prompt="Tom has 3 boxes", max_tokens=20).model_dump()
         page = server.http.get("/metrics").text
-    finally:
-        server.kill()
     names = {sample.name for family in text_string_to_metric_families(page) for sample in family.samples}
     assert {f"vllm:{name}" for name in DASHBOARD} <= names, {f"vllm:{name}" for name in DASHBOARD} - names
     assert not any(name.startswith("unisono:") for name in names)

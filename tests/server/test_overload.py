@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.conftest import Server, Start, until
+from tests.server.conftest import Server, Start, serving, until
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -232,10 +231,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The real engine with two slots, and two keys."""
     directory = tmp_path_factory.mktemp("tiny")
     file = key_file(directory, one="", other="")
-    command = [sys.executable, "-m", "unisono", "serve", "tiny", "--port", "0", "--device", "cpu", "--api-key-file"]
-    server = Server([*command, str(file), "--max-num-seqs", "2"], directory / "log", directory)
-    yield server.wait_ready(120)
-    server.kill()
+    with serving(directory, "tiny", "--api-key-file", str(file), "--max-num-seqs", "2") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -14,7 +13,7 @@ import openai
 import pytest
 import zmq
 
-from tests.server.conftest import Server
+from tests.server.conftest import Server, serving
 from tests.server.fake_engine import FakeConfig, FakeEngine
 from unisono.server import engine_process, ipc
 from unisono.types import EngineRequest, SamplingParams
@@ -31,12 +30,9 @@ CAT = {"type": "json_schema", "json_schema": {"name": "cat", "schema": SCHEMA, "
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("tiny")
-    command = [sys.executable, "-m", "unisono", "serve", "--port", "0", "--device", "cpu", "--max-num-seqs", "4"]
-    command += ["--max-model-len", "512", "--speculative-method", "ngram", "--served-model-name", "tiny"]
-    server = Server(command, directory / "log", directory)
-    yield server.wait_ready()
-    server.kill()
+    flags = ["--max-num-seqs", "4", "--max-model-len", "512", "--speculative-method", "ngram"]
+    with serving(tmp_path_factory.mktemp("tiny"), *flags, "--served-model-name", "tiny") as server:
+        yield server
 
 
 def chat(server: Server, **options: Any) -> Any:
