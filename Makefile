@@ -1,11 +1,12 @@
 # make serve   serve the bundled model on port 8000 (sets up .venv first, on a fresh machine)
 # make test    set up, lint, type-check and test; make test-all adds the long matrix
+# make clients installs 15 clients of the field in an environment of their own, and talks with each
 VENV ?= .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: serve test test-all lint clean
+.PHONY: serve test test-all clients lint clean
 
 serve: $(VENV)/.ready
 	exec env -u OMP_NUM_THREADS $(BIN)/unisono serve
@@ -16,13 +17,19 @@ test: $(VENV)/.ready lint
 test-all: $(VENV)/.ready lint
 	$(BIN)/python -m pytest -n $(WORKERS)
 
+clients: .venv-clients/.ready
+	.venv-clients/bin/python -m pytest -v tests/server/test_clients.py
+
+.venv-clients/.ready: pyproject.toml scripts/clients.sh
+	sh scripts/clients.sh
+
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-clients build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/.ready: pyproject.toml scripts/setup.sh
 	sh scripts/setup.sh $(VENV)

@@ -36,7 +36,7 @@ ALLOWED = {
     "untrusted": {"types"},
     "tokenizer": {"types", "templates", "untrusted"},
     "request_checks": {"types"},
-    "frontend": {"types", "vectors", "tokenizer", "request_checks"},
+    "frontend": {"types", "media", "vectors", "tokenizer", "request_checks", "channel", "forks"},
     "kernels": {"types"},
     "distributed": {"types"},
     "graphs": {"program"},
@@ -73,7 +73,7 @@ ALLOWED = {
     "cli_commands": {"types", "cli_output", "frontend", "llm", "tools"},
     "cli": {
         "types", "catalog", "config", "cli_aliases", "cli_commands", "cli_config", "cli_output", "cli_values",
-        "hub", "server", "tools",
+        "hub", "frontend", "server", "tools",
     },
 }  # fmt: skip
 

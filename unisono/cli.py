@@ -172,6 +172,36 @@ def _answer_flags(
     """The server's flags that say how chat requests are read, and answers."""
 
 
+def _media_flags(
+    allowed_media_domains: Annotated[
+        list[str] | None, typer.Option(help="Hosts that pictures are fetched from, *.example.com or *; default: none.")
+    ] = None,
+    allowed_local_media_path: Annotated[
+        str | None, typer.Option(help="Directory of files that requests may name as file:// URLs.")
+    ] = None,
+    limit_mm_per_prompt: Annotated[
+        str | None, typer.Option(help='Pictures and videos of a prompt, JSON; default: {"image": 32, "video": 4}.')
+    ] = None,
+    mm_processor_kwargs: Annotated[
+        str | None, typer.Option(help='Settings for pictures, JSON: {"max_pixels": 1000000}; requests may set others.')
+    ] = None,
+    media_io_kwargs: Annotated[
+        str | None, typer.Option(help='Settings for decoding, JSON: {"video": {"fps": 1}}; requests may set others.')
+    ] = None,
+    media_max_mb: Annotated[int | None, typer.Option(help="MiB of an encoded picture or video; default: 32.")] = None,
+    media_max_pixels: Annotated[
+        int | None, typer.Option(help="Pixels of a decoded picture or frame; default: 67108864.")
+    ] = None,
+    media_max_frames: Annotated[int | None, typer.Option(help="Frames of a video; default: 256.")] = None,
+    media_timeout: Annotated[float | None, typer.Option(help="Seconds to fetch a picture; default: 10.")] = None,
+    mm_processor_cache_gb: Annotated[
+        float | None, typer.Option(help="GiB of preprocessed pictures that are kept; default: 1.")
+    ] = None,
+    media_processes: Annotated[int | None, typer.Option(help="Pictures that are decoded at once; default: 2.")] = None,
+) -> None:
+    """The server's flags for pictures: fields of ``unisono.frontend.media.settings.MediaSettings``."""
+
+
 def _load_flags(
     max_queued_requests: Annotated[int, typer.Option(help="Sequences that may wait; more get 503.")] = 4096,
     max_concurrent_requests_per_key: Annotated[
@@ -298,11 +328,22 @@ def _main(
     pass
 
 
+def _check_answers(answers: dict[str, Any]) -> None:
+    """Whether there are the parsers that flags name; keep what ``ServerSettings`` has. Raises ConfigError."""
+    from unisono.server.reasoning import parser_named
+    from unisono.server.tools.formats import format_named
+
+    parser_named(answers["reasoning_parser"])
+    format_named(answers["tool_call_parser"])
+    del answers["enable_auto_tool_choice"]
+
+
 def serve(
     flags: dict[str, Any],
     http: dict[str, Any],
     answers: dict[str, Any],
     load: dict[str, Any],
+    media: dict[str, Any],
     operation: dict[str, Any],
     path: ModelPath = "tiny",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
@@ -322,13 +363,11 @@ def serve(
     log_level: Annotated[str, typer.Option(help=f"{', '.join(LOG_LEVELS)}.")] = "info",
 ) -> None:
     """Serve the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models."""
+    from unisono.frontend.media.settings import MediaSettings
     from unisono.server.process_title import hide
-    from unisono.server.reasoning import parser_named
-    from unisono.server.tools.formats import format_named
 
-    parser_named(answers["reasoning_parser"])  # these raise before anything slow is imported
-    format_named(answers["tool_call_parser"])
-    del answers["enable_auto_tool_choice"]
+    _check_answers(answers)  # these raise before anything slow is imported
+    pictures = MediaSettings.of(**media)
     hide(api_key or "")
     key, template, level = checked_key(api_key), read_template(chat_template), log_level_named(log_level)
     for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
@@ -353,6 +392,7 @@ def serve(
             drain_timeout=drain_timeout,
             http=HttpSettings(**http),
             load=LoadLimits.of(**load),
+            media=pictures,
             tokenizer=Path(flags["tokenizer"]) if flags["tokenizer"] else None,
             **answers,
             **operation,
@@ -361,7 +401,14 @@ def serve(
 
 
 app.command(cls=_EngineCommand)(
-    _engine_command(serve, http=_http_flags, answers=_answer_flags, load=_load_flags, operation=_operation_flags)
+    _engine_command(
+        serve,
+        http=_http_flags,
+        answers=_answer_flags,
+        load=_load_flags,
+        media=_media_flags,
+        operation=_operation_flags,
+    )
 )
 for _name, _command in (("generate", generate), ("chat", chat), ("explain", explain), ("eval", evaluate)):
     app.command(name=_name, cls=_EngineCommand)(_engine_command(_command))

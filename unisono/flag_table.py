@@ -24,6 +24,7 @@ SHORT = {
 RENAMED = {
     "--chunked-prefill-size": "--max-num-batched-tokens",
     "--context-length": "--max-model-len",
+    "--limit-mm-data-per-request": "--limit-mm-per-prompt",
     "--max-running-requests": "--max-num-seqs",
     "--mem-fraction-static": "--gpu-memory-utilization",
     "--num-gpu-blocks-override": "--num-pages",
@@ -44,11 +45,9 @@ SWITCHES = {
 """Settings without a value that mean the same; an empty one is what happens anyway."""
 
 _ONE_GPU = "this version runs on one GPU"
-_NO_PICTURES = "this version takes text only"
 _NO_ADAPTERS = "this version has no adapters (LoRA); merge the adapter into the checkpoint"
 
 ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
-    "--allowed-local-media-path": (("",), _NO_PICTURES),
     "--api-server-count": (("1",), "one process serves the API"),
     "--block-size": (("16",), "pages of the KV cache have 16 tokens"),
     "--chat-template-content-format": (("auto", "string"), "templates get message contents as text"),
@@ -65,7 +64,6 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--grammar-backend": (("xgrammar",), "structured outputs go through xgrammar"),
     "--guided-decoding-backend": (("auto", "xgrammar"), "structured outputs go through xgrammar"),
     "--kv-cache-dtype": (("auto",), "the KV cache has the model's type"),
-    "--limit-mm-per-prompt": (("{}",), _NO_PICTURES),
     "--nnodes": (("1",), _ONE_GPU),
     "--node-rank": (("0",), _ONE_GPU),
     "--page-size": (("16",), "pages of the KV cache have 16 tokens"),
@@ -95,6 +93,9 @@ NOTED_VALUES = {
     "--cuda-graph-sizes": _OWN_GRAPHS,
     "--decode-log-interval": "a line is logged every 10 s while there is work",
     "--log-level-http": "requests that fail are logged, others are not",
+    "--mm-attention-backend": "the tower has one attention, batch-invariant as the text model's",
+    "--mm-encoder-attn-backend": "the tower has one attention, batch-invariant as the text model's",
+    "--mm-processor-cache-type": "preprocessed pictures are kept in the API process, --mm-processor-cache-gb of them",
     "--max-log-len": "prompts are never logged",
     "--max-prefill-tokens": "--max-num-batched-tokens bounds a prompt pass",
     "--max-seq-len-to-capture": _OWN_GRAPHS,
@@ -125,6 +126,8 @@ NOTED_SWITCHES = {
     "--enable-mixed-chunk": "prompts and rounds have passes of their own; --max-stall-ms bounds the gaps",
     "--enable-p2p-check": _ONE_GPU,
     "--enable-server-load-tracking": "the load is always tracked",
+    "--enable-multimodal": "models with a vision tower take pictures",
+    "--skip-mm-profiling": "memory of the tower's passes is measured with the others",
     "--no-async-scheduling": "the host always works while the device does; the text is the same",
     "--no-enable-chunked-prefill": _ALWAYS_CHUNKED,
     "--no-trust-remote-code": "code of a checkpoint is never run",
@@ -141,6 +144,8 @@ REFUSED = {
     "--enable-force-include-usage": "clients ask for it: stream_options.include_usage",
     "--enable-expert-parallel": _ONE_GPU,
     "--enable-lora": _NO_ADAPTERS,
+    "--enable-mm-embeds": "embeddings of pictures are not taken; send pictures",
+    "--interleave-mm-strings": "pictures stand where their content parts do",
     "--enable-sleep-mode": "nothing frees the GPU for a while; stop the server instead",
     "--headless": _ONE_GPU,
     "--hf-overrides": "the model's config.json is read as it is; change it in a copy of the checkpoint",
@@ -157,7 +162,6 @@ REFUSED = {
     "--max-lora-rank": _NO_ADAPTERS,
     "--max-total-tokens": "the KV cache takes what --gpu-memory-utilization leaves; --num-pages bounds it",
     "--middleware": "no code is loaded into the server; put a proxy in front of it",
-    "--mm-processor-kwargs": _NO_PICTURES,
     "--override-pooler-config": "models generate text",
     "--pooler-config": "models generate text",
     "--skip-tokenizer-init": "prompts may be token ids with a tokenizer, too; leave it out",

@@ -7,6 +7,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from unisono.config import EngineConfig
@@ -15,7 +16,11 @@ from unisono.engine.loop import EngineLoop, Inbox
 from unisono.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, check_beams
 from unisono.frontend.collector import Collector
 from unisono.frontend.input_processor import InputProcessor, ModelFacts, PromptType
-from unisono.llm_arguments import engine_arguments
+from unisono.frontend.media.inputs import offline_mapping
+from unisono.frontend.media.loader import MediaLoader
+from unisono.frontend.media.parts import read_messages, with_request
+from unisono.frontend.media.settings import MediaSettings
+from unisono.llm_arguments import engine_arguments, media_arguments
 from unisono.tokenizer import Tokenizer
 from unisono.types import (
     BadRequest,
@@ -30,10 +35,7 @@ from unisono.types import (
 
 Conversation = Sequence[Mapping[str, Any]]
 
-REFUSED = {
-    "lora_request": "this version has no adapters (LoRA); merge the adapter into the checkpoint",
-    "mm_processor_kwargs": "this version takes text only",
-}
+REFUSED = {"lora_request": "this version has no adapters (LoRA); merge the adapter into the checkpoint"}
 """Arguments of vLLM's calls that cannot be honoured, and why."""
 
 Bar = bool | Callable[..., Any]
@@ -68,6 +70,7 @@ class LLM:
         self, model: str = "tiny", *, progress: Callable[[str, float], None] = lambda stage, share: None, **flags: Any
     ) -> None:
         model, revision, template = str(model), flags.pop("revision", None), flags.pop("chat_template", None)
+        media = MediaSettings.of(**media_arguments(flags))
         config = EngineConfig(f"{model}@{revision}" if revision else model, **engine_arguments(flags))
         engine = Engine(config, progress)
         try:
@@ -78,7 +81,9 @@ class LLM:
         if template is not None and self.tokenizer is not None:
             self.tokenizer.backend.chat_template = template
         self.loop = EngineLoop(engine)
-        self._inputs = InputProcessor(self.tokenizer, ModelFacts.of(engine.info(), self.tokenizer))
+        facts, directory = ModelFacts.of(engine.info(), self.tokenizer), engine.checkpoint.path
+        loader = MediaLoader(facts.vision, Path(directory), media, facts.dtype, facts.max_model_len - 1)
+        self._inputs = InputProcessor(self.tokenizer, facts, loader)
         self._default_params = engine.default_params()
         self.eos_token_ids = self._inputs.model.eos_token_ids
         self._ids = itertools.count()
@@ -103,6 +108,8 @@ class LLM:
         have ``"embedding_overrides"``, embeddings in place of those of some tokens: {position: vector} or (positions,
         tensor [n, hidden]). ``{"prompt_embeds": tensor [tokens, hidden]}`` is a prompt of embeddings alone.
         A ``"cache_salt"`` in a mapping is a secret: only prompts of the same one share cached prefixes.
+        ``"multi_modal_data"`` has pictures (``{"image": picture or list}``, of Pillow or arrays) and videos, a
+        placeholder in the prompt for each; ``"multi_modal_uuids"`` names them, ``"mm_processor_kwargs"`` has settings.
         sampling_params: one for all prompts, or one each; None takes generation_config.json's. priority: of each
         prompt, lower ones run first; for an engine with ``scheduling_policy="priority"``.
         Raises BadRequest, before anything runs, if any of them is wrong.
@@ -145,6 +152,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """The prompt that the chat template makes of one conversation. Names are vLLM's.
 
@@ -152,6 +160,8 @@ class LLM:
         message go on; give it with add_generation_prompt=False. tools: functions that the model may call, as OpenAI
         writes them. chat_template_kwargs: variables of the template, for example ``{"enable_thinking": False}``.
         chat_template: a Jinja template in place of the checkpoint's. documents: for templates that read them.
+        Contents may be lists of parts, pictures and videos among them (docs/vision.md); mm_processor_kwargs are for
+        these.
         """
         if add_generation_prompt and continue_final_message:
             raise BadRequest(
@@ -160,8 +170,11 @@ class LLM:
                 "continue_final_message",
             )
         options: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
+        written, sources = read_messages(messages)
+        sources = with_request(sources, mm_processor_kwargs, None)
+        self._inputs.media.check(sources)
         prompt = self._inputs.chat(
-            messages,
+            written,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_kwargs=chat_template_kwargs,
@@ -169,7 +182,7 @@ class LLM:
             documents=documents,
             **options,
         )
-        return {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
+        return {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids, **offline_mapping(sources)}
 
     def beam_search(
         self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams
@@ -242,6 +255,7 @@ class LLM:
     def shutdown(self) -> None:
         """Free the device's memory. Calls that run in other threads, and later ones, raise EngineDead."""
         self.loop.shutdown()
+        self._inputs.media.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -27,8 +27,21 @@ from unisono.types import ConfigError, SpeculativeConfig
 
 FIELDS = {one.name for one in dataclasses.fields(EngineConfig)} - {"model"}
 
+MEDIA = {
+    "allowed_media_domains", "allowed_local_media_path", "limit_mm_per_prompt", "mm_processor_kwargs",
+    "media_io_kwargs", "media_max_mb", "media_max_pixels", "media_max_frames", "media_timeout",
+    "mm_processor_cache_gb", "media_processes",
+}  # fmt: skip
+"""Keywords that say what pictures may be: the fields of ``frontend.media.settings.MediaSettings``."""
+
 SERVER_ONLY = {"served_model_name", "api_key", "host", "port", "log_level"}
 """Keywords that other engines' offline classes take and that only a server uses; any value is fine."""
+
+
+def media_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Take the keywords for pictures out of those of ``LLM``."""
+    names = {name: _name(RENAMED.get(_flag(name), _flag(name))) for name in given}
+    return {renamed: given.pop(name) for name, renamed in names.items() if renamed in MEDIA}
 
 
 def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,7 +124,7 @@ def _speculative(given: Any) -> SpeculativeConfig | None:
 
 def _nearest(name: str) -> str:
     tables = (RENAMED, SWITCHES, ACCEPTED)
-    known = sorted(FIELDS | {"speculative_config"} | {_name(flag) for table in tables for flag in table})
+    known = sorted(FIELDS | MEDIA | {"speculative_config"} | {_name(flag) for table in tables for flag in table})
     nearest = max(known, key=lambda one: difflib.SequenceMatcher(None, name, one).ratio())
     return f"The nearest one is {nearest}; docs/offline.md lists all."
 

@@ -17,7 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from unisono.types import BadRequest, CheckpointError, EngineRequest, FinishReason, TokenDelta, TokenLogprobs, Vectors
+from unisono.types import (
+    BadRequest,
+    CheckpointError,
+    EngineRequest,
+    FinishReason,
+    MediaItem,
+    TokenDelta,
+    TokenLogprobs,
+    Vectors,
+)
 
 VOCAB_SIZE = 1000
 HIDDEN_SIZE = 6
@@ -40,7 +49,7 @@ class FakeConfig:
 
     queue_seconds: what it says of a request's time in its queue. tokens_per_step: what a round brings at once.
     load_error: cannot start, ``error_file``: if this path exists. max_num_seqs: what it says of its slots; it runs
-    everything at once.
+    everything at once. vision: what it says of a tower; its info then tells what pictures it got last.
     """
 
     step_seconds: float = 0.0
@@ -56,12 +65,26 @@ class FakeConfig:
     max_logprobs: int = 20
     scheduling_policy: str = "fcfs"
     max_num_seqs: int = 256
+    vision: dict[str, Any] | None = None
 
 
 def _logprobs(token: int, wanted: int) -> TokenLogprobs:
     """The token is the likeliest; the ids after it follow, each half a nat behind; the sixth is impossible."""
     top = [((token + i) % VOCAB_SIZE, -0.25 - 0.5 * i if i < 5 else -math.inf) for i in range(wanted)]
     return TokenLogprobs(-0.25, 1, top)
+
+
+def _told(item: MediaItem) -> dict[str, Any]:
+    """A picture as the engine got it, without its pixels."""
+    return {
+        "kind": item.kind,
+        "digest": item.digest.hex(),
+        "grid": item.grid,
+        "positions": item.positions,
+        "seconds": item.seconds,
+        "dtype": item.pixels.dtype,
+        "shape": [len(item.pixels.data) // 4 // item.pixels.size, item.pixels.size],
+    }
 
 
 class FakeEngine:
@@ -74,6 +97,7 @@ class FakeEngine:
         self.config = config
         self.requests: dict[str, tuple[EngineRequest, int]] = {}
         self.prefilled: dict[str, float] = {}
+        self.media: list[dict[str, Any]] = []
         self.aborted = self.generated = self.steps = self.integrity_checks = self.captures = self.resets = 0
 
     def prepare(self, request: EngineRequest) -> None:
@@ -85,6 +109,8 @@ class FakeEngine:
         if request.prompt_token_ids[0] == Trick.EXHAUST:
             raise MemoryError("std::bad_alloc")
         self.requests[request.request_id] = (request, 0)
+        if request.media:
+            self.media = [_told(one) for one in request.media]
         self.prefilled[request.request_id] = time.monotonic() + self.config.prefill_seconds
 
     def abort(self, request_id: str) -> None:
@@ -163,6 +189,8 @@ class FakeEngine:
             "hidden_size": HIDDEN_SIZE,
             "eos_token_ids": [],
             "generation_defaults": {"top_k": 40},
+            "vision": self.config.vision,
+            "media": self.media,
             "requests": {"running": len(self.requests), "waiting": 0},
             "aborted": self.aborted,
             "integrity_checks": self.integrity_checks,

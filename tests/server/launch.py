@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 from tests.server.fake_engine import FakeConfig
+from unisono.frontend.media.fetch import Fetcher, resolve
+from unisono.frontend.media.settings import MediaSettings
 from unisono.server.auth import ClientLimits
 from unisono.server.limits import Limits
 from unisono.server.overload import LoadLimits
@@ -28,6 +30,10 @@ def main() -> None:
     if "load" in settings:
         client = ClientLimits(**settings["load"].pop("client", {}))
         settings["load"] = LoadLimits(**settings["load"], client=client)
+    if "media" in settings:
+        settings["media"] = MediaSettings.of(**settings["media"])
+    if options.pop("fetches_loopback", False):  # pictures of the tests' own host
+        Fetcher.__init__.__defaults__ = (resolve, lambda address: address == "127.0.0.1")
     if "api_key_file" in settings:
         settings["api_key_file"] = Path(settings["api_key_file"])
     engine = "tests.server.fake_engine:FakeEngine"

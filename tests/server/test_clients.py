@@ -1,19 +1,25 @@
 """Clients that people use, as their documentation uses them, against ``unisono serve tiny``.
 
-openai is always there; the others run where they are installed. None of them is told what server it talks to.
+openai, anthropic, llm and pydantic-ai come with the development tools; the others run where they are installed:
+``make clients`` installs them, those of Node.js too, in an environment of their own. None of them is told what server
+it talks to.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.server.conftest import Server
+from tests.server.conftest import ROOT, Server
 
 QUESTION = "Lena has 5 boxes with 12 pens each. She gives away 9 pens. How many pens are left?"
 ASK: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -129,6 +135,9 @@ def test_salts_and_priorities(client: openai.OpenAI) -> None:
 def test_grammars(client: openai.OpenAI) -> None:
     assert complete(client, regex="[ab]{6}").choices[0].text.strip("ab") == ""
     assert complete(client, ebnf='root ::= "yes" | "no"').choices[0].text in ("yes", "no")
+    assert complete(client, guided_grammar='?start: "yes" | "no"  // Lark').choices[0].text in ("yes", "no")
+    with pytest.raises(openai.BadRequestError, match="'x' is not defined"):
+        complete(client, guided_grammar="start: x")
     pens = json.loads(complete(client, json_schema=json.dumps(PENS), max_tokens=60).choices[0].text)
     assert pens.keys() == {"pens"}
 
@@ -241,3 +250,112 @@ def test_pydantic_ai(tiny: Server) -> None:
     assert Agent(model, model_settings={"max_tokens": 8}).run_sync("hi").output
     answer = Agent(model, output_type=Pens, model_settings=settings).run_sync(QUESTION)
     assert isinstance(answer.output, Pens)
+
+
+def test_llama_index(tiny: Server) -> None:
+    like = pytest.importorskip("llama_index.llms.openai_like")
+    from llama_index.core.llms import ChatMessage
+    from llama_index.core.tools import FunctionTool
+    from pydantic import BaseModel, Field
+
+    class Pens(BaseModel):
+        pens: int = Field(ge=0, le=999)
+
+    def count_pens(some: bool) -> int:
+        """Count."""
+        return int(some)
+
+    options = {"model": "tiny", "api_base": f"{tiny.url}/v1", "api_key": "none", "max_retries": 0, "temperature": 0}
+    model = like.OpenAILike(**options, is_chat_model=True, is_function_calling_model=True, max_tokens=100)
+    text = model.chat([ChatMessage(role="user", content=QUESTION)]).message.content
+    assert text
+    assert list(model.stream_chat([ChatMessage(role="user", content=QUESTION)]))[-1].message.content == text
+    assert isinstance(model.as_structured_llm(Pens).complete(QUESTION).raw, Pens)
+    tool = FunctionTool.from_defaults(count_pens)
+    answer = model.chat_with_tools([tool], user_msg=QUESTION, tool_required=True, allow_parallel_tool_calls=False)
+    assert model.get_tool_calls_from_response(answer)[0].tool_name == "count_pens"
+    assert model.chat_with_tools([tool], user_msg=QUESTION).message.content is not None
+
+
+def test_dspy(tiny: Server) -> None:
+    dspy = pytest.importorskip("dspy")
+    options = {"api_base": f"{tiny.url}/v1", "api_key": "none", "cache": False, "num_retries": 0, "max_tokens": 20}
+    assert dspy.LM("openai/tiny", **options)(QUESTION)[0]
+    assert dspy.LM("openai/tiny", model_type="text", **options)(QUESTION)[0]
+
+
+def test_outlines(tiny: Server) -> None:
+    outlines = pytest.importorskip("outlines")
+    from typing import Literal
+
+    from pydantic import BaseModel, Field
+
+    class Pens(BaseModel):
+        pens: int = Field(ge=0, le=999)
+
+    for make in (outlines.from_openai, outlines.from_vllm, outlines.from_sglang):
+        model = make(tiny.openai, "tiny")
+        assert model(QUESTION, max_tokens=5)
+        Pens.model_validate_json(model(QUESTION, Pens, max_tokens=80))
+    model = outlines.from_vllm(tiny.openai, "tiny")
+    assert model(QUESTION, Literal["yes", "no"], max_tokens=20) in ("yes", "no")
+    assert model(QUESTION, outlines.types.Regex("[ab]{3}"), max_tokens=20).strip("ab") == ""
+    assert model(QUESTION, outlines.types.CFG('?start: "yes" | "no"'), max_tokens=20) in ("yes", "no")
+    assert "".join(model.stream(QUESTION, max_tokens=5))
+
+
+def run(*command: str, **environment: str) -> str:
+    """What a program prints; it must end well."""
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_llm(tiny: Server, tmp_path: Path) -> None:
+    pytest.importorskip("llm")
+    model = {"model_id": "here", "model_name": "tiny", "api_base": f"{tiny.url}/v1", "supports_schema": True}
+    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([model]))  # JSON is YAML
+    ask = [sys.executable, "-m", "llm", "-m", "here", "-o", "temperature", "0", "-o", "max_tokens", "60"]
+    known = {"LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
+    assert run(*ask, QUESTION, **known) == run(*ask, "--no-stream", QUESTION, **known) != "\n"
+    assert json.loads(run(*ask, "--schema", "some bool", QUESTION, **known)).keys() == {"some"}
+
+
+TASK = {
+    "test_split": "test",
+    "dataset_path": "json",
+    "doc_to_text": "{{q}}",
+    "doc_to_target": "{{a}}",
+}
+GENERATE = {
+    "output_type": "generate_until",
+    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 5, "do_sample": False},
+    "metric_list": [{"metric": "exact_match"}],
+}
+LIKELIHOOD = {"output_type": "loglikelihood", "metric_list": [{"metric": "perplexity"}]}
+
+
+@pytest.mark.parametrize(("kind", "route"), [("local-completions", "completions"), ("local-chat-completions", "chat")])
+def test_lm_eval(tiny: Server, tmp_path: Path, kind: str, route: str) -> None:
+    pytest.importorskip("lm_eval")
+    (tmp_path / "data.jsonl").write_text('{"q": "1 + 1 =", "a": " 2"}\n{"q": "2 + 2 =", "a": " 4"}\n')
+    own = {**TASK, "dataset_kwargs": {"data_files": {"test": str(tmp_path / "data.jsonl")}}}
+    chat = route == "chat"
+    for name, task in {"writes": GENERATE, **({} if chat else {"likely": LIKELIHOOD})}.items():
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name, **own, **task}))
+    url = f"{tiny.url}/v1/chat/completions" if chat else f"{tiny.url}/v1/completions"
+    tokenizer = "" if chat else f",tokenizer={ROOT / 'unisono' / 'bundled' / 'tiny'}"
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", kind, "--include_path", str(tmp_path)]
+    command += ["--model_args", f"model=tiny,base_url={url},max_retries=1{tokenizer}"]
+    command += ["--tasks", "writes" if chat else "writes,likely", *(["--apply_chat_template"] if chat else [])]
+    assert "exact_match" in run(*command, OPENAI_API_KEY="none", HF_HOME=str(tmp_path))
+
+
+def test_node(tiny: Server) -> None:
+    """openai's and Vercel's packages, by ``clients.mjs``."""
+    packages = ROOT / ".venv-clients" / "node"
+    node = shutil.which("node")
+    if node is None or not (packages / "node_modules").is_dir():
+        pytest.skip("make clients installs the packages of Node.js")
+    script = shutil.copy(Path(__file__).with_name("clients.mjs"), packages)
+    assert run(node, str(script), f"{tiny.url}/v1").splitlines()[-1] == "all is well"

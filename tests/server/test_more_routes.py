@@ -161,13 +161,13 @@ def embedding(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     (path / "1_Pooling").mkdir()
     (path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True, "x": 3}))
     with servers(tmp_path_factory) as start:
-        yield start(path, enable_return_hidden_states=True)
+        yield start(path)
 
 
 @pytest.fixture(scope="module")
 def generative(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with servers(tmp_path_factory) as start:
-        yield start(model_dir, enable_return_hidden_states=True)
+        yield start(model_dir)
 
 
 def state(token: int, place: float) -> list[float]:
@@ -208,7 +208,13 @@ def test_dimensions_and_formats(generative: Server) -> None:
         assert refused(generative, "/v1/embeddings", {"input": "a", "dimensions": dimensions})["param"] == "dimensions"
 
 
-def test_embedding_errors(generative: Server, server: Server) -> None:
+def test_embeddings_need_no_flag_and_hidden_states_do(generative: Server) -> None:
+    assert generative.http.post("/v1/embeddings", json={"input": "a"}).status_code == 200
+    body = {"prompt": "a", "max_tokens": 1, "return_hidden_states": True}
+    assert refused(generative, "/v1/completions", body)["param"] == "return_hidden_states"
+
+
+def test_embedding_errors(generative: Server) -> None:
     for body, param in [
         ({}, "input"), ({"input": []}, "input"), ({"input": ""}, "input"), ({"input": {}}, "input"),
         ({"input": "x" * 600}, "input"), ({"input": [1000]}, "input"),
@@ -216,8 +222,6 @@ def test_embedding_errors(generative: Server, server: Server) -> None:
         ({"input": "a", "nope": 1}, "nope"),
     ]:  # fmt: skip
         assert refused(generative, "/v1/embeddings", body)["param"] == param, body
-    off = refused(server, "/v1/embeddings", {"input": "a"})
-    assert "--enable-return-hidden-states" in off["message"]
 
 
 def test_a_checkpoints_pooling(tmp_path: Path) -> None:

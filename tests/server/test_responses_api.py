@@ -193,7 +193,7 @@ def test_a_stream_whose_client_leaves_is_cancelled(slow: Server) -> None:
         ({"input": [{"type": "web_search_call"}]}, 400, "input[0].type", "function_call_output"),
         ({"input": [{"role": "robot", "content": "a"}]}, 400, "input[0].role", '"robot"'),
         ({"input": ["a", {"role": "user"}][1:]}, 400, "input[0].content", "null"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input[0].content[0]", "input_text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, 400, "input[0].content[0]", "input_text"),
         ({"input": [{"type": "item_reference", "id": "msg_9"}]}, 400, "input[0].id", "no stored item"),
         ({"input": "a", "max_output_tokens": 0}, 400, "max_output_tokens", "max_output_tokens=0"),
         ({"input": "a", "max_output_tokens": 9999}, 400, "max_output_tokens", "max_output_tokens is 9999"),

@@ -10,11 +10,18 @@ from typing import Any
 
 from unisono.frontend.embeddings import embedded_prompt, overridden
 from unisono.frontend.infill import infill_prompt
+from unisono.frontend.media.inputs import KEYS, KWARGS, sources_of
+from unisono.frontend.media.loader import MediaLoader, Vision
+from unisono.frontend.media.parts import with_request
+from unisono.frontend.media.placeholders import expanded
+from unisono.frontend.media.settings import MediaSettings
+from unisono.frontend.media.sources import Loaded, MediaSource
+from unisono.frontend.media.templates import MediaTemplate, has_media
 from unisono.frontend.stop_regex import StopRegex
 from unisono.frontend.tool_templates import NO_TOOLS, ToolTemplate
 from unisono.request_checks import check_request
 from unisono.tokenizer import Tokenizer
-from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, Overrides, SamplingParams
+from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, MediaItem, Overrides, SamplingParams
 from unisono.vectors import DTYPES
 
 SEED_BITS = 53
@@ -22,7 +29,7 @@ SEED_BITS = 53
 
 PromptType = str | Sequence[int] | Mapping[str, Any]
 """A prompt as callers write it: text, token ids, or a mapping with some of PROMPT_KEYS."""
-PROMPT_KEYS = {"prompt", "prompt_token_ids", "prompt_embeds", "embedding_overrides", "cache_salt"}
+PROMPT_KEYS = {"prompt", "prompt_token_ids", "prompt_embeds", "embedding_overrides", "cache_salt", *KEYS}
 MAX_TRUNCATED_CHARS = 1 << 20
 """Characters of a text that is tokenized to be truncated."""
 MAX_SALT_CHARS = 1024
@@ -36,6 +43,7 @@ class ModelFacts:
     dtype: the model's, by name. generation_defaults: sampling parameters that generation_config.json sets.
     prompt_embeds, return_hidden_states: whether the server was started with the flags that allow them. max_logprobs:
     what logprobs may ask for at each position, -1 for any number. priorities: whether the engine schedules by them.
+    vision: of a model that sees, what pictures become.
     """
 
     max_model_len: int
@@ -48,6 +56,7 @@ class ModelFacts:
     return_hidden_states: bool
     max_logprobs: int = MAX_LOGPROBS
     priorities: bool = False
+    vision: Vision | None = None
 
     @classmethod
     def of(cls, info: Mapping[str, Any], tokenizer: Tokenizer | None) -> ModelFacts:
@@ -64,6 +73,7 @@ class ModelFacts:
             return_hidden_states=settings["enable_return_hidden_states"],
             max_logprobs=settings["max_logprobs"],
             priorities=settings["scheduling_policy"] == "priority",
+            vision=Vision.of(info.get("vision")),
         )
 
 
@@ -72,7 +82,7 @@ class Prompt:
     """A prompt in token ids, with embeddings in place of some of them.
 
     text: the prompt's text where it was given as text. param: the caller's name of the prompt, which errors cite.
-    cache_salt: see ``EngineRequest``.
+    cache_salt, media: see ``EngineRequest``.
     """
 
     token_ids: list[int]
@@ -80,22 +90,33 @@ class Prompt:
     overrides: Overrides | None = None
     param: str = "prompt"
     cache_salt: str | None = None
+    media: tuple[MediaItem, ...] = ()
 
 
 class InputProcessor:
-    """Prepares requests for one model. ``tokenizer`` is None for a checkpoint without one."""
+    """Prepares requests for one model. ``tokenizer`` is None for a checkpoint without one.
 
-    def __init__(self, tokenizer: Tokenizer | None, model: ModelFacts) -> None:
+    media: loads pictures and videos; None for tests of a model that sees none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, model: ModelFacts, media: MediaLoader | None = None) -> None:
         self.tokenizer = tokenizer
         self.model = model
+        self.media = media or MediaLoader(None, None, MediaSettings(), model.dtype, 1)
 
     def prompt(
-        self, given: PromptType, *, add_special_tokens: bool = True, suffix: str | None = None, truncates: bool = False
+        self,
+        given: PromptType,
+        *,
+        add_special_tokens: bool = True,
+        suffix: str | None = None,
+        truncates: bool = False,
+        media: Sequence[Loaded] = (),
     ) -> Prompt:
-        """Tokenize a prompt and pack its embeddings. Raises BadRequest.
+        """Tokenize a prompt, pack its embeddings, load its pictures and videos. Raises BadRequest.
 
         suffix: what follows the answer. truncates: whether :meth:`truncated` follows, so that a text may be longer than
-        the context.
+        the context. media: those that were loaded before, in the order of their placeholders.
         """
         if isinstance(given, str):
             given = {"prompt": given}
@@ -121,7 +142,34 @@ class InputProcessor:
             ids, overrides = overridden(ids, given["embedding_overrides"], dtype)
         if suffix:
             ids = infill_prompt(self.require_tokenizer("suffix"), ids, suffix, add_special_tokens)
-        return Prompt(ids, text, overrides, cache_salt=salt)
+        loaded = [*media, *self.media.load_all(self._offline_sources(given))]
+        if loaded and overrides is not None:
+            raise BadRequest("embedding_overrides do not go with pictures; leave out one of them.", "multi_modal_data")
+        return self._with_media(Prompt(ids, text, overrides, cache_salt=salt), loaded)
+
+    def _offline_sources(self, given: Mapping[str, Any]) -> list[MediaSource]:
+        """The pictures and videos of a prompt's mapping. Raises BadRequest."""
+        return self.with_settings(with_request(sources_of(given), given.get(KWARGS), None))
+
+    def with_settings(self, sources: list[MediaSource]) -> list[MediaSource]:
+        """Sources with what the flags say, where their requests do not."""
+        settings = self.media.settings
+        return with_request(sources, settings.mm_processor_kwargs, settings.media_io_kwargs)
+
+    def _with_media(self, prompt: Prompt, items: Sequence[Loaded]) -> Prompt:
+        """The prompt with the placeholders of ``items`` written out. Raises BadRequest."""
+        vision = self.model.vision
+        if not items or vision is None:
+            return prompt
+        end = vision.vision_end_token_id
+        if end is None:
+            end = -1 if self.tokenizer is None else self.tokenizer.special_tokens.get("<|vision_end|>", -1)
+
+        def encode(text: str) -> list[int]:
+            return self.require_tokenizer("multi_modal_data").encode(text, add_special_tokens=False)
+
+        ids, placed = expanded(prompt.token_ids, items, vision, end, encode, prompt.param)
+        return replace(prompt, token_ids=ids, media=placed)
 
     def chat(
         self,
@@ -130,18 +178,35 @@ class InputProcessor:
         *,
         add_special_tokens: bool = False,
         truncates: bool = False,
+        media: Sequence[Loaded] = (),
         **options: Any,
     ) -> Prompt:
         """Write one conversation as a prompt. Raises BadRequest.
 
-        tools: definitions in OpenAI's form, arguments of calls in ``messages`` are objects. truncates: see
-        :meth:`prompt`. ``options``: see ``Tokenizer.apply_chat_template``.
+        tools: definitions in OpenAI's form, arguments of calls in ``messages`` are objects. truncates, media: see
+        :meth:`prompt`. A picture or video stands in a list of content parts as ``{"type": "image"}`` or
+        ``{"type": "video"}``; without ``media`` its placeholder stays. ``options``: see
+        ``Tokenizer.apply_chat_template``.
         """
         tokenizer = self.require_tokenizer("messages")
+        if has_media(messages):
+            messages = self.media_template.messages(messages, self.tool_template.calls)
         if tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
             messages, tools = self.tool_template.messages(messages, tools)
         text = tokenizer.apply_chat_template(messages, tools=tools, **options)
-        return Prompt(self._encode(text, "messages", add_special_tokens, truncates), text, param="messages")
+        ids = self._encode(text, "messages", add_special_tokens, truncates)
+        return self._with_media(Prompt(ids, text, param="messages"), media)
+
+    @cached_property
+    def media_template(self) -> MediaTemplate:
+        """How the chat template takes pictures."""
+        tokenizer, vision = self.tokenizer, self.model.vision
+        if tokenizer is None or vision is None:
+            return MediaTemplate()
+        names = {"image": vision.image_token_id, "video": vision.video_token_id}
+        tokens = {kind: str(tokenizer.backend.convert_ids_to_tokens(token)) for kind, token in names.items()}
+        start = str(tokenizer.backend.convert_ids_to_tokens(vision.vision_start_token_id))
+        return MediaTemplate.of(tokens, start, lambda messages: tokenizer.apply_chat_template(messages))
 
     @cached_property
     def tool_template(self) -> ToolTemplate:
@@ -166,8 +231,9 @@ class InputProcessor:
         kept = max(1, context - (params.max_tokens or 1)) if kept == -1 else kept
         if len(prompt.token_ids) <= kept:
             return prompt
-        if prompt.overrides is not None:
-            raise BadRequest(f"{name} cuts token ids, and this prompt has embeddings; leave out one of them.", name)
+        if prompt.overrides is not None or prompt.media:
+            what = "pictures or videos" if prompt.media else "embeddings"
+            raise BadRequest(f"{name} cuts token ids, and this prompt has {what}; leave out one of them.", name)
         ids = prompt.token_ids[-kept:] if params.truncation_side == "left" else prompt.token_ids[:kept]
         return replace(prompt, token_ids=ids, text=None)
 
@@ -191,7 +257,9 @@ class InputProcessor:
         eos = () if params.ignore_eos else model.eos_token_ids
         stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
         request = EngineRequest(request_id, prompt.token_ids, params, stop_ids, bad_words)
-        request = replace(request, overrides=prompt.overrides, priority=priority, cache_salt=prompt.cache_salt)
+        request = replace(
+            request, overrides=prompt.overrides, priority=priority, cache_salt=prompt.cache_salt, media=prompt.media
+        )
         check_request(request, model.max_model_len, model.vocab_size, model.hidden_size, prompt.param)
         return request
 

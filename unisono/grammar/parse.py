@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from unisono.grammar.lark_grammar import is_lark, lark_to_ebnf
+
 BLANKS = 20
 """Blanks in a row between the parts of a JSON text: a small model may write nothing else till its tokens are spent."""
 
@@ -28,6 +30,8 @@ def parse(xgrammar: Any, kind: str, given: Any, compact: bool) -> Any:
         return grammar.from_ebnf("root ::= " + " | ".join(_literal(text) for text in given))
     if kind == "structural_tag":
         return grammar.from_structural_tag(given)
+    if is_lark(given):
+        given = lark_to_ebnf(given, lambda regex: str(grammar.from_regex(regex)))
     return grammar.from_ebnf(given)
 
 

@@ -118,7 +118,8 @@ class ChatFormat:
             params = replace(params, skip_special_tokens=False)  # or the marks would not be in the text
         prefix = None
         if request.continue_final_message:
-            prefix = request.conversation()[-1]["content"] or ""
+            content = request.conversation()[-1]["content"]
+            prefix = content if isinstance(content, str) else ""
         constrains = params.structured_outputs is not asked
         form, budget = self.form if use else None, request.thinking_token_budget
         splits = request.separate_reasoning is not False

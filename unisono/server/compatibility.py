@@ -36,11 +36,16 @@ LABELS: Mapping[str, str] = {
 
 HONOURED: Mapping[str, tuple[str, str]] = {
     # ---- what is asked ----
-    "messages": ("ovs", "the conversation"),
+    "messages": (
+        "ovs",
+        "the conversation; contents are text or parts, with pictures and videos ([vision.md](vision.md))",
+    ),
     "prompt": ("ovs", "text, token ids, or a list of either; a choice for each"),
     "prompt_embeds": ("v", "with `--enable-prompt-embeds`"),
     "embedding_overrides": ("", "Unisono's: embeddings in place of some tokens'"),
     "suffix": ("ovs", "what follows the answer; for tokenizers with infill tokens (`unisono/frontend/infill.py`)"),
+    "mm_processor_kwargs": ("v", "of pictures and videos: min_pixels, max_pixels, size, fps, num_frames"),
+    "media_io_kwargs": ("v", "of videos: fps, num_frames; of pictures: rgba_background_color"),
     "model": ("ovs", "a served name"),
     "documents": ("v", "given to the chat template"),
     "chat_template": ("v", "with `--trust-request-chat-template`; rendered in a sandbox"),
@@ -143,7 +148,8 @@ class Refused:
     nearest: str | None = None
 
 
-_MEDIA = "this server takes text only"
+_MEDIA = "answers are text"
+_TILES = "no model here cuts pictures into tiles; max_pixels bounds them"
 _DISAGGREGATED = "prompts and answers run in one engine here"
 _ONE_REPLICA = "there is one engine, with no ranks to choose from"
 _CODE = "requests carry no code that would run in the server"
@@ -174,13 +180,11 @@ REFUSED: Mapping[str, Refused] = {
     "return_routed_experts": Refused("s", _NO_EXPERTS, (False,)),
     "routed_experts_start_len": Refused("s", _NO_EXPERTS, (0,)),
     "return_token_offsets": Refused("v", "it belongs to vLLM's render routes", (False,), "return_token_ids"),
-    "return_mm_kwargs": Refused("v", _MEDIA, (True,)),
-    "media_io_kwargs": Refused("v", _MEDIA, ({},)),
-    "mm_processor_kwargs": Refused("v", _MEDIA, ({},)),
-    "max_dynamic_patch": Refused("s", _MEDIA),
-    "min_dynamic_patch": Refused("s", _MEDIA),
-    "use_audio_in_video": Refused("s", _MEDIA, (False,)),
-    "images_config": Refused("s", _MEDIA, ({},)),
+    "return_mm_kwargs": Refused("v", "it belongs to vLLM's render routes", (True,)),
+    "max_dynamic_patch": Refused("s", _TILES, (), "mm_processor_kwargs"),
+    "min_dynamic_patch": Refused("s", _TILES, (), "mm_processor_kwargs"),
+    "use_audio_in_video": Refused("s", "audio is not taken", (False,)),
+    "images_config": Refused("s", "it is another spelling", ({},), "mm_processor_kwargs"),
     "kv_transfer_params": Refused("v", _DISAGGREGATED, ({},)),
     "ec_transfer_params": Refused("v", _DISAGGREGATED, ({},)),
     "bootstrap_host": Refused("s", _DISAGGREGATED),

@@ -11,6 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from unisono.frontend.media.parts import READERS, is_media, source_of
+from unisono.frontend.media.sources import MediaSource
 from unisono.server.errors import show
 from unisono.types import BadRequest
 
@@ -35,14 +37,18 @@ FUNCTION_FIELDS = {"name", "arguments", "parsed_arguments"}
 Message = dict[str, Any]
 
 
-def conversation(messages: Sequence[Any]) -> list[Message]:
-    """The messages as a chat template takes them. Raises BadRequest naming the first bad one."""
+def conversation(messages: Sequence[Any]) -> tuple[list[Message], list[MediaSource]]:
+    """The messages as a chat template takes them, and their pictures and videos, in order.
+
+    Raises BadRequest naming the first bad one.
+    """
     if not messages:
         raise BadRequest("messages is empty; give at least one message.", "messages")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    sources: list[MediaSource] = []
+    return [_message(message, f"messages[{i}]", sources) for i, message in enumerate(messages)], sources
 
 
-def _message(message: Any, where: str) -> Message:
+def _message(message: Any, where: str, sources: list[MediaSource]) -> Message:
     if not isinstance(message, dict):
         raise BadRequest(f"{where}={show(message)} is not valid: it must be an object with role and content.", where)
     role = message.get("role")
@@ -61,7 +67,7 @@ def _message(message: Any, where: str) -> Message:
             raise BadRequest(f"{where}.{name}={show(value)} is not supported; {way_out}.", f"{where}.{name}")
     result: Message = {"role": ROLES[role]}
     calls = _calls(message.get("tool_calls"), f"{where}.tool_calls") if "tool_calls" in own else []
-    result["content"] = _content(message.get("content"), f"{where}.content", optional=bool(calls))
+    result["content"] = _content(message.get("content"), f"{where}.content", bool(calls), role, sources)
     for name in TEXT_FIELDS:
         if (value := message.get(name)) is not None:
             result["reasoning_content" if name == "reasoning" else name] = _text(value, f"{where}.{name}")
@@ -78,24 +84,35 @@ def _text(value: Any, where: str) -> str:
     return value
 
 
-def _content(content: Any, where: str, optional: bool) -> str | None:
-    """Text of a string or of a list of text parts, joined by newlines as vLLM joins them; None where it may be."""
+def _content(content: Any, where: str, optional: bool, role: str, sources: list[MediaSource]) -> Any:
+    """Text of a string or of a list of text parts, joined by newlines as vLLM joins them; None where it may be.
+
+    With pictures or videos among them, a list of parts of the types text, image and video; these go to ``sources``.
+    """
     if isinstance(content, str):
         return content
     if optional and content in (None, []):
         return None
     if not isinstance(content, list) or not content:
         raise BadRequest(f"{where}={show(content)} is not valid: it must be a string or a list of text parts.", where)
-    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+    if not any(is_media(part) for part in content):
+        return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+    parts = []
+    for i, part in enumerate(content):
+        if is_media(part):
+            sources.append(source_of(part, f"{where}[{i}]", role))
+            parts.append({"type": str(sources[-1].kind)})
+        else:
+            parts.append({"type": "text", "text": _part(part, f"{where}[{i}]")})
+    return parts
 
 
 def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get(kind) if kind in ("text", "refusal") else None
     if not isinstance(text, str):
-        raise BadRequest(
-            f'{where}={show(part)} is not supported; this server takes {{"type": "text", "text": "…"}} parts.', where
-        )
+        kinds = ", ".join(("text", *READERS))
+        raise BadRequest(f"{where}={show(part)} is not supported; this server takes parts of the types {kinds}.", where)
     return text
 
 

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from unisono.frontend.media.parts import with_request
+from unisono.frontend.media.sources import MediaSource
 from unisono.server.body import load_object
 from unisono.server.compatibility import CHAT, TEXT, check_fields
 from unisono.server.errors import ApiError, show
@@ -126,10 +128,10 @@ class GenerationRequest(BaseModel):
     guided_json: dict[str, Any] | str | None = Field(None, description="a JSON schema")
     guided_regex: str | None = Field(None, description="a regular expression")
     guided_choice: list[str] | None = Field(None, description="a list of strings")
-    guided_grammar: str | None = Field(None, description="a grammar in EBNF")
+    guided_grammar: str | None = Field(None, description="a grammar in EBNF or in Lark's notation")
     json_schema: dict[str, Any] | str | None = Field(None, description="a JSON schema")
     regex: str | None = Field(None, description="a regular expression")
-    ebnf: str | None = Field(None, description="a grammar in EBNF")
+    ebnf: str | None = Field(None, description="a grammar in EBNF or in Lark's notation")
     speculative: Speculative | None = Field(
         None, description="an object with enabled (true or false) and num_speculative_tokens (a whole number)"
     )
@@ -312,6 +314,8 @@ class ChatRequest(GenerationRequest):
     include_reasoning: bool | None = Field(None, description=_BOOL)
     separate_reasoning: bool | None = Field(None, description=_BOOL)
     return_prompt_text: bool | None = Field(None, description=_BOOL)
+    mm_processor_kwargs: dict[str, Any] | None = Field(None, description="an object of settings for pictures")
+    media_io_kwargs: dict[str, Any] | None = Field(None, description="an object with image and video, objects too")
     body: ClassVar[str] = CHAT
 
     @property
@@ -328,7 +332,11 @@ class ChatRequest(GenerationRequest):
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as a chat template takes them. Raises BadRequest naming the first bad one."""
-        return conversation(self.messages)
+        return conversation(self.messages)[0]
+
+    def media(self) -> list[MediaSource]:
+        """The conversation's pictures and videos, in order. Raises BadRequest naming the first bad one."""
+        return with_request(conversation(self.messages)[1], self.mm_processor_kwargs, self.media_io_kwargs)
 
     def template_options(self) -> dict[str, Any]:
         """Keyword arguments of ``Tokenizer.apply_chat_template``. Raises BadRequest for a contradiction."""

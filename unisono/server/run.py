@@ -26,6 +26,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from unisono.frontend.input_processor import InputProcessor, ModelFacts
+from unisono.frontend.media.loader import MediaLoader
+from unisono.frontend.media.settings import MediaSettings
 from unisono.heap import freeze_heap
 from unisono.server.app import create_app
 from unisono.server.auth import Keys
@@ -74,6 +76,7 @@ class ServerSettings:
     limits: what a connection may cost before its key is looked at. load: what the server takes on.
     reasoning_parser, tool_call_parser: how thinking and tool calls are told from what is said in chat answers
     (``reasoning.PARSERS``, ``tools.formats.FORMATS``); None: as the chat template says.
+    media: where pictures may come from, how large and how many.
     trust_request_chat_template: whether bodies may bring a chat template, which is rendered in a sandbox.
     restart_engine: whether an engine that died is started again, ``max_engine_restarts`` times within
     ``engine_restart_window`` seconds. heartbeat_timeout: seconds without a heartbeat of the engine process after which
@@ -103,6 +106,7 @@ class ServerSettings:
     trust_request_chat_template: bool = False
     engine: str = ENGINE
     http: HttpSettings = field(default_factory=HttpSettings)
+    media: MediaSettings = field(default_factory=MediaSettings)
     tokenizer: Path | None = None
 
     def restarts(self) -> Restarts | None:
@@ -202,7 +206,9 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
     metrics = ServerMetrics(settings.names[0], lambda: client.samples, settings.metrics_prefix, facts.max_model_len)
     metrics.cache_config(info)
     client.stepped, client.restarted = metrics.step, metrics.cache_config
-    inputs = InputProcessor(tokenizer, facts)
+    media = MediaLoader(facts.vision, settings.model_path, settings.media, facts.dtype, facts.max_model_len - 1)
+    await _in_daemon(media.prepare)
+    inputs = InputProcessor(tokenizer, facts, media)
     chat = ChatFormat.of(inputs, settings.reasoning_parser, settings.tool_call_parser)
     return Service(
         client=client,
@@ -265,7 +271,8 @@ def _fingerprint(config: Any) -> str:
 def _public(settings: ServerSettings, facts: ModelFacts) -> dict[str, Any]:
     """What /server_info tells of the server: everything but its keys."""
     shown: dict[str, Any] = dataclasses.asdict(settings)
-    shown |= {name: str(value) for name, value in shown.items() if isinstance(value, Path)}
+    for fields in (shown, shown["media"]):
+        fields |= {name: str(value) for name, value in fields.items() if isinstance(value, Path)}
     del shown["api_key"]
     return shown | {"model": dataclasses.asdict(facts)}
 

@@ -7,20 +7,23 @@ prompt does not hold up other requests' tokens.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from unisono.frontend.beam_search import BeamSearch, check_beams, check_length_penalty
 from unisono.frontend.input_processor import InputProcessor, Prompt, checked_salt
+from unisono.frontend.media.sources import Loaded, MediaSource
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.server.beams import BeamClient, Source
 from unisono.server.chat import ChatFormat, ChatPlan
 from unisono.server.client import EngineClient
 from unisono.server.embeds import load_embeds
 from unisono.server.generation import Echo, Generation, Style
+from unisono.server.media_queue import MediaQueue
 from unisono.server.metrics import ServerMetrics
+from unisono.server.overload import Ticket
 from unisono.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from unisono.server.reader import AnswerReader
 from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, SamplingParams
@@ -49,9 +52,21 @@ class Serving:
         self._client = client
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(1, "tokenizer")
+        self._media = MediaQueue(inputs.media)
 
-    async def completion(self, request: CompletionRequest, request_id: str) -> list[Generation]:
-        """Make a generation for each sequence of each prompt. Raises BadRequest."""
+    async def completion(
+        self,
+        request: CompletionRequest,
+        request_id: str,
+        media: Sequence[list[MediaSource]] = (),
+        ticket: Ticket | None = None,
+        pooled: bool = False,
+    ) -> list[Generation]:
+        """Make a generation for each sequence of each prompt. Raises BadRequest.
+
+        media: the pictures and videos of each prompt, or nothing. ticket: of the HTTP request. pooled: the answer is
+        made of the hidden states and does not show them.
+        """
         limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         prompt_only = bool(request.echo) and limit == 0  # the engine makes a token all the same
         params = request.sampling_params(self.inputs.model.generation_defaults, 1 if prompt_only else limit)
@@ -59,17 +74,18 @@ class Serving:
             params = _scoring_echo(params)
         params = _choosing(params, request.sequences())
         generations: list[Generation] = []
-        for number, prompt in enumerate(await self._prompts(request)):
+        items = [await self._media.load(self.inputs.with_settings(sources), ticket) for sources in media]
+        for number, prompt in enumerate(await self._prompts(request, items)):
             prompt = self.inputs.truncated(prompt, params)
             echo = self._echo(prompt, params, prompt_only) if request.echo else None
-            one = self._request(f"{request_id}-{number}", prompt, params, request)
+            one = self._request(f"{request_id}-{number}", prompt, params, request, pooled)
             generations += self._generations(one, request, len(generations), echo)
         return generations
 
-    async def chat(self, request: ChatRequest, request_id: str) -> list[Generation]:
-        """Make a generation for each answer to a conversation. Raises BadRequest."""
+    async def chat(self, request: ChatRequest, request_id: str, ticket: Ticket | None = None) -> list[Generation]:
+        """Make a generation for each answer to a conversation. ticket: of the HTTP request. Raises BadRequest."""
         params = request.sampling_params(self.inputs.model.generation_defaults, request.token_limit())
-        plan, written = await self._planned(request, params)
+        plan, written = await self._planned(request, params, ticket)
         prompt = self.inputs.truncated(written, params)
         one = self._request(request_id, prompt, plan.sampling(written), request)
         generations = self._generations(
@@ -83,12 +99,14 @@ class Serving:
         """The token ids of a text. Raises BadRequest where the model has no tokenizer."""
         return await self._in_thread(self.inputs.require_tokenizer("prompt").encode, text, add_special_tokens)
 
-    async def chat_prompt(self, request: ChatRequest) -> Prompt:
-        """The prompt of a conversation. Raises BadRequest."""
+    async def chat_prompt(self, request: ChatRequest, ticket: Ticket | None = None) -> Prompt:
+        """The prompt of a conversation. ticket: of the HTTP request. Raises BadRequest."""
         params = request.sampling_params(self.inputs.model.generation_defaults, request.token_limit())
-        return (await self._planned(request, params))[1]
+        return (await self._planned(request, params, ticket))[1]
 
-    async def _planned(self, request: ChatRequest, params: SamplingParams) -> tuple[ChatPlan, Prompt]:
+    async def _planned(
+        self, request: ChatRequest, params: SamplingParams, ticket: Ticket | None
+    ) -> tuple[ChatPlan, Prompt]:
         """How an answer is constrained and read, and the prompt."""
         conversation, options = request.conversation(), request.template_options()
         if request.chat_template is not None and not self._trust_templates:
@@ -100,10 +118,11 @@ class Serving:
         options["add_special_tokens"] = bool(request.add_special_tokens)
         options["truncates"] = params.truncate_prompt_tokens is not None
         plan = self._format.plan(request, params)
+        options["media"] = await self._media.load(self.inputs.with_settings(request.media()), ticket)
         return plan, await self._in_thread(lambda: self.inputs.chat(conversation, plan.tools, **options))
 
     def _request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, body: GenerationRequest
+        self, request_id: str, prompt: Prompt, params: SamplingParams, body: GenerationRequest, pooled: bool = False
     ) -> EngineRequest:
         """Prepare the engine's request for a prompt. Raises BadRequest."""
         salt = (body.cache_salt or "") + (body.extra_key or "")
@@ -119,11 +138,14 @@ class Serving:
                 "length_penalty",
             )
         wanted = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
-        params = self._within_limits(prompt, params)
+        params = self._within_limits(prompt, params, pooled)
         return self.inputs.request(request_id, prompt, params, body.priority or 0, wanted)
 
-    async def _prompts(self, request: CompletionRequest) -> list[Prompt]:
-        """Return the prompts in the order of their choices: embeddings first, as in vLLM. Raises BadRequest."""
+    async def _prompts(self, request: CompletionRequest, media: Sequence[list[Loaded]] = ()) -> list[Prompt]:
+        """Return the prompts in the order of their choices: embeddings first, as in vLLM. Raises BadRequest.
+
+        media: the items of each prompt, or nothing.
+        """
         request.check_embeds(self.inputs.model.prompt_embeds)
         request.check_suffix()
         written = request.prompts()
@@ -131,14 +153,15 @@ class Serving:
         given += [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in written]
         if request.embedding_overrides is not None:  # then there is one prompt
             given[0]["embedding_overrides"] = request.embedding_overrides
+        items = media or [[] for _ in given]
         return [
             self.inputs.prompt(one)
-            if one.keys() == {"prompt_token_ids"} and not request.suffix
-            else await self._in_thread(self._load, one, request)
-            for one in given
+            if one.keys() == {"prompt_token_ids"} and not request.suffix and not loaded
+            else await self._in_thread(self._load, one, request, loaded)
+            for one, loaded in zip(given, items, strict=True)
         ]
 
-    def _load(self, given: dict[str, Any], request: CompletionRequest) -> Prompt:
+    def _load(self, given: dict[str, Any], request: CompletionRequest, media: Sequence[Loaded]) -> Prompt:
         """Prepare a prompt, with the body's encoded embeddings made tensors."""
         sizes = self.inputs.model.max_model_len, self.inputs.model.hidden_size
         if (whole := given.get("prompt_embeds")) is not None:
@@ -150,6 +173,7 @@ class Serving:
             add_special_tokens=request.add_special_tokens is not False,
             suffix=request.suffix,
             truncates=request.truncate_prompt_tokens is not None,
+            media=media,
         )
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
@@ -164,11 +188,11 @@ class Serving:
         spaces = params.spaces_between_special_tokens
         return Echo(tokenizer.decode(prompt.token_ids, params.skip_special_tokens, spaces), alone)
 
-    def _within_limits(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
+    def _within_limits(self, prompt: Prompt, params: SamplingParams, pooled: bool) -> SamplingParams:
         """Return ``params`` with max_tokens set. Raises BadRequest for what this server refuses."""
         model, length = self.inputs.model, len(prompt.token_ids)
         params = with_max_tokens(params, length, model.max_model_len)
-        check_hidden_states(model.return_hidden_states, model.hidden_size, length, params)
+        check_hidden_states(pooled or model.return_hidden_states, model.hidden_size, length, params)
         return params
 
     def _generations(

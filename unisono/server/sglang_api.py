@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
+from unisono.frontend.media.parts import with_request
+from unisono.frontend.media.sources import IMAGE, VIDEO, MediaSource, Options
 from unisono.server.answers import error_event
 from unisono.server.errors import show
 from unisono.server.generation import Generation, Piece, merge
@@ -49,6 +51,12 @@ class GenerateRequest(BaseModel):
     return_hidden_states: bool | None = Field(None, description="true or false")
     rid: str | None = Field(None, description="a string")
     log_metrics: bool | None = Field(None, description="true or false")
+    image_data: str | list[Any] | None = Field(
+        None,
+        description="a picture (URL or base64) or a list of them; of a list of prompts a list of these",
+    )
+    video_data: str | list[Any] | None = Field(None, description="a video as image_data has pictures")
+    mm_processor_kwargs: dict[str, Any] | None = Field(None, description="an object of settings for pictures")
 
 
 def completion_body(request: GenerateRequest, data: Mapping[str, Any]) -> tuple[dict[str, Any], Renames]:
@@ -79,6 +87,39 @@ def completion_body(request: GenerateRequest, data: Mapping[str, Any]) -> tuple[
             f"top_logprobs_num={show(request.top_logprobs_num)} needs return_logprob; set it.", "top_logprobs_num"
         )
     return body, Renames(renames)
+
+
+def media_sources(request: GenerateRequest) -> list[list[MediaSource]]:
+    """The pictures and videos of each prompt; nothing where there are none. Raises BadRequest."""
+    if not request.image_data and not request.video_data:
+        return []
+    several = request.text if isinstance(request.text, list) else request.input_ids
+    many = isinstance(several, list) and bool(several) and not isinstance(several[0], int)
+    count = len(several) if many and several else 1
+    found: list[list[MediaSource]] = [[] for _ in range(count)]
+    for name, kind in (("image_data", IMAGE), ("video_data", VIDEO)):
+        given = getattr(request, name)
+        if not given:
+            continue
+        each = [given] if not many else given
+        if not isinstance(each, list) or len(each) != count:
+            raise BadRequest(f"{name}={show(given)} is not valid: give a list with an entry for each prompt.", name)
+        for number, items in enumerate(each):
+            where = f"{name}[{number}]" if many else name
+            found[number] += _items(items, where, kind)
+    return [with_request(one, request.mm_processor_kwargs, None) for one in found]
+
+
+def _items(items: Any, where: str, kind: Any) -> list[MediaSource]:
+    """One prompt's items: a string, a list of strings, or nothing."""
+    made = []
+    for i, one in enumerate(items if isinstance(items, list) else [] if items is None else [items]):
+        place = f"{where}[{i}]" if isinstance(items, list) else where
+        one = one.get("url") if isinstance(one, dict) else one
+        if not isinstance(one, str) or not one:
+            raise BadRequest(f"{place}={show(one)} is not valid: it must be a URL or base64.", place)
+        made.append(MediaSource(kind, place, one, Options()))
+    return made
 
 
 @dataclass

@@ -102,20 +102,28 @@ def checked(data: Mapping[str, Any], kind: type[Body], only: bool = True) -> Bod
         raise ApiError(400, message, param=name, code="invalid_type") from None
 
 
-def text_of(content: Any, where: str, kinds: Collection[str]) -> str:
-    """Text of a string, or of a list of text parts of these ``kinds``, joined by newlines. Raises BadRequest."""
+def has_kind(content: Any, kind: str) -> bool:
+    """Whether a list of parts has one of this type."""
+    return isinstance(content, list) and any(isinstance(part, dict) and part.get("type") == kind for part in content)
+
+
+def text_of(content: Any, where: str, kinds: Collection[str], others: str = "", first: int = 0) -> str:
+    """Text of a string, or of a list of text parts of these ``kinds``, joined by newlines. Raises BadRequest.
+
+    others: types that are taken beside these, for errors to tell. first: the number of the list's first part.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise BadRequest(f"{where}={show(content)} is not valid: it must be a string or a list of text parts.", where)
     texts = []
-    for i, part in enumerate(content):
+    for i, part in enumerate(content, first):
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
         if kind not in kinds or not isinstance(text, str):
             raise BadRequest(
-                f"{where}[{i}]={show(part)} is not supported; this server takes text parts of the types "
-                f"{', '.join(sorted(kinds))}.",
+                f"{where}[{i}]={show(part)} is not supported; this server takes parts of the types "
+                f"{', '.join(sorted({*kinds, *others.split()}))}.",
                 f"{where}[{i}]",
             )
         texts.append(text)

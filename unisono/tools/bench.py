@@ -23,6 +23,9 @@ from unisono.cli_values import speculative, whole_numbers, writable
 from unisono.tools.adaptive_bench import adaptive, plot, versions
 from unisono.tools.drafters import drafters
 from unisono.tools.exact import exact
+from unisono.tools.load import flags as load_flags
+from unisono.tools.load.serve_bench import serve
+from unisono.tools.load.throughput import throughput
 from unisono.tools.soak import soak
 from unisono.types import ConfigError, SpeculativeConfig
 
@@ -44,6 +47,22 @@ app.command()(adaptive)
 app.command()(drafters)
 app.command()(plot)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(soak)
+app.command(cls=load_flags.SeveralValues, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    load_flags.grouped(
+        serve,
+        target=load_flags.target_flags,
+        mix=load_flags.mix_flags,
+        rate=load_flags.rate_flags,
+        sampling=load_flags.sampling_flags,
+        report=load_flags.report_flags,
+        scene=load_flags.stall_flags,
+    )
+)
+app.command()(
+    load_flags.grouped(
+        throughput, engine=load_flags.engine_flags, mix=load_flags.mix_flags, scene=load_flags.stall_flags
+    )
+)
 
 
 @dataclass

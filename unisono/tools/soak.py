@@ -27,10 +27,10 @@ from typing import Annotated, Any
 import typer
 
 from unisono import catalog
-from unisono.types import ConfigError
+from unisono.tools.load.server_process import check_flags, wait_for_url
 
-START_LIMIT, IDLE_LIMIT, END_LIMIT = 600.0, 60.0, 60.0
-"""Seconds for a server to start, for it to hold nothing after the last answer, and to end."""
+IDLE_LIMIT, END_LIMIT = 60.0, 60.0
+"""Seconds for a server to hold nothing after the last answer, and to end."""
 FLAT = 0.02
 """Share that memory may grow by over the last half."""
 SAMPLES = 200
@@ -57,21 +57,13 @@ def soak(
     """
     catalog.find_directory(model)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the servers end with this process
-    _check_flags(model, context.args)
+    check_flags(model, context.args)
     plan = Plan(model, requests, min(distinct, requests), concurrency, max_num_seqs, max_model_len, limit, seed)
     report = asyncio.run(_run(plan, context.args))
     print(report.table())
     if report.problems:
         print("FAILED: " + "; ".join(report.problems))
         raise typer.Exit(1)
-
-
-def _check_flags(model: str, flags: Sequence[str]) -> None:
-    """Whether `unisono serve` knows these flags, asked before anything is run. Raises ConfigError."""
-    command = [sys.executable, "-m", "unisono", "serve", model, *flags, "--help"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        raise ConfigError(result.stderr.strip().removeprefix("Error: "))
 
 
 @dataclass(frozen=True)
@@ -253,15 +245,7 @@ class _Server:
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path, temp: Path) -> None:
         self.process, self.log, self.temp = process, log, temp
-        self.url = self._wait()
-
-    def _wait(self) -> str:
-        end = time.monotonic() + START_LIMIT
-        while (match := re.search(r"Serving .* on (http://\S+)/v1", self.log.read_text())) is None:
-            if self.process.poll() is not None or time.monotonic() > end:
-                raise ConfigError(f"The server did not start: {self.log.read_text()[-600:]}")
-            time.sleep(0.05)
-        return match[1]
+        self.url = wait_for_url(process, log)
 
     async def held(self, client: Any) -> Held:
         """What the server holds once it is idle, or after IDLE_LIMIT seconds."""

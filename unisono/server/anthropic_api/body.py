@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.server.errors import show
 from unisono.server.protocol import ChatRequest
-from unisono.server.translation import Renames, passed_on, text_of
+from unisono.server.translation import Renames, has_kind, passed_on, text_of
 from unisono.types import BadRequest
 
 Block = dict[str, Any]
@@ -70,7 +71,8 @@ class MessagesRequest(CountRequest):
 def chat_body(request: CountRequest, data: Mapping[str, Any]) -> tuple[dict[str, Any], Renames]:
     """The chat body of a request, and where its parts come from. Raises BadRequest and ApiError."""
     body = passed_on(data, MessagesRequest.model_fields.keys(), ELSEWHERE)
-    messages, sources = _messages(request)
+    made = _messages(request)
+    messages = [one.message for one in made]
     body |= {"messages": messages, "model": request.model}
     if isinstance(request, MessagesRequest):
         body |= {name: getattr(request, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
@@ -88,14 +90,31 @@ def chat_body(request: CountRequest, data: Mapping[str, Any]) -> tuple[dict[str,
     elif (request.tool_choice or {}).get("type") in ("any", "tool"):
         raise BadRequest(f"tool_choice={show(request.tool_choice)} needs tools; give some.", "tool_choice")
     present = {name: value for name, value in body.items() if value is not None}
-    return present, Renames({**RENAMED, **{f"messages[{i}]": source for i, source in enumerate(sources)}})
+    return present, Renames({**RENAMED, **_sources(made)})
 
 
-def _messages(request: CountRequest) -> tuple[list[dict[str, Any]], list[str]]:
-    """The chat's messages, and where in the body each comes from."""
-    made: list[tuple[dict[str, Any], str]] = []
+def _sources(made: Sequence[_Made]) -> dict[str, str]:
+    """Where each message comes from, and each part of contents that are lists."""
+    found = {f"messages[{i}]": one.source for i, one in enumerate(made)}
+    for i, one in enumerate(made):
+        found |= {f"messages[{i}].content[{j}]": place for j, place in enumerate(one.places)}
+    return found
+
+
+@dataclass
+class _Made:
+    """A message of the chat, and where in the body it comes from. places: of its content's parts, if it has any."""
+
+    message: dict[str, Any]
+    source: str
+    places: list[str] = field(default_factory=list)
+
+
+def _messages(request: CountRequest) -> list[_Made]:
+    """The chat's messages."""
+    made: list[_Made] = []
     if request.system:
-        made.append(({"role": "system", "content": text_of(request.system, "system", {"text"})}, "system"))
+        made.append(_Made({"role": "system", "content": text_of(request.system, "system", {"text"})}, "system"))
     for i, message in enumerate(request.messages):
         where = f"messages[{i}]"
         if not isinstance(message, dict):
@@ -104,17 +123,17 @@ def _messages(request: CountRequest) -> tuple[list[dict[str, Any]], list[str]]:
         if role not in ("user", "assistant", "system"):
             raise BadRequest(f"{where}.role={show(role)} is not supported; use user or assistant.", f"{where}.role")
         if isinstance(content, str):
-            made.append(({"role": role, "content": content}, where))
+            made.append(_Made({"role": role, "content": content}, where))
         elif not isinstance(content, list) or not content:
             raise BadRequest(
                 f"{where}.content={show(content)} is not valid: it must be a string or a list of blocks.",
                 f"{where}.content",
             )
         elif role == "assistant":
-            made.append((_assistant(content, f"{where}.content"), where))
+            made.append(_Made(_assistant(content, f"{where}.content"), where))
         else:
-            made += [(one, where) for one in _user(role, content, f"{where}.content")]
-    return [message for message, _ in made], [source for _, source in made]
+            made += _user(role, content, where)
+    return made
 
 
 def _assistant(blocks: list[Any], where: str) -> dict[str, Any]:
@@ -139,22 +158,56 @@ def _assistant(blocks: list[Any], where: str) -> dict[str, Any]:
     return message
 
 
-def _user(role: str, blocks: list[Any], where: str) -> list[dict[str, Any]]:
-    """A user's blocks as messages: one for each tool's result, and one of the text between them."""
-    messages: list[dict[str, Any]] = []
+def _user(role: str, blocks: list[Any], source: str) -> list[_Made]:
+    """A user's blocks as messages: one for each tool's result, and one of the text and pictures between them."""
+    made: list[_Made] = []
     for i, block in enumerate(blocks):
-        place = f"{where}[{i}]"
-        if _kind(block, place, ("text", "tool_result")) == "text":
-            text = _text(block, "text", place)
-            if messages and messages[-1]["role"] == role:
-                messages[-1]["content"] += "\n" + text
-            else:
-                messages.append({"role": role, "content": text})
-        else:
-            content = block.get("content")
-            text = "" if content is None else text_of(content, f"{place}.content", {"text"})
-            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
-    return messages
+        place = f"{source}.content[{i}]"
+        kind = _kind(block, place, ("text", "image", "tool_result"))
+        if kind == "tool_result":
+            parts, places = _result(block.get("content"), f"{place}.content")
+            message = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": parts}
+            made.append(_Made(message, source, places))
+            continue
+        if not made or made[-1].message["role"] != role:
+            made.append(_Made({"role": role, "content": []}, source))
+        made[-1].message["content"].append(_part(kind, block, place))
+        made[-1].places.append(place)
+    for one in made:
+        parts = one.message["content"]
+        if not any(part["type"] == "image_url" for part in parts):
+            one.message["content"] = "\n".join(part["text"] for part in parts)
+            one.places.clear()
+    return made
+
+
+def _result(content: Any, where: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """A tool's result as content parts, and where they come from."""
+    if not has_kind(content, "image"):
+        text = "" if content is None else text_of(content, where, {"text"}, "image")
+        return [{"type": "text", "text": text}], [where]
+    places = [f"{where}[{i}]" for i in range(len(content))]
+    kinds = [_kind(block, place, ("text", "image")) for block, place in zip(content, places, strict=True)]
+    return [_part(*given) for given in zip(kinds, content, places, strict=True)], places
+
+
+def _part(kind: str, block: Block, where: str) -> dict[str, Any]:
+    """A content part of the chat."""
+    if kind == "text":
+        return {"type": "text", "text": _text(block, "text", where)}
+    source = block.get("source")
+    if not isinstance(source, dict):
+        raise BadRequest(f"{where}.source={show(source)} is not valid: it must be an object.", f"{where}.source")
+    if source.get("type") == "base64":
+        url = f"data:{source.get('media_type')};base64,{_text(source, 'data', f'{where}.source')}"
+    elif source.get("type") == "url":
+        url = _text(source, "url", f"{where}.source")
+    else:
+        raise BadRequest(
+            f"{where}.source.type={show(source.get('type'))} is not supported; use base64 or url.",
+            f"{where}.source.type",
+        )
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _kind(block: Any, where: str, kinds: tuple[str, ...]) -> str:

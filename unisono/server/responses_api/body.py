@@ -9,11 +9,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.server.errors import show
-from unisono.server.translation import Renames, passed_on, text_of
+from unisono.server.translation import Renames, has_kind, passed_on, text_of
 from unisono.types import BadRequest
 
 Item = dict[str, Any]
 TEXT_PARTS = frozenset({"input_text", "output_text", "text", "refusal"})
+IMAGE_PART = "input_image"
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = frozenset({LOGPROBS, "reasoning.encrypted_content"})
 """Values of ``include``. Encrypted reasoning is never needed: reasoning items carry their text."""
@@ -71,10 +72,12 @@ class ResponsesRequest(BaseModel):
 
 @dataclass
 class Messages:
-    """Messages made of items. ``sources`` has, for each message, where it comes from in the body."""
+    """Messages made of items. ``sources`` has, for each message, where it comes from in the body; ``contents`` has,
+    by the message's number, where its content does if that is not the item's ``content``."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
+    contents: dict[int, str] = field(default_factory=dict)
 
     def add(self, message: dict[str, Any], source: str) -> None:
         self.messages.append(message)
@@ -88,7 +91,8 @@ class Messages:
         return self.messages[-1]
 
     def renames(self) -> dict[str, str]:
-        return {f"messages[{i}]": source for i, source in enumerate(self.sources)}
+        contents = {f"messages[{i}].content": source for i, source in self.contents.items()}
+        return {f"messages[{i}]": source for i, source in enumerate(self.sources)} | contents
 
 
 def to_items(given: str | list[Any], new_id: Callable[[str], str], find: Callable[[str], Item | None]) -> list[Item]:
@@ -131,11 +135,23 @@ def to_messages(items: list[Item], instructions: str | None, earlier: int) -> Me
 
 def _message(made: Messages, item: Item, where: str) -> None:
     role = item.get("role")
-    text = text_of(item.get("content"), f"{where}.content", TEXT_PARTS)
+    content = _content(item.get("content"), f"{where}.content")
     if role == "assistant":
-        made.assistant(where, "content", "tool_calls")["content"] = text
+        made.assistant(where, "content", "tool_calls")["content"] = content
     else:
-        made.add({"role": role, "content": text}, where)
+        made.add({"role": role, "content": content}, where)
+
+
+def _content(content: Any, where: str) -> Any:
+    """Text, or chat's content parts where pictures are among it. Raises BadRequest."""
+    if not has_kind(content, IMAGE_PART):
+        return text_of(content, where, TEXT_PARTS)
+    return [
+        part
+        if has_kind([part], IMAGE_PART)
+        else {"type": "text", "text": text_of([part], where, TEXT_PARTS, IMAGE_PART, first=i)}
+        for i, part in enumerate(content)
+    ]
 
 
 def _reasoning(made: Messages, item: Item, where: str) -> None:
@@ -152,8 +168,9 @@ def _call(made: Messages, item: Item, where: str) -> None:
 
 
 def _output(made: Messages, item: Item, where: str) -> None:
-    text = text_of(item.get("output"), f"{where}.output", TEXT_PARTS)
-    made.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": text}, where)
+    content = _content(item.get("output"), f"{where}.output")
+    made.contents[len(made.messages)] = f"{where}.output"
+    made.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": content}, where)
 
 
 READERS: Mapping[str, Callable[[Messages, Item, str], None]] = {

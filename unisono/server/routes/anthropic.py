@@ -17,7 +17,15 @@ from unisono.server.body import load_object
 from unisono.server.generation import Generation, merge
 from unisono.server.note import note
 from unisono.server.responses import Usage
-from unisono.server.routes.common import answer, described, json_response, new_id, read_json_body, when_ready
+from unisono.server.routes.common import (
+    answer,
+    described,
+    json_response,
+    new_id,
+    read_json_body,
+    ticket_of,
+    when_ready,
+)
 from unisono.server.service import Service
 from unisono.server.translation import chat_request, checked
 
@@ -71,7 +79,7 @@ def add(app: FastAPI, service: Service) -> None:
 
         async def prepare() -> list[Generation]:
             with renames.errors():
-                return await service.serving.chat(chat, message_id)
+                return await service.serving.chat(chat, message_id, ticket_of(request))
 
         def reply_of(generations: list[Generation]) -> MessageReply:
             return MessageReply(Writer(blank, new_id), generations, note(request.scope).request_id)
@@ -85,5 +93,5 @@ def add(app: FastAPI, service: Service) -> None:
         service.model(body.model)
         fields, renames = chat_body(body, data)
         with renames.errors():
-            prompt = await service.serving.chat_prompt(chat_request(fields, renames))
+            prompt = await service.serving.chat_prompt(chat_request(fields, renames), ticket_of(request))
         return json_response({"input_tokens": len(prompt.token_ids)})

@@ -18,6 +18,7 @@ from unisono.server.answers import EventStream, Reply, until_disconnect
 from unisono.server.errors import ApiError, show
 from unisono.server.generation import Generation, start_all
 from unisono.server.note import note
+from unisono.server.overload import Ticket
 from unisono.server.service import CLIENT_GONE, MAX_BODY_BYTES, Service
 
 
@@ -85,6 +86,11 @@ async def read_json_body(request: Request) -> bytes:
     if not await until_disconnect(request.receive, ticket.turn()):
         raise ApiError(CLIENT_GONE, "The client went before its turn came.")
     return bytes(body)
+
+
+def ticket_of(request: Request) -> Ticket | None:
+    """The ticket of a request that was taken on."""
+    return note(request.scope).ticket
 
 
 def new_id(prefix: str) -> str:

@@ -91,7 +91,7 @@ def add(app: FastAPI, service: Service) -> None:
         async def prepare() -> list[Generation]:
             with renames.errors():
                 completion = parse(msgspec.json.encode(fields), CompletionRequest)
-                return await service.serving.completion(completion, answer_id)
+                return await service.serving.completion(completion, answer_id, pooled=True)
 
         def reply_of(generations: list[Generation]) -> EmbeddingReply:
             return EmbeddingReply(body, model, service.pooling, generations)
@@ -102,9 +102,6 @@ def add(app: FastAPI, service: Service) -> None:
 def _check(body: EmbeddingRequest, service: Service) -> None:
     """Raises ApiError and BadRequest for what this server cannot do."""
     model = service.serving.inputs.model
-    if not model.return_hidden_states:
-        message = "Embeddings are off: start the server with --enable-return-hidden-states."
-        raise ApiError(400, message, code="embeddings_off")
     if service.pooling.problem is not None:
         raise ApiError(400, f"Embeddings of this checkpoint: {service.pooling.problem}.", code="embeddings_off")
     if body.dimensions is not None and not 1 <= body.dimensions <= model.hidden_size:

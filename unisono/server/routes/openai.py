@@ -19,6 +19,7 @@ from unisono.server.routes.common import (
     json_response,
     now,
     read_json_body,
+    ticket_of,
     when_ready,
 )
 from unisono.server.service import Service
@@ -33,7 +34,9 @@ def add(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", dependencies=ready, **described("Answer a conversation.", protocol.ChatRequest))
     async def chat_completions(request: Request) -> Response:
         body = protocol.parse(await read_json_body(request), protocol.ChatRequest)
-        return await _generate(service, request, body, CHAT, lambda name: service.serving.chat(body, name))
+        return await _generate(
+            service, request, body, CHAT, lambda name: service.serving.chat(body, name, ticket_of(request))
+        )
 
     @app.post("/v1/completions", dependencies=ready, **described("Continue prompts.", protocol.CompletionRequest))
     async def completions(request: Request) -> Response:

@@ -31,6 +31,7 @@ from unisono.server.routes.common import (
     now,
     prepared,
     read_json_body,
+    ticket_of,
     when_ready,
 )
 from unisono.server.service import Service
@@ -96,7 +97,7 @@ def add(app: FastAPI, service: Service) -> None:
 
         async def prepare() -> list[Generation]:
             with asked.renames.errors():
-                return await service.serving.chat(asked.chat, response["id"])
+                return await service.serving.chat(asked.chat, response["id"], ticket_of(request))
 
         def reply_of(generations: list[Generation]) -> ResponseReply:
             writer = Writer(response, bool(asked.chat.logprobs), new_id)
@@ -134,7 +135,7 @@ def add(app: FastAPI, service: Service) -> None:
     async def input_tokens(request: Request) -> Response:
         asked = await _asked(service, store, request)
         with asked.renames.errors():
-            prompt = await service.serving.chat_prompt(asked.chat)
+            prompt = await service.serving.chat_prompt(asked.chat, ticket_of(request))
         return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
 

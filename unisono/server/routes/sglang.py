@@ -10,9 +10,9 @@ from unisono.server.body import load_object
 from unisono.server.generation import Generation
 from unisono.server.note import note
 from unisono.server.protocol import CompletionRequest, parse
-from unisono.server.routes.common import answer, described, new_id, read_json_body, when_ready
+from unisono.server.routes.common import answer, described, new_id, read_json_body, ticket_of, when_ready
 from unisono.server.service import Service
-from unisono.server.sglang_api import GenerateReply, GenerateRequest, completion_body
+from unisono.server.sglang_api import GenerateReply, GenerateRequest, completion_body, media_sources
 from unisono.server.translation import checked
 
 
@@ -24,6 +24,7 @@ def add(app: FastAPI, service: Service) -> None:
         data = load_object(await read_json_body(request))
         body = checked(data, GenerateRequest, only=False)
         fields, renames = completion_body(body, data)
+        media = media_sources(body)
         with renames.errors():
             completion = parse(msgspec.json.encode(fields), CompletionRequest)
         service.model(completion.model)
@@ -31,7 +32,7 @@ def add(app: FastAPI, service: Service) -> None:
 
         async def prepare() -> list[Generation]:
             with renames.errors():
-                return await service.serving.completion(completion, answer_id)
+                return await service.serving.completion(completion, answer_id, media, ticket_of(request))
 
         def reply_of(generations: list[Generation]) -> GenerateReply:
             several = isinstance(body.text, list) or bool(body.input_ids and isinstance(body.input_ids[0], list))

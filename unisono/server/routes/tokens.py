@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.server.body import load_object
 from unisono.server.errors import ApiError
-from unisono.server.routes.common import clients_only, described, json_response, read_json_body
+from unisono.server.routes.common import clients_only, described, json_response, read_json_body, ticket_of
 from unisono.server.service import Service
 from unisono.server.translation import Renames, chat_request, checked, passed_on
 from unisono.types import BadRequest
@@ -51,7 +51,7 @@ def add(app: FastAPI, service: Service) -> None:
         data = load_object(await read_json_body(request))
         body = checked(data, TokenizeRequest, only=False)
         service.model(body.model)
-        ids = await _ids(service, body, data)
+        ids = await _ids(service, request, body, data)
         tokenizer = inputs.require_tokenizer("prompt")
         names = tokenizer.backend.convert_ids_to_tokens(ids) if body.return_token_strs else None
         context = inputs.model.max_model_len
@@ -81,7 +81,7 @@ def add(app: FastAPI, service: Service) -> None:
         return json_response({**config, "tokenizer_class": type(tokenizer.backend).__name__, "chat_template": template})
 
 
-async def _ids(service: Service, body: TokenizeRequest, data: dict[str, Any]) -> list[int]:
+async def _ids(service: Service, request: Request, body: TokenizeRequest, data: dict[str, Any]) -> list[int]:
     """The token ids of a prompt, or of a conversation as the chat endpoint writes it."""
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("prompt and messages: give one of them.", "prompt")
@@ -89,9 +89,8 @@ async def _ids(service: Service, body: TokenizeRequest, data: dict[str, Any]) ->
     if body.messages is not None:
         given = ("messages", "model", "add_special_tokens")
         fields = {name: data[name] for name in given if data.get(name) is not None}
-        return (
-            await service.serving.chat_prompt(chat_request(fields | passed_on(data, own, {}), Renames({})))
-        ).token_ids
+        chat = chat_request(fields | passed_on(data, own, {}), Renames({}))
+        return (await service.serving.chat_prompt(chat, ticket_of(request))).token_ids
     for name in data:
         if name not in own:
             raise ApiError(400, f"{name} is not a known field; remove it.", param=name, code="unknown_field")

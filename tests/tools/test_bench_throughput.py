@@ -1,0 +1,78 @@
+"""``unisono bench throughput``: the load runs whole, with and without speculation, and the stall is measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from unisono.cli import app
+
+SMALL = ["--max-model-len", "96", "--max-num-seqs", "3", "--enforce-eager"]
+
+
+def bench(*arguments: object):
+    return CliRunner().invoke(app, ["bench", "throughput", *SMALL, *map(str, arguments)])
+
+
+def test_with_and_without_speculation(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    spec = '{"method": "ngram", "num_speculative_tokens": 3}'
+    load = ["--num-prompts", 4, "--input-len", "4:12", "--output-len", 6, "--repeats", 2, "--max-concurrency", 3]
+    shown = bench(*load, "--speculative-config", spec, "--out", out)
+    assert shown.exit_code == 0, shown.output
+    data = json.loads(out.read_text())
+    assert [run["speculative"] for run in data["runs"]] == ["none", spec]
+    for run in data["runs"]:
+        assert len(run["passes"]) == 2
+        for one in run["passes"]:
+            assert (one["requests"], one["output_tokens"]) == (4, 24)
+            assert 16 <= one["input_tokens"] <= 48
+            assert (one["accept_length"] is None) == (run["speculative"] == "none")
+        assert run["settings"]["max_num_seqs"] == 3
+    assert "times the output tokens/s (medians)" in shown.stdout
+    assert shown.stdout.count("The first run has") == 2
+
+
+def test_a_file_of_chats_and_texts(tmp_path: Path) -> None:
+    path, out = tmp_path / "data.jsonl", tmp_path / "out.json"
+    path.write_text(
+        '{"prompt": "def add(a, b):", "output_len": 4}\n{"messages": [{"role": "user", "content": "Hi"}]}\n'
+    )
+    flags = ["--dataset-name", "custom", "--dataset-path", path, "--num-prompts", 2, "--custom-output-len", 6]
+    shown = bench(*flags, "--repeats", 1, "--out", out)
+    assert shown.exit_code == 0, shown.output
+    (one,) = json.loads(out.read_text())["runs"][0]["passes"]
+    assert one["output_tokens"] == 10
+
+
+def test_the_stall_of_this_engine(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    scene = ["--streams", 2, "--prompts", "1", "--prompt-len", 64, "--stream-input-len", 8, "--stream-output-len", 80]
+    shown = bench("--scenario", "stall", *scene, "--out", out)
+    assert shown.exit_code == 0, shown.output
+    (one,) = json.loads(out.read_text())["runs"][0]["stalls"]
+    assert one["largest_gap_ms"] >= one["median_gap_ms"] > 0
+    assert one["prompt_tokens_per_s"] > 0
+    assert one["mean_ttft_ms"] >= 1e3 * 64 / one["prompt_tokens_per_s"] * 0.99
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--input-len", 200], "a prompt of 200 tokens: the engine's context is 96"),
+        (["--scenario", "stall", "--streams", 3], "are 11 requests at once; --max-num-seqs is 3"),
+        (["--synthetic-acceptance-length", 2], "needs --speculative-config"),
+        (["--out", "/no/such/x"], "the directory /no/such does not exist"),
+        (["--model", "/no/such"], "/no/such does not exist"),
+        (["--dataset-name", "conversation", "--token-ids"], "--token-ids"),
+    ],
+)
+def test_what_cannot_run(arguments: list[object], says: str) -> None:
+    scene = ["--prompt-len", 40, "--stream-input-len", 8, "--stream-output-len", 40]
+    shown = bench("--num-prompts", 1, *scene, *arguments)
+    assert shown.exit_code == (1 if "--model" in arguments else 2)
+    assert says in shown.output
+    assert "Traceback" not in shown.output

@@ -1,0 +1,256 @@
+"""The flags of ``unisono bench serve`` and ``bench throughput``, in groups. Spellings are vLLM's where it has them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from unisono.cli_values import whole_numbers
+from unisono.tools.load.mixes import MIXES, MixFlags
+from unisono.tools.load.stall import Scene
+from unisono.types import ConfigError
+
+LISTS = ("--goodput", "--header", "--metadata")
+"""Flags that take one value or several, as ``--goodput ttft:200 tpot:20``."""
+
+
+class SeveralValues(TyperCommand):
+    """A command whose LISTS take several values."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rewritten: list[str] = []
+        flag = None
+        for argument in args:
+            if argument.startswith("-") or flag is None:
+                flag = argument if argument in LISTS else None
+                rewritten.append(argument)
+                taken = False
+            else:
+                rewritten += [flag, argument] if taken else [argument]
+                taken = True
+        return super().parse_args(ctx, rewritten)
+
+
+def mix_flags(
+    dataset_name: Annotated[str, typer.Option(help=f"What is asked: {', '.join(MIXES)}.")] = "random",
+    dataset_path: Annotated[Path | None, typer.Option(help="Of custom: a JSONL file.")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 1000,
+    input_len: Annotated[str | None, typer.Option(help="Short for --random-input-len.")] = None,
+    output_len: Annotated[str | None, typer.Option(help="Short for --random-output-len.")] = None,
+    random_input_len: Annotated[str, typer.Option(help="Prompt tokens: N, or A:B, drawn evenly.")] = "1024",
+    random_output_len: Annotated[str, typer.Option(help="Output tokens: N or A:B.")] = "128",
+    random_range_ratio: Annotated[float, typer.Option(help="r: lengths from N × (1 - r) to N × (1 + r).")] = 0.0,
+    random_prefix_len: Annotated[int, typer.Option(min=0, help="Tokens that all prompts share.")] = 0,
+    prefix_repetition_prefix_len: Annotated[int, typer.Option(min=1, help="Tokens of a prefix.")] = 256,
+    prefix_repetition_suffix_len: Annotated[str, typer.Option(help="Tokens after it: N or A:B.")] = "256",
+    prefix_repetition_num_prefixes: Annotated[int, typer.Option(min=1, help="Different prefixes.")] = 10,
+    prefix_repetition_output_len: Annotated[str, typer.Option(help="Output tokens: N or A:B.")] = "128",
+    conversation_turns: Annotated[str, typer.Option(help="Requests of a conversation: N or A:B.")] = "1:6",
+    conversation_system_len: Annotated[int, typer.Option(min=1, help="Tokens of a system prompt.")] = 256,
+    conversation_num_systems: Annotated[int, typer.Option(min=1, help="Different system prompts.")] = 4,
+    conversation_input_len: Annotated[str, typer.Option(help="Tokens of a user's message: N or A:B.")] = "16:256",
+    conversation_output_len: Annotated[str, typer.Option(help="Output tokens of a turn: N or A:B.")] = "32:256",
+    custom_output_len: Annotated[int, typer.Option(min=1, help="Of lines that name no output_len.")] = 256,
+    seed: Annotated[int, typer.Option(help="Of prompts, lengths and arrivals.")] = 0,
+) -> None:
+    """What is asked."""
+
+
+def stall_flags(
+    scenario: Annotated[str, typer.Option(help="load, or stall: long prompts arrive while streams run.")] = "load",
+    streams: Annotated[int, typer.Option(min=1, help="Of stall: running streams.")] = 32,
+    prompts: Annotated[str, typer.Option(help="Of stall: prompts at once, separated by commas.")] = "1,8",
+    prompt_len: Annotated[int, typer.Option(min=1, help="Of stall: tokens of such a prompt.")] = 8000,
+    stream_input_len: Annotated[int, typer.Option(min=1, help="Of stall: prompt tokens of a stream.")] = 64,
+    stream_output_len: Annotated[int, typer.Option(min=1, help="Of stall: tokens of a stream, at most.")] = 4096,
+) -> None:
+    """What is measured."""
+
+
+def report_flags(
+    goodput: Annotated[
+        list[str] | None, typer.Option(help="Limits of a good request in ms: ttft:200 tpot:20 e2el:5000.")
+    ] = None,
+    percentile_metrics: Annotated[str, typer.Option(help="Of ttft, tpot, itl, e2el.")] = "ttft,tpot,itl,e2el",
+    metric_percentiles: Annotated[str, typer.Option(help="Percentiles, separated by commas.")] = "90,99",
+    out: Annotated[
+        Path | None, typer.Option("--out", "--result-filename", help="Write the results to this file, as JSON.")
+    ] = None,
+    save_detailed: Annotated[bool, typer.Option("--save-detailed", help="With every request's figures.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw them: a PNG, SVG or PDF file.")] = None,
+    metadata: Annotated[list[str] | None, typer.Option(help="KEY=VALUE to write into --out; several.")] = None,
+) -> None:
+    """What is reported."""
+
+
+def target_flags(
+    base_url: Annotated[
+        str | None, typer.Option(help="http://HOST:PORT of a running server; without it, one is started.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Its name in requests; default: the server's first. Of a started server: PATH.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name in requests, where --model is the tokenizer's directory.")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Directory; default: --model, or where the server has it.")] = (
+        None
+    ),
+    backend: Annotated[str, typer.Option(help="openai (vllm, sglang: the same) or openai-chat.")] = "openai",
+    endpoint: Annotated[
+        str | None, typer.Option(help="/v1/completions, or of openai-chat /v1/chat/completions.")
+    ] = None,
+    token_ids: Annotated[
+        bool, typer.Option("--token-ids", help="Send prompts as token ids: exact lengths, /v1/completions only.")
+    ] = False,
+    header: Annotated[list[str] | None, typer.Option(help="KEY=VALUE to send with requests; several.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Authorization: Bearer KEY.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Take any TLS certificate.")] = False,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds of a request.")] = 21600.0,
+    ready_check_timeout_sec: Annotated[float, typer.Option(min=0, help="Seconds to wait for the server.")] = 0.0,
+) -> None:
+    """Where requests go."""
+
+
+def rate_flags(
+    request_rate: Annotated[float, typer.Option(help="Conversations that begin per second; inf: all at once.")] = (
+        float("inf")
+    ),
+    burstiness: Annotated[
+        float, typer.Option(help="1: Poisson arrivals; less: burstier; more: more even (gamma).")
+    ] = 1.0,
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at once.")] = None,
+    num_warmups: Annotated[int, typer.Option(min=0, help="Requests before the measurement.")] = 0,
+    client_processes: Annotated[int, typer.Option(min=1, help="Processes that send and read.")] = 1,
+) -> None:
+    """How requests arrive."""
+
+
+def sampling_flags(
+    temperature: Annotated[float | None, typer.Option(help="Default: 0, greedy.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(help="Default: the server's.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Default: the server's.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Default: the server's.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="Default: the server's.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Default: the server's.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Default: the server's.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate every token that is asked for.")] = False,
+    extra_body: Annotated[str, typer.Option(help="More fields of requests, JSON.")] = "{}",
+) -> None:
+    """What requests say besides."""
+
+
+def engine_flags(
+    model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
+    load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    quantization: Annotated[str | None, typer.Option(help="As of `unisono serve`.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Context length of the engine.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per pass, at most.")] = None,
+    max_stall_ms: Annotated[float, typer.Option(help="As of `unisono serve`.")] = 50.0,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="As of `unisono serve`.")] = 0.9,
+    num_pages: Annotated[int | None, typer.Option(help="As of `unisono serve`.")] = None,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Capture no graphs.")] = False,
+    graphs: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
+    compile: Annotated[bool, typer.Option("--compile", help="As of `unisono serve`.")] = False,
+    attention_backend: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
+    enable_prefix_caching: Annotated[
+        bool, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="As of `unisono serve`.")
+    ] = True,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+) -> None:
+    """The engine of ``bench throughput``."""
+
+
+def grouped(command: Callable[..., None], **groups: Callable[..., None]) -> Callable[..., None]:
+    """``command`` with the flags of all groups; it takes each group's as a dict under the group's name."""
+    names = {group: list(inspect.signature(flags).parameters) for group, flags in groups.items()}
+    own = [p for name, p in inspect.signature(command, eval_str=True).parameters.items() if name not in groups]
+
+    @functools.wraps(command)
+    def wrapper(**values: Any) -> None:
+        for group, flags in names.items():
+            values[group] = {name: values.pop(name) for name in flags}
+        command(**values)
+
+    added = [p for flags in groups.values() for p in inspect.signature(flags, eval_str=True).parameters.values()]
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in added]
+    positional = [p for p in own if p.annotation is typer.Context]
+    parameters += [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p not in positional]
+    wrapper.__signature__ = inspect.Signature([*positional, *parameters])  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in (*positional, *parameters)}
+    return wrapper
+
+
+def mix_of(flags: dict[str, Any]) -> tuple[MixFlags, int]:
+    """(the mix, its seed)."""
+    flags = dict(flags)
+    seed = flags.pop("seed")
+    for short in ("input_len", "output_len"):
+        if (value := flags.pop(short)) is not None:
+            flags[f"random_{short}"] = value
+    return MixFlags(**flags), seed
+
+
+def scene_of(flags: dict[str, Any]) -> Scene | None:
+    """The stall scenario; None for a load. Raises ConfigError."""
+    if flags["scenario"] not in ("load", "stall"):
+        raise ConfigError(f"--scenario {flags['scenario']!r} is unknown; choose load or stall.")
+    if flags["scenario"] == "load":
+        return None
+    counts = whole_numbers("--prompts", flags["prompts"], some=True)
+    lengths = (flags["prompt_len"], flags["stream_input_len"], flags["stream_output_len"])
+    return Scene(flags["streams"], counts, *lengths)
+
+
+def pairs(flag: str, given: Sequence[str] | None) -> dict[str, str]:
+    """``KEY=VALUE`` texts as a dict. Raises ConfigError."""
+    found = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise ConfigError(f"{flag} {text!r}: give KEY=VALUE.")
+        found[name] = value
+    return found
+
+
+def body_of(flags: dict[str, Any]) -> dict[str, Any]:
+    """Fields of requests. Raises ConfigError."""
+    flags = dict(flags)
+    try:
+        extra = json.loads(text := flags.pop("extra_body"))
+    except ValueError as error:
+        raise ConfigError(f"--extra-body is not valid JSON: {error}.") from None
+    if not isinstance(extra, dict):
+        raise ConfigError(f"--extra-body {text!r}: give a JSON object.")
+    ignore = {"ignore_eos": True} if flags.pop("ignore_eos") else {}
+    return {name: value for name, value in flags.items() if value is not None} | ignore | extra
+
+
+def command_line() -> str:
+    """The command as it was typed, for results files; values of keys are left out."""
+    import sys
+
+    shown, secret = [], False
+    for part in sys.argv[1:]:
+        shown.append("…" if secret else part.split("=")[0] + "=…" if part.startswith("--api-key=") else part)
+        secret = part in ("--api-key", "--header")
+    return " ".join(["unisono", *shown])
+
+
+def environment() -> dict[str, str]:
+    """Versions and machine of the client."""
+    import platform
+
+    import unisono
+
+    return {"unisono": unisono.__version__, "python": platform.python_version(), "cpus": str(os.cpu_count())}

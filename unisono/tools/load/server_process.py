@@ -1,0 +1,56 @@
+"""A server that a benchmark starts for itself: ``unisono serve`` in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from unisono.types import ConfigError, UnisonoError
+
+START_LIMIT, END_LIMIT = 600.0, 60.0
+"""Seconds for a server to start, and to end after SIGTERM."""
+
+
+def check_flags(model: str, flags: Sequence[str]) -> None:
+    """Whether ``unisono serve`` knows these flags, asked before anything is run. Raises ConfigError."""
+    command = [sys.executable, "-m", "unisono", "serve", model, *flags, "--help"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise ConfigError(result.stderr.strip().removeprefix("Error: "))
+
+
+def wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
+    """The URL that a starting server's log names once it serves. Raises UnisonoError if it ends or takes too long."""
+    end = time.monotonic() + START_LIMIT
+    while (match := re.search(r"Serving .* on (https?://\S+)/v1", log.read_text())) is None:
+        if process.poll() is not None or time.monotonic() > end:
+            raise UnisonoError(f"The server did not start: {log.read_text()[-600:]}")
+        time.sleep(0.05)
+    return match[1]
+
+
+@contextlib.contextmanager
+def served(model: str, flags: Sequence[str]) -> Iterator[str]:
+    """The URL of a server for ``model`` that lasts as long as this context."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the server ends with this process
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+        log = Path(directory) / "log"
+        command = [sys.executable, "-m", "unisono", "serve", model, "--port", "0", *flags]
+        with log.open("wb") as sink:
+            process = subprocess.Popen(command, stdout=sink, stderr=sink)
+        try:
+            yield wait_for_url(process, log)
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_LIMIT)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

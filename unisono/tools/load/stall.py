@@ -1,0 +1,269 @@
+"""The stall scenario: streams run, long prompts arrive. How long does a stream wait, and how fast are the prompts?
+
+Two ways to ask: :func:`over_http`, any server; :func:`in_engine`, this process's engine. Both give a :class:`Stall` for
+each number of prompts: the largest gap between two tokens of a stream from the prompts' arrival until each stream went
+on after the last prompt's first token, and the prompt tokens a second, with the streams and with nothing else running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from unisono.tools.load.client import Client, Target
+from unisono.tools.load.mixes import Turn
+from unisono.tools.load.prompts import Source
+from unisono.tools.load.streams import Answer, read
+from unisono.tools.load.wire import Exchange, now
+from unisono.types import ConfigError, UnisonoError
+
+SETTLED, AFTER = 16, 4
+"""Pieces of each stream before prompts are sent, and after the last prompt's first token."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """streams: that run, each begun with ``stream_input_len`` tokens and going on for up to ``stream_output_len``.
+    prompts: numbers of prompts to send at once, one after another; of ``prompt_len`` tokens each."""
+
+    streams: int
+    prompts: Sequence[int]
+    prompt_len: int
+    stream_input_len: int = 64
+    stream_output_len: int = 4096
+
+
+@dataclass(frozen=True)
+class Stall:
+    """What ``prompts`` prompts at once did. Gaps in milliseconds, rates in prompt tokens a second."""
+
+    prompts: int
+    prompt_len: int
+    streams: int
+    usual_gap_ms: float
+    largest_gap_ms: float
+    median_gap_ms: float
+    prompt_tokens_per_s: float
+    prompt_tokens_per_s_alone: float
+    mean_ttft_ms: float
+
+    @property
+    def share(self) -> float:
+        """Of the prompt throughput that is left with the streams running."""
+        return self.prompt_tokens_per_s / self.prompt_tokens_per_s_alone
+
+
+def table(found: Sequence[Stall]) -> str:
+    """As a Markdown table."""
+    lines = [
+        "| streams | prompts | gap before, ms | largest gap, ms | median gap, ms | prompt tokens/s | alone | share "
+        "| mean TTFT, ms |",
+        "|---" * 9 + "|",
+    ]
+    for s in found:
+        rates = f"{s.prompt_tokens_per_s:.0f} | {s.prompt_tokens_per_s_alone:.0f} | {s.share:.2f}"
+        gaps = f"{s.usual_gap_ms:.2f} | {s.largest_gap_ms:.1f} | {s.median_gap_ms:.2f}"
+        lines += [f"| {s.streams} | {s.prompts} × {s.prompt_len} | {gaps} | {rates} | {s.mean_ttft_ms:.0f} |"]
+    return "\n".join(lines)
+
+
+def as_json(found: Sequence[Stall]) -> list[dict[str, Any]]:
+    """As JSON, one mapping for each number of prompts."""
+    return [asdict(one) | {"prompt_throughput_share": one.share} for one in found]
+
+
+# ---- over HTTP ----------------------------------------------------------------------------------
+
+
+async def over_http(target: Target, source: Source, scene: Scene, seed: int) -> list[Stall]:
+    """Measure a server. Raises UnisonoError for a request that fails, ConfigError for streams that end too early."""
+    client, rng = Client(target, source, None), random.Random(seed)
+    await _prompts(client, source, rng, 1, scene.prompt_len)  # warm
+    alone = {}
+    for count in scene.prompts:
+        answers = await _prompts(client, source, rng, count, scene.prompt_len)
+        alone[count] = _rate(answers)
+    streams = [Exchange(now()) for _ in range(scene.streams)]
+    tasks = [asyncio.create_task(_stream(client, one, source, rng, scene)) for one in streams]
+    try:
+        found = []
+        for count in scene.prompts:
+            await _more(streams, tasks, SETTLED)
+            began = now()
+            answers = await _prompts(client, source, rng, count, scene.prompt_len)
+            await _more(streams, tasks, AFTER)
+            found.append(_stall(scene, count, streams, began, answers, alone[count]))
+        return found
+    finally:
+        for task in tasks:
+            task.cancel()  # closes the connection, which ends the request
+        await asyncio.gather(*tasks, return_exceptions=True)
+        client.wire.close()
+
+
+async def _stream(client: Client, into: Exchange, source: Source, rng: random.Random, scene: Scene) -> None:
+    """A stream until it is cancelled."""
+    turn = Turn(source.prompt(rng, scene.stream_input_len), scene.stream_input_len, scene.stream_output_len)
+    into.sent = now()
+    await client.wire.exchange(client.wire.request("POST", client.target.endpoint, _body(client, turn)), into)
+
+
+def _body(client: Client, turn: Turn) -> bytes:
+    chat = [{"role": "user", "content": turn.prompt}]
+    return client.body(chat if client.target.chats else turn.prompt, turn)
+
+
+async def _prompts(client: Client, source: Source, rng: random.Random, count: int, length: int) -> list[Answer]:
+    """Send prompts at once, one token of output each. Raises UnisonoError for one that fails."""
+    turns = [Turn(source.prompt(rng, length), length, 1) for _ in range(count)]
+    requests = [client.wire.request("POST", client.target.endpoint, _body(client, turn)) for turn in turns]
+    exchanges = await asyncio.gather(*(client.wire.exchange(request) for request in requests))
+    answers = [read(exchange, length, None)[0] for exchange in exchanges]
+    for answer in answers:
+        if answer.failure is not None and answer.failure[0] != "no text":  # a token may spell half a character
+            raise UnisonoError(f"a prompt of {length} tokens failed: {': '.join(answer.failure)}")
+        answer.times = answer.times or [answer.ended]
+    return answers
+
+
+def _rate(answers: Sequence[Answer]) -> float:
+    """Prompt tokens a second from the first prompt sent to the last first token."""
+    tokens = sum(answer.prompt_tokens for answer in answers)
+    return tokens / (max(a.times[0] for a in answers) - min(a.sent for a in answers))
+
+
+async def _more(streams: Sequence[Exchange], tasks: Sequence[asyncio.Task[None]], count: int) -> None:
+    """Wait until each stream got ``count`` more pieces."""
+    goals = [len(one.pieces) + count for one in streams]
+    while any(len(one.pieces) < goal for one, goal in zip(streams, goals, strict=True)):
+        for one, task in zip(streams, tasks, strict=True):
+            if task.done():
+                answer = read(one, 0, None)[0]
+                if answer.failure is not None:
+                    raise UnisonoError(f"a stream failed: {': '.join(answer.failure)}")
+                raise ConfigError("a stream ended before the prompts were done: raise --stream-output-len.")
+        await asyncio.sleep(0.001)
+
+
+def _stall(
+    scene: Scene, count: int, streams: Sequence[Exchange], began: float, answers: Sequence[Answer], alone: float
+) -> Stall:
+    heard = [[at for at, _ in one.pieces] for one in streams]
+    done = max(answer.times[0] for answer in answers)
+    return _measured(scene, count, heard, began, done, [a.ttft for a in answers], _rate(answers), alone)
+
+
+def _measured(
+    scene: Scene,
+    count: int,
+    heard: Sequence[Sequence[float]],
+    began: float,
+    done: float,
+    ttfts: Sequence[float],
+    rate: float,
+    alone: float,
+) -> Stall:
+    """heard: times of each stream's tokens. began, done: of the prompts."""
+    before, during = [], []
+    for times in heard:
+        pairs = list(pairwise(times))
+        before += [b - a for a, b in pairs if b <= began][-SETTLED:]
+        during += [b - a for a, b in pairs if b > began and a <= done]
+    return Stall(
+        count,
+        scene.prompt_len,
+        scene.streams,
+        1e3 * statistics.median(before),
+        1e3 * max(during),
+        1e3 * statistics.median(during),
+        rate,
+        alone,
+        1e3 * statistics.fmean(ttfts),
+    )
+
+
+# ---- in this process's engine -------------------------------------------------------------------
+
+
+def in_engine(llm: Any, scene: Scene, seed: int) -> list[Stall]:
+    """Measure the engine's own loop. Raises ConfigError for more streams and prompts than it takes."""
+    engine, rng = llm.engine, random.Random(seed)
+    limit, most = engine.config.max_model_len, engine.config.max_num_seqs
+    if scene.prompt_len + 2 > limit or scene.stream_input_len + scene.stream_output_len > limit:
+        raise ConfigError(f"--prompt-len {scene.prompt_len} or the streams are longer than --max-model-len {limit}.")
+    if scene.streams + max(scene.prompts) > most:
+        needed = scene.streams + max(scene.prompts)
+        raise ConfigError(f"--streams and --prompts are {needed} requests at once; --max-num-seqs is {most}.")
+    names = iter(f"stall-{i}" for i in range(1 << 30))
+    _prompts_in_engine(engine, rng, names, 1, scene.prompt_len, lambda at, deltas: None)  # warm
+    alone = {}
+    for count in scene.prompts:
+        began, ends = _prompts_in_engine(engine, rng, names, count, scene.prompt_len, lambda at, deltas: None)
+        alone[count] = count * scene.prompt_len / (max(ends) - began)
+    heard: dict[str, list[float]] = {}
+
+    def note(at: float, deltas: Sequence[Any]) -> None:
+        for delta in deltas:
+            if delta.request_id in heard and delta.token_ids:
+                heard[delta.request_id].append(at)
+                if delta.finish:
+                    raise ConfigError("a stream ended before the prompts were done: raise --stream-output-len.")
+
+    for _ in range(scene.streams):
+        heard[name := next(names)] = []
+        engine.add(_request(engine, rng, name, scene.stream_input_len, scene.stream_output_len))
+    found = []
+    for count in scene.prompts:
+        _step_until_more(engine, heard, SETTLED, note)
+        began, ends = _prompts_in_engine(engine, rng, names, count, scene.prompt_len, note)
+        _step_until_more(engine, heard, AFTER, note)
+        rate = count * scene.prompt_len / (max(ends) - began)
+        ttfts = [end - began for end in ends]
+        found.append(_measured(scene, count, list(heard.values()), began, max(ends), ttfts, rate, alone[count]))
+    for name in heard:
+        engine.abort(name)
+    while engine.has_work():
+        engine.step()
+    return found
+
+
+def _request(engine: Any, rng: random.Random, name: str, length: int, output: int) -> Any:
+    from unisono.types import EngineRequest, SamplingParams
+
+    vocab = engine.checkpoint.config.vocab_size
+    params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, seed=0)
+    return EngineRequest(name, [rng.randrange(vocab) for _ in range(length)], params)
+
+
+Note = Callable[[float, Sequence[Any]], None]
+
+
+def _prompts_in_engine(
+    engine: Any, rng: random.Random, names: Any, count: int, length: int, note: Note
+) -> tuple[float, list[float]]:
+    """Add prompts at once and step to their ends -> (when they were added, when each had its first token)."""
+    requests = [_request(engine, rng, next(names), length, 1) for _ in range(count)]
+    left, ends, began = {one.request_id for one in requests}, [], now()
+    for one in requests:
+        engine.add(one)
+    while left:
+        deltas = engine.step()
+        at = now()
+        note(at, deltas)
+        for delta in deltas:
+            if delta.request_id in left and delta.token_ids:
+                left.discard(delta.request_id)
+                ends.append(at)
+    return began, ends
+
+
+def _step_until_more(engine: Any, heard: dict[str, list[float]], count: int, note: Note) -> None:
+    goals = {name: len(times) + count for name, times in heard.items()}
+    while any(len(heard[name]) < goal for name, goal in goals.items()):
+        deltas = engine.step()
+        note(now(), deltas)

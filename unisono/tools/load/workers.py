@@ -1,0 +1,117 @@
+"""Runs a load in one event loop, or in several processes when one could not read the tokens fast enough."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import multiprocessing
+import resource
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from unisono.tools.load.client import Client, Outcome, Target
+from unisono.tools.load.mixes import Conversation
+from unisono.tools.load.prompts import Source
+from unisono.tools.load.wire import now
+from unisono.types import UnisonoError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Load:
+    """Conversations, when they begin (seconds after the start), and how many requests run at once (None: any)."""
+
+    target: Target
+    source: Source
+    asked: Sequence[Conversation]
+    times: Sequence[float]
+    most: int | None = None
+
+    def parts(self, count: int) -> list[Load]:
+        """``count`` loads that together are this one."""
+        count = max(1, min(count, len(self.asked), self.most or len(self.asked)))
+        most = [None] * count if self.most is None else [(self.most + i) // count for i in range(count)]
+        return [
+            Load(self.target, self.source, self.asked[i::count], self.times[i::count], most[i]) for i in range(count)
+        ]
+
+
+def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine in an event loop of its own: uvloop's where there is one."""
+    factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(work())
+
+
+def run_load(load: Load, processes: int = 1) -> list[Outcome]:
+    """Run a load in ``processes`` processes; one outcome for each. Raises UnisonoError if one of them died."""
+    _raise_file_limit()
+    parts = load.parts(processes)
+    if len(parts) == 1:
+        with _no_collections():
+            return [_run_part(parts[0], None)]
+    context = multiprocessing.get_context("spawn")
+    children = []
+    try:
+        for part in parts:
+            ours, theirs = context.Pipe()
+            child = context.Process(target=_child, args=(theirs, part), daemon=True)
+            child.start()
+            theirs.close()
+            children.append((child, ours))
+        for _, ours in children:
+            ours.recv()  # it is ready
+        start = now() + 0.05
+        for _, ours in children:
+            ours.send(start)
+        return [ours.recv() for _, ours in children]
+    except EOFError:
+        raise UnisonoError("a client process died; --client-processes 1 shows its error.") from None
+    finally:
+        for child, _ in children:
+            child.join(5)
+            if child.is_alive():
+                child.kill()
+
+
+def _child(pipe: Any, part: Load) -> None:
+    with _no_collections():
+        pipe.send(None)
+        pipe.send(_run_part(part, pipe.recv()))
+
+
+def _run_part(part: Load, start: float | None) -> Outcome:
+    """start: when the load begins; None: now."""
+
+    async def work() -> Outcome:
+        client = Client(part.target, part.source, part.most)
+        return await client.run(part.asked, part.times, now() if start is None else start)
+
+    return run(work)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """A garbage collection in mid-load would look like a slow server."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def _raise_file_limit() -> None:
+    """Every connection is a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
