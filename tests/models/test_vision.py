@@ -197,6 +197,24 @@ def test_values_that_are_not_computed(name, made, tmp_path):
         Checkpoint.open(directory)
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.full)])
+def test_any_value_is_read_or_refused(family, made, tmp_path):
+    """No other error, and no memory for what the tensors do not have."""
+    source = json.loads((made[family] / "config.json").read_text())
+    (tmp_path / WEIGHTS).symlink_to(shutil.copy(made[family] / WEIGHTS, tmp_path / "weights"))
+    refused = 0
+    for name in (*source["vision_config"], "vision_config"):
+        for value in (0, "x", 9999):
+            raw = json.loads(json.dumps(source))
+            (raw["vision_config"] if name != "vision_config" else raw)[name] = value
+            (tmp_path / "config.json").write_text(json.dumps(raw))
+            try:
+                load_tower(Checkpoint.open(tmp_path), dtype=torch.float32, device="cpu")
+            except CheckpointError:
+                refused += 1
+    assert refused > 40
+
+
 def test_sections_in_blocks_are_all_planes(made, tmp_path):
     raw = json.loads((made["qwen2_5_vl"] / "config.json").read_text())
     raw["text_config"]["rope_parameters"]["mrope_section"] = [4, 2, 3]

@@ -91,27 +91,37 @@ def load_tower(
 
     None where config.json describes none, and where the checkpoint holds no tensor of it: the export of a text model.
     """
-    config = checkpoint.config.vision
-    names: dict[str, Place] = {}
+    config, family = checkpoint.config.vision, checkpoint.family
     tensors = checkpoint.tensors() if config is not None and load_format != "dummy" else {}
     prefix = next((p for p in TOWER_PREFIXES if any(name.startswith(p) for name in tensors)), None)
     if config is None or (prefix is None and load_format != "dummy"):
         return None
 
     def format(module: str) -> WeightFormat:
-        name = TOWER_PREFIXES[0] + checkpoint_name(checkpoint.family.tower, module)
+        name = TOWER_PREFIXES[0] + checkpoint_name(family.tower, module)
         return checkpoint.quantization.format(f"tower.{module}", name)
 
-    builder = Builder(config.tower.width, NORM_EPS, dtype, device, no_attention, 0, format)
-    tower = _made(checkpoint, lambda: VisionTower(config, builder))
+    def made_on(device: torch.device | str) -> VisionTower:
+        builder = Builder(config.tower.width, NORM_EPS, dtype, device, no_attention, 0, format)
+        return _made(checkpoint, lambda: VisionTower(config, builder))
+
+    def named(tower: VisionTower, prefix: str) -> dict[str, Place]:
+        names = ((prefix + checkpoint_name(family.tower, module), kind, p) for module, kind, p in places(tower))
+        return {tensor_name(name, kind): place for name, kind, place in names}
+
     if prefix is None:
+        tower = made_on(device)
         fill_randomly(tower, seed)
         return tower.eval()
-    for module, kind, place in places(tower):
-        names[tensor_name(prefix + checkpoint_name(checkpoint.family.tower, module), kind)] = place
     why = f"the vision tower of a {checkpoint.config.architecture} with this config.json has no place for it"
-    check(names, tensors, checkpoint.path, lambda name: why if name.startswith(prefix) else None)
-    fill(names, tensors, device, lambda share: progress("load tower", share))
+    if config.tower.depth > len(tensors):
+        raise CheckpointError(
+            f"{checkpoint.path}: vision_config asks for {config.tower.depth} blocks; there are {len(tensors)} tensors."
+        )
+    wanted = named(made_on("meta"), prefix)  # checked before memory is taken
+    check(wanted, tensors, checkpoint.path, lambda name: why if name.startswith(prefix) else None)
+    tower = made_on(device)
+    fill(named(tower, prefix), tensors, device, lambda share: progress("load tower", share))
     _check_finite(tower, checkpoint)
     return tower.eval()
 
