@@ -23,6 +23,7 @@ from tests.server.conftest import ROOT, Server, serving
 
 QUESTION = "Lena has 5 boxes with 12 pens each. She gives away 9 pens. How many pens are left?"
 ASK: list[Any] = [{"role": "user", "content": QUESTION}]
+GREEDY = {"temperature": 0}
 SHORT: list[Any] = [{"role": "user", "content": "hi"}]
 PENS = {
     "type": "object",
@@ -171,9 +172,9 @@ def test_unknown_parameters_of_features(client: openai.OpenAI) -> None:
 def test_anthropic(tiny: Server) -> None:
     anthropic = pytest.importorskip("anthropic")
     client = anthropic.Anthropic(base_url=tiny.url, api_key="none", max_retries=0, timeout=60)
-    answer = client.messages.create(model="tiny", max_tokens=16, temperature=0, messages=ASK, system="Be brief.")
+    answer = client.messages.create(model="tiny", max_tokens=16, messages=ASK, system="Be brief.", extra_body=GREEDY)
     assert answer.content[0].text
-    with client.messages.stream(model="tiny", max_tokens=16, temperature=0, messages=ASK, system="Be brief.") as stream:
+    with client.messages.stream(model="tiny", max_tokens=16, messages=ASK, system="Be brief.", extra_body=GREEDY) as stream:
         assert "".join(stream.text_stream) == answer.content[0].text
     assert client.messages.count_tokens(model="tiny", messages=SHORT).input_tokens > 0
 
