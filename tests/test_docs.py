@@ -56,6 +56,7 @@ def test_training_commands(module: str) -> None:
         assert re.search(rf"{flag}(?![\w-])", shown), flag
 
 
+@pytest.mark.full
 def test_train_and_serve_a_draft(tmp_path: Path) -> None:
     """The three commands in order, with less data and time; ``serve``'s flags are given to ``explain``, which ends."""
     page = (ROOT / "docs/training-a-draft.md").read_text()

@@ -64,6 +64,9 @@ def _engine_flags(
     snapshot_share: Annotated[
         float, typer.Option(help="Of models with recurrent layers: share of the KV cache for prefix snapshots.")
     ] = 0.1,
+    mm_encoder_cache_gb: Annotated[
+        float | None, typer.Option(help="GiB that encoded pictures may take on the device; default: 1, on a CPU 0.25.")
+    ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
     num_pages: Annotated[int | None, typer.Option(help="KV pages of 16 tokens; default: what fits.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per pass.")] = None,

@@ -242,6 +242,7 @@ def test_a_path_ends_where_it_ends(qwen3: Path) -> None:
         assert entry.rounds == [2] * 6
 
 
+@pytest.mark.full
 def test_more_paths_accept_more(qwen3: Path, tmp_path: Path) -> None:
     """A draft model with noise, drawing with the target's noise: what a chain misses, a second path often has."""
     draft = noisy(qwen3, tmp_path / "draft", 0.08)

@@ -20,7 +20,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from tests.server import pictures_ as pics
 from tests.server.conftest import until
 from unisono.frontend.input_processor import InputProcessor, ModelFacts
-from unisono.frontend.media.loader import MediaLoader, Vision
+from unisono.frontend.media.loader import MediaLoader, Vision, _Kept
 from unisono.frontend.media.settings import MediaSettings
 from unisono.frontend.media.sources import MediaSource, Options
 from unisono.frontend.media.videos import VideoRules, resized, sampled, video_rules
@@ -297,7 +297,7 @@ def test_names_stand_for_pictures(inputs: InputProcessor) -> None:
         inputs.prompt(given | {"multi_modal_uuids": {"image": ["a", "b"]}})
 
 
-def test_what_was_preprocessed_is_kept(style: str, directory: Path, inputs: InputProcessor) -> None:
+def test_what_was_preprocessed_is_kept(inputs: InputProcessor) -> None:
     """The same bytes with the same options are decoded once; the oldest go first."""
     asked: list[Any] = []
     workers = inputs.media.workers
@@ -316,10 +316,13 @@ def test_what_was_preprocessed_is_kept(style: str, directory: Path, inputs: Inpu
         assert len(asked) == 2
     finally:
         workers.ask = ask  # type: ignore[method-assign]
-    small = MediaLoader(facts(style).vision, directory, MediaSettings(mm_processor_cache_gb=0), "float32", CONTEXT)
-    small.load(MediaSource("image", "p", data))
-    assert not small._kept._items
-    small.close()
+    kept = _Kept(2 * 77 * 66 * 100)
+    for number in range(3):
+        item = inputs.media.load(MediaSource("image", "p", pics.picture(77, 66, number)))
+        kept.put(bytes([number]), item, ("image", f"name {number}"))
+    kept._size = len(item.pixels.data)
+    kept.put(bytes([2]), item)
+    assert [kept.get(("image", f"name {number}")) for number in range(3)] == [None, None, item]
 
 
 def test_a_worker_that_dies_is_replaced(inputs: InputProcessor) -> None:
@@ -343,8 +346,9 @@ def test_a_worker_that_dies_is_replaced(inputs: InputProcessor) -> None:
     load(MediaSource("image", "p", pics.picture(40, 40, 3)))
 
 
-def test_broken_processors(tmp_path: Path, style: str) -> None:
+def test_broken_processors(tmp_path: Path) -> None:
     """A processor that contradicts the tower, or is another model's, keeps a server from starting."""
+    style = "qwen3_vl"
     pics.write_checkpoint(tmp_path, style)
     vision = Vision.of(pics.vision(style) | {"patch_size": 8})
     with pytest.raises(CheckpointError, match=r"'patch_size': 1[46]\}, which config.json contradicts"):

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel
 
 from tests.models.harness import load as load_decoder
 from tests.models.hybrids import reference, renamed
 from tests.models.make import TOWERS, make_checkpoint
 from unisono.models.checkpoint import WEIGHTS, Checkpoint
 from unisono.models.loader import load_tower
-from unisono.models.vision.config import MAX_GRID_SIDE, TowerSpec
+from unisono.models.vision.config import MAX_GRID_SIDE
 from unisono.models.vision.grids import Grid, patches
 from unisono.models.vision.tower import VisionTower
 from unisono.types import CheckpointError
@@ -180,6 +181,7 @@ BAD = {
     "num_position_embeddings": (24, r"num_position_embeddings=24: it must be a square number"),
     "deepstack_visual_indexes": ([0, 3], r"deepstack_visual_indexes=\(0, 3\): blocks in order, below 3"),
     "spatial_merge_size": (0, r"merge=0: it must be at least 1"),
+    "image_token_id": (269, r"image_token_id=269: it must be a token of the vocabulary, whose ids are 0 to 268"),
     "depth": (10**9, r"depth=1000000000 is out of range"),
 }
 
@@ -189,7 +191,7 @@ def test_values_that_are_not_computed(name, made, tmp_path):
     value, message = BAD[name]
     directory = shutil.copytree(made["qwen3_vl"], tmp_path / "other", ignore=shutil.ignore_patterns(WEIGHTS))
     raw = json.loads((directory / "config.json").read_text())
-    raw["vision_config"][name] = value
+    (raw if name in raw else raw["vision_config"])[name] = value
     (directory / "config.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(directory)
@@ -212,11 +214,65 @@ def test_a_config_without_a_tower_is_a_text_models(made, tmp_path):
     assert load_tower(checkpoint, dtype=torch.float32, device="cpu", load_format="dummy") is None
 
 
-def test_the_towers_that_there_are():
-    """Sizes as their config.json says: heads of 72, 64 and 80."""
-    assert TowerSpec(27, 1152, 16, 4304).head_dim == 72
-    assert TowerSpec(24, 1024, 16, 4096).head_dim == 64
-    assert TowerSpec(32, 1280, 16, 3420, gated=True, activation="silu", window=8).head_dim == 80
+HUB_QWEN2_5_VL = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "image_token_id": 151655,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 28,
+    "model_type": "qwen2_5_vl",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "video_token_id": 151656,
+    "vision_config": {
+        "depth": 32,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "in_chans": 3,
+        "intermediate_size": 3420,
+        "model_type": "qwen2_5_vl",
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+        "tokens_per_second": 2,
+        "window_size": 112,
+    },
+    "vision_end_token_id": 151653,
+    "vision_start_token_id": 151652,
+    "vision_token_id": 151654,
+    "vocab_size": 152064,
+}
+"""As the hub's Qwen2.5-VL-7B-Instruct spells it: the text model's fields lie flat."""
+
+
+def test_the_hubs_sizes(tmp_path):
+    """As many elements as transformers' towers have; heads of 72 and of 80."""
+    (tmp_path / "config.json").write_text(json.dumps(HUB_QWEN2_5_VL))
+    shape = Path(__file__).parent.parent.parent / "benchmarks" / "shapes" / "qwen3-vl-8b"
+    sizes = {shape: (72, 1536, (24, 20, 20), (8, 16, 24), 0), tmp_path: (80, 1176, (16, 24, 24), (), 8)}
+    for directory, (head_dim, elements, section, levels, window) in sizes.items():
+        checkpoint = Checkpoint.open(directory)
+        vision = checkpoint.config.vision
+        assert (vision.tower.head_dim, vision.patch_elements, vision.mrope_section) == (head_dim, elements, section)
+        assert (vision.tower.deepstack_blocks, vision.tower.window) == (levels, window)
+        tower = load_tower(checkpoint, dtype=torch.bfloat16, device="meta", load_format="dummy")
+        with torch.device("meta"):
+            theirs = AutoModel.from_config(AutoConfig.from_pretrained(directory).vision_config)
+        assert sum(p.numel() for p in tower.parameters()) == sum(p.numel() for p in theirs.parameters())
 
 
 # ---- loading ----------------------------------------------------------------------------------------
@@ -315,6 +371,10 @@ def test_a_text_models_export_has_no_tower(made, tmp_path):
 
     checkpoint = Checkpoint.open(renamed(made["qwen3_vl"], tmp_path / "text", text))
     assert load_tower(checkpoint, dtype=torch.float32, device="cpu") is None
+    ((beginning, count, why),) = checkpoint.unread()
+    assert (beginning, count) == ("model.visual.*", "no tensors")
+    assert "pictures are refused" in why
+    assert Checkpoint.open(made["qwen3_vl"]).unread() == []
 
 
 def test_dummy_weights(made, tmp_path):

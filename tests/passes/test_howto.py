@@ -24,6 +24,7 @@ def test_the_one_command_passes(package: Path) -> None:
     assert "4 passed" in said, said
 
 
+@pytest.mark.full
 def test_the_one_command_fails_a_broken_feature(package: Path) -> None:
     """One that reports another row's number: a tree's best path is not always the first."""
     feature = package / f"{MODULE}.py"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import sys
 import threading
 import time
@@ -70,6 +71,32 @@ def test_a_full_queue_is_503_with_retry_after(start: Start, pool: ThreadPoolExec
     assert all(future.result().status_code == 200 for future in long)
     assert ask(server).status_code == 200
     assert "503 queue_full" in server.log.read_text()
+
+
+def unfinished(server: Server, key: str, size: int) -> socket.socket:
+    """A connection whose request has sent all of its body but the last byte."""
+    connection = socket.create_connection((httpx.URL(server.url).host, httpx.URL(server.url).port), timeout=20)
+    head = f"POST {TEXT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-type: application/json\r\n"
+    connection.sendall(f"{head}content-length: {size + 1}\r\n\r\n".encode() + b" " * size)
+    return connection
+
+
+def test_bodies_that_wait_are_bounded(start: Start, tmp_path: Path) -> None:
+    """Who has more than a share of the bytes is refused, the others are served; all bytes come back."""
+    file = key_file(tmp_path, alice="", bob="")
+    server = start(api_key_file=str(file), load={"max_waiting_bytes": 100_000})
+    server.http.headers["authorization"] = "Bearer bob"
+    for _ in range(3):
+        with unfinished(server, "alice", 90_000), unfinished(server, "alice", 20_000) as second:
+            answer = ""
+            while "}" not in answer:
+                answer += second.recv(4096).decode()
+            assert answer.startswith("HTTP/1.1 503")
+            assert "retry-after" in answer.lower()
+            assert "too_many_bytes" in answer
+            assert ask(server, "bob", user="u" * 20_000).status_code == 200
+        until(lambda: ask(server, "alice", user="u" * 99_000).status_code == 200)
+    assert refused(server, "too_many_bytes", "alice") >= 3
 
 
 def test_openai_clients_try_again(start: Start, pool: ThreadPoolExecutor) -> None:

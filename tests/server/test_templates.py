@@ -62,7 +62,7 @@ def test_what_would_take_all_is_ended(renderer: Renderer, text: str) -> None:
     before = time.monotonic()
     with pytest.raises((TemplateTooHard, TemplateFailed)):
         renderer.render(text, HI)
-    assert time.monotonic() - before < 9
+    assert time.monotonic() - before < 30
     before = time.monotonic()
     assert renderer.render(PLAIN, HI, add_generation_prompt=True) == "<user>Hello<assistant>"
     assert time.monotonic() - before < 2, "another process is forked, not started"

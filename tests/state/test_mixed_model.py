@@ -131,7 +131,7 @@ def test_a_conversation_is_cached_alike_with_drafts(mixed: Path) -> None:
     assert found[0] == found[4]
 
 
-@pytest.mark.parametrize("method", [None, "ngram"])
+@pytest.mark.parametrize("method", [pytest.param(None, marks=pytest.mark.full), "ngram"])
 def test_a_snapshot_is_taken_where_prompts_branch(method: str | None, mixed: Path) -> None:
     """The second prompt with the same beginning leaves a snapshot after the last page they share; the third hits it."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -165,8 +165,16 @@ def drafters(mixed: Path, folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("way", ["batched", "scarce pages"])
-@pytest.mark.parametrize("method", ["ngram", "suffix", "standalone", "eagle", "eagle3", "mtp", "mtp_frozen"])
+METHODS = ("ngram", "suffix", "standalone", "eagle", "eagle3", "mtp", "mtp_frozen")
+USUAL = {("ngram", "scarce pages"), ("mtp", "batched"), ("mtp", "scarce pages")}
+CELLS = [
+    pytest.param(method, way, marks=() if (method, way) in USUAL else pytest.mark.full)
+    for method in METHODS
+    for way in ("batched", "scarce pages")
+]
+
+
+@pytest.mark.parametrize(("method", "way"), CELLS)
 def test_same_bytes_with_every_drafter(
     method: str, way: str, mixed: Path, plain: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +188,7 @@ def test_same_bytes_with_every_drafter(
         llm.engine.check_integrity()
 
 
-@pytest.mark.parametrize("method", ["ngram", "eagle3"])
+@pytest.mark.parametrize("method", ["ngram", pytest.param("eagle3", marks=pytest.mark.full)])
 def test_same_bytes_with_trees(method: str, mixed: Path, plain: list[list[int]], tmp_path: Path) -> None:
     spec = SpeculativeConfig.parse({"method": method, **TREES["binary"], **drafters(mixed, tmp_path)[method]})
     with engine(mixed, **FLAGS, speculative=spec) as llm:
@@ -189,6 +197,7 @@ def test_same_bytes_with_trees(method: str, mixed: Path, plain: list[list[int]],
         assert llm.engine.counters.accepted_tokens > 0
 
 
+@pytest.mark.full
 def test_accepted_drafts_are_remembered_wherever_a_page_ends(mixed: Path) -> None:
     """A text that repeats itself, so that drafts are accepted across many page ends."""
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, allowed_token_ids=(7, 8))
@@ -201,7 +210,7 @@ def test_accepted_drafts_are_remembered_wherever_a_page_ends(mixed: Path) -> Non
             assert llm.engine.counters.accepted_tokens > 20
 
 
-@pytest.mark.parametrize("method", [None, "eagle"])
+@pytest.mark.parametrize("method", [pytest.param(None, marks=pytest.mark.full), "eagle"])
 def test_a_running_prompt_moves_to_another_engine(method: str | None, mixed: Path, tmp_path: Path) -> None:
     """Its pages, windows, snapshots and the drafter's state: the other engine goes on from there with the same
     bytes."""

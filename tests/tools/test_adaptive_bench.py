@@ -21,7 +21,8 @@ def run(*args: str) -> str:
     return done.output
 
 
-@pytest.mark.parametrize("rates", ["0.9,0.7", pytest.param("", marks=pytest.mark.full)], ids=["synthetic", "problems"])
+@pytest.mark.full
+@pytest.mark.parametrize("rates", ["0.9,0.7", ""], ids=["synthetic", "problems"])
 def test_every_way_is_measured_and_written(tmp_path: Path, rates: str) -> None:
     out = tmp_path / "results.json"
     flags = ["--concurrency", "2", "--rounds", "12", "--cycles", "1", "--context", "32", "--out", str(out)]

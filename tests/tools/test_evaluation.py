@@ -47,7 +47,10 @@ def test_most_are_right(plain: tuple[int, int, float | None]) -> None:
     assert accept_length is None
 
 
-@pytest.mark.parametrize("method", HEADS)
+USUAL = ("eagle3", "mtp")
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in USUAL else pytest.mark.full) for m in HEADS])
 def test_bundled_heads_reach_their_bars_and_change_no_answer(method: str, plain: tuple[int, int, float | None]) -> None:
     right, tokens, accept_length = run(SpeculativeConfig(method, HEADS[method], 3))
     assert (right, tokens) == plain[:2]
@@ -83,6 +86,7 @@ def test_a_model_that_sees_is_asked_about_pictures() -> None:
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(data))), draw(problem.scene))
 
 
+@pytest.mark.full
 def test_bench_tells_what_a_drafter_brings() -> None:
     result = CliRunner().invoke(app, ["bench", "drafters", "--problems", "3", "--batch", "1,2", "--methods", "eagle3"])
     assert result.exit_code == 0, result.output

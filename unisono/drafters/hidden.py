@@ -52,12 +52,22 @@ def seen_size(features: Features, context: DrafterContext) -> int:
     return context.target.config.hidden_size * max(1, len(features.aux_layers))
 
 
+def seen_by(module: DraftModule, context: DrafterContext) -> tuple[str, str]:
+    """What a module reads where a prompt has pictures, and why."""
+    if module.sees_embeddings:
+        return "pictures", "it reads the target's embeddings, without deepstack, at the target's rotary positions"
+    return "token ids", f"its embeddings are not {context.target.config.hidden_size} wide, as the target's are"
+
+
 class DraftModule(Protocol):
     """One module with one KV layer; see ``models/draft.py`` for the three calls."""
 
     config: DecoderConfig
     lm_head: Linear
     ids: torch.Tensor | None
+
+    @property
+    def sees_embeddings(self) -> bool: ...
 
     def encode(self, seen: torch.Tensor) -> torch.Tensor: ...
 
@@ -145,6 +155,8 @@ class HiddenDrafter:
         self.module = self.build(context)
         self.module.lm_head = self.weights.head(self.module.lm_head)
         context.decide("draft weights", *self.weights.decision())
+        if context.target.config.vision is not None:
+            context.decide("drafter sees", *seen_by(self.module, context))
         prove_linears(self.module.modules())
         c = self.module.config
         if context.max_model_len > c.max_positions:

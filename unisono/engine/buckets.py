@@ -155,8 +155,8 @@ def engine_buckets(
         buckets.append(buckets_of(programs["extend"], config, 1, variant))
         buckets.append(buckets_of(programs["score"], config, 1, replace(variant, logits=Logits.ALL)))
     for more in expected:
-        variant = buckets_of(programs["extend"], config, 1, features | more)
-        buckets.append(replace(variant, on_demand=config.device.type == "cpu"))
+        usual = buckets_of(programs["extend"], config, 1, features | more)
+        buckets.append(replace(usual, on_demand=config.device.type == "cpu"))
     for drafts in {choices[0], choices[-1]}:
         buckets.append(buckets_of(programs["verify"], config, 1 + drafts, masked))
     if "draft" in programs:

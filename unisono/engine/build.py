@@ -6,6 +6,7 @@ Every rank is built the same way. Rank 0 then plans and captures graphs through 
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from unisono.passes.modules import Modules
 from unisono.passes.round import catch_up_program, draft_program, held_drafts, round_program, verify_program
 from unisono.passes.slot_tensors import rotary_positions
 from unisono.passes.tree import Tree, path_pages
-from unisono.program import NO_FEATURES, Hidden, Program, Shape
+from unisono.program import NO_FEATURES, Features, Hidden, Program, Shape
 from unisono.sampling.pipeline import DraftSampler
 from unisono.state.specs import ALL, PAGE_SIZE
 from unisono.state.store import StateStore
@@ -133,8 +134,7 @@ class Build:
     def buckets(self, programs: dict[str, Program]) -> list[Buckets]:
         """What may be captured of these programs."""
         features = self.worker.drafter.features
-        expected = [feature.expected for feature in self.request_features if feature.expected != NO_FEATURES]
-        buckets = engine_buckets(programs, self.config, self.choices, features, self.max_unobserved, expected)
+        buckets = engine_buckets(programs, self.config, self.choices, features, self.max_unobserved, self._expected)
         return [*buckets, *(own_buckets(own, self.config) for own in self._own_programs)]
 
     def _leave_a_core(self) -> None:
@@ -195,6 +195,11 @@ class Build:
             decide=self.decide,
         )
         return [feature(context) for feature in listed]
+
+    @property
+    def _expected(self) -> list[Features]:
+        """What features expect many prompt passes to need."""
+        return [feature.expected for feature in self.request_features if feature.expected != NO_FEATURES]
 
     @property
     def _own_programs(self) -> list[OwnProgram]:
@@ -274,7 +279,8 @@ class Build:
 
         def measure() -> int:
             passes, masked = self._programs(), replace(worker.drafter.features, masks=True)
-            largest = [(passes["extend"].of(masked), Shape(config.max_num_batched_tokens))]
+            prompts = functools.reduce(operator.or_, self._expected, masked)
+            largest = [(passes["extend"].of(prompts), Shape(config.max_num_batched_tokens))]
             if self.paths > 1:  # the rounds of a tree may be larger than any prompt pass
                 largest.append((passes["round"].of(masked), Shape(config.max_num_seqs, self.width)))
             largest += [(own.program, Shape(own.most)) for own in self._own_programs]

@@ -17,7 +17,7 @@ import torch
 from unisono import catalog
 from unisono.layers.formats import PLAIN, WeightFormat
 from unisono.models.build import plain
-from unisono.models.config import DecoderConfig, Family
+from unisono.models.config import TOWER_PREFIXES, DecoderConfig, Family
 from unisono.models.quantization import PLAIN_WEIGHTS, Quantization, find_quantization
 from unisono.models.weights import TensorInfo, read_header
 from unisono.types import CheckpointError
@@ -99,11 +99,18 @@ class Checkpoint:
         return read_tensors(self.path)
 
     def unread(self) -> list[tuple[str, str, str]]:
-        """(how their names begin, how many there are, why) of tensors that its family passes over."""
+        """(how their names begin, how many there are, why) of tensors that its family passes over.
+
+        And of a tower's, where config.json describes one and there is none.
+        """
         beginnings = self.family.unread
-        names = self.tensors() if beginnings else ()
+        names = self.tensors() if beginnings or self.config.vision is not None else ()
         counts = {b: sum(name.startswith(b) for name in names) for b in beginnings}
-        return [(f"{b}*", f"{counts[b]} tensors not read", why) for b, why in beginnings.items() if counts[b]]
+        found = [(f"{b}*", f"{counts[b]} tensors not read", why) for b, why in beginnings.items() if counts[b]]
+        if self.config.vision is not None and not any(name.startswith(TOWER_PREFIXES) for name in names):
+            why = "config.json describes a vision tower, which the checkpoint does not hold: pictures are refused"
+            found.append((f"{TOWER_PREFIXES[0]}*", "no tensors", why))
+        return found
 
 
 def read_tensors(directory: Path) -> dict[str, TensorInfo]:

@@ -39,7 +39,7 @@ REQUEST_BUCKETS = (
 STEP_BUCKETS = tuple(float(2**power) for power in range(15))
 REFUSALS = (
     "engine_dead", "invalid_api_key", "operators_only", "queue_full", "rate_limit_exceeded", "shutting_down",
-    "sleeping", "too_many_concurrent_requests",
+    "sleeping", "too_many_bytes", "too_many_concurrent_requests",
 )  # fmt: skip
 """Codes of errors of requests that are refused for what the server or the client is, not for what they ask."""
 FINISHED = ("stop", "length", "abort", "error")

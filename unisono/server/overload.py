@@ -30,12 +30,14 @@ REMEMBERED = 1024
 
 @dataclass(frozen=True)
 class LoadLimits:
-    """max_queued_requests: sequences beyond those that run at once. client: of each that has no limits of its own.
+    """max_queued_requests: sequences beyond those that run at once. max_waiting_bytes: of bodies that are not prepared
+    yet. client: of each that has no limits of its own.
 
     Raises ConfigError.
     """
 
     max_queued_requests: int = 4096
+    max_waiting_bytes: int = 1 << 30
     client: ClientLimits = field(default_factory=ClientLimits)
 
     @staticmethod
@@ -46,7 +48,7 @@ class LoadLimits:
     ) -> LoadLimits:
         """From the flags of these names."""
         client = ClientLimits(max_concurrent_requests_per_key, max_requests_per_minute_per_key)
-        return LoadLimits(max_queued_requests, client)
+        return LoadLimits(max_queued_requests, client=client)
 
     def __post_init__(self) -> None:
         if self.max_queued_requests < 0:
@@ -63,10 +65,11 @@ class LoadLimits:
 
 @dataclass
 class _Usage:
-    """Of one client: requests and sequences under way."""
+    """Of one client: requests and sequences under way, and the bytes of bodies that are not prepared yet."""
 
     requests: int = 0
     sequences: int = 0
+    bytes: int = 0
 
 
 @dataclass
@@ -84,7 +87,7 @@ class Admission:
         self._limits, self._slots, self._clock = limits or LoadLimits(), slots, clock
         self._usage: dict[str, _Usage] = {}
         self._buckets: dict[str, _Bucket] = {}
-        self._remembered, self._total = REMEMBERED, 0
+        self._remembered, self._total, self._bytes = REMEMBERED, 0, 0
         self._left: deque[tuple[float, int]] = deque(maxlen=256)  # when sequences ended, and how many
         self.turnstile = Turnstile(PLACES)
 
@@ -130,6 +133,23 @@ class Admission:
         after = self._seconds_until_room(self._total - room + 1)
         raise ApiError(503, message, "service_unavailable_error", code="queue_full", retry_after=after)
 
+    def _grow(self, ticket: Ticket, count: int) -> None:
+        """Count bytes of a body. Where there are too many, who has more than a fair share of them is refused."""
+        usage, most = self._usage[ticket.client.label], self._limits.max_waiting_bytes
+        total, own = self._bytes + count, usage.bytes + count
+        if total > most and (total > 2 * most or own * len(self._usage) > most):
+            message = (
+                f"Bodies of {self._bytes >> 20} MiB wait to be read, and {most >> 20} MiB may. Send it again later."
+            )
+            after = MAX_RETRY_AFTER // 12
+            raise ApiError(503, message, "service_unavailable_error", code="too_many_bytes", retry_after=after)
+        self._bytes, usage.bytes, ticket.bytes = total, own, ticket.bytes + count
+
+    def _shrink(self, ticket: Ticket) -> None:
+        self._bytes -= ticket.bytes
+        self._usage[ticket.client.label].bytes -= ticket.bytes
+        ticket.bytes = 0
+
     def _seconds_until_room(self, wanted: int) -> int:
         """How long it takes until that many sequences have ended, at the rate of the last ones."""
         if len(self._left) < 2:
@@ -164,6 +184,7 @@ class Admission:
 
     def _leave(self, ticket: Ticket) -> None:
         self._resize(ticket, 0)
+        self._shrink(ticket)
         usage = self._usage[ticket.client.label]
         usage.requests -= 1
         if not usage.requests:
@@ -174,7 +195,7 @@ class Ticket:
     """A request that was taken on. It is given back once for each holder: its HTTP request, and what goes on after."""
 
     def __init__(self, admission: Admission, client: Client) -> None:
-        self._admission, self.client, self.sequences = admission, client, 0
+        self._admission, self.client, self.sequences, self.bytes = admission, client, 0, 0
         self._holders = 1
         self._has_place = False
 
@@ -182,6 +203,10 @@ class Ticket:
         """The request has this number of sequences."""
         if self._holders:
             self._admission._resize(self, sequences)
+
+    def grow(self, count: int) -> None:
+        """That many bytes more of the body have come. Raises ApiError 503 where too many wait."""
+        self._admission._grow(self, count)
 
     def hold(self) -> None:
         """Somebody else gives it back too."""
@@ -202,6 +227,7 @@ class Ticket:
         """The request is prepared. May be called more than once."""
         if self._has_place:
             self._has_place = False
+            self._admission._shrink(self)
             self._admission.turnstile.leave()
 
     def leave(self) -> None:

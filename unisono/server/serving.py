@@ -64,8 +64,8 @@ class Serving:
     ) -> list[Generation]:
         """Make a generation for each sequence of each prompt. Raises BadRequest.
 
-        media: the pictures and videos of each prompt, or nothing. ticket: of the HTTP request. pooled: the answer is made
-        of the hidden states and does not show them.
+        media: the pictures and videos of each prompt, or nothing. ticket: of the HTTP request. pooled: the answer is
+        made of the hidden states and does not show them.
         """
         limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         prompt_only = bool(request.echo) and limit == 0  # the engine makes a token all the same

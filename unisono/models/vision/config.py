@@ -131,6 +131,9 @@ def read_vision(
     tower = read_tower(vision)
     out, hidden = vision.out_hidden_size, text.hidden_size
     require(out == hidden, "vision_config.out_hidden_size", out, f"it must be the text model's hidden_size {hidden}")
+    for name in ("image_token_id", "video_token_id"):
+        token, last = getattr(hf_config, name), text.vocab_size - 1
+        require(0 <= token <= last, name, token, f"it must be a token of the vocabulary, whose ids are 0 to {last}")
     patch, frames = _one("patch_size", vision), _one("temporal_patch_size", vision)
     rope = getattr(text, "rope_parameters", None) or {}
     return VisionConfig(

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ CACHE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 """Bytes of the encoder cache by default; more where two frames of the largest size need it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Frame:
     """A frame of an item. key: what its embeddings depend on. rows: of the item's pixels. positions: of the prompt."""
 
@@ -85,8 +86,12 @@ class Frame:
 
     def words(self, dtype: torch.dtype) -> np.ndarray:
         """The pixels' bits in this type, [patches, words] int32."""
-        pixels, bytes_each = self.item.pixels, vectors.DTYPES[self.item.pixels.dtype].itemsize * self.item.pixels.size
-        part = pixels.data[self.rows.start * bytes_each : self.rows.stop * bytes_each]
+        pixels, stored = self.item.pixels, vectors.DTYPES[self.item.pixels.dtype]
+        if stored is dtype:
+            words = np.frombuffer(pixels.data, dtype=np.int32)
+            return words.reshape(-1, pixels.size * dtype.itemsize // 4)[self.rows]
+        each = stored.itemsize * pixels.size
+        part = pixels.data[self.rows.start * each : self.rows.stop * each]
         return vectors.unpack(Vectors(pixels.dtype, pixels.size, part)).to(dtype).view(torch.int32).numpy()
 
 
@@ -177,8 +182,8 @@ class Media(Feature):
                 "time between two frames, lower max_tokens, or raise --max-model-len.",
                 "media",
             )
-        state = Pictures(frames_of(request.media, c.vision), positions.T, delta, self.cache, self._ahead)
-        return state.with_tokens(request.prompt_token_ids)
+        frames = frames_of(request.media, c.vision)
+        return Pictures(frames, request.prompt_token_ids, positions.T, delta, self.cache, self._ahead)
 
     def pass_ahead(self, wanted: Sequence[Row], room: Room) -> Ahead | None:
         frames: list[Frame] = []
@@ -186,7 +191,8 @@ class Media(Feature):
         patches = 0
         for row in wanted:
             state: Pictures = row.state
-            for frame in state.missing(row.start, row.end):
+            for number in state.missing(row.start, row.end):
+                frame = state.frames[number]
                 if not state.may_hold(frame):
                     break
                 if frame.key not in self.cache:
@@ -194,10 +200,10 @@ class Media(Feature):
                     if (full and frames) or not (room.has(key) or (room.least and not frames)):
                         return self._pass(frames, cache_rows)
                     frames.append(frame)
-                    cache_rows.append(state.hold(frame))
+                    cache_rows.append(state.hold(number))
                     patches += frame.patches
                 else:
-                    state.hold(frame)
+                    state.hold(number)
         return self._pass(frames, cache_rows)
 
     def _pass(self, frames: Sequence[Frame], cache_rows: Sequence[np.ndarray]) -> Ahead | None:
@@ -206,7 +212,8 @@ class Media(Feature):
         if not frames or tower is None:
             return None
         grids = [frame.grid for frame in frames]
-        pixels, order = np.concatenate([frame.words(dtype) for frame in frames]), tower.order(grids)
+        parts, order = [frame.words(dtype) for frame in frames], tower.order(grids)
+        pixels = parts[0] if len(parts) == 1 else np.concatenate(parts)
         batch = {
             "pixels": pixels if order is None else pixels[order],
             "cache_rows": np.concatenate(cache_rows),
@@ -282,38 +289,44 @@ class Media(Feature):
 class Pictures(RequestState):
     """A request's frames, and which rows of the cache hold those that it holds.
 
-    rotary [prompt, 3]: positions of the prompt's tokens; delta: what those of generated tokens are more than their
-    absolute ones. ahead: tokens that are read beyond those that a pass computes.
+    token_ids: the prompt's. rotary [prompt, 3]: positions of its tokens; delta: what those of generated tokens are more
+    than their absolute ones. ahead: tokens that are read beyond those that a pass computes.
     """
 
     def __init__(
-        self, frames: Sequence[Frame], rotary: np.ndarray, delta: int, cache: EncoderCache, ahead: int
+        self,
+        frames: Sequence[Frame],
+        token_ids: Sequence[int],
+        rotary: np.ndarray,
+        delta: int,
+        cache: EncoderCache,
+        ahead: int,
     ) -> None:
-        self._frames, self._delta, self._cache, self._ahead = frames, delta, cache, ahead
+        self.frames, self._token_ids, self._delta, self._cache, self._ahead = frames, token_ids, delta, cache, ahead
         prompt = len(rotary)
         self._shift = (rotary - np.arange(prompt)[:, None]).astype(np.int32)
         self._rows = np.full(prompt, -1, dtype=np.int32)
-        self._held: dict[int, Frame] = {}
+        self._held: set[int] = set()
         largest = max(frame.tokens for frame in frames)
         self._reserve = min(2 * largest, sum(frame.tokens for frame in frames))
 
-    def with_tokens(self, token_ids: Sequence[int]) -> Pictures:
-        """The prompt's keys: token ids, and of a frame's tokens its digest and their place in it."""
-        keys: list[int | bytes] = list(token_ids)
-        for frame in self._frames:
+    @cached_property
+    def prompt_keys(self) -> list[int | bytes]:  # type: ignore[override]
+        """Token ids, and of a frame's tokens its digest and their place in it."""
+        keys: list[int | bytes] = list(self._token_ids)
+        for frame in self.frames:
             for place, position in enumerate(frame.positions.tolist()):
                 keys[position] = frame.key + place.to_bytes(4, "little")
-        self.prompt_keys = keys
-        return self
+        return keys
 
     def slot_values(self) -> Mapping[str, int]:
         return {"rotary_delta": self._delta}
 
-    def missing(self, start: int, end: int) -> list[Frame]:
-        """The frames that a pass of positions ``start … end`` reads and the request does not hold, in order."""
+    def missing(self, start: int, end: int) -> list[int]:
+        """The frames, by number, that a pass of positions ``start … end`` reads and the request does not hold."""
         return [
-            frame
-            for number, frame in enumerate(self._frames)
+            number
+            for number, frame in enumerate(self.frames)
             if number not in self._held and frame.last >= start and frame.first < end + self._ahead
         ]
 
@@ -321,16 +334,17 @@ class Pictures(RequestState):
         """Whether there is room for one frame more."""
         return self._cache.allows(id(self), frame.tokens, self._reserve)
 
-    def hold(self, frame: Frame) -> np.ndarray:
+    def hold(self, number: int) -> np.ndarray:
         """Hold a frame from now on; returns its rows in the cache."""
+        frame = self.frames[number]
         rows = self._cache.hold(id(self), frame.key, frame.tokens, self._reserve)
         self._rows[frame.positions] = rows
-        self._held[self._frames.index(frame)] = frame
+        self._held.add(number)
         return rows
 
     def reach(self, start: int, end: int) -> int:
         missing = self.missing(start, end)
-        return max(start, missing[0].first - self._ahead) if missing else end
+        return max(start, self.frames[missing[0]].first - self._ahead) if missing else end
 
     def cache_rows(self, start: int, end: int) -> np.ndarray:
         """Of each of these positions its row in the cache, -1 for none [end - start] int32."""
@@ -342,16 +356,17 @@ class Pictures(RequestState):
 
     def computed(self, end: int) -> None:
         """A pass up to position ``end`` is launched: frames before it are read no more."""
-        for number, frame in list(self._held.items()):
-            if frame.last < end:
+        for number in tuple(self._held):
+            if self.frames[number].last < end:
                 self._release(number)
 
     def released(self) -> None:
-        for number in list(self._held):
+        for number in tuple(self._held):
             self._release(number)
 
     def _release(self, number: int) -> None:
-        frame = self._held.pop(number)
+        self._held.remove(number)
+        frame = self.frames[number]
         self._rows[frame.positions] = -1
         self._cache.release(id(self), frame.key)
 

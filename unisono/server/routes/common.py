@@ -66,21 +66,22 @@ def json_response(content: object, status: int = 200) -> Response:
 async def read_json_body(request: Request) -> bytes:
     """The body of a JSON request, when it is its client's turn.
 
-    Raises ApiError 415 for another content type, 413 above MAX_BODY_BYTES.
+    Raises ApiError 415 for another content type, 413 above MAX_BODY_BYTES, 503 where too many bytes wait.
     """
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, f"The content type is {show(content_type)}; send Content-Type: application/json.")
-    body = bytearray()
+    body, ticket = bytearray(), note(request.scope).ticket
     try:
         async for part in request.stream():
+            if ticket is not None:
+                ticket.grow(len(part))
             body += part
             if len(body) > MAX_BODY_BYTES:
                 limit = MAX_BODY_BYTES // 2**20
                 raise ApiError(413, f"The body is larger than {limit} MiB; send less.", code="body_too_large")
     except ClientDisconnect:
         raise ApiError(CLIENT_GONE, "The client went before its request was read.") from None
-    ticket = note(request.scope).ticket
     if ticket is None or ticket.take_turn():
         return bytes(body)
     if not await until_disconnect(request.receive, ticket.turn()):
