@@ -27,12 +27,17 @@ from tokenizers import Tokenizer
 from training.tiny_vl.questions import ask
 from training.tiny_vl.scenes import SIZE_WEIGHTS, SIZES, random_scene
 from training.tiny_vl.text import Format
-from unisono.tools.scenes import Scene, draw
+from unisono.tools.scenes import COLOURS, DIGITS, SHAPES, Scene, bar_area, covered, draw
 
 READY = 4
 """Batches in flight per worker."""
 TOKEN_PIXELS = 16
 """Pixels along the side of what becomes one token: two patches."""
+KINDS = (*SHAPES, *DIGITS)
+LABELS = 1 + (len(KINDS) + 1) * len(COLOURS)
+"""Values of a label: nothing, or a kind (bars are one more) and a colour."""
+LEAST_SHOWN = 12
+"""Pixels of a token that a thing covers, at least, to be what the token shows."""
 SEEN = 4.0
 """Loss weight of the final answer's tokens; the rest of an answer has 1."""
 EASY_BATCHES = 1500
@@ -43,7 +48,7 @@ EASY_BATCHES = 1500
 class Batch:
     """pictures [B, H, W, 3] uint8; ids [B, L]; weights [B, L] (loss of predicting the token); positions [B, 3, L];
     segments [B, L]: 0 is seen by all later tokens, another number by tokens of the same number; places [B, N]: of the
-    picture's tokens."""
+    picture's tokens. labels [B, N]: what each of them shows, see :func:`labels_of`."""
 
     pictures: np.ndarray
     ids: np.ndarray
@@ -51,6 +56,7 @@ class Batch:
     positions: np.ndarray
     segments: np.ndarray
     places: np.ndarray
+    labels: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -205,4 +211,28 @@ def collate(rows: list[Row], length: int) -> Batch:
         segments[number, :n] = row.segments[:n]
         positions[number, :, :n] = np.array(row.positions[:n]).T
     places = np.array([row.places for row in rows], np.int64)
-    return Batch(np.stack([draw(row.scene) for row in rows]), ids, weights, positions, segments, places)
+    labels = np.stack([labels_of(row.scene) for row in rows])
+    return Batch(np.stack([draw(row.scene) for row in rows]), ids, weights, positions, segments, places, labels)
+
+
+def labels_of(scene: Scene) -> np.ndarray:
+    """What each token of a picture shows, [N] int64: 0 nothing, else the kind and colour that cover most of it.
+
+    Less than LEAST_SHOWN of its pixels count as nothing.
+    """
+    rows, columns = picture_tokens(scene)
+    most, labels = np.full((rows, columns), LEAST_SHOWN - 1), np.zeros((rows, columns), np.int64)
+
+    def show(area: tuple[slice, slice], mask: np.ndarray | bool, kind: int, colour: str) -> None:
+        nonlocal most
+        pixels = np.zeros((scene.height, scene.width), bool)
+        pixels[area] = mask
+        counts = pixels.reshape(rows, TOKEN_PIXELS, columns, TOKEN_PIXELS).sum((1, 3))
+        labels[counts > most] = 1 + kind * len(COLOURS) + list(COLOURS).index(colour)
+        most = np.maximum(most, counts)
+
+    for thing in scene.things:
+        show(*covered(thing), KINDS.index(thing.kind), thing.colour)
+    for number, bar in enumerate(scene.bars):
+        show(bar_area(scene, number), True, len(KINDS), bar.colour)
+    return labels.ravel()

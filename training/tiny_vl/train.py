@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from training.tiny_hybrid.train import BEGAN, Phase, log
-from training.tiny_vl.batches import Batch, Packing, stream
+from training.tiny_vl.batches import LABELS, Batch, Packing, stream
 from training.tiny_vl.checkpoint import Save, load_model, round_, special_ids
 from training.tiny_vl.head import Head, head_loss, teach
 from training.tiny_vl.measure import measure, measure_head
@@ -32,6 +32,9 @@ from unisono.tools.draft_training.muon import Muon
 
 MODEL_UNTIL, HEAD_UNTIL = 0.62, 0.9
 """Shares of the time limit at which the model's and the head's training end."""
+
+PROBED = 0.5
+"""Weight of the probe's loss."""
 
 TOY = Sizes(hidden_size=96, intermediate_size=192, heads=2, head_dim=32, kv_heads=1, vision_width=64,
             vision_intermediate=128, vision_layers=4, vision_heads=2, grid=16)  # fmt: skip
@@ -70,25 +73,35 @@ class Tensors:
     positions: Tensor
     mask: Tensor
     places: Tensor
+    labels: Tensor
 
     @classmethod
     def of(cls, batch: Batch, device: str) -> Tensors:
-        pictures, ids, weights, positions, segments, places = (
+        pictures, ids, weights, positions, segments, places, labels = (
             torch.from_numpy(getattr(batch, field.name)).to(device, non_blocking=True) for field in fields(Batch)
         )
-        return cls(pictures, ids.long(), weights, positions.long(), visible(segments), places)
+        return cls(pictures, ids.long(), weights, positions.long(), visible(segments), places, labels)
 
 
-def model_loss(model: TinyVL, batch: Tensors, device: str) -> Tensor:
-    """Cross entropy of the answers' tokens."""
+def model_loss(model: TinyVL, batch: Tensors, device: str, probe: nn.Linear | None = None) -> Tensor:
+    """Cross entropy of the answers' tokens; with a ``probe`` also of what it says that each picture token shows.
+
+    The probe makes the tower see from the first steps on, where answers alone would take it thousands. It is not saved.
+    """
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         seen, levels = model.see(batch.pictures)
         x = model.merge(batch.ids, batch.places, seen)
         hidden, _ = model.read(x, levels, batch.places, batch.positions, batch.mask)
         logits = model.head(hidden[:, :-1])
+        shown = None if probe is None else probe(seen)
     weights = batch.weights[:, 1:].flatten()
     losses = F.cross_entropy(logits.float().flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none")
-    return (losses * weights).sum() / weights.sum()
+    loss = (losses * weights).sum() / weights.sum()
+    if shown is None:
+        return loss
+    each = F.cross_entropy(shown.float().flatten(0, 1), batch.labels.flatten(), reduction="none")
+    share = 0.1 + 0.9 * (batch.labels.flatten() > 0)  # most tokens show nothing
+    return loss + PROBED * (each * share).sum() / share.sum()
 
 
 def draft_loss(model: TinyVL, head: Head, batch: Tensors, device: str) -> Tensor:
@@ -117,13 +130,15 @@ class Run:
         log(f"{sum(p.numel() for p in model.parameters())} parameters")
         if compiled:
             _compile(model)
-        optimizers = _optimizers(model.hf, self.recipe.muon_lr, self.recipe.adam_lr)
+        probe = nn.Linear(self.sizes.hidden_size, LABELS).to(self.device)
+        both = nn.ModuleDict({"model": model.hf, "lm_head_of_probe": probe})
+        optimizers = _optimizers(both, self.recipe.muon_lr, self.recipe.adam_lr)
         phase = _Limited("model", self.until(MODEL_UNTIL), optimizers, self.recipe.steps)
 
         def write(more: dict[str, object]) -> None:
             self.save.model(model, {**self.figures, **more})
 
-        losses = lambda: model_loss(model, Tensors.of(next(batches), self.device), self.device)  # noqa: E731
+        losses = lambda: model_loss(model, Tensors.of(next(batches), self.device), self.device, probe)  # noqa: E731
         self.figures |= phase.run(losses, write, self.recipe.save_every_s, self.device)
         round_(model)
         return model

@@ -125,11 +125,17 @@ def draw(scene: Scene) -> np.ndarray:
     if scene.bars:
         _draw_bars(picture, scene)
     for thing in scene.things:
-        mask = _digit(thing) if thing.is_digit else _shape(thing.kind, thing.size)
-        rows, columns = mask.shape
-        top, left = thing.y - rows // 2, thing.x - columns // 2
-        picture[top : top + rows, left : left + columns][mask] = COLOURS[thing.colour]
+        at, mask = covered(thing)
+        picture[at][mask] = COLOURS[thing.colour]
     return picture
+
+
+def covered(thing: Thing) -> tuple[tuple[slice, slice], np.ndarray]:
+    """(the rectangle around a thing, which of its pixels it covers)."""
+    mask = _digit(thing) if thing.is_digit else _shape(thing.kind, thing.size)
+    rows, columns = mask.shape
+    top, left = thing.y - rows // 2, thing.x - columns // 2
+    return (slice(top, top + rows), slice(left, left + columns)), mask
 
 
 def _shape(kind: str, r: int) -> np.ndarray:
@@ -157,10 +163,14 @@ def unit(scene: Scene) -> int:
 
 def _draw_bars(picture: np.ndarray, scene: Scene) -> None:
     """Bars on a base line, and a thin line at each unit of height."""
-    base, step = scene.height - 4, unit(scene)
     for height in range(HIGHEST + 1):
-        picture[base - height * step, 2 : scene.width - 2] = LINES
-    slot = (scene.width - 4) // len(scene.bars)
+        picture[scene.height - 4 - height * unit(scene), 2 : scene.width - 2] = LINES
     for number, bar in enumerate(scene.bars):
-        left = 2 + number * slot + slot // 6
-        picture[base - bar.height * step : base, left : left + slot - slot // 3] = COLOURS[bar.colour]
+        picture[bar_area(scene, number)] = COLOURS[bar.colour]
+
+
+def bar_area(scene: Scene, number: int) -> tuple[slice, slice]:
+    """The rectangle of a bar."""
+    base, slot = scene.height - 4, (scene.width - 4) // len(scene.bars)
+    left = 2 + number * slot + slot // 6
+    return slice(base - scene.bars[number].height * unit(scene), base), slice(left, left + slot - slot // 3)
