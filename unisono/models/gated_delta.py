@@ -14,7 +14,7 @@ from torch import nn
 from unisono.attention.context import PassContext
 from unisono.kernels.causal_conv import causal_conv
 from unisono.kernels.gated_delta import gated_delta
-from unisono.kernels.gated_norm import gated_norm
+from unisono.layers.activations import Activations, gated_norm
 from unisono.layers.formats import PLAIN
 from unisono.models.build import Builder, require
 from unisono.state.specs import Remembered, Tail
@@ -95,13 +95,18 @@ class GatedDelta(nn.Module):
             },
         )
 
-    def forward(self, x: torch.Tensor, context: PassContext, state: TailView) -> torch.Tensor:
+    @property
+    def readers(self) -> tuple[object, ...]:
+        """What reads the block's input."""
+        return (self.in_proj,) if self.gates is None else (self.in_proj, self.gates)
+
+    def forward(self, x: Activations, context: PassContext, state: TailView) -> Activations:
         """x [T, H] -> [T, Hv · V], which ``o`` reads, or with last tokens [E, Hv · V]; moves the state on."""
         u, z, *gates = self.in_proj(x).split(self._widths, 1)
         out = self._recur(u, gates[0] if self.gates is None else self.gates(x), context, state)
         if context.last_tokens is not None:
             out, z = context.last_tokens.select(out), context.last_tokens.select(z)
-        return gated_norm(out, z, self.norm.weight, self.eps)
+        return gated_norm(out, z, self.norm.weight, self.eps, self.o.wish)
 
     def settle(self, context: PassContext, state: TailView) -> None:
         """Move the state on as a pass without tokens says; see :class:`unisono.models.blocks.Settles`."""
@@ -118,8 +123,8 @@ class GatedDelta(nn.Module):
         return gated_delta(qkv, gates, *kept, *where, starts)
 
     def project(
-        self, y: torch.Tensor, residual: torch.Tensor, norm: nn.Module | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
+    ) -> tuple[torch.Tensor, Activations]:
         """(residual + ``o(y)``, ``norm`` of it); without a norm the sum twice."""
         return self.o.then_norm(y, residual, norm)
 
