@@ -24,14 +24,10 @@ _HEADS = 8
 
 
 @triton.jit
-def _gated_norm_kernel(
-    o, z, weight, out, scales, eps, z_stride, HEADS, M, PADDED, V: tl.constexpr, BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """COLUMNS: out is e4m3, and that many columns share one of ``scales``; 0: out is of o's dtype."""
-    follow(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def gated_heads(o, z, weight, out, scales, eps, row, part, z_stride, HEADS, M, PADDED, V: tl.constexpr,
+                BLOCK: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """What program (row i64, part) of the kernel does: BLOCK heads of a row."""
+    head = part * BLOCK + tl.arange(0, BLOCK)
     dim = tl.arange(0, V)
     at = head[:, None] * V + dim[None, :]
     inside = (head < HEADS)[:, None]
@@ -43,10 +39,21 @@ def _gated_norm_kernel(
     w = tl.load(weight + dim)
     y = (x * scale[:, None]) * w[None, :] * (gate / (1.0 + tl.exp(-gate)))
     if COLUMNS > 0:
-        first = tl.program_id(1) * (BLOCK * V)
-        store_quantised(y.to(o.dtype.element_ty), out, scales, tl.program_id(0), first, HEADS * V, PADDED, COLUMNS)
+        store_quantised(y.to(o.dtype.element_ty), out, scales, row, part * (BLOCK * V), HEADS * V, PADDED, COLUMNS)
     else:
         tl.store(out + row * HEADS * V + at, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_norm_kernel(
+    o, z, weight, out, scales, eps, z_stride, HEADS, M, PADDED, V: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS: out is e4m3, and that many columns share one of ``scales``; 0: out is of o's dtype."""
+    follow(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    gated_heads(o, z, weight, out, scales, eps, row, part, z_stride, HEADS, M, PADDED, V, BLOCK, COLUMNS)
 
 
 def launch_gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -76,6 +76,15 @@ class Settles(Protocol):
         ...
 
 
+@runtime_checkable
+class ProvesRounds(Protocol):
+    """A mixer with kernels for small rounds that serve where their bits were proven."""
+
+    def prove_rounds(self, width: int, rehearse: bool = False) -> bool:
+        """Compare them, for rounds of up to ``width`` tokens a row; rehearse: only compile what that takes."""
+        ...
+
+
 class BlockSpec(Protocol):
     """A mixer or a feed-forward as data."""
 
