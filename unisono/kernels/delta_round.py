@@ -299,7 +299,7 @@ def launch_one_by_one(u: Tensor, ba: Tensor, conv: Convolution, kept: Kept, norm
     rows, since, first, until, end = where
     tail = rows, since, first, until, end, None
     qkv, gates = launch_causal_conv(u, conv.weight, ba, conv.a_log, conv.dt_bias, conv.snapshot, conv.ring, *tail)
-    o = launch_gated_delta(qkv, gates, *kept, *tail)
+    o = launch_gated_delta(qkv, gates, kept.state, kept.kv_ring, kept.gates_ring, *tail)
     if norm.group is None:
         return [launch_gated_norm(o, norm.z, norm.weight, norm.eps), *empty_quantised(o, 0, 0, None)]
     return [o.new_empty(0), *launch_gated_norm_fp8(o, norm.z, norm.weight, norm.eps, norm.group)]
