@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.kernels.launches import launches
+from tests.models.count_launches import DENSE, HYBRID, PROMPT, of_round, proven, without_wishes
 from tests.models.harness import Session, load, whole
 from tests.models.make import make_checkpoint
 from tests.models.quantised import LAYOUTS, quantise
 from unisono.layers import activations
-from unisono.layers.expert_formats_quantised import Fp8Experts
-from unisono.layers.formats_fp8 import _Fp8
-from unisono.models.decoder import Decoder
 
-DENSE = {
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
 EXPERTS = {"moe_intermediate_size": 128, "num_experts": 5, "num_experts_per_tok": 2}
-HYBRID = {"hidden_size": 128, "linear_key_head_dim": 32, "linear_value_head_dim": 64, "head_dim": 64}
-PROMPT = [7 * i % 251 for i in range(40)]
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +31,6 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def of_round(decoder: Decoder, width: int = 1) -> Counter[str]:
-    """Launches of a round of one row."""
-    session = Session(decoder, 1, 64)
-    session.extend({0: PROMPT[:20]})
-    return launches(lambda: session.round(width, {0: PROMPT[20 : 20 + width]}))
-
-
-def without_wishes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No layer asks for quantised inputs, so each quantises its own."""
-    for kind in (_Fp8, Fp8Experts):
-        monkeypatch.setattr(kind, "wish", lambda *given: None)
-
-
 CASES = [
     ("dense", "fp8"), ("fp8-blocks", None), ("compressed-fp8-channel", None), ("experts", "fp8"), ("hybrid", "fp8"),
 ]  # fmt: skip
@@ -70,7 +44,7 @@ def test_what_kernels_quantise_has_the_bits_of_a_launch_of_its_own(kind, quantiz
         for fused in (True, False):
             with monkeypatch.context() as patch:
                 if not fused:
-                    without_wishes(patch)
+                    without_wishes(patch.setattr)
                 decoder = load(paths[kind], quantization=quantization, dtype=dtype)
                 session = Session(decoder, 2, 64)
                 parts = [*whole(decoder, [PROMPT]), *session.extend({0: PROMPT[:17], 1: PROMPT[:5]}).values()]
@@ -94,7 +68,7 @@ def test_what_kernels_quantise_has_the_bits_of_a_launch_of_its_own(kind, quantiz
 def test_quantising_takes_no_launches_of_its_own(kind, quantization, quantisations, saved, paths, monkeypatch) -> None:
     found = of_round(load(paths[kind], quantization=quantization))
     assert found["_quantize_kernel"] == quantisations
-    without_wishes(monkeypatch)
+    without_wishes(monkeypatch.setattr)
     before = of_round(load(paths[kind], quantization=quantization))
     assert before.total() - found.total() == saved
     assert before["_quantize_kernel"] == quantisations + saved
@@ -109,3 +83,16 @@ def test_the_final_norm_and_plain_readers_get_plain_rows(paths) -> None:
     quantised = activations.Quantised(torch.empty(4, 8), torch.empty(1, 4), 128, 3, torch.float32)
     with pytest.raises(ValueError, match="a reader of plain rows"):
         activations.plain(quantised)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_small_round_of_a_recurrent_layer_has_two_launches(quantization, paths) -> None:
+    """Of four layers two are recurrent: convolution, preparation, rule and norm, then the two that do the same."""
+    decoder = load(paths["hybrid"], quantization=quantization)
+    four = of_round(decoder)
+    with proven():
+        two, wide = of_round(decoder), of_round(decoder, width=4)
+    assert four.total() - two.total() == 4
+    assert [two[name] for name in ("_delta_round_kernel", "_norm_keep_kernel", "_prepare_kernel")] == [2, 2, 0]
+    assert [four[name] for name in ("_conv_round_kernel", "_gated_norm_kernel", "_round_kernel")] == [2, 2, 2]
+    assert wide.total() == two.total()

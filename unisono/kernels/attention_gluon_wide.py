@@ -137,8 +137,9 @@ def _store(out_ptr, first, last, head, column, position, z, a0, a1, HEADS: gl.co
 
 @gluon.jit
 def _attend(q, base: gl.constexpr, k, v, ones, full, free, out_ptr, positions_ptr, first, last, head, column, end,
-            whole, steps, scale, at: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
-            ROWS: gl.constexpr, QUARTER: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
+            whole, steps, scale, at: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr,
+            SPLIT: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr, STAGES: gl.constexpr,
+            HELD: gl.constexpr):  # fmt: skip
     """One warp group's part: ``attention_gluon._attend`` of ROWS rows and the columns of two quarters.
 
     base: the place of its queries. column: the first of its columns. at: their place among the HELD quarters of values.
