@@ -20,6 +20,9 @@ TOUCHES = re.compile(r"\b(ld|st|atom|red|cp)\.[\w.:]*global")
 """An access to the device's memory, in PTX."""
 WRITES = re.compile(r"\b(st|atom|red)\.[\w.:]*global")
 
+NORMS = ("_rms_norm_kernel", "_combine_kernel", "_gated_norm_kernel", "_norm_keep_kernel")
+"""Kernels with a sum over a row, which quantise it or do not."""
+
 SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory a block can have on Hopper. The compiler does not check it; the launch would fail."""
 
@@ -54,7 +57,17 @@ def _compile(case) -> dict:
     if wait >= 0 and touches.search(compiled.asm["ptx"], 0, wait):
         raise ValueError("touches memory before it waits for the kernel before it")
     old = "mma.sync" in compiled.asm["ptx"]
-    return {"shared": compiled.metadata.shared, "cubin": len(compiled.asm["cubin"]), "waits": wait >= 0, "old": old}
+    found = {"shared": compiled.metadata.shared, "cubin": len(compiled.asm["cubin"]), "waits": wait >= 0, "old": old}
+    return found | {"sums": _sums(compiled.asm.get("ttgir", ""))}
+
+
+def _sums(code: str) -> list[str]:
+    """The layout of each sum over a dimension: it is the order of the sum."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
+    reductions = re.findall(r'"tt\.reduce".*?\}\) : \((tensor<[^)]*>)\)', code, re.DOTALL)
+    bodies = re.findall(r'"tt\.reduce".*?\^bb0.*?\n(.*?)\n', code, re.DOTALL)
+    of_sums = (kind for kind, body in zip(reductions, bodies, strict=True) if "addf" in body)
+    return [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), kind) for kind in of_sums]
 
 
 def main() -> None:
@@ -64,6 +77,8 @@ def main() -> None:
         cases = getattr(importlib.import_module(f"unisono.kernels.{module.name}"), "AOT", [])
         for index, case in enumerate(cases):
             line = {"case": f"{module.name}.AOT[{index}] {case.kernel.__name__}", "is": str(dict(case.constexprs))}
+            sizes = [case.constexprs.get(name) for name in ("BLOCK_H", "V")]
+            line["norm"] = str([*sizes, case.signature.get("x", case.signature.get("y", case.signature.get("o")))])
             try:
                 line |= _compile(case)
             except Exception:
@@ -84,6 +99,15 @@ def test_every_kernel_compiles_for_hopper():
     quantised = [line for line in lines if "fp8" in line["case"] or "int4" in line["case"]]
     assert len(quantised) > 20
     assert not [line for line in quantised if line["old"]], "not wgmma: its bits differ from those of larger tiles"
+    norms = [line for line in lines if line["case"].split()[1] in NORMS]
+    orders = {}
+    for line in norms:
+        orders.setdefault((line["case"].split()[1].replace("_norm_keep", "_gated_norm"), line["norm"]), set()).add(
+            tuple(line["sums"])
+        )
+    assert all(sums != () for each in orders.values() for sums in each)
+    assert all(len(each) == 1 for each in orders.values()), "a norm that quantises adds in another order than plain"
+    assert len(norms) > len(orders) + 8
     waiting = {line["case"].split()[1] for line in lines if line["waits"]}
     assert waiting == overlapped_kernels(), "who waits is who is launched before its turn"
 

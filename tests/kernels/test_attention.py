@@ -201,16 +201,17 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 
 
 @pytest.mark.skipif(not HOPPER, reason="the kernel for Hopper has no twin on other machines")
+@pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads", "dtype"), [(32, 8, torch.bfloat16), (4, 4, torch.float16)])
-def test_long_prompts_on_hopper_have_the_same_bits(heads, kv_heads, dtype, monkeypatch):
-    case = Requests([2000, 130, 700, 1, 1025], True, dtype, heads, kv_heads, 128)
+def test_long_prompts_on_hopper_have_the_same_bits(heads, kv_heads, dim, dtype, monkeypatch):
+    case = Requests([2000, 130, 700, 1, 1025], True, dtype, heads, kv_heads, dim)
     backend = TritonAttention(heads, kv_heads, case.device)
     spans = [(0, 300, 2000), (1, 0, 130), (2, 699, 700), (3, 0, 1), (4, 1, 1025), (2, 64, 512)]
     tile = 128 * kv_heads // heads
     monkeypatch.setattr(hopper, "_proven", {})
     want = case.extend(spans, tile, partials=0, padding=7)
     launched = watched(monkeypatch)
-    assert backend.prove(128, dtype)[0] == "the kernel for Hopper"
+    assert backend.prove(dim, dtype)[0] == "the kernel for Hopper"
     launched.clear()
     assert torch.equal(case.extend(spans, tile, partials=0, padding=7), want)
     assert launched, "it was not the kernel for Hopper"
@@ -256,10 +257,10 @@ def test_what_the_kernel_for_hopper_is_compared_on_has_tiles_that_it_serves(head
         assert tokens * heads >= 64 * backend.processors, "tiles are walked whole"
 
 
-@pytest.mark.parametrize("heads", [2, 4, 8, 16, 32])
-def test_what_the_kernel_for_hopper_is_compared_on_can_be_read(heads: int) -> None:
+@pytest.mark.parametrize(("heads", "dim"), [(2, 128), (4, 128), (8, 128), (16, 128), (32, 128), (2, 256)])
+def test_what_the_kernel_for_hopper_is_compared_on_can_be_read(heads: int, dim: int) -> None:
     """NaN stands where no token may look, and nowhere else; a difference to what serves otherwise is seen."""
-    proof, device = (heads, heads, torch.float16, torch.device("cpu")), torch.device("cpu")
+    proof, device = (heads, heads, dim, torch.float16, torch.device("cpu")), torch.device("cpu")
     off = 0.0
 
     def read(q, k, v, table, kv_len, query_start, positions):
@@ -268,8 +269,8 @@ def test_what_the_kernel_for_hopper_is_compared_on_can_be_read(heads: int) -> No
         return torch.cat(seen).float() + off * hopper._proven[proof]
 
     try:
-        assert hopper._same_bits(read, heads, heads, torch.float16, device)
+        assert hopper._same_bits(read, heads, heads, dim, torch.float16, device)
         off = 1.0
-        assert not hopper._same_bits(read, heads, heads, torch.float16, device)
+        assert not hopper._same_bits(read, heads, heads, dim, torch.float16, device)
     finally:
         hopper._proven.pop(proof, None)

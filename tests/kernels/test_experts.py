@@ -196,13 +196,13 @@ def test_the_sum_matches_float64(run, shared, dtype, device, assert_close):
     expected = (y.double().view(7, 3, 70) * weights.double()[..., None]).sum(1)
     if also is not None:
         expected = expected + also.double() * (1 if gates is None else gates.double()[:, None])
-    out, _ = run(y, weights, also, gates, residual, None, 0.0)
+    out, *_ = run(y, weights, also, gates, residual, None, 0.0)
     assert_close(out, expected + residual.double())
-    unfused, _ = run(y, weights, also, gates, torch.zeros_like(residual), None, 0.0)
+    unfused, *_ = run(y, weights, also, gates, torch.zeros_like(residual), None, 0.0)
     assert torch.equal(out, unfused + residual), "the sum is rounded before the residual is added"
     weights_of_norms = [torch.rand(70, device=on).to(dtype), torch.rand(70, device=on)]
     for norm_weight in weights_of_norms if run is launch_combine else weights_of_norms[:1]:
-        total, normed = run(y, weights, also, gates, residual, norm_weight, 1e-3)
+        total, normed, *_ = run(y, weights, also, gates, residual, norm_weight, 1e-3)
         assert torch.equal(total, out)
         value = out.double()
         assert_close(normed, value * (value.square().mean(1, keepdim=True) + 1e-3).rsqrt() * norm_weight.double())

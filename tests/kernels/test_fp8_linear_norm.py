@@ -5,12 +5,12 @@ import importlib
 import pytest
 import torch
 
-from unisono.kernels.fp8 import fp8_linear_cuda, launch_fp8_product
+from unisono.kernels.fp8 import fp8_linear, fp8_linear_cuda, launch_fp8_product
 from unisono.kernels.fp8_linear_norm import fp8_linear_norm, fp8_linear_norm_cpu, fp8_linear_norm_cuda
-from unisono.kernels.norm import launch_rms_norm
+from unisono.kernels.fp8_quantize import Quantised, launch_quantize, quantize
+from unisono.kernels.norm import launch_rms_norm, rms_norm_cpu
 
 FP8 = importlib.import_module("unisono.kernels.fp8")
-MODULE = importlib.import_module("unisono.kernels.fp8_linear_norm")
 
 
 def operands(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -33,20 +33,37 @@ def test_both_ways_to_multiply_give_the_same_bits(rows, bias, dtype, device, mon
     x, weight, scales, b, residual, norm = operands(rows, dtype, device)
     b = b if bias else None
     want = fp8_linear_cuda(x, weight, scales, None, b, residual)
+    normed = launch_rms_norm(want, norm, 1e-6)
     for torchs in (False, True):
-        monkeypatch.setattr(MODULE, "runs_on_torch", lambda *_, torchs=torchs: torchs)
+        monkeypatch.setattr(FP8, "runs_on_torch", lambda *_, torchs=torchs: torchs)
         monkeypatch.setattr(FP8, "_scaled_mm", by_triton)
-        total, normed = fp8_linear_norm_cuda(x, weight, scales, None, b, residual, norm, 1e-6)
-        assert torch.equal(total, want)
-        assert torch.equal(normed, launch_rms_norm(want, norm, 1e-6))
+        for group, keep in ((None, True), (128, True), (128, False), (0, True)):
+            given = *launch_quantize(x, 128), weight, scales, b, residual, norm, 1e-6, group, keep
+            total, got, x8, x_scales = fp8_linear_norm_cuda(*given)
+            assert torch.equal(total, want)
+            assert not keep or torch.equal(got, normed)
+            if group is not None:
+                for ours, theirs in zip((x8, x_scales), launch_quantize(normed, group or None), strict=True):
+                    assert torch.equal(ours.float(), theirs.float())
 
 
 def test_op_dispatches_and_knows_its_shape(dtype):
     x, weight, scales, b, residual, norm = operands(3, dtype, torch.device("cpu"))
-    total, normed = fp8_linear_norm(x, weight, scales, None, b, residual, norm, 1e-6)
-    want = fp8_linear_norm_cpu(x, weight, scales, None, b, residual, norm, 1e-6)
+    q = quantize(x, 128)
+    total, normed = fp8_linear_norm(q, weight, scales, b, residual, norm, 1e-6)
+    want = fp8_linear_norm_cpu(q.x8, q.scales, weight, scales, b, residual, norm, 1e-6, None, True)
     assert torch.equal(total, want[0])
     assert torch.equal(normed, want[1])
-    meta = [t.to("meta") for t in (x, weight, scales, b, residual, norm)]
-    shapes = fp8_linear_norm(*meta[:3], None, *meta[3:], 1e-6)
-    assert [tuple(t.shape) for t in shapes] == [(3, 40), (3, 40)]
+    assert torch.equal(total, fp8_linear(x, weight, scales, None, b, residual))
+    for group, keep in ((128, True), (0, False)):
+        total, normed = fp8_linear_norm(q, weight, scales, b, residual, norm, 1e-6, group, keep)
+        again = quantize(rms_norm_cpu(total, norm, 1e-6), group)
+        assert torch.equal(normed.x8.float(), again.x8.float())
+        assert torch.equal(normed.scales, again.scales)
+        assert (normed.x is not None) == keep
+        meta = [t.to("meta") for t in (weight, scales, b, residual, norm)]
+        shapes = fp8_linear_norm(
+            Quantised(q.x8.to("meta"), q.scales.to("meta"), 128, 3, dtype), *meta, 1e-6, group, keep
+        )
+        assert shapes[0].shape == total.shape
+        assert [shapes[1].x8.shape, shapes[1].scales.shape] == [normed.x8.shape, normed.scales.shape]

@@ -28,6 +28,7 @@ def test_what_a_layer_runs_is_overlapped() -> None:
         "_round_kernel", "_walk_kernel", "_remember_chunk_kernel", "_gated_norm_kernel",
         "_quantize_kernel", "_fp8_linear_kernel", "fp8_rows_kernel", "_int4_linear_kernel", "_unpack_kernel",
         "_fp8_gate_up_kernel", "_fp8_down_kernel", "_int4_gate_up_kernel", "_int4_down_kernel",
+        "_delta_round_kernel", "_norm_keep_kernel",
         "_choose_kernel", "_count_kernel", "_starts_kernel", "_place_kernel", "_gate_up_kernel",
         "_down_kernel", "_combine_kernel",
     }  # fmt: skip

@@ -172,9 +172,12 @@ def test_unknown_parameters_of_features(client: openai.OpenAI) -> None:
 def test_anthropic(tiny: Server) -> None:
     anthropic = pytest.importorskip("anthropic")
     client = anthropic.Anthropic(base_url=tiny.url, api_key="none", max_retries=0, timeout=60)
-    answer = client.messages.create(model="tiny", max_tokens=16, messages=ASK, system="Be brief.", extra_body=GREEDY)
+    asked: Any = {"model": "tiny", "max_tokens": 16, "messages": ASK, "system": "Be brief.", "extra_body": GREEDY}
+    answer = client.messages.create(**asked)
     assert answer.content[0].text
-    with client.messages.stream(model="tiny", max_tokens=16, messages=ASK, system="Be brief.", extra_body=GREEDY) as stream:
+    with client.messages.stream(
+        model="tiny", max_tokens=16, messages=ASK, system="Be brief.", extra_body=GREEDY
+    ) as stream:
         assert "".join(stream.text_stream) == answer.content[0].text
     assert client.messages.count_tokens(model="tiny", messages=SHORT).input_tokens > 0
 

@@ -39,7 +39,7 @@ class TritonAttention:
         """See :class:`unisono.attention.base.ProvingAttention`."""
         heads = self.num_heads, self.num_kv_heads, head_dim, dtype, self.device
         if not attention_hopper.suits(*heads):
-            return "as all attention", "the kernel for Hopper has 16-bit heads of 128 only"
+            return "as all attention", "the kernels for Hopper have 16-bit heads of 128 and 256 only"
         if attention_hopper.prove(self._attend, *heads):
             return "the kernel for Hopper", "its bits are those of all attention, compared here"
         return "as all attention", "the bits of the kernel for Hopper differ here"

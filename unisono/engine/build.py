@@ -33,6 +33,7 @@ from unisono.graphs.planner import Buckets
 from unisono.kernels.linear import TRITON_ROWS
 from unisono.kernels.overlap import overlaps
 from unisono.layers.linear import prove_linears, rehearse_proofs
+from unisono.models.blocks import ProvesRounds
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model, load_tower
@@ -244,7 +245,9 @@ class Build:
             rehearse_proofs(worker.modules())
             for (_, _, head_dim), backend in attention.items():
                 backend.rehearse(head_dim, config.dtype)
+            self._prove_rounds(rehearse=True)
         self._prove_exact()
+        self._prove_rounds()
         for (heads, kv_heads, head_dim), backend in attention.items():
             name = "attention of long prompts"
             which = f", {heads} heads over {kv_heads} of {head_dim}" if len(attention) > 1 else ""
@@ -262,6 +265,14 @@ class Build:
         value = "cuBLASLt" if not failed else f"Triton for {', '.join(failed)}"
         reason = f"bits compared with the Triton kernel's for {len(proven)} shapes, {len(failed)} differ"
         self.decide(f"products above {TRITON_ROWS} rows", value, reason)
+
+    def _prove_rounds(self, rehearse: bool = False) -> None:
+        """Check that mixers' kernels for small rounds give the bits of those for all passes."""
+        mixers = [m for m in self.worker.model.modules() if isinstance(m, ProvesRounds)]
+        proven = [mixer.prove_rounds(self.width, rehearse) for mixer in mixers]
+        if proven and not rehearse:
+            value = "kernels of their own" if all(proven) else "the kernels of all passes"
+            self.decide("small rounds of recurrent layers", value, f"bits compared, {len(mixers)} layers")
 
     def _size(self) -> None:
         """Allocate as many pages as fit."""

@@ -1,8 +1,9 @@
-"""When attention of long prompts runs on the Gluon kernel, and the proof that it may.
+"""When attention of long prompts runs on a Gluon kernel, and the proof that it may.
 
-The kernel in ``attention_gluon`` serves passes whose tiles have 128 rows and are walked whole, on Hopper, for 16-bit
-heads of 128, without a window, a soft cap or sinks. :func:`prove` compares its bits with the Triton kernel's on the
-present GPU. Where they differ, or were not compared, the Triton kernel serves those passes too.
+The kernels in ``attention_gluon`` and ``attention_gluon_wide`` serve passes whose tiles have 128 rows and are walked
+whole, on Hopper, for 16-bit heads of 128 and of 256, without a window, a soft cap or sinks. :func:`prove` compares
+their bits with the Triton kernel's on the present GPU. Where they differ, or were not compared, the Triton kernel
+serves those passes too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from unisono.kernels.attention_cpu import SPLIT
 from unisono.kernels.attention_gluon import HALF, HEAD_DIM, ROWS, STAGES, WARPS, prompt_attention_kernel
+from unisono.kernels.attention_gluon_wide import HEAD_DIM as WIDE_DIM
+from unisono.kernels.attention_gluon_wide import wide_attention_kernel, wide_sizes
 from unisono.kernels.library import AotCase
 
 PAGE = 16
@@ -22,8 +25,8 @@ PAGE = 16
 
 _SHARED = NVMMASharedLayout(128, 16, 2)
 
-_proven: dict[tuple[int, int, torch.dtype, torch.device], bool] = {}
-"""(query heads, KV heads, dtype, device) -> whether :func:`prove` saw the same bits."""
+_proven: dict[tuple[int, int, int, torch.dtype, torch.device], bool] = {}
+"""(query heads, KV heads, head size, dtype, device) -> whether :func:`prove` saw the same bits."""
 
 Attend = Callable[..., torch.Tensor]
 
@@ -34,7 +37,7 @@ def suits(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: 
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) == (9, 0)
         and dtype in (torch.bfloat16, torch.float16)
-        and head_dim == HEAD_DIM
+        and head_dim in (HEAD_DIM, WIDE_DIM)
         and ROWS // 2 % (heads // kv_heads) == 0
     )
 
@@ -43,7 +46,7 @@ def serves(q: torch.Tensor, k_cache: torch.Tensor, tile_tokens: int, window: int
     """Whether a pass whose tiles are walked whole runs here. q [T, Hq, D]; k_cache [NP, Hkv, P, D]."""
     heads, kv_heads = q.shape[1], k_cache.shape[1]
     return (
-        _proven.get((heads, kv_heads, q.dtype, q.device), False)
+        _proven.get((heads, kv_heads, q.shape[2], q.dtype, q.device), False)
         and tile_tokens * heads == ROWS * kv_heads
         and window == 0
         and first == 0
@@ -52,10 +55,11 @@ def serves(q: torch.Tensor, k_cache: torch.Tensor, tile_tokens: int, window: int
     )
 
 
-def _sizes(heads: int, kv_heads: int, keys: int) -> dict[str, int]:
+def _sizes(heads: int, kv_heads: int, head_dim: int, keys: int) -> dict[str, int]:
     """The kernel's compile-time sizes."""
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "PAGE": PAGE, "KEYS": keys, "SPLIT": SPLIT}
-    return sizes | {"ROWS": ROWS, "HALF": HALF, "STAGES": STAGES}
+    wide = head_dim == WIDE_DIM
+    return sizes | (wide_sizes(ROWS // 2) if wide else {"ROWS": ROWS, "HALF": HALF, "STAGES": STAGES})
 
 
 def launch_prompt_attention(
@@ -68,15 +72,20 @@ def launch_prompt_attention(
     count: torch.Tensor,
     scale: float,
     keys: int,
+    **tuning: int,
 ) -> torch.Tensor:
-    """See ``attention.launch_attention``; ``scale`` is for powers of two. Returns [T, Hq · D]."""
+    """See ``attention.launch_attention``; ``scale`` is for powers of two. Returns [T, Hq · D].
+
+    tuning: compile-time sizes in place of those that serve.
+    """
     (tokens, heads, dim), kv_heads = q.shape, k_cache.shape[1]
     out = q.new_empty(tokens, heads * dim)
     cached = [TensorDescriptor.from_tensor(c.view(-1, dim), [PAGE, HALF], _SHARED) for c in (k_cache, v_cache)]
-    prompt_attention_kernel[(work.shape[0] * kv_heads,)](
-        q, *cached, page_table, positions, work, count, out, page_table.stride(0), scale,
-        **_sizes(heads, kv_heads, keys), num_warps=WARPS,
-    )  # fmt: skip
+    given = q, *cached, page_table, positions, work, count, out, page_table.stride(0), scale
+    kernel, parts = (wide_attention_kernel, 2) if dim == WIDE_DIM else (prompt_attention_kernel, 1)
+    kernel[(work.shape[0] * kv_heads * parts,)](
+        *given, **(_sizes(heads, kv_heads, dim, keys) | tuning), num_warps=WARPS
+    )
     return out
 
 
@@ -85,8 +94,8 @@ def prove(attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch
 
     attend(q, k_cache, v_cache, page_table, kv_len, query_start, positions) runs one pass. Synchronises.
     """
-    key = heads, kv_heads, dtype, device
-    if key not in _proven and suits(heads, kv_heads, head_dim, dtype, device):
+    key = heads, kv_heads, head_dim, dtype, device
+    if key not in _proven and suits(*key):
         _proven[key] = _same_bits(attend, *key)
     return _proven.get(key, False)
 
@@ -95,8 +104,8 @@ def rehearse(
     attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Launch what :func:`prove` will launch and ignore the result: this compiles the kernels ahead of time."""
-    key = heads, kv_heads, dtype, device
-    if key not in _proven and suits(heads, kv_heads, head_dim, dtype, device):
+    key = heads, kv_heads, head_dim, dtype, device
+    if key not in _proven and suits(*key):
         _same_bits(attend, *key)
         _proven.pop(key, None)
 
@@ -107,15 +116,17 @@ def proof_lengths(heads: int) -> tuple[int, int]:
     return 1500 * more, 391 * more
 
 
-def _same_bits(attend: Attend, heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> bool:
+def _same_bits(
+    attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> bool:
     """Two requests, whole and after a prefix; what no token may see is NaN."""
-    lengths, key = proof_lengths(heads), (heads, kv_heads, dtype, device)
+    lengths, key = proof_lengths(heads), (heads, kv_heads, head_dim, dtype, device)
     generator = torch.Generator(device).manual_seed(0)
     pages = [-(-n // PAGE) for n in lengths]
     order = torch.randperm(sum(pages), generator=generator, device=device).int()
     table = torch.zeros(2, max(pages), dtype=torch.int32, device=device)
     table[0, : pages[0]], table[1, : pages[1]] = order[: pages[0]], order[pages[0] :]
-    shape = (sum(pages), kv_heads, PAGE, HEAD_DIM)
+    shape = (sum(pages), kv_heads, PAGE, head_dim)
     k, v = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(2))
     for row, length in enumerate(lengths):
         for cache in (k, v):
@@ -125,7 +136,7 @@ def _same_bits(attend: Attend, heads: int, kv_heads: int, dtype: torch.dtype, de
         counts = [n - start for n, start in zip(lengths, starts, strict=True)]
         query_start = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32, device=device)
         positions = torch.cat([torch.arange(a, n, device=device) for a, n in zip(starts, lengths, strict=True)]).int()
-        q = torch.randn(sum(counts), heads, HEAD_DIM, generator=generator, device=device).to(dtype)
+        q = torch.randn(sum(counts), heads, head_dim, generator=generator, device=device).to(dtype)
         seen = []
         for ours in (False, True):
             _proven[key] = ours
@@ -135,12 +146,17 @@ def _same_bits(attend: Attend, heads: int, kv_heads: int, dtype: torch.dtype, de
     return True
 
 
-def _case(heads: int, kv_heads: int, dtype: str) -> AotCase:
+def _case(heads: int, kv_heads: int, dtype: str, head_dim: int = HEAD_DIM, **tuning: int) -> AotCase:
     signature = dict.fromkeys(("q_ptr", "out_ptr"), f"*{dtype}")
     signature |= dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{dtype}[{PAGE}, {HALF}],{_SHARED!r}>")
     signature |= dict.fromkeys(("table_ptr", "positions_ptr", "work_ptr", "count_ptr"), "*i32")
     signature |= {"max_pages": "i32", "scale": "fp32"}
-    return AotCase(prompt_attention_kernel, signature, _sizes(heads, kv_heads, 64), num_warps=WARPS)
+    kernel = wide_attention_kernel if head_dim == WIDE_DIM else prompt_attention_kernel
+    return AotCase(kernel, signature, _sizes(heads, kv_heads, head_dim, 64) | tuning, num_warps=WARPS)
 
 
-AOT = [_case(32, 8, "bf16"), _case(8, 8, "fp16")]
+AOT = [
+    _case(32, 8, "bf16"), _case(8, 8, "fp16"),
+    *(_case(16, 4, "bf16", WIDE_DIM, COLUMNS=columns) for columns in (False, True)),  # Qwen3.5-9B
+    _case(16, 2, "bf16", WIDE_DIM), _case(2, 2, "fp16", WIDE_DIM),
+]  # fmt: skip

@@ -12,27 +12,43 @@ import torch
 import triton
 import triton.language as tl
 
+from unisono.kernels.fp8_quantize import GROUP, Quantised, empty_quantised, store_quantised
 from unisono.kernels.library import AotCase, define, register
-from unisono.kernels.norm import rms_norm_cpu, row_warps
+from unisono.kernels.norm import columns_of, quantised_norm, rms_norm_cpu, row_warps, with_fp8_cpu, with_fp8_meta
 from unisono.kernels.overlap import follow, overlapped
 
 
 @triton.jit
-def _combine_kernel(y, weights, shared, gates, residual, norm_weight, total, normed, eps, H,
+def _weight(pointer, real, SOME: tl.constexpr):
+    """A number, or 0 in a row of padding, of which there are SOME."""
+    if SOME:
+        return tl.load(pointer, mask=real, other=0.0)
+    else:
+        return tl.load(pointer)
+
+
+@triton.jit
+def _combine_kernel(y, weights, shared, gates, residual, norm_weight, total, normed, x8, scales, eps, H, M, PADDED,
                     TOP_K: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
-                    BLOCK_H: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+                    BLOCK_H: tl.constexpr, KEEP: tl.constexpr, COLUMNS: tl.constexpr,
+                    OVERLAP: tl.constexpr):  # fmt: skip
+    """KEEP: the norm is stored. COLUMNS: columns that share a scale in x8, where it is quantised; 0: it is not."""
     follow(OVERLAP)
     row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H)
     inside = cols < H
+    real = row >= 0
+    if COLUMNS > 0:
+        real = row < M
+        inside = inside & real
     sum_ = tl.zeros([BLOCK_H], tl.float32)
     for slot in tl.static_range(TOP_K):
-        w = tl.load(weights + row * TOP_K + slot) + tl.zeros([BLOCK_H], tl.float32)
+        w = _weight(weights + row * TOP_K + slot, real, COLUMNS > 0) + tl.zeros([BLOCK_H], tl.float32)
         # A pair of weight 0 may have no expert, and then its row was never written.
         part = tl.load(y + (row * TOP_K + slot) * H + cols, mask=inside & (w != 0), other=0.0).to(tl.float32)
         sum_ += w * part
     if SHARED:
         part = tl.load(shared + row * H + cols, mask=inside, other=0.0).to(tl.float32)
-        sum_ += tl.load(gates + row) * part if GATE else part
+        sum_ += _weight(gates + row, real, COLUMNS > 0) * part if GATE else part
     dtype = total.dtype.element_ty
     r = tl.load(residual + row * H + cols, mask=inside, other=0.0).to(tl.float32)
     rounded = (sum_.to(dtype).to(tl.float32) + r).to(dtype)
@@ -43,7 +59,15 @@ def _combine_kernel(y, weights, shared, gates, residual, norm_weight, total, nor
         w_norm = tl.load(norm_weight + cols, mask=inside, other=0.0)
         if w_norm.dtype != tl.float32:  # as in rms_norm
             value = value.to(dtype).to(tl.float32)
-        tl.store(normed + row * H + cols, (value * w_norm.to(tl.float32)).to(dtype), mask=inside)
+        if KEEP:
+            tl.store(normed + row * H + cols, (value * w_norm.to(tl.float32)).to(dtype), mask=inside)
+        if COLUMNS > 0:
+            out = (value * w_norm.to(tl.float32)).to(dtype)
+            store_quantised(out, x8, scales, tl.program_id(0), 0, H, PADDED, COLUMNS)
+
+
+Combined = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""(total, norm, its e4m3 values, their scales); what nobody wants is empty."""
 
 
 def launch_combine(
@@ -54,18 +78,21 @@ def launch_combine(
     residual: torch.Tensor,
     norm_weight: torch.Tensor | None,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    group: int | None = None,
+    keep: bool = True,
+) -> Combined:
     y, residual = y.contiguous(), residual.contiguous()
     shared = None if shared is None else shared.contiguous()
     (rows, top_k), hidden = weights.shape, residual.shape[1]
-    total, normed = _combine_meta(y, weights, shared, gates, residual, norm_weight, eps)
+    total, normed, x8, scales = _combine_meta(y, weights, shared, gates, residual, norm_weight, eps, group, keep)
     block = triton.next_power_of_2(hidden)
-    _combine_kernel[(rows,)](
-        y, weights, shared, gates, residual, norm_weight, total, normed, eps, hidden,
+    quantised, sizes = ((None,) * 2,) * 2 if group is None else ((x8, scales), (rows, len(x8)))
+    _combine_kernel[(rows if group is None else len(x8),)](
+        y, weights, shared, gates, residual, norm_weight, total, normed, *quantised, eps, hidden, *sizes,
         TOP_K=top_k, SHARED=shared is not None, GATE=gates is not None, NORM=norm_weight is not None, BLOCK_H=block,
-        num_warps=row_warps(block), **overlapped(y.device),
+        KEEP=keep, COLUMNS=columns_of(group, block), num_warps=row_warps(block), **overlapped(y.device),
     )  # fmt: skip
-    return total, normed
+    return total, normed, x8, scales
 
 
 def combine_cpu(
@@ -76,7 +103,9 @@ def combine_cpu(
     residual: torch.Tensor,
     norm_weight: torch.Tensor | None,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    group: int | None = None,
+    keep: bool = True,
+) -> Combined:
     rows, top_k = weights.shape
     total = torch.zeros(residual.shape, dtype=torch.float32)
     for slot, part in enumerate(y.view(rows, top_k, -1).unbind(1)):
@@ -85,7 +114,9 @@ def combine_cpu(
     if shared is not None:
         total = total + (shared.float() if gates is None else gates[:, None] * shared.float())
     total = total.to(residual.dtype) + residual
-    return total, residual.new_empty(0) if norm_weight is None else rms_norm_cpu(total, norm_weight, eps)
+    if norm_weight is None:
+        return total, residual.new_empty(0), *empty_quantised(residual, 0, 0, None)
+    return total, *with_fp8_cpu(rms_norm_cpu(total, norm_weight, eps), group, keep)
 
 
 def _combine_meta(
@@ -96,14 +127,15 @@ def _combine_meta(
     residual: torch.Tensor,
     norm_weight: torch.Tensor | None,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    normed = residual.new_empty(0) if norm_weight is None else residual.new_empty(residual.shape)
-    return residual.new_empty(residual.shape), normed
+    group: int | None = None,
+    keep: bool = True,
+) -> Combined:
+    return residual.new_empty(residual.shape), *with_fp8_meta(residual, group, keep and norm_weight is not None)
 
 
 define(
     "combine_experts(Tensor y, Tensor weights, Tensor? shared, Tensor? gates, Tensor residual, Tensor? norm_weight,"
-    " float eps) -> (Tensor, Tensor)"
+    " float eps, int? group=None, bool keep=True) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 register("combine_experts", cuda=launch_combine, cpu=combine_cpu, meta=_combine_meta)
 
@@ -134,7 +166,25 @@ def combine_experts_norm(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(total, normed), each [M, H]: :func:`combine_experts`, and ``rms_norm(total, norm_weight, eps)``."""
-    return torch.ops.unisono.combine_experts(y, weights, shared, gates, residual, norm_weight, eps)
+    return torch.ops.unisono.combine_experts(y, weights, shared, gates, residual, norm_weight, eps)[:2]
+
+
+def combine_experts_norm_fp8(
+    y: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    gates: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    group: int,
+    keep: bool,
+) -> tuple[torch.Tensor, Quantised]:
+    """:func:`combine_experts_norm` whose norm is quantised, as :func:`unisono.kernels.norm.rms_norm_fp8` does it."""
+    total, *normed = torch.ops.unisono.combine_experts(
+        y, weights, shared, gates, residual, norm_weight, eps, group, keep
+    )
+    return total, quantised_norm(normed, residual, group, keep)
 
 
 AOT: list[AotCase] = [
@@ -143,14 +193,19 @@ AOT: list[AotCase] = [
         {
             **dict.fromkeys(("y", "shared", "residual", "total", "normed"), f"*{dtype}"),
             **dict.fromkeys(("weights", "gates"), "*fp32"), "norm_weight": f"*{norm}", "eps": "fp32", "H": "i32",
+            **({} if group is None else {"x8": "*fp8e4nv", "scales": "*fp32", "M": "i32", "PADDED": "i32"}),
         },
         {
-            "TOP_K": top_k, "SHARED": shared, "GATE": shared, "NORM": True, "BLOCK_H": block, "OVERLAP": True,
+            "TOP_K": top_k, "SHARED": shared, "GATE": shared, "NORM": True, "BLOCK_H": block, "KEEP": shared,
+            "COLUMNS": columns_of(group, block), "OVERLAP": True,
+            **({} if group is not None else {**dict.fromkeys(("x8", "scales", "M", "PADDED")), "KEEP": True}),
         },
         num_warps=row_warps(block),
     )
-    for dtype, norm, top_k, shared, block in (
-        ("bf16", "fp32", 8, True, 2048), ("bf16", "bf16", 8, False, 2048), ("bf16", "bf16", 2, False, 4096),
-        ("fp16", "fp16", 2, False, 128), ("fp32", "fp32", 8, True, 128),
+    for dtype, norm, top_k, shared, block, group in (
+        ("bf16", "fp32", 8, True, 2048, None), ("bf16", "bf16", 8, False, 2048, None),
+        ("bf16", "bf16", 2, False, 4096, None), ("fp16", "fp16", 2, False, 128, None),
+        ("fp32", "fp32", 8, True, 128, None), ("bf16", "fp32", 8, True, 2048, GROUP),
+        ("bf16", "bf16", 8, False, 4096, GROUP), ("bf16", "bf16", 2, False, 4096, 0),
     )
 ]  # fmt: skip

@@ -22,7 +22,7 @@ from unisono.kernels.activation import silu_mul_cpu, silu_product
 from unisono.kernels.experts import _split, pairs_by_expert
 from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, product_launch, tile_of, tile_pairs, tile_rows, tokens_of
 from unisono.kernels.fp8 import e4m3_product, widened_weight
-from unisono.kernels.fp8_quantize import GROUP, launch_quantize, quantize_cpu, widened_activations
+from unisono.kernels.fp8_quantize import GROUP, Quantised, launch_quantize, quantize, quantize_cpu, widened_activations
 from unisono.kernels.library import AotCase, define, fixed_rows_matmul, ints, register
 from unisono.kernels.overlap import follow, overlapped
 
@@ -130,16 +130,18 @@ def _blocking(tile: Tile, by_block: bool) -> dict[str, int]:
     }  # fmt: skip
 
 
-def launch_fp8_gate_up(x: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan) -> torch.Tensor:
+def launch_fp8_gate_up(
+    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
+) -> torch.Tensor:
     """The kernels of :func:`expert_fp8_gate_up`."""
     inner, tiles, by_block = weight.shape[1] // 2, _TILES[plan.tile], w_scales.dim() == 3
-    x8, x_scales = launch_quantize(x, GROUP if by_block else None)
+    x8, x_scales = launch_quantize(x, GROUP if by_block else None) if isinstance(x, torch.Tensor) else x[:2]
     parts = triton.cdiv(inner, tiles.up.n // 2)
-    grid, results, options = product_launch(plan, len(weight), x.shape[1], inner, parts, tiles.across)
-    h = x.new_empty(results, inner)
+    grid, results, options = product_launch(plan, len(weight), x8.shape[1], inner, parts, tiles.across)
+    h = x8.new_empty(results, inner, dtype=x.dtype)
     _fp8_gate_up_kernel[grid](
-        x8, x_scales, weight, w_scales, h, plan.ids, plan.order, plan.tiles, x.shape[0], plan.listed,
-        x8.shape[0], **options, **_blocking(tiles.up, by_block), **overlapped(x.device),
+        x8, x_scales, weight, w_scales, h, plan.ids, plan.order, plan.tiles, len(plan.ids), plan.listed,
+        x8.shape[0], **options, **_blocking(tiles.up, by_block), **overlapped(x8.device),
     )  # fmt: skip
     return h
 
@@ -158,7 +160,8 @@ def launch_fp8_down(h: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tenso
     return y
 
 
-def _gate_up_cuda(x, weight, w_scales, ids, experts, tile, order, tiles):
+def _gate_up_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
+    x = Quantised(x8, x_scales, GROUP if w_scales.dim() == 3 else 0, len(ids), dtype)
     return launch_fp8_gate_up(x, weight, w_scales, Plan(ids, experts, tile, order, tiles))
 
 
@@ -171,13 +174,14 @@ def _widened(x: torch.Tensor, w_scales: torch.Tensor) -> torch.Tensor:
 
 
 def expert_fp8_gate_up_cpu(
-    x: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, ids: torch.Tensor, experts: int, *plan: object
-) -> torch.Tensor:
-    h, values = _gate_up_meta(x, weight, w_scales, ids, experts), _widened(x, w_scales)
+    x8: torch.Tensor, x_scales: torch.Tensor, dtype: torch.dtype, weight: torch.Tensor, w_scales: torch.Tensor,
+    ids: torch.Tensor, experts: int, *plan: object,
+) -> torch.Tensor:  # fmt: skip
+    h, values = _gate_up_meta(x8, x_scales, dtype, weight, w_scales, ids, experts), widened_activations(x8, x_scales)
     for expert, pairs, tokens in pairs_by_expert(ids, experts, weight.shape[0]):
         halves = zip(weight[expert].chunk(2), w_scales[expert].chunk(2), strict=True)
         both = torch.cat([widened_weight(half, scales) for half, scales in halves])
-        h[pairs] = silu_mul_cpu(fixed_rows_matmul(values[tokens], both.t()).to(x.dtype))
+        h[pairs] = silu_mul_cpu(fixed_rows_matmul(values[tokens], both.t()).to(dtype))
     return h
 
 
@@ -191,32 +195,40 @@ def expert_fp8_down_cpu(
 
 
 def _gate_up_meta(
-    x: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, ids: torch.Tensor, experts: int, *plan: object
-) -> torch.Tensor:
-    return x.new_empty(ids.numel() + (weight.shape[0] - experts) * ids.shape[0], weight.shape[1] // 2)
+    x8: torch.Tensor, x_scales: torch.Tensor, dtype: torch.dtype, weight: torch.Tensor, w_scales: torch.Tensor,
+    ids: torch.Tensor, experts: int, *plan: object,
+) -> torch.Tensor:  # fmt: skip
+    rows = ids.numel() + (weight.shape[0] - experts) * ids.shape[0]
+    return x8.new_empty(rows, weight.shape[1] // 2, dtype=dtype)
 
 
 def _down_meta(h: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
     return h.new_empty(h.shape[0], weight.shape[1])
 
 
-for _name, _cuda, _cpu, _meta in (
-    ("expert_fp8_gate_up", _gate_up_cuda, expert_fp8_gate_up_cpu, _gate_up_meta),
-    ("expert_fp8_down", _down_cuda, expert_fp8_down_cpu, _down_meta),
+for _name, _x, _cuda, _cpu, _meta in (
+    ("gate_up", "Tensor x8, Tensor x_scales, ScalarType dtype", _gate_up_cuda, expert_fp8_gate_up_cpu, _gate_up_meta),
+    ("down", "Tensor h", _down_cuda, expert_fp8_down_cpu, _down_meta),
 ):
     define(
-        f"{_name}(Tensor x, Tensor weight, Tensor w_scales, Tensor ids, int experts, int tile, Tensor? order,"
+        f"expert_fp8_{_name}({_x}, Tensor weight, Tensor w_scales, Tensor ids, int experts, int tile, Tensor? order,"
         " Tensor? tiles) -> Tensor"
     )
-    register(_name, cuda=_cuda, cpu=_cpu, meta=_meta)
+    register(f"expert_fp8_{_name}", cuda=_cuda, cpu=_cpu, meta=_meta)
 
 
-def expert_fp8_gate_up(x: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan) -> torch.Tensor:
+def expert_fp8_gate_up(
+    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
+) -> torch.Tensor:
     """x [M, H] -> ``silu(gate(x)) * up(x)`` of each pair, [P (+ M), I] in x's dtype; weight e4m3 [E, 2 I, H].
+
+    x may be quantised already, as the weight's scales ask.
 
     Rounded after the products, after SiLU and after its product. Rows of pairs without an expert are not written.
     """
-    return torch.ops.unisono.expert_fp8_gate_up(x, weight, w_scales, *plan)
+    if isinstance(x, torch.Tensor):
+        x = quantize(x, GROUP if w_scales.dim() == 3 else 0)
+    return torch.ops.unisono.expert_fp8_gate_up(x.x8, x.scales, x.dtype, weight, w_scales, *plan)
 
 
 def expert_fp8_down(h: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan) -> torch.Tensor:

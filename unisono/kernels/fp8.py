@@ -1,4 +1,5 @@
-"""Products of activations and e4m3 weights whose bits do not depend on the batch. Owns the ``fp8_linear`` op.
+"""Products of activations and e4m3 weights whose bits do not depend on the batch. Owns the ops ``fp8_linear`` and
+``fp8_product``, which takes activations that are quantised already.
 
 Activations are quantised first (``kernels/fp8_quantize.py``): by row and 128 columns where the weight has a scale for
 each block of 128 × 128, by row where it has one for each output. The product walks K in steps of 128. Each step is a
@@ -24,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from unisono.kernels.fp8_gluon import launch_fp8_rows, suits
-from unisono.kernels.fp8_quantize import GROUP, launch_quantize, quantize_cpu, widened_activations
+from unisono.kernels.fp8_quantize import GROUP, Quantised, launch_quantize, quantize_cpu, widened_activations
 from unisono.kernels.library import AotCase, define, fixed_rows_matmul, register
 from unisono.kernels.linear import launch_add, store_sums
 from unisono.kernels.overlap import follow, overlapped
@@ -285,30 +286,29 @@ def rehearse_fp8_proof(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> 
                 _same_bits(weight, w_scales, dtype, rows, product)
 
 
-def runs_on_torch(x: Tensor, weight: Tensor, w_scales: Tensor) -> bool:
+def runs_on_torch(rows: int, dtype: torch.dtype, weight: Tensor, w_scales: Tensor) -> bool:
     """Whether torch computes this product; else a kernel of ours does."""
-    return x.shape[0] > FEW_ROWS and _proven.get(_key(weight, w_scales, x.dtype), False)
+    return rows > FEW_ROWS and _proven.get(_key(weight, w_scales, dtype), False)
 
 
-def torch_fp8_linear(
-    x: Tensor, weight: Tensor, w_scales: Tensor, x_scale: Tensor | None, bias: Tensor | None, residual: Tensor | None
-) -> Tensor:
-    """torch's product, with the same roundings of bias and residual."""
-    x8, x_scales = launch_quantize(x, _group(w_scales), x_scale)
-    y = _scaled_mm(x8, x_scales, weight, w_scales, x.dtype)[: x.shape[0]]
-    return y if bias is None and residual is None else launch_add(y, bias, residual)
+def fp8_product_cuda(
+    x8: Tensor, x_scales: Tensor, rows: int, dtype: torch.dtype, weight: Tensor, w_scales: Tensor,
+    bias: Tensor | None, residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The product of what :func:`launch_quantize` returned for ``rows`` rows."""
+    if runs_on_torch(rows, dtype, weight, w_scales):
+        y = _scaled_mm(x8, x_scales, weight, w_scales, dtype)[:rows]
+        return y if bias is None and residual is None else launch_add(y, bias, residual)
+    few = rows <= FEW_ROWS and _proven_few.get(_key(weight, w_scales, dtype), False) and suits(rows, weight)
+    launch = launch_fp8_rows if few else launch_fp8_product
+    return launch(x8, x_scales, weight, w_scales, bias, residual, rows, dtype)
 
 
 def fp8_linear_cuda(
     x: Tensor, weight: Tensor, w_scales: Tensor, x_scale: Tensor | None, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
-    if runs_on_torch(x, weight, w_scales):
-        return torch_fp8_linear(x, weight, w_scales, x_scale, bias, residual)
-    rows = x.shape[0]
-    x8, x_scales = launch_quantize(x, _group(w_scales), x_scale)
-    few = rows <= FEW_ROWS and _proven_few.get(_key(weight, w_scales, x.dtype), False) and suits(rows, weight)
-    launch = launch_fp8_rows if few else launch_fp8_product
-    return launch(x8, x_scales, weight, w_scales, bias, residual, rows, x.dtype)
+    quantised = launch_quantize(x, _group(w_scales), x_scale)
+    return fp8_product_cuda(*quantised, len(x), x.dtype, weight, w_scales, bias, residual)
 
 
 def widened_weight(weight: Tensor, w_scales: Tensor) -> Tensor:
@@ -327,8 +327,16 @@ def fp8_linear_cpu(
     bias: Tensor | None,
     residual: Tensor | None,
 ) -> Tensor:
-    values = widened_activations(*quantize_cpu(x, _group(w_scales), x_scale))
-    y = fixed_rows_matmul(values.contiguous(), widened_weight(weight, w_scales).t()).to(x.dtype)
+    quantised = quantize_cpu(x, _group(w_scales), x_scale)
+    return fp8_product_cpu(*quantised, len(x), x.dtype, weight, w_scales, bias, residual)
+
+
+def fp8_product_cpu(
+    x8: Tensor, x_scales: Tensor, rows: int, dtype: torch.dtype, weight: Tensor, w_scales: Tensor,
+    bias: Tensor | None, residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    values = widened_activations(x8, x_scales)[:rows]
+    y = fixed_rows_matmul(values.contiguous(), widened_weight(weight, w_scales).t()).to(dtype)
     if bias is not None:
         y = y + bias
     return y if residual is None else y + residual
@@ -361,6 +369,25 @@ def fp8_linear(
     A row's bits depend on that row, the weight, its bias and its residual only.
     """
     return torch.ops.unisono.fp8_linear(x, weight, w_scales, x_scale, bias, residual)
+
+
+define(
+    "fp8_product(Tensor x8, Tensor x_scales, int rows, ScalarType dtype, Tensor weight, Tensor w_scales, Tensor? bias,"
+    " Tensor? residual) -> Tensor"
+)
+register(
+    "fp8_product",
+    cuda=fp8_product_cuda,
+    cpu=fp8_product_cpu,
+    meta=lambda x8, x_scales, rows, dtype, weight, *_: x8.new_empty(rows, weight.shape[0], dtype=dtype),
+)
+
+
+def fp8_product(
+    x: Quantised, weight: Tensor, w_scales: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """:func:`fp8_linear` of activations that are quantised as the weight's scales ask: the same bits."""
+    return torch.ops.unisono.fp8_product(x.x8, x.scales, x.rows, x.dtype, weight, w_scales, bias, residual)
 
 
 def _aot_fp8(dtype: str, tile: Tile, by_block: bool, even_k: bool, bias: bool) -> AotCase:

@@ -1,7 +1,7 @@
-"""An fp8 product, the addition of the residual and the norm of the sum. Owns the ``fp8_linear_norm`` op.
+"""An fp8 product, the addition of the residual and the norm of the sum, quantised where the next product wants it so.
 
-As ``kernels/linear_norm.py``: where a kernel of ours computes the product, it adds the residual; where torch does, the
-norm adds it. Called by ``layers``.
+Owns the ``fp8_linear_norm`` op. As ``kernels/linear_norm.py``: where a kernel of ours computes the product, it adds the
+residual; where torch does, the norm adds it. Called by ``layers``.
 
 Shapes: as in ``kernels/fp8.py``, with H outputs.
 """
@@ -9,70 +9,79 @@ Shapes: as in ``kernels/fp8.py``, with H outputs.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from unisono.kernels.fp8 import fp8_linear_cpu, fp8_linear_cuda, runs_on_torch, torch_fp8_linear
+from unisono.kernels import fp8
+from unisono.kernels.fp8_quantize import Quantised, empty_quantised
 from unisono.kernels.library import define, register
-from unisono.kernels.norm import launch_add_rms_norm, launch_rms_norm, rms_norm_cpu
+from unisono.kernels.norm import (
+    launch_add_rms_norm_fp8,
+    launch_rms_norm,
+    launch_rms_norm_fp8,
+    quantised_norm,
+    rms_norm_cpu,
+    with_fp8_cpu,
+    with_fp8_meta,
+)
+
+Results = tuple[Tensor, Tensor, Tensor, Tensor]
+"""(total, its norm, the norm's e4m3 values, their scales); what nobody wants is empty."""
 
 
 def fp8_linear_norm_cuda(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    w_scales: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    operands = x, weight, w_scales, x_scale, bias
-    if runs_on_torch(x, weight, w_scales):
-        return launch_add_rms_norm(torch_fp8_linear(*operands, None), residual, norm_weight, eps)
-    total = fp8_linear_cuda(*operands, residual)
-    return total, launch_rms_norm(total, norm_weight, eps)
+    x8: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, bias: Tensor | None, residual: Tensor,
+    norm_weight: Tensor, eps: float, group: int | None, keep: bool,
+) -> Results:  # fmt: skip
+    rows, dtype = len(residual), residual.dtype
+    operands = x8, x_scales, rows, dtype, weight, w_scales, bias
+    if fp8.runs_on_torch(rows, dtype, weight, w_scales):
+        product = fp8.fp8_product_cuda(*operands, None)
+        return launch_add_rms_norm_fp8(product, residual, norm_weight, eps, group, keep)
+    total = fp8.fp8_product_cuda(*operands, residual)
+    if group is None:
+        return total, launch_rms_norm(total, norm_weight, eps), *empty_quantised(total, 0, 0, None)
+    return total, *launch_rms_norm_fp8(total, norm_weight, eps, group, keep)
 
 
 def fp8_linear_norm_cpu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    w_scales: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    total = fp8_linear_cpu(x, weight, w_scales, x_scale, bias, residual)
-    return total, rms_norm_cpu(total, norm_weight, eps)
+    x8: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, bias: Tensor | None, residual: Tensor,
+    norm_weight: Tensor, eps: float, group: int | None, keep: bool,
+) -> Results:  # fmt: skip
+    total = fp8.fp8_product_cpu(x8, x_scales, len(residual), residual.dtype, weight, w_scales, bias, residual)
+    return total, *with_fp8_cpu(rms_norm_cpu(total, norm_weight, eps), group, keep)
 
 
 def _fp8_linear_norm_meta(
-    x: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, x_scale: torch.Tensor | None,
-    bias: torch.Tensor | None, residual: torch.Tensor, *_: object,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+    x8: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, bias: Tensor | None, residual: Tensor,
+    norm_weight: Tensor, eps: float, group: int | None, keep: bool,
+) -> Results:  # fmt: skip
+    return residual.new_empty(residual.shape), *with_fp8_meta(residual, group, keep)
 
 
 define(
-    "fp8_linear_norm(Tensor x, Tensor weight, Tensor w_scales, Tensor? x_scale, Tensor? bias, Tensor residual,"
-    " Tensor norm_weight, float eps) -> (Tensor, Tensor)"
+    "fp8_linear_norm(Tensor x8, Tensor x_scales, Tensor weight, Tensor w_scales, Tensor? bias, Tensor residual,"
+    " Tensor norm_weight, float eps, int? group, bool keep) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 register("fp8_linear_norm", cuda=fp8_linear_norm_cuda, cpu=fp8_linear_norm_cpu, meta=_fp8_linear_norm_meta)
 
 
 def fp8_linear_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    w_scales: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor,
+    x: Quantised,
+    weight: Tensor,
+    w_scales: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``total = fp8_linear(x, weight, w_scales, x_scale, bias, residual [M, H])`` and its ``rms_norm``.
+    group: int | None = None,
+    keep: bool = True,
+) -> tuple[Tensor, Tensor | Quantised]:
+    """``total = fp8_product(x, weight, w_scales, bias, residual [M, H])`` and its ``rms_norm``.
 
-    norm_weight [H], eps: as ``rms_norm`` takes them. Returns (total, normed), each [M, H], with the bits of the two ops
-    one after the other.
+    norm_weight [H], eps: as ``rms_norm`` takes them. group, keep: the norm is quantised as ``rms_norm_fp8`` does it;
+    group None: it is not. Returns (total [M, H], normed), with the bits of the ops one after the other.
     """
-    return torch.ops.unisono.fp8_linear_norm(x, weight, w_scales, x_scale, bias, residual, norm_weight, eps)
+    total, *normed = torch.ops.unisono.fp8_linear_norm(
+        x.x8, x.scales, weight, w_scales, bias, residual, norm_weight, eps, group, keep
+    )
+    return total, normed[0] if group is None else quantised_norm(normed, total, group, keep)

@@ -1,4 +1,7 @@
-"""Activations to e4m3 with a scale for each row and group of columns. Called by the fp8 products, not an op of its own.
+"""Activations to e4m3 with a scale for each row and group of columns. Owns the ``quantize_fp8`` op.
+
+Called by the fp8 products. Kernels whose results such products read quantise them themselves, by
+:func:`store_quantised`: that saves a launch, and a row's bits are the same. :class:`Quantised` is what they hand on.
 
 A value is divided by its group's scale (one IEEE division in fp32), clamped to e4m3's largest value and rounded to
 nearest even. The scale is the group's largest magnitude / 448, or one that the checkpoint fixes. Both depend on the row
@@ -9,11 +12,14 @@ Shapes: M rows, K columns, G = ceil(K / group) groups.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase
+from unisono.kernels.library import AotCase, define, register
 from unisono.kernels.overlap import follow, overlapped
 
 E4M3 = torch.float8_e4m3fn
@@ -32,6 +38,57 @@ ROWS_OF_FOUR = 4
 
 _COLUMNS = 1024
 """Columns of one program where groups are smaller than that."""
+
+
+class Quantised(NamedTuple):
+    """Activations [M, K] as products with e4m3 weights read them.
+
+    x8 e4m3 [M', K] and scales fp32 [G, M'], M' = M padded to a multiple of four with zeros. group: columns that share a
+    scale; 0: all. rows: M. dtype: of the activations. x [M, K]: the activations themselves, where somebody reads them.
+    """
+
+    x8: torch.Tensor
+    scales: torch.Tensor
+    group: int
+    rows: int
+    dtype: torch.dtype
+    x: torch.Tensor | None = None
+
+
+def handed_on(pair: Sequence[torch.Tensor], like: torch.Tensor, group: int, x: torch.Tensor | None = None) -> Quantised:
+    """(x8, scales) of as many rows as ``like`` has, in its dtype, as an operand; x: the rows themselves."""
+    x8, scales = pair
+    return Quantised(x8, scales, group, len(like), like.dtype, x)
+
+
+@triton.jit
+def _scales_of(value):
+    """The scales of groups [groups, columns], by their largest magnitudes."""
+    return tl.div_rn(tl.maximum(tl.max(tl.abs(value), axis=1), 1e-10), 448.0)
+
+
+@triton.jit
+def _scaled(value, scale):
+    """Values of groups [groups, columns] over their scales, within e4m3's range."""
+    scaled = tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape))
+    return tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+
+
+@triton.jit
+def store_quantised(value, x8, scales, row, first, K, PADDED, GROUP: tl.constexpr):
+    """Quantise columns ``first`` … of a row and store them, padding rows too: the bits of :func:`_quantize_kernel`.
+
+    value: rounded to the activations' dtype, 0 beyond K and in padding; as many columns as whole groups have, in any
+    shape. first: a multiple of GROUP.
+    """
+    GROUPS: tl.constexpr = value.numel // GROUP
+    grouped = tl.reshape(value.to(tl.float32), (GROUPS, GROUP))
+    groups = first // GROUP + tl.arange(0, GROUPS)
+    cols = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    scale = _scales_of(grouped)
+    at = row.to(tl.int64) * K + cols
+    tl.store(x8 + at, _scaled(grouped, scale).to(x8.dtype.element_ty), mask=cols < K)
+    tl.store(scales + groups.to(tl.int64) * PADDED + row, scale, mask=groups * GROUP < K)
 
 
 @triton.jit
@@ -55,9 +112,8 @@ def _quantize_kernel(x, fixed, x8, scales, M, K, PADDED,
         for i in tl.static_range(FIXED):
             scale = tl.maximum(scale, tl.load(fixed + i))
     else:
-        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(value), axis=1), 1e-10), 448.0)
-    scaled = tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape))
-    scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+        scale = _scales_of(value)
+    scaled = _scaled(value, scale)
     tl.store(x8 + at, scaled.to(x8.dtype.element_ty), mask=inside)
     tl.store(scales + groups.to(tl.int64) * PADDED + row, scale, mask=groups * WIDTH < K)
 
@@ -75,6 +131,18 @@ def padded_rows(rows: int) -> int:
     return rows + -rows % ROWS_OF_FOUR
 
 
+def empty_quantised(x: torch.Tensor, rows: int, k: int, group: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What :func:`launch_quantize` fills for activations [rows, k], on x's device; for group None two empty tensors.
+
+    group: columns that share a scale; 0: all.
+    """
+    padded = padded_rows(rows)
+    if group is None:
+        return x.new_empty(0, dtype=E4M3), x.new_empty(0, dtype=torch.float32)
+    groups = triton.cdiv(k, group) if group else 1
+    return x.new_empty(padded, k, dtype=E4M3), x.new_empty(groups, padded, dtype=torch.float32)
+
+
 def launch_quantize(
     x: torch.Tensor, group: int | None, fixed: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +155,7 @@ def launch_quantize(
     (rows, k), padded = x.shape, padded_rows(x.shape[0])
     per_program, width, warps = _blocking(k, group)
     groups = triton.cdiv(k, width)
-    x8, scales = x.new_empty(padded, k, dtype=E4M3), x.new_empty(groups, padded, dtype=torch.float32)
+    x8, scales = empty_quantised(x, rows, k, group or 0)
     _quantize_kernel[(padded, triton.cdiv(groups, per_program))](
         x, fixed, x8, scales, rows, k, padded,
         GROUPS=per_program, WIDTH=width, FIXED=0 if fixed is None else fixed.numel(),
@@ -107,6 +175,32 @@ def quantize_cpu(
     scale = computed if fixed is None else fixed.max().expand(rows, groups)
     scaled = (value / scale[..., None]).clamp(-LARGEST, LARGEST).to(E4M3)
     return scaled.view(rows, groups * width)[:, :k], scale.t().contiguous()
+
+
+def padded_quantize_cpu(
+    x: torch.Tensor, group: int | None, fixed: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`launch_quantize` with its padding, for the ops' CPU twins."""
+    return quantize_cpu(torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % ROWS_OF_FOUR)), group, fixed)
+
+
+def quantised_cpu(x: torch.Tensor, group: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What kernels with :func:`store_quantised` make of x, or two empty tensors for group None; 0: whole rows."""
+    return empty_quantised(x, 0, 0, None) if group is None else padded_quantize_cpu(x, group or None)
+
+
+define("quantize_fp8(Tensor x, int group, Tensor? fixed) -> (Tensor, Tensor)")
+register(
+    "quantize_fp8",
+    cuda=lambda x, group, fixed: launch_quantize(x, group or None, fixed),
+    cpu=lambda x, group, fixed: padded_quantize_cpu(x, group or None, fixed),
+    meta=lambda x, group, fixed: empty_quantised(x, x.shape[0], x.shape[1], group),
+)
+
+
+def quantize(x: torch.Tensor, group: int, fixed: torch.Tensor | None = None) -> Quantised:
+    """Activations x [M, K] in e4m3. group: columns that share a scale, 0: all. fixed: see :func:`launch_quantize`."""
+    return handed_on(torch.ops.unisono.quantize_fp8(x, group, fixed), x, group, x)
 
 
 def widened_activations(x8: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

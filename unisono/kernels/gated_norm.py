@@ -3,6 +3,8 @@
 One program takes whole heads, and the head's size alone fixes the order of its sum, so a row's bits do not depend on
 the batch.
 
+``gated_norm_fp8`` stores the result quantised (``kernels/fp8_quantize.py``) instead, for products with e4m3 weights.
+
 Shapes: M rows, Hv heads, V elements of a head.
 """
 
@@ -13,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unisono.kernels.fp8_quantize import GROUP, Quantised, empty_quantised, handed_on, quantised_cpu, store_quantised
 from unisono.kernels.library import AotCase, define, register
 from unisono.kernels.overlap import follow, overlapped
 
@@ -21,21 +24,36 @@ _HEADS = 8
 
 
 @triton.jit
-def _gated_norm_kernel(
-    o, z, weight, out, eps, z_stride, HEADS, V: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-):
-    follow(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def gated_heads(o, z, weight, out, scales, eps, row, part, z_stride, HEADS, M, PADDED, V: tl.constexpr,
+                BLOCK: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """What program (row i64, part) of the kernel does: BLOCK heads of a row."""
+    head = part * BLOCK + tl.arange(0, BLOCK)
     dim = tl.arange(0, V)
     at = head[:, None] * V + dim[None, :]
     inside = (head < HEADS)[:, None]
+    if COLUMNS > 0:
+        inside = inside & (row < M)
     x = tl.load(o + row * HEADS * V + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(z + row * z_stride + at, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / V + eps)
     w = tl.load(weight + dim)
     y = (x * scale[:, None]) * w[None, :] * (gate / (1.0 + tl.exp(-gate)))
-    tl.store(out + row * HEADS * V + at, y.to(out.dtype.element_ty), mask=inside)
+    if COLUMNS > 0:
+        store_quantised(y.to(o.dtype.element_ty), out, scales, row, part * (BLOCK * V), HEADS * V, PADDED, COLUMNS)
+    else:
+        tl.store(out + row * HEADS * V + at, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_norm_kernel(
+    o, z, weight, out, scales, eps, z_stride, HEADS, M, PADDED, V: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS: out is e4m3, and that many columns share one of ``scales``; 0: out is of o's dtype."""
+    follow(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    gated_heads(o, z, weight, out, scales, eps, row, part, z_stride, HEADS, M, PADDED, V, BLOCK, COLUMNS)
 
 
 def launch_gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -45,9 +63,28 @@ def launch_gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tenso
     heads = o.shape[1] // size
     if len(o):
         _gated_norm_kernel[(len(o), triton.cdiv(heads, _HEADS))](
-            o, z, weight, out, eps, z.stride(0), heads, V=size, BLOCK=_HEADS, num_warps=4, **overlapped(o.device)
-        )
+            o, z, weight, out, None, eps, z.stride(0), heads, None, None, V=size, BLOCK=_HEADS, COLUMNS=0,
+            num_warps=4, **overlapped(o.device),
+        )  # fmt: skip
     return out
+
+
+def quantises(size: int, group: int) -> bool:
+    """Whether the kernel can quantise groups of this many columns, for heads of ``size``: it has 8 heads of a row."""
+    return 0 < group <= _HEADS * size and _HEADS * size % group == 0
+
+
+def launch_gated_norm_fp8(o: Tensor, z: Tensor, weight: Tensor, eps: float, group: int) -> tuple[Tensor, Tensor]:
+    """See :func:`gated_norm_fp8`."""
+    o, z = o.contiguous(), z if z.stride(1) == 1 else z.contiguous()
+    (rows, width), size = o.shape, weight.shape[0]
+    x8, scales = empty_quantised(o, rows, width, group)
+    if rows:
+        _gated_norm_kernel[(len(x8), triton.cdiv(width // size, _HEADS))](
+            o, z, weight, x8, scales, eps, z.stride(0), width // size, rows, len(x8), V=size, BLOCK=_HEADS,
+            COLUMNS=group, num_warps=4, **overlapped(o.device),
+        )  # fmt: skip
+    return x8, scales
 
 
 def gated_norm_cpu(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -73,12 +110,35 @@ def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.ops.unisono.gated_norm(o, z, weight, eps)
 
 
+define("gated_norm_fp8(Tensor o, Tensor z, Tensor weight, float eps, int group) -> (Tensor, Tensor)")
+register(
+    "gated_norm_fp8",
+    cuda=launch_gated_norm_fp8,
+    cpu=lambda o, z, weight, eps, group: quantised_cpu(gated_norm_cpu(o, z, weight, eps), group),
+    meta=lambda o, z, weight, eps, group: empty_quantised(o, o.shape[0], o.shape[1], group),
+)
+
+
+def gated_norm_fp8(o: Tensor, z: Tensor, weight: Tensor, eps: float, group: int) -> Quantised:
+    """:func:`gated_norm` in e4m3, with the bits of ``quantize(gated_norm(o, z, weight, eps), group)``.
+
+    For groups that :func:`quantises` accepts.
+    """
+    return handed_on(torch.ops.unisono.gated_norm_fp8(o, z, weight, eps, group), o, group)
+
+
+def _aot(dtype: str, size: int, group: int) -> AotCase:
+    tensors = dict.fromkeys(("o", "z"), f"*{dtype}") | {"out": "*fp8e4nv" if group else f"*{dtype}", "weight": "*fp32"}
+    numbers = {"eps": "fp32", "z_stride": "i32", "HEADS": "i32"}
+    options = {"V": size, "BLOCK": _HEADS, "COLUMNS": group, "OVERLAP": True}
+    if group:
+        return AotCase(
+            _gated_norm_kernel, tensors | numbers | {"scales": "*fp32", "M": "i32", "PADDED": "i32"}, options
+        )
+    return AotCase(_gated_norm_kernel, tensors | numbers, options | dict.fromkeys(("scales", "M", "PADDED")))
+
+
 AOT: list[AotCase] = [
-    AotCase(
-        _gated_norm_kernel,
-        {**dict.fromkeys(("o", "z", "out"), f"*{dtype}"), "weight": "*fp32", "eps": "fp32", "z_stride": "i32",
-         "HEADS": "i32"},
-        {"V": size, "BLOCK": _HEADS, "OVERLAP": True},
-    )
-    for dtype, size in (("bf16", 128), ("bf16", 32), ("fp16", 128), ("fp32", 64))
-]  # fmt: skip
+    *(_aot(dtype, size, 0) for dtype, size in (("bf16", 128), ("bf16", 32), ("fp16", 128), ("fp32", 64))),
+    *(_aot("bf16", size, GROUP) for size in (128, 32)),
+]

@@ -11,6 +11,8 @@ import torch
 from unisono.kernels.experts_fp8 import expert_fp8_down, expert_fp8_gate_up, fp8_tile_rows
 from unisono.kernels.experts_int4 import expert_int4_down, expert_int4_gate_up, int4_tile_rows
 from unisono.kernels.experts_plan import Plan
+from unisono.kernels.fp8_quantize import GROUP
+from unisono.layers.activations import Activations, Wish
 from unisono.layers.expert_formats import Stack
 from unisono.layers.formats import Stored
 
@@ -59,10 +61,14 @@ class Fp8Experts(_Stacks):
 
     weights: Fp8Weights
 
+    def wish(self, stack: Stack) -> Wish:
+        """What the product with a pass's tokens wants of them: see ``layers/activations.py``."""
+        return Wish(GROUP if self.weights.operands(stack)[1].dim() == 3 else 0)
+
     def tile(self, pairs: int, experts: int, dtype: torch.dtype) -> int:
         return fp8_tile_rows(pairs, experts)
 
-    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def gate_up(self, stack: Stack, x: Activations, plan: Plan) -> torch.Tensor:
         return expert_fp8_gate_up(x, *self.weights.operands(stack), plan)
 
     def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:

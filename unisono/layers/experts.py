@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from unisono.kernels.experts_combine import combine_experts, combine_experts_norm
+from unisono.kernels.experts_combine import combine_experts, combine_experts_norm, combine_experts_norm_fp8
 from unisono.kernels.experts_plan import plan_experts
 from unisono.kernels.router import route
+from unisono.layers.activations import Activations, Wish, fitting, plain
 from unisono.layers.expert_formats import ExpertFormat
 from unisono.layers.formats import WHOLE, Place, Share, Slice, Stored
 from unisono.layers.mlp import GatedMLP
@@ -55,6 +56,12 @@ class Stack(nn.Module):
                 shape = (end - first + rides, rows, *stored.shape(self.outputs, inputs)[1:])
                 parameter = torch.empty(shape, dtype=stored.dtype, device=device)
                 self.register_parameter(kind, nn.Parameter(parameter, requires_grad=False))
+
+    @property
+    def wish(self) -> Wish | None:
+        """What the stack's product with a pass's tokens wants of them: see ``layers/activations.py``."""
+        wish = getattr(self.format, "wish", None)
+        return wish(self) if wish else None
 
     def fused(self) -> Iterator[tuple[str, Place]]:
         """What a checkpoint stores of the stack where it stores it as a whole: (end of its name, where it goes).
@@ -176,23 +183,34 @@ class Experts(nn.Module):
     def stacks(self) -> tuple[Stack, Stack]:
         return self.experts["gate_up"], self.experts["down"]  # type: ignore[return-value]
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> Mixed:
+    @property
+    def readers(self) -> tuple[object, ...]:
+        """What reads the block's input: the experts, the shared one, and the router, which takes plain rows."""
+        shared = () if self.shared is None else self.shared.readers
+        return self.stacks[0], *shared, None
+
+    def forward(self, x: Activations, positions: torch.Tensor | None = None) -> Mixed:
         """x [M, H] -> what :meth:`project` adds up.
 
         positions [M] i32: rows below 0 are padding, which goes to no expert; None: there is none.
         """
         gate_up, down = self.stacks
-        ids, weights, gates = route(x, self.router, positions, self.counts, gate_up.experts, self.top_k, self.normalize)
+        chosen = positions, self.counts, gate_up.experts, self.top_k, self.normalize
+        ids, weights, gates = route(plain(x), self.router, *chosen)
         pairs, format = ids.numel(), gate_up.format
         plan = plan_experts(ids, gate_up.experts, format.tile(pairs, gate_up.experts, x.dtype))
-        y = format.down(down, format.gate_up(gate_up, x, plan), plan)
+        h = format.gate_up(gate_up, fitting(x, gate_up.wish), plan)  # type: ignore[arg-type]
+        y = format.down(down, h, plan)
         shared = y[pairs:] if gate_up.rides else None
         if self.shared is not None:
             shared = self.shared.down(self.shared(x))
         return Mixed(y[:pairs], weights, shared, gates if self.gated else None)
 
-    def project(self, y: Mixed, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def project(self, y: Mixed, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, Activations]:
         """(residual + the sum, ``norm`` of it); without a norm the sum twice."""
+        if isinstance(norm, RMSNorm) and norm.wish is not None:
+            wish = norm.wish
+            return combine_experts_norm_fp8(*y, residual, norm.weight, norm.eps, wish.group, wish.keep)
         if isinstance(norm, RMSNorm):
             return combine_experts_norm(*y, residual, norm.weight, norm.eps)
         total = combine_experts(*y, residual)

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from unisono.kernels import rms_norm
-from unisono.kernels.fp8 import fp8_linear, prove_fp8, rehearse_fp8_proof
+from unisono.kernels.fp8 import fp8_linear, fp8_product, prove_fp8, rehearse_fp8_proof
 from unisono.kernels.fp8_linear_norm import fp8_linear_norm
-from unisono.kernels.fp8_quantize import E4M3, GROUP, LARGEST, SMALLEST
+from unisono.kernels.fp8_quantize import E4M3, GROUP, LARGEST, SMALLEST, Quantised, quantize
+from unisono.layers.activations import Activations, Wish
 from unisono.layers.expert_formats_quantised import Fp8Experts
 from unisono.layers.formats import FLOATS, ONE_VALUE, PLAIN, Layout, LinearLayer, Stored, WeightFormat
 from unisono.layers.quantization_config import named, require
@@ -44,8 +45,16 @@ class _Fp8:
     scale_kind: str
     fixed_kind: str | None
 
-    def linear(self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def wish(self, layer: LinearLayer) -> Wish | None:
+        """What a layer wants of its inputs, e4m3 rows, unless its products are several or their scales fixed."""
+        if self.fixed_kind or not self._is_one_product(layer):
+            return None
+        return Wish(self._group(layer))
+
+    def linear(self, layer: LinearLayer, x: Activations, residual: torch.Tensor | None) -> torch.Tensor:
         weight, scales = self.operands(layer)
+        if isinstance(x, Quantised):
+            return fp8_product(x, weight, scales, layer.bias, residual)
         if self._is_one_product(layer):
             return fp8_linear(x, weight, scales, self._fixed(layer), layer.bias, residual)
         parts = zip(weight.split(layer.held), scales.split([_blocks(n) for n in layer.held]), strict=True)
@@ -54,13 +63,26 @@ class _Fp8:
         return y if residual is None else y + residual
 
     def linear_norm(
-        self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, layer: LinearLayer, x: Activations, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._is_one_product(layer):
-            operands = *self.operands(layer), self._fixed(layer), layer.bias
-            return fp8_linear_norm(x, *operands, residual, weight, eps)
-        total = self.linear(layer, x, residual)
-        return total, rms_norm(total, weight, eps)
+        return self.linear_norm_fp8(layer, x, residual, weight, eps, None)  # type: ignore[return-value]
+
+    def linear_norm_fp8(
+        self, layer: LinearLayer, x: Activations, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+        wish: Wish | None,
+    ) -> tuple[torch.Tensor, Activations]:  # fmt: skip
+        """``linear_norm`` whose norm is made as ``wish`` says."""
+        if not self._is_one_product(layer):
+            total = self.linear(layer, x, residual)
+            return total, rms_norm(total, weight, eps)
+        if isinstance(x, torch.Tensor):
+            x = quantize(x, self._group(layer), self._fixed(layer))
+        how = (None, True) if wish is None else (wish.group, wish.keep)
+        return fp8_linear_norm(x, *self.operands(layer), layer.bias, residual, weight, eps, *how)
+
+    def _group(self, layer: LinearLayer) -> int:
+        """Columns of activations that share a scale; 0: all."""
+        return GROUP if getattr(layer, self.scale_kind).dim() == 2 else 0
 
     def _fixed(self, layer: LinearLayer) -> torch.Tensor | None:
         """The scales of activations, where the checkpoint fixes them."""

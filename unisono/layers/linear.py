@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
+from unisono.layers.activations import Activations, Wish, fitting
 from unisono.layers.formats import FLOATS, PLAIN, WHOLE, Place, Share, Stored, WeightFormat
 from unisono.layers.norm import RMSNorm
 
@@ -47,16 +49,29 @@ class Linear(nn.Module):
                 self.register_parameter(kind, _parameter(shape, stored.dtype, device))
         self.bias = _parameter((self.outputs,), dtype, device) if bias else None
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    @property
+    def wish(self) -> Wish | None:
+        """What the layer wants of its inputs: see ``layers/activations.py``."""
+        wish = getattr(self.format, "wish", None)
+        return wish(self) if wish else None
+
+    def forward(self, x: Activations, residual: torch.Tensor | None = None) -> torch.Tensor:
         """``residual [M, outputs]`` is added to the rounded product."""
-        return self.format.linear(self, x, residual)
+        return self.format.linear(self, fitting(x, self.wish), residual)  # type: ignore[arg-type]
 
     def then_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, norm: nn.Module | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sum, norm(sum)) for the sum of the product and ``residual``; without a norm the sum twice."""
+        self, x: Activations, residual: torch.Tensor, norm: nn.Module | None
+    ) -> tuple[torch.Tensor, Activations]:
+        """(sum, norm(sum)) for the sum of the product and ``residual``; without a norm the sum twice.
+
+        The norm is quantised where its readers want that and the format has such a kernel.
+        """
         if isinstance(norm, RMSNorm):
-            return self.format.linear_norm(self, x, residual, norm.weight, norm.eps)
+            fused = getattr(self.format, "linear_norm_fp8", None) if norm.wish else None
+            given: Any = fitting(x, self.wish)
+            if fused is not None:
+                return fused(self, given, residual, norm.weight, norm.eps, norm.wish)
+            return self.format.linear_norm(self, given, residual, norm.weight, norm.eps)
         total = self(x, residual)
         return total, total if norm is None else norm(total)
 

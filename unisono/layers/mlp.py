@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from unisono.kernels import silu_mul
+from unisono.layers.activations import Activations, silu_product
 from unisono.layers.linear import Linear
 
 
@@ -19,12 +19,17 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up, self.down = gate_up, down
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    @property
+    def readers(self) -> tuple[object, ...]:
+        """What reads the block's input."""
+        return (self.gate_up,)
+
+    def forward(self, x: Activations, positions: torch.Tensor | None = None) -> Activations:
         """What ``down`` reads: [M, hidden] -> [M, intermediate]. The same is done for every position."""
-        return silu_mul(self.gate_up(x))
+        return silu_product(self.gate_up(x), self.down.wish)
 
     def project(
-        self, y: torch.Tensor, residual: torch.Tensor, norm: nn.Module | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
+    ) -> tuple[torch.Tensor, Activations]:
         """What ``forward`` returned -> (residual + down(y), ``norm`` of it); without a norm the sum twice."""
         return self.down.then_norm(y, residual, norm)

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from unisono.kernels import rms_norm
+from unisono.kernels.norm import rms_norm_fp8
 from unisono.kernels.vision_norm import layer_norm
+from unisono.layers.activations import Activations, Wish
 from unisono.layers.formats import Place
 
 
@@ -16,8 +18,11 @@ class RMSNorm(nn.Module):
     """``x [M, size] -> [M, size]``; see :func:`unisono.kernels.rms_norm`.
 
     zero_centered: the checkpoint stores w, and the norm multiplies by 1 + w in fp32 and rounds once (Qwen3-Next,
-    Qwen3.5). ``weight`` is then an fp32 parameter that holds 1 + w.
+    Qwen3.5). ``weight`` is then an fp32 parameter that holds 1 + w. wish: what the norm's readers want; whoever owns
+    norm and readers sets it.
     """
+
+    wish: Wish | None = None
 
     def __init__(
         self, size: int, eps: float, dtype: torch.dtype, device: torch.device | str, zero_centered: bool = False
@@ -27,8 +32,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device), requires_grad=False)
         self.eps, self.zero_centered = eps, zero_centered
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: torch.Tensor) -> Activations:
+        """[M, size] -> the norm, quantised where ``wish`` says so."""
+        if self.wish is None:
+            return rms_norm(x, self.weight, self.eps)
+        return rms_norm_fp8(x, self.weight, self.eps, self.wish.group, self.wish.keep)
 
     def places(self) -> Iterator[tuple[str, Place]]:
         """What a checkpoint stores of the norm: (name inside it, where it goes)."""

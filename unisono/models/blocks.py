@@ -17,8 +17,10 @@ from torch import nn
 
 from unisono.attention.base import KV, AttentionOptions
 from unisono.attention.context import PassContext
-from unisono.kernels import rope_and_cache, sigmoid_gate
+from unisono.kernels import rope_and_cache
+from unisono.layers.activations import Activations, readers_of, sigmoid_gated, wanted
 from unisono.layers.mlp import GatedMLP
+from unisono.layers.norm import RMSNorm
 from unisono.layers.rotary import RotarySpec
 from unisono.models.build import Builder, require
 from unisono.state.specs import ALL, PAGE_SIZE, Paged, Tree
@@ -31,29 +33,32 @@ class Stream(NamedTuple):
     """
 
     x: torch.Tensor
-    normed: torch.Tensor
+    normed: Activations
 
 
 class FeedForward(Protocol):
-    """The second half of a layer."""
+    """The second half of a layer.
 
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> Any:
+    It may have ``readers``, the layers that read its input: the norm before it then makes what they want.
+    """
+
+    def __call__(self, x: Activations, positions: torch.Tensor | None = None) -> Any:
         """[T, H] -> what :meth:`project` reads. positions [T]: tokens below 0 are padding; None: there is none."""
         ...
 
-    def project(self, y: Any, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def project(self, y: Any, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, Activations]:
         """(residual + the block's output, ``norm`` of it); without a norm the sum twice."""
         ...
 
 
 class Mixer(Protocol):
-    """The first half of a layer: what lets a token read others."""
+    """The first half of a layer: what lets a token read others. It may have ``readers``, as a feed-forward."""
 
-    def __call__(self, x: torch.Tensor, context: PassContext, state: Any) -> Any:
+    def __call__(self, x: Activations, context: PassContext, state: Any) -> Any:
         """x [T, H] -> what :meth:`project` reads, of T tokens or of ``context.last_tokens``; updates the state."""
         ...
 
-    def project(self, y: Any, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def project(self, y: Any, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, Activations]:
         """See :meth:`FeedForward.project`."""
         ...
 
@@ -68,6 +73,15 @@ class Settles(Protocol):
 
     def settle(self, context: PassContext, state: Any) -> None:
         """Move the snapshot on to ``context.tails.until`` from remembered inputs, in a pass of rows without tokens."""
+        ...
+
+
+@runtime_checkable
+class ProvesRounds(Protocol):
+    """A mixer with kernels for small rounds that serve where their bits were proven."""
+
+    def prove_rounds(self, width: int, rehearse: bool = False) -> bool:
+        """Compare them, for rounds of up to ``width`` tokens a row; rehearse: only compile what that takes."""
         ...
 
 
@@ -151,7 +165,12 @@ class Attention(nn.Module):
         spec = self.spec
         return (Paged((spec.num_kv_heads, PAGE_SIZE, spec.head_dim), self.dtype, spec.lifetime),) * 2
 
-    def forward(self, x: torch.Tensor, context: PassContext, state: KV) -> torch.Tensor:
+    @property
+    def readers(self) -> tuple[object, ...]:
+        """What reads the block's input."""
+        return (self.qkv,)
+
+    def forward(self, x: Activations, context: PassContext, state: KV) -> Activations:
         """x [T, H] -> [T, Hq · D], which ``o`` reads, or with last tokens [E, Hq · D]; writes T keys and values."""
         qkv = self.qkv(x)
         q = self._turn(qkv, context, *state)
@@ -160,11 +179,12 @@ class Attention(nn.Module):
         out = self._attend(q, context.queries, state)
         if not self.spec.output_gate:
             return out
-        return sigmoid_gate(out, qkv if context.last_tokens is None else context.last_tokens.select(qkv), q.shape[1])
+        gates = qkv if context.last_tokens is None else context.last_tokens.select(qkv)
+        return sigmoid_gated(out, gates, q.shape[1], self.o.wish)
 
     def project(
-        self, y: torch.Tensor, residual: torch.Tensor, norm: nn.Module | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
+    ) -> tuple[torch.Tensor, Activations]:
         return self.o.then_norm(y, residual, norm)
 
     def _turn(
@@ -275,6 +295,9 @@ class DecoderLayer(nn.Module):
         self.mixer_norm, self.mixer = mixer_norm, mixer
         self.feed_forward_norm, self.feed_forward = feed_forward_norm, feed_forward
         self._next_norm: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule of this layer
+        for norm, block in ((mixer_norm, mixer), (feed_forward_norm, feed_forward)):
+            if isinstance(norm, RMSNorm):
+                norm.wish = wanted(readers_of(block))
 
     def begin(self, x: torch.Tensor) -> Stream:
         """What a pass's first layer reads: x [T, H] and its norm."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from unisono.attention.context import PassContext
+from unisono.layers.activations import plain
 from unisono.models.blocks import DecoderLayer, Stream, build_layers
 from unisono.models.build import Builder
 from unisono.models.config import DecoderConfig
@@ -72,7 +73,7 @@ class Decoder(nn.Module):
         if len(self.layers) in seen:
             seen[len(self.layers)] = stream.x
         aux = torch.cat([seen[number] for number in aux_layers], dim=1) if aux_layers else None
-        return stream.normed, aux
+        return plain(stream.normed), aux
 
     def _add_levels(
         self, stream: Stream, number: int, overriding: Sequence[Overriding], context: PassContext

@@ -13,8 +13,11 @@ from torch import nn
 
 from unisono.attention.context import PassContext
 from unisono.kernels.causal_conv import causal_conv
+from unisono.kernels.delta_round import Convolution, Kept, Norm, delta_round, prove_delta_round, rehearse_delta_round
+from unisono.kernels.fp8_quantize import handed_on
 from unisono.kernels.gated_delta import gated_delta
-from unisono.kernels.gated_norm import gated_norm
+from unisono.kernels.gated_norm import quantises
+from unisono.layers.activations import Activations, gated_norm
 from unisono.layers.formats import PLAIN
 from unisono.models.build import Builder, require
 from unisono.state.specs import Remembered, Tail
@@ -95,18 +98,59 @@ class GatedDelta(nn.Module):
             },
         )
 
-    def forward(self, x: torch.Tensor, context: PassContext, state: TailView) -> torch.Tensor:
+    @property
+    def readers(self) -> tuple[object, ...]:
+        """What reads the block's input."""
+        return (self.in_proj,) if self.gates is None else (self.in_proj, self.gates)
+
+    def forward(self, x: Activations, context: PassContext, state: TailView) -> Activations:
         """x [T, H] -> [T, Hv · V], which ``o`` reads, or with last tokens [E, Hv · V]; moves the state on."""
         u, z, *gates = self.in_proj(x).split(self._widths, 1)
-        out = self._recur(u, gates[0] if self.gates is None else self.gates(x), context, state)
+        ba = gates[0] if self.gates is None else self.gates(x)
+        if context.query_start is None and context.last_tokens is None:
+            return self._round(u, z, ba, context, state)
+        out = self._recur(u, ba, context, state)
         if context.last_tokens is not None:
             out, z = context.last_tokens.select(out), context.last_tokens.select(z)
-        return gated_norm(out, z, self.norm.weight, self.eps)
+        return gated_norm(out, z, self.norm.weight, self.eps, self.o.wish)
 
     def settle(self, context: PassContext, state: TailView) -> None:
         """Move the state on as a pass without tokens says; see :class:`unisono.models.blocks.Settles`."""
         new = self.conv.weight.new_empty
         self._recur(new((0, self.conv.weight.shape[0])), new((0, 2 * self.spec.num_value_heads)), context, state)
+
+    def _round(
+        self, u: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, context: PassContext, state: TailView
+    ) -> Activations:
+        """:meth:`forward` of a round, after the projection."""
+        assert context.tails is not None
+        wish = self.o.wish
+        group = wish.group if wish and not wish.keep and quantises(self.spec.value_head_dim, wish.group) else None
+        norm = Norm(z, self.norm.weight, self.eps, group)
+        normed, *quantised = delta_round(u, ba, *self._kept(state), norm, *context.tails.fields)
+        return normed if group is None else handed_on(quantised, z, group)
+
+    def _kept(self, state: TailView) -> tuple[Convolution, Kept]:
+        """The convolution and the rule, with what rows keep of them."""
+        conv = state.snapshot["conv"], state.inputs["conv"]
+        kept = Kept(state.snapshot["state"], state.inputs["kv"], state.inputs["gates"])
+        return Convolution(self.conv.weight, self.A_log, self.dt_bias, *conv), kept
+
+    def prove_rounds(self, width: int, rehearse: bool = False) -> bool:
+        """See :func:`unisono.kernels.delta_round.prove_delta_round`; width: tokens of a row in the widest round.
+
+        rehearse: only compile what that takes.
+        """
+        spec, device = self.state_specs(), self.conv.weight.device
+        snapshot = {n: torch.empty(1, *shape, dtype=t, device=device) for n, (shape, t) in spec.snapshot.items()}
+        inputs = {
+            n: torch.empty(1, r.ring(width), *r.shape, dtype=r.dtype, device=device) for n, r in spec.inputs.items()
+        }
+        given = *self._kept(TailView(snapshot, inputs)), self.eps
+        if rehearse:
+            rehearse_delta_round(*given)
+            return False
+        return prove_delta_round(*given)
 
     def _recur(self, u: torch.Tensor, ba: torch.Tensor, context: PassContext, state: TailView) -> torch.Tensor:
         """u [T, 2 Hk · K + Hv · V], ba [T, 2 Hv] -> [T, Hv · V]."""
@@ -118,8 +162,8 @@ class GatedDelta(nn.Module):
         return gated_delta(qkv, gates, *kept, *where, starts)
 
     def project(
-        self, y: torch.Tensor, residual: torch.Tensor, norm: nn.Module | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
+    ) -> tuple[torch.Tensor, Activations]:
         """(residual + ``o(y)``, ``norm`` of it); without a norm the sum twice."""
         return self.o.then_norm(y, residual, norm)
 

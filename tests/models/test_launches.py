@@ -1,0 +1,98 @@
+"""How many kernels a round launches in a layer, and that fused ones give the bits of those they replace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.count_launches import DENSE, HYBRID, PROMPT, of_round, proven, without_wishes
+from tests.models.harness import Session, load, whole
+from tests.models.make import make_checkpoint
+from tests.models.quantised import LAYOUTS, quantise
+from unisono.layers import activations
+
+EXPERTS = {"moe_intermediate_size": 128, "num_experts": 5, "num_experts_per_tok": 2}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Small checkpoints by kind, two layers each but for the hybrid's four."""
+    base = tmp_path_factory.mktemp("models")
+    made = {
+        "dense": make_checkpoint(base / "dense", "qwen3", num_hidden_layers=2, **DENSE),
+        "experts": make_checkpoint(base / "experts", "qwen3_moe", num_hidden_layers=2, **DENSE, **EXPERTS),
+        "hybrid": make_checkpoint(base / "hybrid", "qwen3_5_moe_text", **HYBRID),
+    }
+    for name in ("fp8-blocks", "compressed-fp8-channel"):
+        made[name] = base / name
+        quantise(made["dense"], made[name], LAYOUTS[name])
+    return made
+
+
+CASES = [
+    ("dense", "fp8"), ("fp8-blocks", None), ("compressed-fp8-channel", None), ("experts", "fp8"), ("hybrid", "fp8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "quantization"), CASES)
+def test_what_kernels_quantise_has_the_bits_of_a_launch_of_its_own(kind, quantization, paths, monkeypatch) -> None:
+    """Prompts, chunks and rounds; in fp32 and bf16."""
+    for dtype in (torch.float32, torch.bfloat16):
+        results = []
+        for fused in (True, False):
+            with monkeypatch.context() as patch:
+                if not fused:
+                    without_wishes(patch.setattr)
+                decoder = load(paths[kind], quantization=quantization, dtype=dtype)
+                session = Session(decoder, 2, 64)
+                parts = [*whole(decoder, [PROMPT]), *session.extend({0: PROMPT[:17], 1: PROMPT[:5]}).values()]
+                results.append([*parts, *session.round(3, {0: PROMPT[17:20], 1: PROMPT[5:6]}).values()])
+        assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantization", "quantisations", "saved"),
+    [
+        # of a layer: qkv, gate+up, down asked and were given; o quantises attention's output itself
+        ("dense", "fp8", 2, 6),
+        # in this layout some projections are plain
+        ("compressed-fp8-channel", None, 2, 4),
+        # qkv and experts' gate+up; down's inputs are made pair by pair
+        ("experts", "fp8", 4, 4),
+        # of 4 layers: in_proj or qkv, o after a gate or a gated norm, experts; the shared expert rides along
+        ("hybrid", "fp8", 4, 12),
+    ],
+)
+def test_quantising_takes_no_launches_of_its_own(kind, quantization, quantisations, saved, paths, monkeypatch) -> None:
+    found = of_round(load(paths[kind], quantization=quantization))
+    assert found["_quantize_kernel"] == quantisations
+    without_wishes(monkeypatch.setattr)
+    before = of_round(load(paths[kind], quantization=quantization))
+    assert before.total() - found.total() == saved
+    assert before["_quantize_kernel"] == quantisations + saved
+
+
+def test_the_final_norm_and_plain_readers_get_plain_rows(paths) -> None:
+    decoder = load(paths["hybrid"], quantization="fp8")
+    assert decoder.norm.wish is None
+    for layer in decoder.layers:
+        assert layer.feed_forward_norm.wish.keep, "the router reads plain rows"
+        assert layer.mixer_norm.wish.keep == (getattr(layer.mixer, "gates", None) is not None)
+    quantised = activations.Quantised(torch.empty(4, 8), torch.empty(1, 4), 128, 3, torch.float32)
+    with pytest.raises(ValueError, match="a reader of plain rows"):
+        activations.plain(quantised)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_small_round_of_a_recurrent_layer_has_two_launches(quantization, paths) -> None:
+    """Of four layers two are recurrent: convolution, preparation, rule and norm, then the two that do the same."""
+    decoder = load(paths["hybrid"], quantization=quantization)
+    four = of_round(decoder)
+    with proven():
+        two, wide = of_round(decoder), of_round(decoder, width=4)
+    assert four.total() - two.total() == 4
+    assert [two[name] for name in ("_delta_round_kernel", "_norm_keep_kernel", "_prepare_kernel")] == [2, 2, 0]
+    assert [four[name] for name in ("_conv_round_kernel", "_gated_norm_kernel", "_round_kernel")] == [2, 2, 2]
+    assert wide.total() == two.total()

@@ -1,0 +1,79 @@
+"""What the readers of activations want of them, and kernels that give it: bf16 rows, rows in e4m3, or both.
+
+A layer with e4m3 weights reads its inputs quantised. Whatever makes them asks :func:`wanted` of its readers once, when
+the model is built, and then makes them so in its own launch. A wish is no promise: where the maker has no such kernel
+it gives plain rows, and the reader quantises them itself, with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from unisono.kernels import gated_norm as gated
+from unisono.kernels import sigmoid_gate, silu_mul
+from unisono.kernels.activation import sigmoid_gate_fp8, silu_mul_fp8
+from unisono.kernels.fp8_quantize import Quantised
+
+Activations = torch.Tensor | Quantised
+"""[M, K], as a product reads them."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Activations in e4m3: ``group`` columns share a scale, 0: all. keep: as plain rows, too."""
+
+    group: int
+    keep: bool = False
+
+
+def wish_of(reader: object) -> Wish | None:
+    """What a linear layer or a stack of experts wants of its inputs; None: plain rows, as everything else does."""
+    return getattr(reader, "wish", None)
+
+
+def wanted(readers: Iterable[object]) -> Wish | None:
+    """What all ``readers`` of one result want together: the first wish, and plain rows for those with another."""
+    wishes = [wish_of(reader) for reader in readers]
+    first = next((wish for wish in wishes if wish is not None), None)
+    return first and Wish(first.group, keep=any(wish != first for wish in wishes))
+
+
+def readers_of(block: object) -> tuple[object, ...]:
+    """What reads the input of a mixer or a feed-forward; one that does not say takes plain rows."""
+    return getattr(block, "readers", (None,))
+
+
+def plain(x: Activations) -> torch.Tensor:
+    """The rows themselves. Raises ValueError where nobody was to read them."""
+    if isinstance(x, torch.Tensor):
+        return x
+    if x.x is None:
+        raise ValueError("these activations were made in e4m3 only: a reader of plain rows was not asked")
+    return x.x
+
+
+def fitting(x: Activations, wish: Wish | None) -> Activations:
+    """x as a reader with this wish takes it."""
+    return x if isinstance(x, Quantised) and wish is not None and wish.group == x.group else plain(x)
+
+
+def silu_product(x: torch.Tensor, wish: Wish | None) -> Activations:
+    """``silu_mul(x)``, for a reader with this wish."""
+    return silu_mul(x) if wish is None or wish.keep else silu_mul_fp8(x, wish.group)
+
+
+def sigmoid_gated(x: torch.Tensor, qkv: torch.Tensor, num_heads: int, wish: Wish | None) -> Activations:
+    """``sigmoid_gate(x, qkv, num_heads)``, for a reader with this wish."""
+    if wish is None or wish.keep:
+        return sigmoid_gate(x, qkv, num_heads)
+    return sigmoid_gate_fp8(x, qkv, num_heads, wish.group)
+
+
+def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, wish: Wish | None) -> Activations:
+    """``gated_norm(o, z, weight, eps)``, for a reader with this wish."""
+    if wish is None or wish.keep or not gated.quantises(weight.shape[0], wish.group):
+        return gated.gated_norm(o, z, weight, eps)
+    return gated.gated_norm_fp8(o, z, weight, eps, wish.group)
