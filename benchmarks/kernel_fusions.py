@@ -88,7 +88,8 @@ def kernels(tiny: bool) -> Iterator[list[object]]:
         yield from _dense(rows, copies, *((200, 300) if tiny else (4096, 12288)))
         yield from _of_experts(rows, copies, 256 if tiny else 2048, 2 if tiny else 8)
     for rows, width in ((2, 1), (1, 2)) if tiny else ((1, 1), (1, 4), (4, 1), (8, 1), (8, 4), (16, 1)):
-        yield delta(rows, width, (2, 4, 16) if tiny else (16, 32, 128))
+        for tile in ((16, 4),) if tiny else ((32, 4), (64, 4), (16, 4), (16, 2)):
+            yield delta(rows, width, (2, 4, 16) if tiny else (16, 32, 128), tile)
 
 
 def _dense(rows: int, copies: int, hidden: int, inner: int) -> Iterator[list[object]]:
@@ -137,8 +138,11 @@ def _of_experts(rows: int, copies: int, hidden: int, top_k: int) -> Iterator[lis
     yield compared("experts' sum, quantised", rows, before, lambda i: launch_combine(y[i], *rest, 128), list, copies)
 
 
-def delta(rows: int, width: int, sizes: tuple[int, int, int]) -> list[object]:
-    """A round of Gated DeltaNet between its projections: four launches against two, layers in turns."""
+def delta(rows: int, width: int, sizes: tuple[int, int, int], tile: tuple[int, int]) -> list[object]:
+    """A round of Gated DeltaNet between its projections: four launches against two, layers in turns.
+
+    tile: rows of the state in a program, and its warps.
+    """
     keys, values, size = sizes
     channels, ring, layers = (2 * keys + values) * size, 15 + 2 * width, max(2, 48 // rows) if ON_GPU else 1
     fp32 = torch.float32
@@ -153,9 +157,10 @@ def delta(rows: int, width: int, sizes: tuple[int, int, int]) -> list[object]:
 
     def of(run: Callable, own: list[torch.Tensor]) -> list[torch.Tensor]:
         conv = delta_round.Convolution(*weights, *own[:2])
-        return [*run(u, ba, conv, delta_round.Kept(*own[2:]), norm, *where), *own]
+        with mock.patch.multiple(delta_round, BLOCK_V=tile[0], WARPS=tile[1]):
+            return [*run(u, ba, conv, delta_round.Kept(*own[2:]), norm, *where), *own]
 
-    name = f"Gated DeltaNet, {width} a row"
+    name = f"Gated DeltaNet, {width} a row, {tile[0]} × {tile[1]} warps"
     old, new = delta_round.launch_one_by_one, delta_round.launch_delta_round
     equal = same(*(of(run, [t.clone() for t in memory[0]]) for run in (old, new)))
     line = compared(name, rows, lambda i: of(old, memory[i]), lambda i: of(new, memory[i]), lambda made: [], layers)

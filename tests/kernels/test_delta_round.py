@@ -86,7 +86,7 @@ def test_the_op_is_the_chain(group):
 def test_which_rounds_suit():
     conv, kept = layer(*SIZES[0], torch.float32, torch.device("cpu"))
     u = torch.empty(32, conv.weight.shape[0])
-    assert suits(u[:8], kept, 8)
-    assert not suits(u[:9], kept, 9), "many rows"
+    assert suits(u[:4], kept, 4)
+    assert not suits(u[:5], kept, 5), "many rows"
     assert not suits(u[:0], kept, 1), "no tokens"
     assert not suits(u, kept, 1), "three chunks in a row"

@@ -190,6 +190,36 @@ def _attend(q, base: gl.constexpr, k, v, ones, full, free, out_ptr, positions_pt
 
 
 @gluon.jit
+def _share(first, last, part, EACH: gl.constexpr, COLUMNS: gl.constexpr):
+    """A program's tokens, the first one of its second group, and the first quarter of its columns."""
+    if COLUMNS:
+        first = first + part * EACH
+        return first, gl.maximum(gl.minimum(last, first + EACH), first), first, part * 0
+    else:
+        return first, last, first + EACH, part * 2
+
+
+@gluon.jit
+def _keys_seen(length, positions_ptr, first, last, TILE: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr,
+               SPLIT: gl.constexpr):  # fmt: skip
+    """(end of the keys that a tile sees, splits without masks, steps); at least one step has masks."""
+    token = first + gl.arange(0, TILE, gl.BlockedLayout([1], [32], [4], [0])) // GROUP
+    position = gl.load(positions_ptr + token, mask=token < last, other=-1)
+    end = gl.maximum(gl.minimum(length, gl.max(position, 0) + 1), 0)
+    seen_by_all = gl.min(gl.where(position >= 0, position, end - 1), 0) + 1
+    whole = gl.maximum(gl.minimum(seen_by_all, end - 1), 0) // SPLIT
+    return end, whole, gl.maximum((end + KEYS - 1) // KEYS, 1)
+
+
+@gluon.jit
+def _init(full, free, PAGES: gl.constexpr, STAGES: gl.constexpr):
+    """A stage is full when its pages are loaded, free when both groups have read it."""
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=PAGES)
+        mbarrier.init(free.index(i), count=2)
+
+
+@gluon.jit
 def wide_attention_kernel(
     q_ptr, k_desc, v_desc, table_ptr, positions_ptr, work_ptr, count_ptr, out_ptr, max_pages, scale,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
@@ -204,7 +234,6 @@ def wide_attention_kernel(
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     TILE: gl.constexpr = ROWS if COLUMNS else 2 * ROWS
     HELD: gl.constexpr = 4 if COLUMNS else 2
-    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
 
     item, part = gl.program_id(0) // 2, gl.program_id(0) % 2
@@ -212,18 +241,8 @@ def wide_attention_kernel(
         entry = work_ptr + item // KV_HEADS * 8
         head = item % KV_HEADS
         slot, length, first, last = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
-        if COLUMNS:
-            first = first + part * (ROWS // GROUP)
-            last = gl.maximum(gl.minimum(last, first + ROWS // GROUP), first)
-            column, second, quarter = 0, first, 0
-        else:
-            column, second, quarter = part * 2 * QUARTER, first + ROWS // GROUP, part * 2
-        token = first + gl.arange(0, TILE, EACH) // GROUP
-        position = gl.load(positions_ptr + token, mask=token < last, other=-1)
-        end = gl.maximum(gl.minimum(length, gl.max(position, 0) + 1), 0)
-        seen_by_all = gl.min(gl.where(position >= 0, position, end - 1), 0) + 1
-        whole = gl.maximum(gl.minimum(seen_by_all, end - 1), 0) // SPLIT  # splits without masks; a step is left over
-        steps = gl.maximum((end + KEYS - 1) // KEYS, 1)
+        first, last, second, quarter = _share(first, last, part, ROWS // GROUP, COLUMNS)
+        end, whole, steps = _keys_seen(length, positions_ptr, first, last, TILE, GROUP, KEYS, SPLIT)
 
         q = gl.allocate_shared_memory(DTYPE, [TILE // ROWS * 4, ROWS, QUARTER], SHARED)
         k = gl.allocate_shared_memory(DTYPE, [STAGES * 4, KEYS, QUARTER], SHARED)
@@ -231,9 +250,7 @@ def wide_attention_kernel(
         ones = gl.allocate_shared_memory(DTYPE, [8, KEYS], SHARED)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(STAGES):
-            mbarrier.init(full.index(i), count=KEYS // PAGE)
-            mbarrier.init(free.index(i), count=2)
+        _init(full, free, KEYS // PAGE, STAGES)
         OTHERS: gl.constexpr = 0 if COLUMNS else 4
         _load_queries(q_ptr, q, 0, ones, first, last, head, HEADS, GROUP, ROWS, QUARTER, KEYS)
         if not COLUMNS:
@@ -241,24 +258,23 @@ def wide_attention_kernel(
         fence_async_shared()
         _barrier()
         pages_ptr = table_ptr + slot.to(gl.int64) * max_pages
-        last_page = max_pages - 1
         SECOND: gl.constexpr = 2 if COLUMNS else 0
         gl.warp_specialize(
             [
                 (_attend, (
-                    q, 0, k, v, ones, full, free, out_ptr, positions_ptr, first, last, head, column, end, whole, steps,
-                    scale, 0, HEADS, GROUP, KEYS, SPLIT, ROWS, QUARTER, STAGES, HELD)),
+                    q, 0, k, v, ones, full, free, out_ptr, positions_ptr, first, last, head, quarter * QUARTER, end,
+                    whole, steps, scale, 0, HEADS, GROUP, KEYS, SPLIT, ROWS, QUARTER, STAGES, HELD)),
                 (_attend, (
                     q, OTHERS, k, v, ones, full, free, out_ptr, positions_ptr, second, last, head,
-                    column + SECOND * QUARTER, end, whole, steps, scale, SECOND, HEADS, GROUP, KEYS, SPLIT, ROWS,
+                    (quarter + SECOND) * QUARTER, end, whole, steps, scale, SECOND, HEADS, GROUP, KEYS, SPLIT, ROWS,
                     QUARTER, STAGES, HELD)),
-                (_load_pages, (0, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, head, steps, quarter,
+                (_load_pages, (0, k_desc, v_desc, k, v, full, free, pages_ptr, max_pages - 1, head, steps, quarter,
                                KV_HEADS, PAGE, KEYS, STAGES, QUARTER, HELD)),
-                (_load_pages, (1, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, head, steps, quarter,
+                (_load_pages, (1, k_desc, v_desc, k, v, full, free, pages_ptr, max_pages - 1, head, steps, quarter,
                                KV_HEADS, PAGE, KEYS, STAGES, QUARTER, HELD)),
-                (_load_pages, (2, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, head, steps, quarter,
+                (_load_pages, (2, k_desc, v_desc, k, v, full, free, pages_ptr, max_pages - 1, head, steps, quarter,
                                KV_HEADS, PAGE, KEYS, STAGES, QUARTER, HELD)),
-                (_load_pages, (3, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, head, steps, quarter,
+                (_load_pages, (3, k_desc, v_desc, k, v, full, free, pages_ptr, max_pages - 1, head, steps, quarter,
                                KV_HEADS, PAGE, KEYS, STAGES, QUARTER, HELD)),
             ],
             [4, 1, 1, 1, 1],

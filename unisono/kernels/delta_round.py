@@ -41,8 +41,9 @@ from unisono.kernels.gated_norm import _HEADS, gated_heads, gated_norm_cpu, laun
 from unisono.kernels.library import AotCase, define, ints, register
 from unisono.kernels.overlap import follow, overlapped
 
-FEW_ROWS = 8
-"""Up to this number of rows the two kernels serve: above it what programs compute anew counts for more."""
+FEW_ROWS = 4
+"""Up to this number of rows the two kernels serve: above it what programs compute anew counts for more. A guess from
+registers and programs (benchmarks/kernel_fusions.py times 1 to 16 rows and several tiles)."""
 
 BLOCK_V, WARPS = 32, 4
 """Rows of a head's state in a program, and its warps."""
