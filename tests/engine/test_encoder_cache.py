@@ -12,7 +12,9 @@ import pytest
 
 from tests.engine.helpers import counted, engine, mixed_params
 from tests.engine.pictures import Picture, Prompt, make_seeing, prompt, run, several, vision_of, words
+from unisono.engine.commands import decode, encode
 from unisono.engine.prompt_budget import PromptBudget
+from unisono.engine.runner import Runner
 from unisono.llm import LLM
 from unisono.models.vision.config import VisionConfig
 from unisono.passes.encoder_cache import EncoderCache
@@ -235,6 +237,15 @@ def test_models_that_see_nothing(qwen3: Path, vision: VisionConfig) -> None:
         assert "encode" not in worker.graphs.programs
         extend = worker.graphs.programs["extend"].schema
         assert not any("media" in field.feature.extra for field in extend)
+
+
+def test_other_ranks_get_it_as_bytes(seeing: Path, vision: VisionConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a pass needs is in its command: another rank that executes its bytes has the same cache."""
+    with engine(seeing, dtype="float32", enforce_eager=True) as llm:
+        expected = run(llm, several(vision)[2:5], GREEDY)
+    monkeypatch.setattr(Runner, "send", lambda self, command: self.worker.execute(decode(encode(command))))
+    with engine(seeing, dtype="float32") as llm:
+        assert run(llm, several(vision)[2:5], GREEDY) == expected
 
 
 def test_a_text_of_a_model_that_sees(seeing: Path) -> None:

@@ -90,6 +90,31 @@ def test_output_gate_and_partial_rotary() -> None:
     assert torch.equal(attention(x, PassContext.of(inputs, last), state_of(attention)), got[-1:])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("interleaved", "axes"),
+    [(True, [0, 1, 2, 0, 1, 0, 0, 0, 0, 0]), (False, [0, 0, 0, 0, 0, 0, 1, 1, 2, 2])],
+    ids=["interleaved", "blocks"],
+)
+def test_rotary_positions_on_three_axes(interleaved: bool, axes: list[int]) -> None:
+    """Text has the bits that it has without axes; elsewhere each plane turns by its own axis's position."""
+    section = [7, 2, 1] if interleaved else [6, 2, 2]
+    parameters = {"rope_type": "default", "rope_theta": THETA, "mrope_section": section}
+    spec = replace(SPEC, rotary=RotarySpec.of(None, 20, parameters | {"mrope_interleaved": interleaved}))
+    attention, x = filled(spec.build(builder())), torch.randn(TOKENS, HIDDEN)
+    inputs, text = one_pass(), torch.arange(TOKENS, dtype=torch.int32)
+    plain, kept = state_of(attention), state_of(attention)
+    want = attention(x, PassContext.of(inputs), plain)
+    context = PassContext.of(inputs, None, text[:, None].expand(-1, 3).contiguous())
+    assert torch.equal(attention(x, context, kept), want)
+    assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
+    positions = torch.randint(0, 60, (TOKENS, 3), dtype=torch.int32)
+    attention(x, PassContext.of(inputs, None, positions), kept)
+    keys = kept[0][1:3].transpose(1, 2).flatten(0, 1)[:TOKENS]
+    unturned = attention.qkv(x)[:, 120:160].unflatten(1, (2, 20))
+    torch.testing.assert_close(keys, rotate(unturned, THETA, positions[:, axes]), atol=1e-5, rtol=0)
+
+
 class Recorder:
     """A backend that notes what it is asked."""
 
