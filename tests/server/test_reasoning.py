@@ -186,6 +186,23 @@ def test_answers_and_streams_are_split(thinking: Server) -> None:
     assert len(again["logprobs"]["content"]) == len(names) == len(ids)
 
 
+def test_usage_counts_tokens_of_thinking(thinking: Server) -> None:
+    """A token of these is a byte, but for the mark; a stream's usage is the whole answer's."""
+
+    def counted(**request: Any) -> int:
+        answer = thinking.http.post("/v1/chat/completions", json=request).json()["usage"]
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        with thinking.http.stream("POST", "/v1/chat/completions", json={**request, **options}) as response:
+            *_, last, _, _, _ = response.iter_lines()
+        assert json.loads(last.removeprefix("data: "))["usage"] == answer
+        return answer["completion_tokens_details"]["reasoning_tokens"]
+
+    thought = "user\nstep one"
+    assert counted(**body("step one\n</think>\n\nThe answer is 2.", "<think>\n")) == pytest.approx(len(thought), abs=1)
+    assert counted(**body("a long thought", "<think>\n", max_tokens=4)) == 4
+    assert counted(**body("plain", "<think>\n\n</think>\n\n")) == 0
+
+
 def test_an_answer_cut_off_while_thinking(thinking: Server) -> None:
     request = body("a long thought", "<think>\n", max_tokens=5)
     choice = whole(thinking, **request)

@@ -7,6 +7,7 @@ Knows neither HTTP nor the wording of responses. ``serving`` makes a :class:`Gen
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -102,6 +103,7 @@ class Generation:
         self.ended: str | None = None  # how, once it has
         self.client = ""  # whose it is, as ``auth.Client.label``
         self._drafted = self._accepted = 0
+        self._thought = self._written = 0  # characters: of thinking, of all
         self._offset = 0
 
     def hidden_states(self) -> tuple[HiddenStates, HiddenStates | None] | None:
@@ -122,7 +124,9 @@ class Generation:
     def usage(self) -> Usage:
         output, first = self._output, self._request.shares_with is None
         prompt, cached = (len(self._request.prompt_token_ids), output.cached_tokens) if first else (0, 0)
-        return Usage.of(prompt, output.num_tokens, cached, self._accepted, self._drafted - self._accepted)
+        rejected = self._drafted - self._accepted
+        thinking = math.ceil(output.num_tokens * self._thought / self._written) if self._thought else 0
+        return Usage.of(prompt, output.num_tokens, cached, self._accepted, rejected, thinking)
 
     def span(self) -> dict[str, Any] | None:
         """vLLM's attributes of a request's span, once it has ended; None for one that never began."""
@@ -203,6 +207,8 @@ class Generation:
                 if self._reader is not None:
                     said = self._reader.feed(new.text, finish is not None)
                     finish = finish and self._reader.finish(finish)
+                    self._thought += len(said.reasoning)
+                    self._written += len(new.text)
                 yield Piece(
                     self.index,
                     said.content,

@@ -34,10 +34,11 @@ class PromptDetails(msgspec.Struct):
 
 
 class CompletionDetails(msgspec.Struct):
-    """Drafted tokens: how many were accepted into the text, and how many were rejected."""
+    """Drafted tokens: how many were accepted into the text, and how many were rejected; tokens of thinking."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
+    reasoning_tokens: int
 
 
 class Usage(msgspec.Struct):
@@ -50,8 +51,10 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionDetails
 
     @classmethod
-    def of(cls, prompt: int, completion: int, cached: int, accepted: int = 0, rejected: int = 0) -> Usage:
-        details = PromptDetails(cached), CompletionDetails(accepted, rejected)
+    def of(
+        cls, prompt: int, completion: int, cached: int, accepted: int = 0, rejected: int = 0, reasoning: int = 0
+    ) -> Usage:
+        details = PromptDetails(cached), CompletionDetails(accepted, rejected, reasoning)
         return cls(prompt, completion, prompt + completion, *details)
 
     @classmethod
@@ -60,7 +63,7 @@ class Usage(msgspec.Struct):
         parts = [
             (u.prompt_tokens, u.completion_tokens, u.prompt_tokens_details.cached_tokens,
              u.completion_tokens_details.accepted_prediction_tokens,
-             u.completion_tokens_details.rejected_prediction_tokens)
+             u.completion_tokens_details.rejected_prediction_tokens, u.completion_tokens_details.reasoning_tokens)
             for u in usages
         ]  # fmt: skip
         return cls.of(*map(sum, zip(*parts, strict=True)))

@@ -6,7 +6,6 @@ there. A whole answer is the object at the end; so a stream and a whole answer c
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,7 +39,6 @@ class Writer:
         self._text: list[str] = []  # of the item under way
         self._logprobs: list[dict[str, Any]] = []
         self._waiting: list[dict[str, Any]] = []
-        self._thinking = 0  # tokens; of a piece with text too, a share by characters
         self._begun = False
 
     # ---- the answer's way ------------------------------------------------------------------------
@@ -51,9 +49,6 @@ class Writer:
         if piece.reasoning:
             events += self._open("reasoning")
             events.append(self._delta(piece.reasoning, "response.reasoning_text.delta", content_index=0))
-            said = len(piece.text) + sum(len(call.arguments) for call in piece.tool_calls)
-            share = len(piece.reasoning) / (len(piece.reasoning) + said)
-            self._thinking += math.ceil(share * len(piece.token_ids))
         elif self._reports and piece.reports:
             self._waiting += _logprobs(piece.reports)  # their text may come with a later piece
         if piece.text:
@@ -186,7 +181,7 @@ class Writer:
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._thinking},
+            "output_tokens_details": {"reasoning_tokens": usage.completion_tokens_details.reasoning_tokens},
             "total_tokens": usage.total_tokens,
         }
 
