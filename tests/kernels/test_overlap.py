@@ -31,6 +31,8 @@ def test_what_a_layer_runs_is_overlapped() -> None:
         "_delta_round_kernel", "_norm_keep_kernel",
         "_choose_kernel", "_count_kernel", "_starts_kernel", "_place_kernel", "_gate_up_kernel",
         "_down_kernel", "_combine_kernel",
+        "_add_positions_kernel", "_axial_rotary_kernel", "_segment_attention_kernel", "_layer_norm_kernel",
+        "_gelu_kernel",
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 
 from tests.models.harness import load as load_decoder
@@ -342,15 +342,17 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 
 
 def test_a_quantised_checkpoint_may_keep_its_tower_plain(made, tmp_path):
-    """Whether a tower's module is quantised goes by its name in the checkpoint, ``model.visual.…``."""
+    """A tower's module is quantised where the checkpoint holds scales of it, whatever config.json leaves out."""
     directory = shutil.copytree(made["qwen3_vl"], tmp_path / "fp8")
     raw = json.loads((directory / "config.json").read_text())
-    raw["quantization_config"] = {**FP8, "modules_to_not_convert": ["lm_head", "model.visual"]}
-    (directory / "config.json").write_text(json.dumps(raw))
-    assert same(load(directory), load(made["qwen3_vl"]))
-    raw["quantization_config"] = {**FP8, "modules_to_not_convert": ["lm_head", "model.visual.merger"]}
-    (directory / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match=r"visual.blocks.0.attn.qkv.weight_scale_inv .* is missing"):
+    for kept in (["lm_head", "model.visual"], ["lm_head"]):
+        raw["quantization_config"] = {**FP8, "modules_to_not_convert": kept}
+        (directory / "config.json").write_text(json.dumps(raw))
+        assert same(load(directory), load(made["qwen3_vl"]))
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.visual.blocks.0.attn.qkv.weight_scale_inv"] = torch.ones(2, 1)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"blocks.0.attn.qkv.weight"):
         load(directory)
 
 

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
-from unisono.layers.formats import Place, WeightFormat
+from unisono.layers.formats import PLAIN, Place, WeightFormat
 from unisono.layers.norm import LayerNorm, RMSNorm
 from unisono.models.build import AttentionFactory, Builder, no_attention
 from unisono.models.checkpoint import Checkpoint
@@ -97,9 +97,14 @@ def load_tower(
     if config is None or (prefix is None and load_format != "dummy"):
         return None
 
+    # Publishers leave the tower plain and do not always say so.
+    more = {name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] not in ("weight", "bias")}
+
     def format(module: str) -> WeightFormat:
-        name = TOWER_PREFIXES[0] + checkpoint_name(family.tower, module)
-        return checkpoint.quantization.format(f"tower.{module}", name)
+        name = checkpoint_name(family.tower, module)
+        if prefix is not None and prefix + name not in more:
+            return PLAIN
+        return checkpoint.quantization.format(f"tower.{module}", TOWER_PREFIXES[0] + name)
 
     def made_on(device: torch.device | str) -> VisionTower:
         builder = Builder(config.tower.width, NORM_EPS, dtype, device, no_attention, 0, format)
