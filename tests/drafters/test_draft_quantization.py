@@ -85,7 +85,12 @@ def test_the_text_is_the_one_without_drafts(name: str, checkpoints: dict[str, Pa
     assert accepted["fp8"] == pytest.approx(accepted["none"], rel=0.15)
 
 
-@pytest.mark.parametrize("name", ["eagle", "mtp", "mtp, two modules"])
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("eagle", marks=FULL), "mtp", pytest.param("mtp, two modules", marks=FULL)]
+)
 def test_what_is_accepted_depends_on_the_request_alone(name: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Round by round: drafts in fp8 are the same in every batch, and however the prompt was cut."""
     method, make, _ = CASES[name]
@@ -142,6 +147,7 @@ def test_a_module_in_fp8_is_nearly_the_plain_one(tmp_path: Path) -> None:
     assert [stack.weight.dtype for stack in stacks] == [torch.float8_e4m3fn] * 2
 
 
+@pytest.mark.full
 def test_a_trained_module_is_accepted_as_before() -> None:
     """Of the bundled hybrid's, in its own format of problems."""
     problem = "Tom has 3 boxes of 12 pencils. He gives away 5 pencils. How many are left?"

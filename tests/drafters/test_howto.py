@@ -31,6 +31,7 @@ def test_the_one_command_passes(package: Path) -> None:
     assert "2 passed" in printed, printed
 
 
+@pytest.mark.full
 def test_the_one_command_fails_a_broken_drafter(package: Path) -> None:
     drafter = package / f"{MODULE}.py"
     drafter.write_text(drafter.read_text().replace("drafts.copy_(", "drafts.copy_(1 + "))

@@ -28,6 +28,7 @@ def test_the_example_passes(package: Path) -> None:
     assert "2 passed" in printed, printed
 
 
+@pytest.mark.full
 def test_without_the_break_the_example_is_refused(package: Path) -> None:
     drafter = package / f"{MODULE}.py"
     drafter.write_text(drafter.read_text().replace("@eager_break\n", ""))

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.conftest import Server, Start, servers
+from tests.server.conftest import Server, Start, servers, until
 
 TEXT = "/v1/completions"
 LONG = {"prompt": [5, 6, 7], "max_tokens": 400}
@@ -38,6 +38,7 @@ def test_prefixes_are_forgotten(own: Server) -> None:
 
 
 def test_abort_ends_answers_early(own: Server) -> None:
+    until(lambda: running(own) == 0)  # nothing of earlier tests
     with ThreadPoolExecutor(3) as pool:
         whole = pool.submit(own.http.post, TEXT, json=LONG)
         with own.http.stream("POST", TEXT, json={**LONG, "stream": True, "n": 2}) as response:

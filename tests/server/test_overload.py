@@ -243,6 +243,7 @@ def crowd(tiny: Server) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.mark.full
 def test_300_requests_of_one_key_add_a_turn_to_anothers(tiny: Server, crowd: httpx.Client) -> None:
     """One key sends 300 at once. A single request of another key overtakes all but those that run and a turn."""
     ended: list[str] = []

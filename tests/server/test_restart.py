@@ -77,7 +77,7 @@ def test_a_real_engine_comes_back(tmp_path: Path) -> None:
         assert metrics(server)["engine_restarts_total"] == 1
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
 def test_an_engine_that_dies_or_stops_is_started_again(start: Start, pool: ThreadPoolExecutor, how: int) -> None:
     server = start(
         step_seconds=0.05,

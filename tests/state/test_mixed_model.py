@@ -110,6 +110,7 @@ def test_a_prefix_hit_goes_on_from_its_snapshot(mixed: Path) -> None:
             assert output.num_cached_tokens == (len(cut) - 1) // PAGE_SIZE * PAGE_SIZE
 
 
+@pytest.mark.full
 def test_a_conversation_is_cached_alike_with_drafts(mixed: Path) -> None:
     """What a request leaves is found up to its last whole page, wherever its last round began."""
     params = [
@@ -188,7 +189,8 @@ def test_same_bytes_with_every_drafter(
         llm.engine.check_integrity()
 
 
-@pytest.mark.parametrize("method", ["ngram", pytest.param("eagle3", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["ngram", "eagle3"])
 def test_same_bytes_with_trees(method: str, mixed: Path, plain: list[list[int]], tmp_path: Path) -> None:
     spec = SpeculativeConfig.parse({"method": method, **TREES["binary"], **drafters(mixed, tmp_path)[method]})
     with engine(mixed, **FLAGS, speculative=spec) as llm:

@@ -47,7 +47,7 @@ def test_most_are_right(plain: tuple[int, int, float | None]) -> None:
     assert accept_length is None
 
 
-USUAL = ("eagle3", "mtp")
+USUAL = ("mtp",)
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in USUAL else pytest.mark.full) for m in HEADS])
