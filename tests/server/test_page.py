@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.server import tokenizers_
 from tests.server.chromium import Browser, installed
 from tests.server.conftest import Server, Start, serving, until
 from unisono.program import Reason
@@ -270,3 +271,67 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
             assert not errors
         finally:
             browser.close()
+
+
+SAYS = (
+    "<think>\nwhy <i>not</i>\n</think>\n\n<b>bold</b> & <img src=x onerror='window.ran = 1'>"
+    '\n<tool_call>\n{"name": "now", "arguments": {"zone": "<u>UTC</u>"}}\n</tool_call>'
+)
+"""An answer with thinking, markup that must be shown and not obeyed, and a tool call."""
+ECHO = (
+    "{% for message in messages %}{{ message.content or '' }}<|im_end|>{% endfor %}"
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}<|im_start|>assistant\n"
+)
+"""The fake engine repeats its prompt, so every answer is the first message."""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(installed() is None, reason="there is no Chromium")
+def test_thinking_markup_tools_and_errors_in_a_browser(start: Start, tmp_path: Path) -> None:
+    tokenizer = tokenizers_.byte_level()
+    tokenizer.chat_template = ECHO
+    tokenizer.save_pretrained(tmp_path / "model")
+    server = start(
+        tmp_path / "model", tokens_per_step=3, max_model_len=4096, reasoning_parser="qwen3", step_seconds=0.01
+    )
+    browser = Browser(tmp_path / "profile", 400, 800, dark=True)
+    try:
+        browser.open(server.url + "/")
+        browser.until("document.getElementById('state').textContent === 'serving'")
+        tools = json.dumps([{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}])
+        browser.run(f"document.getElementById('tools').value = {json.dumps(tools)}")
+        browser.run("document.getElementById('question').focus()")
+        browser.type(SAYS)
+        browser.enter()
+        browser.until("document.querySelector('.call textarea')")
+        assert browser.run("document.querySelector('.text').textContent") == (
+            "<b>bold</b> & <img src=x onerror='window.ran = 1'>"
+        )
+        assert browser.run("document.querySelector('.thought').textContent") == "why <i>not</i>"
+        assert browser.run("document.querySelector('.thinking').open") is False
+        assert browser.run("document.querySelector('.call summary').textContent") == "Calls now"
+        assert browser.run("document.querySelector('.call pre').textContent") == '{"zone": "<u>UTC</u>"}'
+        assert browser.run("document.querySelector('#talk b, #talk i, #talk img, #talk u')") is None
+        assert browser.run("window.ran === undefined")
+        browser.type("noon")  # the field for what the function returns has the focus
+        browser.run("[...document.querySelectorAll('.answer button')].at(-1).click()")
+        browser.until("document.querySelectorAll('.facts').length === 2")
+        assert browser.run("getComputedStyle(document.body).colorScheme") == "dark"
+        browser.run("document.getElementById('theme').click()")
+        assert browser.run("getComputedStyle(document.body).colorScheme") == "light"
+        browser.run("document.getElementById('tools').value = 'none'")
+        browser.run("document.getElementById('question').focus()")
+        browser.type("more")
+        browser.enter()
+        browser.until("document.querySelector('#talk .error')")
+        browser.run("document.getElementById('tools').value = ''")
+        browser.type("and more")
+        browser.enter()
+        browser.until("document.querySelector('.answer.running .draft')")
+        browser.press("Escape", 27)
+        browser.until("[...document.querySelectorAll('.facts')].at(-1).textContent.includes('stopped')")
+        until(lambda: server.info()["aborted"] == 1)
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+        assert not [e for e in browser.events if e["method"] == "Runtime.exceptionThrown"]
+    finally:
+        browser.close()

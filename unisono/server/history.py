@@ -55,15 +55,20 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         preparation = None
         if times.first_token is not None and times.queue is not None and times.prefill is not None:
             preparation = max(0.0, times.first_token - times.queue - times.prefill)
-        waits = {
-            "total": times.total,
-            "preparation": preparation,
-            "queue": times.queue,
-            "prefill": times.prefill,
-            "decode": times.decode,
-        }
-        rounded = {name: None if value is None else round(value, 6) for name, value in waits.items()}
-        return cls(ended=round(time.time(), 3), **rounded, **facts)
+        return cls(
+            ended=round(time.time(), 3),
+            total=round(times.total, 6),
+            preparation=_rounded(preparation),
+            queue=_rounded(times.queue),
+            prefill=_rounded(times.prefill),
+            decode=_rounded(times.decode),
+            **facts,
+        )
+
+
+def _rounded(value: float | None) -> float | None:
+    """To microseconds."""
+    return None if value is None else round(value, 6)
 
 
 class History:
