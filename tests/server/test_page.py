@@ -244,9 +244,13 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         try:
             browser.open(server.url + "/")
             browser.until("document.getElementById('key-dialog').open")
+            browser.press("Escape", 27)
+            browser.until("document.getElementById('trouble').textContent.includes('API key')")
+            assert browser.run("document.getElementById('key-dialog').open") is False  # readings do not ask again
+            browser.run("document.getElementById('key').click()")
             browser.type("the-key")
             browser.enter()
-            browser.until("document.getElementById('state').textContent === 'serving'")
+            browser.until("document.getElementById('model').textContent === 'tiny'")
             browser.run(
                 "document.getElementById('temperature').value = '0'; document.getElementById('question').focus()"
             )
@@ -313,6 +317,7 @@ def test_thinking_markup_tools_and_errors_in_a_browser(start: Start, tmp_path: P
         assert browser.run("document.querySelector('.call pre').textContent") == '{"zone": "<u>UTC</u>"}'
         assert browser.run("document.querySelector('#talk b, #talk i, #talk img, #talk u')") is None
         assert browser.run("window.ran === undefined")
+        browser.until("document.getElementById('passes').textContent.includes('graphs are off')")
         browser.type("noon")  # the field for what the function returns has the focus
         browser.run("[...document.querySelectorAll('.answer button')].at(-1).click()")
         browser.until("document.querySelectorAll('.facts').length === 2")

@@ -33,6 +33,7 @@ document.getElementById("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   if (input.value.trim()) sessionStorage.setItem(STORED, input.value.trim());
   dialog.close();
+  document.dispatchEvent(new Event("keychange"));
 });
 document.getElementById("key-forget").addEventListener("click", () => {
   sessionStorage.removeItem(STORED);
@@ -46,10 +47,12 @@ async function send(path, options) {
   return fetch(path, { ...options, headers, credentials: "omit" });
 }
 
-// The answer of a route. Asks for a key where the server wants one. Throws ApiError with the server's own words.
-export async function call(path, options = {}) {
+// The answer of a route. Asks for a key where the server wants one, unless told not to. Throws ApiError with the server's
+// own words.
+export async function call(path, options = {}, asks = true) {
   let response = await send(path, options);
-  if (response.status === 401) {
+  if (response.status === 401) document.getElementById("key").hidden = false;
+  if (response.status === 401 && asks) {
     const used = key();
     await askForKey(used ? "The key is wrong." : "");
     if (key() !== used) response = await send(path, options);

@@ -45,5 +45,6 @@ async function model() {
 theme();
 views();
 startChat();
+document.addEventListener("keychange", model);
 await model();
 startNumbers();

@@ -102,7 +102,10 @@ function showThroughput() {
   const most = Math.max(1, ...series.generated, ...series.read);
   for (const [name, values] of Object.entries(series)) {
     const left = KEPT - values.length;
-    const points = values.map((value, at) => `${left + at + 0.5},${97 - (94 * value) / most}`);
+    const points = values.map((value, at) => {
+      const height = 97 - (94 * value) / most;
+      return `${left + at},${height} ${left + at + 1},${height}`;
+    });
     document.querySelector(`#spark .${name}`).setAttribute("points", points.join(" "));
     get(`${name}-now`).textContent = Math.round(values.at(-1) ?? 0);
   }
@@ -175,6 +178,9 @@ function trouble(messages) {
   get("trouble").hidden = !messages.length;
 }
 
+// Readings ask for no key: who closed the dialog is not to see it again every two seconds.
+const fetched = (path) => call(path, {}, false);
+
 async function update() {
   const troubles = [];
   const attempt = async (work) => {
@@ -183,9 +189,9 @@ async function update() {
       return null;
     }
   };
-  const samples = await attempt(async () => parse(await (await call("metrics")).text()));
-  const info = await attempt(async () => (await (await call("server_info")).json()).engine);
-  const records = await attempt(async () => (await (await call("requests")).json()).requests);
+  const samples = await attempt(async () => parse(await (await fetched("metrics")).text()));
+  const info = await attempt(async () => (await (await fetched("server_info")).json()).engine);
+  const records = await attempt(async () => (await (await fetched("requests")).json()).requests);
   if (samples) {
     read(samples);
     showTiles(samples, info);
