@@ -82,6 +82,7 @@ class TokenDelta:
     the first; ``prompt_hidden_states``, on its first delta, those of the prompt.
     ``extra``: what features of other packages report, a list for each name; lists of successive deltas are joined.
     ``error`` is set when the request failed inside the engine; then ``finish`` is ABORT.
+    ``joined``: of a delta that several were joined to, the rounds of each; see :attr:`rounds`.
     """
 
     request_id: str
@@ -97,9 +98,21 @@ class TokenDelta:
     prompt_hidden_states: Vectors | None = None
     extra: dict[str, list[Any]] | None = None
     queued_seconds: float | None = None
+    joined: list[tuple[int, int, int]] | None = None
+
+    @property
+    def rounds(self) -> list[tuple[int, int, int]]:
+        """Of each round in this delta: its tokens, how many were drafted for it, how many of these were accepted.
+
+        A round's accepted drafts are its first tokens.
+        """
+        if self.joined is not None:
+            return self.joined
+        return [(len(self.token_ids), self.drafted_tokens, self.accepted_tokens)] if self.token_ids else []
 
     def absorb(self, later: TokenDelta) -> None:
         """Make this delta what it and the one after it bring together."""
+        self.joined = [*self.rounds, *later.rounds]
         self.token_ids.extend(later.token_ids)
         self.drafted_tokens += later.drafted_tokens
         self.accepted_tokens += later.accepted_tokens

@@ -66,6 +66,7 @@ def test_deltas_that_pile_up_keep_everything() -> None:
     delta.absorb(TokenDelta("r", [8], logprobs=[second], drafted_tokens=3))
     delta.absorb(TokenDelta("r", [9], FinishReason.STOP, 0, "e", [first], drafted_tokens=2, accepted_tokens=1))
     expected = TokenDelta("r", [7, 8, 9], FinishReason.STOP, 4, "e", [first, second, first], [second], 5, 1)
+    expected.joined = [(1, 0, 0), (1, 3, 0), (1, 2, 1)]
     assert delta == expected
     row, prompt = Vectors("float32", 1, b"abcd"), Vectors("float32", 1, b"efgh")
     delta = TokenDelta("r", [7], prompt_hidden_states=prompt)
@@ -81,7 +82,7 @@ def test_deltas_that_pile_up_keep_everything() -> None:
     delta.absorb(TokenDelta("r", [8]))
     assert delta.queued_seconds == 0.5, "of the first one"
     fields = [f.name for f in dataclasses.fields(TokenDelta)]
-    assert len(fields) == 13, "a new field: does absorb() merge it?"
+    assert len(fields) == 14, "a new field: does absorb() merge it?"
 
 
 def test_streamed_logprobs_are_the_whole_ones(server: Server) -> None:

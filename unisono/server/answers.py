@@ -140,12 +140,14 @@ class Answer:
         if piece.text or (
             not choices
             and not piece.tool_calls
-            and (piece.reports or (self.request.return_token_ids and piece.token_ids))
+            and (piece.reports or piece.draft or (self.request.return_token_ids and piece.token_ids))
         ):
             choices.append(self.shape.text(piece.index, piece.text))
         choices += [self.shape.tool_call(piece.index, delta) for delta in piece.tool_calls]
         if choices:
             self._with_tokens(choices[0], piece.token_ids, piece.reports or [])
+            if piece.draft is not None:
+                choices[0].draft = piece.draft
         if first:
             choices = self.shape.open(piece.index, self.generations[piece.index].seed, choices)
         if piece.finish is not None:

@@ -101,6 +101,11 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     "logprob_start_len": ("s", "first prompt position of prompt_logprobs"),
     "return_tokens_as_token_ids": ("v", "log-probabilities name tokens as `token_id:N`"),
     "return_token_ids": ("vs", "token_ids of choices, prompt_token_ids of prompts"),
+    "return_drafts": (
+        "",
+        "Unisono's, streams only: a chunk for each token, whose `draft` says whether it is an accepted draft "
+        "([api.md](api.md))",
+    ),
     "return_prompt_token_ids": ("s", "prompt_token_ids alone"),
     "return_prompt_text": ("v", "what the chat template wrote"),
     "return_hidden_states": ("s", "with `--enable-return-hidden-states`"),

@@ -17,10 +17,12 @@ import torch
 
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.server.beams import BeamStream, Source
+from unisono.server.drafts import by_token
 from unisono.server.errors import ApiError
+from unisono.server.history import RequestRecord
 from unisono.server.metrics import RequestTimer
 from unisono.server.reader import AnswerReader, Said
-from unisono.server.responses import HiddenStates, PromptLogprobs, TokenReport, Usage, finite
+from unisono.server.responses import Draft, HiddenStates, PromptLogprobs, TokenReport, Usage, finite
 from unisono.server.token_stream import TokenStream
 from unisono.server.tools.base import ToolDelta
 from unisono.server.tools.structure import reworded
@@ -35,6 +37,7 @@ class Piece:
     ``text``.
 
     ``reports`` has their log-probabilities, if the request asked for them.
+    ``draft``: where its one token comes from, if the request asked for that.
     ``finish`` is OpenAI's reason on the last piece; ``stop`` the stop string that ended it.
     """
 
@@ -46,6 +49,7 @@ class Piece:
     reports: list[TokenReport] | None = None
     reasoning: str = ""
     tool_calls: Sequence[ToolDelta] = ()
+    draft: Draft | None = None
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,15 @@ class Echo:
 class Style:
     """What is told of an answer, and how. scored: the likely tokens of each position in ``prompt_logprobs``, which are
     there when the sequence has ended; None where the request asked for none. reports: whether the answer has
-    log-probabilities. ids: whether these name tokens by id. hides: whether thinking is left out.
+    log-probabilities. ids: whether these name tokens by id. hides: whether thinking is left out. drafts: whether each
+    token is a piece of its own that says whether it was drafted.
     """
 
     scored: int | None = None
     reports: bool = False
     ids: bool = False
     hides: bool = False
+    drafts: bool = False
 
 
 class Generation:
@@ -102,7 +108,8 @@ class Generation:
         self.streamed = False  # whether the client gets tokens as they come
         self.ended: str | None = None  # how, once it has
         self.client = ""  # whose it is, as ``auth.Client.label``
-        self._drafted = self._accepted = 0
+        self.key = ""  # the name of its key
+        self._drafted = self._accepted = self._rounds = 0
         self._thought = self._written = 0  # characters: of thinking, of all
         self._offset = 0
 
@@ -195,30 +202,12 @@ class Generation:
                     yield self._prompt_piece(echo, scores)
                     if echo.alone:
                         return
-                new = self._output.detokenize(delta)
-                self._drafted += delta.drafted_tokens
-                self._accepted += min(delta.accepted_tokens, len(new.token_ids))
-                self.cumulative_logprob += sum(one.logprob for one in new.logprobs or ())
-                wanted = new.logprobs if self._style.reports else None
-                reports = None if wanted is None else self._reports(new.token_ids, wanted)
-                reason = new.finish
-                finish = None if reason is FinishReason.RUNNING else reason.text
-                said = Said(content=new.text)
-                if self._reader is not None:
-                    said = self._reader.feed(new.text, finish is not None)
-                    finish = finish and self._reader.finish(finish)
-                    self._thought += len(said.reasoning)
-                    self._written += len(new.text)
-                yield Piece(
-                    self.index,
-                    said.content,
-                    new.token_ids,
-                    finish,
-                    new.stop_string,
-                    reports,
-                    "" if self._style.hides else said.reasoning,
-                    said.calls,
-                )
+                self._rounds += len(delta.rounds)
+                for part, draft in by_token(delta) if self._style.drafts else [(delta, None)]:
+                    reason, piece = self._read(part, draft)
+                    yield piece
+                    if piece.finish is not None:
+                        break
         except Exception:
             failed = True
             raise
@@ -226,7 +215,54 @@ class Generation:
             ended = FinishReason.ABORT if reason is FinishReason.RUNNING else reason
             self.ended = "error" if failed else ended.text
             self._timer.finished(self.ended, self._output.num_tokens, self._output.cached_tokens)
+            self._timer.remember(self._record())
             self.close()
+
+    def _read(self, delta: TokenDelta, draft: Draft | None) -> tuple[FinishReason, Piece]:
+        """Whether a delta ends the text and how, and the piece that it makes."""
+        new = self._output.detokenize(delta)
+        self._count_drafts(delta, len(new.token_ids))
+        self.cumulative_logprob += sum(one.logprob for one in new.logprobs or ())
+        wanted = new.logprobs if self._style.reports else None
+        reports = None if wanted is None else self._reports(new.token_ids, wanted)
+        finish = None if new.finish is FinishReason.RUNNING else new.finish.text
+        said = Said(content=new.text)
+        if self._reader is not None:
+            said = self._reader.feed(new.text, finish is not None)
+            finish = finish and self._reader.finish(finish)
+            self._thought += len(said.reasoning)
+            self._written += len(new.text)
+        reasoning = "" if self._style.hides else said.reasoning
+        return new.finish, Piece(
+            self.index, said.content, new.token_ids, finish, new.stop_string, reports, reasoning, said.calls, draft
+        )
+
+    def _count_drafts(self, delta: TokenDelta, tokens: int) -> None:
+        """Count the drafts of the rounds that the first ``tokens`` of a delta are of: the text ends there."""
+        for length, drafted, accepted in delta.rounds:
+            if tokens > 0:
+                self._drafted += drafted
+                self._accepted += min(accepted, tokens)
+            tokens -= length
+
+    def _record(self) -> RequestRecord:
+        """What the server remembers of the sequence once it has ended."""
+        output, times = self._output, self._timer.end
+        assert times is not None
+        assert self.ended is not None
+        return RequestRecord.of(
+            times,
+            id=self._request.request_id,
+            key=self.key,
+            prompt_tokens=len(self._request.prompt_token_ids),
+            cached_tokens=output.cached_tokens,
+            completion_tokens=output.num_tokens,
+            drafted_tokens=self._drafted,
+            accepted_tokens=self._accepted,
+            # The first token comes of the prompt's pass, all others of rounds.
+            accept_length=round((output.num_tokens - 1) / (self._rounds - 1), 3) if self._rounds > 1 else None,
+            finish_reason=self.ended,
+        )
 
     @property
     def splits(self) -> bool:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from unisono.server.history import History, RequestRecord, Times
 from unisono.server.ipc import MetricSample
 from unisono.types import ConfigError, EngineRequest
 
@@ -69,7 +69,8 @@ LENGTHS = {
 class ServerMetrics:
     """The server's registry. ``samples`` gives the engine's latest numbers at each scrape.
 
-    prefix: a key of PREFIXES. context: the model's longest, in tokens. Raises ConfigError for an unknown prefix.
+    ``history`` remembers the last requests. prefix: a key of PREFIXES. context: the model's longest, in tokens. Raises
+    ConfigError for an unknown prefix.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class ServerMetrics:
         self._labels = {"model_name": model_name, "engine": ENGINE}
         self._registry, self._http_registry = CollectorRegistry(), CollectorRegistry()
         self._prefixes = PREFIXES[prefix]
+        self.history = History()
         self._registry.register(_EngineCollector(self._labels, samples))
         self._seconds = {name: self._histogram(name, *about) for name, about in SECONDS.items()}
         lengths = length_buckets(context)
@@ -184,17 +186,6 @@ def length_buckets(context: int) -> tuple[float, ...]:
     return tuple(float(step) for step in steps if step <= max(1, context))
 
 
-@dataclass
-class Times:
-    """What is known of a sequence when it has ended, in seconds; None where it never came so far."""
-
-    total: float
-    first_token: float | None
-    queue: float | None
-    prefill: float | None
-    decode: float | None
-
-
 class RequestTimer:
     """Times one sequence into a server's histograms, from ``start`` on.
 
@@ -265,6 +256,10 @@ class RequestTimer:
             lengths["request_prefill_kv_computed_tokens"].observe(prompt - cached)
             metrics._n.observe(self._n)
             lengths["request_params_max_tokens"].observe(request.params.max_tokens or 0)
+
+    def remember(self, record: RequestRecord) -> None:
+        """The server is to remember this of the sequence."""
+        self._metrics.history.add(record)
 
 
 class _Prefixed:

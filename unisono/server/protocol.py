@@ -121,6 +121,7 @@ class GenerationRequest(BaseModel):
     logprob_start_len: int | None = Field(None, description=_WHOLE)
     return_hidden_states: bool | None = Field(None, description=_BOOL)
     return_token_ids: bool | None = Field(None, description=_BOOL)
+    return_drafts: bool | None = Field(None, description=_BOOL)
     response_format: dict[str, Any] | None = Field(
         None, description="an object whose type is text, json_object, json_schema or structural_tag"
     )
@@ -176,6 +177,11 @@ class GenerationRequest(BaseModel):
             raise BadRequest(
                 "hidden states come with whole answers only; leave out stream or return_hidden_states.",
                 "return_hidden_states",
+            )
+        if self.return_drafts and not self.stream:
+            raise BadRequest(
+                "return_drafts marks the chunks of streams; set stream=true, or leave out return_drafts.",
+                "return_drafts",
             )
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options is set but stream is not; set stream=true or remove it.", "stream_options")

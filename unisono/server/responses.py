@@ -4,6 +4,7 @@ A choice carries more than OpenAI's: ``seed``, which reproduces it (in a stream,
 ``stop_reason`` (the stop string that ended it, or null) and, where return_token_ids asks for it, ``token_ids`` (with
 ``prompt_token_ids``, which belong to the answer where all choices have one prompt);
 ``reasoning_content`` and ``reasoning`` of its message where thinking is told from content;
+``draft`` in streams where return_drafts asks for it;
 ``hidden_states`` where return_hidden_states does, with the first choice of each prompt ``prompt_hidden_states`` too.
 """
 
@@ -129,6 +130,18 @@ class TextLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
+class Draft(msgspec.Struct):
+    """Where the one token of a chunk comes from.
+
+    position: its place among the drafts of its round, from 0 on; null for a token that the model picked itself.
+    drafted, accepted: of the round: how many tokens were drafted, and how many of them accepted.
+    """
+
+    position: int | None
+    drafted: int
+    accepted: int
+
+
 class Function(msgspec.Struct):
     """A function that is called. arguments: JSON, as the model wrote it."""
 
@@ -194,6 +207,7 @@ class ChatChunkChoice(msgspec.Struct):
     stop_reason: str | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    draft: Draft | UnsetType = UNSET
     logprobs: ChatLogprobs | None = None
 
 
@@ -206,6 +220,7 @@ class TextChoice(msgspec.Struct):
     stop_reason: str | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    draft: Draft | UnsetType = UNSET
     logprobs: TextLogprobs | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET

@@ -218,6 +218,7 @@ class Serving:
             scored=body.prompt_logprobs,
             reports=body.alternatives() is not None,
             ids=bool(body.return_tokens_as_token_ids),
+            drafts=bool(body.return_drafts),
             hides=isinstance(body, ChatRequest) and body.include_reasoning is False,
         )
         return [

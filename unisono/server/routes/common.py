@@ -143,7 +143,7 @@ def prepared(request: Request, generations: list[Generation]) -> None:
     ticket.turn_over()
     ticket.resize(len(generations))
     for generation in generations:
-        generation.client = ticket.client.label
+        generation.client, generation.key = ticket.client.label, ticket.client.name
 
 
 def now() -> int:
