@@ -10,7 +10,7 @@ time; then of the same picture again, which the encoder cache has (other text); 
 are passes that are timed alone, with a wait for the device before and after: ``encode``, and the prompt pass. The
 frontend's share (decoding, preprocessing) is measured over HTTP by ``unisono bench``, not here.
 *encoder*: one pass of this picture, and of four, replayed and eager.
-*rounds*: one and eight requests behind a picture, against the text model's rounds at the same lengths.
+*rounds*: one and eight requests after a picture, against the text model's rounds at the same lengths.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def main() -> None:
             seen = {count: rounds(llm, prompts[:count]) for count in (1, 8)}
         with opened(text, args.tiny) as llm:
             plain = {count: rounds(llm, [(words(len(ids), 1), ()) for ids, _ in prompts[:count]]) for count in (1, 8)}
-        lines += ["", "| rounds | behind pictures, ms | text model, ms | speed |", "|---|---|---|---|"]
+        lines += ["", "| rounds | after pictures, ms | text model, ms | speed |", "|---|---|---|---|"]
         lines += [f"| {n} | {seen[n]:.3f} | {plain[n]:.3f} | {plain[n] / seen[n]:.3f} |" for n in (1, 8)]
     table = "\n".join(lines) + "\n"
     print(table)

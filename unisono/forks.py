@@ -34,6 +34,7 @@ class Template:
 
     def __init__(self, module: str, first: Sequence[Any]) -> None:
         self._channel, theirs = pair()
+        self._ready = False
         code = "import sys; sys.path.insert(0, sys.argv[1]); __import__('unisono.forks').forks.run(*sys.argv[2:])"
         arguments = [str(Path(__file__).parents[1]), module, str(theirs.fileno())]
         with theirs:
@@ -47,10 +48,13 @@ class Template:
 
     def wait(self) -> None:
         """Wait till it has imported what it needs. Raises Gone."""
-        self._channel.receive()
+        if not self._ready:
+            self._channel.receive()
+            self._ready = True
 
     def fork(self, message: Any = None) -> tuple[Channel, int]:
-        """A channel to a new fork, and its process id. Raises Gone."""
+        """A channel to a new fork, and its process id; waits till it can fork. Raises Gone."""
+        self.wait()
         ours, theirs = pair()
         with theirs:
             self._channel.send([message], [theirs.fileno()])

@@ -41,7 +41,6 @@ class Renderer:
 
     def __init__(self) -> None:
         self._template: Template | None = None
-        self._ready = False
         self._channel: Channel | None = None
         self._lock = threading.Lock()
 
@@ -52,7 +51,7 @@ class Renderer:
 
     def _start(self) -> Template:
         if self._template is None:
-            self._template, self._ready = Template("unisono.templates", []), False
+            self._template = Template("unisono.templates", [])
         return self._template
 
     def render(
@@ -125,11 +124,7 @@ class Renderer:
         if self._channel is not None and self._channel.ended():  # killed while it was idle
             self._leave()
         if self._channel is None:
-            template = self._start()
-            if not self._ready:
-                template.wait()
-                self._ready = True
-            channel, _ = template.fork()
+            channel, _ = self._start().fork()
             channel.socket.settimeout(PATIENCE)
             self._channel = channel
         return self._channel

@@ -107,7 +107,7 @@ def watched(seeing: Path, head: Head, **flags: Any) -> tuple[Watch, list[Prompt]
         watch = Watch(llm)
         how = mixed_params(len(given), max_tokens=5)
         run(llm, given, how)
-        run(llm, given, how)  # behind cached prefixes
+        run(llm, given, how)  # after cached prefixes
         assert llm.engine.scheduler.prefix_hits > 0
     return watch, given, llm
 

@@ -208,7 +208,7 @@ def test_trees(method: str, seeing: Path, vision: VisionConfig, undrafted: list[
 def test_adaptive(
     seeing: Path, vision: VisionConfig, undrafted: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A paused drafter catches up behind pictures."""
+    """A paused drafter catches up after pictures."""
     draw_drafts(monkeypatch, lambda rng, choices: rng.choice((0, 0, choices[-1])))
     with drafting("eagle3", DRAFTERS["eagle3"](seeing, tmp_path), 3, adaptive=True) as llm:
         assert run(llm, some(llm, vision), params(5)) == undrafted

@@ -34,7 +34,7 @@ def on(run, device):
 
 
 def bounds_of(lengths, padding=0):
-    """[P, 2] i32 of segments side by side, and of padding behind them."""
+    """[P, 2] i32 of segments side by side, and of padding after them."""
     ends = torch.tensor(lengths).cumsum(0)
     rows = torch.stack((ends - torch.tensor(lengths), ends), dim=1).repeat_interleave(torch.tensor(lengths), dim=0)
     return F.pad(rows, (0, 0, 0, padding)).int()
@@ -64,7 +64,7 @@ def test_attention_matches_float64(run, dim, dtype, device, assert_close):
 @pytest.mark.parametrize("run", [launch_segment_attention, segment_attention_cpu])
 @pytest.mark.parametrize("dim", [24, 72])
 def test_attention_depends_on_its_segment_alone(run, dim, dtype, device):
-    """Alone, in any order, behind other segments, in front of padding, beside NaN: the same bits."""
+    """Alone, in any order, after other segments, before padding, beside NaN: the same bits."""
     parts = [(1.5 * torch.randn(n, 3 * HEADS * dim)).to(on(run, device), dtype) for n in SEGMENTS]
     alone = [attend(run, part, bounds_of([len(part)])) for part in parts]
     for order in ([0, 1, 2, 3, 4], [3, 2, 4, 0]):

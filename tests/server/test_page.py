@@ -131,7 +131,7 @@ def test_return_drafts_tells_it_of_each_token(drafting: Server, path: str) -> No
 
 
 def test_usage_does_not_depend_on_return_drafts(drafting: Server) -> None:
-    """A stop string ends the text within a round: the drafts behind it do not count, however chunks are cut."""
+    """A stop string ends the text within a round: the drafts after it do not count, however chunks are cut."""
     told = []
     for more in ({}, {"return_drafts": True}):
         body = {"prompt": "abcdefgh", "max_tokens": 20, "stop": "f", "stream": True, **more}

@@ -232,7 +232,7 @@ class _Writer:
             name = f"pattern_{len(self._patterns)}"
             rules = self._regex_rules(regex)
             names = "|".join(map(re.escape, re.findall(r"^(\w+) ::=", rules, re.MULTILINE)))
-            parts = re.compile(rf'("(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\])|\b({names})\b')  # names are none in strings
+            parts = re.compile(rf'("(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\])|\b({names})\b')  # no names in strings
             rules = parts.sub(lambda m: m[1] or (name if m[2] == "root" else f"{name}_{m[2]}"), rules)
             self._patterns[regex] = name, rules
         return self._patterns[regex][0]

@@ -18,8 +18,8 @@ class RMSNorm(nn.Module):
     """``x [M, size] -> [M, size]``; see :func:`unisono.kernels.rms_norm`.
 
     zero_centered: the checkpoint stores w, and the norm multiplies by 1 + w in fp32 and rounds once (Qwen3-Next,
-    Qwen3.5). ``weight`` is then an fp32 parameter that holds 1 + w. wish: what the norm's readers want; whoever owns
-    norm and readers sets it.
+    Qwen3.5). ``weight`` is then an fp32 parameter that holds 1 + w. wish: what the norm's readers want; the owner
+    of the norm and its readers sets it.
     """
 
     wish: Wish | None = None

@@ -19,18 +19,14 @@ from unisono.models.config import (
     windows_by_layer_type,
 )
 from unisono.models.qwen2 import QWEN2
-from unisono.models.qwen3_vl import rope_theta
+from unisono.models.qwen3_vl import SHARED_TOWER, rope_theta
 from unisono.models.vision.config import TowerSpec, read_vision
 
 SECTION = (16, 24, 24)
 """Rotary planes of each axis where config.json does not say."""
 
 TOWER = {
-    "patch_embed": "patch_embed.proj",
-    "blocks.*.norm1": "blocks.*.norm1",
-    "blocks.*.norm2": "blocks.*.norm2",
-    "blocks.*.qkv": "blocks.*.attn.qkv",
-    "blocks.*.proj": "blocks.*.attn.proj",
+    **SHARED_TOWER,
     "blocks.*.mlp.gate_up.gate": "blocks.*.mlp.gate_proj",
     "blocks.*.mlp.gate_up.up": "blocks.*.mlp.up_proj",
     "blocks.*.mlp.down": "blocks.*.mlp.down_proj",

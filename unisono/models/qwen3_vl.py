@@ -25,13 +25,18 @@ from unisono.models.vision.config import TowerSpec, read_vision
 SECTION = (24, 20, 20)
 """Rotary planes of each axis where config.json does not say."""
 
-TOWER = {
+SHARED_TOWER = {
     "patch_embed": "patch_embed.proj",
-    "positions": "pos_embed",
     "blocks.*.norm1": "blocks.*.norm1",
     "blocks.*.norm2": "blocks.*.norm2",
     "blocks.*.qkv": "blocks.*.attn.qkv",
     "blocks.*.proj": "blocks.*.attn.proj",
+}
+"""Names that Qwen2.5-VL's tower has too."""
+
+TOWER = {
+    **SHARED_TOWER,
+    "positions": "pos_embed",
     "blocks.*.mlp.up": "blocks.*.mlp.linear_fc1",
     "blocks.*.mlp.down": "blocks.*.mlp.linear_fc2",
     "merger.norm": "merger.norm",

@@ -24,6 +24,8 @@ PLACES = 2
 """Requests that are prepared at once: one in the tokenizer's thread, one in the event loop."""
 MAX_RETRY_AFTER = 60
 """Seconds that Retry-After of a full queue says at most."""
+BYTES_RETRY_AFTER = 5
+"""Seconds that Retry-After says where too many bytes of bodies wait."""
 REMEMBERED = 1024
 """Clients with a rate that are remembered, before those are looked for that may send at full rate again."""
 
@@ -141,8 +143,8 @@ class Admission:
             message = (
                 f"Bodies of {self._bytes >> 20} MiB wait to be read, and {most >> 20} MiB may. Send it again later."
             )
-            after = MAX_RETRY_AFTER // 12
-            raise ApiError(503, message, "service_unavailable_error", code="too_many_bytes", retry_after=after)
+            error, code = "service_unavailable_error", "too_many_bytes"
+            raise ApiError(503, message, error, code=code, retry_after=BYTES_RETRY_AFTER)
         self._bytes, usage.bytes, ticket.bytes = total, own, ticket.bytes + count
 
     def _shrink(self, ticket: Ticket) -> None:

@@ -19,7 +19,7 @@ class Options:
 
     min_pixels, max_pixels: of a picture, or of a video as its processor counts them, after resizing. fps: frames a
     second: of a list of frames, how fast they follow each other; of an animated file, how many are taken. num_frames:
-    how many frames of an animated file are taken, evenly. background: red, green and blue behind what is transparent.
+    how many frames of an animated file are taken, evenly. background: red, green and blue under transparent pixels.
     """
 
     min_pixels: int | None = None

@@ -31,7 +31,6 @@ class Workers:
         self._place = threading.BoundedSemaphore(places)
         self._lock = threading.Lock()
         self._template: Template | None = None
-        self._ready = False
         self._idle: list[Channel] = []
 
     def start(self) -> None:
@@ -94,7 +93,7 @@ class Workers:
 
     def _start(self) -> Template:
         if self._template is None:
-            self._template, self._ready = Template("unisono.frontend.media.worker", [self._setup]), False
+            self._template = Template("unisono.frontend.media.worker", [self._setup])
         return self._template
 
     def _connected(self) -> Channel:
@@ -105,11 +104,7 @@ class Workers:
                 if not channel.ended():
                     return channel
                 channel.close()  # killed while it was idle
-            template = self._start()
-            if not self._ready:
-                template.wait()
-                self._ready = True
-            channel, _ = template.fork()
+            channel, _ = self._start().fork()
         channel.socket.settimeout(PATIENCE)
         return channel
 

@@ -2,7 +2,7 @@
 
 The encoder's unit is a frame, which its attention never leaves: a picture is one, a video several. A prompt pass of a
 request runs when the frames that it reads are in the encoder cache, so a chunk may cut a picture. The prefix cache
-knows a picture's tokens by its digest and their place in it. Text behind a picture stands at other rotary positions
+knows a picture's tokens by its digest and their place in it. Text after a picture stands at other rotary positions
 than its absolute ones; keys, pages and noise go by the absolute ones.
 """
 

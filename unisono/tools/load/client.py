@@ -1,4 +1,4 @@
-"""Sends conversations at their times, at most so many requests at once, and collects the answers.
+"""Sends conversations at their times, a limited number of requests at once, and collects the answers.
 
 One event loop in one process; ``workers`` runs several.
 """
