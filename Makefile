@@ -3,6 +3,8 @@
 # make clients installs 15 clients of the field in an environment of their own, and talks with each
 VENV ?= .venv
 WORKERS ?= 2
+# A test that waited in vain is tried once more, and the summary names it: a machine may stand still for a minute. Nothing else is.
+RETRY := --reruns 1 -rR --only-rerun "TimeoutError|TimeoutExpired|ReadTimeout|ConnectTimeout|it did not happen|did not start"
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
@@ -12,10 +14,10 @@ serve: $(VENV)/.ready
 	exec env -u OMP_NUM_THREADS $(BIN)/unisono serve
 
 test: $(VENV)/.ready lint
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not full"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not full" --durations=25 $(RETRY)
 
 test-all: $(VENV)/.ready lint
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --durations=25 $(RETRY)
 
 clients: .venv-clients/.ready
 	.venv-clients/bin/python -m pytest -v tests/server/test_clients.py

@@ -31,8 +31,9 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
+from benchmarks import with_without  # noqa: E402
 from benchmarks.experts import graph_us  # noqa: E402
-from unisono.kernels import attention_hopper, delta_round  # noqa: E402
+from unisono.kernels import attention_hopper  # noqa: E402
 from unisono.kernels.activation import (  # noqa: E402
     launch_sigmoid_gate,
     launch_sigmoid_gate_fp8,
@@ -87,9 +88,6 @@ def kernels(tiny: bool) -> Iterator[list[object]]:
         copies = max(1, min(24, 4096 // rows))
         yield from _dense(rows, copies, *((200, 300) if tiny else (4096, 12288)))
         yield from _of_experts(rows, copies, 256 if tiny else 2048, 2 if tiny else 8)
-    for rows, width in ((2, 1), (1, 2)) if tiny else ((1, 1), (1, 4), (4, 1), (8, 1), (8, 4), (16, 1)):
-        for tile in ((16, 4),) if tiny else ((32, 4), (64, 4), (16, 4), (16, 2)):
-            yield delta(rows, width, (2, 4, 16) if tiny else (16, 32, 128), tile)
 
 
 def _dense(rows: int, copies: int, hidden: int, inner: int) -> Iterator[list[object]]:
@@ -116,7 +114,7 @@ def _dense(rows: int, copies: int, hidden: int, inner: int) -> Iterator[list[obj
         ),
     }
     if hidden % 128 == 0 and hidden // 8 >= 16:
-        of_head = random(128, dtype=torch.float32)
+        of_head = random(128, dtype=torch.float32).abs()  # rows of padding may hold -0 for one weight, 0 for another
         each["gated norm"] = (
             lambda i: launch_quantize(launch_gated_norm(x[i], z[i][:, :hidden], of_head, 1e-6), 128),
             lambda i: launch_gated_norm_fp8(x[i], z[i][:, :hidden], of_head, 1e-6, 128),
@@ -136,35 +134,6 @@ def _of_experts(rows: int, copies: int, hidden: int, top_k: int) -> Iterator[lis
         return [total, normed, *launch_quantize(normed, 128)]
 
     yield compared("experts' sum, quantised", rows, before, lambda i: launch_combine(y[i], *rest, 128), list, copies)
-
-
-def delta(rows: int, width: int, sizes: tuple[int, int, int], tile: tuple[int, int]) -> list[object]:
-    """A round of Gated DeltaNet between its projections: four launches against two, layers in turns.
-
-    tile: rows of the state in a program, and its warps.
-    """
-    keys, values, size = sizes
-    channels, ring, layers = (2 * keys + values) * size, 15 + 2 * width, max(2, 48 // rows) if ON_GPU else 1
-    fp32 = torch.float32
-    u, z, ba = random(rows * width, channels + values * (size + 2)).split([channels, values * size, 2 * values], 1)
-    norm = delta_round.Norm(z, random(size, dtype=fp32), 1e-6)
-    weights = random(channels, 1, 4), random(values, dtype=fp32), random(values, dtype=fp32)
-    shapes = [(3, channels, DTYPE), (2 + width, channels, DTYPE), (values, size, size, fp32)]
-    shapes += [(ring, channels - keys * size, DTYPE), (ring, 2, values, fp32)]
-    memory = [[random(rows, *shape, dtype=kind) / 10 for *shape, kind in shapes] for _ in range(layers)]
-    first = torch.full((rows,), 21, dtype=torch.int32, device=DEVICE)
-    where = torch.arange(rows, dtype=torch.int32, device=DEVICE), first - 5, first, first - 5, first + width
-
-    def of(run: Callable, own: list[torch.Tensor]) -> list[torch.Tensor]:
-        conv = delta_round.Convolution(*weights, *own[:2])
-        with mock.patch.multiple(delta_round, BLOCK_V=tile[0], WARPS=tile[1]):
-            return [*run(u, ba, conv, delta_round.Kept(*own[2:]), norm, *where), *own]
-
-    name = f"Gated DeltaNet, {width} a row, {tile[0]} × {tile[1]} warps"
-    old, new = delta_round.launch_one_by_one, delta_round.launch_delta_round
-    equal = same(*(of(run, [t.clone() for t in memory[0]]) for run in (old, new)))
-    line = compared(name, rows, lambda i: of(old, memory[i]), lambda i: of(new, memory[i]), lambda made: [], layers)
-    return [*line[:-1], equal]
 
 
 # ---- attention ----------------------------------------------------------------------------------------
@@ -203,8 +172,8 @@ def attention(tiny: bool) -> Iterator[list[object]]:
             with mock.patch.object(attention_hopper, "serves", return_value=False):
                 want = triton(0)
                 cells = [us_and_rate(graph_us([partial(triton, i) for i in range(2)]), flops(tokens, heads=heads))]
-            for columns, stages in ((False, 3), (True, 3), (False, 2), (True, 2)):
-                tuning = {"COLUMNS": columns, "STAGES": stages}
+            for stages in (3, 2):
+                tuning = {"STAGES": stages}
                 try:
                     equal = same(gluon(0, **tuning), want)
                     us = graph_us([partial(gluon, i, **tuning) for i in range(2)])
@@ -240,7 +209,6 @@ def one_by_one() -> ExitStack:
     stack = ExitStack()
     for kind in (_Fp8, Fp8Experts):
         stack.enter_context(mock.patch.object(kind, "wish", return_value=None))
-    stack.enter_context(mock.patch.object(delta_round, "FEW_ROWS", 0))
     suits = attention_hopper.suits
     stack.enter_context(mock.patch.object(attention_hopper, "suits", lambda *heads: heads[2] == 128 and suits(*heads)))
     return stack
@@ -248,7 +216,6 @@ def one_by_one() -> ExitStack:
 
 def measure(model: str, fused: bool, tiny: bool) -> dict[str, object]:
     """ms of rounds and first tokens of one model in this process."""
-    from benchmarks.old_new import answers, step_ms, ttft_ms
     from unisono import LLM
     from unisono.types import SpeculativeConfig
 
@@ -261,36 +228,14 @@ def measure(model: str, fused: bool, tiny: bool) -> dict[str, object]:
             speculative=SpeculativeConfig("none"), **flags,
         )  # fmt: skip
         batches, lengths = ((1,), (64,)) if tiny else ((1, 4, 16, 64), (128, 2048, 8192))
-        found: dict[str, object] = {
-            "answers": answers(llm, 4 if tiny else 32, 60 if tiny else 900),
-            "step_ms": {n: round(step_ms(llm, n, 20 if tiny else 1024, 24 if tiny else 96), 3) for n in batches},
-            "ttft_ms": {n: round(ttft_ms(llm, n, 2 if tiny else 7), 2) for n in lengths},
-            "decisions": {d["name"]: d["value"] for d in llm.engine.info()["decisions"]},
-        }
-        llm.shutdown()
-    return found
+        return with_without.figures(llm, tiny, 60 if tiny else 900, batches, lengths)
 
 
 def rounds(models: list[str], tiny: bool) -> Iterator[list[object]]:
-    """[model, ms of rounds by batch: before / after, of first tokens by length, answers that differ]."""
-    for model in ["tiny-hybrid"] if tiny else models:
-        found = []
-        for fused in (False, True):
-            command = [sys.executable, "-m", "benchmarks.kernel_fusions", "--measure", model]
-            command += ["--fused"] * fused + ["--tiny"] * tiny
-            made = subprocess.run(command, capture_output=True, text=True)
-            lines = [line for line in made.stdout.splitlines() if line.startswith("{")]
-            if not lines:
-                yield [model, made.stderr.strip()[-400:], "", ""]
-                break
-            found.append(json.loads(lines[-1]))
-        else:
-            old, new = found
-            cells = [", ".join(f"{n}: {old[k][n]} / {new[k][n]}" for n in old[k]) for k in ("step_ms", "ttft_ms")]
-            differ = sum(a != b for a, b in zip(old["answers"], new["answers"], strict=True))
-            yield [model, *cells, f"{differ} of {len(old['answers'])}"]
-            names = ("small rounds of recurrent layers", "attention of long prompts")
-            yield ["", *(f"{name}: {value}" for name, value in new["decisions"].items() if name.startswith(names))]
+    """See ``with_without.rounds``: before / after."""
+    ways = [flags + ["--tiny"] * tiny for flags in ([], ["--fused"])]
+    named = ["tiny-hybrid"] if tiny else models
+    yield from with_without.rounds("kernel_fusions", named, ways, "attention of long prompts")
 
 
 def table(title: str, columns: str, rows: Iterator[list[object]]) -> Iterator[str]:
@@ -314,7 +259,7 @@ def main() -> None:
     if given.measure:
         print(json.dumps(measure(given.measure, given.fused, given.tiny)), flush=True)
         return
-    shapes = " | ".join(f"{'columns' if c else 'rows'}, {s} stages" for c, s in ((0, 3), (1, 3), (0, 2), (1, 2)))
+    shapes = "3 stages | 2 stages"
     found = {
         "kernels": ("kernel | rows | µs before | after | saved | same bits", partial(kernels, given.tiny)),
         "attention": (f"heads | tokens | µs (TFLOP/s), Triton | {shapes}", partial(attention, given.tiny)),
@@ -324,16 +269,23 @@ def main() -> None:
             partial(rounds, given.models, given.tiny),
         ),
     }
+    report("kernel_fusions", found, given.only, given.out)
+
+
+def report(
+    name: str, sections: dict[str, tuple[str, Callable[[], Iterator[list[object]]]]], only: list[str], out: Path | None
+) -> None:
+    """Print tables, of which each row is measured when it is printed. sections: their columns and rows by title."""
     lines = []
     torch.manual_seed(0)
     with torch.inference_mode():
-        for section in given.only:
-            columns, run = found[section]
+        for section in only:
+            columns, run = sections[section]
             for line in table(section, columns, run()):
                 print(line, flush=True)
                 lines.append(line)
-    if given.out:
-        given.out.write_text("\n".join([f"`python -m benchmarks.kernel_fusions {' '.join(sys.argv[1:])}`", *lines, ""]))
+    if out:
+        out.write_text("\n".join([f"`python -m benchmarks.{name} {' '.join(sys.argv[1:])}`", *lines, ""]))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 import triton
 
+from benchmarks.experts import graph_us
 from unisono.kernels import configure_exact_blas, linear, prove_exact, rms_norm, rope_and_cache, silu_mul
 from unisono.kernels.linear import Tile, _config, blas_linear, launch_linear
 
@@ -47,26 +47,6 @@ Table = list[list[str]]
 
 def markdown(head: list[str], rows: Table) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
-
-
-def graph_us(launches: list[Callable[[], object]], repeats: int = 7) -> float:
-    """Median µs of one launch, over replays of a CUDA graph of them all."""
-    for launch in launches[:2]:
-        launch()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(launches))
-    return statistics.median(times)
 
 
 def cold(op: Callable[[torch.Tensor], object], big: torch.Tensor, extra_bytes: int = 0) -> float:

@@ -7,8 +7,9 @@ Random weights of a shape. Prints Markdown tables, medians in ms:
 
 *first token*: from ``Engine.add`` to the first token of a prompt of one picture and 128 tokens of text, new pixels each
 time; then of the same picture again, which the encoder cache has (other text); and of as many tokens of text. Its parts
-are passes that are timed alone, with a wait for the device before and after: ``encode``, and the prompt pass. The
-frontend's share (decoding, preprocessing) is measured over HTTP by ``unisono bench``, not here.
+are passes that are timed alone, with a wait for the device before and after: ``encode``, and the prompt pass. Before it
+the frontend loads the picture in a process of its own (a PNG of a blurred scene): all of it, there and back, and what
+that process does: decoding, preprocessing, conversion to the model's dtype with the digest.
 *encoder*: one pass of this picture, and of four, replayed and eager.
 *rounds*: one and eight requests after a picture, against the text model's rounds at the same lengths.
 """
@@ -16,7 +17,10 @@ frontend's share (decoding, preprocessing) is measured over HTTP by ``unisono be
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
+import io
+import json
 import random
 import statistics
 import tempfile
@@ -29,6 +33,7 @@ from typing import Any
 import torch
 
 from unisono import vectors
+from unisono.frontend.media.worker import Decoder
 from unisono.llm import LLM
 from unisono.media import MediaItem
 from unisono.models.vision.config import VisionConfig
@@ -61,6 +66,55 @@ def picture(llm: LLM, side: int, seed: int) -> tuple[list[int], MediaItem]:
     digest = hashlib.blake2b(packed.data, digest_size=16).digest()
     ids = [vision.vision_start_token_id, *[vision.image_token_id] * tokens, vision.vision_end_token_id]
     return ids, MediaItem("image", digest, grid, packed, list(range(1, 1 + tokens)))
+
+
+def load_ms(llm: LLM, side: int) -> dict[str, float]:
+    """Milliseconds in which the frontend makes a :class:`MediaItem` of an encoded picture, and of parts; medians."""
+    from PIL import Image, ImageFilter
+
+    from unisono.frontend.media.loader import MediaLoader, Vision
+    from unisono.frontend.media.settings import MediaSettings
+    from unisono.frontend.media.sources import MediaSource
+
+    vision = Vision.of(llm.engine.info()["vision"])
+    assert vision is not None
+    sizes = {"patch_size": vision.patch_size, "merge_size": vision.merge}
+    sizes["temporal_patch_size"] = vision.temporal_patch_size
+    bounds = {"size": {"shortest_edge": 1, "longest_edge": 1 << 24}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    times = []
+    with tempfile.TemporaryDirectory() as folder:
+        config = {"image_processor_type": "Qwen2VLImageProcessor", **bounds, **sizes}
+        Path(folder, "preprocessor_config.json").write_text(json.dumps(config))
+        loader = MediaLoader(vision, Path(folder), MediaSettings(), "bfloat16", 1 << 20)
+        loader.prepare()
+        decoder = Decoder.of(loader.setup)
+        for turn in range(REPEATS):
+            blocks = torch.randint(256, (16, 16, 3), generator=torch.Generator().manual_seed(turn)).byte().numpy()
+            image = Image.fromarray(blocks).resize((side, side)).filter(ImageFilter.GaussianBlur(2))
+            file = io.BytesIO()
+            image.save(file, "PNG")
+            url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+            started = time.perf_counter()
+            loader.load(MediaSource("image", "picture", url))
+            times.append({"there and back": 1e3 * (time.perf_counter() - started)})
+            times[-1] |= decoded_ms(decoder, file.getvalue())
+        loader.close()
+    return {name: statistics.median(each[name] for each in times[2:]) for name in times[0]}
+
+
+def decoded_ms(decoder: Decoder, data: bytes) -> dict[str, float]:
+    """Milliseconds of what a worker does with an encoded picture."""
+    from unisono.frontend.media import pictures
+
+    times = [time.perf_counter()]
+    rgb = pictures.decoded(pictures.opened(data, 1 << 24), (255, 255, 255))
+    times.append(time.perf_counter())
+    found = decoder.images.preprocess([rgb], return_tensors="np")
+    times.append(time.perf_counter())
+    decoder._packed("image", found["pixel_values"], found["image_grid_thw"][0].tolist(), 0.0, [])
+    times.append(time.perf_counter())
+    parts = ("decoding", "preprocessing", "conversion and digest")
+    return {name: 1e3 * (after - before) for name, before, after in zip(parts, times, times[1:], strict=False)}
 
 
 def words(count: int, seed: int) -> list[int]:
@@ -190,6 +244,7 @@ def main() -> None:
         lines = ["| first token | ms |", "|---|---|"]
         with opened(shape, args.tiny) as llm:
             lines += [f"| {name} | {ms:.2f} |" for name, ms in first_tokens(llm, side).items()]
+            lines += [f"| before: {name} | {ms:.2f} |" for name, ms in load_ms(llm, side).items()]
             lines += ["", "| encoder | ms |", "|---|---|"]
             lines += [f"| {name} | {ms:.2f} |" for name, ms in encoder(llm, side).items()]
             prompts = []

@@ -26,7 +26,7 @@ from benchmarks.experts import differing, graph_us
 from unisono.kernels import configure_exact_blas, linear, prove_exact
 from unisono.kernels.experts import expert_down, expert_gate_up, expert_tiles
 from unisono.kernels.experts_fp8 import expert_fp8_down, expert_fp8_gate_up, fp8_tile_rows
-from unisono.kernels.experts_int4 import expert_int4_down, expert_int4_gate_up, int4_tile_rows
+from unisono.kernels.experts_int4 import expert_int4_down, expert_int4_gate_up, packed_tile_rows
 from unisono.kernels.experts_plan import plan_experts
 from unisono.kernels.fp8 import Tile, _scaled_mm, fp8_linear, launch_fp8_product, prove_fp8, widened_weight
 from unisono.kernels.fp8_quantize import E4M3, launch_quantize, quantize_cpu, widened_activations
@@ -224,7 +224,7 @@ def expert_layers(device: str, sizes: tuple[int, int, int, int]) -> dict[str, tu
             lambda x, plan: expert_fp8_down(expert_fp8_gate_up(x, *up8, plan), *down8, plan),
         ),
         "int4": (
-            lambda pairs: int4_tile_rows(pairs, experts, torch.bfloat16),
+            lambda pairs: packed_tile_rows(pairs, experts, torch.bfloat16),
             lambda x, plan: expert_int4_down(expert_int4_gate_up(x, *up4, plan), *down4, plan),
         ),
     }

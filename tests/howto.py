@@ -52,5 +52,5 @@ def run(page: str, directory: Path, *more: str) -> str:
     paths = [str(directory), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     words = [*command.replace("python ", f"{sys.executable} ", 1).split(), *more]
-    done = subprocess.run(words, cwd=directory, env=environment, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(words, cwd=directory, env=environment, capture_output=True, text=True, timeout=600)
     return done.stdout + done.stderr

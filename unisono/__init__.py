@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from unisono.async_llm import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine
     from unisono.frontend.beam_search import BeamSearchParams
     from unisono.llm import LLM
+    from unisono.lora import LoRARequest
     from unisono.prompts import TextPrompt, TokensPrompt
     from unisono.types import (
         CompletionOutput,
@@ -26,6 +27,7 @@ __all__ = [
     "AsyncLLMEngine",
     "BeamSearchParams",
     "CompletionOutput",
+    "LoRARequest",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -38,6 +40,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "unisono.llm",
+    "LoRARequest": "unisono.lora",
     "BeamSearchParams": "unisono.frontend.beam_search",
     "AsyncLLM": "unisono.async_llm",
     "AsyncLLMEngine": "unisono.async_llm",

@@ -13,7 +13,8 @@ from typing import Any
 from unisono.engine.loop import EngineLoop, Inbox
 from unisono.frontend.collector import Collector
 from unisono.frontend.input_processor import PromptType
-from unisono.llm import LLM, Metric, refuse_unsupported
+from unisono.llm import LLM, Metric
+from unisono.lora import LoRARequest
 from unisono.types import BadRequest, EngineDead, RequestOutput, RequestOutputKind, SamplingParams
 
 
@@ -51,7 +52,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
@@ -59,10 +60,10 @@ class AsyncLLM:
 
         prompt: as of ``LLM.generate``. request_id: None picks one. Cancelling the task, or leaving the loop and closing
         the iterator, aborts the request. trace_headers are not used. priority: as of ``LLM.generate``.
+        lora_request: the adapter to generate with.
 
         Raises BadRequest for a wrong request or an id that is running, EngineDead.
         """
-        refuse_unsupported(lora_request=lora_request)
         if request_id is not None and request_id in self._active:
             raise BadRequest(f"request_id {request_id!r} is running already; give another one.", "request_id")
         params = sampling_params or self.llm.get_default_sampling_params()
@@ -75,7 +76,7 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(news.set)
 
         def begin() -> tuple[Collector, Inbox]:
-            collector = self.llm.prepare(prompt, params, request_id, priority)
+            collector = self.llm.prepare(prompt, params, request_id, priority, lora_request)
             return collector, self.llm.loop.submit(collector.requests, notify)
 
         inbox: Inbox | None = None

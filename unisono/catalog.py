@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono import hub
-from unisono.types import CheckpointError, ConfigError, UnisonoError
+from unisono.types import CheckpointError, ConfigError, SpeculativeConfig, UnisonoError
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Registry:
 models = Registry(
     "model architecture",
     {
+        "GptOssForCausalLM": "unisono.models.gpt_oss:GPT_OSS",
         "LlamaForCausalLM": "unisono.models.llama:LLAMA",
         "MistralForCausalLM": "unisono.models.mistral:MISTRAL",
         "MixtralForCausalLM": "unisono.models.mixtral:MIXTRAL",
@@ -89,6 +90,7 @@ formats = Registry(
         "compressed-tensors": "unisono.layers.formats_compressed:read",
         "fp8": "unisono.layers.formats_fp8:read",
         "gptq": "unisono.layers.formats_int4:read_gptq",
+        "mxfp4": "unisono.layers.formats_mxfp4:read",
     },
     error=CheckpointError,
     group="unisono.formats",
@@ -120,6 +122,7 @@ features = Registry(
         "output_logprobs": "unisono.passes.features.output_logprobs:OutputLogprobs",
         "wide_logprobs": "unisono.passes.features.wide_logprobs:WideLogprobs",
         "grammar": "unisono.passes.features.grammar:Grammar",
+        "adapters": "unisono.passes.features.adapters:Adapters",
         "prompt_embeds": "unisono.passes.features.prompt_embeds:PromptEmbeds",
         "media": "unisono.passes.features.media:Media",
         "prompt_logprobs": "unisono.passes.features.prompt_logprobs:PromptLogprobs",
@@ -138,13 +141,28 @@ attention = Registry(
 )
 
 _BUNDLED = Path(__file__).parent / "bundled"
+_BUNDLED_MODELS = "tiny", "tiny-hybrid", "tiny-vl"
+_BUNDLED_HEADS = "tiny-eagle", "tiny-eagle3", "tiny-mtp", "tiny-draft", "tiny-vl-eagle3"
 
 bundled: Mapping[str, Path] = {
     name: _BUNDLED / name
-    for name in ("tiny", "tiny-hybrid", "tiny-eagle", "tiny-eagle3", "tiny-mtp", "tiny-draft")
+    for name in (*_BUNDLED_MODELS, *_BUNDLED_HEADS)
     if name == "tiny" or (_BUNDLED / name).is_dir()
 }
 """Checkpoints inside the package, by the name that stands wherever a PATH may: a model, and its draft heads."""
+
+bundled_drafts: Mapping[str, SpeculativeConfig] = {
+    "tiny": SpeculativeConfig("eagle3", model="tiny-eagle3"),
+    "tiny-vl": SpeculativeConfig("eagle3", model="tiny-vl-eagle3"),
+}
+"""How bundled models speculate by default: with the fastest of their heads. Others carry MTP modules, or nothing."""
+
+
+def drafts_of(path: Path) -> SpeculativeConfig | None:
+    """The default speculation of a bundled model's directory; None elsewhere, and where its head is not installed."""
+    name = next((name for name, home in bundled.items() if home.resolve() == path.resolve()), "")
+    found = bundled_drafts.get(name)
+    return found if found is not None and found.model in bundled else None
 
 
 def bundled_path(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""The command line: ``unisono serve | generate | chat | explain | bench``.
+"""The command line: ``unisono serve | generate | chat | explain | compare | bench``.
 
 Flags carry vLLM's and SGLang's names. This file parses and prints; the work is done by ``llm``, ``server`` and
 ``tools``, imported inside the command that needs them so that ``unisono --help`` is quick. Exit status: 0, 1 for an
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +19,9 @@ from typer.core import TyperCommand
 
 from unisono import __version__, catalog, hub
 from unisono.cli_aliases import translate
-from unisono.cli_commands import ModelPath, chat, evaluate, explain, generate
+from unisono.cli_commands import ModelPath, chat, compare, evaluate, explain, generate
 from unisono.cli_config import with_config
+from unisono.cli_engine_flags import adapter_flags, engine_flags, memory_flags, model_flags, speculative_flags
 from unisono.cli_output import Commands, note, show_progress
 from unisono.cli_values import (
     API_KEY,
@@ -31,6 +32,7 @@ from unisono.cli_values import (
     speculative_dict,
     strings,
 )
+from unisono.lora import read_modules
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
 
 
@@ -55,86 +57,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-def _engine_flags(
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 (half) or float32.")] = "auto",
-    max_model_len: Annotated[int | None, typer.Option(help="Context: prompt and output together, in tokens.")] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to use.")] = 0.9,
-    snapshot_share: Annotated[
-        float, typer.Option(help="Of models with recurrent layers: share of the KV cache for prefix snapshots.")
-    ] = 0.1,
-    mm_encoder_cache_gb: Annotated[
-        float | None, typer.Option(help="GiB that encoded pictures may take on the device; default: 1, on a CPU 0.25.")
-    ] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
-    num_pages: Annotated[int | None, typer.Option(help="KV pages of 16 tokens; default: what fits.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per pass.")] = None,
-    max_stall_ms: Annotated[
-        float, typer.Option(help="Milliseconds of prompt passes between two rounds of running requests.")
-    ] = 50.0,
-    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights; needs config.json only.")] = "auto",
-    quantization: Annotated[
-        str | None,
-        typer.Option(help=f"{', '.join(catalog.formats.names)}; default: the checkpoint's. fp8 quantises a plain one."),
-    ] = None,
-    attention_backend: Annotated[str, typer.Option(help=f"auto, {', '.join(catalog.attention.names)}.")] = "auto",
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Capture no graph.")] = False,
-    graphs: Annotated[
-        str, typer.Option(help="auto, full, segmented or off; or per program: extend=segmented,round=full.")
-    ] = "auto",
-    compile: Annotated[bool, typer.Option("--compile", help="torch.compile pieces of captured passes.")] = False,
-    graph_memory: Annotated[float | None, typer.Option(help="GiB that graphs may take.")] = None,
-    logprobs_mode: Annotated[
-        str, typer.Option(help="raw_logprobs: the model's own; processed_logprobs: what tokens are drawn from.")
-    ] = "raw_logprobs",
-    max_logprobs: Annotated[int, typer.Option(help="Log-probabilities per token at most; -1: any number.")] = 20,
-    scheduling_policy: Annotated[str, typer.Option(help="fcfs, or priority: lower values first.")] = "fcfs",
-    enable_prompt_embeds: Annotated[
-        bool, typer.Option("--enable-prompt-embeds", help="Serve prompt_embeds and embedding_overrides.")
-    ] = False,
-    enable_return_hidden_states: Annotated[
-        bool, typer.Option("--enable-return-hidden-states", help="Serve return_hidden_states.")
-    ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    enable_prefix_caching: Annotated[
-        bool, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse prompts' KV pages.")
-    ] = True,
-) -> None:
-    """The flags of every command that starts an engine: fields of ``unisono.config.EngineConfig``."""
-
-
-def _model_flags(
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Directory of the tokenizer; default: the checkpoint's.")
-    ] = None,
-    generation_config: Annotated[
-        str, typer.Option(help="Sampling defaults: auto (the checkpoint's), vllm (neutral ones) or a directory.")
-    ] = "auto",
-    revision: Annotated[str | None, typer.Option(help="Of a checkpoint on the Hugging Face hub.")] = None,
-    config: Annotated[str | None, typer.Option(help="YAML file of flags; the command line wins.")] = None,
-) -> None:
-    """The flags of every engine that say what the model is made of."""
-
-
-def _speculative_flags(
-    speculative_config: Annotated[
-        str | None, typer.Option(help='JSON: {"method": …, "model": PATH, "num_speculative_tokens": k, …}.')
-    ] = None,
-    speculative_method: Annotated[
-        str | None, typer.Option(help=f"Short for its method: {', '.join(catalog.drafters.names)}.")
-    ] = None,
-    speculative_model: Annotated[str | None, typer.Option(help="Short for its model: a checkpoint directory.")] = None,
-    num_speculative_tokens: Annotated[int | None, typer.Option(help="Short for its k: drafts per round.")] = None,
-    speculative_topk: Annotated[int | None, typer.Option(help="Short for its topk: children of a tree's node.")] = None,
-    speculative_tree_nodes: Annotated[
-        int | None, typer.Option(help="Short for its num_draft_tokens: nodes of a tree of drafts.")
-    ] = None,
-    speculative_draft_quantization: Annotated[
-        str | None, typer.Option(help="Short for its draft_quantization: auto, fp8 or none.")
-    ] = None,
-) -> None:
-    """The flags of every engine that say how drafts are made."""
 
 
 def _http_flags(
@@ -215,10 +137,16 @@ def _load_flags(
 def _operation_flags(
     metrics_prefix: Annotated[str, typer.Option(help="Of names in /metrics: unisono, vllm or both.")] = "unisono",
     otlp_traces_endpoint: Annotated[str | None, typer.Option(help="URL for spans: http://HOST:4318/v1/traces.")] = None,
+    allowed_lora_path: Annotated[
+        Path | None, typer.Option(help="Directory below which adapters may be loaded while serving; default: none.")
+    ] = None,
     profile_dir: Annotated[Path | None, typer.Option(help="Where /stop_profile writes its traces.")] = None,
     restart_engine: Annotated[
-        bool, typer.Option("--restart-engine/--no-restart-engine", help="Start the engine again when it has died.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--restart-engine/--no-restart-engine", help="Start an engine that died again; default: with several."
+        ),
+    ] = None,
     max_engine_restarts: Annotated[int, typer.Option(help="That often within --engine-restart-window.")] = 5,
     engine_restart_window: Annotated[float, typer.Option(help="Seconds; what dies more often is given up.")] = 600.0,
     heartbeat_timeout: Annotated[
@@ -226,6 +154,20 @@ def _operation_flags(
     ] = 30.0,
 ) -> None:
     """The server's flags for those who run it."""
+
+
+def _scale_flags(
+    data_parallel_size: Annotated[
+        int, typer.Option(help="Engines behind one server, each with a copy of the model.")
+    ] = 1,
+    distributed_executor_backend: Annotated[
+        str, typer.Option(help="Where they run: mp, processes of this machine, or ray, actors of a Ray cluster.")
+    ] = "mp",
+    ray_address: Annotated[
+        str | None, typer.Option(help="Of the Ray cluster, HOST:PORT or auto; implies the backend ray.")
+    ] = None,
+) -> None:
+    """The server's flags that say how many engines there are: fields of ``ReplicaSettings``."""
 
 
 def _parameters(*groups: Callable[..., None]) -> dict[str, inspect.Parameter]:
@@ -237,7 +179,7 @@ def _engine_command(command: Callable[..., None], **groups: Callable[..., None])
 
     groups: more flags; each group is a dict that the command takes under the group's name.
     """
-    flags = _parameters(_engine_flags, _model_flags, _speculative_flags)
+    flags = _parameters(engine_flags, memory_flags, adapter_flags, model_flags, speculative_flags)
     more = {name: _parameters(group) for name, group in groups.items()}
     own = [p for name, p in list(_parameters(command).items())[1:] if name not in groups]
 
@@ -246,7 +188,10 @@ def _engine_command(command: Callable[..., None], **groups: Callable[..., None])
         given = {name: values.pop(name) for name in flags}
         for name, group in more.items():
             values[name] = {each: values.pop(each) for each in group}
-        values["path"] = _engine_settings(given, values["path"])
+        if values.get("url") is not None:
+            _refuse_engine_flags(given, flags)
+        else:
+            values["path"] = _engine_settings(given, values["path"] or "tiny")
         command(given, **values)
 
     added = [*flags.values(), *(p for group in more.values() for p in group.values())]
@@ -254,6 +199,14 @@ def _engine_command(command: Callable[..., None], **groups: Callable[..., None])
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapper
+
+
+def _refuse_engine_flags(given: dict[str, Any], flags: Mapping[str, inspect.Parameter]) -> None:
+    """Flags of an engine mean nothing to a server that runs already. Raises ConfigError."""
+    for name, value in given.items():
+        if value != flags[name].default and name != "config":
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} is for an engine in this process; --url talks to one that runs. Drop either.")
 
 
 def _engine_settings(given: dict[str, Any], path: str) -> str:
@@ -270,6 +223,7 @@ def _engine_settings(given: dict[str, Any], path: str) -> str:
         num_draft_tokens=given.pop("speculative_tree_nodes"),
         draft_quantization=given.pop("speculative_draft_quantization"),
     )
+    given["lora_modules"] = read_modules(given["lora_modules"] or ())
     _check_names(given)
     given.pop("config")  # it was read before the flags were
     if revision := given.pop("revision"):
@@ -330,12 +284,27 @@ def _main(
 
 def _check_answers(answers: dict[str, Any]) -> None:
     """Whether there are the parsers that flags name; keep what ``ServerSettings`` has. Raises ConfigError."""
-    from unisono.server.reasoning import parser_named
+    from unisono.frontend.reasoning import parser_named
     from unisono.server.tools.formats import format_named
 
     parser_named(answers["reasoning_parser"])
     format_named(answers["tool_call_parser"])
     del answers["enable_auto_tool_choice"]
+
+
+def _parts(http: dict[str, Any], load: dict[str, Any], scale: dict[str, Any]) -> dict[str, Any]:
+    """The parts of ``ServerSettings`` that these flags are fields of. Raises ConfigError."""
+    from unisono.server.http_settings import HttpSettings
+    from unisono.server.overload import LoadLimits
+    from unisono.server.replicas.plan import ReplicaSettings
+
+    for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+        http[name] = strings("--" + name.replace("_", "-"), http[name])
+    return {
+        "http": HttpSettings(**http),
+        "load": LoadLimits.of(**load),
+        "scale": ReplicaSettings.of(**scale),
+    }
 
 
 def serve(
@@ -345,6 +314,7 @@ def serve(
     load: dict[str, Any],
     media: dict[str, Any],
     operation: dict[str, Any],
+    scale: dict[str, Any],
     path: ModelPath = "tiny",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
@@ -370,13 +340,9 @@ def serve(
     pictures = MediaSettings.of(**media)
     hide(api_key or "")
     key, template, level = checked_key(api_key), read_template(chat_template), log_level_named(log_level)
-    for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
-        http[name] = strings("--" + name.replace("_", "-"), http[name])
     with show_progress() as progress:
         progress("start", 0.0)
         from unisono.config import EngineConfig
-        from unisono.server.http_settings import HttpSettings
-        from unisono.server.overload import LoadLimits
         from unisono.server.run import ServerSettings
         from unisono.server.run import serve as run_server
 
@@ -390,9 +356,8 @@ def serve(
             api_key_file=api_key_file,
             chat_template=template,
             drain_timeout=drain_timeout,
-            http=HttpSettings(**http),
-            load=LoadLimits.of(**load),
             media=pictures,
+            **_parts(http, load, scale),
             tokenizer=Path(flags["tokenizer"]) if flags["tokenizer"] else None,
             **answers,
             **operation,
@@ -408,10 +373,12 @@ app.command(cls=_EngineCommand)(
         load=_load_flags,
         media=_media_flags,
         operation=_operation_flags,
+        scale=_scale_flags,
     )
 )
 for _name, _command in (("generate", generate), ("chat", chat), ("explain", explain), ("eval", evaluate)):
     app.command(name=_name, cls=_EngineCommand)(_engine_command(_command))
+app.command()(compare)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})

@@ -9,6 +9,7 @@ does.
 from __future__ import annotations
 
 import difflib
+import json
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from unisono.flag_table import (
     NOTED_VALUES,
     REFUSED,
     RENAMED,
+    ROLES,
     SHORT,
     SWITCHES,
     algorithm,
@@ -33,7 +35,8 @@ from unisono.types import ConfigError
 @dataclass
 class Translation:
     """The rewritten command line as it grows. path: the model, where a flag named it. notes: for the user to read.
-    more: where further values of a flag that takes several stand.
+    defaults: "flag=value" where nothing else sets that flag. more: where further values of a flag that takes several
+    stand.
     """
 
     arguments: list[str] = field(default_factory=list)
@@ -42,12 +45,15 @@ class Translation:
     topk: int = 1
     draft_tokens: int | None = None
     steps: int | None = None
+    defaults: list[str] = field(default_factory=list)
     more: dict[int, str] = field(default_factory=dict)
 
     def switch(self, flag: str) -> None:
         """An alias without a value."""
         if flag in NOTED_SWITCHES:
             self.notes.append(f"{flag}: nothing to do; {NOTED_SWITCHES[flag]}.")
+        elif "=" in SWITCHES[flag]:
+            self.defaults.append(SWITCHES[flag])
         elif SWITCHES[flag]:
             self.arguments.append(SWITCHES[flag])
 
@@ -84,8 +90,24 @@ class Translation:
     def load_format(self, flag: str, value: str) -> None:
         self.arguments += [flag, "auto" if value == "safetensors" else value]
 
+    def disaggregation_mode(self, flag: str, value: str) -> None:
+        self.arguments += ["--role", "both" if value == "null" else value]
+
+    def kv_transfer(self, flag: str, value: str) -> None:
+        try:
+            given = json.loads(value)
+            role = given["kv_role"]
+            self.arguments += ["--role", ROLES[role]]
+            if given.get("kv_connector") == "NixlConnector":
+                self.arguments += ["--transfer-backend", "nixl"]
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f'{flag} {value}: give JSON with a "kv_role" of {", ".join(ROLES)}.') from None
+        self.notes.append(f"{flag}: the role is {ROLES[role]}; --transfer-listen and --prefill-url say where pages go.")
+
     def finish(self) -> None:
-        """What takes several flags: a chain of drafts, or a tree."""
+        """What takes several flags: a chain of drafts, or a tree; and defaults."""
+        given = {argument.partition("=")[0] for argument in self.arguments}
+        self.arguments += [each for each in self.defaults if each.partition("=")[0] not in given]
         drafts = self.draft_tokens
         if self.topk > 1:
             if drafts is None or drafts < 2:
@@ -106,6 +128,8 @@ class Translation:
 READ: dict[str, Callable[[Translation, str, str], None]] = {
     "--model-path": Translation.model,
     "--model": Translation.model,
+    "--disaggregation-mode": Translation.disaggregation_mode,
+    "--kv-transfer-config": Translation.kv_transfer,
     "--load-format": Translation.load_format,
     "--speculative-algorithm": Translation.algorithm,
     "--speculative-eagle-topk": Translation.eagle_topk,
@@ -137,6 +161,8 @@ def translate(
         argument = rest.popleft()
         flag, equals, given = argument.partition("=")
         flag = SHORT.get(flag, flag)
+        if (long := RENAMED.get(flag)) in ACCEPTED:  # a flag of some commands only
+            flag = long
         if not flag.startswith("--") or flag == "--":
             positional.append(argument)
             result.arguments.append(argument)

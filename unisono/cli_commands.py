@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unisono.cli_output import complain, print_tables, show_progress, stderr
-from unisono.types import BadRequest, FinishReason, SamplingParams, UnisonoError
+from unisono.cli_output import print_tables, show_progress, stderr
+from unisono.types import BadRequest, ConfigError, FinishReason, SamplingParams, UnisonoError
 
 if TYPE_CHECKING:
     from unisono.llm import LLM
+    from unisono.tools.chat.answers import Source
 
 ModelPath = Annotated[
     str,
@@ -58,7 +59,12 @@ def generate(
 
 def chat(
     flags: dict[str, Any],
-    path: ModelPath = "tiny",
+    path: Annotated[
+        str | None,
+        typer.Argument(metavar="[PATH]", help="As for generate, default tiny; with --url the name of a model there."),
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="A server with OpenAI's API to talk to; loads no model here.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="For --url; default: UNISONO_API_KEY or OPENAI_API_KEY.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
@@ -67,21 +73,37 @@ def chat(
     min_p: MinP = None,
     seed: SampleSeed = None,
 ) -> None:
-    """Talk to a model; Ctrl-D or /exit ends it, Ctrl-C cuts an answer short."""
+    """Talk to a model: one in this process, or with --url a server's. /help lists commands; Ctrl-D ends.
+
+    Ctrl-C stops an answer. In a pipe each line of the input is a question and each line of the output an answer, whose
+    line breaks are written as \\n.
+    """
     asked = _asked(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    with _load(path, flags) as llm:
-        for line in _lines():
-            messages.append({"role": "user", "content": line})
-            try:
-                prompt = llm.chat_prompt(messages)["prompt_token_ids"]
-                with _interrupts() as interrupted:
-                    answer = _stream(llm, prompt, _params(llm, asked), interrupted)
-            except BadRequest as error:
-                complain(error)
-                messages.pop()
-            else:
-                messages.append({"role": "assistant", "content": answer})
+    params = {name: value for name, value in asked.items() if value is not None}
+    from unisono.tools.chat.screen import Screen
+    from unisono.tools.chat.session import Session
+
+    with _source(path, url, api_key, flags) as source:
+        Session(source, Screen(), system, params).run()
+
+
+@contextlib.contextmanager
+def _source(path: str | None, url: str | None, api_key: str | None, flags: dict[str, Any]) -> Iterator[Source]:
+    """Where a chat's answers come from. Raises UnisonoError."""
+    if url is not None:
+        from unisono.tools.chat.remote import RemoteModel
+
+        key = api_key or os.environ.get("UNISONO_API_KEY") or os.environ.get("OPENAI_API_KEY")
+        with contextlib.closing(RemoteModel(url, path, key)) as source:
+            yield source
+        return
+    if api_key is not None:
+        raise ConfigError("--api-key is for a server: give its --url, or leave it out.")
+    name = path or "tiny"
+    with _load(name, flags) as llm:
+        from unisono.tools.chat.offline import OfflineModel
+
+        yield OfflineModel(llm, name)
 
 
 def explain(
@@ -96,6 +118,37 @@ def explain(
         print(json.dumps(info, indent=2))
         return
     print_tables(info)
+
+
+def compare(
+    path: Annotated[str, typer.Argument(metavar="[A]", help="A checkpoint directory, a bundled name, or a Hub id.")] = (
+        "tiny"
+    ),
+    other: Annotated[str | None, typer.Argument(metavar="[B]", help="As A; default: the same as A.")] = None,
+    a: Annotated[str, typer.Option("--a", help='Flags of A, a JSON object: {"speculative_method": "none"}.')] = "{}",
+    b: Annotated[str, typer.Option("--b", help="Flags of B.")] = "{}",
+    prompt: Annotated[list[str] | None, typer.Option(help="A text to continue; may be given again.")] = None,
+    problems: Annotated[int, typer.Option(min=1, max=500, help="Without --prompt: held-out problems to ask.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="The same on both sides.")] = 0,
+    trace_all: Annotated[bool, typer.Option("--trace-all", help="Compare ops where tokens are equal, too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Find the first token in which two configurations differ, and the layer and op that make it differ.
+
+    Both answer the same prompts. Where they differ, both run again without graphs, and the results of all ops
+    of the model are compared bit by bit for every position before. Exit status 1 if a prompt differs.
+    """
+    from unisono.tools.compare.command import Side, report
+    from unisono.tools.compare.command import compare as run
+
+    params = _asked(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    sides = Side.parse("--a", path, a), Side.parse("--b", other or path, b)
+    found = run(*sides, prompt or [], problems, SamplingParams(**params), trace_all)
+    print(report(found, as_json))
+    if any(one.index is not None for one in found):
+        raise typer.Exit(1)
 
 
 def evaluate(
@@ -152,44 +205,14 @@ def _load(path: str, flags: dict[str, Any]) -> Iterator[LLM]:
         yield llm
 
 
-def _stream(llm: LLM, prompt: list[int], params: SamplingParams, stop: Callable[[], object] = lambda: False) -> str:
-    """Print an answer as it comes, to its end or until ``stop()``; returns it."""
+def _stream(llm: LLM, prompt: list[int], params: SamplingParams) -> None:
+    """Print a text as it comes."""
     from unisono.frontend.detokenizer import Detokenizer
 
     assert llm.tokenizer is not None
     detokenizer = Detokenizer(llm.tokenizer, params, prompt)
-    answer = ""
     for delta in llm.stream(prompt, params):
-        piece = detokenizer.feed(delta.token_ids, delta.finish)
-        answer += piece
-        print(piece, end="", flush=True)
+        print(detokenizer.feed(delta.token_ids, delta.finish), end="", flush=True)
         if delta.finish is FinishReason.ABORT:
             raise UnisonoError(f"The engine failed on this request: {delta.error}")
-        if stop():
-            break
     print(flush=True)
-    return answer
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[Callable[[], object]]:
-    """Whether Ctrl-C was pressed. It is looked at between tokens, so that the engine is never cut off in a step."""
-    pressed: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-def _lines() -> Iterator[str]:
-    """What the user says, line by line, until Ctrl-D, Ctrl-C or /exit. Piped input shows no prompt."""
-    if terminal := sys.stdin.isatty():
-        import readline  # noqa: F401  (gives input() line editing and history)
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
-        while True:
-            line = input("› " if terminal else "")
-            if line.strip() == "/exit":
-                return
-            if line.strip():
-                yield line

@@ -122,6 +122,10 @@ def print_tables(info: Mapping[str, Any]) -> None:
     if costs := info["speculation"]["round_ms"]:
         columns = list(costs[0])
         _print("Rounds: ms on padding, by drafts", columns, [[row[c] for c in columns] for row in costs])
+    if moved := dict(info.get("kv_offload", {})):
+        held = moved.pop("host")
+        _print("KV offload", list(held[0]), [list(row.values()) for row in held])
+        _print("KV offload: moved", ("figure", "value"), list(moved.items()))
     tables = {"Decisions": info["decisions"], "Experts": info["experts"]}
     tables["Passes"] = [_readable(row) for row in info["graphs"]]
     for title, rows in tables.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -39,6 +40,7 @@ class EngineConfig:
     max_num_seqs: requests that run at once. max_num_batched_tokens: prompt tokens per extend pass.
     max_stall_ms: milliseconds between two rounds of running requests, at most: prompt passes between them are as large
     as fits, by what passes cost.
+    enable_mixed_chunk: running requests decode in prompt passes, where their rounds would draft nothing.
     mm_encoder_cache_gb: GiB of the device that encoded pictures may take; None: a default of 1 GiB, less on a CPU.
     load_format: auto, or dummy for random weights (needs config.json only).
     quantization: None: weights as the checkpoint has them. fp8: quantises a plain checkpoint while loading. Any method
@@ -54,6 +56,10 @@ class EngineConfig:
     many tokens a round on average, bonus included, whatever the drafts are; the text is then meaningless.
     synthetic_acceptance_rates: benchmarks only, the same by place: the share of rounds in which draft 1, 2 … is
     accepted, as /metrics counts it; places beyond the last never are.
+    enable_lora: whether requests may name adapters (docs/adapters.md). max_loras: adapters on the device at once.
+    max_lora_rank: of an adapter, at most; memory is taken for that. max_cpu_loras: adapters in memory of the host;
+    None: as many as on the device. lora_modules: (name, directory) of adapters that are loaded at start. lora_dtype:
+    "auto" only: the model's.
     generation_config: where sampling defaults come from: auto: the checkpoint's generation_config.json; vllm: vLLM's
     neutral ones; or a directory with that file. EOS ids are the checkpoint's either way.
     tokenizer: directory of the tokenizer; None: the checkpoint's.
@@ -62,7 +68,18 @@ class EngineConfig:
     max_logprobs: what a request's logprobs may ask for at each position; -1: any number. More than 20 take whole rows
     of logits to the host.
     scheduling_policy: fcfs: first come, first served. priority: lower priority values first, then the same.
+    cpu_offload_gb: GiB of host memory for KV pages that the prefix cache evicts from the device; 0: none. Weights stay
+    on the device. cpu_offload_ratio: the same as a multiple of the device's pages.
+    kv_offload_dir: a directory where such pages are written to as well, and read from; kv_offload_dir_gb: GiB of its
+    files, at most.
+    role: prefill: compute prompts for other engines; decode: have prompts computed by others; both: neither in
+    particular. transfer_listen: where a prefill engine listens, tcp://HOST:PORT or unix:///PATH. prefill_urls: where a
+    decode engine's prefill engines listen, with commas between. transfer_backend: what carries pages from host to host:
+    tcp, nixl (RDMA, where UCX finds it), or auto: nixl where both ends have it. transfer_timeout: seconds without news
+    of a prefill engine after which a decode engine computes its prompts itself.
     enable_prefix_caching: whether a prompt may begin with pages that an earlier one left. It changes no text.
+    tensor_parallel_size: processes, with a GPU each, that hold the model together; the text is that of one.
+    enable_expert_parallel: experts are whole on one of them; else they are divided like other products.
     enable_prompt_embeds, enable_return_hidden_states: whether the server takes embeddings in requests, and puts hidden
     states into answers. The offline interface always does.
     """
@@ -75,6 +92,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_stall_ms: float = 50.0
+    enable_mixed_chunk: bool = False
     mm_encoder_cache_gb: float | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     quantization: str | None = None
@@ -92,11 +110,28 @@ class EngineConfig:
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     max_logprobs: int = MAX_LOGPROBS
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    cpu_offload_gb: float = 0.0
+    cpu_offload_ratio: float = 0.0
+    kv_offload_dir: str | None = None
+    kv_offload_dir_gb: float = 64.0
+    role: Literal["prefill", "decode", "both"] = "both"
+    transfer_listen: str | None = None
+    prefill_urls: str | None = None
+    transfer_backend: Literal["tcp", "nixl", "auto"] = "tcp"
+    transfer_timeout: float = 10.0
     enable_prefix_caching: bool = True
     enable_prompt_embeds: bool = False
     enable_return_hidden_states: bool = False
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    lora_modules: tuple[tuple[str, str], ...] = ()
+    lora_dtype: str = "auto"
     generation_config: str = "auto"
     tokenizer: str | None = None
+    tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
@@ -113,7 +148,13 @@ class EngineConfig:
             raise ConfigError(f"--mm-encoder-cache-gb {self.mm_encoder_cache_gb}: give GiB above 0.")
         if not 0.0 < self.snapshot_share < 1.0:
             raise ConfigError(f"--snapshot-share {self.snapshot_share}: give a share above 0 and below 1.")
-        for name, low in (("max_model_len", 2), ("max_num_seqs", 1), ("max_num_batched_tokens", 16), ("num_pages", 2)):
+        for name, low in (
+            ("max_model_len", 2),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 16),
+            ("num_pages", 2),
+            ("tensor_parallel_size", 1),
+        ):
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: give at least {low}.")
@@ -123,6 +164,9 @@ class EngineConfig:
             raise ConfigError(f"--max-stall-ms {self.max_stall_ms}: give milliseconds above 0.")
         self._check_files()
         self._check_graphs()
+        self._check_offload()
+        self._check_role()
+        self._check_adapters()
         forced = self.synthetic_acceptance_length
         longest = 1 + (self.speculative.num_speculative_tokens if self.speculative else 0)
         if forced is not None and not 1 <= forced <= longest:
@@ -142,6 +186,54 @@ class EngineConfig:
         """Whether acceptance is not the drafter's own."""
         return self.synthetic_acceptance_length is not None or bool(self.synthetic_acceptance_rates)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether evicted pages wait in host memory."""
+        return self.cpu_offload_gb > 0 or self.cpu_offload_ratio > 0
+
+    def _check_offload(self) -> None:
+        for name in ("cpu_offload_gb", "cpu_offload_ratio"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: give a number from 0 on; 0 offloads nothing.")
+        if self.kv_offload_dir is not None and not self.offloads:
+            raise ConfigError("--kv-offload-dir: files hold what waits in host memory; give --cpu-offload-gb, too.")
+        if self.kv_offload_dir is not None and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"--kv-offload-dir with --tensor-parallel-size {self.tensor_parallel_size}: files hold whole pages, "
+                "and each rank has parts of them; leave it out. --cpu-offload-gb works with both."
+            )
+        if not self.kv_offload_dir_gb > 0:
+            raise ConfigError(f"--kv-offload-dir-gb {self.kv_offload_dir_gb}: give GiB above 0.")
+        if self.offloads and not self.enable_prefix_caching:
+            raise ConfigError(
+                "--cpu-offload-gb keeps what the prefix cache evicts: leave --no-enable-prefix-caching out."
+            )
+
+    def _check_role(self) -> None:
+        _one_of("--role", self.role, ("prefill", "decode", "both"))
+        _one_of("--transfer-backend", self.transfer_backend, ("tcp", "nixl", "auto"))
+        if self.transfer_backend == "nixl" and find_spec("nixl") is None:
+            raise ConfigError("--transfer-backend nixl: the package nixl is missing: pip install 'unisono[nixl]'.")
+        needed = {
+            "prefill": ("--transfer-listen", self.transfer_listen),
+            "decode": ("--prefill-url", self.prefill_urls),
+        }
+        if self.role in needed and not needed[self.role][1]:
+            flag = needed[self.role][0]
+            raise ConfigError(f"--role {self.role} needs {flag}: tcp://HOST:PORT, or unix:///PATH on one host.")
+        if self.role == "prefill" and self.prefill_urls:
+            raise ConfigError("--role prefill computes prompts itself: leave --prefill-url out.")
+        if (self.transfer_listen or self.prefill_urls) and not self.enable_prefix_caching:
+            raise ConfigError("Pages of other engines go to the prefix cache: leave --no-enable-prefix-caching out.")
+        if (self.transfer_listen or self.prefill_urls) and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"--role with --tensor-parallel-size {self.tensor_parallel_size}: engines exchange whole pages, and "
+                "each rank has parts of them; use 1."
+            )
+        if not self.transfer_timeout > 0:
+            raise ConfigError(f"--transfer-timeout {self.transfer_timeout}: give seconds above 0.")
+
     def _check_files(self) -> None:
         """That directories which flags name have what they are named for."""
         if self.tokenizer is not None and not any(Path(self.tokenizer).glob("*token*")):
@@ -151,6 +243,21 @@ class EngineConfig:
             raise ConfigError(
                 f"--generation-config {source}: it has no generation_config.json; give auto, vllm or a directory."
             )
+
+    def _check_adapters(self) -> None:
+        for name, low, high in (("max_loras", 1, 1024), ("max_lora_rank", 1, 512), ("max_cpu_loras", 1, 1 << 20)):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: give a whole number from {low} to {high}.")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(f"--max-cpu-loras {self.max_cpu_loras}: give at least --max-loras, {self.max_loras}.")
+        if self.lora_modules and not self.enable_lora:
+            raise ConfigError("--lora-modules needs --enable-lora.")
+        names = [name for name, _ in self.lora_modules]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"--lora-modules names {twice[0]!r} twice: give each adapter a name of its own.")
+        if self.lora_dtype not in ("auto", self.dtype):
+            raise ConfigError(f"--lora-dtype {self.lora_dtype}: adapters have the model's dtype; give auto.")
 
     def _check_graphs(self) -> None:
         modes = parse_graphs(self.graphs)
@@ -183,6 +290,8 @@ class Hardware:
     device: torch.device
     name: str
     total_bytes: int
+    devices: int | None = None
+    """GPUs from ``device`` on; None on a CPU."""
 
     @staticmethod
     def detect(device: str) -> Hardware:
@@ -197,7 +306,8 @@ class Hardware:
             if index >= torch.cuda.device_count():
                 raise ConfigError(f"--device {device}: {torch.cuda.device_count()} GPUs are visible.")
             properties = torch.cuda.get_device_properties(index)
-            return Hardware(torch.device("cuda", index), properties.name, properties.total_memory)
+            left = torch.cuda.device_count() - index
+            return Hardware(torch.device("cuda", index), properties.name, properties.total_memory, left)
         return Hardware(torch.device("cpu"), "CPU", 0)
 
 
@@ -260,6 +370,7 @@ class ResolvedConfig:
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "max_stall_ms": self.asked.max_stall_ms,
+            "enable_mixed_chunk": self.asked.enable_mixed_chunk,
             "attention_backend": self.attention_backend,
             "load_format": self.asked.load_format,
             "quantization": self.asked.quantization,
@@ -275,9 +386,24 @@ class ResolvedConfig:
             "logprobs_mode": self.asked.logprobs_mode,
             "max_logprobs": self.asked.max_logprobs,
             "scheduling_policy": self.asked.scheduling_policy,
+            "cpu_offload_gb": self.asked.cpu_offload_gb,
+            "cpu_offload_ratio": self.asked.cpu_offload_ratio,
+            "kv_offload_dir": self.asked.kv_offload_dir,
+            "role": self.asked.role,
+            "transfer_listen": self.asked.transfer_listen,
+            "prefill_urls": self.asked.prefill_urls,
+            "transfer_backend": self.asked.transfer_backend,
+            "transfer_timeout": self.asked.transfer_timeout,
             "enable_prefix_caching": self.asked.enable_prefix_caching,
             "enable_prompt_embeds": self.asked.enable_prompt_embeds,
             "enable_return_hidden_states": self.asked.enable_return_hidden_states,
+            "tensor_parallel_size": self.asked.tensor_parallel_size,
+            "enable_expert_parallel": self.asked.enable_expert_parallel,
+            "enable_lora": self.asked.enable_lora,
+            "max_loras": self.asked.max_loras,
+            "max_lora_rank": self.asked.max_lora_rank,
+            "max_cpu_loras": self.asked.max_cpu_loras,
+            "lora_modules": [{"name": name, "path": path} for name, path in self.asked.lora_modules],
             "seed": self.asked.seed,
             "speculative": dataclasses.asdict(self.speculative) if self.speculative else None,
             "synthetic_acceptance_length": self.asked.synthetic_acceptance_length,
@@ -289,6 +415,12 @@ class ResolvedConfig:
 def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFacts) -> ResolvedConfig:
     """Settle every ``auto``. Raises ConfigError for a flag that this checkpoint or machine cannot honour."""
     gpu = hardware.device.type == "cuda"
+    ranks = config.tensor_parallel_size
+    if hardware.devices is not None and ranks > hardware.devices:
+        raise ConfigError(
+            f"--tensor-parallel-size {ranks}: it takes a GPU for each rank, and {hardware.devices} are visible from "
+            f"{hardware.device} on; lower it."
+        )
     decisions: list[Decision] = []
 
     def resolve_auto(name: str, asked: Any, value: Any, reason: str) -> Any:

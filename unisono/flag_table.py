@@ -24,7 +24,16 @@ SHORT = {
 RENAMED = {
     "--chunked-prefill-size": "--max-num-batched-tokens",
     "--context-length": "--max-model-len",
+    "--disaggregation-transfer-backend": "--transfer-backend",
+    "--dp": "--data-parallel-size",
+    "--dp-size": "--data-parallel-size",
+    "--hicache-ratio": "--cpu-offload-ratio",
+    "--hicache-size": "--cpu-offload-gb",
+    "--kv-offloading-size": "--cpu-offload-gb",
     "--limit-mm-data-per-request": "--limit-mm-per-prompt",
+    "--lora-paths": "--lora-modules",
+    "--max-loaded-loras": "--max-cpu-loras",
+    "--max-loras-per-batch": "--max-loras",
     "--max-running-requests": "--max-num-seqs",
     "--mem-fraction-static": "--gpu-memory-utilization",
     "--num-gpu-blocks-override": "--num-pages",
@@ -32,6 +41,8 @@ RENAMED = {
     "--speculative-draft-model-path": "--speculative-model",
     "--speculative-num-steps": "--num-speculative-tokens",
     "--tokenizer-path": "--tokenizer",
+    "--tp": "--tensor-parallel-size",
+    "--tp-size": "--tensor-parallel-size",
     "--uvicorn-log-level": "--log-level",
 }
 """Settings with a value that mean the same."""
@@ -39,31 +50,31 @@ RENAMED = {
 SWITCHES = {
     "--disable-cuda-graph": "--enforce-eager",
     "--disable-radix-cache": "--no-enable-prefix-caching",
+    "--enable-hierarchical-cache": "--cpu-offload-ratio=2",
     "--enable-torch-compile": "--compile",
     "--no-enforce-eager": "",
 }
 """Settings without a value that mean the same; an empty one is what happens anyway."""
 
 _ONE_GPU = "this version runs on one GPU"
-_NO_ADAPTERS = "this version has no adapters (LoRA); merge the adapter into the checkpoint"
+_ONE_ENGINE = "`unisono serve` runs several engines behind one server; other commands, and an LLM, are one engine"
+_EXPERTS = "--enable-expert-parallel divides experts among the ranks of --tensor-parallel-size"
 
 ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--api-server-count": (("1",), "one process serves the API"),
     "--block-size": (("16",), "pages of the KV cache have 16 tokens"),
     "--chat-template-content-format": (("auto", "string"), "templates get message contents as text"),
     "--convert": (("auto", "none"), "models generate text; they are not converted"),
-    "--cpu-offload-gb": (("0", "0.0"), "weights are not offloaded; --quantization fp8 makes them smaller"),
-    "--data-parallel-size": (("1",), _ONE_GPU),
+    "--data-parallel-size": (("1",), _ONE_ENGINE),
     "--dcp-size": (("1",), _ONE_GPU),
     "--decode-context-parallel-size": (("1",), _ONE_GPU),
-    "--distributed-executor-backend": (("uni", "mp"), _ONE_GPU),
-    "--dp": (("1",), _ONE_GPU),
-    "--dp-size": (("1",), _ONE_GPU),
-    "--ep": (("1",), _ONE_GPU),
-    "--ep-size": (("1",), _ONE_GPU),
+    "--distributed-executor-backend": (("uni", "mp"), _ONE_ENGINE),
+    "--ep": (("1",), _EXPERTS),
+    "--ep-size": (("1",), _EXPERTS),
     "--grammar-backend": (("xgrammar",), "structured outputs go through xgrammar"),
     "--guided-decoding-backend": (("auto", "xgrammar"), "structured outputs go through xgrammar"),
     "--kv-cache-dtype": (("auto",), "the KV cache has the model's type"),
+    "--kv-offloading-backend": (("native",), "host memory is the engine's own; --cpu-offload-gb sets it"),
     "--nnodes": (("1",), _ONE_GPU),
     "--node-rank": (("0",), _ONE_GPU),
     "--page-size": (("16",), "pages of the KV cache have 16 tokens"),
@@ -76,15 +87,13 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--stream-interval": (("1",), "tokens are streamed as they come"),
     "--structured-outputs-config": (('{"backend": "auto"}', '{"backend": "xgrammar"}'), "they go through xgrammar"),
     "--task": (("auto", "generate"), "models generate text"),
-    "--tensor-parallel-size": (("1",), _ONE_GPU),
     "--tokenizer-mode": (("auto", "hf"), "tokenizers are read through transformers"),
-    "--tp": (("1",), _ONE_GPU),
-    "--tp-size": (("1",), _ONE_GPU),
 }
 """Settings with a value of which only these values can be honoured, and why."""
 
 _ALWAYS_CHUNKED = "prompts are always computed in chunks, as large as --max-stall-ms allows; the text is the same"
 _OWN_GRAPHS = "which graphs are captured follows from --max-num-seqs and --graph-memory; --graphs sets the mode"
+_OWN_COPIES = "pages are gathered on the GPU and copied on a stream of their own"
 _ALWAYS_METRICS = "/metrics always has them"
 
 NOTED_VALUES = {
@@ -92,7 +101,12 @@ NOTED_VALUES = {
     "--cuda-graph-max-bs": _OWN_GRAPHS,
     "--cuda-graph-sizes": _OWN_GRAPHS,
     "--decode-log-interval": "a line is logged every 10 s while there is work",
+    "--hicache-io-backend": _OWN_COPIES,
+    "--hicache-mem-layout": _OWN_COPIES,
+    "--hicache-write-policy": "a page is written to host memory when the prefix cache evicts it",
     "--log-level-http": "requests that fail are logged, others are not",
+    "--lora-backend": "adapters have one kernel each way, batch-invariant as all others",
+    "--lora-target-modules": "every linear layer has room for adapters",
     "--mm-attention-backend": "the tower has one attention, batch-invariant as the text model's",
     "--mm-encoder-attn-backend": "the tower has one attention, batch-invariant as the text model's",
     "--mm-processor-cache-type": "preprocessed pictures are kept in the API process, --mm-processor-cache-gb of them",
@@ -112,7 +126,7 @@ NOTED_SWITCHES = {
     "--calculate-kv-scales": "the KV cache has the model's type and no scales",
     "--disable-cascade-attn": "there is no cascade attention",
     "--disable-cuda-graph-padding": "graphs are captured for buckets of rows; padding changes no byte",
-    "--disable-custom-all-reduce": _ONE_GPU,
+    "--disable-custom-all-reduce": "ranks gather and never reduce",
     "--disable-frontend-multiprocessing": "the engine always has a process of its own",
     "--disable-log-requests": "requests are not logged unless they fail",
     "--disable-log-stats": _ALWAYS_METRICS,
@@ -120,11 +134,11 @@ NOTED_SWITCHES = {
     "--disable-uvicorn-access-log": "there is no access log",
     "--enable-chunked-prefill": _ALWAYS_CHUNKED,
     "--enable-deterministic-inference": "inference is always deterministic",
+    "--fully-sharded-loras": "no sum is split among ranks: each has A whole and its part of B",
     "--enable-log-requests": "requests that fail are logged, and /metrics counts all",
     "--no-enable-log-requests": "requests that fail are logged, and /metrics counts all",
     "--enable-metrics": _ALWAYS_METRICS,
-    "--enable-mixed-chunk": "prompts and rounds have passes of their own; --max-stall-ms bounds the gaps",
-    "--enable-p2p-check": _ONE_GPU,
+    "--enable-p2p-check": "ranks reach each other's memory where torch says so, else through NCCL",
     "--enable-server-load-tracking": "the load is always tracked",
     "--enable-multimodal": "models with a vision tower take pictures",
     "--skip-mm-profiling": "memory of the tower's passes is measured with the others",
@@ -140,26 +154,22 @@ REFUSED = {
     "--compilation-config": "graphs are set by --graphs, --graph-memory and --compile",
     "--cpu-offload": "weights are not offloaded; --quantization fp8 makes them smaller",
     "--disable-sliding-window": "windows are the model's; --max-model-len bounds the context",
+    "--disaggregation-bootstrap-port": "a prefill engine listens at --transfer-listen",
+    "--disaggregation-ib-device": "with --transfer-backend nixl UCX picks devices; UCX_NET_DEVICES names them",
     "--dist-init-addr": _ONE_GPU,
     "--enable-force-include-usage": "clients ask for it: stream_options.include_usage",
-    "--enable-expert-parallel": _ONE_GPU,
-    "--enable-lora": _NO_ADAPTERS,
     "--enable-mm-embeds": "embeddings of pictures are not taken; send pictures",
     "--interleave-mm-strings": "pictures stand where their content parts do",
     "--enable-sleep-mode": "nothing frees the GPU for a while; stop the server instead",
     "--headless": _ONE_GPU,
+    "--hicache-storage-backend": "--kv-offload-dir DIR keeps pages in files",
     "--hf-overrides": "the model's config.json is read as it is; change it in a copy of the checkpoint",
     "--hf-token": "the token is read from the environment (HF_TOKEN), not from a flag that others see",
     "--is-embedding": "models generate text",
     "--json-model-override-args": "the model's config.json is read as it is; change it in a copy of the checkpoint",
     "--kv-cache-memory-bytes": "the KV cache takes what --gpu-memory-utilization leaves; --num-pages bounds it",
-    "--kv-transfer-config": _ONE_GPU,
     "--log-config-file": "logging is set by --log-level",
     "--logits-processors": "write a feature (docs/adding-a-feature.md)",
-    "--lora-modules": _NO_ADAPTERS,
-    "--lora-paths": _NO_ADAPTERS,
-    "--max-loras": _NO_ADAPTERS,
-    "--max-lora-rank": _NO_ADAPTERS,
     "--max-total-tokens": "the KV cache takes what --gpu-memory-utilization leaves; --num-pages bounds it",
     "--middleware": "no code is loaded into the server; put a proxy in front of it",
     "--override-pooler-config": "models generate text",
@@ -172,6 +182,9 @@ REFUSED = {
     "--uds": "the server listens on --host and --port",
 }
 """Settings that cannot be honoured, and the reason or what is nearest."""
+
+ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+"""``kv_role`` of vLLM's ``--kv-transfer-config``, and the roles that they stand for."""
 
 ALGORITHMS = {
     "NEXTN": "mtp", "MTP": "mtp", "EAGLE": "eagle", "EAGLE3": "eagle3", "STANDALONE": "standalone", "NGRAM": "ngram",

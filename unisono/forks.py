@@ -6,6 +6,7 @@ under limits that the kernel enforces, and dies alone. A fork costs milliseconds
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import mmap
 import os
@@ -27,6 +28,9 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
 }
 """A template has one thread, or its forks would miss the others' locks."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of malloc.h."""
 
 
 class Template:
@@ -120,6 +124,17 @@ def limit_memory(size: int) -> None:
         with open("/proc/self/statm") as file:
             now = int(file.read().split()[0]) * mmap.PAGESIZE
         resource.setrlimit(resource.RLIMIT_AS, (now + size, now + size))
+
+
+def keep_freed_memory() -> None:
+    """Keep memory of large arrays for the next ones: faulting pages in anew can take longer than computing.
+
+    With other C libraries than glibc it does nothing.
+    """
+    with suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes
+        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def limit_time(seconds: float) -> None:

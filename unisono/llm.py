@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,9 +22,12 @@ from unisono.frontend.media.loader import MediaLoader
 from unisono.frontend.media.parts import read_messages, with_request
 from unisono.frontend.media.settings import MediaSettings
 from unisono.llm_arguments import engine_arguments, media_arguments
+from unisono.lora import LoRARequest, one_each
 from unisono.tokenizer import Tokenizer
 from unisono.types import (
     BadRequest,
+    CheckpointError,
+    ConfigError,
     EngineRequest,
     FinishReason,
     RequestOutput,
@@ -35,8 +39,8 @@ from unisono.types import (
 
 Conversation = Sequence[Mapping[str, Any]]
 
-REFUSED = {"lora_request": "this version has no adapters (LoRA); merge the adapter into the checkpoint"}
-"""Arguments of vLLM's calls that cannot be honoured, and why."""
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
+"""``lora_request``: of all prompts, or of each."""
 
 Bar = bool | Callable[..., Any]
 """``use_tqdm``: whether a terminal shows a progress bar, or what makes one (called as ``tqdm`` is)."""
@@ -87,6 +91,7 @@ class LLM:
         self._default_params = engine.default_params()
         self.eos_token_ids = self._inputs.model.eos_token_ids
         self._ids = itertools.count()
+        self._loading, self._adapters = threading.Lock(), dict[str, LoRARequest]()
 
     @property
     def engine(self) -> Engine:
@@ -99,7 +104,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: Bar = True,
-        lora_request: None = None,
+        lora_request: Adapters = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; returns one RequestOutput each, in order.
@@ -111,16 +116,18 @@ class LLM:
         ``"multi_modal_data"`` has pictures (``{"image": picture or list}``, of Pillow or arrays) and videos, a
         placeholder in the prompt for each; ``"multi_modal_uuids"`` names them, ``"mm_processor_kwargs"`` has settings.
         sampling_params: one for all prompts, or one each; None takes generation_config.json's. priority: of each
-        prompt, lower ones run first; for an engine with ``scheduling_policy="priority"``.
+        prompt, lower ones run first; for an engine with ``scheduling_policy="priority"``. lora_request: the adapter of
+        all prompts, or of each (None: of none); for an engine with ``enable_lora=True``.
         Raises BadRequest, before anything runs, if any of them is wrong.
         """
         batch = _as_list(prompts)
-        refuse_unsupported(lora_request=lora_request)
         params = self._params(sampling_params, len(batch))
+        adapters = one_each(lora_request, len(batch))
         if priority is not None and len(priority) != len(batch):
             raise BadRequest(f"{len(priority)} priorities for {len(batch)} prompts; give one each.", "priority")
         ranks = priority or [0] * len(batch)
-        collectors = [self.prepare(p, q, priority=r) for p, q, r in zip(batch, params, ranks, strict=True)]
+        each = zip(batch, params, ranks, adapters, strict=True)
+        collectors = [self.prepare(p, q, priority=r, lora_request=a) for p, q, r, a in each]
         self._run(collectors, use_tqdm)
         return [collector.output() for collector in collectors]
 
@@ -129,6 +136,7 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Bar = True,
+        lora_request: Adapters = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: lists of ``{"role": …, "content": …}``.
@@ -138,9 +146,8 @@ class LLM:
         if not messages:
             raise BadRequest("messages is empty; give at least one.", param="messages")
         several = messages if not isinstance(messages[0], Mapping) else [messages]
-        refuse_unsupported(**{name: template.pop(name) for name in REFUSED if name in template})
         prompts = [self.chat_prompt(cast(Conversation, m), **template) for m in several]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def chat_prompt(
         self,
@@ -270,15 +277,51 @@ class LLM:
         return str(next(self._ids))
 
     def prepare(
-        self, given: PromptType, params: SamplingParams, request_id: str | None = None, priority: int = 0
+        self,
+        given: PromptType,
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> Collector:
         """Check a prompt and its parameters, and collect its ``params.n`` sequences. Raises BadRequest."""
         own_id = self.next_id()
-        engine = self.loop.engine  # raises before anything is done
+        _ = self.loop.engine  # raises before anything is done
         prompt = self._inputs.prompt(given, truncates=params.truncate_prompt_tokens is not None)
-        requests = self._inputs.request(own_id, prompt, params, priority).sequences()
-        engine.check(requests[0])
+        request = self._inputs.request(own_id, prompt, params, priority)
+        if lora_request is not None:
+            request = replace(request, adapter=self._adapter(lora_request))
+        requests = request.sequences()
+        self.loop.check(requests[0])
         return Collector(request_id or own_id, requests, self.tokenizer, prompt.text, self.eos_token_ids)
+
+    def _adapter(self, asked: LoRARequest) -> str:
+        """The name of an adapter, which is loaded if it is not yet. Raises BadRequest."""
+        with self._loading:
+            known = self._adapters.get(asked.lora_name)
+            if known is None:
+                if taken := [one for one in self._adapters.values() if one.lora_int_id == asked.lora_int_id]:
+                    raise BadRequest(
+                        f"lora_int_id={asked.lora_int_id} is the adapter {taken[0].lora_name!r} already; give "
+                        f"{asked.lora_name!r} another number.",
+                        "lora_request",
+                    )
+                self._load_adapter(asked)
+                self._adapters[asked.lora_name] = asked
+            elif known != asked:
+                raise BadRequest(
+                    f"the adapter {asked.lora_name!r} is number {known.lora_int_id}, of {known.lora_path}; give "
+                    "another one another name.",
+                    "lora_request",
+                )
+        return asked.lora_name
+
+    def _load_adapter(self, asked: LoRARequest) -> None:
+        arguments = {"name": asked.lora_name, "directory": str(asked.lora_path)}
+        try:
+            self.loop.call(lambda engine: engine.command("load_adapter", arguments))
+        except (CheckpointError, ConfigError) as error:
+            raise BadRequest(f"lora_request: {error}", "lora_request") from None
 
     def _request(self, prompt: PromptType, params: SamplingParams) -> EngineRequest:
         return self._inputs.request(self.next_id(), self._inputs.prompt(prompt), params)
@@ -310,13 +353,6 @@ class LLM:
         finally:
             if inbox is not None:
                 self.loop.abort(*inbox.open)
-
-
-def refuse_unsupported(**given: Any) -> None:
-    """Raise BadRequest for an argument that is set and cannot be honoured."""
-    for name, value in given.items():
-        if value is not None:
-            raise BadRequest(f"{name} is not supported: {REFUSED[name]}.", name)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from unisono.flag_table import (
     check_accepted,
     refuse,
 )
+from unisono.lora import read_modules
 from unisono.types import ConfigError, SpeculativeConfig
 
 FIELDS = {one.name for one in dataclasses.fields(EngineConfig)} - {"model"}
@@ -49,12 +50,18 @@ def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in given.items():
         renamed = _name(RENAMED.get(_flag(name), _flag(name)))
+        if renamed == "lora_modules":
+            value = read_modules(value or ())
         if renamed == "speculative_config":
             renamed, value = "speculative", _speculative(value)
         if renamed in SERVER_ONLY or _is_neutral(name, value):
             continue
         if (switch := SWITCHES.get(_flag(name))) is not None:
-            renamed, value = _name(switch.replace("--no-", "--")), not switch.startswith("--no-")
+            name_of, equals, preset = switch.partition("=")
+            renamed = _name(name_of.replace("--no-", "--"))
+            if equals and _is_given(renamed, given):
+                continue
+            value = float(preset) if equals else not switch.startswith("--no-")
         if renamed not in FIELDS:
             raise ConfigError(f"LLM takes no keyword {name}. {_nearest(name)}")
         if renamed in fields:
@@ -63,9 +70,15 @@ def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def _is_given(field: str, given: Mapping[str, Any]) -> bool:
+    """Whether another keyword sets this field."""
+    return any(_name(RENAMED.get(_flag(name), _flag(name))) == field for name in given)
+
+
 def _is_neutral(name: str, value: Any) -> bool:
     """Whether this keyword changes nothing, with this value. Raises ConfigError for one that cannot be honoured."""
     flag = _flag(name)
+    flag = long if (long := RENAMED.get(flag)) in ACCEPTED else flag
     known = flag in ACCEPTED or flag in REFUSED or flag in SWITCHES or flag in NOTED_VALUES or flag in NOTED_SWITCHES
     if known and (value is None or value is False or value in ({}, [], ())):
         return True

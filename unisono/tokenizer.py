@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
 
+HARMONY_ENDS = {"<|call|>", "<|return|>"}
+
 
 class Tokenizer:
     """A checkpoint's tokenizer. ``decode`` and ``encode`` may run in different threads."""
@@ -53,9 +55,13 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokenizer's end-of-sequence id, if it has one; a checkpoint's configs may name more."""
-        eos = self.backend.eos_token_id
-        return () if eos is None else (int(eos),)
+        """The tokenizer's end-of-sequence id, if it has one; a checkpoint's configs may name more.
+
+        In the harmony format a call ends an answer, too, which not all configs of such checkpoints say.
+        """
+        eos, specials = self.backend.eos_token_id, self.special_tokens
+        harmony = [specials[end] for end in HARMONY_ENDS if specials.keys() >= HARMONY_ENDS]
+        return (() if eos is None else (int(eos),)) + tuple(sorted({*harmony} - {eos}))
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises CheckpointError if the tokenizer makes ids that a model of ``vocab_size`` tokens lacks.

@@ -455,6 +455,7 @@ class EngineRequest:
     positions, where ``prompt_token_ids`` has PLACEHOLDER. ``priority``: lower ones run first, where the engine
     schedules by it. ``cache_salt``: cached prefixes are shared by requests of one salt only. ``client``: whose
     request it is; clients take turns. ``media``: the prompt's pictures and videos, in the order of their positions.
+    ``adapter``: the name of a loaded adapter.
     """
 
     request_id: str
@@ -468,6 +469,7 @@ class EngineRequest:
     cache_salt: str | None = None
     client: str = ""
     media: tuple[MediaItem, ...] = ()
+    adapter: str | None = None
 
     @property
     def first_scored(self) -> int:

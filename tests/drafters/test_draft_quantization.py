@@ -68,7 +68,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+USUAL = ("eagle3", "mtp", "mtp, tree")
+
+
+@pytest.mark.parametrize("name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.full) for n in CASES])
 def test_the_text_is_the_one_without_drafts(name: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     method, make, tree = CASES[name]
     target, draft = make(checkpoints, tmp_path)

@@ -50,7 +50,7 @@ def check_forward(case: Case, path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(target.config.vocab_size, (21,), generator=generator, dtype=torch.int32)
     hidden = torch.randn(21, target.config.hidden_size, generator=generator)
-    expected = forward(case.weights, case.config, target.embed.weight[ids.long()], hidden, first=0)
+    expected = forward(case.weights, case.config, target.embed.weight[ids.long()], hidden, torch.arange(21))
     got, logits = module.finish(run(module, ids, hidden))
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
     torch.testing.assert_close(logits, expected @ target.lm_head.weight.T, atol=1e-4, rtol=0)

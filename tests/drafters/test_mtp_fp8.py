@@ -92,9 +92,9 @@ def test_forward_is_the_formulas(family: str, size: str, tmp_path: Path) -> None
     weights: dict[str, Any] = {name: weight.double() for name, weight in case.weights.items()}
     weights |= {f"{name}.weight": Quantised(each) for name, each in values.items() if name.startswith("mtp.")}
     embedding = target.embed.weight[ids.long()].double()
-    want = forward(weights, case.config, embedding, hidden.double(), first=0)
+    want = forward(weights, case.config, embedding, hidden.double(), torch.arange(len(hidden)))
     got, _ = module.finish(run(module, ids, hidden))
-    plain = forward(case.weights, case.config, embedding.float(), hidden, first=0)
+    plain = forward(case.weights, case.config, embedding.float(), hidden, torch.arange(len(hidden)))
     assert (got - want).norm() / want.norm() < 4e-3
     assert (plain - want).norm() / want.norm() > 1e-2, "quantising changed nothing"
 

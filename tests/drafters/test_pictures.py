@@ -1,10 +1,12 @@
 """Draft heads see what the target sees: pictures and given embeddings, at the target's rotary positions.
 
-Oracle: an EAGLE-3 head's forward in plain PyTorch over the tower's embeddings and transformers' hidden states.
+Oracle: the forward of an EAGLE-3 head, and of Qwen3.5's MTP module, in plain PyTorch over the tower's embeddings and
+transformers' hidden states.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,18 @@ import pytest
 import torch
 
 from tests.drafters.make_heads import Head, make_eagle3, make_speculators, reference
+from tests.drafters.proposals import mistakes, record
 from tests.drafters.watch import Watch
 from tests.engine.helpers import engine, mixed_params, prompts
 from tests.engine.matrix import config_of, drafting, with_modules
 from tests.engine.pictures import IMAGE, VIDEO, Picture, Prompt, make_seeing, prompt, run, several, vision_of, words
+from tests.models.hybrid_mtp import forward, random_module
 from tests.models.hybrids import reference as transformers_model
+from tests.models.make_mtp import write_beside
 from unisono import vectors
 from unisono.drafters.base import PromptPass
 from unisono.llm import LLM
+from unisono.models.checkpoint import Checkpoint
 from unisono.models.rotary_positions import rotary_positions
 from unisono.models.vision.config import VisionConfig
 from unisono.types import SamplingParams, SpeculativeConfig
@@ -44,16 +50,22 @@ def head(seeing: Path, tmp_path_factory: pytest.TempPathFactory) -> Head:
 
 
 class Target:
-    """transformers' model: what it embeds, and what it shows of a text that begins with a prompt."""
+    """transformers' model: what it embeds, and what it shows of a text that begins with a prompt.
+
+    hidden: what it showed last, [T, H], after its last norm.
+    """
+
+    axes: Sequence[int] = AXES
+    hidden: torch.Tensor
 
     def __init__(self, path: Path) -> None:
-        self.model, self.vision = transformers_model(path), vision_of(path)
+        self.path, self.model, self.vision = path, transformers_model(path), vision_of(path)
         self.embed = self.model.get_input_embeddings().weight.detach()
         self.lm_head = self.model.lm_head.weight.detach()
 
     @torch.no_grad()
     def shows(self, given: Prompt, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the embeddings [T, H] that the text model reads of ids, the inputs of LAYERS side by side)."""
+        """(the embeddings [T, H] that the text model reads of ids, the inputs of LAYERS that it has, side by side)."""
         text = self.model.model.language_model
         inputs: dict[int, torch.Tensor] = {}
         hooks = [
@@ -67,16 +79,16 @@ class Target:
             if items:
                 media[name] = torch.cat([vectors.unpack(item.pixels) for item in items])
                 media[f"{kind}_grid_thw"] = torch.tensor([item.grid for item in items])
-        self.model(input_ids=tensor, **media)
+        self.hidden = self.model.model(input_ids=tensor, **media).last_hidden_state[0]
         for hook in hooks:
             hook.remove()
-        return inputs[0], torch.cat([inputs[i] for i in LAYERS], -1)
+        return inputs[0], torch.cat([inputs[i] for i in LAYERS if i in inputs], -1)
 
     def positions(self, given: Prompt, count: int) -> torch.Tensor:
         """By which each plane of each of ``count`` tokens turns, [count, planes]."""
         prompt_positions, delta = rotary_positions(len(given.ids), given.media, self.vision)
         after = torch.arange(len(given.ids), count).expand(3, -1) + delta
-        return torch.cat((torch.from_numpy(prompt_positions), after), 1).T[:, AXES]
+        return torch.cat((torch.from_numpy(prompt_positions), after), 1).T[:, self.axes]
 
 
 def prompts_of(vision: VisionConfig) -> list[Prompt]:
@@ -148,6 +160,70 @@ def test_a_head_of_another_width_reads_token_ids(seeing: Path, tmp_path: Path) -
             told = {decision.name: decision.value for decision in llm.engine.config.decisions}
     assert found[0] == found[1]
     assert told["drafter sees"] == "token ids"
+
+
+# ---- MTP ------------------------------------------------------------------------------------------------
+
+
+class Module(Target):
+    """Qwen3.5 with a random MTP module: greedy drafts after texts that begin with one of ``given``."""
+
+    axes = (0, 1, 2, 0)
+    """By hand, of 4 planes: sections of 2, 1 and 1, interleaved."""
+
+    def __init__(self, path: Path) -> None:
+        checkpoint = Checkpoint.open(path)
+        self.weights, self.config = random_module(checkpoint.config), checkpoint.config
+        super().__init__(write_beside(path, self.weights))
+        self.given = prompts_of(self.vision)
+
+    @torch.no_grad()
+    def drafts(self, ids: Sequence[int], k: int) -> list[torch.Tensor]:
+        by = max((p for p in self.given if list(ids[: len(p.ids)]) == p.ids), key=lambda p: len(p.ids))
+        (embedded, _), hidden = self.shows(by, list(ids)), self.hidden[:-1]
+        positions, logits = self.positions(by, len(ids) + k), []
+        for step in range(k):
+            turned = positions[1 : len(ids) + step]
+            states = forward(self.weights, self.config, embedded[1:], hidden, turned)
+            logits.append(states[-1] @ self.lm_head.T)
+            embedded = torch.cat((embedded, self.embed[logits[-1].argmax()][None]))
+            hidden = torch.cat((hidden, states[-1:]))
+        return logits
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Module:
+    return Module(make_seeing(tmp_path_factory.mktemp("hybrid"), "qwen3_5", mtp_num_hidden_layers=1))
+
+
+def proposed(module: Module) -> list[tuple[list[int], list[int]]]:
+    """What the drafter proposed, in chunks, after prefix hits and in rounds: (committed tokens, drafts)."""
+    how = [SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, seed=0)] * len(module.given)
+    spec = SpeculativeConfig("mtp", num_speculative_tokens=3)
+    with engine(module.path, dtype="float32", max_num_batched_tokens=21) as llm:
+        plain = run(llm, module.given, how)
+    texts = [p.ids + said for p, said in zip(module.given, plain, strict=True)]
+    with engine(module.path, dtype="float32", speculative=spec, enforce_eager=True, max_num_batched_tokens=21) as llm:
+        seen = record(llm, texts)
+        assert run(llm, module.given, how) == plain
+        assert run(llm, module.given, how) == plain, "after prefix hits"
+        assert llm.engine.scheduler.prefix_hits > 0
+        assert llm.engine.counters.accept_length > 1.5
+    return seen
+
+
+def test_every_draft_of_mtp_is_the_formulas(module: Module) -> None:
+    seen = proposed(module)
+    assert len(seen) > 20
+    assert mistakes(module, seen) == [0] * 3
+
+
+@pytest.mark.full
+def test_an_mtp_module_that_sees_nothing_drafts_otherwise(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above can fail."""
+    of_entries = PromptPass.of_entries
+    monkeypatch.setattr(PromptPass, "of_entries", lambda self: ((), of_entries(self)[1]))
+    assert sum(mistakes(module, proposed(module))) > 0
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, seed=0)

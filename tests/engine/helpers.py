@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from unisono.engine import self_test
 from unisono.engine.draft_controller import DraftController
 from unisono.llm import LLM
 from unisono.types import SamplingParams, SpeculativeConfig
@@ -19,8 +20,17 @@ from unisono.types import SamplingParams, SpeculativeConfig
 def engine(path: Path | str, **flags: Any) -> LLM:
     """An LLM with room for a few requests; flags override. It drafts a fixed number of tokens unless ``adaptive``.
 
-    It does not speculate unless asked to, not even with what the checkpoint carries.
+    It does not speculate unless asked to, not even with what the checkpoint carries. Its drafter's test at start is
+    short: one text, three tokens. The tests of that test, and engines made otherwise, have all of it.
     """
+    with pytest.MonkeyPatch.context() as patch:
+        if not flags.pop("whole_self_test", False):
+            patch.setattr(self_test, "TEXTS", self_test.TEXTS[:1])
+            patch.setattr(self_test, "NEW_TOKENS", 3)
+        return _engine(path, **flags)
+
+
+def _engine(path: Path | str, **flags: Any) -> LLM:
     spec, adaptive = flags.get("speculative") or SpeculativeConfig("none"), flags.pop("adaptive", False)
     flags["speculative"] = replace(spec, adaptive=adaptive)
     return LLM(str(path), **{"max_num_seqs": 8, "max_model_len": 256, "max_num_batched_tokens": 128, **flags})

@@ -106,6 +106,7 @@ def test_random_embeddings_equal_transformers(checkpoints: dict[str, Path]) -> N
             assert tokens(llm, [{"prompt_embeds": e[None].numpy()} for e in given], GREEDY) == wanted
 
 
+@pytest.mark.full
 def test_preempted(qwen3: Path) -> None:
     params = mixed_params(9, max_tokens=60)
     with engine(qwen3, max_num_seqs=1) as llm:

@@ -147,7 +147,7 @@ def test_the_time_between_two_rounds(seeing: Path, vision: VisionConfig) -> None
 
 
 def test_the_budget_of_passes_ahead() -> None:
-    budget = PromptBudget(50.0, 64, lambda tokens: tokens, lambda running: 1.0, learns=False)
+    budget = PromptBudget(50.0, 64, lambda tokens: tokens)
     key = Key("encode", Shape(40))
     assert budget.room([], lambda key: 99.0).has(key)
     running: Any = [object()]

@@ -63,8 +63,8 @@ def test_prompts_take_turns_too(qwen3: Path) -> None:
         started: list[str] = []
         extend = llm.engine.scheduler._next_extend
 
-        def spy(budget: int) -> Any:
-            work = extend(budget)
+        def spy(*given: Any) -> Any:
+            work = extend(*given)
             started.extend(chunk.sequence.request.request_id for chunk in work.chunks if chunk.last)
             return work
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.engine.helpers import engine, prompts, tokens
+from tests.models.hybrids import reference as of_transformers
 from tests.models.make import FAMILIES
 from unisono.types import SamplingParams
 
@@ -18,7 +18,7 @@ PROMPTS = prompts(8, 250, low=2, high=70)
 
 @torch.inference_mode()
 def reference(path: Path) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = of_transformers(path)
     model.generation_config.eos_token_id = None
     outputs = []
     for prompt in PROMPTS:

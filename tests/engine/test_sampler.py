@@ -105,7 +105,10 @@ def undrafted() -> Callable[[Path], tuple[list[Any], list[Any]]]:
     return run
 
 
-@pytest.mark.parametrize("method", DRAFTERS)
+USUAL = ("ngram", "eagle3", "mtp")
+
+
+@pytest.mark.parametrize("method", [m if m in USUAL else pytest.param(m, marks=pytest.mark.full) for m in DRAFTERS])
 def test_drafting_changes_nothing(checkpoints: dict[str, Path], undrafted: Any, method: str, tmp_path: Path) -> None:
     """Penalties, bias, bans, bad words, min_tokens and log-probabilities, with every drafter."""
     made = DRAFTERS[method](checkpoints, tmp_path)

@@ -41,7 +41,7 @@ def wrong_head(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 def test_a_drafter_that_fits_passes(qwen3: Path, caplog: pytest.LogCaptureFixture, eager: bool) -> None:
     """The target drafts for itself: 16 tokens for each of four texts, all drafted right."""
-    with drafting("standalone", (qwen3, qwen3), K, enforce_eager=eager) as llm:
+    with drafting("standalone", (qwen3, qwen3), K, enforce_eager=eager, whole_self_test=True) as llm:
         assert outcome(llm) == ("100% of 16 first drafts accepted", "4 texts continued greedily, 4.00 tokens a round")
         assert llm.engine.info()["start_seconds"]["self-test"] > 0
     assert not warnings(caplog)
@@ -50,7 +50,7 @@ def test_a_drafter_that_fits_passes(qwen3: Path, caplog: pytest.LogCaptureFixtur
 def test_a_head_that_does_not_fit_is_named(
     checkpoints: dict[str, Path], wrong_head: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with drafting("eagle", (checkpoints["mistral"], wrong_head), K) as llm:
+    with drafting("eagle", (checkpoints["mistral"], wrong_head), K, whole_self_test=True) as llm:
         value, reason = outcome(llm) or ("", "")
     assert int(value.split("%")[0]) < 5
     (warning,) = warnings(caplog)
@@ -64,7 +64,7 @@ def test_a_doubtful_convention_of_layer_ids_is_named(
 ) -> None:
     target = checkpoints["mistral"]
     head = make_eagle3(tmp_path, config_of(target), (2, 1, 3), aux=[2, 1, 3]).path
-    with drafting("eagle3", (target, head), K):
+    with drafting("eagle3", (target, head), K, whole_self_test=True):
         pass
     (warning,) = warnings(caplog)
     assert "inputs of layers [2, 1, 3] ([2, 1, 3] can only name inputs" in warning
@@ -81,7 +81,9 @@ def test_nothing_is_left_behind(
         if not tested:
             monkeypatch.setattr(engine_module, "run_self_test", lambda engine: False)
         eager = torch.cuda.is_available()  # where a clock chooses the graphs
-        with drafting("eagle", (checkpoints["mistral"], wrong_head), K, enforce_eager=eager) as llm:
+        with drafting(
+            "eagle", (checkpoints["mistral"], wrong_head), K, enforce_eager=eager, whole_self_test=True
+        ) as llm:
             assert (outcome(llm) is not None) == tested
             e = llm.engine
             s, planner = e.scheduler, e.runner.planner
@@ -118,7 +120,7 @@ def test_what_proves_nothing_is_skipped(
 ) -> None:
     caplog.set_level(logging.INFO)
     spec = SpeculativeConfig("eagle", str(wrong_head), K, options)
-    with engine(checkpoints["mistral"], speculative=spec, **flags) as llm:
+    with engine(checkpoints["mistral"], speculative=spec, **flags, whole_self_test=True) as llm:
         value, reason = outcome(llm) or ("", "")
         assert "self-test" not in llm.engine.info()["start_seconds"]
     assert value == "skipped"
@@ -128,18 +130,20 @@ def test_what_proves_nothing_is_skipped(
 
 
 def test_the_shortest_context_that_will_do(checkpoints: dict[str, Path], wrong_head: Path) -> None:
-    with drafting("eagle", (checkpoints["mistral"], wrong_head), K, max_model_len=34, max_num_seqs=1) as llm:
+    with drafting(
+        "eagle", (checkpoints["mistral"], wrong_head), K, max_model_len=34, max_num_seqs=1, whole_self_test=True
+    ) as llm:
         assert "first drafts" in (outcome(llm) or ("", ""))[0]
 
 
 def test_without_a_tokenizer_there_is_no_text(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target", "mistral", tokenizer=False)
     head = make_eagle(tmp_path / "head", config_of(target)).path
-    with drafting("eagle", (target, head), K) as llm:
+    with drafting("eagle", (target, head), K, whole_self_test=True) as llm:
         assert outcome(llm) == ("skipped", "the checkpoint has no tokenizer, so there is no text")
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_a_drafter_without_weights_is_not_doubted(qwen3: Path, method: str) -> None:
-    with drafting(method, (qwen3, None), K) as llm:
+    with drafting(method, (qwen3, None), K, whole_self_test=True) as llm:
         assert outcome(llm) is None

@@ -11,7 +11,7 @@ import pytest
 from unisono.catalog import resolve_name
 from unisono.grammar.compiler import Grammars
 from unisono.grammar.matcher import GrammarError, Matcher
-from unisono.server.tools.base import Context, Tool
+from unisono.server.tools.base import Context, Schema, Tool, Written
 from unisono.server.tools.formats import NAMES
 from unisono.server.tools.structure import Structure
 from unisono.tokenizer import Tokenizer
@@ -30,7 +30,10 @@ SCHEMA = {
 }
 TOOLS = [Tool("weather", SCHEMA, strict=True), Tool("clock", {"type": "object", "properties": {}})]
 JSON, XML = '{"unit": "C", "days": 2}', "<parameter=unit>\nC\n</parameter>\n<parameter=days>\n2\n</parameter>"
-WRONG = {JSON: '{"unit": "K", "days": 2}', XML: XML.replace("C", "K")}
+GLM = "<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n"
+PYTHON = 'unit="C", days=2'
+WRONG = {JSON: '{"unit": "K", "days": 2}'} | {text: text.replace("C", "K") for text in (XML, GLM, PYTHON)}
+ARGUMENTS = {"qwen3_coder": XML, "glm45": GLM, "pythonic": PYTHON}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,8 @@ def takes(grammars: Grammars, asked: StructuredOutputs, text: str, specials: dic
 
 def written(form: Any, arguments: str, calls: int) -> str:
     parts = form.call(TOOLS[0])
-    one = "".join(part if isinstance(part, str) else arguments for part in parts)
+    own = {Schema: arguments, Written: "0" if form.name == "kimi_k2" else arguments}
+    one = "".join(part if isinstance(part, str) else own[type(part)] for part in parts)
     return form.before + form.between.join([one] * calls) + form.after
 
 
@@ -69,7 +73,7 @@ def written(form: Any, arguments: str, calls: int) -> str:
 )
 def test_calls_that_must_come(grammars: Grammars, name: str, special: str | None) -> None:
     form, specials = NAMES[name], {special: SPECIAL} if special else {}
-    good = XML if name == "qwen3_coder" else JSON
+    good = ARGUMENTS.get(name, JSON)
     asked = Structure(form, specials).required(TOOLS, parallel=True)
     for calls in (1, 2):
         text = written(form, good, calls)
@@ -87,15 +91,63 @@ def test_calls_that_must_come(grammars: Grammars, name: str, special: str | None
 @pytest.mark.parametrize(
     ("name", "special"),
     [("hermes", None), ("qwen3_coder", None), ("llama3_json", None), ("mistral", "[TOOL_CALLS]"), ("mistral_v11", None),
-     ("deepseek_v3", "<｜tool▁calls▁begin｜>")],
+     ("deepseek_v3", "<｜tool▁calls▁begin｜>"), ("glm45", None), ("kimi_k2", None), ("granite", "<|tool_call|>"),
+     ("internlm", None), ("internlm", "<|action_start|>"), ("kimi_k2", "<|tool_calls_section_begin|>"),
+     ("openai", None)],
 )  # fmt: skip
 def test_strict_calls_in_free_text(grammars: Grammars, name: str, special: str | None) -> None:
     form, specials = NAMES[name], {special: SPECIAL} if special else {}
-    good = XML if name == "qwen3_coder" else JSON
+    good = ARGUMENTS.get(name, JSON)
     asked = Structure(form, specials).optional(TOOLS, parallel=True)
     assert takes(grammars, asked, "It is <warm> today.", specials)
     assert takes(grammars, asked, "Let me see. " + written(form, good, 1), specials)
     assert not takes(grammars, asked, written(form, WRONG[good], 1), specials)
+
+
+def test_strict_calls_of_harmony(grammars: Grammars) -> None:
+    """All its marks are tokens; text stands in messages."""
+    form, tokenizer = NAMES["openai"], TOKENIZER
+    assert tokenizer is not None
+    others = sorted(set(range(60, 200)) - tokenizer.special_ids)
+    names = {text: i for text, i in tokenizer.special_tokens.items() if i != EOS}
+    ids = dict(zip(form.marks, [*names.values(), *others], strict=False))
+    asked = Structure(form, ids).optional(TOOLS, parallel=True)
+    said, call = "<|start|>assistant<|channel|>final<|message|>It is warm.<|end|>", written(form, JSON, 1)
+    wrong = written(form, WRONG[JSON], 1)
+    assert takes(grammars, asked, said, ids)
+    assert takes(grammars, asked, call, ids)
+    assert takes(grammars, asked, "<|start|>assistant<|channel|>commentary<|message|>So.<|end|>" + call, ids)
+    assert not takes(grammars, asked, wrong, ids)
+    assert not takes(grammars, asked, said + wrong, ids)
+    evading = f"<|start|>assistant to=functions.weather<|channel|>commentary<|message|>{WRONG[JSON]}"
+    assert not takes(grammars, asked, evading, ids)
+    answer = Structure(form, ids).answer(StructuredOutputs(json=SCHEMA))
+    assert takes(grammars, answer, f"<|start|>assistant<|channel|>final<|message|>{JSON}", ids)
+    assert not takes(grammars, answer, JSON, ids)
+    either = Structure(form, ids).either(TOOLS, True, StructuredOutputs(json=SCHEMA))
+    assert takes(grammars, either, f"<|start|>assistant<|channel|>final<|message|>{JSON}", ids)
+    assert takes(grammars, either, call, ids)
+    assert not takes(grammars, either, said, ids)
+
+
+def test_strict_calls_of_python(grammars: Grammars) -> None:
+    """Their beginning is a function's name, so that lists in the text stay text."""
+    form = NAMES["pythonic"]
+    asked = Structure(form, {}).optional(TOOLS, parallel=True)
+    assert takes(grammars, asked, "It is [1, 2] today.", {})
+    assert takes(grammars, asked, f"[clock(), weather({PYTHON})]", {})
+    assert takes(grammars, asked, f"[weather({PYTHON}), clock()]", {})
+    assert not takes(grammars, asked, f"[weather({WRONG[PYTHON]})]", {})
+    assert not takes(grammars, asked, "[weather(days=2)]", {})
+    loose = Structure(form, {}).optional([Tool("any", {})], parallel=False)
+    assert takes(grammars, loose, '[any(x="C", y=[1])]', {})
+    many = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(12)}}
+    few = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(3)}}
+    for schema in (many, few):
+        required = Structure(form, {}).required([Tool("f", schema)], parallel=False)
+        for arguments in ("", "p0=1", "p1=1, p2=2"):
+            assert takes(grammars, required, f"[f({arguments})]", {})
+        assert not takes(grammars, required, "[f(p99=1)]", {})
 
 
 def test_calls_or_a_form(grammars: Grammars) -> None:

@@ -87,7 +87,7 @@ def built_like(llm: Any) -> Worker:
     return Build(config, checkpoint, lambda stage, share: None).worker
 
 
-QUICK = ("standalone", "eagle3", "tree of eagle3")
+QUICK = ("eagle3", "tree of eagle3")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in SPECS])

@@ -37,10 +37,13 @@ def test_without_the_break_the_example_is_refused(package: Path) -> None:
     assert torch.cuda.is_available() or "cannot be captured: it reads a tensor's values on the host" in printed
 
 
-@pytest.mark.parametrize("line", blocks(PAGE, "sh")[0].splitlines())
+LINES = blocks(PAGE, "sh")[0].splitlines()
+
+
+@pytest.mark.parametrize("line", [*LINES[:1], *(pytest.param(line, marks=pytest.mark.full) for line in LINES[1:])])
 def test_commands(line: str) -> None:
     command = line.replace(".venv/bin/unisono", f"{sys.executable} -m unisono")
-    done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -19,44 +19,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.helpers import counted, engine, idle, prompts
+from tests.engine.helpers import counted, engine, idle
 from tests.engine.matrix import DRAFTERS, Checkpoints
-from tests.graphs.programs import COMPILED, FULL, SEGMENTED, poison
+from tests.graphs.kinds import KINDS, Kind, say, text
+from tests.graphs.programs import FULL, poison
 from unisono.graphs.graph_set import GraphSet
 from unisono.graphs.planner import Planner
 from unisono.graphs.tape import Tape
 from unisono.llm import LLM
 from unisono.program import Hidden, Key, Shape
-from unisono.types import SamplingParams, SpeculativeConfig, StructuredOutputs
+from unisono.types import SpeculativeConfig, StructuredOutputs
 
 CUDA = torch.cuda.is_available()
 METHODS = ("none", *DRAFTERS)
 
-
-@dataclass(frozen=True)
-class Kind:
-    """How passes are captured, and what that makes of each program. ``backend``: eager runs use it too."""
-
-    flags: dict[str, Any]
-    extend: str
-    round: str
-    backend: str = "auto"
-
-    def of(self, program: str, method: str) -> str:
-        if program == "draft" and method in ("ngram", "suffix") and self.round == SEGMENTED:
-            return FULL  # what looks drafts up has no attention to break at
-        return self.round if program in ("round", "draft", "verify") else self.extend
-
-
-KINDS = {
-    "full": Kind({"graphs": "full"}, FULL, FULL),
-    "segmented": Kind({"graphs": "segmented"}, SEGMENTED, SEGMENTED),
-    "compiled": Kind({"graphs": "full", "compile": True}, COMPILED, COMPILED),
-    "compiled segments": Kind({"graphs": "segmented", "compile": True}, COMPILED, COMPILED),
-    "mixed": Kind({"graphs": "extend=segmented,score=segmented,round=full"}, SEGMENTED, FULL),
-    "only rounds": Kind({"graphs": "extend=off,score=off,round=full"}, "eager", FULL),
-    "planned on the host": Kind({"graphs": "segmented"}, SEGMENTED, SEGMENTED, "torch"),
-}
 
 FLAGS: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 256, "max_num_batched_tokens": 48}
 SCARCE: dict[str, Any] = {**FLAGS, "max_model_len": 80, "num_pages": 1 + 5}
@@ -66,33 +42,12 @@ SCARCE: dict[str, Any] = {**FLAGS, "max_model_len": 80, "num_pages": 1 + 5}
 Run = Callable[[LLM], list[Any]]
 
 
-def say(llm: LLM, batch: list[Any], **params: Any) -> list[Any]:
-    """Everything that comes of a batch of greedy and sampled requests, by turns."""
-    each = [
-        SamplingParams(**{"temperature": i % 2, "seed": i, "max_tokens": 7 + i % 3, "ignore_eos": True, **params})
-        for i in range(len(batch))
-    ]
-    outputs = llm.generate(batch, each)
-    return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs, states(o)) for o in outputs]
-
-
-def states(output: Any) -> Any:
-    """The hidden states of prompt and answer, to the bit; None where they were not asked for."""
-    given = output.prompt_hidden_states, output.outputs[0].hidden_states
-    return None if given[0] is None else torch.cat(given).tolist()
-
-
 def embedded(llm: LLM, ids: list[int], *positions: int) -> dict[str, Any]:
     """A prompt with the embeddings of its ids at these positions; at none: all of it is embeddings."""
     rows = llm.engine.worker.model.embed.weight.cpu()[ids]
     if not positions:
         return {"prompt_embeds": rows}
     return {"prompt_token_ids": ids, "embedding_overrides": {p: 0.5 * rows[p] for p in positions}}
-
-
-def text(length: int, seed: int = 0) -> list[int]:
-    """A prompt that repeats itself: drafters find something in it."""
-    return (prompts(1, 250, 4, 5, seed=seed)[0] * length)[:length]
 
 
 FORM = {"structured_outputs": StructuredOutputs(regex="([a-d]{2}-){3,9}"), "logprobs": 2}

@@ -67,10 +67,10 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def limit(rows: int) -> None:
         class Limited(Tape):
-            def __init__(self, program: Any, key: Key, *rest: Any) -> None:
+            def __init__(self, program: Any, key: Key, *rest: Any, **options: Any) -> None:
                 if key.shape.rows > rows:
                     raise torch.OutOfMemoryError("no room")
-                super().__init__(program, key, *rest)
+                super().__init__(program, key, *rest, **options)
 
         monkeypatch.setattr(graph_set_module, "Tape", Limited)
 
@@ -138,8 +138,8 @@ def test_what_a_pass_costs_is_measured_where_tiles_end(monkeypatch: pytest.Monke
     device = {1: 1.0, 2: 1.1, 4: 3.0, 8: 6.0, 16: 20.0, 32: 40.0}
 
     class Timed(Tape):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             self.replay_ms = device[self.key.shape.rows]
 
     planner, edges = clocked(monkeypatch, device.__getitem__), frozenset((2, 4, 16))
@@ -232,8 +232,8 @@ def test_launches_that_hide_the_largest_pass_have_it_tried_as_a_graph(monkeypatc
     """A small model on a GPU: every eager pass takes the host 10 ms, the device 1 ms of them."""
 
     class Timed(Tape):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             self.replay_ms = 1.0
 
     def measured(device_ms: float) -> Planner:
@@ -355,7 +355,8 @@ def test_outputs_that_nobody_copied_are_gone_with_the_next_replay(monkeypatch: p
         return first.wait()["result"][0].tolist(), second.wait()["result"][0].tolist()
 
     assert two() == ([1, 2], [3, 4])
-    monkeypatch.setattr(Buffers, "fetch", lambda self: PendingOutputs(self.schema, self.shape, self._output, None))
+    shared = lambda self: PendingOutputs(self.schema, self.shape, self._output, None, None)  # noqa: E731
+    monkeypatch.setattr(Buffers, "fetch", shared)
     assert two() == ([3, 4], [3, 4])
 
 

@@ -1,7 +1,8 @@
 """Every kernel configuration in an ``AOT`` list compiles to sm_90a machine code, on any machine.
 
-Run as a script it compiles them all and prints one JSON line each; the test runs it in a process of its own,
-because this one may have asked for Triton's interpreter.
+Run as a script with the number of a part it compiles that part and prints one JSON line for each configuration; the
+test runs it in a process of its own, because this one may have asked for Triton's interpreter. Parts are there to be
+compiled side by side: all of it takes more than a minute.
 """
 
 import importlib
@@ -12,6 +13,9 @@ import re
 import subprocess
 import sys
 import traceback
+import zlib
+
+import pytest
 
 from tests.kernels.kernel_source import overlapped_kernels
 from unisono.kernels.overlap import READ_EARLY
@@ -20,8 +24,19 @@ TOUCHES = re.compile(r"\b(ld|st|atom|red|cp)\.[\w.:]*global")
 """An access to the device's memory, in PTX."""
 WRITES = re.compile(r"\b(st|atom|red)\.[\w.:]*global")
 
-NORMS = ("_rms_norm_kernel", "_combine_kernel", "_gated_norm_kernel", "_norm_keep_kernel")
-"""Kernels with a sum over a row, which quantise it or do not."""
+NORMS = ("_rms_norm_kernel", "_combine_kernel", "_gated_norm_kernel")
+"""Kernels with a sum over a row, which quantise it or do not. They are in one part."""
+
+TAILS = ("layer_tail_kernel", "layer_tail_fp8_kernel")
+"""Kernels with norms between their products. They are in the same part."""
+
+APART = ("_adapter_expand_kernel", "_adapter_silu_kernel", "_adapted_linear_kernel")
+"""Kernels that add a product to a base. Left to itself the compiler begins the product's sum with the base."""
+
+PARTS = 4
+
+BY_HEADS = ("_rope_and_cache_kernel",)
+"""Kernels that are compiled for a number of heads, of which a rank of several has a part."""
 
 SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory a block can have on Hopper. The compiler does not check it; the launch would fail."""
@@ -43,11 +58,9 @@ def _compile(case) -> dict:
         (i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if kind[0] == "*" or kind == "i32"
     }
     source = GluonASTSource if case.kernel.is_gluon() else ASTSource
-    compiled = compile(
-        source(case.kernel, kinds, dict(case.constexprs), attrs),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.maxnreg},
-    )
+    made, target = source(case.kernel, kinds, dict(case.constexprs), attrs), GPUTarget("cuda", 90, 32)
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.maxnreg}
+    compiled = compile(made, target=target, options=options)
     if compiled.metadata.shared > SHARED_LIMIT:
         raise ValueError(f"needs {compiled.metadata.shared} bytes of shared memory; the limit is {SHARED_LIMIT}")
     if ".target sm_90a" not in compiled.asm["ptx"] or not compiled.asm["cubin"]:
@@ -57,8 +70,14 @@ def _compile(case) -> dict:
     if wait >= 0 and touches.search(compiled.asm["ptx"], 0, wait):
         raise ValueError("touches memory before it waits for the kernel before it")
     old = "mma.sync" in compiled.asm["ptx"]
+    fused = compiled.asm["ptx"].count("fma.rn.f32")
+    if case.kernel.fn.__name__ in (*NORMS, *BY_HEADS, *TAILS):
+        apart = compile(made, target=target, options=options | {"enable_fp_fusion": False})
+        if apart.asm["ptx"].count("fma.rn.f32") != fused:
+            raise ValueError("leaves it to the compiler which product it fuses with a sum")
     found = {"shared": compiled.metadata.shared, "cubin": len(compiled.asm["cubin"]), "waits": wait >= 0, "old": old}
-    return found | {"sums": _sums(compiled.asm.get("ttgir", ""))}
+    code = compiled.asm.get("ttgir", "")
+    return found | {"sums": _sums(code), "apart": "math.fma" in code}
 
 
 def _sums(code: str) -> list[str]:
@@ -70,47 +89,89 @@ def _sums(code: str) -> list[str]:
     return [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), kind) for kind in of_sums]
 
 
-def main() -> None:
+def part_of(kernel: str) -> int:
+    """The part that a kernel belongs to. What is compared with the norms is in theirs."""
+    return 0 if kernel in NORMS + TAILS else zlib.crc32(kernel.encode()) % PARTS
+
+
+def main(part: int) -> None:
     import unisono.kernels
 
     for module in pkgutil.iter_modules(unisono.kernels.__path__):
         cases = getattr(importlib.import_module(f"unisono.kernels.{module.name}"), "AOT", [])
         for index, case in enumerate(cases):
-            line = {"case": f"{module.name}.AOT[{index}] {case.kernel.__name__}", "is": str(dict(case.constexprs))}
+            kernel = case.kernel.__name__
+            line = {"module": module.name, "index": index, "kernel": kernel, "is": str(dict(case.constexprs))}
+            sizes = [case.constexprs.get(name) for name in ("D", "HALF", "HAS_NORM")]
+            line["head"] = str([*sizes, case.signature.get("qkv"), case.signature.get("q_norm")])
             sizes = [case.constexprs.get(name) for name in ("BLOCK_H", "V")]
+            line["row"] = sizes[0]
             line["norm"] = str([*sizes, case.signature.get("x", case.signature.get("y", case.signature.get("o")))])
-            try:
-                line |= _compile(case)
-            except Exception:
-                line["error"] = traceback.format_exc(limit=-3)
+            if part_of(kernel) == part:
+                try:
+                    line |= _compile(case)
+                except Exception:
+                    line["error"] = traceback.format_exc(limit=-3)
             print(json.dumps(line), flush=True)
 
 
-def test_every_kernel_compiles_for_hopper():
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_kernel_compiles_for_hopper(part):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    process = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, __file__, str(part)]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert process.returncode == 0, process.stderr
-    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
-    failed = [f"{line['case']} {line['is']}\n{line['error']}" for line in lines if "error" in line]
-    assert not failed, "\n".join(failed)
-    covered = {line["case"].split(".")[0] for line in lines}
-    assert {"linear", "norm", "activation", "rotary"} <= covered
-    quantised = [line for line in lines if "fp8" in line["case"] or "int4" in line["case"]]
+    listed = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    assert {"linear", "norm", "activation", "rotary"} <= {line["module"] for line in listed}
+    quantised = [line for line in listed if re.search("fp8|int4|mxfp4", line["module"])]
     assert len(quantised) > 20
-    assert not [line for line in quantised if line["old"]], "not wgmma: its bits differ from those of larger tiles"
-    norms = [line for line in lines if line["case"].split()[1] in NORMS]
+    lines = [line for line in listed if part_of(line["kernel"]) == part]
+    failed = [
+        f"{line['module']}.AOT[{line['index']}] {line['kernel']} {line['is']}\n{line['error']}"
+        for line in lines
+        if "error" in line
+    ]
+    assert not failed, "\n".join(failed)
+    assert lines
+    assert all("cubin" in line for line in lines)
+    assert not [line for line in quantised if line.get("old")], "not wgmma: its bits differ from those of larger tiles"
+    together = [line["is"] for line in lines if line["kernel"] in APART and not line["apart"]]
+    assert not together, "a product's sum begins with what it is to be added to"
+    waiting = {line["kernel"] for line in lines if line["waits"]}
+    overlapped = {name for name in overlapped_kernels() if part_of(name) == part}
+    assert waiting == overlapped, "who waits is who is launched before its turn"
+    if part == part_of(BY_HEADS[0]):
+        heads_add_in_one_order([line for line in lines if line["kernel"] in BY_HEADS])
+    if part == part_of(NORMS[0]):
+        norms_add_in_one_order([line for line in lines if line["kernel"] in NORMS])
+        tails_add_as_norms(lines)
+
+
+def heads_add_in_one_order(lines):
+    """A rank's heads, of which there are fewer, are added up as all."""
+    of_heads = {line["head"]: tuple(line["sums"]) for line in lines}
+    assert len(of_heads) < len(lines) - 4
+    assert all(tuple(line["sums"]) == of_heads[line["head"]] for line in lines)
+
+
+def norms_add_in_one_order(norms):
+    """A norm that quantises its result adds up a row as the one that does not."""
     orders = {}
     for line in norms:
-        orders.setdefault((line["case"].split()[1].replace("_norm_keep", "_gated_norm"), line["norm"]), set()).add(
-            tuple(line["sums"])
-        )
+        orders.setdefault((line["kernel"], line["norm"]), set()).add(tuple(line["sums"]))
     assert all(sums != () for each in orders.values() for sums in each)
     assert all(len(each) == 1 for each in orders.values()), "a norm that quantises adds in another order than plain"
     assert len(norms) > len(orders) + 8
-    waiting = {line["case"].split()[1] for line in lines if line["waits"]}
-    assert waiting == overlapped_kernels(), "who waits is who is launched before its turn"
+
+
+def tails_add_as_norms(lines):
+    """The norms between a layer's products add up a row as the norm's own kernel."""
+    plain = {line["row"]: set(line["sums"]) for line in lines if line["kernel"] == "_rms_norm_kernel"}
+    tails = [line for line in lines if line["kernel"] in TAILS]
+    assert {line["kernel"] for line in tails} == set(TAILS)
+    assert all(line["sums"] and set(line["sums"]) <= plain[line["row"]] for line in tails)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

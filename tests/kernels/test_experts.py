@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.kernels.expert_cases import SMALL, all_pairs, choice, inputs, plans
 from unisono.kernels import rms_norm
 from unisono.kernels.experts import (
-    Tile,
     expert_down,
     expert_down_cpu,
     expert_gate_up,
@@ -19,41 +19,14 @@ from unisono.kernels.experts import (
     launch_gate_up,
 )
 from unisono.kernels.experts_combine import combine_cpu, combine_experts, combine_experts_norm, launch_combine
-from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, launch_sort_pairs, num_tiles, plan_experts, sort_pairs_cpu
+from unisono.kernels.experts_plan import LEAD_PAIRS, launch_sort_pairs, num_tiles, plan_experts, sort_pairs_cpu
 
-SMALL = Tile(16, 16, 1, 2, True)
 SHAPES = [  # M, H, I, E, top_k, shared experts that ride along
     (5, 40, 24, 7, 3, 1),
     (1, 33, 20, 4, 2, 0),
     (9, 16, 16, 1, 1, 1),
     (6, 48, 17, 5, 5, 0),
 ]
-
-
-def choice(rows: int, experts: int, top_k: int) -> torch.Tensor:
-    """Distinct experts of each row, [M, top_k] i32."""
-    return torch.stack([torch.randperm(experts)[:top_k] for _ in range(rows)]).to(torch.int32)
-
-
-def inputs(rows, hidden, inner, experts, rides, dtype, device):
-    """x, the stack of gate and up, the stack of down."""
-    x = torch.randn(rows, hidden)
-    gate_up = torch.randn(experts + rides, 2 * inner, hidden) * hidden**-0.5
-    down = torch.randn(experts + rides, hidden, inner) * inner**-0.5
-    return [t.to(device, dtype) for t in (x, gate_up, down)]
-
-
-def plans(ids: torch.Tensor, experts: int, tile: int) -> dict[str, Plan]:
-    """Both, of which a number of pairs has one."""
-    sort = launch_sort_pairs if ids.is_cuda or torch.cuda.is_available() else sort_pairs_cpu
-    return {"lead": Plan(ids, experts, tile), "sorted": Plan(ids, experts, tile, *sort(ids, experts, tile))}
-
-
-def all_pairs(ids: torch.Tensor, experts: int, rides: int) -> list[tuple[int, int]]:
-    """(expert, token) of each row of the products."""
-    rows, top_k = ids.shape
-    listed = [(e, pair // top_k) for pair, e in enumerate(ids.flatten().tolist())]
-    return listed + [(experts, token) for token in range(rows) if rides]
 
 
 @pytest.mark.parametrize("plan", ["lead", "sorted", "twin"])

@@ -129,7 +129,7 @@ def test_plans_and_tiles_have_the_same_bits(kind, device):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_padding_goes_to_no_expert(kind, device):
+def test_padding_goes_to_no_expert(kind, device, assert_close):
     rows, hidden, inner, experts = 4, 128, 32, 3
     up = stack_of(kind, experts, [inner, inner], hidden)
     ids = torch.tensor([[0, 2], [3, 3], [1, 0], [3, 3]], dtype=torch.int32)
@@ -140,8 +140,8 @@ def test_padding_goes_to_no_expert(kind, device):
     assert torch.equal(got[[0, 1, 4, 5]], want)
     launch_up, _ = ops_of(kind, launched=True)
     for plan in plans(ids.to(device), experts, 16).values():
-        rows_of = launch_up(x.to(device), *on(device, up), plan=plan).cpu()[[0, 1, 4, 5]]
-        torch.testing.assert_close(rows_of, want, rtol=1e-5, atol=1e-5)
+        rows_of = launch_up(x.to(device), *on(device, up), plan=plan)[[0, 1, 4, 5]]
+        assert_close(rows_of, want, kind.startswith("fp8"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unisono.kernels import fp8, fp8_gluon
+from tests.kernels.gluon_threads import Descriptor, Machine
+from unisono.kernels import fp8, fp8_gluon, hopper
 from unisono.kernels.fp8 import Tile, fp8_linear, fp8_linear_cpu, fp8_linear_cuda, launch_fp8_product
-from unisono.kernels.fp8_quantize import E4M3, launch_quantize, quantize_cpu
+from unisono.kernels.fp8_quantize import E4M3, launch_quantize, quantised_cpu, quantize_cpu
 
 SHAPES = [(1, 64, 128), (5, 130, 200), (20, 40, 640)]  # M, N, K
 KINDS = ["by block", "by output", "fixed"]
@@ -133,6 +134,26 @@ def test_where_torch_has_no_such_product_triton_serves(monkeypatch):
     monkeypatch.setattr(fp8, "_scaled_mm", refuse)
     weight, scales, _ = weight_of(40, 200, "by block")
     assert not fp8._same_bits(weight, scales, torch.bfloat16, 65, fp8._by_torch)
+
+
+@pytest.mark.parametrize("kind", ["by block", "by output"])
+@pytest.mark.parametrize("case", [(3, 1, 130, 1200), (2, 19, 64, 300), (5, 8, 48, 512)])
+def test_programs_of_few_rows_compute_the_product(case: tuple[int, ...], kind: str) -> None:
+    """The Gluon kernel's programs as threads: stages are free before they are loaded, each tile is stored once."""
+    programs, rows, n, k = case
+    weight, scales, _ = weight_of(n, k, kind)
+    x8, x_scales = quantised_cpu(torch.randn(rows, k).half(), 128 if kind == "by block" else 0)
+    residual = torch.randn(rows, n).half()
+    tile = fp8_gluon.Tile(16, 32, 4, 2, 64)
+    out = torch.full((rows, n), float("nan")).half()
+    Machine((fp8_gluon, hopper), programs).run(
+        fp8_gluon.fp8_rows_kernel,
+        x_desc=Descriptor(x8, [tile.rows, fp8_gluon.STEP]), w_desc=Descriptor(weight, [tile.outputs, fp8_gluon.STEP]),
+        x_scales=x_scales, w_scales=scales, bias=out, residual=residual, out=out, M=rows, N=n, K=k, PADDED=len(x8),
+        BY_BLOCK=kind == "by block", HAS_BIAS=False, HAS_RESIDUAL=True, OVERLAP=True, **fp8_gluon._sizes(tile),
+    )  # fmt: skip
+    expected = fp8.fp8_product_cpu(x8, x_scales, rows, torch.float16, weight, scales, None, residual)
+    torch.testing.assert_close(out, expected, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="wgmma needs a Hopper GPU")

@@ -28,11 +28,14 @@ def test_what_a_layer_runs_is_overlapped() -> None:
         "_round_kernel", "_walk_kernel", "_remember_chunk_kernel", "_gated_norm_kernel",
         "_quantize_kernel", "_fp8_linear_kernel", "fp8_rows_kernel", "_int4_linear_kernel", "_unpack_kernel",
         "_fp8_gate_up_kernel", "_fp8_down_kernel", "_int4_gate_up_kernel", "_int4_down_kernel",
-        "_delta_round_kernel", "_norm_keep_kernel",
+        "_mxfp4_gate_up_kernel", "_mxfp4_down_kernel",
         "_choose_kernel", "_count_kernel", "_starts_kernel", "_place_kernel", "_gate_up_kernel",
         "_down_kernel", "_combine_kernel",
         "_add_positions_kernel", "_axial_rotary_kernel", "_segment_attention_kernel", "_layer_norm_kernel",
         "_gelu_kernel",
+        "_adapter_shrink_kernel", "_adapter_sum_kernel", "_adapter_expand_kernel", "_adapter_silu_kernel",
+        "_adapted_linear_kernel", "_gather_kernel", "layer_tail_kernel",
+        "layer_tail_fp8_kernel",
     }  # fmt: skip
 
 

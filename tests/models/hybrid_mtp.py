@@ -72,25 +72,27 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def forward(
-    weights: Weights, config: DecoderConfig, embedding: torch.Tensor, hidden: torch.Tensor, first: int
+    weights: Weights, config: DecoderConfig, embedding: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """embedding [T, H] of the tokens at first, first + 1, … and hidden [T, H] of those before them -> [T, H]."""
+    """embedding [T, H] of tokens and hidden [T, H] of those before them -> [T, H].
+
+    positions: by which the tokens turn, [T], or [T, planes] where each plane has its own.
+    """
     w = {name.removeprefix("mtp.").removesuffix(".weight"): tensor for name, tensor in weights.items()}
     block = {name.removeprefix("layers.0."): tensor for name, tensor in w.items() if name.startswith("layers.0.")}
     eps = config.rms_eps
     pair = normed(embedding, w["pre_fc_norm_embedding"], eps), normed(hidden, w["pre_fc_norm_hidden"], eps)
     x = torch.cat(pair, -1) @ w["fc"].T
-    x = x + _attend(block, config, normed(x, block["input_layernorm"], eps), first)
+    x = x + _attend(block, config, normed(x, block["input_layernorm"], eps), positions)
     y = normed(x, block["post_attention_layernorm"], eps)
     x = x + (_mlp(block, "mlp.", y) if "mlp.gate_proj" in block else _experts(block, config, y))
     return normed(x, w["norm"], eps)
 
 
-def _attend(w: Weights, config: DecoderConfig, x: torch.Tensor, first: int) -> torch.Tensor:
+def _attend(w: Weights, config: DecoderConfig, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     a, count = config.attention, len(x)
     rope = config.hf_config.rope_parameters
     turned, theta = int(a.head_dim * rope["partial_rotary_factor"]), rope["rope_theta"]
-    positions = torch.arange(first, first + count)
     q, gate = (x @ w["self_attn.q_proj"].T).view(count, a.num_heads, 2 * a.head_dim).chunk(2, dim=-1)
     k, v = ((x @ w[f"self_attn.{name}_proj"].T).view(count, a.num_kv_heads, a.head_dim) for name in "kv")
     q = normed(q, w["self_attn.q_norm"], config.rms_eps)
@@ -132,7 +134,8 @@ class Case:
         tokens, logits = list(ids), []
         hidden = self.model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
         for _ in range(k):
-            states = forward(self.weights, self.config, self.embed[torch.tensor(tokens[1:])], hidden, first=1)
+            embedding = self.embed[torch.tensor(tokens[1:])]
+            states = forward(self.weights, self.config, embedding, hidden, torch.arange(1, len(tokens)))
             logits.append(states[-1] @ self.head.T)
             tokens.append(int(logits[-1].argmax()))
             hidden = torch.cat((hidden, states[-1:]))

@@ -62,9 +62,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def reference(directory: Path) -> torch.nn.Module:
     """transformers' model of a checkpoint, in fp32."""
-    architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
-    kind = getattr(transformers, architecture)
-    return kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    config = json.loads((directory / "config.json").read_text())
+    kind = getattr(transformers, config["architectures"][0])
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if "quantization_config" in config:
+        options["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
+    return kind.from_pretrained(directory, **options).eval()
 
 
 def renamed(

@@ -20,6 +20,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tests.models.quantised import experts_in_mxfp4
+
 SPECIAL = ("<|pad|>", "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>")
 PAD, BOS, END = 256, 257, 258
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -73,6 +75,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 19,
         "num_local_experts": 5,
         "num_experts_per_tok": 2,
+    },
+    "gpt_oss": {
+        "hidden_size": 96,
+        "intermediate_size": 64,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 19,
+        "mxfp4": True,
+        "swiglu_limit": 1.5,  # so that it clamps what random weights give
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 15000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
     },
     "qwen2": {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1},
     "qwen3": {
@@ -180,10 +203,12 @@ def make_checkpoint(
     """Write a random checkpoint of ``family`` (of FAMILIES, HYBRIDS or SEEING) into ``directory`` and return it.
 
     overrides: fields of the family's transformers config, of its text model where it has several. tower: fields of its
-    vision_config. max_shard_size: e.g. ``"100KB"`` makes an index and several shards. tokenizer: also save a byte-level
+    vision_config. max_shard_size: e.g. ``"100KB"`` makes an index and several shards. ``mxfp4`` among the fields: the
+    experts are stored so. tokenizer: also save a byte-level
     one with a chat template (ids 0-255 are bytes).
     """
     fields = {**COMMON, **(FAMILIES | HYBRIDS | SEEING)[family], **overrides}
+    mxfp4 = fields.pop("mxfp4", False)
     if family in TOWERS:
         fields = {**fields, "vocab_size": overrides.get("vocab_size", SEEING_VOCABULARY)}
         config = AutoConfig.for_model(
@@ -203,6 +228,8 @@ def make_checkpoint(
     _randomise(model, seed)
     model.generation_config = GenerationConfig(eos_token_id=END, pad_token_id=PAD, bos_token_id=BOS)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
+    if mxfp4:
+        experts_in_mxfp4(Path(directory))
     if tokenizer:
         make_tokenizer(SPECIAL + VISION if family in TOWERS else SPECIAL).save_pretrained(directory)
     return Path(directory)
@@ -233,6 +260,8 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith("norm.weight"):
             value = parameter.mean() + 0.2 * noise  # transformers starts norms at 1, zero-centred ones at 0
+        elif name.endswith(("_proj_bias", "sinks", "router.bias")):
+            value = 0.5 * noise
         elif name.endswith("A_log"):
             value = noise - 2.5  # states that remember tens of tokens
         elif parameter.dim() == 1:

@@ -143,6 +143,33 @@ def packed_int4(group: int, symmetric: bool) -> Callable[[torch.Tensor], Written
     return write
 
 
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+
+
+def mxfp4_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [E, N, K] as gpt-oss has them: (blocks [E, N, K / 32, 16] uint8, scales [E, N, K / 32] uint8)."""
+    groups = weights.unflatten(-1, (-1, 32)).double()
+    power = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()
+    magnitude = groups.abs() / 2**power
+    number = (magnitude[..., None] - torch.tensor(E2M1, dtype=torch.float64)).abs().argmin(-1)
+    bits = number + 8 * (groups < 0)
+    return (bits[..., 0::2] + 16 * bits[..., 1::2]).to(torch.uint8), (power.squeeze(-1) + 127).to(torch.uint8)
+
+
+def experts_in_mxfp4(directory: Path) -> None:
+    """Store the experts of a gpt-oss checkpoint, and what config.json says of them, as the published ones."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        blocks, scales = mxfp4_blocks(tensors.pop(name).mT)
+        tensors |= {f"{name}_blocks": blocks.contiguous(), f"{name}_scales": scales.contiguous()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
 @dataclass(frozen=True)
 class Layout:
     """A published layout: how a weight is written, config.json's quantization_config, and what becomes of inputs."""

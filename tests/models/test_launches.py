@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.count_launches import DENSE, HYBRID, PROMPT, of_round, proven, without_wishes
+from tests.models.count_launches import DENSE, HYBRID, PROMPT, of_round, without_wishes
 from tests.models.harness import Session, load, whole
 from tests.models.make import make_checkpoint
 from tests.models.quantised import LAYOUTS, quantise
@@ -83,16 +83,3 @@ def test_the_final_norm_and_plain_readers_get_plain_rows(paths) -> None:
     quantised = activations.Quantised(torch.empty(4, 8), torch.empty(1, 4), 128, 3, torch.float32)
     with pytest.raises(ValueError, match="a reader of plain rows"):
         activations.plain(quantised)
-
-
-@pytest.mark.parametrize("quantization", [None, "fp8"])
-def test_a_small_round_of_a_recurrent_layer_has_two_launches(quantization, paths) -> None:
-    """Of four layers two are recurrent: convolution, preparation, rule and norm, then the two that do the same."""
-    decoder = load(paths["hybrid"], quantization=quantization)
-    four = of_round(decoder)
-    with proven():
-        two, wide = of_round(decoder), of_round(decoder, width=4)
-    assert four.total() - two.total() == 4
-    assert [two[name] for name in ("_delta_round_kernel", "_norm_keep_kernel", "_prepare_kernel")] == [2, 2, 0]
-    assert [four[name] for name in ("_conv_round_kernel", "_gated_norm_kernel", "_round_kernel")] == [2, 2, 2]
-    assert wide.total() == two.total()

@@ -56,6 +56,7 @@ CASES = {
     "qwen2_5_vl": ("qwen2_5_vl", {"tie_word_embeddings": True}),
     "qwen3_vl": ("qwen3_vl", {"max_shard_size": "100KB"}),
     "qwen3_vl_moe": ("qwen3_vl_moe", {}),
+    "gpt_oss": ("gpt_oss", {}),
     "mixtral": ("mixtral", {"max_shard_size": "100KB"}),
     "mixtral-one-expert": ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1, "sliding_window": None}),
     "qwen3_moe": ("qwen3_moe", {"tie_word_embeddings": True, "norm_topk_prob": False}),

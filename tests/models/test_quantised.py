@@ -147,7 +147,7 @@ REFUSED = {
     "weights alone": ("compressed-fp8-channel", {"config_groups": {"g": GROUP | {"input_activations": None}}}, "None"),
     "nvfp4": ("compressed-fp8-channel", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
     "a cache": ("compressed-fp8-channel", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
-    "mxfp4": ("awq", {"quant_method": "mxfp4"}, "quant_method='mxfp4'"),
+    "hqq": ("awq", {"quant_method": "hqq"}, "quant_method='hqq'"),
     "bitsandbytes": ("awq", {"quant_method": "bitsandbytes"}, "awq, compressed-tensors, fp8, gptq"),
 }
 

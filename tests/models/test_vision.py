@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.models.harness import load as load_decoder
 from tests.models.hybrids import reference, renamed
@@ -289,7 +289,7 @@ def test_the_hubs_sizes(tmp_path):
         assert (vision.tower.deepstack_blocks, vision.tower.window) == (levels, window)
         tower = load_tower(checkpoint, dtype=torch.bfloat16, device="meta", load_format="dummy")
         with torch.device("meta"):
-            theirs = AutoModel.from_config(AutoConfig.from_pretrained(directory).vision_config)
+            theirs = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(directory)).model.visual
         assert sum(p.numel() for p in tower.parameters()) == sum(p.numel() for p in theirs.parameters())
 
 

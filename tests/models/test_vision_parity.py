@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.engine.helpers import engine
 from tests.engine.pictures import (
@@ -30,6 +31,9 @@ GREEDY = SamplingParams(
     temperature=0, max_tokens=64, ignore_eos=True, seed=0, return_hidden_states=True,
     allowed_token_ids=tuple(range(TEXT)),
 )  # fmt: skip
+
+OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
+"""Versions that take the seconds of Qwen2.5-VL's videos as whole numbers (seen in 5.17, mended in 5.23)."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -71,6 +75,8 @@ def test_logits_and_text_are_transformers(case: tuple[Path, LLM], record_propert
     for prompt, (tokens, logits) in zip(prompts, written(llm, prompts), strict=True):
         given = inputs(prompt, tokens)
         seconds = [item.seconds for item in prompt.media if item.kind == "video"]
+        if vision.tokens_per_second and any(second % 1 for second in seconds) and OLD:
+            continue
         if vision.tokens_per_second and seconds:
             given["second_per_grid_ts"] = torch.tensor(seconds)
         theirs = model(**given).logits[0]

@@ -79,7 +79,7 @@ class Browser:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    def until(self, condition: str, limit: float = 30) -> None:
+    def until(self, condition: str, limit: float = 60) -> None:
         end = time.monotonic() + limit
         while not self.run(f"!!({condition})"):
             assert time.monotonic() < end, f"it did not happen: {condition}"

@@ -49,7 +49,8 @@ class FakeConfig:
 
     queue_seconds: what it says of a request's time in its queue. tokens_per_step: what a round brings at once.
     load_error: cannot start, ``error_file``: if this path exists. max_num_seqs: what it says of its slots; it runs
-    everything at once. vision: what it says of a tower; its info then tells what pictures it got last.
+    everything at once. hold_file: while this path exists, no request gets a token. vision: what
+    it says of a tower; its info then tells what pictures it got last.
     """
 
     step_seconds: float = 0.0
@@ -65,6 +66,7 @@ class FakeConfig:
     max_logprobs: int = 20
     scheduling_policy: str = "fcfs"
     max_num_seqs: int = 256
+    hold_file: str | None = None
     vision: dict[str, Any] | None = None
 
 
@@ -123,6 +125,8 @@ class FakeEngine:
     def step(self) -> list[TokenDelta]:
         time.sleep(self.config.step_seconds)
         self.steps += 1
+        if self.config.hold_file is not None and os.path.exists(self.config.hold_file):
+            return []
         now = time.monotonic()
         ready = [item for item in self.requests.values() if self.prefilled[item[0].request_id] <= now]
         deltas = [self._advance(request, done) for request, done in ready]
@@ -192,11 +196,14 @@ class FakeEngine:
             "vision": self.config.vision,
             "media": self.media,
             "requests": {"running": len(self.requests), "waiting": 0},
+            "begun": sum(done > 0 for _, done in self.requests.values()),
+            "generated": self.generated,
             "aborted": self.aborted,
             "integrity_checks": self.integrity_checks,
             "captures": self.captures,
             "resets": self.resets,
             "pid": os.getpid(),
+            "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         }
 
     def metrics(self) -> list[tuple[str, str, dict[str, str], float, str]]:

@@ -1,4 +1,7 @@
-"""Serves a fake engine in a process of its own: ``python -m tests.server.launch MODEL_DIR '{"step_seconds": 0.1}'``."""
+"""Serves a fake engine in a process of its own: ``python -m tests.server.launch MODEL_DIR '{"step_seconds": 0.1}'``.
+
+The server is imported in :func:`main`: engine processes import this module again, and need none of it.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +11,37 @@ import logging
 import sys
 from pathlib import Path
 
-from tests.server.fake_engine import FakeConfig
-from unisono.frontend.media.fetch import Fetcher, resolve
-from unisono.frontend.media.settings import MediaSettings
-from unisono.server.auth import ClientLimits
-from unisono.server.limits import Limits
-from unisono.server.overload import LoadLimits
-from unisono.server.run import ServerSettings, serve
-from unisono.types import UnisonoError
-
-SETTINGS = [field.name for field in dataclasses.fields(ServerSettings) if field.name not in ("model_path", "names")]
-
 
 def main() -> None:
+    from tests.server.fake_engine import FakeConfig
+    from unisono.frontend.media.fetch import Fetcher, resolve
+    from unisono.frontend.media.settings import MediaSettings
+    from unisono.server.auth import ClientLimits
+    from unisono.server.limits import Limits
+    from unisono.server.overload import LoadLimits
+    from unisono.server.replicas.plan import ReplicaSettings
+    from unisono.server.run import ServerSettings, serve
+    from unisono.types import UnisonoError
+
+    fields = [field.name for field in dataclasses.fields(ServerSettings) if field.name not in ("model_path", "names")]
     logging.basicConfig(level=logging.INFO)
     options = json.loads(sys.argv[2])
-    settings = {name: options.pop(name) for name in SETTINGS if name in options}
+    settings = {name: options.pop(name) for name in fields if name in options}
     settings = {"port": 0, **settings}
     if "limits" in settings:
         settings["limits"] = Limits(**settings["limits"])
     if "load" in settings:
         client = ClientLimits(**settings["load"].pop("client", {}))
         settings["load"] = LoadLimits(**settings["load"], client=client)
+    scale = [field.name for field in dataclasses.fields(ReplicaSettings)]
+    settings["scale"] = ReplicaSettings(**{name: options.pop(name) for name in scale if name in options})
     if "media" in settings:
         settings["media"] = MediaSettings.of(**settings["media"])
     if options.pop("fetches_loopback", False):  # pictures of the tests' own host
         Fetcher.__init__.__defaults__ = (resolve, lambda address: address == "127.0.0.1")
-    if "api_key_file" in settings:
-        settings["api_key_file"] = Path(settings["api_key_file"])
+    for name in ("api_key_file", "allowed_lora_path"):
+        if name in settings:
+            settings[name] = Path(settings[name])
     engine = "tests.server.fake_engine:FakeEngine"
     try:
         serve(FakeConfig(**options), ServerSettings(Path(sys.argv[1]), ("fake", "alias"), engine=engine, **settings))

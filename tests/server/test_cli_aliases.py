@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import ROOT
+from tests.transport.nixl_library import use_library
 from unisono.cli_aliases import ALIASES, translate
 from unisono.flag_table import MAMBA_STRATEGIES, markdown
 from unisono.types import ConfigError, SpeculativeConfig
@@ -71,8 +72,8 @@ def test_a_chain_is_as_long_as_its_steps(served: Any) -> None:
         ("tiny --context-lenght 512", "nearest known flag is --context-length"),
         ("tiny --max-num-seq 4", "nearest known flag is --max-num-seqs"),
         ("tiny --qwerty", "nearest known flag is --"),
-        ("tiny --tp 2", "--tp 2: this version runs on one GPU"),
-        ("tiny --tp-size x", "give 1"),
+        ("tiny --tp 0", "--tensor-parallel-size 0: give at least 1"),
+        ("tiny --tp-size x", "--tensor-parallel-size"),
         ("tiny --mamba-scheduler-strategy extra", "no_buffer, extra_buffer"),
         ("tiny --speculative-algorithm FAST", "NEXTN, MTP"),
         ("tiny --speculative-algorithm NGRAM --speculative-eagle-topk 4", "--speculative-num-draft-tokens"),
@@ -120,3 +121,52 @@ def test_the_prefix_cache_can_be_turned_off() -> None:
             assert json.dumps(llm.engine.info()["settings"]["enable_prefix_caching"]) == str(enabled).lower()
             texts += [output.outputs[0].token_ids for output in outputs]
     assert texts == [texts[0]] * 4
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--kv-offloading-size 4 --kv-offloading-backend native", (4.0, 0.0)),
+        ("--hicache-size 3", (3.0, 0.0)),
+        ("--enable-hierarchical-cache", (0.0, 2.0)),
+        ("--enable-hierarchical-cache --hicache-ratio 5", (0.0, 5.0)),
+        ("--hicache-ratio 5 --enable-hierarchical-cache", (0.0, 5.0)),
+        ("--cpu-offload-gb 1.5", (1.5, 0.0)),
+    ],
+)
+def test_kv_offload_by_every_name(served: Any, given: str, meant: tuple[float, float]) -> None:
+    code, output, config, _ = served("tiny", *given.split())
+    assert code == 0, output
+    assert (config.cpu_offload_gb, config.cpu_offload_ratio) == meant
+
+
+@pytest.mark.parametrize(
+    ("given", "role"),
+    [
+        ("--disaggregation-mode prefill --transfer-listen tcp://127.0.0.1:0", "prefill"),
+        ("--disaggregation-mode decode --prefill-url unix:///tmp/x", "decode"),
+        ("--disaggregation-mode null", "both"),
+        ('--kv-transfer-config {"kv_role":"kv_consumer"} --prefill-url localhost:9400', "decode"),
+    ],
+)
+def test_roles_by_every_name(served: Any, given: str, role: str) -> None:
+    code, output, config, _ = served("tiny", *given.split())
+    assert code == 0, output
+    assert config.role == role
+
+
+@pytest.mark.parametrize(
+    ("given", "backend"),
+    [
+        ("--disaggregation-transfer-backend auto", "auto"),
+        ('--kv-transfer-config {"kv_connector":"NixlConnector","kv_role":"kv_both"}', "nixl"),
+        ('--kv-transfer-config {"kv_connector":"P2pNcclConnector","kv_role":"kv_both"}', "tcp"),
+    ],
+)
+def test_transfer_backends_by_every_name(
+    served: Any, given: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_library("imitated", monkeypatch)
+    code, output, config, _ = served("tiny", *given.split())
+    assert code == 0, output
+    assert config.transfer_backend == backend

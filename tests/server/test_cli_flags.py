@@ -87,7 +87,12 @@ def test_an_empty_key_is_refused(served: Any, monkeypatch: pytest.MonkeyPatch, k
         ("--tokenizer /no/such", "--tokenizer /no/such does not exist"),
         ("--generation-config /no/such", "it has no generation_config.json"),
         ("--kv-cache-dtype fp8", "the KV cache has the model's type"),
-        ("--enable-lora", "merge the adapter"),
+        ("--lora-modules a=/b", "--lora-modules needs --enable-lora"),
+        ("--lora-modules a", "give name=path"),
+        ("--max-loras 0", "give a whole number from 1"),
+        ("--max-lora-rank 513", "from 1 to 512"),
+        ("--max-cpu-loras 0", "give a whole number from 1"),
+        ("--lora-dtype float16", "adapters have the model's dtype"),
         ("--revision main", "tiny is a directory, which has no revisions"),
         ("--config /no/such.yaml", "--config /no/such.yaml: cannot be read"),
     ],
@@ -236,7 +241,7 @@ def test_a_hub_id_that_cannot_be_had(hub: dict[str, str]) -> None:
     gone = resolve("owner/small", {**hub, "HF_ENDPOINT": "http://127.0.0.1:9"})
     assert "the download failed" in gone.stderr
     assert "owner/small" in gone.stderr
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 # ---- what is printed ------------------------------------------------------------------------------
@@ -323,4 +328,4 @@ def test_a_server_by_its_flags(tmp_path: Path) -> None:
             assert settings["generation_config"] == "vllm"
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)

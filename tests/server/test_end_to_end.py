@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from tests.server.conftest import Server, serving
+from tests.server.conftest import Server, serving, until
 from unisono.llm import LLM
 from unisono.types import SamplingParams
 
@@ -72,9 +71,7 @@ def test_a_client_that_leaves_frees_its_pages(tiny: Server) -> None:
         while '"text":""' in next(lines):  # the opening: no token yet
             next(lines)
         assert tiny.info()["kv_cache"]["usage"] > 0
-    end = time.monotonic() + 2
-    while tiny.info()["kv_cache"]["usage"] > 0:
-        assert time.monotonic() < end
+    until(lambda: tiny.info()["kv_cache"]["usage"] == 0)
     assert tiny.info()["requests"] == {"running": 0, "waiting": 0}
 
 

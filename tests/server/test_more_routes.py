@@ -143,7 +143,7 @@ def test_generate_logprobs(server: Server) -> None:
         ({"text": "a", "sampling_params": {"regex": ""}}, "sampling_params.regex"),
         ({"text": "a", "sampling_params": {"nope": 1}}, "sampling_params.nope"),
         ({"text": "", "sampling_params": {}}, "text"),
-        ({"text": "a", "lora_path": "x"}, "lora_path"),
+        ({"text": "a", "lora_path": ["x", None]}, "lora_path"),
         ({"text": "a", "top_logprobs_num": 2}, "top_logprobs_num"),
     ],
 )

@@ -19,8 +19,8 @@ import pytest
 from tests.server.conftest import Server, servers
 from tests.server.openapi_fuzz import Maker, Sent
 
-LIMIT = 20.0
-"""Seconds that an answer may take: the longest that one of these requests may ask for, a grammar's compilation."""
+LIMIT = 60.0
+"""Seconds that an answer may take on a busy machine. One that never comes is what this looks for."""
 ANSWERS = {200, 204, 400, 401, 403, 404, 405, 409, 413, 415, 422, 429, 503}
 
 

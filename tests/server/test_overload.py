@@ -206,10 +206,15 @@ def test_rates_recover(start: Start) -> None:
     server = start(load={"client": {"requests_per_minute": 120}})
     with httpx.Client(base_url=server.url) as http:
         body = {"prompt": [5], "max_tokens": 1}
-        statuses = [http.post(TEXT, json=body).status_code for _ in range(130)]
-        assert statuses[:120] == [200] * 120
-        assert 429 in statuses
-        answer = http.post(TEXT, json=body)
+        assert [http.post(TEXT, json=body).status_code for _ in range(120)] == [200] * 120
+        refused: list[httpx.Response] = []
+
+        def is_refused() -> bool:  # a slow machine earns a few more while it sends
+            refused.append(http.post(TEXT, json=body))
+            return refused[-1].status_code == 429
+
+        until(is_refused)
+        answer = refused[-1]
         assert answer.headers["retry-after"] == "1"
         assert "This client may send 120 requests in a minute" in answer.json()["error"]["message"]
         time.sleep(1.1)
@@ -259,7 +264,7 @@ def test_300_requests_of_one_key_add_a_turn_to_anothers(tiny: Server, crowd: htt
     threads = [threading.Thread(target=send, args=("one",)) for _ in range(300)]
     for thread in threads:
         thread.start()
-    until(lambda: running(tiny) > 250 or len(ended) > 20, 30)
+    until(lambda: running(tiny) > 250 or len(ended) > 20)
     waits = []
     for _ in range(5):
         before = len(ended)
@@ -288,7 +293,7 @@ def test_a_burst_of_long_prompts_is_prepared_by_turns(tiny: Server, crowd: httpx
     threads = [threading.Thread(target=send, args=("one", text)) for _ in range(60)]
     for thread in threads:
         thread.start()
-    until(lambda: running(tiny) > 50 or len(done) > 3, 30)
+    until(lambda: running(tiny) > 50 or len(done) > 3)
     before = len(done)
     send("other", "short")
     assert done.index("other") - before <= 8

@@ -10,12 +10,13 @@ import pytest
 from tests.server import tokenizers_
 from tests.server.conftest import Server, Start
 from unisono.frontend.input_processor import Prompt
+from unisono.frontend.reasoning import PARSERS, parser_named, parser_of
 from unisono.server.chat import ChatFormat
 from unisono.server.protocol import ChatRequest
-from unisono.server.reasoning import PARSERS, parser_named, parser_of
 from unisono.types import ConfigError, EngineRequest, SamplingParams, StructuredOutputs
 
-QWEN, R1 = PARSERS["qwen3"], PARSERS["deepseek_r1"]
+QWEN, R1, OSS = PARSERS["qwen3"], PARSERS["deepseek_r1"], PARSERS["openai_gptoss"]
+ROLE, SAID = "<|end|><|start|>assistant", "<|start|>assistant<|channel|>final<|message|>"
 TURN = "<|im_start|>assistant\n"
 OPEN, CLOSED = TURN + "<think>\n", TURN + "<think>\n\n</think>\n\n"
 
@@ -34,6 +35,29 @@ CASES = {
     "r1 without an opening mark": (R1, TURN, "step\n</think>\nYes", ("step", "Yes")),
     "r1 never closed": (R1, TURN, "step by step", ("step by step", "")),
     "r1 turned off": (R1, CLOSED, "Yes", ("", "Yes")),
+    "harmony": (
+        OSS,
+        ROLE,
+        "<|channel|>analysis<|message|>a < b<|end|>" + SAID + " Yes.\n<|return|>",
+        ("a < b", " Yes.\n"),
+    ),
+    "harmony without a thought": (OSS, ROLE, "<|channel|>final<|message|>Yes", ("", "Yes")),
+    "harmony of many messages": (
+        OSS,
+        ROLE,
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>Wait.<|end|>\n"
+        "<|start|>assistant<|channel|>analysis<|message|>b" + SAID + "Yes<|end|>",
+        ("a\nb", "Wait.\nYes"),
+    ),
+    "harmony with no end": (OSS, ROLE, "<|channel|>analysis<|message|>a <|en", ("a <|en", "")),
+    "harmony opened by the prompt": (OSS, ROLE + OSS.start, "a<|end|>" + SAID + "Yes", ("a", "Yes")),
+    "harmony in plain text": (OSS, ROLE, "To be", ("", "To be")),
+    "harmony's calls that nobody reads": (
+        OSS,
+        ROLE,
+        "<|channel|>commentary to=functions.f<|message|>{}<|call|>",
+        ("{}", ""),
+    ),
 }
 
 
@@ -109,6 +133,7 @@ def test_unknown_names_are_refused() -> None:
         ("[THINK] [/THINK]", PARSERS["mistral"]),
         ("<seed:think></seed:think>", PARSERS["seed_oss"]),
         ("◁think▷◁/think▷", PARSERS["kimi"]),
+        ("<|channel|>analysis<|message|> </think>", OSS),
         ("{{ messages }}", None),
     ],
 )
@@ -126,6 +151,10 @@ def test_the_template_says_which_parser(template: str, parser: Any) -> None:
         (R1, CLOSED, None, "content"),
         (QWEN, "anything", "<think>\nso", "thinking"),
         (R1, "anything", "so", "content"),
+        (OSS, ROLE, None, "begin"),
+        (OSS, ROLE + OSS.start, None, "thinking"),
+        (OSS, ROLE + SAID, None, "content"),
+        (OSS, "anything", "so", "content"),
     ],
 )
 def test_where_an_answer_begins(parser: Any, prompt: str, prefix: str | None, state: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.conftest import Server, Start, named_events, servers
+from tests.server.conftest import Server, Start, in_one_try, named_events, servers, until
 
 PATH = "/v1/responses"
 
@@ -157,17 +157,20 @@ def test_a_background_response_is_polled_and_cancelled(slow: Server) -> None:
     assert short.status == "queued"
     with pytest.raises(openai.ConflictError, match="wait for its end"):
         client.create(model="fake", input="and?", previous_response_id=short.id)
-    end = time.monotonic() + 5
-    while (now := client.retrieve(short.id)).status in ("queued", "in_progress"):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    assert now.status == "incomplete"
-    long = client.create(**body, max_output_tokens=400)
-    time.sleep(0.5)
-    cancelled = client.cancel(long.id)
-    assert cancelled.status == "cancelled"
-    assert cancelled.output_text
-    assert client.cancel(long.id).status == "cancelled"
+    until(lambda: client.retrieve(short.id).status not in ("queued", "in_progress"))
+    assert client.retrieve(short.id).status == "incomplete"
+    cancelled: list[Any] = []
+
+    def check() -> None:
+        before = slow.info()["generated"]
+        long = client.create(**body, max_output_tokens=400)
+        until(lambda: slow.info()["generated"] >= before + 10)  # the first have no text
+        cancelled.append(client.cancel(long.id))
+        assert cancelled[-1].status == "cancelled"
+        assert cancelled[-1].output_text
+
+    in_one_try(check)  # the server may read what the engine made a moment later
+    assert client.cancel(cancelled[-1].id).status == "cancelled"
     assert slow.info()["requests"]["running"] == 0
     assert slow.http.get("/load").json() == {"server_load": 0}
 
@@ -176,10 +179,7 @@ def test_a_stream_whose_client_leaves_is_cancelled(slow: Server) -> None:
     body = {"input": "hi", "stream": True, "ignore_eos": True, "max_output_tokens": 400}
     with slow.http.stream("POST", PATH, json=body) as response:
         first = json.loads(next(line for line in response.iter_lines() if line.startswith("data: "))[6:])
-    end = time.monotonic() + 5
-    while slow.openai.responses.retrieve(first["response"]["id"]).status == "in_progress":
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: slow.openai.responses.retrieve(first["response"]["id"]).status != "in_progress")
     assert slow.openai.responses.retrieve(first["response"]["id"]).status == "cancelled"
 
 
@@ -200,7 +200,8 @@ def test_a_stream_whose_client_leaves_is_cancelled(slow: Server) -> None:
         ({"input": "a", "temperature": 101}, 400, "temperature", "temperature=101"),
         ({"input": "a", "temperature": "x"}, 400, "temperature", "a number"),
         ({"input": "x" * 600}, 400, "input", "Shorten"),
-        ({"input": "a", "truncation": "auto"}, 400, "truncation", "auto"),
+        ({"input": "a", "truncation": "left"}, 400, "truncation", "auto"),
+        ({"input": "x" * 600, "truncation": "auto"}, 400, "input", "Shorten"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, 400, "tools[0].type", "web_search"),
         ({"input": "a", "tool_choice": "required"}, 400, "tool_choice", "needs tools"),
         ({"input": "a", "include": ["x"]}, 400, "include", "encrypted"),
@@ -210,7 +211,9 @@ def test_a_stream_whose_client_leaves_is_cancelled(slow: Server) -> None:
         ({"input": "a", "background": True, "store": False}, 400, "background", "store"),
         ({"input": "a", "messages": []}, 400, "messages", "use input"),
         ({"input": "a", "temprature": 1}, 400, "temprature", "not a known field"),
-        ({"input": "a", "conversation": "c"}, 400, "conversation", "previous_response_id"),
+        ({"input": "a", "conversation": "c"}, 404, "conversation", "no conversation"),
+        ({"input": "a", "conversation": {"id": 3}}, 400, "conversation", "conv_"),
+        ({"input": "a", "conversation": "c", "previous_response_id": "r"}, 404, "previous_response_id", "no response"),
         ({"input": "a", "model": "gpt"}, 404, "model", "fake, alias"),
     ],
 )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.conftest import ROOT
 from tests.server.tool_answers import CASES, WEATHER, Call
-from unisono.server.reasoning import PARSERS
+from unisono.frontend.reasoning import PARSERS
 from unisono.server.tools.base import Context, Tool, ToolDelta
 from unisono.server.tools.formats import ALIASES, FORMATS, NAMES, format_named, format_of
 from unisono.server.tools.qwen3_coder import typed
@@ -28,7 +28,8 @@ def read(form: str, pieces: list[str], parallel: bool = True) -> tuple[str, list
     for delta in (delta for one in found for delta in one.calls):
         assert isinstance(delta, ToolDelta)
         if delta.name is not None:
-            assert delta.id == f"id{len(calls)}"
+            own = f"functions.{delta.name}:{len(calls)}"  # Kimi's ids are the model's
+            assert delta.id == (own if form == "kimi_k2" else f"id{len(calls)}")
             calls.append([delta.name, ""])
         assert delta.index == len(calls) - 1, "calls come one after the other"
         calls[-1][1] += delta.arguments
@@ -58,7 +59,17 @@ def test_one_call_where_no_more_are_wanted(case: str) -> None:
 
 def test_arguments_come_as_they_are_written() -> None:
     """Not only when the call is complete."""
-    for form in ("hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31"):
+    for form in (
+        "hermes",
+        "llama3_json",
+        "mistral",
+        "deepseek_v3",
+        "deepseek_v31",
+        "kimi_k2",
+        "granite",
+        "internlm",
+        "openai",
+    ):
         _, answer, _ = CASES[form]
         reader = NAMES[form].reader(Context(TOOLS, str))
         given = [[d.arguments for d in reader.feed(char).calls] for char in answer]
@@ -74,6 +85,8 @@ def test_what_a_grammar_allows_is_read_back(form: Any, specials: bool) -> None:
     asked = Structure(form, ids).required(TOOLS, parallel=True)
     tag = json.loads(asked.structural_tag)["format"]
 
+    numbers: list[int] = []
+
     def written(one: dict[str, Any], more: bool) -> str:
         match one["type"]:
             case "const_string":
@@ -82,16 +95,28 @@ def test_what_a_grammar_allows_is_read_back(form: Any, specials: bool) -> None:
             case "token":
                 return texts[one["token"]]
             case "json_schema":
+                if form.name == "pythonic":
+                    return "2" if "int" in str(one["json_schema"]) else '"Paris"'
+                if one.get("style") == "glm_xml":
+                    pairs = {"city": "Paris", "days": "2"}.items()
+                    return "\n".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>" for k, v in pairs)
                 if one.get("style") == "qwen_xml":
                     return "<parameter=city>Paris</parameter>\n<parameter=days>2</parameter>"
                 return '{"city": "Paris", "days": 2}'
             case "or":
                 return written(one["elements"][0], more)
+            case "regex":
+                numbers.append(len(numbers))
+                return str(numbers[-1])
+            case "optional":
+                text = written(one["content"], more)
+                return text if not text.startswith(", ") or "days=" in text else ""
             case "star":
                 return written(one["content"], more) if more else ""
         return "".join(written(part, more) for part in one["elements"])
 
     for more in (False, True):
+        numbers.clear()
         content, calls = read(form.name, list(written(tag, more)))
         assert (content, calls) == ("", [("get_weather", '{"city": "Paris", "days": 2}')] * (1 + more))
 
@@ -128,7 +153,14 @@ def test_a_schema_that_refers_to_itself() -> None:
         ("[TOOL_CALLS]name[ARGS]", "mistral_v11"),
         ("<｜tool▁calls▁begin｜>```json", "deepseek_v3"),
         ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
-        ("<tool_call>name<arg_key>", None),
+        ("<tool_call>name<arg_key>", "glm45"),
+        ("<|tool_calls_section_begin|>", "kimi_k2"),
+        ("<|tool_call|> <|start_of_role|>", "granite"),
+        ("<|action_start|><|plugin|>", "internlm"),
+        ("[func_name1(params_name1=params_value1)] <|python_tag|>", "pythonic"),
+        ("<|python_start|>", "pythonic"),
+        ("<|channel|>analysis<|message|> <|channel|>commentary <tool_call>", "openai"),
+        ("<function_calls>", None),
         ("{{ messages }}", None),
     ],
 )
@@ -140,6 +172,7 @@ def test_which_form_a_template_asks_for(template: str, name: str | None) -> None
 def test_names_of_forms() -> None:
     assert format_named(None) is None
     assert format_named("qwen25") is NAMES["hermes"]
+    assert format_named("openai") is format_named("gpt_oss") is format_named("gpt-oss")
     with pytest.raises(ConfigError, match=r"'wibble'.*hermes.*mistral"):
         format_named("wibble")
 

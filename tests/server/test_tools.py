@@ -13,7 +13,7 @@ import pytest
 
 from tests.server import tokenizers_
 from tests.server.conftest import Server, Start, servers
-from tests.server.tool_answers import CASES, WEATHER, tool
+from tests.server.tool_answers import CASES, WEATHER, put_together, tool
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.content or '' }}"
@@ -42,22 +42,6 @@ def echo(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
 def answer(server: Server, text: str, **options: Any) -> Any:
     messages: list[Any] = [{"role": "user", "content": text}]
     return server.openai.chat.completions.create(model="fake", messages=messages, tools=TOOLS, **options)
-
-
-def put_together(chunks: Any) -> tuple[str, list[Any], str | None]:
-    """(content, calls, finish reason) of a stream's first choice, as OpenAI's clients put it together."""
-    content, calls, finish = "", [], None
-    for chunk in chunks:
-        for choice in chunk.choices:
-            content, finish = content + (choice.delta.content or ""), choice.finish_reason or finish
-            for call in choice.delta.tool_calls or []:
-                if call.id is not None:
-                    assert (call.type, call.index) == ("function", len(calls))
-                    calls.append([call.id, call.function.name, ""])
-                else:
-                    assert call.function.name is None
-                calls[call.index][2] += call.function.arguments or ""
-    return content, calls, finish
 
 
 @pytest.mark.parametrize("case", ["hermes", "hermes two", "hermes between", "plain"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Start
+from tests.server.conftest import Start, until
 from tests.server.fake_engine import Trick
 from unisono.server.traces import Parent, endpoint_url
 from unisono.types import ConfigError
@@ -53,10 +53,7 @@ def test_every_request_is_a_span(start: Start, collector: tuple[str, list[dict[s
     server.http.post(TEXT, json=body, headers={"traceparent": f"00-{trace}-{parent}-00"}).raise_for_status()
     server.http.post(TEXT, json={**body, "stream": True}).raise_for_status()
     server.http.post(TEXT, json={"prompt": [Trick.FAIL]})
-    end = time.monotonic() + 5
-    while len(spans) < 3:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: len(spans) == 3)
     server.signal()
     assert server.wait() == 0
     first, streamed, failed = spans  # the second request's caller wanted no trace
@@ -78,10 +75,7 @@ def test_a_collector_that_is_gone_costs_spans_only(start: Start) -> None:
     server = start(otlp_traces_endpoint="http://127.0.0.1:9/")
     for _ in range(3):
         server.http.post(TEXT, json={"prompt": [5], "max_tokens": 1}).raise_for_status()
-    end = time.monotonic() + 5
-    while "spans are lost" not in server.log.read_text():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: "spans are lost" in server.log.read_text())
     server.signal()
     assert server.wait() == 0
 

@@ -126,6 +126,123 @@ CASES: dict[str, tuple[str, str, tuple[str, list[Call]]]] = {
         '{"city":"Os\\"lo }"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
         ("Hm.", [PARIS, OSLO]),
     ),
+    "kimi_k2": (
+        "kimi_k2",
+        "Hm. <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "Paris", "days": 2}<|tool_call_end|>\n<|tool_call_begin|>functions.get_weather:1'
+        '<|tool_call_argument_begin|>{"city":"Os\\"lo }"}<|tool_call_end|><|tool_calls_section_end|>',
+        ("Hm.", [PARIS, OSLO]),
+    ),
+    "kimi_k2 without a number": (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|> get_weather <|tool_call_argument_begin|> "
+        '{"city": "Paris", "days": 2}<|tool_call_end|><|tool_calls_section_end|>',
+        ("", [("get_weather", ' {"city": "Paris", "days": 2}')]),
+    ),
+    "openai": (
+        "openai",
+        "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris", "days": 2}<|call|>',
+        ("Let me look.", [PARIS]),
+    ),
+    "openai recipient after the role": (
+        "openai",
+        ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris", "days": 2}',
+        ("", [PARIS]),
+    ),
+    "openai two": (
+        "openai",
+        '<|channel|>commentary to=get_weather<|message|>{"city": "Paris", "days": 2}<|end|>\n<|start|>assistant '
+        'to=functions.get_weather<|channel|>analysis code<|message|>{"city":"Os\\"lo }"}<|call|>\n'
+        "<|start|>assistant<|channel|>commentary to=functions.now<|message|><|call|>",
+        ("", [PARIS, OSLO, ("now", "{}")]),
+    ),
+    "openai text": ("openai", "to <|channel|>final<|message|> a < b <|start|", ("to \n a < b <|start|", [])),
+    "openai to others": (
+        "openai",
+        "<|channel|>analysis to=browser.search code<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>"
+        "Yes.<|return|>",
+        ("{}\nYes.", []),
+    ),
+    "openai cut": (
+        "openai",
+        '<|channel|>commentary to=functions.get_weather<|message|>{"city": "Pa',
+        ("", [("get_weather", '{"city": "Pa')]),
+    ),
+    "openai cut in a header": ("openai", "Hm.<|start|>assistant<|channel|>commentary to=functions.get", ("Hm.", [])),
+    "glm45": (
+        "glm45",
+        "Sure.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+        ("Sure.", [PARIS]),
+    ),
+    "glm45 in one line": (
+        "glm45",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>12 <b>\n</arg_value><arg_key>tags</arg_key>"
+        '<arg_value>["a"]</arg_value></tool_call><tool_call>now</tool_call> done',
+        ("done", [("get_weather", '{"city": "12 <b>\\n", "tags": ["a"]}'), ("now", "{}")]),
+    ),
+    "glm45 text": (
+        "glm45",
+        "A <tool_call> is a mark, <tool_call>x y. <tool_call>now",
+        ("A <tool_call> is a mark, <tool_call>x y. <tool_call>now", []),
+    ),
+    "glm45 cut": (
+        "glm45",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>da",
+        ("", [("get_weather", '{"city": "Paris"')]),
+    ),
+    "granite": (
+        "granite",
+        'So: <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}, '
+        '{"name": "get_weather", "arguments": {"city":"Os\\"lo }"}}]',
+        ("So:", [PARIS, OSLO]),
+    ),
+    "granite other": (
+        "granite",
+        '<tool_call> {"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}',
+        ("", [PARIS]),
+    ),
+    "granite text": ("granite", "<|tool_call|> no <tool", ("<|tool_call|>no <tool", [])),
+    "internlm": (
+        "internlm",
+        'Hm.<|action_start|><|plugin|>\n{"name": "get_weather", "parameters": {"city": "Paris", "days": 2}}'
+        '<|action_end|>\n<|action_start|><|plugin|>{"name": "get_weather", "parameters": {"city":"Os\\"lo }"}}'
+        "<|action_end|>",
+        ("Hm.", [PARIS, OSLO]),
+    ),
+    "internlm text": ("internlm", "<|action_start|> no", ("<|action_start|> no", [])),
+    "pythonic": ("pythonic", "[get_weather(city='Paris', days=2)]", ("", [PARIS])),
+    "pythonic two": (
+        "pythonic",
+        " <|python_start|>[get_weather(city='Paris', days=2),\nget_weather( city = \"Os'lo (,)\", code=None , tags="
+        "['a', {'b': True}] ), now()]<|python_end|> done",
+        (
+            "done",
+            [
+                PARIS,
+                ("get_weather", '{"city": "Os\'lo (,)", "code": null, "tags": ["a", {"b": true}]}'),
+                ("now", "{}"),
+            ],
+        ),
+    ),
+    "pythonic odd values": (
+        "pythonic",
+        "[get_weather('Paris', 2, note=x.y(1, 2), unit=true, tags=('a',), code='it\\'s'), now()]",
+        (
+            "",
+            [
+                (
+                    "get_weather",
+                    '{"city": "Paris", "days": 2, "note": "x.y(1, 2)", "unit": true, "tags": ["a"], "code": "it\'s"}',
+                ),
+                ("now", "{}"),
+            ],
+        ),
+    ),
+    "pythonic text": ("pythonic", "[1, 2] is a list", ("[1, 2] is a list", [])),
+    "pythonic other text": ("pythonic", " I say [f(x=1)]", (" I say [f(x=1)]", [])),
+    "pythonic cut": ("pythonic", "[get_weather(city='Paris', da", ("", [("get_weather", '{"city": "Paris"')])),
     "deepseek_v31": (
         "deepseek_v31",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
@@ -140,3 +257,19 @@ def tool(name: str, parameters: dict[str, Any] | None = None, **more: Any) -> di
     """A definition in OpenAI's form."""
     function = {"name": name, "description": f"Does {name}.", **more}
     return {"type": "function", "function": function | ({"parameters": parameters} if parameters is not None else {})}
+
+
+def put_together(chunks: Any) -> tuple[str, list[Any], str | None]:
+    """(content, calls, finish reason) of a stream's first choice, as OpenAI's clients put it together."""
+    content, calls, finish = "", [], None
+    for chunk in chunks:
+        for choice in chunk.choices:
+            content, finish = content + (choice.delta.content or ""), choice.finish_reason or finish
+            for call in choice.delta.tool_calls or []:
+                if call.id is not None:
+                    assert (call.type, call.index) == ("function", len(calls))
+                    calls.append([call.id, call.function.name, ""])
+                else:
+                    assert call.function.name is None
+                calls[call.index][2] += call.function.arguments or ""
+    return content, calls, finish

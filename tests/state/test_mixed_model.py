@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from tests.drafters.make_frozen import random_weights
 from tests.drafters.make_heads import make_eagle, make_eagle3
 from tests.engine.helpers import counted, draw_drafts, engine, mixed_params, prompts, tokens
+from tests.engine.late_pages import arrive_late
 from tests.engine.matrix import TREES
 from tests.models.make import make_checkpoint
 from tests.models.make_mtp import named, random_modules, write_alone
@@ -167,7 +169,7 @@ def drafters(mixed: Path, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 METHODS = ("ngram", "suffix", "standalone", "eagle", "eagle3", "mtp", "mtp_frozen")
-USUAL = {("ngram", "scarce pages"), ("mtp", "batched"), ("mtp", "scarce pages")}
+USUAL = {("ngram", "scarce pages"), ("mtp", "scarce pages")}
 CELLS = [
     pytest.param(method, way, marks=() if (method, way) in USUAL else pytest.mark.full)
     for method in METHODS
@@ -234,6 +236,25 @@ def test_a_running_prompt_moves_to_another_engine(method: str | None, mixed: Pat
         (output,) = other.generate([prompt], params)
         assert output.num_cached_tokens == len(prefix.tokens) > 0
         assert [output.outputs[0].token_ids] == expected
+
+
+def test_all_kinds_of_state_wait_in_host_memory(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages, window pages and snapshots move out and come back, with the same bytes."""
+    rng = random.Random(2)
+    documents = prompts(6, VOCAB, low=64, high=140, seed=5)
+    batch = [rng.choice(documents) + tail for tail in prompts(24, VOCAB, low=2, high=40, seed=6)]
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True)
+    with engine(mixed, **FLAGS, enforce_eager=True) as llm:
+        expected = tokens(llm, batch, params)
+    arrive_late(monkeypatch)
+    scarce = {**FLAGS, "num_pages": 44, "cpu_offload_ratio": 6.0}
+    with engine(mixed, **scarce, speculative=SpeculativeConfig("ngram", num_speculative_tokens=3)) as llm:
+        assert tokens(llm, batch, params) + tokens(llm, batch, params) == expected * 2
+        llm.engine.check_integrity()
+        info: Any = llm.engine.info()["kv_offload"]
+    assert [row["kind"] for row in info["host"]] == ["pages", "window 21", "snapshots"]
+    assert all(row["used"] for row in info["host"])
+    assert info["hit_tokens"] > 0
 
 
 def test_a_draft_model_with_a_recurrence_is_refused(mixed: Path) -> None:

@@ -98,7 +98,7 @@ def scripted(answer: Answer, models: str = '{"data": [{"id": "m"}]}') -> Iterato
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield server
     finally:

@@ -57,7 +57,7 @@ def test_first_token_gaps_and_tokens_are_what_the_server_did(tmp_path: Path) -> 
         assert len(gaps) == 2
         assert gaps[0] > 0.04
         assert gaps[1] == 0  # in one piece
-        assert e2el >= ttft + 0.2
+        assert e2el >= ttft + 0.15  # 200 ms, and the first text may have come late
     assert found["mean_tpot_ms"] == pytest.approx(1e3 * statistics.mean(sum(g) / 5 for g in found["itls"]))
     assert found["mean_ttft_ms"] == pytest.approx(1e3 * statistics.mean(found["ttfts"]))
     assert found["p99_e2el_ms"] <= found["max_e2el_ms"]

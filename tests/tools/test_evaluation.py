@@ -27,17 +27,17 @@ BARS = {"eagle3": 2.5, "eagle": 2.0, "mtp": 2.0, "standalone": 2.0, "ngram": 1.2
 COUNT = 12
 
 
-def run(spec: SpeculativeConfig | None) -> tuple[int, int, float | None]:
+def run(spec: SpeculativeConfig) -> tuple[int, int, float | None]:
     with LLM("tiny", max_model_len=512, max_num_seqs=4, speculative=spec) as llm:
         found = evaluate(llm, COUNT, 200)
-    assert len(found.lines()) == (2 if spec is None else 3)
+    assert len(found.lines()) == (2 if spec.method == "none" else 3)
     assert found.problems == COUNT == sum(count for _, count in found.by_kind.values())
     return found.right, found.tokens, found.accept_length
 
 
 @pytest.fixture(scope="module")
 def plain() -> tuple[int, int, float | None]:
-    return run(None)
+    return run(SpeculativeConfig("none"))
 
 
 def test_most_are_right(plain: tuple[int, int, float | None]) -> None:

@@ -32,6 +32,7 @@ class AttentionInputs:
     width: tokens per row when all rows have equally many (a round: T = R · width, row-major), else None.
     query_start [R + 1]: where each row's tokens begin when ``width`` is None (an extend pass). Tokens from
         ``query_start[R]`` on belong to no row and are padding.
+    singles: of an extend pass, how many of its first rows have one token each and are attended as a round of width 1.
     plan: filled in by the backend.
     """
 
@@ -42,7 +43,36 @@ class AttentionInputs:
     page_table: torch.Tensor
     width: int | None
     query_start: torch.Tensor | None = None
+    singles: int = 0
     plan: Any = None
+
+    @staticmethod
+    def joined(first: AttentionInputs, rest: AttentionInputs) -> AttentionInputs:
+        """A round of width 1 and an extend pass as one extend pass, the round's rows and tokens first."""
+        singles, starts = first.slots.shape[0], rest.query_start
+        assert first.width == 1
+        assert starts is not None
+        each = torch.arange(singles, dtype=starts.dtype, device=starts.device)
+        return AttentionInputs(
+            torch.cat((first.slots, rest.slots)),
+            torch.cat((first.positions, rest.positions)),
+            torch.cat((first.slot_mapping, rest.slot_mapping)),
+            torch.cat((first.kv_len, rest.kv_len)),
+            rest.page_table,
+            None,
+            torch.cat((each, starts + singles)),
+            singles,
+        )
+
+    def parts(self) -> tuple[AttentionInputs, AttentionInputs]:
+        """The two that :meth:`joined` made one of."""
+        n, starts, table = self.singles, self.query_start, self.page_table
+        assert starts is not None
+        slots, positions, mapping, kv_len = self.slots, self.positions, self.slot_mapping, self.kv_len
+        return (
+            AttentionInputs(slots[:n], positions[:n], mapping[:n], kv_len[:n], table, 1),
+            AttentionInputs(slots[n:], positions[n:], mapping[n:], kv_len[n:], table, None, starts[n:] - n),
+        )
 
     def last_tokens(self, last: torch.Tensor) -> LastTokens:
         """Of the pass's last E rows each one's last token; last [E] int32: where they stand among the pass's tokens."""
@@ -135,7 +165,8 @@ class ProvingAttention(Protocol):
 class BreakingAttention:
     """A backend between the segments of a capture: always if it is not capturable, else where the capture splits.
 
-    The engine wraps every backend in it, so that models and drafters need not know.
+    The engine wraps every backend in it, so that models and drafters need not know. A mixed pass (``singles``) reaches
+    the backend as a round and an extend pass, so backends need not know of those.
     """
 
     backend: AttentionBackend
@@ -161,13 +192,20 @@ class BreakingAttention:
 
     def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         """See :class:`AttentionBackend`."""
-        if self.backend.capturable:
+        if inputs.singles:
+            inputs.plan = inputs.parts()
+            for part in inputs.plan:
+                self.plan(part, window)
+        elif self.backend.capturable:
             self.backend.plan(inputs, window)
         else:
             _plan(self.backend, inputs, window)
 
     def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
         """See :class:`AttentionBackend`."""
+        if n := inputs.singles:
+            single, rest = inputs.plan
+            return torch.cat((self.forward(q[:n], kv, single, options), self.forward(q[n:], kv, rest, options)))
         attend = _attend_where_split if self.backend.capturable else _attend
         return attend(self.backend, q, kv, inputs, options)
 

@@ -15,9 +15,9 @@ from unisono.drafters.hidden import OTHER_TARGET
 from unisono.drafters.options import read_options, required_model
 from unisono.kernels.catch_up import catch_up, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
-from unisono.layers.linear import prove_linears
 from unisono.models.config import DecoderConfig
 from unisono.models.mtp_frozen import FrozenCheckpoint
+from unisono.models.tails import prove_products
 from unisono.program import Features, Hidden
 from unisono.state.specs import PerSlot, Tree
 from unisono.types import SpeculativeConfig
@@ -42,7 +42,7 @@ class FrozenMTPDrafter:
         self._context = context
         self._head = self._checkpoint.load(context.target, context.attention, context.dtype, context.progress)
         context.decide("layers whose KV the drafter reads", list(self._checkpoint.reads), self._checkpoint.why)
-        prove_linears(self._head.modules())
+        prove_products(self._head.modules())
 
     def state_specs(self) -> Tree:
         """hidden: the target's at the position before the last committed token. Keys and values are the target's."""

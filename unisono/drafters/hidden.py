@@ -26,14 +26,15 @@ import torch
 from unisono.attention.base import KV, AttentionBackend, AttentionInputs, AttentionOptions
 from unisono.attention.context import PassContext
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
-from unisono.drafters.unobserved import NAME, Unobserved
+from unisono.drafters.unobserved import NAME, CatchesUp, Unobserved
 from unisono.kernels.catch_up import catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
-from unisono.layers.linear import Linear, prove_linears
+from unisono.layers.linear import Linear
 from unisono.models.config import DecoderConfig
 from unisono.models.draft_checkpoint import DraftCheckpoint
 from unisono.models.draft_quantization import DraftWeights
 from unisono.models.overriding import Overriding
+from unisono.models.tails import prove_products
 from unisono.program import Features
 from unisono.state.specs import Paged, PerSlot, Tree, whole_requests
 from unisono.types import SpeculativeConfig
@@ -106,7 +107,7 @@ class FromFirstEntry:
         return self.backend.forward(q, kv, inputs, replace(options, first=max(options.first, self.since)))
 
 
-class HiddenDrafter:
+class HiddenDrafter(CatchesUp):
     """Base of the drafters of this kind. They give ``name``, ``features`` and :meth:`build`.
 
     draft_quantization, shares_head: what ``models/draft_quantization.py`` asks; the format of layers is
@@ -157,7 +158,7 @@ class HiddenDrafter:
         context.decide("draft weights", *self.weights.decision())
         if context.target.config.vision is not None:
             context.decide("drafter sees", *seen_by(self.module, context))
-        prove_linears(self.module.modules())
+        prove_products(self.module.modules())
         c = self.module.config
         if context.max_model_len > c.max_positions:
             logger.warning(
@@ -194,16 +195,6 @@ class HiddenDrafter:
             out = self.module(token_ids, hidden, pass_context, context.state["kv"])
             hidden, logits = self.module.finish(out)
             drafts[:, step].copy_(context.sample(logits, slots, step, self.module.ids))
-
-    def observe(self, verified: Verified) -> None:
-        self._catch_up(verified)
-        self._unobserved.mark_observed(verified.slots)
-
-    def remember(self, verified: Verified) -> None:
-        self._unobserved.keep(verified)
-
-    def resume(self, slots: torch.Tensor) -> None:
-        self._catch_up(self._unobserved.take(slots))
 
     def _catch_up(self, verified: Verified) -> None:
         """Write the entries that committed tokens make known; only each row's last goes through the whole module."""

@@ -30,15 +30,15 @@ from unisono.attention.base import AttentionBackend, AttentionInputs
 from unisono.attention.context import PassContext
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.hidden import OTHER_TARGET, FromFirstEntry, seen_size
-from unisono.drafters.unobserved import NAME, Unobserved
+from unisono.drafters.unobserved import NAME, CatchesUp, Unobserved
 from unisono.kernels.catch_up import CatchUp, CatchUpExtend, catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
-from unisono.layers.linear import prove_linears
 from unisono.models.blocks import KV
 from unisono.models.draft_quantization import DraftWeights
 from unisono.models.mtp import MTPModule
 from unisono.models.mtp_checkpoint import MTPCheckpoint
 from unisono.models.overriding import Overriding
+from unisono.models.tails import prove_products
 from unisono.program import Features, Hidden
 from unisono.state.specs import Paged, PerSlot, Tree, whole_requests
 from unisono.types import SpeculativeConfig
@@ -81,7 +81,7 @@ class _Stage:
         return self.module.norm(self.module(token_ids, hidden, context, self.kv, given))
 
 
-class MultiMTPDrafter:
+class MultiMTPDrafter(CatchesUp):
     """A chain of k drafts from the first k modules of a checkpoint, coupled with the target's noise."""
 
     name = "mtp"
@@ -112,7 +112,7 @@ class MultiMTPDrafter:
         for stage in self._stages:
             stage.module.lm_head = formats.head(stage.module.lm_head)
         context.decide("draft weights", *formats.decision())
-        prove_linears(m for stage in self._stages for m in stage.module.modules())
+        prove_products(m for stage in self._stages for m in stage.module.modules())
         self._unobserved = Unobserved(context, seen_size(self.features, context))
 
     def state_specs(self) -> Tree:
@@ -140,16 +140,6 @@ class MultiMTPDrafter:
             hidden = last[:, None]
             if step + 1 < self._depth:
                 hidden = torch.cat((stage.hidden.index_select(0, slots)[:, None], states), dim=1)
-
-    def observe(self, verified: Verified) -> None:
-        self._catch_up(verified)
-        self._unobserved.mark_observed(verified.slots)
-
-    def remember(self, verified: Verified) -> None:
-        self._unobserved.keep(verified)
-
-    def resume(self, slots: torch.Tensor) -> None:
-        self._catch_up(self._unobserved.take(slots))
 
     def _catch_up(self, verified: Verified) -> None:
         assert verified.hidden is not None

@@ -24,11 +24,11 @@ from unisono.drafters.options import LOAD_FORMAT, read_options, required_model
 from unisono.drafters.unobserved import NAME, Unobserved
 from unisono.kernels.catch_up import catch_up
 from unisono.kernels.draft_inputs import draft_extend_inputs, draft_inputs
-from unisono.layers.linear import prove_linears
 from unisono.models import vocabulary
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.loader import load_model
+from unisono.models.tails import prove_products
 from unisono.program import Features
 from unisono.state.specs import Tail, Tree, leaves, whole_requests
 from unisono.types import ConfigError, SpeculativeConfig
@@ -80,7 +80,7 @@ class StandaloneDrafter:
             progress=lambda stage, share: context.progress(share),
         )
         context.decide("draft vocabulary", f"{self._shared_ids} token ids, as the target's", self._vocabulary)
-        prove_linears(self._model.modules())
+        prove_products(self._model.modules())
         self._unobserved = Unobserved(context)
 
     def state_specs(self) -> Tree:

@@ -56,3 +56,23 @@ class Unobserved:
         result, sampled, rows = take_unobserved(self.observed, slots, s.length, s.history, self._most, lag)
         states = hidden.flatten(0, 1).index_select(0, rows) if hidden.numel() else None
         return Verified(slots, result, sampled, states)
+
+
+class CatchesUp:
+    """What a ``PausableDrafter`` does with rounds whose hidden states it reads: subclasses say how it catches up."""
+
+    _unobserved: Unobserved
+
+    def observe(self, verified: Verified) -> None:
+        self._catch_up(verified)
+        self._unobserved.mark_observed(verified.slots)
+
+    def remember(self, verified: Verified) -> None:
+        self._unobserved.keep(verified)
+
+    def resume(self, slots: torch.Tensor) -> None:
+        self._catch_up(self._unobserved.take(slots))
+
+    def _catch_up(self, verified: Verified) -> None:
+        """Bring the drafter's state up to the tokens that this round committed."""
+        raise NotImplementedError

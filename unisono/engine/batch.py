@@ -5,12 +5,13 @@ Owns nothing on the device. What features add to a batch they say themselves (``
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from unisono.engine.sequence import Chunk, Extend, Pass, Preparation, Round, Verify
+from unisono.engine.sequence import Chunk, Extend, Growth, Pass, Preparation, Round, Verify
 from unisono.passes.extend import prompt_program
 from unisono.passes.features.base import Feature, HostPass, PassKind, Row
 from unisono.passes.round import growth_names
@@ -49,7 +50,7 @@ class Launcher:
     def launch(self, work: Pass) -> Launched:
         """Put a pass on the device and return at once."""
         if isinstance(work, Extend):
-            return Launched(work, "extend", self._extend(work))
+            return Launched(work, "mixed" if work.decodes else "extend", self._extend(work))
         if isinstance(work, Preparation):
             return Launched(work, "preparation", self._launch(work.ahead.key, dict(work.ahead.batch)))
         if isinstance(work, Verify):
@@ -89,17 +90,7 @@ class Launcher:
         ended = [row for row, s in enumerate(work.sequences) if s.finish is not FinishReason.RUNNING]
         for row in ended:
             slots[row] = self._runner.worker.slots.padding
-        batch: Batch = {"slots": slots}
-        for lifetime, growth in work.growth.items():
-            most = max(len(pages) for _, pages in growth)
-            columns = np.full((len(growth), most), -1, dtype=np.int32)
-            pages = np.zeros_like(columns)
-            for row, (first, added) in enumerate(growth):
-                columns[row, : len(added)] = range(first, first + len(added))
-                pages[row, : len(added)] = added
-            columns[ended] = -1
-            batch |= zip(growth_names(lifetime), (columns, pages), strict=True)
-        return batch
+        return {"slots": slots, **_growth_batch(work.growth, ended)}
 
     def _extend(self, work: Extend) -> PendingOutputs:
         runner, chunks = self._runner, work.chunks
@@ -117,9 +108,29 @@ class Launcher:
             "sample_slots": [c.sequence.slot if c.last else runner.worker.slots.padding for c in chunks],
             "last": edges[1:] - 1,
         }
+        if work.decodes:
+            batch |= {"decode_slots": [s.slot for s in work.decodes], **_growth_batch(work.growth)}
+            features, fields = _asked(work.asked, "mixed", len(work.decodes) + len(chunks), total)
+            key = runner.mixed_key(total, work.room)
+            return self._launch(replace(key, features=key.features | features), batch | fields)
         features, fields = _asked(work.asked, "extend", len(chunks), total)
         features |= runner.features
         return self._launch(Key(prompt_program(features), Shape(total), features), batch | fields)
+
+
+def _growth_batch(growth: Mapping[int, list[Growth]], ended: list[int] | None = None) -> Batch:
+    """For each page lifetime columns and pages [rows, most pages added]; column -1 where fewer, and of ended rows."""
+    batch = Batch()
+    for lifetime, grown in growth.items():
+        most = max(len(pages) for _, pages in grown)
+        columns = np.full((len(grown), most), -1, dtype=np.int32)
+        pages = np.zeros_like(columns)
+        for row, (first, added) in enumerate(grown):
+            columns[row, : len(added)] = range(first, first + len(added))
+            pages[row, : len(added)] = added
+        columns[ended or []] = -1
+        batch |= zip(growth_names(lifetime), (columns, pages), strict=True)
+    return batch
 
 
 def _asked(

@@ -5,7 +5,7 @@ Called by the build and the runner at start. The planner measures, chooses and c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from unisono.attention.base import AttentionBackend
@@ -17,14 +17,22 @@ from unisono.passes.features.base import OwnProgram
 from unisono.program import Features, Graph, Logits, Program, Shape
 from unisono.types import ConfigError
 
-GPU_PASSES = {"round": 10_000, "extend": 2_000, "score": 20, "catch_up": 20, "draft": 2_000, "verify": 2_000}
+GPU_PASSES = {
+    "round": 10_000, "extend": 2_000, "mixed": 1, "score": 20, "catch_up": 20, "draft": 2_000, "verify": 2_000,
+}  # fmt: skip
 """The expected number of passes of an engine, which start-up time and memory for graphs are weighed against."""
 
-CPU_PASSES = {"round": 5_000, "extend": 200, "score": 1, "catch_up": 1, "draft": 20, "verify": 20}
+CPU_PASSES = {"round": 5_000, "extend": 200, "mixed": 20, "score": 1, "catch_up": 1, "draft": 20, "verify": 20}
+
+DECODE_SIZES = (8, 32, 128)
+"""Requests that decode in a mixed pass: its graphs have room for one of these numbers, or for all that run at once."""
 
 MASKED_SHARE = 0.01
 """The share of prompt passes that sample under masks. Their graphs, and those of the two passes of a round under masks,
 are captured before the first pass that needs them, not at start."""
+
+DECODE_PROMPTS = 0.1
+"""The share of the usual prompt passes that a decode engine is expected to run."""
 
 ROUNDS = ("round", "draft", "verify", "catch_up")
 """Programs whose rows are requests. The mode of ``round`` in ``--graphs`` holds for all of them."""
@@ -37,7 +45,7 @@ CPU_GRAPH_BYTES = 2 << 30
 GPU_GRAPH_BYTES, GPU_GRAPH_SHARE = 2 << 30, 0.1
 """Limits of the graphs' memory on a GPU: bytes, and the share of what is free before the KV cache is sized."""
 
-SHARES = {"round": 1.0, "extend": 0.8, "score": 0.5, "catch_up": 0.2, "draft": 0.2, "verify": 0.3}
+SHARES = {"round": 1.0, "extend": 0.8, "mixed": 0.3, "score": 0.5, "catch_up": 0.2, "draft": 0.2, "verify": 0.3}
 """The share of the graphs' memory that one program may take. Prompt passes leave some for rounds."""
 
 CHAIN_DRAFTS = (0, 1, 2, 3, 5, 8, 11)
@@ -90,6 +98,9 @@ def graph_modes(config: ResolvedConfig, attention: AttentionBackend) -> Resolved
                 f"--graphs {config.asked.graphs} wants {program} passes captured whole, but attention backend {name!r} "
                 f"plans on the host: use --graphs auto or {program}=segmented, or --attention-backend triton."
             )
+    if config.asked.role == "prefill" and modes["round"] == "auto":
+        modes["round"] = "off"
+        config = config.decide("graphs of rounds", "none", "--role prefill: other engines run them", graphs=modes)
     kind, why = ("full", "can be captured") if attention.capturable else ("segmented", "runs between segments")
     automatic = [program for program, mode in modes.items() if mode == "auto"]
     if not automatic:
@@ -146,9 +157,10 @@ def engine_buckets(
     features: Features,
     max_unobserved: int,
     expected: Sequence[Features] = (),
+    expected_rounds: Sequence[Features] = (),
 ) -> list[Buckets]:
     """What may be captured of every program. features: the drafter's. choices: numbers of drafts of a round. expected:
-    what many prompt passes will need beside these."""
+    what many prompt passes will need beside these; expected_rounds: what many rounds will."""
     masked = replace(features, masks=True)
     buckets = round_buckets(programs["round"], config, choices, features)
     for variant in (features, masked):
@@ -157,13 +169,52 @@ def engine_buckets(
     for more in expected:
         usual = buckets_of(programs["extend"], config, 1, features | more)
         buckets.append(replace(usual, on_demand=config.device.type == "cpu"))
+    for more in expected_rounds:
+        usual_rounds = round_buckets(programs["round"], config, choices, features | more)
+        buckets += [replace(each, on_demand=config.device.type == "cpu") for each in usual_rounds]
     for drafts in {choices[0], choices[-1]}:
-        buckets.append(buckets_of(programs["verify"], config, 1 + drafts, masked))
+        for more in (masked, *(masked | more for more in expected_rounds)):
+            buckets.append(buckets_of(programs["verify"], config, 1 + drafts, more))
     if "draft" in programs:
         buckets.append(buckets_of(programs["draft"], config, 1 + choices[-1], features))
+    if "mixed" in programs:
+        buckets += mixed_buckets(programs["mixed"], config, decode_sizes(config), features)
     if "catch_up" in programs:
         buckets.append(catch_up_buckets(programs["catch_up"], config, max_unobserved))
     return buckets
+
+
+def decode_sizes(config: ResolvedConfig) -> tuple[int, ...]:
+    """For how many requests that decode mixed passes have room, ascending; none where there are no such passes."""
+    if not config.asked.enable_mixed_chunk or config.asked.role == "prefill":
+        return ()
+    most = min(config.max_num_seqs, config.max_num_batched_tokens // 2)
+    return (*(size for size in DECODE_SIZES if size < most), most)
+
+
+def mixed_buckets(
+    program: Program, config: ResolvedConfig, sizes: Sequence[int], features: Features
+) -> Iterator[Buckets]:
+    """The buckets of mixed passes with room for each number of requests that decode.
+
+    A pass costs what a prompt pass of as many tokens does. On a GPU its graphs are captured when the engine is idle,
+    where passes have missed them.
+    """
+    gpu = config.device.type == "cuda"
+    for size in sizes:
+        tokens = candidates(config.max_num_batched_tokens - size, LEAST_TOKENS)
+        yield Buckets(
+            program,
+            tuple(Shape(size + each, 1 + size) for each in tokens),
+            features,
+            mode=config.graphs[asked_as(program.name)],
+            passes=(GPU_PASSES if gpu else CPU_PASSES)["mixed"] / len(sizes),
+            cost=None if gpu else CPU_COST,
+            like=("extend", 1) if gpu else None,
+            on_demand=not gpu,
+            always=config.asked.graphs != "auto",
+            share=SHARES["mixed"],
+        )
 
 
 def own_buckets(own: OwnProgram, config: ResolvedConfig) -> Buckets:
@@ -225,6 +276,8 @@ def buckets_of(program: Program, config: ResolvedConfig, width: int, features: F
     on_demand = features.masks or name == "draft"
     edges = tile_edges(each, limit) if gpu and name in ("round", "extend") and not on_demand else frozenset()
     passes = part * (GPU_PASSES if gpu else CPU_PASSES)[name]
+    if config.asked.role == "decode" and name not in ROUNDS:
+        passes *= DECODE_PROMPTS
     shapes = tuple(Shape(rows, each) for rows in sorted({*candidates(limit, least), *edges}))
     buckets = Buckets(
         program,

@@ -19,25 +19,42 @@ import torch
 
 from unisono import catalog
 from unisono.attention.base import BreakingAttention
-from unisono.config import ResolvedConfig
+from unisono.config import EngineConfig, ResolvedConfig
+from unisono.distributed.gather import described
+from unisono.distributed.group import Alone, Group, agreement, decided
 from unisono.drafters.base import Drafter, DrafterContext, PausableDrafter, TreeDrafter
-from unisono.engine.buckets import draft_choices, engine_buckets, graph_modes, max_unobserved_tokens, own_buckets
+from unisono.engine.buckets import (
+    decode_sizes,
+    draft_choices,
+    engine_buckets,
+    graph_modes,
+    max_unobserved_tokens,
+    own_buckets,
+)
 from unisono.engine.device_state import StateSizes
 from unisono.engine.memory import PageDemand, fit_pages, peak_bytes
+from unisono.engine.offload import hold_host_pages, staging_bytes
 from unisono.engine.slots import Slots, slot_schema
 from unisono.engine.synthetic import acceptance_rule
 from unisono.engine.warmup import compiling_only, run_on_padding, warmup_passes
 from unisono.engine.worker import Worker
 from unisono.graphs.graph_set import GraphSet
 from unisono.graphs.planner import Buckets
+from unisono.kernels.layer_tail_gluon import MOST_ROWS
 from unisono.kernels.linear import TRITON_ROWS
 from unisono.kernels.overlap import overlaps
+from unisono.kernels.proofs import agreeing
+from unisono.kernels.staying import claimed_by
 from unisono.layers.linear import prove_linears, rehearse_proofs
-from unisono.models.blocks import ProvesRounds
+from unisono.models.adapters import AdapterLimits, attach_adapters
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import DecoderConfig
+from unisono.models.decoder import Decoder
+from unisono.models.held_adapters import HeldAdapters
 from unisono.models.loader import load_model, load_tower
-from unisono.passes.extend import extend_program
+from unisono.models.splits import split_decisions
+from unisono.models.tails import fuse_tails, rehearse_tails
+from unisono.passes.extend import extend_program, mixed_program
 from unisono.passes.features.base import Feature, FeatureContext, OwnProgram
 from unisono.passes.modules import Modules
 from unisono.passes.round import catch_up_program, draft_program, held_drafts, round_program, verify_program
@@ -65,15 +82,18 @@ class Build:
     is never paused. Raises ConfigError where the device's memory does not hold the model and one request.
     """
 
-    def __init__(self, config: ResolvedConfig, checkpoint: Checkpoint, progress: Progress) -> None:
-        self.config, self.seconds = config, dict[str, float]()
+    def __init__(
+        self, config: ResolvedConfig, checkpoint: Checkpoint, progress: Progress, group: Group | None = None
+    ) -> None:
+        self.config, self.seconds, self._group = config, dict[str, float](), group or Alone()
         if config.device.type == "cuda":
             torch.cuda.set_device(config.device)
         elif "OMP_NUM_THREADS" not in os.environ:
             self._leave_a_core()
         c = checkpoint.config
         make_attention = functools.cache(self._attention)
-        attention = {shape: make_attention(*shape[:2]) for shape in c.attention_shapes}
+        ranks = self._group.ranks
+        attention = {shape: make_attention(*shape[:2]) for shape in c.attention_shapes_of(ranks)}
         self.config = config = graph_modes(self.config, next(iter(attention.values())))
         spec = config.speculative or SpeculativeConfig()
         drafter = _drafter(spec, c)  # raises before weights are loaded
@@ -83,15 +103,17 @@ class Build:
                 "device": config.device,
                 "load_format": config.asked.load_format,
                 "seed": config.asked.seed,
-                "progress": progress,
             }
-            model = load_model(checkpoint, attention=make_attention, max_positions=config.max_model_len, **common)
-            tower = load_tower(checkpoint, **common)
+            own: dict[str, Any] = {"max_positions": config.max_model_len, "ranks": ranks}
+            model = load_model(checkpoint, attention=make_attention, progress=progress, **own, **common)
+            tower = load_tower(checkpoint, progress=progress, **common)
         for passed_over in checkpoint.unread() if config.asked.load_format == "auto" else ():
             self.decide(*passed_over)
         self.decide("weights", *checkpoint.quantization.decision())
+        self._tell_ranks(model)
         self.width, self.paths = 1 + drafter.num_drafts, max(1, len(spec.paths))
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
+        self.decode_sizes = decode_sizes(config)
         store = StateStore(config.max_num_seqs + 1, self.paths, config.max_model_len, self.width, config.device)
         listed = [catalog.features.load(name) for name in catalog.features.listed]
         schema = slot_schema([field for feature in listed for field in feature.slot_fields(c)])
@@ -104,17 +126,21 @@ class Build:
         pausable = len(self.choices) > 1 and isinstance(drafter, PausableDrafter)
         self.max_unobserved = max_unobserved_tokens(config) if pausable else 0
         sampler = DraftSampler(slots, spec.paths)
-        drafter.bind(self._context(sampler, progress))
+        with agreeing(agreement(self._group)), claimed_by(self.worker):
+            drafter.bind(self._context(sampler, progress))
         store.declare("drafter", drafter.state_specs())
         few = dict.fromkeys(store.lifetimes, 2)  # for padding, until the number of pages is known
         self.worker.hold_pages(few, snapshots=1)
         self.request_features = self._load_features(listed, checkpoint)
         self._modules = self._lent(spec, sampler)
         if config.device.type == "cuda":
-            with self.stage("compile"):
+            with self.stage("compile"), agreeing(agreement(self._group)), claimed_by(self.worker):
                 self._compile(attention, self._programs())
+        else:
+            self._fuse_tails()
         with self.stage("size the KV cache"):
             self._size()
+            self.config = hold_host_pages(self.config, self.worker)
         self.worker.graphs.programs = self._programs()
 
     def close(self) -> None:
@@ -135,14 +161,29 @@ class Build:
     def buckets(self, programs: dict[str, Program]) -> list[Buckets]:
         """What may be captured of these programs."""
         features = self.worker.drafter.features
-        buckets = engine_buckets(programs, self.config, self.choices, features, self.max_unobserved, self._expected)
+        usual = [feature.expected_rounds for feature in self.request_features]
+        usual_rounds = [each for each in usual if each != NO_FEATURES]
+        sizes = self.choices, features, self.max_unobserved
+        buckets = engine_buckets(programs, self.config, *sizes, self._expected, usual_rounds)
         return [*buckets, *(own_buckets(own, self.config) for own in self._own_programs)]
+
+    def _tell_ranks(self, model: Decoder) -> None:
+        """Add how the model is divided, where it is."""
+        ranks = self._group.ranks
+        if ranks.count > 1:
+            for choice in (*split_decisions(model), ("gathers go", *described(ranks.transport))):
+                self.decide(*choice)
+            if self.config.device.type == "cuda":
+                why = "two H200s gave other tokens than one in 50 of 64 requests (docs/scale.md, Within a model)"
+                self.decide("bytes of one GPU", "not promised", why)
 
     def _leave_a_core(self) -> None:
         """Use all cores but one: waiting threads spin, and would take the API process's time."""
-        threads = max(1, len(os.sched_getaffinity(0)) - 1)
+        count = self._group.ranks.count
+        threads = max(1, (len(os.sched_getaffinity(0)) - 1) // count)
         torch.set_num_threads(threads)
-        self.decide("threads", threads, "all cores but one; OMP_NUM_THREADS sets it")
+        among = f", divided among {count} ranks" if count > 1 else ""
+        self.decide("threads", threads, f"all cores but one{among}; OMP_NUM_THREADS sets it")
 
     def _attention(self, heads: int, kv_heads: int) -> BreakingAttention:
         """A backend of the configured kind, which ends a captured segment where it must or is told to."""
@@ -174,6 +215,8 @@ class Build:
     def _load_features(self, listed: Sequence[type[Feature]], checkpoint: Checkpoint) -> list[Feature]:
         """Everything that requests may ask of a pass beside its tokens."""
         c, asked, worker = checkpoint.config, self.config.asked, self.worker
+        if (limits := adapter_limits(asked)) is not None:
+            worker.adapters = HeldAdapters(attach_adapters(worker.model, checkpoint.family, limits))
         context = FeatureContext(
             directory=Path(asked.tokenizer) if asked.tokenizer else checkpoint.path,
             eos=checkpoint.eos_token_ids,
@@ -194,6 +237,8 @@ class Build:
             max_model_len=self.config.max_model_len,
             cache_bytes=self.config.encoder_cache_bytes,
             decide=self.decide,
+            adapters=worker.adapters,
+            adapter_modules=asked.lora_modules,
         )
         return [feature(context) for feature in listed]
 
@@ -226,6 +271,8 @@ class Build:
         modules, drafter = self._modules(), self.worker.drafter
         programs = [round_program(modules), verify_program(modules)]
         programs += [extend_program(modules, self.max_extend_rows, name) for name in ("extend", "score")]
+        if self.decode_sizes:
+            programs.append(mixed_program(modules, self.max_extend_rows))
         if self.width > 1:
             programs.append(draft_program(modules))
         if self.max_unobserved and isinstance(drafter, PausableDrafter):
@@ -243,11 +290,11 @@ class Build:
         config, worker = self.config, self.worker
         with compiling_only(config.device):
             rehearse_proofs(worker.modules())
+            rehearse_tails(worker.modules())
             for (_, _, head_dim), backend in attention.items():
                 backend.rehearse(head_dim, config.dtype)
-            self._prove_rounds(rehearse=True)
         self._prove_exact()
-        self._prove_rounds()
+        self._fuse_tails()
         for (heads, kv_heads, head_dim), backend in attention.items():
             name = "attention of long prompts"
             which = f", {heads} heads over {kv_heads} of {head_dim}" if len(attention) > 1 else ""
@@ -266,13 +313,14 @@ class Build:
         reason = f"bits compared with the Triton kernel's for {len(proven)} shapes, {len(failed)} differ"
         self.decide(f"products above {TRITON_ROWS} rows", value, reason)
 
-    def _prove_rounds(self, rehearse: bool = False) -> None:
-        """Check that mixers' kernels for small rounds give the bits of those for all passes."""
-        mixers = [m for m in self.worker.model.modules() if isinstance(m, ProvesRounds)]
-        proven = [mixer.prove_rounds(self.width, rehearse) for mixer in mixers]
-        if proven and not rehearse:
-            value = "kernels of their own" if all(proven) else "the kernels of all passes"
-            self.decide("small rounds of recurrent layers", value, f"bits compared, {len(mixers)} layers")
+    def _fuse_tails(self) -> None:
+        """Compute what follows a layer's mixer in one launch, where that gives the same bits."""
+        layers, fused, possible = fuse_tails(self.worker.modules())
+        value = f"{fused} of {layers} layers in one launch up to {MOST_ROWS} rows"
+        reason = "layers with an MLP, 16 bits or e4m3 by block; on a GPU with UNISONO_STAYING_LAUNCHES=1"
+        self.decide(
+            "what follows a mixer", value, reason if fused == possible else f"{possible - fused} differ in bits"
+        )
 
     def _size(self) -> None:
         """Allocate as many pages as fit."""
@@ -286,6 +334,9 @@ class Build:
             paths=self.paths,
             path_pages=reserved,
             logits_bytes=logits if self.paths == 1 else 0,  # the rounds of a tree are measured
+            staging_bytes=staging_bytes(
+                config, max(worker.store.snapshot_bytes(), *map(worker.store.page_bytes, worker.store.lifetimes))
+            ),
         )
 
         def measure() -> int:
@@ -294,10 +345,15 @@ class Build:
             largest = [(passes["extend"].of(prompts), Shape(config.max_num_batched_tokens))]
             if self.paths > 1:  # the rounds of a tree may be larger than any prompt pass
                 largest.append((passes["round"].of(masked), Shape(config.max_num_seqs, self.width)))
+            if self.decode_sizes:
+                rows = self.decode_sizes[-1]
+                largest.append((passes["mixed"], Shape(config.max_num_batched_tokens, 1 + rows)))
             largest += [(own.program, Shape(own.most)) for own in self._own_programs]
-            return peak_bytes(largest, config.device)
+            return max(self._group.exchange(peak_bytes(largest, config.device)))
 
         pages, snapshots, self.config = fit_pages(config, demand, measure)
+        pages, snapshots, of_first = decided(self._group, (pages, snapshots, self.config))
+        self.config = replace(of_first, device=config.device)
         worker.hold_pages(pages, reserved, snapshots)
 
     def _window_pages(self) -> dict[int, int]:
@@ -307,6 +363,13 @@ class Build:
         windows = {w: WindowPool(w, 1) for w in worker.store.lifetimes if w != ALL}
         prompt, after = (sizes.quota(windows, prompt=each) for each in (True, False))
         return {w: 1 + prompt[w] + 2 * config.max_num_seqs * after[w] for w in windows}
+
+
+def adapter_limits(asked: EngineConfig) -> AdapterLimits | None:
+    """How many adapters there is room for; None: they are off."""
+    if not asked.enable_lora:
+        return None
+    return AdapterLimits(asked.max_loras, asked.max_lora_rank, max(asked.max_loras, asked.max_cpu_loras or 0))
 
 
 def _drafter(spec: SpeculativeConfig, target: DecoderConfig) -> Drafter:

@@ -12,17 +12,25 @@ import msgspec
 import numpy as np
 
 from unisono.graphs.graph_set import Capture, GraphCommand, Launch, Measure, Release
+from unisono.models.held_adapters import AdapterCommand, KeepAdapters, ReadAdapter, WriteAdapter
 
 __all__ = [
+    "ANSWERED",
+    "Arrived",
     "Capture",
     "Command",
+    "KeepAdapters",
     "Launch",
     "LoadTail",
     "Measure",
+    "MoveIn",
+    "MoveOut",
+    "ReadAdapter",
     "Release",
     "ResetSlots",
     "ResetTail",
     "SaveTail",
+    "WriteAdapter",
     "WritePages",
     "WriteSlot",
     "decode",
@@ -82,7 +90,41 @@ class ResetSlots(msgspec.Struct, frozen=True, tag=True):
     """Make every slot free and every row blank."""
 
 
-Command = GraphCommand | WriteSlot | WritePages | ResetTail | SaveTail | LoadTail | ResetSlots
+class MoveOut(msgspec.Struct, frozen=True, tag=True):
+    """Copy pages and snapshots to host slots: (kind, pages, slots), see ``state/host_pages.py``."""
+
+    moves: list[tuple[int, np.ndarray, np.ndarray]]
+
+
+class MoveIn(msgspec.Struct, frozen=True, tag=True):
+    """Begin to copy host slots to pages and snapshots, which no pass reads before Arrived with this ticket."""
+
+    ticket: int
+    moves: list[tuple[int, np.ndarray, np.ndarray]]
+
+
+class Arrived(msgspec.Struct, frozen=True, tag=True):
+    """Passes from now on may read what all tickets up to this one brought; they wait on the device where they must."""
+
+    ticket: int
+
+
+OffloadCommand = MoveOut | MoveIn | Arrived
+
+Command = (
+    GraphCommand
+    | WriteSlot
+    | WritePages
+    | ResetTail
+    | SaveTail
+    | LoadTail
+    | ResetSlots
+    | OffloadCommand
+    | AdapterCommand
+)
+
+ANSWERED = Capture, ReadAdapter
+"""Commands that may fail on any rank, which rank 0 waits for."""
 
 _ARRAY = 1
 """The code of the msgpack extension for an array: (dtype, shape, bytes)."""

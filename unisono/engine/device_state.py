@@ -42,6 +42,7 @@ class DeviceState:
 
     def __init__(self, pool: PagePool, sizes: StateSizes, send: Callable[..., object]) -> None:
         self._pool, self._sizes, self._send = pool, sizes, send
+        self._coming: list[Request] = []  # those whose first snapshot is on its way from host memory
         self._unsaved: Sequence[Chunk] = ()  # of the last prompt pass: their snapshots are due before the next pass
 
     def open(self, request: Request) -> Reservation | None:
@@ -58,10 +59,25 @@ class DeviceState:
             self._write(request, lifetime, (window.first, [page for page, _ in window.entries]))
         if self._pool.snapshots is None:
             return
-        if pages.snapshot >= 0:
+        if pages.snapshot_coming:
+            self._coming.append(request)
+        elif pages.snapshot >= 0:
             self._send(LoadTail(request.slot, pages.snapshot, pages.cached_tokens))
         else:
             self._send(ResetTail(request.slot))
+
+    def arrive(self) -> None:
+        """Let requests go on whose prefixes have come back from host memory."""
+        if self._pool.offload is None or not self._pool.offload.arrive(self._pool):
+            return
+        for request in [one for one in self._coming if one.pages is not None and not one.pages.snapshot_coming]:
+            assert request.pages is not None
+            self._coming.remove(request)
+            self._send(LoadTail(request.slot, request.pages.snapshot, request.pages.cached_tokens))
+
+    def flush(self) -> None:
+        """Passes may overwrite, from now on, what was evicted."""
+        self._pool.flush()
 
     def extending(self, chunks: Sequence[Chunk]) -> None:
         """A prompt pass is about to be launched: its tokens get window pages."""
@@ -82,6 +98,7 @@ class DeviceState:
                 continue
             snapshot = self._pool.snapshots.take()
             if snapshot >= 0:
+                self._pool.flush()
                 self._send(SaveTail(sequence.slot, snapshot))
                 sequence.snapshots.append((position, snapshot))
 
@@ -119,6 +136,8 @@ class DeviceState:
         for _, snapshot in request.snapshots:
             pool.give_back(snapshot)
         request.snapshots.clear()
+        if request in self._coming:
+            self._coming.remove(request)
         ended = request.finish in (FinishReason.STOP, FinishReason.LENGTH)  # on the device, so later passes skip it
         seen = _aligned(max(request.extended, request.round_start))  # by the tails: a round's drafts do not move them
         position = max(seen, pages.committed_tokens)
@@ -127,6 +146,7 @@ class DeviceState:
             return
         snapshot = pool.take()
         if snapshot >= 0:
+            self._pool.flush()
             self._send(SaveTail(request.slot, snapshot, position if position > seen else 0))
             pool.attach(node, snapshot)
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class DraftController:
         # Rounds whose drafts the host reads have no widths between the extremes.
         self._reading_policy = AdaptiveK(sorted({choices[0], choices[-1]}), acceptance, self.policy.costs)
         self._limit = None if getattr(drafter, "unlimited", False) else runner.max_unobserved
-        self._owners: dict[int, Sequence] = {}
+        self._owners: WeakValueDictionary[int, Sequence] = WeakValueDictionary()  # by slot, until they are over
         self._launched: Round | None = None  # the round launched last, unless another pass came after it
         self._read_at: float | None = None  # when the pass read last was over
         self._put_off: dict[bool, int] = {}  # by kind of round: drafts that wait for a drafter to catch up
@@ -74,6 +75,8 @@ class DraftController:
         """The pass as it is to be launched: a round with its number of drafts."""
         if not isinstance(work, Round):
             self._launched = None
+            if isinstance(work, Extend) and work.decodes:
+                self._undrafted(work.decodes)
             return work
         self._know(work.sequences)
         wanted = self._put_off.get(work.reads_drafts) if self.pinned is None else self.pinned
@@ -85,13 +88,29 @@ class DraftController:
         self._launched = work
         return work
 
+    def drafts_nothing(self, sequences: Sequences[Sequence]) -> bool:
+        """Whether the next round of these, which the host need not read in between, would draft nothing, and no
+        drafter has to catch up before it."""
+        drafts = self.policy.drafts if self.pinned is None else self.pinned
+        if drafts or self._put_off.get(False):
+            return False
+        limit = self._limit if self._runner.max_unobserved else None
+        return limit is None or all(s.unobserved < limit for s in sequences)
+
+    def _undrafted(self, sequences: Sequences[Sequence]) -> None:
+        """These commit a token without drafts: a drafter that pauses observes it later."""
+        self._know(sequences)
+        if self._runner.max_unobserved:
+            for sequence in sequences:
+                sequence.unobserved += 1
+
     def _choose(self, sequences: list[Sequence]) -> int:
         slots = np.array([s.slot for s in sequences])
         most = np.array([min(_max_drafts(s), max(0, s.max_length - len(s.tokens) - 1)) for s in sequences])
         policy = self._reading_policy if sequences[0].reads_drafts else self.policy
         return policy.choose(slots, most, self._catch_up_ms(sequences), self._standby_ms(len(sequences)))
 
-    def _know(self, sequences: list[Sequence]) -> None:
+    def _know(self, sequences: Sequences[Sequence]) -> None:
         for sequence in sequences:
             if self._owners.get(sequence.slot) is not sequence:
                 self._owners[sequence.slot] = sequence
@@ -129,8 +148,7 @@ class DraftController:
             if most > each:
                 self._put_off[work.reads_drafts], work = work.drafts, replace(work, drafts=0)
         if not work.drafts:
-            for sequence in work.sequences:
-                sequence.unobserved += 1
+            self._undrafted(work.sequences)
         return work
 
     # ---- after a pass -------------------------------------------------------------------------

@@ -7,10 +7,12 @@ round needs is on the device; the host learns of tokens, stops and lengths one r
 from __future__ import annotations
 
 import itertools
+import socket
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -19,13 +21,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from unisono import catalog
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.drafters.carried import carried_speculation
 from unisono.engine import report
+from unisono.engine.arrivals import Arrivals, Gate
 from unisono.engine.batch import Launched, Launcher
 from unisono.engine.device_state import DeviceState, StateSizes
 from unisono.engine.draft_controller import DraftController
+from unisono.engine.mixing import Mixing
+from unisono.engine.offload import make_offload
+from unisono.engine.prefill_client import RemotePrompt
 from unisono.engine.prompt_budget import PromptBudget
+from unisono.engine.roles import Roles
 from unisono.engine.runner import Runner
 from unisono.engine.scheduler import Scheduler
 from unisono.engine.self_test import run_self_test
@@ -34,10 +42,11 @@ from unisono.engine.slots import SlotPool
 from unisono.models.checkpoint import Checkpoint, generation_defaults
 from unisono.passes.features.base import Committed
 from unisono.request_checks import check_request
+from unisono.state.offload import PAUSE_SECONDS, Offload
 from unisono.state.pages import PagePool
 from unisono.state.specs import ALL
 from unisono.state.transfer import Prefix, export_prefix, import_prefix
-from unisono.types import BadRequest, ConfigError, EngineRequest, FinishReason, SamplingParams, TokenDelta
+from unisono.types import BadRequest, ConfigError, EngineDead, EngineRequest, FinishReason, SamplingParams, TokenDelta
 
 NOTHING = np.empty((0, 2), dtype=np.int32)
 """The result of a pass that commits nothing."""
@@ -56,6 +65,8 @@ class Engine:
         checkpoint = Checkpoint.open(config.model, config.quantization)
         resolved = _with_carried_drafts(resolve(config, Hardware.detect(config.device), checkpoint), checkpoint)
         self.checkpoint = checkpoint
+        self._offload: Offload | None = None
+        self.roles = Roles()
         with torch.inference_mode():
             self.runner = Runner(resolved, checkpoint, progress)
             self.worker = self.runner.worker
@@ -65,6 +76,7 @@ class Engine:
                 self.runner.forget()
                 self._begin()
             self.pin_drafts(None)
+            self.roles = Roles(self.config, self.worker)
         self.start_seconds = time.perf_counter() - started
 
     def _begin(self) -> None:
@@ -73,15 +85,14 @@ class Engine:
         windows = {lifetime: count for lifetime, count in worker.num_pages.items() if lifetime != ALL}
         snapshots = worker.snapshots if worker.store.tails else None
         hits = self.config.asked.enable_prefix_caching
-        self.pool = PagePool(worker.num_pages[ALL], windows, snapshots, hits)
+        self._offload = make_offload(self.config, worker, runner.send, self._offload)
+        self.pool = PagePool(worker.num_pages[ALL], windows, snapshots, hits, self._offload)
         self.draft_controller = DraftController(runner)
         budget = PromptBudget(
             self.config.asked.max_stall_ms,
             self.config.max_num_batched_tokens,
             runner.extend_ms,
-            self.draft_controller.round_ms,
-            learns=self.config.device.type == "cuda",
-            attention=runner.attention_share,
+            runner.attention_share,
         )
         vocab_size, schema = self.checkpoint.config.vocab_size, worker.slots.schema
         slots = SlotPool(self.config.max_num_seqs, vocab_size, runner.send, schema)
@@ -89,8 +100,17 @@ class Engine:
         device = DeviceState(self.pool, sizes, runner.send)
         by_priority = self.config.asked.scheduling_policy == "priority"
         self.scheduler = Scheduler(
-            self.pool, slots, device, runner.width, runner.max_extend_rows, budget, by_priority, runner.pass_ms
+            self.pool,
+            slots,
+            device,
+            runner.width,
+            runner.max_extend_rows,
+            budget,
+            by_priority,
+            runner.pass_ms,
+            Mixing(runner, self.draft_controller),
         )
+        self.arrivals = Arrivals()
         self._launcher = Launcher(self.runner)
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: Launched | None = None
@@ -114,8 +134,21 @@ class Engine:
         if request.shares_with is not None:
             sequence.leader = self._sequences.get(request.shares_with)
         self._sequences[request.request_id] = sequence
-        self.scheduler.add(sequence)
+        self._arrive(sequence)
         self.counters.requests += 1
+
+    def _arrive(self, sequence: Sequence) -> None:
+        """Queue a request, once what it has to wait for is there."""
+        gates: list[Gate] = []
+        if self._offload is not None and (read := self._offload.read_ahead(self.pool, sequence.keys)) is not None:
+            gates.append(read)
+        client = self.roles.client
+        if client is not None and (prompt := client.ask(sequence, self.pool, self.worker.store)) is not None:
+            gates.append(prompt)
+        if gates:
+            self.arrivals.add(sequence, gates)
+        else:
+            self.scheduler.add(sequence)
 
     def prepare(self, request: EngineRequest) -> Future[Any] | None:
         """Begin what :meth:`check` and :meth:`add` would wait for, and return it; None where there is nothing."""
@@ -161,7 +194,14 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Forget a request and free its pages; unknown ids are ignored, for it may just have ended."""
         sequence = self._sequences.pop(request_id, None)
-        if sequence is not None:
+        if sequence is None:
+            return
+        if (gates := self.arrivals.remove(request_id)) is not None:
+            sequence.finish = FinishReason.ABORT
+            for gate in gates:
+                if isinstance(gate, RemotePrompt) and self.roles.client is not None:
+                    self.roles.client.drop(gate)
+        else:
             self.scheduler.retire(sequence, FinishReason.ABORT)
 
     def reset_prefix_cache(self) -> int:
@@ -171,16 +211,36 @@ class Engine:
     @torch.inference_mode()
     def export_prefix(self, tokens: Ids[int]) -> Prefix:
         """The state of the longest cached prefix of these token ids, on the CPU; target's and drafter's."""
+        self._need_whole_pages()
         return export_prefix(self.pool, self.worker.store, tokens)
 
     @torch.inference_mode()
     def import_prefix(self, prefix: Prefix) -> int:
         """Cache a prefix that an engine with the same model, drafter and dtype exported; returns its tokens cached
         now."""
+        self._need_whole_pages()
         return import_prefix(self.pool, self.worker.store, prefix)
 
+    def _need_whole_pages(self) -> None:
+        """Raise ConfigError where each rank of the model holds a part of every page."""
+        if self.runner.team is not None:
+            raise ConfigError("pages are not moved between engines with --tensor-parallel-size above 1.")
+
+    def command(self, command: str, arguments: Mapping[str, Any]) -> Any:
+        """Run a command of a feature (``Feature.commands``) between two steps. Raises ConfigError where none has it."""
+        calls = {name: call for feature in self.runner.request_features for name, call in feature.commands().items()}
+        if command not in calls:
+            raise ConfigError(f"no feature has a command {command!r}.")
+        return calls[command](**arguments)
+
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._in_flight is not None
+        asked = self.roles.service is not None and self.roles.service.has_news
+        return self.scheduler.has_work or self._in_flight is not None or bool(self.arrivals) or asked
+
+    @property
+    def wakes(self) -> socket.socket | None:
+        """Readable when other engines want something; a loop that sleeps without work polls it too."""
+        return self.roles.wakes
 
     # ---- the loop -----------------------------------------------------------------------------
 
@@ -191,13 +251,32 @@ class Engine:
         Where the next pass depends on what the one before it brings, it is the other way round.
         """
         deltas: list[TokenDelta] = []
+        self._let_in()
         work = self._next_pass()
         if work is None and self._in_flight is not None:
             deltas, work = self._read_in_flight(), self._next_pass()
         launched = self._launch(work) if work is not None else None
         deltas += self._read_in_flight()
         self._in_flight = launched
-        return deltas
+        if launched is None:
+            self._pause()
+        return deltas if self.roles.service is None else self.roles.service.finished(deltas)
+
+    def _pause(self) -> None:
+        """Nothing can be launched: wait a moment for what is coming, if something is."""
+        if self._offload is not None:
+            self._offload.pause()
+        if self.arrivals:
+            time.sleep(PAUSE_SECONDS)
+
+    def _let_in(self) -> None:
+        """Queue the requests that have waited for something else."""
+        if self._offload is not None:
+            self._offload.poll_files()
+        self.roles.poll(self.add, self.abort)
+        if self.arrivals:
+            for sequence in self.arrivals.ready():
+                self.scheduler.add(sequence)
 
     def _next_pass(self) -> Pass | None:
         return self.draft_controller.launching(self.scheduler.schedule())
@@ -220,11 +299,13 @@ class Engine:
             return []
         result = outputs.get("result", NOTHING)
         self.draft_controller.read(work, result)
-        self.scheduler.budget.read(work)
+        self.scheduler.budget.read(work, launched.outputs.device_ms)
         if isinstance(work, Extend):
             for chunk in work.chunks:
                 if chunk.sequence.finish is FinishReason.RUNNING:
                     self.scheduler.commit_prompt(chunk)
+                    if self.roles.service is not None:
+                        self.roles.service.committed(chunk.sequence, self.worker.store)
             for feature, rows in work.asked.items():
                 feature.read_prompt(rows, outputs)
         deltas = []
@@ -310,24 +391,43 @@ class Engine:
             raise ConfigError(f"{drafts} drafts a round: this engine has captured rounds with {self.runner.choices}.")
         self.draft_controller.pin(drafts)
 
+    @property
+    def failing(self) -> int | None:
+        """A descriptor that can be read once a rank of the model has failed; None where there are no others."""
+        return None if self.runner.team is None else self.runner.team.failed
+
+    def check_ranks(self) -> None:
+        """Raise EngineDead where a rank of the model has failed."""
+        if self.runner.team is not None:
+            self.runner.team.check()
+
     def check_integrity(self) -> None:
         """Prove the page bookkeeping; the idle engine calls this. Raises RuntimeError naming the breach."""
         self.pool.check_integrity()
 
     def shutdown(self) -> None:
         """Drop every request and free the device."""
-        for request_id in list(self._sequences):
-            self.abort(request_id)
-        if self._in_flight is not None:
-            self._in_flight.wait()
-            self._in_flight = None
+        with suppress(EngineDead):  # of a rank that has failed: what is in flight never ends
+            for request_id in list(self._sequences):
+                self.abort(request_id)
+            if self._in_flight is not None:
+                self._in_flight.wait()
+        self._in_flight = None
+        self.roles.close()
+        if self._offload is not None:
+            self._offload.close()
         self.runner.close()
 
 
 def _with_carried_drafts(config: ResolvedConfig, checkpoint: Checkpoint) -> ResolvedConfig:
-    """Speculation by what the checkpoint carries, unless flags say how to speculate or its weights are not read."""
+    """Speculation by what the checkpoint carries, or by a bundled model's head, unless flags say how to speculate or
+    the weights are not read."""
     if config.asked.speculative is not None or config.asked.load_format == "dummy":
         return config
+    if (head := catalog.drafts_of(checkpoint.path)) is not None:
+        value = f"{head.method} ({head.model}), k = {head.num_speculative_tokens}"
+        reason = f"the bundled head {head.model}; --speculative-method none turns it off"
+        return config.decide("speculative", value, reason, speculative=head)
     found = carried_speculation(checkpoint.path, checkpoint.config)
     if found is None:
         return config

@@ -127,10 +127,7 @@ class EngineLoop:
 
         A grammar is compiled first, in the calling thread's time: nobody else waits for it.
         """
-        for request in requests:
-            if (prepared := self.engine.prepare(request)) is not None:
-                with contextlib.suppress(Exception):  # adding the request raises it again, in words for the caller
-                    prepared.result()
+        self._prepare(requests)
         inbox = Inbox(requests, notify)
 
         def add(engine: Engine) -> None:
@@ -155,6 +152,21 @@ class EngineLoop:
             self.abort(*inbox.open)
             raise
         return inbox
+
+    def check(self, request: EngineRequest) -> None:
+        """Raises BadRequest for a request that the engine cannot run. One with an adapter is checked between two steps,
+        for other ranks may have to read the adapter again."""
+        if request.adapter is None:
+            return self.engine.check(request)
+        self._prepare([request])
+        return self.call(lambda engine: engine.check(request))
+
+    def _prepare(self, requests: Sequence[EngineRequest]) -> None:
+        """Wait for what requests need before the engine can take them."""
+        for request in requests:
+            if (prepared := self.engine.prepare(request)) is not None:
+                with contextlib.suppress(Exception):  # adding the request raises it again, in words for the caller
+                    prepared.result()
 
     def read(self, inbox: Inbox) -> list[tuple[TokenDelta, float]]:
         """Wait for news of ``inbox``, stepping the engine if nobody else does. Empty once all its requests ended."""

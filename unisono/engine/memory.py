@@ -33,7 +33,8 @@ class PageDemand:
     page_bytes: by lifetime, of one page of target and drafter. windows: by window lifetime, pages that are of use at
     most. snapshot_bytes: of one snapshot of the tails. path_pages: pages that a tree's ``paths`` need beside the
     pool's.
-    logits_bytes: fp32 logits of the largest round, where no measured pass contains them.
+    logits_bytes: fp32 logits of the largest round, where no measured pass contains them. staging_bytes: that pages pass
+    through on their way to host memory and back.
     """
 
     page_bytes: Mapping[int, int]
@@ -42,6 +43,7 @@ class PageDemand:
     paths: int = 1
     path_pages: int = 0
     logits_bytes: int = 0
+    staging_bytes: int = 0
 
     def bytes(self, pages: int) -> int:
         """Bytes of the KV cache with this number of pages of lifetime ALL, those of tree paths included."""
@@ -76,7 +78,7 @@ def fit_pages(
         config = with_graph_bytes(config, CPU_GRAPH_BYTES, "the default on a CPU")
     else:
         used = peak_bytes()
-        held = used + GPU_SLACK + demand.logits_bytes
+        held = used + GPU_SLACK + demand.logits_bytes + demand.staging_bytes
         free = int(config.asked.gpu_memory_utilization * torch.cuda.mem_get_info()[1]) - held
         config = gpu_graph_bytes(config, free)
         free -= config.graph_bytes

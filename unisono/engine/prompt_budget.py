@@ -8,8 +8,8 @@ is added in proportion to the context, and the sum is corrected by what passes t
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Requests
 
@@ -26,49 +26,54 @@ LEAST_MS = 0.01
 """Milliseconds that a pass ahead of prompts counts at least: a round follows it where there is no time for more."""
 
 BELIEF = 0.5
-"""How far what a single pass took corrects what is expected of the next ones."""
+"""How far what a single pass took corrects what is expected of the next ones; less where it is short."""
+
+OUTLIER = 2.0
+"""A pass corrects by this factor at most: where the host was late, its time was put down to another pass."""
+
+MOST_READ = 4
+"""Passes whose outputs were read and whose times are waited for; where passes are not timed none ever comes."""
+
+Took = Callable[[], float | None]
+"""Milliseconds that a pass took on the device; None as long as they are not known."""
+
+WORTH = 0.5
+"""Share of the tokens of the longest pass since the last round that a further one has at least."""
 
 
 class PromptBudget:
     """Bounds the time from the end of a round to the start of the next: that of all prompt passes between them.
 
     max_stall_ms: the bound. most: tokens of a pass at most. extend_ms: the time of a pass with this number of tokens,
-    by the table. round_ms: what the next round of these running requests takes; of both kinds where both run
-    (``scheduler.py``). attention: by what share of the table's time each token of context makes a pass longer.
-    learns: whether passes are timed. clock: in seconds.
+    by the table. attention: by what share of the table's time each token of context makes a pass longer.
 
     Where nothing runs, passes are as large as they can be. A pass of LEAST_TOKENS may always run between two rounds.
     """
 
     def __init__(
-        self,
-        max_stall_ms: float,
-        most: int,
-        extend_ms: Callable[[int], float],
-        round_ms: Callable[[Requests[Sequence]], float],
-        learns: bool = True,
-        attention: float = 0.0,
-        clock: Callable[[], float] = time.perf_counter,
+        self, max_stall_ms: float, most: int, extend_ms: Callable[[int], float], attention: float = 0.0
     ) -> None:
-        self._max_stall_ms, self.most, self._round_ms = max_stall_ms, most, round_ms
-        self._learns, self._clock = learns, clock
+        self._max_stall_ms, self.most = max_stall_ms, most
         self._table, self._attention = extend_ms, attention
         self._correction = 1.0  # what passes take over what is expected of them, a moving average
         self._spent = 0.0  # milliseconds of prompt passes since the last round
-        self._read_at: float | None = None  # when the last round was read
-        self._between: list[Extend | Preparation] = []  # passes for prompts that were read since
+        self._longest = 0  # tokens of the longest of these
+        self._read: deque[tuple[Extend, Took]] = deque(maxlen=MOST_READ)  # passes that may be under way still
 
     def tokens(self, running: Requests[Sequence], start: int) -> int:
         """Tokens of a prompt pass that may be launched now; 0 where a round comes first. start: of its first prompt."""
         if not running:
-            self._spent, self._read_at = 0.0, None
+            self._spent, self._longest = 0.0, 0
             return self.most
         left = self._max_stall_ms - self._spent
         sizes = range(LEAST_TOKENS, self.most + 1, LEAST_TOKENS)
         fitting = bisect_right(sizes, left, key=lambda size: self._ms(size, start + size / 2))
         if fitting == len(sizes):
             return self.most
-        return sizes[fitting - 1] if fitting else 0 if self._spent else min(LEAST_TOKENS, self.most)
+        if not fitting:
+            return 0 if self._spent else min(LEAST_TOKENS, self.most)
+        # What is left after a long pass would have few tokens for its time: the next one, after the round, has more.
+        return sizes[fitting - 1] if sizes[fitting - 1] >= WORTH * self._longest else 0
 
     def room(self, running: Requests[Sequence], ms: Callable[[Key], float]) -> Room:
         """The time that passes ahead of prompts may take now; see :meth:`tokens`. ms: what such a pass takes."""
@@ -81,28 +86,28 @@ class PromptBudget:
         self._spent += max(ms, LEAST_MS)
 
     def extended(self, work: Extend) -> None:
-        """A prompt pass is launched while requests are running."""
+        """A prompt pass is launched."""
         self._spent += self._ms(work.tokens, _context(work))
+        self._longest = max(self._longest, work.tokens)
 
     def round_launched(self) -> None:
         """A round is launched: the next prompt pass has all the time again."""
-        self._spent = 0.0
+        self._spent, self._longest = 0.0, 0
 
-    def read(self, work: Extend | Preparation | Round) -> None:
-        """A pass was read. What one prompt pass between two rounds has added to the time between them is its cost."""
-        if not self._learns:
-            return
-        if not isinstance(work, Round):
-            self._between.append(work)
-            return
-        now, before, between = self._clock(), self._read_at, self._between
-        self._read_at, self._between = (None if work.reads_drafts else now), []
-        # Shorter ones are the ends of prompts: few, and of other sizes.
-        alone = between[0] if len(between) == 1 else None
-        if before is not None and isinstance(alone, Extend) and alone.full:
-            added = 1e3 * (now - before) - self._round_ms(work.sequences)
-            known = self._correction * added / self._ms(alone.tokens, _context(alone))
-            correction = self._correction + BELIEF * (known - self._correction)
+    def read(self, work: Extend | Preparation | Round, took: Took) -> None:
+        """The outputs of a pass were read: learn what prompt passes cost, once they are through."""
+        if isinstance(work, Extend):
+            self._read.append((work, took))
+        while self._read and (ms := self._read[0][1]()) is not None:
+            self._learn(self._read.popleft()[0], ms)
+
+    def _learn(self, work: Extend, ms: float) -> None:
+        """A pass took this long. Shorter ones are the ends of prompts: few, and of other sizes."""
+        if work.full:
+            expected = self._ms(work.tokens, _context(work))
+            belief = BELIEF * min(1.0, expected / self._max_stall_ms)  # the host's share of short ones is larger
+            share = min(max(ms / expected, 1 / OUTLIER), OUTLIER)
+            correction = self._correction * (1 + belief * (share - 1))
             self._correction = min(max(correction, 1 / MOST_CORRECTION), MOST_CORRECTION)
 
     def _ms(self, tokens: int, context: float) -> float:

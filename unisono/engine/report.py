@@ -6,7 +6,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from unisono.config import ResolvedConfig
+from unisono.engine import offload, roles
+from unisono.engine.arrivals import Arrivals
 from unisono.engine.draft_controller import DraftController
+from unisono.engine.roles import Roles
 from unisono.engine.runner import Runner
 from unisono.engine.scheduler import Scheduler
 from unisono.layers.experts import expert_counts
@@ -81,6 +84,8 @@ class Reported(Protocol):
     scheduler: Scheduler
     draft_controller: DraftController
     pool: PagePool
+    arrivals: Arrivals
+    roles: Roles
     checkpoint: Checkpoint
     counters: Counters
     start_seconds: float
@@ -122,6 +127,8 @@ def info(engine: Reported) -> dict[str, object]:
             "usage": round(engine.pool.usage, 4),
             "cached_pages": engine.pool.tree.pages,
         },
+        "kv_offload": offload.info(engine.pool.offload, worker.host_pages),
+        "kv_transfer": roles.info(engine.roles),
         "graphs": runner.planner.report(),
         "graph_memory": runner.planner.costs(),
         "passes": [
@@ -136,7 +143,7 @@ def info(engine: Reported) -> dict[str, object]:
         "counters": asdict(engine.counters),
         "experts": expert_load(engine),
         "start_seconds": {**runner.seconds, "total": round(engine.start_seconds, 3)},
-        "requests": {"running": len(scheduler.active), "waiting": len(scheduler.waiting)},
+        "requests": {"running": len(scheduler.active), "waiting": len(scheduler.waiting) + len(engine.arrivals)},
         **{name: told for feature in runner.request_features for name, told in feature.info().items()},
     }
 
@@ -173,7 +180,7 @@ def metrics(engine: Reported) -> list[Metric]:
     s, planner, c = engine.scheduler, engine.runner.planner, engine.counters
     gauges = [
         ("num_requests_running", len(s.active), "Requests that hold a slot."),
-        ("num_requests_waiting", len(s.waiting), "Requests in the queue."),
+        ("num_requests_waiting", len(s.waiting) + len(engine.arrivals), "Requests in the queue."),
         ("kv_cache_usage_perc", engine.pool.usage, "Share of KV pages held by requests, 0 to 1."),
     ]
     counters = [
@@ -189,6 +196,8 @@ def metrics(engine: Reported) -> list[Metric]:
     ]
     samples: list[Metric] = [(name, "gauge", {}, value, text) for name, value, text in gauges]
     samples += [(name, "counter", {}, value, text) for name, value, text in counters]
+    samples += offload.metrics(engine.pool.offload, engine.runner.worker.host_pages)
+    samples += roles.metrics(engine.roles)
     for place, accepted in enumerate(c.accepted_per_position):
         name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were accepted, by their place."
         samples.append((name, "counter", {"position": str(place)}, accepted, text))

@@ -11,6 +11,7 @@ from unisono.config import ResolvedConfig
 from unisono.engine.buckets import CPU_COST, check_full
 from unisono.engine.build import Build
 from unisono.engine.commands import Command, ResetSlots
+from unisono.engine.ranks import Team, ranks_of
 from unisono.graphs.planner import Buckets, Planner
 from unisono.layers.experts import products_per_token
 from unisono.models.checkpoint import Checkpoint
@@ -21,6 +22,10 @@ ATTENTION_RATE = 1.45
 """How much longer an operation of attention takes than one of a product: 532 against 768 TFLOP/s on an H200."""
 
 
+PROMPTS = ("extend", "mixed", "score")
+"""Programs whose passes are timed, for the bound on how long running requests wait for prompts."""
+
+
 class Runner:
     """Builds rank 0's worker, has its graphs captured, then launches passes.
 
@@ -29,13 +34,30 @@ class Runner:
     """
 
     def __init__(self, config: ResolvedConfig, checkpoint: Checkpoint, progress: Callable[[str, float], None]) -> None:
-        self._build = build = Build(config, checkpoint, progress)
+        self.team: Team | None = None
+        ranks = ranks_of(config, checkpoint.config)
+        if ranks.count > 1:
+            self.team = Team(config, ranks)
+        try:
+            self._start(config, checkpoint, progress)
+        except BaseException:
+            if self.team is not None:
+                self.team.close()
+            raise
+
+    def _start(self, config: ResolvedConfig, checkpoint: Checkpoint, progress: Callable[[str, float], None]) -> None:
+        self._build = build = Build(config, checkpoint, progress, self.team)
+        if self.team is not None:
+            self.team.exchange("ready")
         self.worker, self.seconds, self.decide = build.worker, build.seconds, build.decide
         self.choices, self.width, self.paths = build.choices, build.width, build.paths
         self.max_unobserved, self.max_extend_rows = build.max_unobserved, build.max_extend_rows
+        self.decode_sizes = build.decode_sizes
         self.features = self.worker.drafter.features
         self.request_features = build.request_features
-        self.planner = Planner(self.worker.graphs, self.send, budget=self.config.graph_bytes)
+        for feature in self.request_features:
+            feature.start(self.send)
+        self.planner = Planner(self.worker.graphs, self.send, budget=self.config.graph_bytes, timed=PROMPTS)
         with build.stage("capture"):
             self.planner.capture(self.buckets(), lambda share: progress("capture", share))
         check_full(self.config, self.planner.graphs())
@@ -50,8 +72,13 @@ class Runner:
         return self._build.buckets(self.worker.graphs.programs)
 
     def send(self, command: Command) -> PendingOutputs | None:
-        """Have every rank execute a command: there is one."""
-        return self.worker.execute(command)
+        """Have every rank execute a command; returns the outputs that rank 0's worker gives.
+
+        Raises EngineDead where another rank has failed.
+        """
+        if self.team is None:
+            return self.worker.execute(command)
+        return self.team.send(command, self.worker)
 
     def forget(self) -> None:
         """Reset slots and counts. No request may hold a slot."""
@@ -62,11 +89,16 @@ class Runner:
         """Of a round with this number of requests and of drafts for each."""
         return Key("round", Shape(rows, 1 + drafts), self.features)
 
+    def mixed_key(self, tokens: int, decodes: int) -> Key:
+        """Of a mixed pass with this number of prompt tokens and this room for requests that decode."""
+        return Key("mixed", Shape(tokens + decodes, 1 + decodes), self.features)
+
     @property
     def attention_share(self) -> float:
         """By what share of a prompt pass's products each key that its tokens see makes it longer."""
         model = self.worker.model
         heads = sum(spec.num_heads * spec.head_dim for spec in map(attention_of, model.config.layers) if spec)
+        heads //= model.builder.ranks.count
         return ATTENTION_RATE * 2 * heads / max(1, products_per_token(model.layers))
 
     def catch_up_key(self, rows: int) -> Key:
@@ -84,10 +116,14 @@ class Runner:
         return self.planner.expected_ms(key)
 
     def close(self) -> None:
-        """Free the device."""
+        """Free the device. Graphs go before what carries their gathers."""
+        if self.team is not None:
+            self.team.begin_closing()
         self.planner.close()
         for feature in self.request_features:
             feature.close()
         self.worker.close()
         del self.request_features
         self._build.close()
+        if self.team is not None:
+            self.team.close()

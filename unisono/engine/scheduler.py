@@ -1,8 +1,9 @@
 """Who runs next: admission, chunked prompts, rounds, preemption. Host bookkeeping only.
 
 Clients take turns, and a client's requests are served in the order in which they came, or by priority where the policy
-says so (``waiting.py``); the same order decides whose prompt runs first. Prompts never share a pass with rounds; how
-much of them runs between two rounds follows from what passes cost (``prompt_budget.py``), so neither side starves. When
+says so (``waiting.py``); the same order decides whose prompt runs first. Rounds and prompts have passes of their own,
+but where running requests may decode in a prompt pass (``mixing.py``); how much of prompts runs between two rounds
+follows from what passes cost (``prompt_budget.py``), so neither side starves. When
 pages run out the request that is last in this order gives its own back and resumes later, with the same bytes: its
 noise and its keys depend on positions, not on when they are computed.
 
@@ -15,10 +16,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 
 from unisono.engine.device_state import DeviceState
+from unisono.engine.mixing import Mixing
 from unisono.engine.prompt_budget import PromptBudget
 from unisono.engine.sequence import Chunk, Extend, Growth, Pass, Preparation, Round, Sequence, Verify
 from unisono.engine.slots import SlotPool
@@ -28,6 +31,9 @@ from unisono.program import Key
 from unisono.state.pages import OutOfPages, PagePool, Reservation, pages_for
 from unisono.state.specs import ALL
 from unisono.types import FinishReason
+
+MAX_PASSED = 64
+"""Requests that others may pass in one step, because a feature cannot serve them yet."""
 
 
 class _Wait(Exception):
@@ -47,9 +53,11 @@ class Scheduler:
         budget: PromptBudget,
         by_priority: bool = False,
         pass_ms: Callable[[Key], float] = lambda key: 0.0,
+        mixing: Mixing | None = None,
     ) -> None:
         self.pool, self.slots, self.device, self.width = pool, slots, device, width
         self.max_extend_rows, self.budget, self._pass_ms = max_extend_rows, budget, pass_ms
+        self._mixing = mixing
         self.waiting = Waiting(by_priority)
         self.extending: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -75,12 +83,23 @@ class Scheduler:
     def schedule(self) -> Pass | None:
         """The next pass; None when there is nothing to run before the pass in flight is read."""
         self.device.before_pass()
+        self.device.arrive()
         self._admit()
+        self.device.arrive()
+        try:
+            return self._choose()
+        finally:
+            self.device.flush()
+
+    def _choose(self) -> Pass | None:
+        """The next pass, of the requests that have a slot."""
         if self.extending and (tokens := self.budget.tokens(self.running, self.extending[0].extended)):
             if (preparation := self._preparation(tokens)) is not None:
                 return preparation
-            if (extend := self._next_extend(tokens)) is not None:
+            if (extend := self._next_extend(*self._with_decodes(tokens))) is not None:
                 self.budget.extended(extend)
+                if extend.decodes:
+                    self.budget.round_launched()  # it is one, too
                 return extend
         reading = [s for s in self.running if s.reads_drafts]
         others = [s for s in self.running if not s.reads_drafts] if reading else self.running
@@ -139,28 +158,49 @@ class Scheduler:
         sequence.extended = sequence.mapped = sequence.unobserved = sequence.round_start = 0
 
     def _admit(self) -> None:
-        while self.waiting and self.slots.available:
+        """Give slots to those who wait. Who can't have one for a feature's sake, and who wants that too, is passed."""
+        passed: list[Sequence] = []
+        held: set[Feature] = set()
+        while self.waiting and self.slots.available and len(passed) < MAX_PASSED:
             sequence = self.waiting.first()
-            if sequence.waits_for_leader:
-                return
-            pages = self.device.open(sequence)
-            if pages is None:
-                return
-            # One page of headroom per running request, or admission would be undone by preemption.
-            headroom = len(self.active)
-            # The first sampled token's page too: drafters may look one token ahead.
-            tokens = min(len(sequence.tokens) + 1, sequence.max_length)
-            need = pages_for(tokens) - len(pages.entries)
-            if need + headroom > self.pool.available:
-                pages.release()
-                return
-            pages.reserve(tokens)
-            self._start(self.waiting.take(), pages)
+            if by := sequence.held_by() | (held & sequence.states.keys()):
+                held |= by
+                self.waiting.remove(sequence)
+                passed.append(sequence)
+            elif not self._admit_one(sequence):
+                break
+        for sequence in passed:
+            self.waiting.add(sequence)
+
+    def _admit_one(self, sequence: Sequence) -> bool:
+        """Give the first of those who wait a slot; False where it has to wait."""
+        if sequence.waits_for_leader:
+            return False
+        pages = self.device.open(sequence)
+        if pages is None:
+            return False
+        return self._reserved(sequence, pages)
+
+    def _reserved(self, sequence: Sequence, pages: Reservation) -> bool:
+        """Start it with pages for its whole prompt; False where there are too few."""
+        # One page of headroom per running request, or admission would be undone by preemption.
+        headroom = len(self.active)
+        # The first sampled token's page too: drafters may look one token ahead.
+        tokens = min(len(sequence.tokens) + 1, sequence.max_length)
+        need = pages_for(tokens) - len(pages.entries)
+        if need + headroom > self.pool.available:
+            pages.release()
+            return False
+        pages.fetch()
+        pages.reserve(tokens)
+        self._start(self.waiting.take(), pages)
+        return True
 
     def _start(self, sequence: Sequence, pages: Reservation) -> None:
         request = sequence.request
         tokens = sequence.tokens
         sequence.pages, sequence.extended = pages, pages.cached_tokens
+        sequence.admitted()
         sequence.slot = self.slots.claim(request, tokens, sequence.max_length, pages.pages, sequence.slot_values)
         sequence.mapped = len(pages.entries)
         self.device.begin(sequence, pages)
@@ -188,10 +228,18 @@ class Scheduler:
                 return Preparation(ahead)
         return None
 
-    def _next_extend(self, budget: int) -> Extend | None:
-        """A prompt pass of at most ``budget`` tokens; None where no prompt can go on yet."""
+    def _with_decodes(self, budget: int) -> tuple[int, list[Sequence]]:
+        """Prompt tokens of the next prompt pass, at most, and the running requests that decode in it, if any do."""
+        prompts = self.extending[: self.max_extend_rows]
+        if self._mixing is not None and (tokens := self._mixing.prompt_tokens(self.running, prompts, budget)):
+            with suppress(_Wait):
+                return tokens, self._able(self.running)
+        return budget, []
+
+    def _next_extend(self, budget: int, decodes: list[Sequence]) -> Extend | None:
+        """A prompt pass of at most ``budget`` tokens in which these decode; None where no prompt can go on yet."""
         chunks = []
-        for sequence in self.extending[: self.max_extend_rows]:
+        for sequence in [s for s in self.extending if not s.coming][: self.max_extend_rows]:
             if budget == 0:
                 break
             start, total = sequence.extended, len(sequence.tokens)
@@ -208,13 +256,15 @@ class Scheduler:
             self.waiting.served(sequence)
         if not chunks:
             return None
+        growth = self._growth(decodes) if decodes else {}
         for chunk in chunks:
             if chunk.last:
                 self.extending.remove(chunk.sequence)
                 self.running.append(chunk.sequence)
                 chunk.sequence.in_flight += 1
         self.device.extending(chunks)
-        return Extend(chunks, full=budget == 0)
+        room = self._mixing.room(len(decodes)) if self._mixing is not None and decodes else 0
+        return Extend(chunks, budget == 0, tuple(decodes), growth, room)
 
     def _next_reading(self, sequences: list[Sequence]) -> Round | Verify | None:
         """The next pass of those whose drafts the host reads; None while it has to read something first."""
@@ -237,21 +287,29 @@ class Scheduler:
 
     def _next_round(self, sequences: list[Sequence], reads_drafts: bool) -> Round | None:
         """A round of these, which are all that run of one kind. Raises _Wait."""
+        able = self._able(sequences)
+        if not able:
+            return None
+        if reads_drafts or sequences is self.running:
+            self.budget.round_launched()  # where both kinds run, prompts have the time of a turn of both
+        return Round(able, self._growth(able), self.width - 1, reads_drafts=reads_drafts)
+
+    def _able(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Those of the sequences that may go on, with pages for the worst case. Raises _Wait."""
         # A pass in flight commits one token at least: these may go on, the others end when it is read.
         able = [s for s in sequences if len(s.tokens) + s.in_flight < s.max_length]
         for sequence in able:
             if sequence.pages is not None:
                 self._grow(sequence)
-        able = [s for s in able if s.pages is not None]  # growing one may have preempted another
-        if not able:
-            return None
-        if reads_drafts or sequences is self.running:
-            self.budget.round_launched()  # where both kinds run, prompts have the time of a turn of both
+        return [s for s in able if s.pages is not None]  # growing one may have preempted another
+
+    def _growth(self, sequences: list[Sequence]) -> dict[int, list[Growth]]:
+        """By page lifetime, what the page tables of these grow by in a pass that commits tokens of them."""
         growth: dict[int, list[Growth]] = {lifetime: [] for lifetime in (ALL, *self.pool.windows)}
-        for sequence in able:
+        for sequence in sequences:
             for lifetime, grown in self._map(sequence).items():
                 growth[lifetime].append(grown)
-        return Round(able, growth, self.width - 1, reads_drafts=reads_drafts)
+        return growth
 
     def _grow(self, sequence: Sequence) -> None:
         """Reserve the worst case of one more round.

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import operator
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -57,6 +57,9 @@ class Sequence:
         self.reads_drafts = any(feature.reads_drafts for feature in self.states)
         given = [state.prompt_keys for state in self.states.values()]
         self._prompt_keys = _together([keys for keys in given if keys is not None])
+        for root in [state.prefix_root for state in self.states.values() if state.prefix_root is not None]:
+            first, *others = self._prompt_keys or self.request.prompt_token_ids
+            self._prompt_keys = [rooted(first, root), *others]
         if self.request.cache_salt is not None:
             first, *others = self._prompt_keys or self.request.prompt_token_ids
             self._prompt_keys = [salted(first, self.request.cache_salt), *others]
@@ -66,6 +69,11 @@ class Sequence:
         """Whether the prefix cache will soon have the prompt: the leader is computing it."""
         leader = self.leader
         return leader is not None and leader.finish is FinishReason.RUNNING and len(leader.tokens) == leader.prompt_len
+
+    @property
+    def coming(self) -> bool:
+        """Whether it waits for pages that come back from host memory."""
+        return self.pages is not None and self.pages.coming
 
     @property
     def prompt_len(self) -> int:
@@ -88,6 +96,15 @@ class Sequence:
         for state in self.states.values():
             end = state.reach(self.extended, end)
         return end
+
+    def held_by(self) -> set[Feature]:
+        """The features that keep the request from getting a slot now."""
+        return {feature for feature, state in self.states.items() if not state.ready()}
+
+    def admitted(self) -> None:
+        """The request gets a slot."""
+        for state in self.states.values():
+            state.admitted()
 
     def released(self) -> None:
         """The request has given its slot back."""
@@ -115,21 +132,29 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Extend:
-    """A prompt pass. full: whether it has as many tokens as it may have."""
+    """A prompt pass. full: whether it has as many tokens as it may have.
+
+    decodes: the requests that decode in it, a token each, where it is a mixed pass; growth: of these, as of a round.
+    room: rows that the pass has for these, before those of the chunks.
+    """
 
     chunks: list[Chunk]
     full: bool = True
+    decodes: tuple[Sequence, ...] = ()
+    growth: Mapping[int, list[Growth]] = field(default_factory=dict)
+    room: int = 0
 
     @cached_property
     def tokens(self) -> int:
-        return sum(chunk.end - chunk.start for chunk in self.chunks)
+        """Of prompts, and of those that decode."""
+        return sum(chunk.end - chunk.start for chunk in self.chunks) + len(self.decodes)
 
     @cached_property
     def asked(self) -> dict[Feature, list[Row]]:
         """The requests that ask for each feature."""
-        asked: dict[Feature, list[Row]] = {}
+        asked = _asked(self.decodes)
         first = 0
-        for index, chunk in enumerate(self.chunks):
+        for index, chunk in enumerate(self.chunks, self.room):
             for feature, state in chunk.sequence.states.items():
                 row = Row(index, state, chunk.start, chunk.end, first, chunk.last)
                 asked.setdefault(feature, []).append(row)
@@ -139,7 +164,8 @@ class Extend:
     @property
     def committing(self) -> list[tuple[int, Sequence]]:
         """(row, sequence) of those that sample a token."""
-        return [(i, chunk.sequence) for i, chunk in enumerate(self.chunks) if chunk.last]
+        ended = [(i, chunk.sequence) for i, chunk in enumerate(self.chunks, self.room) if chunk.last]
+        return [*enumerate(self.decodes), *ended]
 
 
 @dataclass(frozen=True)
@@ -167,11 +193,7 @@ class Round:
     @cached_property
     def asked(self) -> dict[Feature, list[Row]]:
         """The requests that ask for each feature."""
-        asked: dict[Feature, list[Row]] = {}
-        for index, sequence in enumerate(self.sequences):
-            for feature, state in sequence.states.items():
-                asked.setdefault(feature, []).append(Row(index, state))
-        return asked
+        return _asked(self.sequences)
 
     @cached_property
     def plain(self) -> bool:
@@ -193,6 +215,15 @@ class Verify:
     drafts: np.ndarray
 
 
+def _asked(sequences: Iterable[Sequence]) -> dict[Feature, list[Row]]:
+    """The requests that ask for each feature, of those that have a row each."""
+    asked: dict[Feature, list[Row]] = {}
+    for index, sequence in enumerate(sequences):
+        for feature, state in sequence.states.items():
+            asked.setdefault(feature, []).append(Row(index, state))
+    return asked
+
+
 def salted(first: Token, salt: str) -> bytes:
     """What the prefix cache knows a prompt's first token by under a cache_salt.
 
@@ -204,6 +235,15 @@ def salted(first: Token, salt: str) -> bytes:
 
 
 SALTED_BYTES = 32
+
+
+def rooted(first: Token, root: bytes) -> bytes:
+    """What the prefix cache knows a prompt's first token by where more than tokens decides about its keys and values.
+
+    No salt gives the same: the digest is of another kind.
+    """
+    text = first if isinstance(first, bytes) else str(first).encode()
+    return hashlib.blake2b(text, key=root[:64], person=b"prefix root", digest_size=SALTED_BYTES).digest()
 
 
 def _together(keys: list[list[int | bytes]]) -> list[int | bytes] | None:

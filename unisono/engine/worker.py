@@ -13,14 +13,31 @@ import torch
 from torch import nn
 
 from unisono.drafters.base import Drafter
-from unisono.engine.commands import Command, LoadTail, ResetSlots, ResetTail, SaveTail, WritePages, WriteSlot
+from unisono.engine.commands import (
+    Arrived,
+    Command,
+    KeepAdapters,
+    LoadTail,
+    MoveIn,
+    MoveOut,
+    ReadAdapter,
+    ResetSlots,
+    ResetTail,
+    SaveTail,
+    WriteAdapter,
+    WritePages,
+    WriteSlot,
+)
 from unisono.engine.slots import Slots
 from unisono.graphs.graph_set import GraphSet
+from unisono.kernels.staying import release
 from unisono.layers.experts import reset_expert_counts
 from unisono.models.decoder import Decoder
+from unisono.models.held_adapters import HeldAdapters
 from unisono.models.vision.tower import VisionTower
 from unisono.passes.settle import settle_tails
 from unisono.program import PendingOutputs
+from unisono.state.host_pages import HostPages
 from unisono.state.store import StateStore
 
 
@@ -29,7 +46,8 @@ class Worker:
 
     tower: what encodes pictures for the model; None where it sees nothing.
     num_pages: pages of the pool by lifetime; path_pages: of each lifetime beside these, for the paths of trees.
-    snapshots: how many snapshots of tails there is room for.
+    snapshots: how many snapshots of tails there is room for. host_pages: where evicted pages wait; None: nowhere.
+    adapters: what may be put into the model's room for adapters; None: it has none.
     """
 
     def __init__(
@@ -45,6 +63,8 @@ class Worker:
         self.tower = tower
         self.num_pages: Mapping[int, int] = {}
         self.path_pages = self.snapshots = 0
+        self.host_pages: HostPages | None = None
+        self.adapters: HeldAdapters | None = None
 
     def hold_pages(self, num_pages: Mapping[int, int], path_pages: int = 0, snapshots: int = 0) -> None:
         """Allocate the pages of target and drafter, in place of fewer ones."""
@@ -54,7 +74,8 @@ class Worker:
     def execute(self, command: Command) -> PendingOutputs | None:
         """Execute a command and return at once, with the outputs of a launched pass on their way to the host.
 
-        Raises torch.OutOfMemoryError where a graph to be captured does not fit.
+        Raises torch.OutOfMemoryError where a graph to be captured does not fit, CheckpointError where an adapter cannot
+        be read.
         """
         if isinstance(command, WriteSlot):
             self.slots.write(command)
@@ -68,12 +89,26 @@ class Worker:
             self.store.load_tail(command.slot, command.snapshot, command.position)
         elif isinstance(command, ResetTail):
             self.store.reset_tail(command.slot)
+        elif isinstance(command, MoveOut | MoveIn | Arrived):
+            self._move(command)
+        elif isinstance(command, ReadAdapter | KeepAdapters | WriteAdapter):
+            assert self.adapters is not None
+            self.adapters.execute(command)
         elif isinstance(command, ResetSlots):
             self.slots.reset()
             reset_expert_counts(self.model)
         else:
             return self.graphs.execute(command)
         return None
+
+    def _move(self, command: MoveOut | MoveIn | Arrived) -> None:
+        assert self.host_pages is not None
+        if isinstance(command, MoveOut):
+            self.host_pages.move_out(command.moves)
+        elif isinstance(command, MoveIn):
+            self.host_pages.move_in(command.ticket, command.moves)
+        else:
+            self.host_pages.arrived(command.ticket)
 
     def modules(self) -> Iterator[nn.Module]:
         """Every module of the target."""
@@ -86,7 +121,11 @@ class Worker:
         on_gpu = self.graphs.device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize()  # the drafter's part of the last pass may still run
+            release(self)
+        if self.host_pages is not None:
+            self.host_pages.close()
         self.graphs.close()
+        self.adapters = None
         del self.model, self.tower, self.drafter, self.store, self.slots
         gc.collect()
         if on_gpu:

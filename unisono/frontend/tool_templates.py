@@ -18,6 +18,9 @@ Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]] | None], str]
 """A template: messages and tools to text. Raises any exception where it refuses them."""
 
+HARMONY = "<|channel|>commentary"
+"""What the template of gpt-oss has, and no other."""
+
 NAME, KEY, VALUE, ID, RESULT = "probe_function", "probe_key", "probe_value", "call12345", "probe_result"
 TOOL = {
     "type": "function",
@@ -43,23 +46,25 @@ To call one, answer with its name and arguments as JSON between tags, one pair o
 @dataclass(frozen=True)
 class ToolTemplate:
     """What a template can write. tools: definitions. calls: calls and results; objects: their arguments as objects;
-    empty: a call's content as an empty string in place of null. short_ids: ids must have nine letters and digits."""
+    empty: a call's content as an empty string in place of null. short_ids: ids must have nine letters and digits.
+    harmony: gpt-oss's, which writes one call for each message and takes thoughts as ``thinking``."""
 
     tools: bool = False
     calls: bool = False
     objects: bool = True
     empty: bool = False
     short_ids: bool = False
+    harmony: bool = False
 
     @classmethod
     def of(cls, text: str, render: Render) -> ToolTemplate:
         """Try what a template with this text can do."""
         user = {"role": "user", "content": "Hi."}
         tools = NAME in _try(render, [user], [TOOL])
-        short = "length 9" in text
+        short, harmony = "length 9" in text, HARMONY in text
         for objects in (True, False):
             for empty in (False, True):
-                given = cls(tools, True, objects, empty, short)
+                given = cls(tools, True, objects, empty, short, harmony)
                 call = {"name": NAME, "arguments": {KEY: VALUE}}
                 calls = [{"id": ID, "type": "function", "function": call}]
                 messages: list[Message] = [
@@ -77,6 +82,8 @@ class ToolTemplate:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
     ) -> tuple[list[Message], Sequence[Mapping[str, Any]] | None]:
         """A conversation and tools as the template takes them. Arguments come as objects, content may be None."""
+        if self.calls and self.harmony:
+            messages = _one_call_each(messages)
         written = [self._message(message) for message in messages] if self.calls else _plain(messages)
         if tools and not self.tools:
             return _told(written, tools), None
@@ -101,6 +108,32 @@ class ToolTemplate:
 
 
 NO_TOOLS = ToolTemplate()
+
+
+def _one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with one call in a message, its result after it, and its thought as ``thinking``.
+
+    gpt-oss's template writes either the thought or the content of a message with a call, as a thought.
+    """
+    results = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
+    written: list[Message] = []
+    moved: set[str] = set()
+    for message in messages:
+        calls = message.get("tool_calls") or []
+        if message["role"] == "tool" and message.get("tool_call_id") in moved:
+            continue
+        if not calls:
+            written.append(message)
+            continue
+        thoughts = [text for text in (message.get("reasoning_content"), message.get("content")) if text]
+        rest = {name: message[name] for name in message if name not in ("reasoning_content", "content", "tool_calls")}
+        for number, call in enumerate(calls):
+            thinking = {"thinking": "\n\n".join(thoughts)} if thoughts and not number else {}
+            written.append({**rest, **thinking, "content": None, "tool_calls": [call]})
+            if len(calls) > 1 and (found := results.get(call.get("id"))) is not None:
+                written.append(found)
+                moved.add(call["id"])
+    return written
 
 
 def _try(render: Render, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:

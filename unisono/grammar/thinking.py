@@ -2,7 +2,7 @@
 
 :class:`ThinkingMatcher` is a :class:`~unisono.grammar.matcher.Follower` as a Matcher is, and contains one where the
 request has a grammar. A thought is over where its closing mark is spelt, in one token or in several; the reader of the
-answer (``server/reasoning.py``) sees the same in the text. What a position may take follows from the committed tokens
+answer (``frontend/reasoning.py``) sees the same in the text. What a position may take follows from the committed tokens
 alone, so that drafts, batches and preemption change nothing.
 
     begin      a thought may be opened, or the grammar begins at once

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from unisono.graphs.compiled import compile_program
 from unisono.graphs.segments import Break, Part, Segmented, refusal, tensors
 from unisono.program import Buffers, Key, Program, capturing
 
@@ -119,6 +118,8 @@ class CudaGraph(Segmented):
         program.run(buffers)  # compiles kernels and creates handles, which a capture must not do
         run = partial(program.run, buffers)
         if compile:
+            from unisono.graphs.compiled import compile_program  # a second to import: torch._inductor
+
             run = partial(compile_program(program.run, buffers, splits).run, session.call)
             run()  # as above
         torch.cuda.synchronize()

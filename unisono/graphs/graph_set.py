@@ -15,7 +15,7 @@ import torch
 
 from unisono.graphs.cuda import CudaGraph
 from unisono.graphs.tape import Tape
-from unisono.program import Buffers, Graph, Key, PendingOutputs, Program
+from unisono.program import Buffers, Features, Graph, Key, PendingOutputs, Program
 
 KEPT_EAGER_BUFFERS, KEPT_EAGER_BYTES = 64, 4 << 20
 """Buffers of eager passes that are kept for the next pass of the same key: how many at most, and bytes of each."""
@@ -24,12 +24,14 @@ KEPT_EAGER_BUFFERS, KEPT_EAGER_BYTES = 64, 4 << 20
 class Launch(msgspec.Struct, frozen=True, tag=True):
     """Run the pass ``key`` on ``batch``: replay the captured graph ``graph``, or run eagerly where it is None.
 
-    batch: an array or a list of numbers for each input field of the program.
+    batch: an array or a list of numbers for each input field of the program. timed: on a GPU, note when the device
+    begins the pass and when it is through.
     """
 
     key: Key
     graph: Key | None
     batch: Mapping[str, Any]
+    timed: bool = False
 
 
 class Capture(msgspec.Struct, frozen=True, tag=True):
@@ -66,6 +68,7 @@ class GraphSet:
         self.eager_ms: dict[Key, tuple[float, float]] = {}
         self._graphs: dict[Key, Graph] = {}
         self._eager_buffers: dict[Key, Buffers] = {}
+        self._recorded: set[tuple[str, int, Features]] = set()  # program, width and features of every tape so far
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     @property
@@ -99,6 +102,16 @@ class GraphSet:
         return None
 
     def _launch(self, command: Launch) -> PendingOutputs:
+        if not command.timed or self.device.type != "cuda":
+            return self._run(command)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        outputs = self._run(command)
+        end.record()
+        outputs.span = begin, end
+        return outputs
+
+    def _run(self, command: Launch) -> PendingOutputs:
         key = command.key
         if command.graph is not None:
             graph = self._graphs[command.graph]
@@ -129,7 +142,10 @@ class GraphSet:
         program = self.programs[key.program]
         buffers = self._buffers(program, key)
         if self._pool is None:
-            return Tape(program, key, buffers, splits, self.compile)
+            like = key.program, key.shape.width, key.features
+            tape = Tape(program, key, buffers, splits, self.compile, warm=like in self._recorded)
+            self._recorded.add(like)
+            return tape
         if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()  # torch frees a pool with its last graph, for good
         return CudaGraph(program, key, buffers, self._pool, splits, self.compile)

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class Buckets:
     unfit: why not even the smallest shape could be captured; None where it could be, or was not tried.
     share: the share of the memory budget that the program's graphs may take.
     width: of the shapes.
+    like: the program and width whose passes cost the same, planned before; instead of measuring.
     """
 
     program: Program
@@ -73,6 +74,7 @@ class Buckets:
     unfit: Reason | None = None
     share: float = 1.0
     width: int = 1
+    like: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
         if self.shapes:
@@ -87,7 +89,8 @@ class Planner:
 
     graphs: the graph set of rank 0's own worker, whose measured times and sizes decide.
     send: executes a command on every rank and returns the outputs of a launched pass; by default on ``graphs`` alone.
-    enabled: False runs everything eagerly. budget: bytes that graphs may take; None: no limit.
+    enabled: False runs everything eagerly. budget: bytes that graphs may take; None: no limit. timed: programs whose
+        passes' outputs say what they took on the device.
     ``idle_captures`` counts graphs that were captured after the start.
     """
 
@@ -97,8 +100,10 @@ class Planner:
         send: Callable[[GraphCommand], PendingOutputs | None] | None = None,
         enabled: bool = True,
         budget: int | None = None,
+        timed: Collection[str] = (),
     ) -> None:
         self.graph_set, self._send, self.budget = graphs, send or graphs.execute, budget
+        self._timed_programs = frozenset(timed)
         self.passes: Counter[tuple[str, str, str]] = Counter()  # (program, kind, reason) -> passes
         # Rows of replayed graphs by program (tokens, for an extend pass): with a request, and padding.
         self.filled_rows: Counter[str] = Counter()
@@ -142,6 +147,8 @@ class Planner:
         self._variants = {name: [] for name in self._programs}
         for buckets in plan:
             variants = self._programs[buckets.program.name, buckets.width]
+            if buckets.like is not None:
+                buckets = dataclasses.replace(buckets, cost=self._programs[buckets.like][0].cost)
             if self.enabled and buckets.measured and self._captures(buckets):
                 # More features change the cost of a pass very little.
                 like = variants[0] if variants else self._measure(buckets)
@@ -281,6 +288,11 @@ class Planner:
         cost = self._buckets(key).cost
         return self.pass_ms(key) or (cost.replay(key.shape.rows) if cost is not None else 0.0)
 
+    def launched_ms(self, key: Key) -> float:
+        """:meth:`pass_ms`, else what an eager pass takes, the host's launches included; 0 where nothing is known."""
+        cost = self._buckets(key).cost
+        return self.pass_ms(key) or (cost.eager(key.shape.rows) if cost is not None else 0.0)
+
     def _buckets(self, key: Key) -> Buckets:
         """The buckets of passes with this key's features: exactly these, else a planned superset.
 
@@ -331,15 +343,16 @@ class Planner:
 
     def launch(self, key: Key, batch: Mapping[str, object]) -> PendingOutputs:
         """Send the pass with this batch, as planned, and count it. Returns its outputs on their way to the host."""
+        timed = key.program in self._timed_programs
         answer = self._launchable.get(key) or self._launch_plan(key)
         if isinstance(answer, Replay):
             graph = answer.graph
-            outputs = self._send(Launch(key, graph.key, batch))
+            outputs = self._send(Launch(key, graph.key, batch, timed))
             self.passes[key.program, graph.kind, ""] += 1
             self.padded_rows[key.program] += graph.key.shape.rows - key.shape.rows
             self.filled_rows[key.program] += key.shape.rows
         else:
-            outputs = self._send(Launch(key, None, batch))
+            outputs = self._send(Launch(key, None, batch, timed))
             self.passes[key.program, "eager", answer.reason.name] += 1
             self._note_missing(key, answer.reason)
         assert outputs is not None

@@ -100,6 +100,11 @@ class Recorder(TorchDispatchMode):
     ``steps`` are the calls and breaks in order.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled under this mode, and torch would enter and leave its compiler at each op."""
+        return False
+
     def __init__(self, splits: bool) -> None:
         super().__init__()
         self.splits = splits

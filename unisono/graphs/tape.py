@@ -12,7 +12,6 @@ import time
 
 import torch
 
-from unisono.graphs.compiled import compile_program
 from unisono.graphs.recorder import Call, Recorder
 from unisono.graphs.segments import Break, Segmented, storages
 from unisono.program import Buffers, Key, Program
@@ -21,19 +20,29 @@ from unisono.program import Buffers, Key, Program
 class Tape(Segmented):
     """A captured pass on the CPU; see :class:`unisono.program.Graph`.
 
-    splits: take optional breaks too. compile: :func:`unisono.graphs.compiled.compile_program` goes first.
+    splits: take optional breaks too. compile: :func:`unisono.graphs.compiled.compile_program` goes first. warm: the
+    program has run before, so that everything it makes once is there.
     """
 
     def __init__(
-        self, program: Program, key: Key, buffers: Buffers, splits: bool = False, compile: bool = False
+        self,
+        program: Program,
+        key: Key,
+        buffers: Buffers,
+        splits: bool = False,
+        compile: bool = False,
+        warm: bool = False,
     ) -> None:
         started = time.perf_counter()
         super().__init__(program, buffers)
         self.key = key
         run = program.run
-        run(buffers)  # warm up outside the tape, as a CUDA graph's capture does
+        if not warm:
+            run(buffers)  # outside the tape, as a CUDA graph's capture does
         recorder = Recorder(splits)
         if compile:
+            from unisono.graphs.compiled import compile_program  # a second to import: torch._inductor
+
             pieces = compile_program(run, buffers, splits)
             recorder.record(lambda b: pieces.run(recorder.call), buffers)
         else:

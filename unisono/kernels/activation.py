@@ -10,7 +10,7 @@ side, [M, 2 I].
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,12 +23,43 @@ from unisono.kernels.overlap import follow, overlapped
 _BLOCK = 1024
 
 
+class Gate(NamedTuple):
+    """How an expert's gate and up become one: ``silu(gate) * up`` by default.
+
+    limit: above 0, it is gpt-oss's clamped SwiGLU ``(up' + 1) * gate' * sigmoid(alpha * gate')``, with gate' at most
+    ``limit`` and up' within ± ``limit``.
+    """
+
+    alpha: float = 1.0
+    limit: float = 0.0
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """The compile-time arguments of :func:`gated_product`."""
+        return {"ALPHA": self.alpha, "LIMIT": self.limit}
+
+
+SILU = Gate()
+
+
 @triton.jit
 def silu_product(gate, up, dtype: tl.constexpr):
     """``silu(gate) * up`` of fp32 products, in ``dtype``: both are rounded first, and SiLU before it is multiplied."""
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     return (silu * up).to(dtype)
+
+
+@triton.jit
+def gated_product(gate, up, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """What a :class:`Gate` makes of fp32 products, in ``dtype``. Both are rounded first."""
+    if LIMIT > 0:
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        gate = tl.where(gate > LIMIT, LIMIT, gate)  # NaN stays NaN
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        return (gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)).to(dtype)
+    else:
+        return silu_product(gate, up, dtype)
 
 
 @triton.jit
@@ -85,6 +116,16 @@ def silu_mul_cpu(x: torch.Tensor) -> torch.Tensor:
     # Not F.silu: its vectorised loop and its tail round differently, so bits would depend on the batch.
     gate32 = gate.float().contiguous()
     return (gate32 / (1.0 + torch.exp(-gate32))).to(x.dtype) * up
+
+
+def gated_cpu(x: torch.Tensor, bias: torch.Tensor | None, alpha: float, limit: float) -> torch.Tensor:
+    """What a :class:`Gate` makes of rounded products x [M, 2 I], gate and up side by side, and a bias [2 I]."""
+    x = x if bias is None else x + bias
+    if limit == 0:
+        return silu_mul_cpu(x)
+    gate, up = (half.float().contiguous() for half in x.chunk(2, dim=-1))
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate / (1.0 + torch.exp(-alpha * gate)) * (up + 1.0)).to(x.dtype)
 
 
 def _silu_mul_meta(x: torch.Tensor) -> torch.Tensor:

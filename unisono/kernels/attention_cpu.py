@@ -7,8 +7,6 @@ own query and keys alone. The twins may read values on the host, because an op i
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 
@@ -16,6 +14,9 @@ from unisono.kernels.library import ROW_TILE
 
 SPLIT = 256
 """Keys per split. Splits begin at multiples of it. It is part of the reduction order, hence of the bits."""
+
+SEEN_TILE = 32
+"""Keys of a split are gathered, masked and weighted in multiples of it; those after the last key have weight zero."""
 
 TILES_AT_ONCE = 64
 """Query tiles attended together; bounds the gathered keys to 64 · Hkv · SPLIT · D floats."""
@@ -98,33 +99,39 @@ def _attend(
     """
     tokens, heads, dim = q.shape
     group = heads // k_cache.shape[1]
-    index, owners = [], []
+    starts: list[int] = []
+    ends: list[int] = []
+    owners: list[int] = []
     for slot, begin, end in spans:
-        rows = torch.arange(begin * group, end * group)
-        index.append(F.pad(rows, (0, -len(rows) % ROW_TILE), value=tokens * group).view(-1, ROW_TILE))
-        owners += [slot] * len(index[-1])
-    rows_BM, slot_B = torch.cat(index), torch.tensor(owners)
+        tiles = range(begin * group, end * group, ROW_TILE)
+        starts += tiles
+        ends += [end * group] * len(tiles)
+        owners += [slot] * len(tiles)
+    start_B, end_B = torch.tensor([starts, ends])
+    rows_BM = start_B[:, None] + torch.arange(ROW_TILE)
+    rows_BM.masked_fill_(rows_BM >= end_B[:, None], tokens * group)
 
     q_THGD = F.pad(q.float().view(tokens, -1, group, dim), (0, 0) * 3 + (0, 1))
     q_XHD = q_THGD.transpose(1, 2).reshape((tokens + 1) * group, -1, dim)  # X: (token, head of the group)
-    position_X = F.pad(positions, (0, 1), value=-1).repeat_interleave(group)
+    position_BM = F.pad(positions, (0, 1), value=-1)[rows_BM.div(group, rounding_mode="floor")]
     sink_XH = None
     if sinks is not None:
         sink_XH = sinks.view(-1, group).T.repeat(tokens + 1, 1)
     out_XHD = torch.zeros_like(q_XHD)
-    for rows, slots in zip(rows_BM.split(TILES_AT_ONCE), slot_B.split(TILES_AT_ONCE), strict=True):
+    for at in range(0, len(owners), TILES_AT_ONCE):
+        rows, slots = rows_BM[at : at + TILES_AT_ONCE], owners[at : at + TILES_AT_ONCE]
         q_BHMD = q_XHD[rows].transpose(1, 2).contiguous()
-        slot_U, owner_B = slots.unique(return_inverse=True)
+        number = {slot: u for u, slot in enumerate(dict.fromkeys(slots))}
         maximum, total, acc_BHMD = _attend_tiles(
-            q_BHMD, k_cache, v_cache, page_table[slot_U], owner_B.tolist(), position_X[rows], scale, window, first_key,
-            soft_cap,
+            q_BHMD, k_cache, v_cache, page_table[list(number)], [number[slot] for slot in slots],
+            position_BM[at : at + TILES_AT_ONCE], scale, window, first_key, soft_cap,
         )  # fmt: skip
         if sink_XH is not None:  # one more key, after all splits: its value is zero
             sink = sink_XH[rows].transpose(1, 2)[..., None]
             top = torch.maximum(maximum, sink)
             total = total * (maximum - top).exp() + (sink - top).exp()
             acc_BHMD = acc_BHMD * (maximum - top).exp()
-        out_BHMD = acc_BHMD / torch.where(total > 0, total, 1.0)
+        out_BHMD = acc_BHMD / total.masked_fill(total <= 0, 1.0)
         out_XHD[rows] = out_BHMD.transpose(1, 2)
     out_THGD = out_XHD.view(tokens + 1, group, -1, dim)[:tokens].transpose(1, 2)
     return out_THGD.reshape(tokens, heads * dim).to(q.dtype)
@@ -135,55 +142,76 @@ def _attend_tiles(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Walk the splits that any tile sees, in order, and merge each one's (max, sum, acc) into the total.
 
-    ``owner_B`` says whose pages a tile reads; the products are one by one, of one shape.
+    ``owner_B`` says whose pages a tile reads; the products are one by one, of one shape. Keys after the last position
+    that any row has are neither gathered nor masked: their weight is zero.
     """
     last = int(position_BM.max())
-    seen = position_BM[position_BM >= 0]
-    first = max(int(seen.min()) - window + 1, 0) if window > 0 and len(seen) else 0
-    total_max = torch.full((*q_BHMD.shape[:3], 1), float("-inf"))
-    total_sum, total_acc = torch.zeros_like(total_max), torch.zeros_like(q_BHMD)
+    first = 0
+    if window > 0 and last >= 0:
+        lowest = position_BM.masked_fill(position_BM < 0, last).min()
+        first = max(int(lowest) - window + 1, 0)
+    users, owners, position_BM1 = pages_UP.shape[0], torch.tensor(owner_B), position_BM[:, :, None]
+    total: tuple[torch.Tensor, ...] = ()
     for split in range(first // SPLIT, last // SPLIT + 1):
-        key_N = torch.arange(split * SPLIT, (split + 1) * SPLIT, dtype=torch.int32)
-        visible_BMN = (key_N <= position_BM[:, :, None]) & (key_N >= first_key)
+        begin = split * SPLIT
+        seen = min(-(-(last + 1 - begin) // SEEN_TILE) * SEEN_TILE, SPLIT)  # S: keys that a row may see
+        key_S = torch.arange(begin, begin + seen, dtype=torch.int32)
+        visible_BMS = key_S <= position_BM1
+        if first_key > 0:
+            visible_BMS &= key_S >= first_key
         if window > 0:
-            visible_BMN &= key_N > position_BM[:, :, None] - window
-        seen_UN = torch.zeros(len(pages_UP), SPLIT, dtype=torch.int32)
-        seen_UN = seen_UN.index_add_(0, torch.tensor(owner_B), visible_BMN.any(1).int()) > 0
-        k_UHND = _gather(k_cache, pages_UP, key_N, seen_UN)
-        v_UHND = _gather(v_cache, pages_UP, key_N, seen_UN)
-        if not seen_UN.all():  # stale values may be NaN, and 0 · NaN is NaN
-            v_UHND.masked_fill_(~seen_UN[:, None, :, None], 0.0)
-        scores = torch.stack([q @ k_UHND[u].mT for q, u in zip(q_BHMD, owner_B, strict=True)]).mul_(scale)
+            visible_BMS &= key_S > position_BM1 - window
+        seen_US = visible_BMS.any(1)  # of tiles: of users where each has one tile
+        if users == 1:
+            seen_US = seen_US.any(0, keepdim=True)
+        elif users < len(owner_B):
+            seen_US = torch.zeros(users, seen).index_add_(0, owners, seen_US.float()) > 0
+        keys = _gather(k_cache, pages_UP, begin, seen).mT.unbind()
+        values_UHND = _gather(v_cache, pages_UP, begin, seen)
+        values_UHND[:, :, seen:] = 0.0
+        if not seen_US.all():  # stale values may be NaN, and 0 · NaN is NaN
+            values_UHND[:, :, :seen].masked_fill_(~seen_US[:, None, :, None], 0.0)
+        values = values_UHND.unbind()
+        products = torch.stack([q.bmm(keys[u]) for q, u in zip(q_BHMD.unbind(), owner_B, strict=True)])
+        scores = products[..., :seen] * scale
         if soft_cap > 0:
             scores.div_(soft_cap).tanh_().mul_(soft_cap)
-        scores.masked_fill_(~visible_BMN[:, None], float("-inf"))
+        scores.masked_fill_(visible_BMS.logical_not_()[:, None], float("-inf"))
         split_max = scores.amax(-1, keepdim=True)
-        p = scores.sub_(_finite(split_max)).exp_().to(v_cache.dtype).float()
-        split_sum = p.sum(-1, keepdim=True)
-        split_acc = torch.stack([weights @ v_UHND[u] for weights, u in zip(p, owner_B, strict=True)])
-
-        new_max = torch.maximum(total_max, split_max)
-        old_weight, new_weight = (total_max - _finite(new_max)).exp(), (split_max - _finite(new_max)).exp()
-        total_sum = total_sum * old_weight + split_sum * new_weight
-        total_acc = total_acc * old_weight + split_acc * new_weight
-        total_max = new_max
-    return total_max, total_sum, total_acc
+        p = F.pad(scores.sub_(_finite(split_max)).exp_(), (0, SPLIT - seen)).to(v_cache.dtype).float()
+        acc_BHMD = torch.stack([weights.bmm(values[u]) for weights, u in zip(p.unbind(), owner_B, strict=True)])
+        total = _merged(total, (split_max, p.sum(-1, keepdim=True), acc_BHMD))
+    if not total:
+        nothing = q_BHMD.new_full((*q_BHMD.shape[:3], 1), float("-inf"))
+        total = nothing, torch.zeros_like(nothing), torch.zeros_like(q_BHMD)
+    return total[0], total[1], total[2]
 
 
-def _gather(cache, pages_UP, key_N, seen_UN) -> torch.Tensor:
-    """Keys or values at positions ``key_N`` as float [U, Hkv, N, D]; an unseen one comes from page 0.
+def _merged(total: tuple[torch.Tensor, ...], split: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """(max, sum, acc) of the splits so far, and of one more. ``total`` is empty before the first."""
+    split_max, split_sum, split_acc = split
+    if not total:  # what merging with nothing gives: only a negative zero changes its bits
+        return split_max, split_sum, split_acc.add_(0.0)
+    total_max, total_sum, total_acc = total
+    new_max = torch.maximum(total_max, split_max)
+    finite = _finite(new_max)
+    old_weight, new_weight = (total_max - finite).exp_(), (split_max - finite).exp_()
+    return new_max, total_sum * old_weight + split_sum * new_weight, total_acc * old_weight + split_acc * new_weight
 
-    Copies runs of ``run`` consecutive positions, which share a page.
+
+def _gather(cache, pages_UP, begin, seen) -> torch.Tensor:
+    """Keys or values at ``seen`` positions from ``begin`` on as float [U, Hkv, SPLIT, D].
+
+    What stands after them is undefined, and a position that no row sees may be any page's.
     """
-    _, heads, page_size, dim = cache.shape
-    run = math.gcd(page_size, SPLIT)
-    first_C = key_N[::run].long()
-    column_C = (first_C // page_size).clamp(max=pages_UP.shape[1] - 1)
-    page_UC = pages_UP[:, column_C].masked_fill(~seen_UN.view(len(seen_UN), -1, run).any(-1), 0).long()
-    run_UHC = (page_UC[:, None] * heads + torch.arange(heads)[:, None]) * (page_size // run)
-    run_UHC = run_UHC + first_C % page_size // run
-    runs = cache.reshape(-1, run * dim).index_select(0, run_UHC.flatten())
-    return runs.view(len(seen_UN), heads, SPLIT, dim).float()
+    pages, heads, page_size, dim = cache.shape
+    column = begin // page_size
+    page_UC = pages_UP[:, column : -(-(begin + seen) // page_size)].clamp(0, pages - 1)
+    runs = cache[page_UC].transpose(1, 2).reshape(pages_UP.shape[0], heads, -1, dim)
+    runs = runs[:, :, begin - column * page_size :][:, :, :seen]
+    gathered = torch.empty(runs.shape[0], heads, SPLIT, dim)
+    gathered[:, :, : runs.shape[2]] = runs
+    return gathered
 
 
 def _finite(maximum: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ this one where their bits are equal.
 
 It serves passes with tiles of 128 rows that are walked whole, for 16-bit heads of 128, without a window, a soft cap or
 sinks. Without a window no page of a request is freed before its end, so every page that is read is the request's own.
+``attention_gluon_wide`` has the kernel for heads of 256: :func:`attend` serves both.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from unisono.kernels.hopper import block_barrier, stage_barriers
+
 ROWS = 128
 """Rows of a query tile: 64 for each of two warp groups."""
 
@@ -36,8 +39,6 @@ compiler keeps all in registers and spills. 3 stages take 1.10 ms, 4 take 1.38, 
 
 WARPS = 4
 """Warps of each of the two groups that compute. For each page of a step one more warp loads it."""
-
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
 
 
 @gluon.jit
@@ -61,13 +62,19 @@ def _load_pages(which, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, h
 
 
 @gluon.jit
-def _score(step, q0, q1, k, bars, KEYS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, MMA: gl.constexpr):
-    """Start the scores [ROWS, KEYS] of ``step`` once its keys are loaded: two products in flight."""
+def _score(step, q, at, k, bars, PARTS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+           MMA: gl.constexpr):  # fmt: skip
+    """Start the scores [ROWS, KEYS] of ``step`` once its keys are loaded: PARTS products, one after the other.
+
+    at: the group's first part in q.
+    """
     stage = step % STAGES
     mbarrier.wait(bars.index(stage), step // STAGES & 1)
     s = warpgroup_mma_init(gl.zeros([ROWS, KEYS], gl.float32, MMA))
-    s = warpgroup_mma(q0, k.index(stage * 2).permute([1, 0]), s, use_acc=False, is_async=True)
-    return warpgroup_mma(q1, k.index(stage * 2 + 1).permute([1, 0]), s, is_async=True)
+    s = warpgroup_mma(q.index(at), k.index(stage * PARTS).permute([1, 0]), s, use_acc=False, is_async=True)
+    for i in gl.static_range(1, PARTS):
+        s = warpgroup_mma(q.index(at + i), k.index(stage * PARTS + i).permute([1, 0]), s, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -80,19 +87,20 @@ def _weigh(s, m, scale, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _value(step, p, shrink, v, ones, z, o0, o1, STAGES: gl.constexpr, MMA: gl.constexpr):
-    """Start to add ``p``'s row sums to z and ``p``-weighted values to both halves of the output: three in flight.
+def _value(step, p, shrink, v, ones, z, o0, o1, at: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+           MMA: gl.constexpr):  # fmt: skip
+    """Start to add ``p``'s row sums to z and ``p``-weighted values to parts ``at`` and at + 1: three in flight.
 
     z [ROWS, 8] holds each sum eight times: the tensor core adds in the same order whatever computes the rest.
     """
-    stage = step % STAGES
+    place = step % STAGES * PARTS + at
     old = z * gl.convert_layout(shrink, gl.SliceLayout(1, z.type.layout))[:, None]
     z = warpgroup_mma(
         gl.convert_layout(p, gl.DotOperandLayout(0, z.type.layout, 2)), ones.permute([1, 0]), old, is_async=True
     )
     p = gl.convert_layout(p, gl.DotOperandLayout(0, MMA, 2))
-    o0 = warpgroup_mma(p, v.index(stage * 2), o0 * shrink[:, None], is_async=True)
-    o1 = warpgroup_mma(p, v.index(stage * 2 + 1), o1 * shrink[:, None], is_async=True)
+    o0 = warpgroup_mma(p, v.index(place), o0 * shrink[:, None], is_async=True)
+    o1 = warpgroup_mma(p, v.index(place + 1), o1 * shrink[:, None], is_async=True)
     return z, o0, o1
 
 
@@ -113,76 +121,71 @@ def _row_sums(z, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _forget_values(step, end, v, KEYS: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr):
-    """Zero the values of keys from ``end`` on: pages beyond a request's end may hold anything, NaN included.
+def _forget_values(step, end, v, at: gl.constexpr, PARTS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
+    """Zero parts ``at`` and at + 1 of the values of keys from ``end`` on: pages beyond a request's end may hold NaN.
 
-    Both groups do this, in any order: they store the same values.
+    Where both groups do this, in any order, they store the same values.
     """
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     keys = step * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, BLOCKED))
-    for half in gl.static_range(2):
-        place = v.index(step % STAGES * 2 + half)
+    for i in gl.static_range(2):
+        place = v.index(step % STAGES * PARTS + at + i)
         held = place.load(BLOCKED)
         place.store(gl.where((keys < end)[:, None], held, gl.zeros_like(held)))
     fence_async_shared()
-    _barrier()
+    block_barrier()
 
 
 @gluon.jit
-def _nothing(ROWS: gl.constexpr, HALF: gl.constexpr, MMA: gl.constexpr):
-    """The state of rows that have seen no key of a split: maxima, sums, both halves of the output."""
+def _nothing(ROWS: gl.constexpr, PART: gl.constexpr, MMA: gl.constexpr):
+    """The state of rows that have seen no key of a split: maxima, sums, both parts of the output."""
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
-    o = gl.zeros([ROWS, HALF], gl.float32, MMA)
+    o = gl.zeros([ROWS, PART], gl.float32, MMA)
     return m, gl.zeros([ROWS, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])), o, o
 
 
 @gluon.jit
-def _load_queries(q_ptr, q0, q1, ones, first, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
-                  HALF: gl.constexpr, KEYS: gl.constexpr):  # fmt: skip
-    """Put a group's queries, and the ones that row sums are products with, into shared memory."""
+def load_queries(q_ptr, q, part, ones, first, last, head, PARTS: gl.constexpr, HEADS: gl.constexpr,
+                 GROUP: gl.constexpr, ROWS: gl.constexpr, PART: gl.constexpr, KEYS: gl.constexpr):  # fmt: skip
+    """Put queries into q from ``part`` on, and the ones that row sums are products with, in shared memory."""
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
     token = first + row // GROUP
-    index = (token.to(gl.int64) * HEADS + head * GROUP + row % GROUP) * (2 * HALF)
-    column = gl.arange(0, HALF, gl.SliceLayout(0, LOADED))
-    at = q_ptr + index[:, None] + column[None, :]
-    q0.store(gl.load(at, mask=(token < last)[:, None], other=0.0))
-    q1.store(gl.load(at + HALF, mask=(token < last)[:, None], other=0.0))
+    index = (token.to(gl.int64) * HEADS + head * GROUP + row % GROUP) * (PARTS * PART)
+    at = q_ptr + index[:, None] + gl.arange(0, PART, gl.SliceLayout(0, LOADED))[None, :]
+    for i in gl.static_range(PARTS):
+        q.index(part + i).store(gl.load(at + i * PART, mask=(token < last)[:, None], other=0.0))
     ones.store(gl.full([8, KEYS], 1.0, q_ptr.dtype.element_ty, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])))
-    fence_async_shared()
-    _barrier()
 
 
 @gluon.jit
-def _attend(group, q_ptr, q, k, v, ones, full, free, out_ptr, positions_ptr, tile, last, head, end, whole, steps, scale,
-            HEADS: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr,
-            HALF: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """One warp group's part: attend its half of a tile's rows, ROWS of them, and write their outputs.
+def attend(q, part, k, v, ones, full, free, out_ptr, positions_ptr, first, last, head, end, whole, steps, scale,
+           at: gl.constexpr, PARTS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr,
+           SPLIT: gl.constexpr, ROWS: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """One warp group's part: attend ROWS rows and write parts ``at`` and at + 1 of their outputs.
 
-    group: 0 or 1. tile, last: the tile's tokens. end, whole, steps: of the keys that the tile sees.
+    A head lies in PARTS parts of PART elements, those of the rows' queries in q from ``part`` on. first, last: the
+    rows' tokens. end, whole, steps: see :func:`keys_seen`.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     EACH: gl.constexpr = SPLIT // KEYS
-    first = tile + group * (ROWS // GROUP)
-    q0, q1, ones = q.index(2 * group), q.index(2 * group + 1), ones.slice(8 * group, 8)
-    _load_queries(q_ptr, q0, q1, ones, first, last, head, HEADS, GROUP, ROWS, HALF, KEYS)
     token = first + gl.arange(0, ROWS, gl.SliceLayout(1, MMA)) // GROUP
     position = gl.load(positions_ptr + token, mask=token < last, other=-1)
 
-    m, _, a0, a1 = _nothing(ROWS, HALF, MMA)
+    m, _, a0, a1 = _nothing(ROWS, PART, MMA)
     z = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, MMA))
-    s = warpgroup_mma_wait(0, [_score(0, q0, q1, k, full, KEYS, STAGES, ROWS, MMA)])
+    s = warpgroup_mma_wait(0, [_score(0, q, part, k, full, PARTS, KEYS, STAGES, ROWS, MMA)])
     for split in range(whole):
-        part_m, part_z, o0, o1 = _nothing(ROWS, HALF, MMA)
+        part_m, part_z, o0, o1 = _nothing(ROWS, PART, MMA)
         for i in gl.static_range(EACH):
             step = split * EACH + i
             part_m, p, shrink = _weigh(s, part_m, scale, DTYPE)
             if i > 0:
                 part_z, o0, o1 = warpgroup_mma_wait(0, [part_z, o0, o1])
                 mbarrier.arrive(free.index((step - 1) % STAGES))
-            following = _score(step + 1, q0, q1, k, full, KEYS, STAGES, ROWS, MMA)
-            part_z, o0, o1 = _value(step, p, shrink, v, ones, part_z, o0, o1, STAGES, MMA)
+            following = _score(step + 1, q, part, k, full, PARTS, KEYS, STAGES, ROWS, MMA)
+            part_z, o0, o1 = _value(step, p, shrink, v, ones, part_z, o0, o1, at, PARTS, STAGES, MMA)
             if i < EACH - 1:
                 s = warpgroup_mma_wait(3, [following])
             else:
@@ -190,39 +193,65 @@ def _attend(group, q_ptr, q, k, v, ones, full, free, out_ptr, positions_ptr, til
                 mbarrier.arrive(free.index(step % STAGES))
         m, z, a0, a1 = _merge(m, z, a0, a1, part_m, _row_sums(part_z, MMA), o0, o1)
 
-    part_m, part_z, o0, o1 = _nothing(ROWS, HALF, MMA)
+    part_m, part_z, o0, o1 = _nothing(ROWS, PART, MMA)
     for step in range(whole * EACH, steps):
         if step % EACH == 0 and step > whole * EACH:
             m, z, a0, a1 = _merge(m, z, a0, a1, part_m, _row_sums(part_z, MMA), o0, o1)
-            part_m, part_z, o0, o1 = _nothing(ROWS, HALF, MMA)
+            part_m, part_z, o0, o1 = _nothing(ROWS, PART, MMA)
         keys = step * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, MMA))
         s = gl.where(keys[None, :] <= position[:, None], s, float("-inf"))
         part_m, p, shrink = _weigh(s, part_m, scale, DTYPE)
         if (step + 1) * KEYS > end:
-            _forget_values(step, end, v, KEYS, STAGES, HALF)
-        part_z, o0, o1 = _value(step, p, shrink, v, ones, part_z, o0, o1, STAGES, MMA)
+            _forget_values(step, end, v, at, PARTS, KEYS, STAGES)
+        part_z, o0, o1 = _value(step, p, shrink, v, ones, part_z, o0, o1, at, PARTS, STAGES, MMA)
         part_z, o0, o1 = warpgroup_mma_wait(0, [part_z, o0, o1])
         mbarrier.arrive(free.index(step % STAGES))
         if step + 1 < steps:
-            s = warpgroup_mma_wait(0, [_score(step + 1, q0, q1, k, full, KEYS, STAGES, ROWS, MMA)])
+            s = warpgroup_mma_wait(0, [_score(step + 1, q, part, k, full, PARTS, KEYS, STAGES, ROWS, MMA)])
     m, z, a0, a1 = _merge(m, z, a0, a1, part_m, _row_sums(part_z, MMA), o0, o1)
-    _store(out_ptr, first, last, head, position, z, a0, a1, HEADS, GROUP, ROWS, HALF, MMA)
+    _store(out_ptr, first, last, head, at * PART, position, z, a0, a1, PARTS, HEADS, GROUP, ROWS, PART, MMA)
 
 
 @gluon.jit
-def _store(out_ptr, first, last, head, position, z, a0, a1,
-           HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, HALF: gl.constexpr,
-           MMA: gl.constexpr):  # fmt: skip
+def _store(out_ptr, first, last, head, column, position, z, a0, a1, PARTS: gl.constexpr, HEADS: gl.constexpr,
+           GROUP: gl.constexpr, ROWS: gl.constexpr, PART: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+    """Write two parts of the outputs, from ``column`` of a head on."""
     row = gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
     token = first + row // GROUP
     in_use = (token < last)[:, None]
     sees = position >= 0
     share = (1.0 / gl.where(sees, z, 1.0))[:, None]
     index = token.to(gl.int64) * HEADS + head * GROUP + row % GROUP
-    at = out_ptr + (index * (2 * HALF))[:, None] + gl.arange(0, HALF, gl.SliceLayout(0, MMA))[None, :]
+    at = out_ptr + (index * (PARTS * PART) + column)[:, None] + gl.arange(0, PART, gl.SliceLayout(0, MMA))[None, :]
     dtype = out_ptr.dtype.element_ty
     gl.store(at, gl.where(sees[:, None], a0 * share, 0.0).to(dtype), mask=in_use)
-    gl.store(at + HALF, gl.where(sees[:, None], a1 * share, 0.0).to(dtype), mask=in_use)
+    gl.store(at + PART, gl.where(sees[:, None], a1 * share, 0.0).to(dtype), mask=in_use)
+
+
+@gluon.jit
+def keys_seen(length, positions_ptr, first, last, ROWS: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr,
+              SPLIT: gl.constexpr):  # fmt: skip
+    """(end of the keys that a tile sees, splits without masks, steps); at least one step has masks."""
+    token = first + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])) // GROUP
+    position = gl.load(positions_ptr + token, mask=token < last, other=-1)
+    end = gl.maximum(gl.minimum(length, gl.max(position, 0) + 1), 0)
+    seen_by_all = gl.min(gl.where(position >= 0, position, end - 1), 0) + 1
+    whole = gl.maximum(gl.minimum(seen_by_all, end - 1), 0) // SPLIT
+    return end, whole, gl.maximum((end + KEYS - 1) // KEYS, 1)
+
+
+@gluon.jit
+def _attend_half(group, q_ptr, q, k, v, ones, full, free, out_ptr, positions_ptr, tile, last, head, end, whole, steps,
+                 scale, HEADS: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
+                 ROWS: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """:func:`attend` of a warp group's half of a tile's rows, ROWS of them. group: 0 or 1. tile: its first token."""
+    first = tile + group * (ROWS // GROUP)
+    ones = ones.slice(8 * group, 8)
+    load_queries(q_ptr, q, 2 * group, ones, first, last, head, 2, HEADS, GROUP, ROWS, HALF, KEYS)
+    fence_async_shared()
+    block_barrier()
+    attend(q, 2 * group, k, v, ones, full, free, out_ptr, positions_ptr, first, last, head, end, whole, steps, scale,
+           0, 2, HEADS, GROUP, KEYS, SPLIT, ROWS, HALF, STAGES)  # fmt: skip
 
 
 @gluon.jit
@@ -233,12 +262,11 @@ def prompt_attention_kernel(
 ):  # fmt: skip
     """One program per tile of the work list and KV head; see ``attention_triton.attention_kernel``.
 
-    ``_attend`` runs on two warp groups, each for itself, ``_load_pages`` on one warp for each of a step's four pages.
+    ``_attend_half`` runs on two warp groups, each for itself, ``_load_pages`` on a warp for each page of a step.
     """
     gl.static_assert(KEYS == 4 * PAGE, "a warp for each page of a step")
     GROUP: gl.constexpr = HEADS // KV_HEADS
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
 
     item = gl.program_id(0)
@@ -246,32 +274,23 @@ def prompt_attention_kernel(
         entry = work_ptr + item // KV_HEADS * 8
         head = item % KV_HEADS
         slot, length, first, last = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
-        token = first + gl.arange(0, ROWS, EACH) // GROUP
-        position = gl.load(positions_ptr + token, mask=token < last, other=-1)
-        end = gl.maximum(gl.minimum(length, gl.max(position, 0) + 1), 0)
-        seen_by_all = gl.min(gl.where(position >= 0, position, end - 1), 0) + 1
-        whole = gl.maximum(gl.minimum(seen_by_all, end - 1), 0) // SPLIT  # splits without masks; a step is left over
-        steps = gl.maximum((end + KEYS - 1) // KEYS, 1)
+        end, whole, steps = keys_seen(length, positions_ptr, first, last, ROWS, GROUP, KEYS, SPLIT)
 
         q = gl.allocate_shared_memory(DTYPE, [4, ROWS // 2, HALF], SHARED)
         k = gl.allocate_shared_memory(DTYPE, [STAGES * 2, KEYS, HALF], SHARED)
         v = gl.allocate_shared_memory(DTYPE, [STAGES * 2, KEYS, HALF], SHARED)
         ones = gl.allocate_shared_memory(DTYPE, [16, KEYS], SHARED)
-        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(STAGES):
-            mbarrier.init(full.index(i), count=KEYS // PAGE)
-            mbarrier.init(free.index(i), count=2)
+        full, free = stage_barriers(STAGES, KEYS // PAGE, 2)
         fence_async_shared()
-        _barrier()
+        block_barrier()
         pages_ptr = table_ptr + slot.to(gl.int64) * max_pages
         last_page = max_pages - 1
         gl.warp_specialize(
             [
-                (_attend, (
+                (_attend_half, (
                     0, q_ptr, q, k, v, ones, full, free, out_ptr, positions_ptr, first, last, head, end, whole, steps,
                     scale, HEADS, GROUP, KEYS, SPLIT, ROWS // 2, HALF, STAGES)),
-                (_attend, (
+                (_attend_half, (
                     1, q_ptr, q, k, v, ones, full, free, out_ptr, positions_ptr, first, last, head, end, whole, steps,
                     scale, HEADS, GROUP, KEYS, SPLIT, ROWS // 2, HALF, STAGES)),
                 (_load_pages, (0, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, head, steps,

@@ -11,16 +11,26 @@ last, M more pairs after those.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.activation import silu_mul_cpu, silu_product
-from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, product_launch, tile_pairs, tile_rows, tokens_of
-from unisono.kernels.library import AotCase, define, fixed_rows_matmul, ints, register
+from unisono.kernels.activation import SILU, Gate, gated_cpu, gated_product, silu_product
+from unisono.kernels.experts_plan import (
+    Plan,
+    Shapes,
+    product_case,
+    product_launch,
+    program_place,
+    store_pairs,
+    tile_pairs,
+    tile_rows,
+    tokens_of,
+)
+from unisono.kernels.library import DTYPES, AotCase, define, fixed_rows_matmul, register
 from unisono.kernels.overlap import follow, overlapped
 
 
@@ -70,23 +80,31 @@ def expert_tiles(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
 
 
 @triton.jit
-def _split(program, programs, parts, ACROSS: tl.constexpr):
-    """(tile of rows, block of outputs) of a program; ``parts`` blocks of outputs."""
-    if ACROSS:
-        return program // parts, program % parts
-    tiles = programs // parts
-    return program % tiles, program // tiles
+def biased(y, bias, e, first, cols, OF: tl.constexpr, N: tl.constexpr, dtype: tl.constexpr):
+    """fp32 products [rows, cols], rounded to ``dtype``, plus expert e's bias. bias [E, OF], N from ``first`` on."""
+    b = tl.load(bias + e.to(tl.int64) * OF + first + tl.minimum(cols, N - 1))
+    return y.to(dtype).to(tl.float32) + b.to(tl.float32)[None, :]
 
 
 @triton.jit
-def _gate_up_kernel(x, weight, h, ids, order, tiles, M, count,
+def store_gated(h, acc, part, pair, valid, I: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr):  # noqa: E741
+    """Store ``silu(gate) * up`` of products acc [TILE, 2 HALF], gates first, as block ``part`` of h [pairs, I]."""
+    gate, up = tl.split(acc.reshape(TILE, 2, HALF).permute(0, 2, 1))
+    cols = part * HALF + tl.arange(0, HALF)
+    at = pair.to(tl.int64)[:, None] * I + cols[None, :]
+    tl.store(h + at, silu_product(gate, up, h.dtype.element_ty), mask=valid[:, None] & (cols < I)[None, :])
+
+
+@triton.jit
+def _gate_up_kernel(x, weight, bias, h, ids, order, tiles, M, count,
                     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                     TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
                     ACROSS: tl.constexpr, RIDES: tl.constexpr, LEAD: tl.constexpr, PAIRS: tl.constexpr,
+                    BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
                     OVERLAP: tl.constexpr):  # fmt: skip
-    """h [pairs, I]; weight [E, 2 I, H]: an expert's gate rows, then its up rows."""
+    """h [pairs, I]; weight [E, 2 I, H]: an expert's gate rows, then its up rows; bias [E, 2 I] with BIAS."""
     follow(OVERLAP)
-    t, part = _split(tl.program_id(0), tl.num_programs(0), tl.cdiv(I, BLOCK_N), ACROSS)
+    t, part = program_place(tl.cdiv(I, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
     cols, ks = part * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     # The last outputs repeat: that is cheaper than a mask, and they are not stored.
@@ -106,19 +124,21 @@ def _gate_up_kernel(x, weight, h, ids, order, tiles, M, count,
                 u = tl.load(gates + I * H + k, mask=inside[:, None], other=0.0)
             gate = tl.dot(a, g, gate, input_precision="ieee")
             up = tl.dot(a, u, up, input_precision="ieee")
-        at = pair.to(tl.int64)[:, None] * I + cols[None, :]
-        tl.store(h + at, silu_product(gate, up, h.dtype.element_ty), mask=valid[:, None] & (cols < I)[None, :])
+        if BIAS:
+            gate = biased(gate, bias, e, 0, cols, 2 * I, I, h.dtype.element_ty)
+            up = biased(up, bias, e, I, cols, 2 * I, I, h.dtype.element_ty)
+        store_pairs(h, gated_product(gate, up, h.dtype.element_ty, ALPHA, LIMIT), pair, valid, cols, I)
 
 
 @triton.jit
-def _down_kernel(h, weight, y, ids, order, tiles, M, count,
+def _down_kernel(h, weight, bias, y, ids, order, tiles, M, count,
                  H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                  TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
                  ACROSS: tl.constexpr, RIDES: tl.constexpr, LEAD: tl.constexpr, PAIRS: tl.constexpr,
-                 OVERLAP: tl.constexpr):  # fmt: skip
-    """y [pairs, H]; weight [E, H, I]."""
+                 BIAS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """y [pairs, H]; weight [E, H, I]; bias [E, H] with BIAS."""
     follow(OVERLAP)
-    t, part = _split(tl.program_id(0), tl.num_programs(0), tl.cdiv(H, BLOCK_N), ACROSS)
+    t, part = program_place(tl.cdiv(H, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
     cols, ks = part * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     weights = weight + e.to(tl.int64) * (H * I) + tl.minimum(cols, H - 1)[None, :] * I + ks[:, None]
@@ -135,8 +155,9 @@ def _down_kernel(h, weight, y, ids, order, tiles, M, count,
                 a = tl.load(rows + k, mask=valid[:, None] & inside[None, :], other=0.0)
                 w = tl.load(weights + k, mask=inside[:, None], other=0.0)
             total = tl.dot(a, w, total, input_precision="ieee")
-        at = pair.to(tl.int64)[:, None] * H + cols[None, :]
-        tl.store(y + at, total.to(y.dtype.element_ty), mask=valid[:, None] & (cols < H)[None, :])
+        if BIAS:
+            total = biased(total, bias, e, 0, cols, H, H, y.dtype.element_ty)
+        store_pairs(y, total, pair, valid, cols, H)
 
 
 def _blocking(tile: Tile) -> dict[str, int]:
@@ -144,7 +165,14 @@ def _blocking(tile: Tile) -> dict[str, int]:
     return {"BLOCK_N": tile.n, "BLOCK_K": tile.k, "STAGES": tile.stages, "num_warps": tile.warps}
 
 
-def launch_gate_up(x: torch.Tensor, weight: torch.Tensor, plan: Plan, tile: Tile | None = None) -> torch.Tensor:
+def launch_gate_up(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    plan: Plan,
+    tile: Tile | None = None,
+    bias: torch.Tensor | None = None,
+    gate: Gate = SILU,
+) -> torch.Tensor:
     """The kernel of :func:`expert_gate_up`; ``tile`` overrides the blocking (speed only)."""
     x, weight, inner = x.contiguous(), weight.contiguous(), weight.shape[1] // 2
     tile = tile or expert_tiles(plan.ids.numel(), plan.experts, x.dtype).up
@@ -152,22 +180,15 @@ def launch_gate_up(x: torch.Tensor, weight: torch.Tensor, plan: Plan, tile: Tile
     grid, results, options = product_launch(plan, len(weight), x.shape[1], inner, parts, tile.across)
     h = x.new_empty(results, inner)
     _gate_up_kernel[grid](
-        x,
-        weight,
-        h,
-        plan.ids,
-        plan.order,
-        plan.tiles,
-        x.shape[0],
-        plan.listed,
-        **options,
-        **_blocking(tile),
-        **overlapped(x.device),
-    )
+        x, weight, bias, h, *plan.operands, **options, **_blocking(tile),
+        BIAS=bias is not None, **gate.constants, **overlapped(x.device),
+    )  # fmt: skip
     return h
 
 
-def launch_down(h: torch.Tensor, weight: torch.Tensor, plan: Plan, tile: Tile | None = None) -> torch.Tensor:
+def launch_down(
+    h: torch.Tensor, weight: torch.Tensor, plan: Plan, tile: Tile | None = None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """The kernel of :func:`expert_down`; ``tile`` overrides the blocking (speed only)."""
     h, weight, hidden = h.contiguous(), weight.contiguous(), weight.shape[1]
     tile = tile or expert_tiles(plan.ids.numel(), plan.experts, h.dtype).down
@@ -175,8 +196,8 @@ def launch_down(h: torch.Tensor, weight: torch.Tensor, plan: Plan, tile: Tile | 
     grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tile.across)
     y = h.new_empty(results, hidden)
     _down_kernel[grid](
-        h, weight, y, plan.ids, plan.order, plan.tiles, plan.ids.shape[0], plan.listed, **options, **_blocking(tile),
-        **overlapped(h.device),
+        h, weight, bias, y, *plan.operands, **options,
+        **_blocking(tile), BIAS=bias is not None, **overlapped(h.device),
     )  # fmt: skip
     return y
 
@@ -193,90 +214,128 @@ def pairs_by_expert(ids: torch.Tensor, experts: int, stack: int) -> Iterator[tup
         yield experts, rows * top_k + tokens, tokens
 
 
-def _gate_up_cuda(x, weight, ids, experts, tile, order, tiles):
-    return launch_gate_up(x, weight, Plan(ids, experts, tile, order, tiles))
-
-
-def _down_cuda(h, weight, ids, experts, tile, order, tiles):
-    return launch_down(h, weight, Plan(ids, experts, tile, order, tiles))
-
-
-def expert_gate_up_cpu(
-    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, *plan: object
+def gate_up_rows(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, *_: object, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    h = _gate_up_meta(x, weight, ids, experts)
-    for expert, pairs, tokens in pairs_by_expert(ids, experts, weight.shape[0]):
-        h[pairs] = silu_mul_cpu(fixed_rows_matmul(x[tokens], weight[expert].t()))
-    return h
+    """Empty rows h [P (+ M), I] for the product of x and gate_up's weight [E (+ 1), 2 I, …]. dtype: None: that of x."""
+    return x.new_empty(ids.numel() + (weight.shape[0] - experts) * ids.shape[0], weight.shape[1] // 2, dtype=dtype)
 
 
-def expert_down_cpu(
-    h: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, *plan: object
-) -> torch.Tensor:
-    y = _down_meta(h, weight, ids, experts)
-    for expert, pairs, _ in pairs_by_expert(ids, experts, weight.shape[0]):
-        y[pairs] = fixed_rows_matmul(h[pairs], weight[expert].t())
-    return y
-
-
-def _gate_up_meta(
-    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, *plan: object
-) -> torch.Tensor:
-    return x.new_empty(ids.numel() + (weight.shape[0] - experts) * ids.shape[0], weight.shape[1] // 2)
-
-
-def _down_meta(h: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, *plan: object) -> torch.Tensor:
+def down_rows(h: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+    """Empty rows y [P (+ M), H] for the product of h and down's weight [E (+ 1), H, …], in h's dtype."""
     return h.new_empty(h.shape[0], weight.shape[1])
 
 
-for _name, _cuda, _cpu, _meta in (
-    ("expert_gate_up", _gate_up_cuda, expert_gate_up_cpu, _gate_up_meta),
-    ("expert_down", _down_cuda, expert_down_cpu, _down_meta),
+def gate_up_cpu(
+    h: torch.Tensor, x: torch.Tensor, weight_of: Callable[[int], torch.Tensor], ids: torch.Tensor, experts: int,
+    stack: int, bias: torch.Tensor | None = None, alpha: float = SILU.alpha, limit: float = SILU.limit,
+) -> torch.Tensor:  # fmt: skip
+    """Fill and return h, for CPU twins of any weight format. weight_of: an expert's weight [2 I, H] in x's dtype."""
+    for expert, pairs, tokens in pairs_by_expert(ids, experts, stack):
+        product = fixed_rows_matmul(x[tokens], weight_of(expert).t()).to(h.dtype)
+        h[pairs] = gated_cpu(product, None if bias is None else bias[expert], alpha, limit)
+    return h
+
+
+def down_cpu(
+    y: torch.Tensor, h: torch.Tensor, weight_of: Callable[[int], torch.Tensor], ids: torch.Tensor, experts: int,
+    stack: int, bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Fill and return y, for CPU twins of any weight format. weight_of: an expert's weight [H, I] in h's dtype."""
+    for expert, pairs, _ in pairs_by_expert(ids, experts, stack):
+        product = fixed_rows_matmul(h[pairs], weight_of(expert).t()).to(y.dtype)
+        y[pairs] = product if bias is None else product + bias[expert]
+    return y
+
+
+def _gate_up_cuda(x, weight, ids, experts, tile, order, tiles, bias, alpha, limit):
+    return launch_gate_up(x, weight, Plan(ids, experts, tile, order, tiles), None, bias, Gate(alpha, limit))
+
+
+def _down_cuda(h, weight, ids, experts, tile, order, tiles, bias):
+    return launch_down(h, weight, Plan(ids, experts, tile, order, tiles), None, bias)
+
+
+def expert_gate_up_cpu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    experts: int,
+    tile: int = 0,
+    order: torch.Tensor | None = None,
+    tiles: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    alpha: float = SILU.alpha,
+    limit: float = SILU.limit,
+) -> torch.Tensor:
+    h = gate_up_rows(x, weight, ids, experts)
+    return gate_up_cpu(h, x, weight.__getitem__, ids, experts, len(weight), bias, alpha, limit)
+
+
+def expert_down_cpu(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    experts: int,
+    tile: int = 0,
+    order: torch.Tensor | None = None,
+    tiles: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return down_cpu(down_rows(h, weight), h, weight.__getitem__, ids, experts, len(weight), bias)
+
+
+for _name, _of_gate, _cuda, _cpu, _meta in (
+    ("expert_gate_up", ", float alpha, float limit", _gate_up_cuda, expert_gate_up_cpu, gate_up_rows),
+    ("expert_down", "", _down_cuda, expert_down_cpu, down_rows),
 ):
     define(
-        f"{_name}(Tensor x, Tensor weight, Tensor ids, int experts, int tile, Tensor? order, Tensor? tiles) -> Tensor"
+        f"{_name}(Tensor x, Tensor weight, Tensor ids, int experts, int tile, Tensor? order, Tensor? tiles,"
+        f" Tensor? bias{_of_gate}) -> Tensor"
     )
     register(_name, cuda=_cuda, cpu=_cpu, meta=_meta)
 
 
-def expert_gate_up(x: torch.Tensor, weight: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """x [M, H] -> ``silu(x @ gate^T) * (x @ up^T)`` of each pair, [P, I], in x's dtype.
+def expert_gate_up(
+    x: torch.Tensor, weight: torch.Tensor, plan: Plan, bias: torch.Tensor | None = None, gate: Gate = SILU
+) -> torch.Tensor:
+    """x [M, H] -> ``silu(x @ gate^T) * (x @ up^T)`` of each pair, or what ``gate`` says, [P, I] in x's dtype.
 
     weight [E, 2 I, H], gate rows first; [E + 1, 2 I, H] with a shared expert that rides along, and the result then has
-    M rows more. Rows of pairs without an expert are not written. Rounded after the products, after SiLU and after its
-    product, as :func:`~unisono.kernels.silu_mul`.
+    M rows more. bias [E (+ 1), 2 I] is added to the products. Rows of pairs without an expert are not written. Rounded
+    after the products, after the bias, after SiLU and after its product, as :func:`~unisono.kernels.silu_mul`.
     """
-    return torch.ops.unisono.expert_gate_up(x, weight, *plan)
+    return torch.ops.unisono.expert_gate_up(x, weight, *plan, bias, *gate)
 
 
-def expert_down(h: torch.Tensor, weight: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """h [P (+ M), I] -> ``h @ weight^T`` with each row's own expert, [P (+ M), H]; weight [E (+ 1), H, I]."""
-    return torch.ops.unisono.expert_down(h, weight, *plan)
+def expert_down(h: torch.Tensor, weight: torch.Tensor, plan: Plan, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """h [P (+ M), I] -> ``h @ weight^T`` with each row's own expert, [P (+ M), H]; weight [E (+ 1), H, I].
+
+    bias [E (+ 1), H] is added to the rounded product.
+    """
+    return torch.ops.unisono.expert_down(h, weight, *plan, bias)
 
 
-def _aot(dtype: str, rows: int, hidden: int, inner: int, experts: int, top_k: int, rides: bool) -> list[AotCase]:
-    """Both products of ``rows`` tokens."""
-    pairs = rows * top_k
-    lead = pairs <= LEAD_PAIRS
-    chosen = expert_tiles(pairs, experts, torch.float32 if dtype == "fp32" else torch.bfloat16)
+def _aot(dtype: str, shapes: Shapes, gate: Gate | None = None) -> list[AotCase]:
+    """Both products. gate: of experts with biases; None: SiLU without."""
+    chosen = expert_tiles(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype])
     cases = []
-    for kernel, names, tile in (
-        (_gate_up_kernel, ("x", "weight", "h"), chosen.up),
-        (_down_kernel, ("h", "weight", "y"), chosen.down),
+    for kernel, (x, out), tile, more in (
+        (_gate_up_kernel, "xh", chosen.up, (gate or SILU).constants),
+        (_down_kernel, "hy", chosen.down, {}),
     ):
-        signature = {**dict.fromkeys(names, f"*{dtype}"), **ints("ids order tiles", "M count")}
-        sizes = {
-            "H": hidden, "I": inner, "E": experts, "TOP_K": top_k, "TILE": chosen.rows, "BLOCK_N": tile.n,
-            "BLOCK_K": tile.k, "STAGES": tile.stages, "ACROSS": tile.across, "RIDES": rides, "LEAD": lead,
-            "PAIRS": triton.next_power_of_2(pairs) if lead else 1, "OVERLAP": True,
-        }  # fmt: skip
-        cases.append(AotCase(kernel, signature, sizes, num_warps=tile.warps))
+        tensors = {x: f"*{dtype}", "weight": f"*{dtype}", "bias": f"*{dtype}" if gate else None, out: f"*{dtype}"}
+        options = _blocking(tile) | more | {"BIAS": gate is not None}
+        cases.append(product_case(kernel, tensors, shapes, chosen.rows, tile.across, options))
     return cases
 
 
+GPT_OSS = Gate(1.702, 7.0)
+
 AOT: list[AotCase] = [
-    *(case for rows in (1, 16, 64, 512, 2048, 4096) for case in _aot("bf16", rows, 2048, 512, 256, 8, True)),
-    *(case for rows in (1, 64, 4096) for case in _aot("bf16", rows, 2048, 768, 128, 8, False)),
-    *(case for rows in (1, 64, 512) for case in _aot("bf16", rows, 4096, 14336, 8, 2, False)),
-    *(case for dtype in ("fp16", "fp32") for rows in (1, 512) for case in _aot(dtype, rows, 100, 60, 5, 2, True)),
+    *(case for rows in (1, 16, 64, 512, 2048, 4096) for case in _aot("bf16", Shapes(rows, 2048, 512, 256, 8, True))),
+    *(case for rows in (1, 64, 4096) for case in _aot("bf16", Shapes(rows, 2048, 768, 128, 8))),
+    *(case for rows in (1, 64, 512) for case in _aot("bf16", Shapes(rows, 4096, 14336, 8, 2))),
+    *(case for rows in (1, 512) for case in _aot("bf16", Shapes(rows, 2880, 2880, 32, 4), GPT_OSS)),
+    *(case for kind in ("fp16", "fp32") for rows in (1, 512) for case in _aot(kind, Shapes(rows, 100, 60, 5, 2, True))),
 ]

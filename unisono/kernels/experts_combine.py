@@ -14,7 +14,15 @@ import triton.language as tl
 
 from unisono.kernels.fp8_quantize import GROUP, Quantised, empty_quantised, store_quantised
 from unisono.kernels.library import AotCase, define, register
-from unisono.kernels.norm import columns_of, quantised_norm, rms_norm_cpu, row_warps, with_fp8_cpu, with_fp8_meta
+from unisono.kernels.norm import (
+    columns_of,
+    quantised_norm,
+    rms_norm_cpu,
+    row_warps,
+    square,
+    with_fp8_cpu,
+    with_fp8_meta,
+)
 from unisono.kernels.overlap import follow, overlapped
 
 
@@ -45,17 +53,21 @@ def _combine_kernel(y, weights, shared, gates, residual, norm_weight, total, nor
         w = _weight(weights + row * TOP_K + slot, real, COLUMNS > 0) + tl.zeros([BLOCK_H], tl.float32)
         # A pair of weight 0 may have no expert, and then its row was never written.
         part = tl.load(y + (row * TOP_K + slot) * H + cols, mask=inside & (w != 0), other=0.0).to(tl.float32)
-        sum_ += w * part
+        sum_ = tl.fma(w, part, sum_)
     if SHARED:
         part = tl.load(shared + row * H + cols, mask=inside, other=0.0).to(tl.float32)
-        sum_ += _weight(gates + row, real, COLUMNS > 0) * part if GATE else part
+        if GATE:
+            gate = _weight(gates + row, real, COLUMNS > 0) + tl.zeros([BLOCK_H], tl.float32)
+            sum_ = tl.fma(gate, part, sum_)
+        else:
+            sum_ += part
     dtype = total.dtype.element_ty
     r = tl.load(residual + row * H + cols, mask=inside, other=0.0).to(tl.float32)
     rounded = (sum_.to(dtype).to(tl.float32) + r).to(dtype)
     tl.store(total + row * H + cols, rounded, mask=inside)
     if NORM:
         value = rounded.to(tl.float32)
-        value = value * tl.rsqrt(tl.sum(value * value, axis=0) / H + eps)
+        value = value * tl.rsqrt(tl.sum(square(value), axis=0) / H + eps)
         w_norm = tl.load(norm_weight + cols, mask=inside, other=0.0)
         if w_norm.dtype != tl.float32:  # as in rms_norm
             value = value.to(dtype).to(tl.float32)

@@ -18,12 +18,22 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.activation import silu_mul_cpu, silu_product
-from unisono.kernels.experts import _split, pairs_by_expert
-from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, product_launch, tile_of, tile_pairs, tile_rows, tokens_of
+from unisono.kernels.experts import down_cpu, down_rows, gate_up_cpu, gate_up_rows, store_gated
+from unisono.kernels.experts_plan import (
+    Plan,
+    Shapes,
+    product_case,
+    product_launch,
+    program_place,
+    store_pairs,
+    tile_of,
+    tile_pairs,
+    tile_rows,
+    tokens_of,
+)
 from unisono.kernels.fp8 import e4m3_product, widened_weight
 from unisono.kernels.fp8_quantize import GROUP, Quantised, launch_quantize, quantize, quantize_cpu, widened_activations
-from unisono.kernels.library import AotCase, define, fixed_rows_matmul, ints, register
+from unisono.kernels.library import AotCase, define, register
 from unisono.kernels.overlap import follow, overlapped
 
 
@@ -63,7 +73,7 @@ def _fp8_gate_up_kernel(x8, x_scales, weight, w_scales, h, ids, order, tiles, M,
     """h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
     follow(OVERLAP)
     HALF: tl.constexpr = BLOCK_N // 2
-    t, part = _split(tl.program_id(0), tl.num_programs(0), tl.cdiv(I, HALF), ACROSS)
+    t, part = program_place(tl.cdiv(I, HALF), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
     ks, r = tl.arange(0, 128), tl.arange(0, BLOCK_N)
     # The last outputs repeat: that is cheaper than a mask, and they are not stored.
@@ -83,10 +93,7 @@ def _fp8_gate_up_kernel(x8, x_scales, weight, w_scales, h, ids, order, tiles, M,
         x_ptrs = x8 + token.to(tl.int64)[:, None] * H + ks[None, :]
         acc = e4m3_product(x_ptrs, valid, x_scales + token, w_ptrs, ws_ptrs, H, PADDED,
                            TILE, BLOCK_N, AHEAD, BY_BLOCK, True, EVEN)  # fmt: skip
-        gate, up_ = tl.split(tl.trans(acc).reshape(TILE, 2, HALF).permute(0, 2, 1))
-        cols = part * HALF + tl.arange(0, HALF)
-        at = pair.to(tl.int64)[:, None] * I + cols[None, :]
-        tl.store(h + at, silu_product(gate, up_, h.dtype.element_ty), mask=valid[:, None] & (cols < I)[None, :])
+        store_gated(h, tl.trans(acc), part, pair, valid, I, TILE, HALF)
 
 
 @triton.jit
@@ -97,7 +104,7 @@ def _fp8_down_kernel(h8, h_scales, weight, w_scales, y, ids, order, tiles, M, co
                  OVERLAP: tl.constexpr):  # fmt: skip
     """y [pairs, H]."""
     follow(OVERLAP)
-    t, part = _split(tl.program_id(0), tl.num_programs(0), tl.cdiv(H, BLOCK_N), ACROSS)
+    t, part = program_place(tl.cdiv(H, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
     ks, cols = tl.arange(0, 128), part * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(cols, H - 1)
@@ -113,8 +120,7 @@ def _fp8_down_kernel(h8, h_scales, weight, w_scales, y, ids, order, tiles, M, co
         x_ptrs = h8 + pair.to(tl.int64)[:, None] * I + ks[None, :]
         acc = e4m3_product(x_ptrs, valid, h_scales + pair, w_ptrs, ws_ptrs, I, PADDED,
                            TILE, BLOCK_N, AHEAD, BY_BLOCK, False, EVEN)  # fmt: skip
-        at = pair.to(tl.int64)[:, None] * H + cols[None, :]
-        tl.store(y + at, tl.trans(acc).to(y.dtype.element_ty), mask=valid[:, None] & (cols < H)[None, :])
+        store_pairs(y, tl.trans(acc), pair, valid, cols, H)
 
 
 def fp8_tile_rows(pairs: int, experts: int) -> int:
@@ -140,7 +146,7 @@ def launch_fp8_gate_up(
     grid, results, options = product_launch(plan, len(weight), x8.shape[1], inner, parts, tiles.across)
     h = x8.new_empty(results, inner, dtype=x.dtype)
     _fp8_gate_up_kernel[grid](
-        x8, x_scales, weight, w_scales, h, plan.ids, plan.order, plan.tiles, len(plan.ids), plan.listed,
+        x8, x_scales, weight, w_scales, h, *plan.operands,
         x8.shape[0], **options, **_blocking(tiles.up, by_block), **overlapped(x8.device),
     )  # fmt: skip
     return h
@@ -154,7 +160,7 @@ def launch_fp8_down(h: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tenso
     grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tiles.across)
     y = h.new_empty(results, hidden)
     _fp8_down_kernel[grid](
-        h8, h_scales, weight, w_scales, y, plan.ids, plan.order, plan.tiles, plan.ids.shape[0], plan.listed,
+        h8, h_scales, weight, w_scales, y, *plan.operands,
         h8.shape[0], **options, **_blocking(tiles.down, by_block), **overlapped(h.device),
     )  # fmt: skip
     return y
@@ -169,46 +175,28 @@ def _down_cuda(h, weight, w_scales, ids, experts, tile, order, tiles):
     return launch_fp8_down(h, weight, w_scales, Plan(ids, experts, tile, order, tiles))
 
 
-def _widened(x: torch.Tensor, w_scales: torch.Tensor) -> torch.Tensor:
-    return widened_activations(*quantize_cpu(x, GROUP if w_scales.dim() == 3 else None))
-
-
-def expert_fp8_gate_up_cpu(
-    x8: torch.Tensor, x_scales: torch.Tensor, dtype: torch.dtype, weight: torch.Tensor, w_scales: torch.Tensor,
-    ids: torch.Tensor, experts: int, *plan: object,
-) -> torch.Tensor:  # fmt: skip
-    h, values = _gate_up_meta(x8, x_scales, dtype, weight, w_scales, ids, experts), widened_activations(x8, x_scales)
-    for expert, pairs, tokens in pairs_by_expert(ids, experts, weight.shape[0]):
+def expert_fp8_gate_up_cpu(x8, x_scales, dtype, weight, w_scales, ids, experts, *plan):
+    def widened(expert: int) -> torch.Tensor:
         halves = zip(weight[expert].chunk(2), w_scales[expert].chunk(2), strict=True)
-        both = torch.cat([widened_weight(half, scales) for half, scales in halves])
-        h[pairs] = silu_mul_cpu(fixed_rows_matmul(values[tokens], both.t()).to(dtype))
-    return h
+        return torch.cat([widened_weight(half, scales) for half, scales in halves])
+
+    h = _gate_up_meta(x8, x_scales, dtype, weight, w_scales, ids, experts)
+    return gate_up_cpu(h, widened_activations(x8, x_scales), widened, ids, experts, len(weight))
 
 
-def expert_fp8_down_cpu(
-    h: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, ids: torch.Tensor, experts: int, *plan: object
-) -> torch.Tensor:
-    y, values = _down_meta(h, weight), _widened(h, w_scales)
-    for expert, pairs, _ in pairs_by_expert(ids, experts, weight.shape[0]):
-        y[pairs] = fixed_rows_matmul(values[pairs], widened_weight(weight[expert], w_scales[expert]).t()).to(h.dtype)
-    return y
+def expert_fp8_down_cpu(h, weight, w_scales, ids, experts, *plan):
+    values = widened_activations(*quantize_cpu(h, GROUP if w_scales.dim() == 3 else None))
+    widened = lambda expert: widened_weight(weight[expert], w_scales[expert])  # noqa: E731
+    return down_cpu(down_rows(h, weight), values, widened, ids, experts, len(weight))
 
 
-def _gate_up_meta(
-    x8: torch.Tensor, x_scales: torch.Tensor, dtype: torch.dtype, weight: torch.Tensor, w_scales: torch.Tensor,
-    ids: torch.Tensor, experts: int, *plan: object,
-) -> torch.Tensor:  # fmt: skip
-    rows = ids.numel() + (weight.shape[0] - experts) * ids.shape[0]
-    return x8.new_empty(rows, weight.shape[1] // 2, dtype=dtype)
-
-
-def _down_meta(h: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
-    return h.new_empty(h.shape[0], weight.shape[1])
+def _gate_up_meta(x8, x_scales, dtype, weight, w_scales, *plan):
+    return gate_up_rows(x8, weight, *plan, dtype=dtype)
 
 
 for _name, _x, _cuda, _cpu, _meta in (
     ("gate_up", "Tensor x8, Tensor x_scales, ScalarType dtype", _gate_up_cuda, expert_fp8_gate_up_cpu, _gate_up_meta),
-    ("down", "Tensor h", _down_cuda, expert_fp8_down_cpu, _down_meta),
+    ("down", "Tensor h", _down_cuda, expert_fp8_down_cpu, down_rows),
 ):
     define(
         f"expert_fp8_{_name}({_x}, Tensor weight, Tensor w_scales, Tensor ids, int experts, int tile, Tensor? order,"
@@ -236,10 +224,9 @@ def expert_fp8_down(h: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tenso
     return torch.ops.unisono.expert_fp8_down(h, weight, w_scales, *plan)
 
 
-def _aot(rows: int, hidden: int, inner: int, experts: int, top_k: int, rides: bool, by_block: bool) -> list[AotCase]:
-    """Both products of ``rows`` tokens."""
-    pairs, cases = rows * top_k, []
-    lead, tile_m = pairs <= LEAD_PAIRS, fp8_tile_rows(pairs, experts)
+def _aot(shapes: Shapes, by_block: bool) -> list[AotCase]:
+    """Both products."""
+    tile_m, cases = fp8_tile_rows(shapes.rows * shapes.top_k, shapes.experts), []
     chosen = _TILES[tile_m]
     for kernel, names, tile in (
         (_fp8_gate_up_kernel, "x8 x_scales h", chosen.up),
@@ -247,18 +234,13 @@ def _aot(rows: int, hidden: int, inner: int, experts: int, top_k: int, rides: bo
     ):
         x, scales, out = names.split()
         tensors = {x: "*fp8e4nv", "weight": "*fp8e4nv", scales: "*fp32", "w_scales": "*fp32", out: "*bf16"}
-        sizes = {
-            "H": hidden, "I": inner, "E": experts, "TOP_K": top_k, "TILE": tile_m, "BLOCK_N": tile.n,
-            "ACROSS": chosen.across, "RIDES": rides, "LEAD": lead, "AHEAD": tile.ahead, "BY_BLOCK": by_block,
-            "PAIRS": triton.next_power_of_2(pairs) if lead else 1, "OVERLAP": True,
-        }  # fmt: skip
-        signature = {**tensors, **ints("ids order tiles", "M count PADDED")}
-        cases.append(AotCase(kernel, signature, sizes, num_warps=tile.warps, num_stages=tile.stages))
+        options = _blocking(tile, by_block)
+        cases.append(product_case(kernel, tensors, shapes, tile_m, chosen.across, options, "PADDED"))
     return cases
 
 
 AOT: list[AotCase] = [
-    *(case for rows in (1, 16, 512, 2048, 4096) for case in _aot(rows, 2048, 512, 256, 8, True, True)),
-    *(case for rows in (1, 512) for case in _aot(rows, 2048, 768, 128, 8, False, False)),
-    *(case for rows in (1, 64) for case in _aot(rows, 200, 100, 5, 2, True, True)),
+    *(case for rows in (1, 16, 512, 2048, 4096) for case in _aot(Shapes(rows, 2048, 512, 256, 8, True), True)),
+    *(case for rows in (1, 512) for case in _aot(Shapes(rows, 2048, 768, 128, 8), False)),
+    *(case for rows in (1, 64) for case in _aot(Shapes(rows, 200, 100, 5, 2, True), True)),
 ]

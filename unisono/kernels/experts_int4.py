@@ -10,17 +10,28 @@ G(k) = ceil(k / group). Packed weights uint8 [E, 2 I, H / 2] and [E, H, I / 2]; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.activation import silu_mul_cpu, silu_product
-from unisono.kernels.experts import _split, pairs_by_expert
-from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, product_launch, tile_of, tile_pairs, tile_rows, tokens_of
+from unisono.kernels.experts import down_cpu, down_rows, gate_up_cpu, gate_up_rows, store_gated
+from unisono.kernels.experts_plan import (
+    Plan,
+    Shapes,
+    product_case,
+    product_launch,
+    program_place,
+    store_pairs,
+    tile_of,
+    tile_pairs,
+    tile_rows,
+    tokens_of,
+)
 from unisono.kernels.int4 import int4_product, int4_steps, unpack_cpu
-from unisono.kernels.library import AotCase, define, fixed_rows_matmul, ints, register
+from unisono.kernels.library import DTYPES, AotCase, define, register
 from unisono.kernels.overlap import follow, overlapped
 
 
@@ -35,15 +46,16 @@ class Tile:
     across: bool
 
 
-_TILES = {  # by rows of a plan's tile
+TILES = {
     16: Tile(64, 64, 4, 4, True),
     32: Tile(128, 64, 4, 3, False),
     64: Tile(128, 128, 8, 3, False),
     128: Tile(128, 128, 8, 2, False),
 }
+"""By rows of a plan's tile; of MXFP4 weights too, whose own are not measured."""
 
 
-def int4_tile_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
+def packed_tile_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
     """Rows of a tile in both products of a pass with this number of pairs, from shapes alone."""
     return 16 if dtype is torch.float32 else tile_of(pairs, experts)
 
@@ -57,7 +69,7 @@ def _int4_gate_up_kernel(x, weight, scales, zeros, h, ids, order, tiles, M, coun
     """h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
     follow(OVERLAP)
     HALF: tl.constexpr = BLOCK_N // 2
-    t, part = _split(tl.program_id(0), tl.num_programs(0), tl.cdiv(I, HALF), ACROSS)
+    t, part = program_place(tl.cdiv(I, HALF), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
     r = tl.arange(0, BLOCK_N)
     # The last outputs repeat: that is cheaper than a mask, and they are not stored.
@@ -70,10 +82,7 @@ def _int4_gate_up_kernel(x, weight, scales, zeros, h, ids, order, tiles, M, coun
         x_ptrs = x + tokens_of(pair, M, TOP_K).to(tl.int64)[:, None] * H + tl.arange(0, WIDTH)[None, :]
         acc = int4_product(x_ptrs, valid, w_ptrs, scales + of_rows, z_ptrs, H, group,
                            TILE, BLOCK_N, WIDTH, STEPS, H % (WIDTH * STEPS) == 0, HAS_ZEROS)  # fmt: skip
-        gate, up = tl.split(acc.reshape(TILE, 2, HALF).permute(0, 2, 1))
-        cols = part * HALF + tl.arange(0, HALF)
-        at = pair.to(tl.int64)[:, None] * I + cols[None, :]
-        tl.store(h + at, silu_product(gate, up, h.dtype.element_ty), mask=valid[:, None] & (cols < I)[None, :])
+        store_gated(h, acc, part, pair, valid, I, TILE, HALF)
 
 
 @triton.jit
@@ -84,7 +93,7 @@ def _int4_down_kernel(h, weight, scales, zeros, y, ids, order, tiles, M, count, 
                  HAS_ZEROS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """y [pairs, H]."""
     follow(OVERLAP)
-    t, part = _split(tl.program_id(0), tl.num_programs(0), tl.cdiv(H, BLOCK_N), ACROSS)
+    t, part = program_place(tl.cdiv(H, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
     cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(cols, H - 1)
@@ -96,15 +105,14 @@ def _int4_down_kernel(h, weight, scales, zeros, y, ids, order, tiles, M, count, 
         x_ptrs = h + pair.to(tl.int64)[:, None] * I + tl.arange(0, WIDTH)[None, :]
         acc = int4_product(x_ptrs, valid, w_ptrs, scales + of_rows, z_ptrs, I, group,
                            TILE, BLOCK_N, WIDTH, STEPS, I % (WIDTH * STEPS) == 0, HAS_ZEROS)  # fmt: skip
-        at = pair.to(tl.int64)[:, None] * H + cols[None, :]
-        tl.store(y + at, acc.to(y.dtype.element_ty), mask=valid[:, None] & (cols < H)[None, :])
+        store_pairs(y, acc, pair, valid, cols, H)
 
 
-def _blocking(tile: Tile, block: int, group: int, zeros: torch.Tensor | None) -> dict[str, int]:
+def _blocking(tile: Tile, block: int, group: int, has_zeros: bool) -> dict[str, int]:
     """The compile-time arguments that are the tile's and the weight's. block: outputs."""
     width, steps = int4_steps(group)
     return {
-        "BLOCK_N": block, "WIDTH": width, "STEPS": steps, "HAS_ZEROS": zeros is not None, "num_warps": tile.warps,
+        "BLOCK_N": block, "WIDTH": width, "STEPS": steps, "HAS_ZEROS": has_zeros, "num_warps": tile.warps,
         "num_stages": tile.stages,
     }  # fmt: skip
 
@@ -113,13 +121,13 @@ def launch_int4_gate_up(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
 ) -> torch.Tensor:
     """The kernel of :func:`expert_int4_gate_up`."""
-    x, inner, tile = x.contiguous(), weight.shape[1] // 2, _TILES[plan.tile]
+    x, inner, tile = x.contiguous(), weight.shape[1] // 2, TILES[plan.tile]
     parts = triton.cdiv(inner, tile.up // 2)
     grid, results, options = product_launch(plan, len(weight), x.shape[1], inner, parts, tile.across)
     h = x.new_empty(results, inner)
     _int4_gate_up_kernel[grid](
-        x, weight, scales, zeros, h, plan.ids, plan.order, plan.tiles, x.shape[0], plan.listed, group,
-        **options, **_blocking(tile, tile.up, group, zeros), **overlapped(x.device),
+        x, weight, scales, zeros, h, *plan.operands, group,
+        **options, **_blocking(tile, tile.up, group, zeros is not None), **overlapped(x.device),
     )  # fmt: skip
     return h
 
@@ -128,13 +136,13 @@ def launch_int4_down(
     h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
 ) -> torch.Tensor:
     """The kernel of :func:`expert_int4_down`."""
-    h, hidden, tile = h.contiguous(), weight.shape[1], _TILES[plan.tile]
+    h, hidden, tile = h.contiguous(), weight.shape[1], TILES[plan.tile]
     parts = triton.cdiv(hidden, tile.down)
     grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tile.across)
     y = h.new_empty(results, hidden)
     _int4_down_kernel[grid](
-        h, weight, scales, zeros, y, plan.ids, plan.order, plan.tiles, plan.ids.shape[0], plan.listed, group,
-        **options, **_blocking(tile, tile.down, group, zeros), **overlapped(h.device),
+        h, weight, scales, zeros, y, *plan.operands, group,
+        **options, **_blocking(tile, tile.down, group, zeros is not None), **overlapped(h.device),
     )  # fmt: skip
     return y
 
@@ -147,65 +155,30 @@ def _down_cuda(h, weight, scales, zeros, group, ids, experts, tile, order, tiles
     return launch_int4_down(h, weight, scales, zeros, group, Plan(ids, experts, tile, order, tiles))
 
 
-def _unpacked_expert(
-    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, expert: int, dtype: torch.dtype
-) -> torch.Tensor:
-    return unpack_cpu(weight[expert], scales[expert], None if zeros is None else zeros[expert], group, dtype)
+def _unpacked(
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
+) -> Callable[[int], torch.Tensor]:
+    """Gives an expert's weight."""
+    return lambda e: unpack_cpu(weight[e], scales[e], None if zeros is None else zeros[e], group, dtype)
 
 
-def expert_int4_gate_up_cpu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    group: int,
-    ids: torch.Tensor,
-    experts: int,
-    *plan: object,
-) -> torch.Tensor:
-    h = _gate_up_meta(x, weight, scales, zeros, group, ids, experts)
-    for expert, pairs, tokens in pairs_by_expert(ids, experts, weight.shape[0]):
-        unpacked = _unpacked_expert(weight, scales, zeros, group, expert, x.dtype)
-        h[pairs] = silu_mul_cpu(fixed_rows_matmul(x[tokens], unpacked.t()))
-    return h
+def expert_int4_gate_up_cpu(x, weight, scales, zeros, group, ids, experts, *plan):
+    h = gate_up_rows(x, weight, ids, experts)
+    return gate_up_cpu(h, x, _unpacked(weight, scales, zeros, group, x.dtype), ids, experts, len(weight))
 
 
-def expert_int4_down_cpu(
-    h: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    group: int,
-    ids: torch.Tensor,
-    experts: int,
-    *plan: object,
-) -> torch.Tensor:
-    y = _down_meta(h, weight)
-    for expert, pairs, _ in pairs_by_expert(ids, experts, weight.shape[0]):
-        y[pairs] = fixed_rows_matmul(h[pairs], _unpacked_expert(weight, scales, zeros, group, expert, h.dtype).t())
-    return y
+def expert_int4_down_cpu(h, weight, scales, zeros, group, ids, experts, *plan):
+    unpacked = _unpacked(weight, scales, zeros, group, h.dtype)
+    return down_cpu(down_rows(h, weight), h, unpacked, ids, experts, len(weight))
 
 
-def _gate_up_meta(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    group: int,
-    ids: torch.Tensor,
-    experts: int,
-    *plan: object,
-) -> torch.Tensor:
-    return x.new_empty(ids.numel() + (weight.shape[0] - experts) * ids.shape[0], weight.shape[1] // 2)
-
-
-def _down_meta(h: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
-    return h.new_empty(h.shape[0], weight.shape[1])
+def _gate_up_meta(x, weight, scales, zeros, group, *plan):
+    return gate_up_rows(x, weight, *plan)
 
 
 for _name, _cuda, _cpu, _meta in (
     ("expert_int4_gate_up", _gate_up_cuda, expert_int4_gate_up_cpu, _gate_up_meta),
-    ("expert_int4_down", _down_cuda, expert_int4_down_cpu, _down_meta),
+    ("expert_int4_down", _down_cuda, expert_int4_down_cpu, down_rows),
 ):
     define(
         f"{_name}(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, int group, Tensor ids, int experts, int tile,"
@@ -232,26 +205,19 @@ def expert_int4_down(
     return torch.ops.unisono.expert_int4_down(h, weight, scales, zeros, group, *plan)
 
 
-def _aot(dtype: str, rows: int, hidden: int, inner: int, experts: int, top_k: int, zeros: bool, group: int) -> list:
-    """Both products of ``rows`` tokens."""
-    pairs, cases, (width, steps) = rows * top_k, [], int4_steps(group)
-    lead = pairs <= LEAD_PAIRS
-    tile_m = int4_tile_rows(pairs, experts, torch.float32 if dtype == "fp32" else torch.bfloat16)
-    tile = _TILES[tile_m]
+def _aot(dtype: str, shapes: Shapes, group: int) -> list[AotCase]:
+    """Both products. There are zeros where a shared expert rides along."""
+    tile_m, zeros, cases = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype]), shapes.rides, []
+    tile = TILES[tile_m]
     for kernel, (x, out), outputs in ((_int4_gate_up_kernel, "xh", tile.up), (_int4_down_kernel, "hy", tile.down)):
         tensors = {x: f"*{dtype}", "weight": "*u8", "scales": "*fp32", "zeros": "*i8", out: f"*{dtype}"}
-        sizes = {
-            "H": hidden, "I": inner, "E": experts, "TOP_K": top_k, "TILE": tile_m, "BLOCK_N": outputs,
-            "ACROSS": tile.across, "RIDES": zeros, "LEAD": lead, "WIDTH": width, "STEPS": steps, "HAS_ZEROS": zeros,
-            "PAIRS": triton.next_power_of_2(pairs) if lead else 1, "OVERLAP": True,
-        }  # fmt: skip
-        signature = {**tensors, **ints("ids order tiles", "M count group")}
-        cases.append(AotCase(kernel, signature, sizes, num_warps=tile.warps, num_stages=tile.stages))
+        options = _blocking(tile, outputs, group, zeros)
+        cases.append(product_case(kernel, tensors, shapes, tile_m, tile.across, options, "group"))
     return cases
 
 
 AOT: list[AotCase] = [
-    *(case for rows in (1, 16, 512, 2048, 4096) for case in _aot("bf16", rows, 2048, 512, 256, 8, True, 128)),
-    *(case for rows in (1, 512) for case in _aot("bf16", rows, 2048, 768, 128, 8, False, 128)),
-    *(case for dtype in ("fp16", "fp32") for case in _aot(dtype, 16, 192, 96, 5, 2, True, 32)),
+    *(case for rows in (1, 16, 512, 2048, 4096) for case in _aot("bf16", Shapes(rows, 2048, 512, 256, 8, True), 128)),
+    *(case for rows in (1, 512) for case in _aot("bf16", Shapes(rows, 2048, 768, 128, 8), 128)),
+    *(case for dtype in ("fp16", "fp32") for case in _aot(dtype, Shapes(16, 192, 96, 5, 2, True), 32)),
 ]

@@ -9,11 +9,13 @@ expert's pairs, and nothing is sorted. Above that, three small kernels sort pair
 counts into places, place. No atomics, no host, and no shape depends on data: there are as many tiles as the worst
 choice of experts needs, and those after the last have no rows.
 
-:func:`tile_rows`, :func:`tile_pairs` and :func:`tokens_of` are what a product's kernel reads its rows with.
+:func:`program_place`, :func:`tile_rows`, :func:`tile_pairs` and :func:`tokens_of` are what a product's kernel reads its
+rows with; :func:`store_pairs` stores them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +57,22 @@ class Plan(NamedTuple):
         """Tiles, but for a shared expert's."""
         return self.ids.numel() if self.tiles is None else self.tiles.shape[1]
 
+    @property
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, int]:
+        """What a product's kernel takes as ``ids, order, tiles, M, count``."""
+        return self.ids, self.order, self.tiles, self.ids.shape[0], self.listed
+
+
+class Shapes(NamedTuple):
+    """Of a pass and its stack: M tokens, H features, I of an expert, E experts; whether a shared one rides along."""
+
+    rows: int
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+    rides: bool = False
+
 
 def product_launch(
     plan: Plan, stack: int, hidden: int, inner: int, parts: int, across: bool
@@ -64,12 +82,32 @@ def product_launch(
     stack: weights in the stack. parts: blocks of outputs. across: neighbours in the grid share rows.
     """
     (rows, top_k), rides, lead = plan.ids.shape, stack - plan.experts, plan.tiles is None
-    tiles, pairs = plan.listed + (rides if lead else rides * triton.cdiv(rows, plan.tile)), rows * top_k
-    options = {
-        "H": hidden, "I": inner, "E": plan.experts, "TOP_K": top_k, "TILE": plan.tile, "ACROSS": across,
-        "RIDES": rides > 0, "LEAD": lead, "PAIRS": triton.next_power_of_2(pairs) if lead else 1,
+    tiles = plan.listed + (rides if lead else rides * triton.cdiv(rows, plan.tile))
+    shapes = Shapes(rows, hidden, inner, plan.experts, top_k, rides > 0)
+    return (tiles * parts,), rows * top_k + rides * rows, _product_sizes(shapes, plan.tile, across, lead)
+
+
+def product_case(
+    kernel: Any, tensors: Mapping[str, str | None], shapes: Shapes, tile: int, across: bool, options: dict[str, Any],
+    scalars: str = "",
+) -> AotCase:  # fmt: skip
+    """The AotCase of a launch with :func:`product_launch`'s arguments and ``options``, which are the weight format's.
+
+    tensors: types of operands and result; None: there is none. scalars: names of int32 arguments beside ``M count``.
+    """
+    signature = {name: kind for name, kind in tensors.items() if kind} | ints("ids order tiles", f"M count {scalars}")
+    sizes = _product_sizes(shapes, tile, across, lead=shapes.rows * shapes.top_k <= LEAD_PAIRS) | options
+    sizes |= dict.fromkeys(name for name, kind in tensors.items() if not kind)
+    warps, stages = sizes.pop("num_warps"), sizes.pop("num_stages", AotCase.num_stages)
+    return AotCase(kernel, signature, sizes | {"OVERLAP": True}, warps, stages)
+
+
+def _product_sizes(shapes: Shapes, tile: int, across: bool, lead: bool) -> dict[str, Any]:
+    rows, hidden, inner, experts, top_k, rides = shapes
+    return {
+        "H": hidden, "I": inner, "E": experts, "TOP_K": top_k, "TILE": tile, "ACROSS": across, "RIDES": rides,
+        "LEAD": lead, "PAIRS": triton.next_power_of_2(rows * top_k) if lead else 1,
     }  # fmt: skip
-    return (tiles * parts,), pairs + rides * rows, options
 
 
 def tile_of(pairs: int, experts: int) -> int:
@@ -83,6 +121,16 @@ def num_tiles(pairs: int, experts: int, tile: int) -> int:
 
 
 # ---- the rows of a tile, in a product's kernel ------------------------------------------------------
+
+
+@triton.jit
+def program_place(parts, ACROSS: tl.constexpr):
+    """(tile of rows, block of outputs) of this program; there are ``parts`` blocks of outputs."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if ACROSS:
+        return program // parts, program % parts
+    tiles = programs // parts
+    return program % tiles, program // tiles
 
 
 @triton.jit
@@ -135,6 +183,13 @@ def tile_pairs(order, first, rank, base, n, M, TOP_K: tl.constexpr, TILE: tl.con
 def tokens_of(pair, M, TOP_K: tl.constexpr):
     """The token of each pair."""
     return tl.where(pair < M * TOP_K, pair // TOP_K, pair - M * TOP_K)
+
+
+@triton.jit
+def store_pairs(out, value, pair, valid, cols, N: tl.constexpr):
+    """Store value [TILE, cols] as columns ``cols`` of the pairs' rows of out [pairs, N]."""
+    at = pair.to(tl.int64)[:, None] * N + cols[None, :]
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=valid[:, None] & (cols < N)[None, :])
 
 
 # ---- the sort ---------------------------------------------------------------------------------------

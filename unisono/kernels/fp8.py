@@ -29,6 +29,7 @@ from unisono.kernels.fp8_quantize import GROUP, Quantised, launch_quantize, quan
 from unisono.kernels.library import AotCase, define, fixed_rows_matmul, register
 from unisono.kernels.linear import launch_add, store_sums
 from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.proofs import agreed
 
 FEW_ROWS = 64
 """Up to this number of rows the Gluon kernel runs, above it ``scaled_mm``; each where it is proven exact."""
@@ -233,6 +234,7 @@ def prove_fp8(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> bool:
     if key not in _proven:
         _proven[key] = all(_same_bits(weight, w_scales, dtype, rows, _by_torch) for rows in PROOF_ROWS)
         _proven_few[key] = all(_same_bits(weight, w_scales, dtype, rows, _by_gluon) for rows in FEW_PROOF_ROWS)
+    _proven[key], _proven_few[key] = agreed(_proven[key]), agreed(_proven_few[key])
     return _proven[key]
 
 

@@ -14,7 +14,6 @@ Shapes: M rows, K inputs, N outputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -28,11 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from unisono.kernels.hopper import block_barrier, box_type, boxes, stage_barriers
 from unisono.kernels.library import AotCase
 from unisono.kernels.overlap import overlapped
+from unisono.kernels.staying import processors
 
 WIDE = 64
 """Rows of one ``wgmma``."""
@@ -45,11 +45,8 @@ EACH = 4
 
 MOST_ROWS = 64
 
-_SHARED = gl.NVMMASharedLayout(STEP, 8, 2)
 _SHARED_BYTES = 220 * 1024
 """Of a multiprocessor, for tiles."""
-
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,7 @@ def _scales(x_scales, x_ok, w_scales, group, last, PADDED):
 
 
 @gluon.jit
-def _product(w, x, at, ROWS: gl.constexpr, WIDE: gl.constexpr, MMA: gl.constexpr):
+def step_product(w, x, at, ROWS: gl.constexpr, WIDE: gl.constexpr, MMA: gl.constexpr):
     """Start the product [WIDE, ROWS] of one step."""
     none = warpgroup_mma_init(gl.zeros([WIDE, ROWS], gl.float32, MMA))
     return warpgroup_mma(w.index(at), x.index(at).permute([1, 0]), none, use_acc=False, is_async=True)
@@ -172,10 +169,10 @@ def _sum(acc, w, x, full, free, x_scales, x_ok, w_scales, item, groups, last, PA
     for group in range(groups):
         stage = (item + group) % STAGES
         mbarrier.wait(full.index(stage), (item + group) // STAGES & 1)
-        p0 = _product(w, x, stage * 4, ROWS, WIDE, MMA)
-        p1 = _product(w, x, stage * 4 + 1, ROWS, WIDE, MMA)
-        p2 = _product(w, x, stage * 4 + 2, ROWS, WIDE, MMA)
-        p3 = _product(w, x, stage * 4 + 3, ROWS, WIDE, MMA)
+        p0 = step_product(w, x, stage * 4, ROWS, WIDE, MMA)
+        p1 = step_product(w, x, stage * 4 + 1, ROWS, WIDE, MMA)
+        p2 = step_product(w, x, stage * 4 + 2, ROWS, WIDE, MMA)
+        p3 = step_product(w, x, stage * 4 + 3, ROWS, WIDE, MMA)
         if BY_BLOCK:
             n0, n1, n2, n3 = _scales(x_scales, x_ok, w_scales, group + 1, last, PADDED)
         else:
@@ -234,13 +231,9 @@ def fp8_rows_kernel(x_desc, w_desc, x_scales, w_scales, bias, residual, out, M, 
     tiles = (N + OUTPUTS - 1) // OUTPUTS * row_tiles
     w = gl.allocate_shared_memory(DTYPE, [STAGES * EACH, WIDE, STEP], SHARED)
     x = gl.allocate_shared_memory(DTYPE, [STAGES * EACH, ROWS, STEP], SHARED)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
+    full, free = stage_barriers(STAGES, 1, 1)
     fence_async_shared()
-    _barrier()
+    block_barrier()
     gl.warp_specialize(
         [
             (_multiply, (
@@ -255,18 +248,10 @@ def fp8_rows_kernel(x_desc, w_desc, x_scales, w_scales, bias, residual, out, M, 
     )  # fmt: skip
 
 
-@cache
-def _processors(device: torch.device) -> int:
-    """Multiprocessors of a Hopper GPU; 0 for other devices."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def suits(rows: int, weight: torch.Tensor) -> bool:
     """Whether the kernel can compute the product of this number of rows and the e4m3 weight [N, K] on its device."""
     aligned = weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.shape[1] % 16 == 0
-    return 0 < rows <= MOST_ROWS and aligned and _processors(weight.device) > 0
+    return 0 < rows <= MOST_ROWS and aligned and processors(weight.device) > 0
 
 
 def launch_fp8_rows(
@@ -285,11 +270,10 @@ def launch_fp8_rows(
     (n, k), tile = weight.shape, tile or tile_of(rows, weight.shape[0])
     out = x8.new_empty(rows, n, dtype=dtype)
     tiles = triton.cdiv(n, tile.outputs) * triton.cdiv(rows, tile.rows)
-    at_once = max(1, _SHARED_BYTES // (tile.stages * EACH * (WIDE + tile.rows) * STEP)) * _processors(x8.device)
+    at_once = max(1, _SHARED_BYTES // (tile.stages * EACH * (WIDE + tile.rows) * STEP)) * processors(x8.device)
     fp8_rows_kernel[(min(tiles, at_once),)](
-        TensorDescriptor.from_tensor(x8, [tile.rows, STEP], _SHARED),
-        TensorDescriptor.from_tensor(weight, [tile.outputs, STEP], _SHARED),
-        x_scales, w_scales, bias, residual, out, rows, n, k, x8.shape[0], BY_BLOCK=w_scales.dim() == 2, **_sizes(tile),
+        boxes(x8, tile.rows), boxes(weight, tile.outputs), x_scales, w_scales, bias, residual, out, rows, n, k,
+        x8.shape[0], BY_BLOCK=w_scales.dim() == 2, **_sizes(tile),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, num_warps=tile.warps,
         maxnreg=tile.registers, **overlapped(x8.device),
     )  # fmt: skip
@@ -303,12 +287,11 @@ def _sizes(tile: Tile) -> dict[str, int]:
 
 def _case(dtype: str, tile: Tile, by_block: bool, bias: bool) -> AotCase:
     signature = {
-        "x_desc": f"tensordesc<fp8e4nv[{tile.rows}, {STEP}],{_SHARED!r}>",
-        "w_desc": f"tensordesc<fp8e4nv[{tile.outputs}, {STEP}],{_SHARED!r}>",
+        "x_desc": box_type("fp8e4nv", tile.rows), "w_desc": box_type("fp8e4nv", tile.outputs),
         **dict.fromkeys(("x_scales", "w_scales"), "*fp32"),
         **dict.fromkeys(("bias", "residual", "out"), f"*{dtype}"),
         **dict.fromkeys(("M", "N", "K", "PADDED"), "i32"),
-    }
+    }  # fmt: skip
     options = {"BY_BLOCK": by_block, "HAS_BIAS": bias, "HAS_RESIDUAL": True, "OVERLAP": True}
     return AotCase(fp8_rows_kernel, signature, _sizes(tile) | options, num_warps=tile.warps, maxnreg=tile.registers)
 

@@ -234,29 +234,22 @@ def _reads(S, k, q, k_high, k_low, q_high, q_low):
 
 @triton.jit
 def _within(k_high, k_low, q_high, q_low, v, squares, factors):
-    """:func:`_outputs` of a chunk whose squares and factors :func:`_prepare_kernel` stored."""
+    """(outputs [V, CHUNK], what the state takes in of each token [V, CHUNK], what is left of it) of one chunk.
+
+    v [CHUNK, V]; the others as :func:`_reads` and :func:`_prepare_kernel` left them.
+    """
     i = tl.arange(0, CHUNK)
     square = i[:, None] * CHUNK + i[None, :]
     T_high, T_low = _load_split(squares, square, CHUNK * CHUNK)
     P_high, P_low = _load_split(squares + 2 * CHUNK * CHUNK, square, CHUNK * CHUNK)
     w_k, w_q = tl.load(factors + i)[None, :], tl.load(factors + CHUNK + i)[None, :]
     w_s, whole = tl.load(factors + 2 * CHUNK + i)[None, :], tl.load(factors + 3 * CHUNK)
-    o, taken = _outputs(k_high, k_low, q_high, q_low, v, T_high, T_low, P_high, P_low, w_k, w_q, w_s)
-    return o, taken, whole
-
-
-@triton.jit
-def _outputs(k_high, k_low, q_high, q_low, v, T_high, T_low, P_high, P_low, w_k, w_q, w_s):
-    """(outputs [V, CHUNK], what the state takes in of each token [V, CHUNK]) of one chunk.
-
-    v [CHUNK, V]; k_high … q_low as :func:`_reads` left them. T, P: transposed, in two terms; w_k, w_q, w_s [1, CHUNK].
-    """
     values = tl.trans(v).to(tl.float32)
     zero = tl.zeros_like(values)
     errors = tl.fma(-k_high, zero + w_k, tl.fma(-k_low, zero + w_k, values))
     read = tl.fma(q_high, zero + w_q, q_low * w_q)
     new = _times_split(errors, T_high, T_low, zero)
-    return _times_split(new, P_high, P_low, read), new * w_s
+    return _times_split(new, P_high, P_low, read), new * w_s, whole
 
 
 @triton.jit

@@ -17,31 +17,11 @@ from torch import Tensor
 
 from unisono.kernels.fp8_quantize import GROUP, Quantised, empty_quantised, handed_on, quantised_cpu, store_quantised
 from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.norm import square
 from unisono.kernels.overlap import follow, overlapped
 
 _HEADS = 8
 """Heads of a program."""
-
-
-@triton.jit
-def gated_heads(o, z, weight, out, scales, eps, row, part, z_stride, HEADS, M, PADDED, V: tl.constexpr,
-                BLOCK: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """What program (row i64, part) of the kernel does: BLOCK heads of a row."""
-    head = part * BLOCK + tl.arange(0, BLOCK)
-    dim = tl.arange(0, V)
-    at = head[:, None] * V + dim[None, :]
-    inside = (head < HEADS)[:, None]
-    if COLUMNS > 0:
-        inside = inside & (row < M)
-    x = tl.load(o + row * HEADS * V + at, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(z + row * z_stride + at, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=1) / V + eps)
-    w = tl.load(weight + dim)
-    y = (x * scale[:, None]) * w[None, :] * (gate / (1.0 + tl.exp(-gate)))
-    if COLUMNS > 0:
-        store_quantised(y.to(o.dtype.element_ty), out, scales, row, part * (BLOCK * V), HEADS * V, PADDED, COLUMNS)
-    else:
-        tl.store(out + row * HEADS * V + at, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -52,8 +32,22 @@ def _gated_norm_kernel(
     """COLUMNS: out is e4m3, and that many columns share one of ``scales``; 0: out is of o's dtype."""
     follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    gated_heads(o, z, weight, out, scales, eps, row, part, z_stride, HEADS, M, PADDED, V, BLOCK, COLUMNS)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    dim = tl.arange(0, V)
+    at = head[:, None] * V + dim[None, :]
+    inside = (head < HEADS)[:, None]
+    if COLUMNS > 0:
+        inside = inside & (row < M)
+    x = tl.load(o + row * HEADS * V + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(z + row * z_stride + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(square(x), axis=1) / V + eps)
+    w = tl.load(weight + dim)
+    y = (x * scale[:, None]) * w[None, :] * (gate / (1.0 + tl.exp(-gate)))
+    if COLUMNS > 0:
+        first = tl.program_id(1) * (BLOCK * V)
+        store_quantised(y.to(o.dtype.element_ty), out, scales, tl.program_id(0), first, HEADS * V, PADDED, COLUMNS)
+    else:
+        tl.store(out + row * HEADS * V + at, y.to(out.dtype.element_ty), mask=inside)
 
 
 def launch_gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:

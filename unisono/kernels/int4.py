@@ -25,6 +25,7 @@ import triton.language as tl
 from unisono.kernels.library import AotCase, define, register
 from unisono.kernels.linear import launch_linear, linear_cpu, linear_cuda, prove_exact, rehearse_proof, store_sums
 from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.proofs import agreeing, proven
 
 FEW_ROWS = 64
 """Up to this many rows weights are unpacked in registers."""
@@ -200,12 +201,14 @@ def prove_int4(
     """
     if weight.device.type != "cuda":
         return True
-    key = weight.shape[0], 2 * weight.shape[1], group, dtype
-    if key not in _proven:
+
+    def holds() -> bool:
         plain = launch_unpack(weight, scales, zeros, group, dtype)
-        prove_exact(plain)  # of the product that then runs; where it fails, that product is Triton's at every M
-        _proven[key] = all(_same_bits(plain, weight, scales, zeros, group, rows) for rows in PROOF_ROWS)
-    return _proven[key]
+        with agreeing(None):  # what follows is agreed on as one
+            prove_exact(plain)  # of the product that then runs; where it fails, that product is Triton's at every M
+        return all(_same_bits(plain, weight, scales, zeros, group, rows) for rows in PROOF_ROWS)
+
+    return proven(_proven, (weight.shape[0], 2 * weight.shape[1], group, dtype), holds)
 
 
 def _same_bits(

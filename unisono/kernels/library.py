@@ -15,6 +15,12 @@ import torch
 ROW_TILE = 16
 """Rows per matrix product in CPU twins. A fixed count makes a row's bits independent of the batch."""
 
+COLUMN_TILE = 16
+"""Columns per matrix product in CPU twins, at least."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""By Triton's names."""
+
 _library = torch.library.Library("unisono", "DEF")
 
 
@@ -78,12 +84,15 @@ def one_stride(*fields: torch.Tensor) -> int:
 
 
 def fixed_rows_matmul(x: torch.Tensor, weight_t: torch.Tensor) -> torch.Tensor:
-    """``x [M, K] @ weight_t [K, N]`` in tiles of exactly ROW_TILE rows, zero-padded.
+    """``x [M, K] @ weight_t [K, N]`` in tiles of exactly ROW_TILE rows and at least COLUMN_TILE columns, zero-padded.
 
     A BLAS chooses its blocking by M, so the same row can get other bits in a larger batch; with one
     constant M it does not (checked in tests/kernels/test_linear.py). Returns [M, N] in x's dtype.
     """
-    rows = x.shape[0]
+    rows, columns = x.shape[0], weight_t.shape[1]
+    if columns < COLUMN_TILE:  # a BLAS may compute few columns in another way, and a rank may hold few of many
+        weight_t = torch.nn.functional.pad(weight_t.t(), (0, 0, 0, COLUMN_TILE - columns)).t()
+        return fixed_rows_matmul(x, weight_t)[:, :columns].contiguous()
     if rows == ROW_TILE:
         return x @ weight_t
     padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % ROW_TILE)).contiguous()

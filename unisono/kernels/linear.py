@@ -20,14 +20,15 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, differentiable, fixed_rows_matmul, register
+from unisono.kernels.library import DTYPES, AotCase, define, differentiable, fixed_rows_matmul, register
 from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.proofs import proven
 
 TRITON_ROWS = 64
 """Up to this many rows the Triton kernel runs; above it cuBLASLt does, where it is proven exact."""
 
-PROOF_ROWS = (65, 96, 128, 192, 256, 512, 1024, 2048)
-"""Numbers of rows at which cuBLASLt is compared with the Triton kernel."""
+PROOF_ROWS = (65, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)
+"""Numbers of rows at which cuBLASLt is compared with the Triton kernel: it chooses an algorithm for each of them."""
 
 _proven: dict[tuple[int, int, torch.dtype], bool] = {}
 """(N, K, dtype) -> whether :func:`prove_exact` saw the same bits from cuBLASLt. Other shapes stay on Triton."""
@@ -84,19 +85,13 @@ def store_sums(acc, out, bias, residual, rows, cols, M, N, HAS_BIAS: tl.constexp
 
 
 @triton.jit
-def _linear_kernel(x, weight, bias, residual, out, M, N, K,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                   EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-                   OVERLAP: tl.constexpr):  # fmt: skip
-    # Row tiles of one weight tile are neighbours in the grid, so that the weight is read from memory once.
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+def tile_product(x_ptrs, w_ptrs, row_ok, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                 EVEN_K: tl.constexpr):  # fmt: skip
+    """The product of rows of x and of the weight over K, in one sequence: fp32 [BLOCK_M, BLOCK_N].
+
+    x_ptrs [BLOCK_M, BLOCK_K], w_ptrs [BLOCK_K, BLOCK_N]: the first step's. Rows of x that are not ``row_ok`` are 0.
+    """
     ks = tl.arange(0, BLOCK_K)
-    row_ok = rows < M
-    x_ptrs = x + rows.to(tl.int64)[:, None] * K + ks[None, :]
-    # The last weight tile repeats the last row: that is cheaper than a mask, and the result is not stored.
-    w_ptrs = weight + tl.minimum(cols, N - 1).to(tl.int64)[None, :] * K + ks[:, None]
-    follow(OVERLAP)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         if EVEN_K:
@@ -110,6 +105,24 @@ def _linear_kernel(x, weight, bias, residual, out, M, N, K,
         acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
+    return acc
+
+
+@triton.jit
+def _linear_kernel(x, weight, bias, residual, out, M, N, K,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                   EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+                   OVERLAP: tl.constexpr):  # fmt: skip
+    # Row tiles of one weight tile are neighbours in the grid, so that the weight is read from memory once.
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K)
+    row_ok = rows < M
+    x_ptrs = x + rows.to(tl.int64)[:, None] * K + ks[None, :]
+    # The last weight tile repeats the last row: that is cheaper than a mask, and the result is not stored.
+    w_ptrs = weight + tl.minimum(cols, N - 1).to(tl.int64)[None, :] * K + ks[:, None]
+    follow(OVERLAP)
+    acc = tile_product(x_ptrs, w_ptrs, row_ok, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K)
     store_sums(acc, out, bias, residual, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
 
 
@@ -204,10 +217,7 @@ def prove_exact(weight: torch.Tensor, rows: tuple[int, ...] = PROOF_ROWS) -> boo
     if weight.device.type != "cuda" or weight.dtype is torch.float32:
         return True
     n, k = weight.shape
-    key = n, k, weight.dtype
-    if key not in _proven:
-        _proven[key] = all(_same_bits(weight, count) for count in rows)
-    return _proven[key]
+    return proven(_proven, (n, k, weight.dtype), lambda: all(_same_bits(weight, count) for count in rows))
 
 
 def _same_bits(weight: torch.Tensor, rows: int) -> bool:
@@ -281,11 +291,8 @@ def linear(
     return torch.ops.unisono.linear(x, weight, bias, residual)
 
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
 def _aot_linear(dtype: str, rows: int, n: int, even_k: bool, bias: bool, residual: bool) -> AotCase:
-    tile = _config(rows, n, _DTYPES[dtype])
+    tile = _config(rows, n, DTYPES[dtype])
     pointers = {name: f"*{dtype}" for name in ("x", "weight", "bias", "residual", "out")}
     return AotCase(
         _linear_kernel,
@@ -302,7 +309,7 @@ def _aot_linear(dtype: str, rows: int, n: int, even_k: bool, bias: bool, residua
 AOT: list[AotCase] = [
     *(_aot_linear("bf16", rows, n, True, False, True) for rows in _TILES for n in (4096, 6144, 151936)),
     _aot_linear("bf16", 256, 4096, True, False, True),
-    *(_aot_linear(dtype, rows, 4096, False, True, True) for dtype in _DTYPES for rows in (1, 64)),
+    *(_aot_linear(dtype, rows, 4096, False, True, True) for dtype in DTYPES for rows in (1, 64)),
     AotCase(
         _add_kernel,
         {"y": "*bf16", "bias": "*bf16", "residual": "*bf16", "N": "i32", "total": "i32"},

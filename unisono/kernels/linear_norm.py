@@ -8,11 +8,16 @@ Shapes: M rows, K inputs, H features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from unisono.kernels.library import define, differentiable, register
 from unisono.kernels.linear import blas_linear, launch_linear, linear_cpu, linear_formula, runs_on_blas
 from unisono.kernels.norm import launch_add_rms_norm, launch_rms_norm, rms_norm_cpu, rms_norm_formula
+
+Both = tuple[torch.Tensor, torch.Tensor]
+"""(the sum [M, H], its norm [M, H])."""
 
 
 def linear_norm_cuda(
@@ -22,40 +27,32 @@ def linear_norm_cuda(
     residual: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Both:
     if runs_on_blas(x, weight):
         return launch_add_rms_norm(blas_linear(x, weight, bias, None), residual, norm_weight, eps)
     total = launch_linear(x, weight, bias, residual)
     return total, launch_rms_norm(total, norm_weight, eps)
 
 
-def linear_norm_cpu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    total = linear_cpu(x, weight, bias, residual)
-    return total, rms_norm_cpu(total, norm_weight, eps)
+def _in_turn(product: Callable[..., torch.Tensor], norm: Callable[..., torch.Tensor]) -> Callable[..., Both]:
+    """:func:`linear_norm` by a product with bias and residual, and by a norm of its result."""
+
+    def both(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor,
+        norm_weight: torch.Tensor, eps: float,
+    ) -> Both:  # fmt: skip
+        total = product(x, weight, bias, residual)
+        return total, norm(total, norm_weight, eps)
+
+    return both
 
 
-def _linear_norm_formula(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    total = linear_formula(x, weight, bias, residual)
-    return total, rms_norm_formula(total, norm_weight, eps)
+linear_norm_cpu = _in_turn(linear_cpu, rms_norm_cpu)
 
 
 def _linear_norm_meta(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, *_: object
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Both:
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
@@ -64,7 +61,7 @@ define(
     " -> (Tensor, Tensor)"
 )
 register("linear_norm", cuda=linear_norm_cuda, cpu=linear_norm_cpu, meta=_linear_norm_meta)
-differentiable("linear_norm", _linear_norm_formula)
+differentiable("linear_norm", _in_turn(linear_formula, rms_norm_formula))
 
 
 def linear_norm(
@@ -74,7 +71,7 @@ def linear_norm(
     residual: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Both:
     """``total = linear(x [M, K], weight [H, K], bias, residual [M, H])`` and ``rms_norm(total, norm_weight, eps)``.
 
     norm_weight [H]: of x's dtype or fp32, as ``rms_norm`` takes it. Returns (total, normed), each [M, H]; the bits are

@@ -27,6 +27,12 @@ from unisono.kernels.overlap import follow, overlapped
 
 
 @triton.jit
+def square(x):
+    """x², rounded. The fma keeps the compiler from fusing one of a sum's squares, and another one in another kernel."""
+    return tl.fma(x, x, 0.0)
+
+
+@triton.jit
 def rounded_before_weight(normed, weight, dtype: tl.constexpr):
     """The normalised value, in fp32, as a weight multiplies it: rounded to the dtype, unless the weight is fp32."""
     if weight.dtype.element_ty != tl.float32:
@@ -51,7 +57,7 @@ def _rms_norm_kernel(x, residual, weight, total, out, x8, scales, eps, H, M, PAD
         rounded = (value + r).to(total.dtype.element_ty)
         tl.store(total + row + cols, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, axis=0) / H + eps)
+    scale = tl.rsqrt(tl.sum(square(value), axis=0) / H + eps)
     w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
     normed = rounded_before_weight(value * scale, weight, out.dtype.element_ty)
     if KEEP:
@@ -62,8 +68,11 @@ def _rms_norm_kernel(x, residual, weight, total, out, x8, scales, eps, H, M, PAD
 
 
 def row_warps(block: int) -> int:
-    """Warps per row, from the row's length alone: their number is part of the summation order."""
-    return min(max(block // 512, 1), 16)
+    """Warps per row, from the row's length alone: their number is part of the summation order.
+
+    Four at most, as the kernel has that computes a norm between two products (``kernels/layer_tail.py``).
+    """
+    return min(max(block // 512, 1), 4)
 
 
 def launch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

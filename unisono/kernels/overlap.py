@@ -16,7 +16,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-READ_EARLY = frozenset({"_round_kernel", "_delta_round_kernel", "fp8_rows_kernel"})
+READ_EARLY = frozenset(
+    {
+        "_round_kernel",
+        "fp8_rows_kernel",
+        "layer_tail_kernel",
+        "layer_tail_fp8_kernel",
+        "_adapter_shrink_kernel",
+        "_adapter_expand_kernel",
+        "_adapter_silu_kernel",
+    }
+)
 """Kernels that read, and only read, before they follow.
 
 They read what the kernel before them neither writes nor overwrites, and what was written before that kernel: it has

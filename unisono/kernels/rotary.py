@@ -9,7 +9,6 @@ Shapes: T tokens, Hq query heads, Hkv key/value heads, D head dimension, NP page
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 
 import torch
@@ -17,8 +16,11 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.library import AotCase, define, differentiable, register
-from unisono.kernels.norm import rms_norm_cpu, rms_norm_formula, rounded_before_weight
+from unisono.kernels.norm import rms_norm_cpu, rms_norm_formula, rounded_before_weight, square
 from unisono.kernels.overlap import follow, overlapped
+
+GROUP = 8
+"""Heads of a program, all of one kind."""
 
 
 @triton.jit
@@ -26,31 +28,39 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
                            HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr,
                            HALF: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_HALF: tl.constexpr,
                            BLOCK_REST: tl.constexpr, HAS_NORM: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    # A program's heads are all queries, all keys or all values. A head is three runs of dimensions: ``first``
-    # and ``second`` rotate together, element by element; ``rest`` does not rotate (absent if BLOCK_REST is 0).
+    # A program's heads are all queries, all keys or all values; the last of a kind may have room for more heads. A
+    # head is three runs of dimensions: ``first`` and ``second`` rotate together, element by element; ``rest`` does not
+    # rotate (absent if BLOCK_REST is 0). No sum of a product is left to the compiler, which fuses one of two products
+    # and chooses it anew for each number of heads.
     follow(OVERLAP)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * GROUP
-    each = tl.arange(0, GROUP)[:, None]
+    QUERIES: tl.constexpr = (HQ + GROUP - 1) // GROUP
+    KEYS: tl.constexpr = (HKV + GROUP - 1) // GROUP
+    token, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    is_query, is_value = program < QUERIES, program >= QUERIES + KEYS
+    head = (program - tl.where(is_query, 0, tl.where(is_value, QUERIES + KEYS, QUERIES))) * GROUP
+    each = head + tl.arange(0, GROUP)[:, None]
+    exists = each < tl.where(is_query, HQ, HKV)
     h = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = (h < HALF) & exists
     dtype = qkv.dtype.element_ty
     # With gates a query head is followed by its gate.
-    before = tl.minimum(head + each, HQ) * GATED  # gates that stand before a head
-    x = qkv + (token * ((1 + GATED) * HQ + 2 * HKV) + head + each + before) * D
-    first = tl.load(x + h, mask=h < HALF, other=0.0).to(tl.float32)
-    second = tl.load(x + HALF + h, mask=h < HALF, other=0.0).to(tl.float32)
+    before = tl.where(is_query, each * GATED, (1 + GATED) * HQ + tl.where(is_value, HKV, 0))
+    x = qkv + (token * ((1 + GATED) * HQ + 2 * HKV) + each + before) * D
+    first = tl.load(x + h, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + HALF + h, mask=inside, other=0.0).to(tl.float32)
     if BLOCK_REST > 0:
         r = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
-        rest = tl.load(x + r, mask=r < D, other=0.0).to(tl.float32)
+        in_rest = (r < D) & exists
+        rest = tl.load(x + r, mask=in_rest, other=0.0).to(tl.float32)
 
-    if head < HQ + HKV:
+    if not is_value:
         if HAS_NORM:
-            squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+            squares = tl.sum(square(first), axis=1) + tl.sum(square(second), axis=1)
             if BLOCK_REST > 0:
-                squares += tl.sum(rest * rest, axis=1)
+                squares += tl.sum(square(rest), axis=1)
             scale = tl.rsqrt(squares / D + eps)[:, None]
             weight = q_norm
-            if head >= HQ:
+            if not is_query:
                 weight = k_norm
             first = _scaled(first, scale, weight + h, h < HALF, dtype)
             second = _scaled(second, scale, weight + HALF + h, h < HALF, dtype)
@@ -59,21 +69,21 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
         angles = cos_sin + tl.maximum(tl.load(positions + token), 0).to(tl.int64) * (2 * HALF) + h
         cos = tl.load(angles, mask=h < HALF, other=1.0)
         sin = tl.load(angles + HALF, mask=h < HALF, other=0.0)
-        turned = first * cos - second * sin
-        second = second * cos + first * sin
+        turned = tl.fma(first, cos, second * -sin)
+        second = tl.fma(second, cos, first * sin)
         first = turned
 
     slot = tl.load(slot_mapping + token).to(tl.int64)
-    cached = ((slot // PAGE * HKV + (head - HQ) % (HKV if HKV > 0 else 1) + each) * PAGE + slot % PAGE) * D
-    out = q_out + (token * HQ + head + each) * D
-    if head >= HQ + HKV:
+    cached = ((slot // PAGE * HKV + each) * PAGE + slot % PAGE) * D
+    out = q_out + (token * HQ + each) * D
+    if is_value:
         out = v_cache + cached
-    elif head >= HQ:
+    elif not is_query:
         out = k_cache + cached
-    tl.store(out + h, first.to(dtype), mask=h < HALF)
-    tl.store(out + HALF + h, second.to(dtype), mask=h < HALF)
+    tl.store(out + h, first.to(dtype), mask=inside)
+    tl.store(out + HALF + h, second.to(dtype), mask=inside)
     if BLOCK_REST > 0:
-        tl.store(out + r, rest.to(dtype), mask=r < D)
+        tl.store(out + r, rest.to(dtype), mask=in_rest)
 
 
 @triton.jit
@@ -83,11 +93,11 @@ def _scaled(x, scale, weight, inside, dtype: tl.constexpr):
     return (rounded_before_weight(x * scale, weight, dtype) * w).to(dtype).to(tl.float32)
 
 
-def _blocks(num_heads: int, num_kv_heads: int, head_dim: int, rot_dim: int) -> dict[str, int]:
-    """Block sizes, from the model's shape alone: they are part of the norms' summation order."""
-    common = math.gcd(num_heads, num_kv_heads)
+def _blocks(head_dim: int, rot_dim: int) -> dict[str, int]:
+    """Block sizes, from the size of a head alone: they are part of the norms' summation order, and a rank of several
+    has fewer heads."""
     return {
-        "GROUP": min(common & -common, 8),  # a power of two that divides both head counts
+        "GROUP": GROUP,
         "BLOCK_HALF": triton.next_power_of_2(rot_dim // 2),
         "BLOCK_REST": triton.next_power_of_2(head_dim - rot_dim) if head_dim > rot_dim else 0,
     }
@@ -112,11 +122,12 @@ def launch_rope_and_cache(
     num_kv_heads: int,
 ) -> torch.Tensor:
     qkv = qkv.contiguous()
-    tokens, heads = qkv.shape[0], num_heads + 2 * num_kv_heads
+    tokens = qkv.shape[0]
     head_dim, rot_dim = k_cache.shape[3], cos_sin.shape[1]
     q = qkv.new_empty(tokens, num_heads, head_dim)
-    blocks = _blocks(num_heads, num_kv_heads, head_dim, rot_dim)
-    _rope_and_cache_kernel[(tokens, heads // blocks["GROUP"])](
+    blocks = _blocks(head_dim, rot_dim)
+    programs = triton.cdiv(num_heads, GROUP) + 2 * triton.cdiv(num_kv_heads, GROUP)
+    _rope_and_cache_kernel[(tokens, programs)](
         qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, q, k_cache, v_cache,
         HQ=num_heads, HKV=num_kv_heads, D=head_dim, GATED=int(has_gates(qkv, num_heads, num_kv_heads, head_dim)),
         HALF=rot_dim // 2, PAGE=k_cache.shape[2],
@@ -233,7 +244,7 @@ def _aot_rope(
         "PAGE": 16,
         "HAS_NORM": bool(norm),
     }
-    blocks = _blocks(num_heads, num_kv_heads, head_dim, rot_dim)
+    blocks = _blocks(head_dim, rot_dim)
     return AotCase(
         _rope_and_cache_kernel, tensors | inputs, sizes | blocks | {"OVERLAP": True}, num_warps=_warps(blocks)
     )
@@ -241,6 +252,7 @@ def _aot_rope(
 
 AOT: list[AotCase] = [
     _aot_rope("bf16", 32, 8, 128, 128, True),
+    *(_aot_rope("bf16", 4 * heads, heads, 128, 128, True) for heads in (4, 2, 1)),  # and its ranks
     _aot_rope("bf16", 32, 8, 128, 128, False),
     _aot_rope("bf16", 14, 2, 64, 64, True),
     _aot_rope("bf16", 8, 8, 256, 64, False),
@@ -249,6 +261,7 @@ AOT: list[AotCase] = [
     _aot_rope("bf16", 16, 0, 128, 128, True),
     _aot_rope("bf16", 16, 4, 256, 64, "fp32"),
     _aot_rope("bf16", 16, 2, 256, 64, "fp32"),
+    _aot_rope("bf16", 8, 1, 256, 64, "fp32"),
     _aot_rope("fp16", 24, 4, 256, 64, "fp32"),
     _aot_rope("bf16", 16, 4, 256, 64, "fp32", gated=1),
 ]

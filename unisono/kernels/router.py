@@ -101,8 +101,9 @@ def route_cuda(
     experts: int,
     top_k: int,
     normalize: bool,
+    bias: torch.Tensor | None = None,
 ) -> Routing:
-    logits = launch_linear(x, weight, None, None, out_dtype=torch.float32)
+    logits = launch_linear(x, weight, bias, None, out_dtype=torch.float32)
     return launch_choose(logits, positions, counts, experts, top_k, normalize)
 
 
@@ -143,8 +144,10 @@ def route_cpu(
     experts: int,
     top_k: int,
     normalize: bool,
+    bias: torch.Tensor | None = None,
 ) -> Routing:
     logits = fixed_rows_matmul(x.float().contiguous(), weight.float().t())
+    logits = logits if bias is None else logits + bias.float()
     return choose_cpu(logits, positions, counts, experts, top_k, normalize)
 
 
@@ -156,6 +159,7 @@ def _route_meta(
     experts: int,
     top_k: int,
     normalize: bool,
+    bias: torch.Tensor | None = None,
 ) -> Routing:
     rows = x.shape[0]
     ids, weights = (x.new_empty(rows, top_k, dtype=dtype) for dtype in (torch.int32, torch.float32))
@@ -163,8 +167,8 @@ def _route_meta(
 
 
 define(
-    "route(Tensor x, Tensor weight, Tensor? positions, Tensor(a!)? counts, int experts, int top_k, bool normalize)"
-    " -> (Tensor, Tensor, Tensor)"
+    "route(Tensor x, Tensor weight, Tensor? positions, Tensor(a!)? counts, int experts, int top_k, bool normalize,"
+    " Tensor? bias) -> (Tensor, Tensor, Tensor)"
 )
 register("route", cuda=route_cuda, cpu=route_cpu, meta=_route_meta)
 
@@ -177,10 +181,12 @@ def route(
     experts: int,
     top_k: int,
     normalize: bool,
+    bias: torch.Tensor | None = None,
 ) -> Routing:
-    """The ``top_k`` experts of each row of x [M, H], in falling order of softmax(x @ weight^T), ties to the lower id.
+    """The ``top_k`` experts of each row of x [M, H], in falling order of softmax(x @ weight^T + bias).
 
-    weight [E, H], or [E + 1, H] with the shared expert's gate as its last row. Logits are summed and kept in fp32.
+    Ties go to the lower id. weight [E, H], or [E + 1, H] with the shared expert's gate as its last row; bias [E] or
+    [E + 1]. Logits are summed and kept in fp32.
     positions [M] i32: rows below 0 are padding; None: there is none. counts [E] i64, or None: gains the number of rows,
     without padding, that go to each expert.
 
@@ -189,7 +195,7 @@ def route(
     where x is NaN. Padding has id E, no expert, and weight 0, so no expert's weights are read for it; in a pass of
     padding alone, which is run to be measured, its ids are the experts in turns.
     """
-    return torch.ops.unisono.route(x, weight, positions, counts, experts, top_k, normalize)
+    return torch.ops.unisono.route(x, weight, positions, counts, experts, top_k, normalize, bias)
 
 
 AOT: list[AotCase] = [

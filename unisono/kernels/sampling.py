@@ -343,14 +343,19 @@ def scores_cpu(
     running = status[slot] == RUNNING.value
 
     row = (running & (temperature[slot] >= GREEDY_BELOW.value)).nonzero()[:, 0]
+    if threshold is not None:
+        threshold.fill_(-torch.inf)
+    if row.numel() == 0:
+        return scores, running
     slot = slot[row]
     score = scores[row]
     t, k, p, floor = temperature[slot], top_k[slot], top_p[slot], min_p[slot]
     filtered = (((k > 0) & (k < logits.shape[1])) | (p < 1) | (floor > 0)).nonzero()[:, 0]
     least = torch.full_like(t, -torch.inf)
-    least[filtered] = thresholds_cpu(score[filtered], t[filtered], k[filtered], p[filtered], floor[filtered])
+    if filtered.numel() > 0:
+        least[filtered] = thresholds_cpu(score[filtered], t[filtered], k[filtered], p[filtered], floor[filtered])
     if threshold is not None:
-        threshold.fill_(-torch.inf)[row] = least
+        threshold[row] = least
 
     n, column = (score >= least[:, None]).nonzero(as_tuple=True)
     token = column if ids is None else ids[column]

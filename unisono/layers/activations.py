@@ -17,8 +17,28 @@ from unisono.kernels import sigmoid_gate, silu_mul
 from unisono.kernels.activation import sigmoid_gate_fp8, silu_mul_fp8
 from unisono.kernels.fp8_quantize import Quantised
 
-Activations = torch.Tensor | Quantised
+
+@dataclass(frozen=True)
+class Projected:
+    """Rows x [M, K] whose product [M, N] with one of their readers, a linear layer, has been computed with them.
+
+    x: None where nobody else reads them.
+    """
+
+    x: torch.Tensor | None
+    reader: object
+    product: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.product.dtype
+
+
+Operand = torch.Tensor | Quantised
 """[M, K], as a product reads them."""
+
+Activations = Operand | Projected
+"""[M, K], as layers hand them on."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +58,7 @@ def wanted(readers: Iterable[object]) -> Wish | None:
     """What all ``readers`` of one result want together: the first wish, and plain rows for those with another."""
     wishes = [wish_of(reader) for reader in readers]
     first = next((wish for wish in wishes if wish is not None), None)
-    return first and Wish(first.group, keep=any(wish != first for wish in wishes))
+    return first and Wish(first.group, keep=first.keep or any(wish != first for wish in wishes))
 
 
 def readers_of(block: object) -> tuple[object, ...]:
@@ -55,7 +75,7 @@ def plain(x: Activations) -> torch.Tensor:
     return x.x
 
 
-def fitting(x: Activations, wish: Wish | None) -> Activations:
+def fitting(x: Activations, wish: Wish | None) -> Operand:
     """x as a reader with this wish takes it."""
     return x if isinstance(x, Quantised) and wish is not None and wish.group == x.group else plain(x)
 

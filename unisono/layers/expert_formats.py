@@ -25,6 +25,7 @@ from typing import Protocol
 
 import torch
 
+from unisono.kernels.activation import Gate
 from unisono.kernels.experts import expert_down, expert_gate_up, expert_tiles
 from unisono.kernels.experts_plan import Plan
 from unisono.layers.formats import FLOATS, PLAIN, Stored, WeightFormat
@@ -34,12 +35,17 @@ from unisono.types import CheckpointError
 class Stack(Protocol):
     """What a format reads of a stack, beside the other parameters that it named.
 
-    dtype: of activations. inputs: K. outputs: N, of gate and up together.
+    dtype: of activations. inputs: K. outputs: N, of gate and up together. bias: [E (+ 1), N], where the experts have
+    biases. gate: how their gate and up become one.
     """
 
     dtype: torch.dtype
     inputs: int
     outputs: int
+    gate: Gate
+
+    @property
+    def bias(self) -> torch.Tensor | None: ...
 
     @property
     def weight(self) -> torch.Tensor: ...
@@ -49,7 +55,8 @@ class ExpertFormat(Protocol):
     """How a stack of weights [E, N, K] is stored and applied. One object serves all stacks of its kind.
 
     A pair's result may depend on its token's row and its expert's weight only: never on other rows, on their number, on
-    the plan or its tile.
+    the plan or its tile. A format whose products add biases and compute every :class:`Gate` has an attribute ``biases``
+    that is true; the others get neither.
     """
 
     @property
@@ -84,6 +91,7 @@ class PlainExperts:
     """Floating-point weights in the activations' dtype."""
 
     name: str = "plain"
+    biases = True
 
     def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
         return {"weight": Stored(dtype, FLOATS)}
@@ -95,18 +103,26 @@ class PlainExperts:
         return expert_tiles(pairs, experts, dtype).rows
 
     def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
-        return expert_gate_up(x, stack.weight, plan)
+        return expert_gate_up(x, stack.weight, plan, stack.bias, stack.gate)
 
     def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
-        return expert_down(h, stack.weight, plan)
+        return expert_down(h, stack.weight, plan, stack.bias)
 
 
 PLAIN_EXPERTS = PlainExperts()
 
 
-def expert_format(format: WeightFormat) -> ExpertFormat:
-    """How a weight format stores stacks of experts. Raises CheckpointError where it does not say."""
+def expert_format(format: WeightFormat, biases: bool = False) -> ExpertFormat:
+    """How a weight format stores stacks of experts. biases: they have biases, or another gate than SiLU's.
+
+    Raises CheckpointError where the format does not say, or does not compute these.
+    """
     found = PLAIN_EXPERTS if format is PLAIN else getattr(format, "experts", None)
     if found is None:
         raise CheckpointError(f"weights of experts in format {format.name!r} are not supported: it has no `experts`.")
+    if biases and not getattr(found, "biases", False):
+        raise CheckpointError(
+            f"weights of experts in format {format.name!r} are not supported where experts have biases or a clamped "
+            "SwiGLU: plain weights and MXFP4 are."
+        )
     return found

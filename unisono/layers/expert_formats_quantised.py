@@ -1,4 +1,4 @@
-"""Stacks of experts in fp8 and in 4 bits: ``formats_fp8`` and ``formats_int4`` store a weight, a plan applies it."""
+"""Stacks of experts in fp8, in 4 bits and in MXFP4: the formats of linear layers store a weight, a plan applies it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import torch
 
 from unisono.kernels.experts_fp8 import expert_fp8_down, expert_fp8_gate_up, fp8_tile_rows
-from unisono.kernels.experts_int4 import expert_int4_down, expert_int4_gate_up, int4_tile_rows
+from unisono.kernels.experts_int4 import expert_int4_down, expert_int4_gate_up, packed_tile_rows
+from unisono.kernels.experts_mxfp4 import expert_mxfp4_down, expert_mxfp4_gate_up
 from unisono.kernels.experts_plan import Plan
 from unisono.kernels.fp8_quantize import GROUP
-from unisono.layers.activations import Activations, Wish
+from unisono.layers.activations import Operand, Wish
 from unisono.layers.expert_formats import Stack
 from unisono.layers.formats import Stored
 
@@ -35,6 +36,12 @@ class Fp8Weights(Weights, Protocol):
 class Int4Weights(Weights, Protocol):
     def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
         """Weight, scales, zeros and group, from the parameters of a layer or of a stack."""
+        ...
+
+
+class MXFP4Weights(Weights, Protocol):
+    def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight and scales, from the parameters of a stack."""
         ...
 
 
@@ -68,7 +75,7 @@ class Fp8Experts(_Stacks):
     def tile(self, pairs: int, experts: int, dtype: torch.dtype) -> int:
         return fp8_tile_rows(pairs, experts)
 
-    def gate_up(self, stack: Stack, x: Activations, plan: Plan) -> torch.Tensor:
+    def gate_up(self, stack: Stack, x: Operand, plan: Plan) -> torch.Tensor:
         return expert_fp8_gate_up(x, *self.weights.operands(stack), plan)
 
     def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
@@ -82,10 +89,27 @@ class Int4Experts(_Stacks):
     weights: Int4Weights
 
     def tile(self, pairs: int, experts: int, dtype: torch.dtype) -> int:
-        return int4_tile_rows(pairs, experts, dtype)
+        return packed_tile_rows(pairs, experts, dtype)
 
     def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
         return expert_int4_gate_up(x, *self.weights.operands(stack), plan)
 
     def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
         return expert_int4_down(h, *self.weights.operands(stack), plan)
+
+
+@dataclass(frozen=True)
+class MXFP4Experts(_Stacks):
+    """Packed stacks with a power of two for each 32 inputs."""
+
+    weights: MXFP4Weights
+    biases = True
+
+    def tile(self, pairs: int, experts: int, dtype: torch.dtype) -> int:
+        return packed_tile_rows(pairs, experts, dtype)
+
+    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        return expert_mxfp4_gate_up(x, *self.weights.operands(stack), plan, stack.bias, stack.gate)
+
+    def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
+        return expert_mxfp4_down(h, *self.weights.operands(stack), plan, stack.bias)

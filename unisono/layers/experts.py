@@ -15,24 +15,44 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from unisono.distributed.gather import ALONE, Ranks
+from unisono.kernels.activation import SILU, Gate
 from unisono.kernels.experts_combine import combine_experts, combine_experts_norm, combine_experts_norm_fp8
 from unisono.kernels.experts_plan import plan_experts
 from unisono.kernels.router import route
 from unisono.layers.activations import Activations, Wish, fitting, plain
 from unisono.layers.expert_formats import ExpertFormat
-from unisono.layers.formats import WHOLE, Place, Share, Slice, Stored
+from unisono.layers.formats import FLOATS, WHOLE, PartOf, Place, Runs, Share, Slice, Slices, Stored
 from unisono.layers.mlp import GatedMLP
 from unisono.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class ExpertKind:
+    """What else a mixture's experts are.
+
+    gate: how gate and up become one. bias: each product adds one. interleaved: a checkpoint's fused tensors have the
+    rows of gate and up by turns, otherwise gate's first. turned: its fused plain weights are [E, inputs, outputs].
+    """
+
+    gate: Gate = SILU
+    bias: bool = False
+    interleaved: bool = False
+    turned: bool = False
+
+
+SILU_EXPERTS = ExpertKind()
 
 
 class Stack(nn.Module):
     """E weights [N, K] of one kind, and with ``rides`` a shared expert's after them; parameters are uninitialised.
 
     projections: the outputs of each, by name ("gate", "up"); one of no name is the whole. share: which experts a rank
-    holds.
+    holds. rows: what it holds of the outputs of each projection of each. kind: of the experts.
     """
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -44,18 +64,56 @@ class Stack(nn.Module):
         device: torch.device | str,
         format: ExpertFormat,
         share: Share = WHOLE,
+        rows: Share = WHOLE,
+        kind: ExpertKind = SILU_EXPERTS,
     ) -> None:
         super().__init__()
-        self.inputs, self.dtype, self.format, self.share = inputs, dtype, format, share
+        self.inputs, self.dtype, self.format, self.share, self.rows = inputs, dtype, format, share, rows
         self.experts, self.rides, self.projections = experts, rides, dict(projections)
-        self.outputs = sum(projections.values())
-        first, end = share.part(experts)
-        for kind, stored in format.tensors(dtype).items():
+        self.kind, self.gate = kind, kind.gate
+        self.held = {name: rows.size(outputs) for name, outputs in projections.items()}
+        self.outputs = sum(self.held.values())
+        self.register_parameter("bias", None)
+        tensors = {**format.tensors(dtype), **({"bias": Stored(dtype, FLOATS, inputs=0)} if kind.bias else {})}
+        for name, stored in tensors.items():
             if stored.dtype is not None:
-                rows = sum(self._rows(stored))
-                shape = (end - first + rides, rows, *stored.shape(self.outputs, inputs)[1:])
-                parameter = torch.empty(shape, dtype=stored.dtype, device=device)
-                self.register_parameter(kind, nn.Parameter(parameter, requires_grad=False))
+                self.register_parameter(name, self._made(stored, device))
+
+    def _made(self, stored: Stored, device: torch.device | str) -> nn.Parameter:
+        """A parameter, knowing what of the whole one it is."""
+        first, end = self.share.part(self.experts)
+        of_one = stored.shape(self.outputs, self.inputs)[1:]
+        shape = (end - first + self.rides, sum(self._rows(stored)), *of_one)
+        made = nn.Parameter(torch.empty(shape, dtype=stored.dtype, device=device), requires_grad=False)
+        made.drawn = stored.drawn  # type: ignore[attr-defined]
+        if self.share != WHOLE or self.rows != WHOLE:
+            made.part_of = self._part_of(stored, shape)  # type: ignore[attr-defined]
+        return made
+
+    def _part_of(self, stored: Stored, shape: tuple[int, ...]) -> PartOf:
+        """What of the whole stack's tensor the parameter is."""
+        count, (first, end) = self.experts + self.rides, self.share.part(self.experts)
+        if self.share != WHOLE:
+            rides = ((self.experts, count),) if self.rides else ()
+            return PartOf((count, *shape[1:]), 0, ((first, end), *rides))
+        whole, runs = self._runs(stored)
+        return PartOf((count, whole, *shape[2:]), 1, runs)
+
+    def _runs(self, stored: Stored) -> tuple[int, Runs]:
+        """(rows of a whole weight's tensor, those that this rank holds)."""
+        found, at = list[tuple[int, int]](), 0
+        for outputs in self.projections.values():
+            own = self.rows.runs(outputs)
+            stored.check(own, stored.outputs)
+            found += [(at + start, at + stop) for start, stop in stored.rows(own)]
+            at += stored.shape(outputs, self.inputs)[0]
+        return at, tuple(found)
+
+    @property
+    def holds_all(self) -> int:
+        """How many experts this rank holds, without the shared one."""
+        first, end = self.share.part(self.experts)
+        return end - first
 
     @property
     def wish(self) -> Wish | None:
@@ -72,17 +130,48 @@ class Stack(nn.Module):
         experts = self._places()[: end - first]
         *but_last, _ = self.projections.values()
         for kind, stored in self.format.tensors(self.dtype).items():
-            if stored.accepts and stored.layout is None and all(n % stored.outputs == 0 for n in but_last):
-                into = getattr(self, kind)[: end - first]
-                part = None if self.share == WHOLE else Slice(0, first, end)
-                shape = (self.experts, *into.shape[1:])
+            as_one = stored.layout is None or stored.layout.stacked
+            if stored.accepts and as_one and all(n % stored.outputs == 0 for n in but_last):
                 each = [[place for _, of, place in expert if of == kind] for expert in experts]
-                turned = ((shape[0], shape[2], shape[1]),) if len(shape) == 3 else ()
-                place = Fused(into, shape, stored.accepts, part, form="fused", also=turned, each=each)
-                yield kind.removeprefix("weight"), place
+                yield kind.removeprefix("weight"), self._fused(kind, stored, each)
+        if self.bias is not None:
+            stored = Stored(self.dtype, FLOATS, inputs=0)
+            each = [[Place(rows, rows.shape) for rows in expert] for expert in self._rows_of("bias", stored)]
+            yield "_bias", self._fused("bias", stored, each[: end - first])
+
+    def _fused(self, kind: str, stored: Stored, each: Sequence[Sequence[Place]]) -> Fused:
+        """Where the tensor of all experts goes; each: where an expert's projections would go."""
+        first, end = self.share.part(self.experts)
+        part = None if self.share == WHOLE else Slice(0, first, end)
+        whole, runs = self._runs(stored)
+        (_, *of_one), *_ = stored.stored_shapes(self.outputs, self.inputs)
+        shape = (self.experts, whole, *of_one)
+        also = ((shape[0], shape[2], shape[1]),) if len(shape) == 3 and stored.layout is None else ()
+        if self.kind.turned and also and kind == "weight":
+            shape, also = also[0], ()
+        if self.kind.interleaved and len(self.projections) > 1:
+            count = len(self.projections)
+            runs = tuple((count * start, count * stop) for start, stop in runs[:1])
+        return Fused(
+            getattr(self, kind)[: end - first],
+            shape,
+            stored.accepts,
+            part,
+            form="fused",
+            also=also,
+            each=each,
+            runs=runs if self.rows != WHOLE else None,
+            interleaved=self.kind.interleaved,
+            turned=self.kind.turned and kind == "weight",
+        )
 
     def single(self) -> Iterator[tuple[int, str, str, Place]]:
-        """(expert, projection, kind, place) of each tensor where experts are stored one by one, those of this rank."""
+        """(expert, projection, kind, place) of each tensor where experts are stored one by one, those of this rank.
+
+        Nothing where they have biases: no family stores these so.
+        """
+        if self.bias is not None:
+            return
         for expert, places in zip(range(*self.share.part(self.experts)), self._places("single"), strict=False):
             for each in places:
                 yield expert, *each
@@ -100,7 +189,8 @@ class Stack(nn.Module):
         for kind, stored in tensors.items():
             for number, (projection, outputs) in enumerate(self.projections.items() if stored.accepts else ()):
                 shape, *also = stored.stored_shapes(outputs, self.inputs)
-                common = shape, stored.accepts, None, self.format, kind, form
+                part = stored.part(self.rows.runs(outputs)) if self.rows != WHOLE else None
+                common = shape, stored.accepts, part, self.format, kind, form
                 for index, places in enumerate(found):
                     others = {other: rows[other][index][number] for other in made}
                     places.append((projection, kind, Place(rows[kind][index][number], *common, others, tuple(also))))
@@ -117,7 +207,7 @@ class Stack(nn.Module):
 
     def _rows(self, stored: Stored) -> list[int]:
         """Rows of each projection in a tensor."""
-        return [stored.shape(outputs, self.inputs)[0] for outputs in self.projections.values()]
+        return [stored.shape(outputs, self.inputs)[0] for outputs in self.held.values()]
 
 
 @dataclass(frozen=True)
@@ -125,16 +215,38 @@ class Fused(Place):
     """Where a tensor [E, rows, columns] of a whole stack goes; ``each``: where an expert's projections would go.
 
     Some checkpoints (Qwen3-VL's) store [E, columns, rows]; a tensor that fits as it is stays so, as in transformers.
+    runs: the rows that are read of each expert; None: all. interleaved: the rows of an expert's projections lie by
+    turns. turned: [E, columns, rows] is the only shape.
     """
 
     each: Sequence[Sequence[Place]] = ()
+    runs: Runs | None = None
+    interleaved: bool = False
+    turned: bool = False
+
+    def lies_turned(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape has its rows last."""
+        return self.turned or shape[1:] != self.shape[1:]
+
+    def part_of(self, shape: tuple[int, ...]) -> Slice | Slices | None:
+        """The rows that this rank holds, whichever way they lie."""
+        if self.runs is None:
+            return self.part
+        turned = self.lies_turned(shape)
+        return Slices(2 if turned else 1, self.runs, turned)
 
     def fill(self, stored: torch.Tensor) -> None:
-        if stored.shape[1:] != self.shape[1:]:
+        if self.runs is None and self.lies_turned(tuple(stored.shape)):
             stored = stored.mT
         for places, expert in zip(self.each, stored, strict=True):
-            for place, rows in zip(places, expert.split([place.shape[0] for place in places]), strict=True):
+            for place, rows in zip(places, self._projections(expert, places), strict=True):
                 place.fill(rows)
+
+    def _projections(self, expert: torch.Tensor, places: Sequence[Place]) -> Sequence[torch.Tensor]:
+        """The rows of each projection of one expert."""
+        if self.interleaved:
+            return [expert[first :: len(places)] for first in range(len(places))]
+        return expert.split([len(place.parameter) for place in places])
 
 
 class Mixed(NamedTuple):
@@ -155,8 +267,9 @@ class Experts(nn.Module):
 
     gate_up, down: the experts' stacks. shared: the shared expert where it does not ride along in them. gated: it has a
     gate, sigmoid of a product with x; without one it counts in full. normalize: a token's weights sum to 1. The
-    router's weight [E, H] has the gate's after it. counts [E]: tokens that went to each expert, see
-    :func:`expert_counts`.
+    router's weight [E, H] has the gate's after it. router_bias: the router adds one. counts [E]: tokens that went to
+    each expert, see :func:`expert_counts`. ranks: the processes that hold the experts together; a rank computes what
+    its stacks hold.
     """
 
     counts: torch.Tensor
@@ -169,13 +282,16 @@ class Experts(nn.Module):
         normalize: bool,
         shared: GatedMLP | None = None,
         gated: bool = False,
+        ranks: Ranks = ALONE,
+        router_bias: bool = False,
     ) -> None:
         super().__init__()
-        self.top_k, self.normalize, self.gated = top_k, normalize, gated
+        self.top_k, self.normalize, self.gated, self.ranks = top_k, normalize, gated, ranks
         router = torch.empty(
             gate_up.experts + gated, gate_up.inputs, dtype=gate_up.dtype, device=next(gate_up.parameters()).device
         )
         self.router = nn.Parameter(router, requires_grad=False)
+        self.router_bias = nn.Parameter(router.new_zeros(len(router)), requires_grad=False) if router_bias else None
         self.register_buffer("counts", torch.zeros(gate_up.experts, dtype=torch.int64, device=router.device), False)
         self.experts, self.shared = nn.ModuleDict({"gate_up": gate_up, "down": down}), shared
 
@@ -196,18 +312,45 @@ class Experts(nn.Module):
         """
         gate_up, down = self.stacks
         chosen = positions, self.counts, gate_up.experts, self.top_k, self.normalize
-        ids, weights, gates = route(plain(x), self.router, *chosen)
-        pairs, format = ids.numel(), gate_up.format
-        plan = plan_experts(ids, gate_up.experts, format.tile(pairs, gate_up.experts, x.dtype))
+        ids, weights, gates = route(plain(x), self.router, *chosen, self.router_bias)
+        pairs, format, held = ids.numel(), gate_up.format, gate_up.holds_all
+        own = ids if held == gate_up.experts else self._own(ids, held)
+        plan = plan_experts(own, held, format.tile(pairs, held, x.dtype))
         h = format.gate_up(gate_up, fitting(x, gate_up.wish), plan)  # type: ignore[arg-type]
+        if gate_up.rows != WHOLE:
+            h = self.ranks.gather(h)
         y = format.down(down, h, plan)
         shared = y[pairs:] if gate_up.rides else None
+        if own is not ids:
+            y = self._collected(y[:pairs], ids, held)
         if self.shared is not None:
-            shared = self.shared.down(self.shared(x))
+            shared = self._columns(self.shared.down(self.shared(x)))
         return Mixed(y[:pairs], weights, shared, gates if self.gated else None)
+
+    def _own(self, ids: torch.Tensor, held: int) -> torch.Tensor:
+        """ids [M, top_k] as numbers of this rank's ``held`` experts; those of other ranks are as padding: ``held``."""
+        own = ids - self.ranks.index * held
+        return own.masked_fill((own < 0) | (own >= held), held)
+
+    def _collected(self, y: torch.Tensor, ids: torch.Tensor, held: int) -> torch.Tensor:
+        """y [P, H] of this rank's pairs -> that of all pairs, each row from the rank that has its expert."""
+        of_ranks = self.ranks.gather(y).view(len(y), self.ranks.count, -1)
+        owner = (ids.view(-1, 1, 1) // held).clamp_max(self.ranks.count - 1).long()
+        return of_ranks.gather(1, owner.expand(-1, 1, y.shape[1])).squeeze(1)
+
+    def _columns(self, x: torch.Tensor) -> torch.Tensor:
+        """Of x [M, H] the columns that this rank adds up."""
+        down = self.stacks[1]
+        if down.rows == WHOLE:
+            return x
+        start, stop = self.ranks.part(x.shape[1])
+        return x[:, start:stop].contiguous()
 
     def project(self, y: Mixed, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, Activations]:
         """(residual + the sum, ``norm`` of it); without a norm the sum twice."""
+        if self.stacks[1].rows != WHOLE:  # a sum is over choices, column by column: what is gathered is the sum
+            total = self.ranks.gather(combine_experts(*y, self._columns(residual)))
+            return total, total if norm is None else norm(total)
         if isinstance(norm, RMSNorm) and norm.wish is not None:
             wish = norm.wish
             return combine_experts_norm_fp8(*y, residual, norm.weight, norm.eps, wish.group, wish.keep)
@@ -220,7 +363,7 @@ class Experts(nn.Module):
     def idle_share(self) -> float:
         """Of the stacks' weights, the share that a token is not multiplied with."""
         gate_up = self.stacks[0]
-        return 1 - (self.top_k + gate_up.rides) / (gate_up.experts + gate_up.rides)
+        return 1 - (self.top_k + gate_up.rides) / (gate_up.experts + gate_up.rides)  # of a rank on average, too
 
     def places(self) -> Iterator[tuple[str, Place]]:
         """What a checkpoint stores: (name inside the layer, where it goes). Experts come fused or one by one."""
@@ -228,6 +371,8 @@ class Experts(nn.Module):
         for name, rows in (("router", self.router[:count]), ("shared_gate", self.router[count:])):
             if len(rows):
                 yield f"{name}.weight", Place(rows, tuple(rows.shape))
+        if self.router_bias is not None:
+            yield "router.bias", Place(self.router_bias[:count], (count,))
         for name, stack in self.experts.items():
             assert isinstance(stack, Stack)
             for kind, place in stack.fused():

@@ -51,21 +51,86 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class Slices:
+    """Several runs of elements along ``dim``, one after the other. turned: the last two dimensions are swapped then."""
+
+    dim: int
+    runs: tuple[tuple[int, int], ...]
+    turned: bool = False
+
+    def of(self, tensor: Any) -> Any:
+        """As :meth:`Slice.of`."""
+        parts = [Slice(self.dim, *run).of(tensor) for run in self.runs]
+        found = parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+        return found.mT if self.turned else found
+
+
+Runs = tuple[tuple[int, int], ...]
+"""(first, one after the last) of runs of outputs."""
+
+
+@dataclass(frozen=True)
 class Share:
-    """What a rank holds of a linear layer: of each projection's outputs, part ``index`` of ``count`` equal parts."""
+    """What a rank holds of a linear layer: of each projection's outputs, part ``index`` of ``count`` equal parts.
+
+    sections: the outputs are sections of these sizes, each of which is divided so; none: they are one. parts: into how
+    many parts each section is divided, where that is fewer than ``count``: several ranks then hold the same part.
+    """
 
     index: int = 0
     count: int = 1
+    sections: tuple[int, ...] = ()
+    parts: tuple[int, ...] = ()
 
-    def part(self, outputs: int) -> tuple[int, int]:
+    def part(self, outputs: int, parts: int = 0) -> tuple[int, int]:
         """The first output and the one after the last. Raises ConfigError where the outputs cannot be divided."""
-        each, rest = divmod(outputs, self.count)
+        parts = parts or self.count
+        (each, rest), index = divmod(outputs, parts), self.index * parts // self.count
         if rest:
-            raise ConfigError(f"{outputs} outputs of a linear layer cannot be divided among {self.count} ranks.")
-        return self.index * each, (self.index + 1) * each
+            raise ConfigError(f"{outputs} outputs of a linear layer cannot be divided among {parts} ranks.")
+        return index * each, (index + 1) * each
+
+    def runs(self, outputs: int) -> Runs:
+        """:meth:`part` of each section, by numbers of the whole projection's outputs."""
+        found, at = [], 0
+        for number, size in enumerate(self.sections or (outputs,)):
+            start, stop = self.part(size, self.parts[number] if self.parts else 0)
+            found.append((at + start, at + stop))
+            at += size
+        return tuple(found)
+
+    def size(self, outputs: int) -> int:
+        """How many of a projection's outputs it is."""
+        return sum(stop - start for start, stop in self.runs(outputs))
 
 
 WHOLE = Share()
+
+
+@dataclass(frozen=True)
+class PartOf:
+    """What of a larger tensor a rank's parameter is: along ``dim`` the ``runs`` of one of this shape.
+
+    A parameter that is a part has it as its attribute ``part_of``.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    runs: Runs
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part of a whole tensor."""
+        return Slices(self.dim, self.runs).of(whole)
+
+    @property
+    def slices(self) -> Slices:
+        """What is read of a checkpoint's tensor of that shape."""
+        return Slices(self.dim, self.runs)
+
+
+def part_of(parameter: torch.Tensor) -> PartOf | None:
+    """What of a larger tensor this parameter is; None: it is whole."""
+    return getattr(parameter, "part_of", None)
 
 
 @dataclass(frozen=True)
@@ -73,12 +138,14 @@ class Layout:
     """How a checkpoint stores a tensor that has another shape there than in its parameter.
 
     shapes: the shapes that mean this layout, from a projection's outputs and inputs. dim: along which dimension the
-    outputs lie; None: every rank reads all of it. packed: outputs in one element along ``dim``.
+    outputs lie; None: every rank reads all of it. packed: outputs in one element along ``dim``. stacked: the tensors of
+    all experts are stored as one, with a first dimension more.
     """
 
     shapes: Callable[[int, int], tuple[tuple[int, ...], ...]]
     dim: int | None = None
     packed: int = 1
+    stacked: bool = False
 
 
 ONE_VALUE = Layout(lambda outputs, inputs: ((), (1,), (1, 1)))
@@ -92,7 +159,8 @@ class Stored:
     dtype: of the parameter; None: there is no parameter, the tensor is only looked at by the format's ``read``.
     accepts: safetensors' names of the dtypes that it is read from; none: no checkpoint has it, the ``read`` of another
     tensor makes it. outputs: how many of the layer's outputs one of its rows serves. inputs: how many of its inputs
-    one column serves; 0: it has rows only. layout: in a checkpoint; None: as in the parameter.
+    one column serves; 0: it has rows only. layout: in a checkpoint; None: as in the parameter. drawn: the least dummy
+    value of integers and the one after the largest; None: any bits.
     """
 
     dtype: torch.dtype | None
@@ -100,6 +168,7 @@ class Stored:
     outputs: int = 1
     inputs: int = 1
     layout: Layout | None = None
+    drawn: tuple[int, int] | None = None
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         """Of the parameter of a layer of this size."""
@@ -110,17 +179,29 @@ class Stored:
         """The shapes that a checkpoint's tensor may have."""
         return self.layout.shapes(outputs, inputs) if self.layout else (self.shape(outputs, inputs),)
 
-    def part(self, start: int, stop: int) -> Slice | None:
-        """What of a checkpoint's tensor serves outputs ``start`` … ``stop`` - 1; None: all of it.
+    def part(self, runs: Runs) -> Slices | None:
+        """What of a checkpoint's tensor serves these outputs; None: all of it.
 
         Raises ConfigError where an element there serves outputs on both sides of a bound.
         """
+        self.check(runs, self.outputs)
         dim, each = (self.layout.dim, self.layout.packed) if self.layout else (0, self.outputs)
         if dim is None:
             return None
-        if start % each:
-            raise ConfigError(f"output {start} begins within a block of {each}: the layer cannot be divided there.")
-        return Slice(dim, start // each, -(-stop // each))
+        self.check(runs, each)
+        return Slices(dim, self.rows(runs, each))
+
+    def rows(self, runs: Runs, each: int | None = None) -> Runs:
+        """The runs in rows that serve ``each`` outputs, by default as the parameter's do."""
+        each = each or self.outputs
+        return tuple((start // each, -(-stop // each)) for start, stop in runs)
+
+    @staticmethod
+    def check(runs: Runs, each: int) -> None:
+        """Raise ConfigError unless all runs begin and all but the last end at multiples of ``each`` outputs."""
+        for bound in (*(start for start, _ in runs), *(stop for _, stop in runs[:-1])):
+            if bound % each and each < 2**32:
+                raise ConfigError(f"output {bound} lies within a block of {each}: the layer cannot be divided there.")
 
 
 class Reader(Protocol):
@@ -145,12 +226,16 @@ class Place:
     parameter: torch.Tensor
     shape: tuple[int, ...]
     accepts: tuple[str, ...] = FLOATS
-    part: Slice | None = None
+    part: Slice | Slices | None = None
     format: Reader | None = None
     kind: str = ""
     form: str = ""
     others: Mapping[str, torch.Tensor] = field(default_factory=dict)
     also: tuple[tuple[int, ...], ...] = ()
+
+    def part_of(self, shape: tuple[int, ...]) -> Slice | Slices | None:
+        """:attr:`part` of a checkpoint's tensor of this shape, which is :attr:`shape` or one of :attr:`also`."""
+        return self.part
 
     def fill(self, stored: torch.Tensor) -> None:
         """Copy ``stored``, the part that was read, into the parameter, converting it."""
@@ -238,3 +323,15 @@ class Plain:
 
 
 PLAIN = Plain()
+
+
+def can_divide(format: Any, dtype: torch.dtype, outputs: int, count: int) -> bool:
+    """Whether ``count`` ranks can hold equal parts of a projection in this format: no block of it is cut."""
+    try:
+        runs = [Share(index, count).runs(outputs) for index in range(count)]
+        for stored in format.tensors(dtype).values():
+            for each in runs:
+                stored.part(each)
+    except ConfigError:
+        return False
+    return True

@@ -22,7 +22,7 @@ from unisono.kernels import rms_norm
 from unisono.kernels.fp8 import fp8_linear, fp8_product, prove_fp8, rehearse_fp8_proof
 from unisono.kernels.fp8_linear_norm import fp8_linear_norm
 from unisono.kernels.fp8_quantize import E4M3, GROUP, LARGEST, SMALLEST, Quantised, quantize
-from unisono.layers.activations import Activations, Wish
+from unisono.layers.activations import Activations, Operand, Wish
 from unisono.layers.expert_formats_quantised import Fp8Experts
 from unisono.layers.formats import FLOATS, ONE_VALUE, PLAIN, Layout, LinearLayer, Stored, WeightFormat
 from unisono.layers.quantization_config import named, require
@@ -51,7 +51,7 @@ class _Fp8:
             return None
         return Wish(self._group(layer))
 
-    def linear(self, layer: LinearLayer, x: Activations, residual: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, layer: LinearLayer, x: Operand, residual: torch.Tensor | None) -> torch.Tensor:
         weight, scales = self.operands(layer)
         if isinstance(x, Quantised):
             return fp8_product(x, weight, scales, layer.bias, residual)
@@ -63,12 +63,12 @@ class _Fp8:
         return y if residual is None else y + residual
 
     def linear_norm(
-        self, layer: LinearLayer, x: Activations, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, layer: LinearLayer, x: Operand, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.linear_norm_fp8(layer, x, residual, weight, eps, None)  # type: ignore[return-value]
 
     def linear_norm_fp8(
-        self, layer: LinearLayer, x: Activations, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+        self, layer: LinearLayer, x: Operand, residual: torch.Tensor, weight: torch.Tensor, eps: float,
         wish: Wish | None,
     ) -> tuple[torch.Tensor, Activations]:  # fmt: skip
         """``linear_norm`` whose norm is made as ``wish`` says."""

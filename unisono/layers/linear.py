@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.layers.activations import Activations, Wish, fitting
-from unisono.layers.formats import FLOATS, PLAIN, WHOLE, Place, Share, Stored, WeightFormat
+from unisono.distributed.gather import ALONE, Ranks
+from unisono.kernels.adapters import AdapterPlan
+from unisono.layers.activations import Activations, Projected, Wish, fitting, plain
+from unisono.layers.adapters import LinearAdapter, LowRank
+from unisono.layers.formats import FLOATS, PLAIN, WHOLE, PartOf, Place, Plain, Share, Stored, WeightFormat
 from unisono.layers.norm import RMSNorm
 
 
@@ -21,11 +24,18 @@ class Linear(nn.Module):
     """``x [M, inputs] -> [M, outputs]``; its parameters are uninitialised.
 
     outputs: their number, or by name those of several projections of one input, which are computed as one product and
-        stored apart. format: how the weight is stored and applied. share: what a rank holds of the outputs; the layer
-        computes these alone.
+        stored apart. format: how the weight is stored and applied. share: what a rank holds of the outputs, of each
+        projection where it is a mapping; the layer computes these alone.
+    ranks: with whom inputs and outputs are gathered. split_inputs: the inputs that the layer gets are this rank's
+        columns. joins: its outputs are gathered, so that every rank has all of them.
+    adapter: what is added to the outputs of rows that have an adapter, of this rank's outputs before they are gathered;
+        None where the layer takes none.
     """
 
     weight: nn.Parameter
+    ranks: Ranks = ALONE
+    split_inputs = joins = False
+    adapter: LinearAdapter | None = None
 
     def __init__(
         self,
@@ -35,29 +45,58 @@ class Linear(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         format: WeightFormat = PLAIN,
-        share: Share = WHOLE,
+        share: Share | Mapping[str, Share] = WHOLE,
     ) -> None:
         super().__init__()
-        self.inputs, self.dtype, self.format, self.share = inputs, dtype, format, share
+        self.inputs, self.dtype, self.format = inputs, dtype, format
         self.projections = {"": outputs} if isinstance(outputs, int) else dict(outputs)
-        self.held = tuple(stop - start for start, stop in map(share.part, self.projections.values()))
+        self.shares = dict(share) if isinstance(share, Mapping) else dict.fromkeys(self.projections, share)
+        self.held = tuple(self.shares[name].size(outputs) for name, outputs in self.projections.items())
         self.outputs = sum(self.held)
         for kind, stored in format.tensors(dtype).items():
             if stored.dtype is not None:
                 rows = sum(stored.shape(each, inputs)[0] for each in self.held)
                 shape = (rows, *stored.shape(self.outputs, inputs)[1:])
-                self.register_parameter(kind, _parameter(shape, stored.dtype, device))
+                self.register_parameter(kind, self._made(_parameter(shape, stored.dtype, device), stored))
         self.bias = _parameter((self.outputs,), dtype, device) if bias else None
+        if self.bias is not None:
+            self._made(self.bias, Stored(dtype, FLOATS, inputs=0))
+
+    def joined(self, ranks: Ranks, split_inputs: bool) -> Linear:
+        """Gather the outputs, and with ``split_inputs`` the inputs, among ``ranks``; returns the layer."""
+        self.ranks, self.split_inputs, self.joins = ranks, split_inputs, self.divided
+        return self
+
+    @property
+    def divided(self) -> bool:
+        """Whether this rank holds a part of the outputs only."""
+        return any(share != WHOLE for share in self.shares.values())
 
     @property
     def wish(self) -> Wish | None:
-        """What the layer wants of its inputs: see ``layers/activations.py``."""
+        """What the layer wants of its inputs: see ``layers/activations.py``. Plain rows where it gathers them."""
         wish = getattr(self.format, "wish", None)
-        return wish(self) if wish else None
+        wished: Wish | None = wish(self) if wish and not self.split_inputs else None
+        return wished and replace(wished, keep=wished.keep or self.adapter is not None)  # adapters read plain rows
 
     def forward(self, x: Activations, residual: torch.Tensor | None = None) -> torch.Tensor:
         """``residual [M, outputs]`` is added to the rounded product."""
+        if isinstance(x, Projected) and x.reader is self and residual is None:
+            return x.product
+        if (y := self._apart(x)) is not None:
+            return y if residual is None else y + residual
         return self.format.linear(self, fitting(x, self.wish), residual)  # type: ignore[arg-type]
+
+    def _apart(self, x: Activations) -> torch.Tensor | None:
+        """The product where something happens between it and the residual's sum; None elsewhere."""
+        return self._gathered(x) if self.joins or self.split_inputs else self._adapted(x)
+
+    def _gathered(self, x: Activations) -> torch.Tensor:
+        """The product where inputs or outputs are gathered: [M, all outputs], with the bias."""
+        given = self.ranks.gather(plain(x)) if self.split_inputs else x
+        if (y := self._adapted(given)) is None:
+            y = self.format.linear(self, fitting(given, self.wish), None)  # type: ignore[arg-type]
+        return self.ranks.gather(y) if self.joins else y
 
     def then_norm(
         self, x: Activations, residual: torch.Tensor, norm: nn.Module | None
@@ -66,6 +105,11 @@ class Linear(nn.Module):
 
         The norm is quantised where its readers want that and the format has such a kernel.
         """
+        if (y := self._apart(x)) is not None:
+            if isinstance(norm, RMSNorm):
+                return norm.of_sum(y, residual)
+            total = y + residual
+            return total, total if norm is None else norm(total)
         if isinstance(norm, RMSNorm):
             fused = getattr(self.format, "linear_norm_fp8", None) if norm.wish else None
             given: Any = fitting(x, self.wish)
@@ -74,6 +118,34 @@ class Linear(nn.Module):
             return self.format.linear_norm(self, given, residual, norm.weight, norm.eps)
         total = self(x, residual)
         return total, total if norm is None else norm(total)
+
+    def _adapted(self, x: Activations) -> torch.Tensor | None:
+        """This rank's product with the rows' adapters, without a residual; None in a pass without adapters."""
+        if (plan := self._plan(x)) is None:
+            return None
+        y, low = self._with_adapters(x, plan)
+        return y if low is None else low.added(y)
+
+    def product(self, x: Activations) -> tuple[torch.Tensor, LowRank | None]:
+        """(``self(x)``, None); or without what adapters have still to add, and that, for a reader that can add it."""
+        if self.joins or self.split_inputs or (plan := self._plan(x)) is None:
+            return self(x), None
+        return self._with_adapters(x, plan)
+
+    def _with_adapters(self, x: Activations, plan: AdapterPlan) -> tuple[torch.Tensor, LowRank | None]:
+        """x [M, all inputs] -> this rank's product, and what adapters have still to add to it; None: nothing."""
+        assert self.adapter is not None
+        rows = plain(x).contiguous()
+        if isinstance(self.format, Plain):
+            y = self.adapter.linear(rows, self.weight, self.bias, plan)
+            if y is not None:
+                return y, None
+        y = self.format.linear(self, fitting(x, self.wish), None)  # type: ignore[arg-type]
+        return y, self.adapter.shrunk(rows, plan)
+
+    def _plan(self, x: Activations) -> AdapterPlan | None:
+        """Which row has which adapter; None in a pass without any."""
+        return None if self.adapter is None else self.adapter.plan(plain(x).shape[0])
 
     def places(self) -> Iterator[tuple[str, Place]]:
         """What a checkpoint stores of the layer: (name inside the layer, where it goes)."""
@@ -90,10 +162,24 @@ class Linear(nn.Module):
     def _places(self, kind: str, stored: Stored, format: WeightFormat | None) -> Iterator[tuple[str, Place]]:
         """The places of one tensor, one for each projection."""
         for (projection, outputs), into in zip(self.projections.items(), self._rows(kind, stored), strict=True):
-            part = stored.part(*self.share.part(outputs)) if self.share != WHOLE else None
+            share = self.shares[projection]
+            part = stored.part(share.runs(outputs)) if share != WHOLE else None
             shape, *also = stored.stored_shapes(outputs, self.inputs)
             place = Place(into, shape, stored.accepts, part, format, kind, also=tuple(also))
             yield f"{projection}.{kind}" if projection else kind, place
+
+    def _made(self, parameter: nn.Parameter, stored: Stored) -> nn.Parameter:
+        """The parameter, knowing what of the whole one it is."""
+        if self.divided:
+            runs, at = [], 0
+            for name, outputs in self.projections.items():
+                own = self.shares[name].runs(outputs)
+                stored.check(own, stored.outputs)
+                runs += [(at + start, at + stop) for start, stop in stored.rows(own)]
+                at += stored.shape(outputs, self.inputs)[0]
+            shape = (at, *parameter.shape[1:])
+            parameter.part_of = PartOf(shape, 0, tuple(runs))  # type: ignore[attr-defined]
+        return parameter
 
     def _rows(self, kind: str, stored: Stored) -> list[torch.Tensor]:
         """The rows of a parameter that serve each projection; empty tensors where there is no parameter."""
@@ -110,12 +196,17 @@ def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
 def prove_linears(modules: Iterable[nn.Module]) -> dict[tuple[int, int], bool]:
     """The format's proof for each distinct shape [outputs, inputs] of the linear layers among ``modules``.
 
-    Where it fails, one exact kernel serves every length. For the start, before any capture.
+    Where it fails, one exact kernel serves every length. So it is with adapters that ride along. For the start, before
+    any capture.
     """
     proven: dict[tuple[int, int], bool] = {}
-    for layer in _one_of_each(modules):
+    layers = [module for module in modules if isinstance(module, Linear)]
+    for layer in _one_of_each(layers):
         shape = layer.outputs, layer.inputs
         proven[shape] = layer.format.prove(layer) and proven.get(shape, True)
+    for layer in layers:
+        if layer.adapter is not None and isinstance(layer.format, Plain):
+            layer.adapter.prove(layer.weight)
     return proven
 
 

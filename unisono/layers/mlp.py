@@ -26,7 +26,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Activations, positions: torch.Tensor | None = None) -> Activations:
         """What ``down`` reads: [M, hidden] -> [M, intermediate]. The same is done for every position."""
-        return silu_product(self.gate_up(x), self.down.wish)
+        y, low = self.gate_up.product(x)
+        return silu_product(y, self.down.wish) if low is None else low.silu(y)
 
     def project(
         self, y: Activations, residual: torch.Tensor, norm: nn.Module | None

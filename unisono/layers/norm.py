@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from unisono.kernels import rms_norm
+from unisono.kernels.add_norm import add_rms_norm, add_rms_norm_fp8
 from unisono.kernels.norm import rms_norm_fp8
 from unisono.kernels.vision_norm import layer_norm
 from unisono.layers.activations import Activations, Wish
@@ -37,6 +38,12 @@ class RMSNorm(nn.Module):
         if self.wish is None:
             return rms_norm(x, self.weight, self.eps)
         return rms_norm_fp8(x, self.weight, self.eps, self.wish.group, self.wish.keep)
+
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, Activations]:
+        """(x + residual [M, size], its norm as :meth:`forward` makes it), in one launch."""
+        if self.wish is None:
+            return add_rms_norm(x, residual, self.weight, self.eps)
+        return add_rms_norm_fp8(x, residual, self.weight, self.eps, self.wish.group, self.wish.keep)
 
     def places(self) -> Iterator[tuple[str, Place]]:
         """What a checkpoint stores of the norm: (name inside it, where it goes)."""

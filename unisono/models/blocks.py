@@ -8,8 +8,9 @@ Shapes: T tokens of a pass, E tokens whose output is read, H hidden, Hq / Hkv qu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
@@ -17,13 +18,16 @@ from torch import nn
 
 from unisono.attention.base import KV, AttentionOptions
 from unisono.attention.context import PassContext
+from unisono.distributed.gather import Ranks
 from unisono.kernels import rope_and_cache
 from unisono.layers.activations import Activations, readers_of, sigmoid_gated, wanted
+from unisono.layers.formats import WHOLE, PartOf, Share
 from unisono.layers.mlp import GatedMLP
 from unisono.layers.norm import RMSNorm
 from unisono.layers.rotary import RotarySpec
-from unisono.models.build import Builder, require
+from unisono.models.build import Builder, fitting_sizes, require
 from unisono.state.specs import ALL, PAGE_SIZE, Paged, Tree
+from unisono.types import ConfigError
 
 
 class Stream(NamedTuple):
@@ -76,15 +80,6 @@ class Settles(Protocol):
         ...
 
 
-@runtime_checkable
-class ProvesRounds(Protocol):
-    """A mixer with kernels for small rounds that serve where their bits were proven."""
-
-    def prove_rounds(self, width: int, rehearse: bool = False) -> bool:
-        """Compare them, for rounds of up to ``width`` tokens a row; rehearse: only compile what that takes."""
-        ...
-
-
 class BlockSpec(Protocol):
     """A mixer or a feed-forward as data."""
 
@@ -132,6 +127,30 @@ class AttentionSpec:
         """How long the layer's keys are read: see :class:`unisono.state.specs.Paged`."""
         return self.window or ALL
 
+    def of(self, ranks: Ranks) -> AttentionSpec:
+        """The heads of one rank: its part of the query heads, and the KV heads that these share.
+
+        Where there are fewer KV heads than ranks, several ranks hold the same one. Raises ConfigError where heads
+        cannot be divided so.
+        """
+        if ranks.count == 1:
+            return self
+        heads, kv_heads, count = self.num_heads, self.num_kv_heads, ranks.count
+        if heads % count or (kv_heads % count and count % kv_heads):
+            raise ConfigError(
+                f"--tensor-parallel-size {count}: a layer has {heads} query heads over {kv_heads} KV heads, which "
+                f"cannot be divided among {count} ranks: give {fitting_sizes(heads, kv_heads)}."
+            )
+        return replace(self, num_heads=heads // count, num_kv_heads=max(1, kv_heads // count))
+
+    def shares(self, ranks: Ranks) -> dict[str, Share]:
+        """What a rank holds of the projections."""
+        if ranks.count == 1:
+            return dict.fromkeys(("q", "k", "v"), WHOLE)
+        count = min(ranks.count, self.num_kv_heads)
+        kv = Share(ranks.index * count // ranks.count, count) if count > 1 else WHOLE
+        return {"q": Share(ranks.index, ranks.count), "k": kv, "v": kv}
+
     def build(self, builder: Builder) -> Attention:
         return Attention(self, builder)
 
@@ -141,19 +160,23 @@ class Attention(nn.Module):
 
     def __init__(self, spec: AttentionSpec, builder: Builder) -> None:
         super().__init__()
+        whole, spec = spec, spec.of(builder.ranks)
         self.spec, self.dtype, self.eps = spec, builder.dtype, builder.rms_eps
         self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self.backend = builder.backend(spec.num_heads, spec.num_kv_heads)
         self.cos_sin, self.axes = builder.rotary(spec.rotary), builder.rotary_axes(spec.rotary)
-        inputs, queries = spec.input_size or builder.hidden_size, spec.num_heads * spec.head_dim
+        inputs, queries = spec.input_size or builder.hidden_size, whole.num_heads * spec.head_dim
         projections = {"q": 2 * queries if spec.output_gate else queries}
-        projections |= dict.fromkeys(("k", "v"), self.kv_heads * spec.head_dim) if self.kv_heads else {}
-        self.qkv = builder.linear("qkv", inputs, projections, spec.qkv_bias)
-        self.o = builder.linear("o", queries, builder.hidden_size, spec.o_bias)
+        projections |= dict.fromkeys(("k", "v"), whole.num_kv_heads * spec.head_dim) if self.kv_heads else {}
+        shares = {name: share for name, share in whole.shares(builder.ranks).items() if name in projections}
+        self.qkv = builder.linear("qkv", inputs, projections, spec.qkv_bias, share=shares)
+        self.o = builder.joined("o", queries, builder.hidden_size, spec.o_bias)
         self.q_norm = builder.norm(spec.head_dim) if spec.qk_norm else None
         self.k_norm = builder.norm(spec.head_dim) if spec.qk_norm and self.kv_heads else None
         sinks = torch.zeros(spec.num_heads, dtype=torch.float32, device=builder.device) if spec.sink else None
         self.sinks = None if sinks is None else nn.Parameter(sinks, requires_grad=False)
+        if self.sinks is not None and spec != whole:
+            self.sinks.part_of = PartOf((whole.num_heads,), 0, (builder.ranks.part(whole.num_heads),))  # type: ignore[attr-defined]
 
     @property
     def kv_heads(self) -> int:
@@ -255,9 +278,12 @@ class MLPSpec:
 
     def build(self, builder: Builder) -> GatedMLP:
         size, hidden = self.intermediate_size, builder.hidden_size
+        projections = {"gate": size, "up": size}
+        divided = builder.ranks.count > 1 and builder.can_divide({"gate_up": projections})
+        share = builder.share if divided else WHOLE
         return GatedMLP(
-            builder.linear("gate_up", hidden, {"gate": size, "up": size}, self.bias),
-            builder.linear("down", size, hidden, self.bias),
+            builder.linear("gate_up", hidden, projections, self.bias, share=share),
+            builder.joined("down", size, hidden, self.bias, split_inputs=divided),
         )
 
 
@@ -284,9 +310,12 @@ class DecoderLayer(nn.Module):
     """A mixer and a feed-forward with a norm before each; each sum, and the norm that reads it, is fused with the
     product before it.
 
-    next_norm: what reads the layer's sum, the next layer's ``mixer_norm`` or the model's last norm; None for none. The
-    model that owns both sets it (:func:`chain`).
+    next_norm: what reads the layer's sum, the next layer's ``mixer_norm`` or the model's last norm; None for none.
+    next_mixer: whose input that norm is; None: another reader's. The model that owns them sets both (:meth:`then`).
+    tail: everything after the mixer in one launch, for few rows; None: separate launches (``models/tails.py``).
     """
+
+    tail: Callable[[Any, torch.Tensor], Stream | None] | None = None
 
     def __init__(
         self, mixer: nn.Module, feed_forward: nn.Module, mixer_norm: nn.Module, feed_forward_norm: nn.Module
@@ -294,8 +323,12 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.mixer_norm, self.mixer = mixer_norm, mixer
         self.feed_forward_norm, self.feed_forward = feed_forward_norm, feed_forward
-        self._next_norm: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule of this layer
-        for norm, block in ((mixer_norm, mixer), (feed_forward_norm, feed_forward)):
+        self._next: tuple[nn.Module | None, ...] = (None, None)  # in a tuple: they are no submodules of this layer
+        self.ask_readers()
+
+    def ask_readers(self) -> None:
+        """Have each norm make what its readers want; again where that has changed."""
+        for norm, block in ((self.mixer_norm, self.mixer), (self.feed_forward_norm, self.feed_forward)):
             if isinstance(norm, RMSNorm):
                 norm.wish = wanted(readers_of(block))
 
@@ -303,19 +336,27 @@ class DecoderLayer(nn.Module):
         """What a pass's first layer reads: x [T, H] and its norm."""
         return Stream(x, self.mixer_norm(x))
 
-    def then(self, norm: nn.Module) -> nn.Module:
-        """Set the norm that reads the layer's sum; returns the one that reads its input."""
-        self._next_norm = (norm,)
-        return self.mixer_norm
+    @property
+    def next_norm(self) -> nn.Module | None:
+        return self._next[0]
+
+    @property
+    def next_mixer(self) -> nn.Module | None:
+        return self._next[1]
+
+    def then(self, norm: nn.Module, mixer: nn.Module | None) -> None:
+        """Set the norm that reads the layer's sum, and the mixer that reads the norm, if it is one."""
+        self._next = (norm, mixer)
 
     def forward(self, stream: Stream, context: PassContext, state: Any) -> Stream:
         """The residual stream after the layer, of T tokens or of ``context.last_tokens``; state: the mixer's."""
         mixer, feed_forward = cast(Mixer, self.mixer), cast(FeedForward, self.feed_forward)
         mixed = mixer(stream.normed, context, state)
         x = stream.x if context.last_tokens is None else context.last_tokens.select(stream.x)
+        if self.tail is not None and (after := self.tail(mixed, x)) is not None:
+            return after
         x, normed = mixer.project(mixed, x, self.feed_forward_norm)
-        next_norm = self._next_norm[0] if self._next_norm else None
-        return Stream(*feed_forward.project(feed_forward(normed, context.queries.positions), x, next_norm))
+        return Stream(*feed_forward.project(feed_forward(normed, context.queries.positions), x, self.next_norm))
 
     def state_specs(self) -> Tree:
         """The mixer's."""
@@ -325,6 +366,7 @@ class DecoderLayer(nn.Module):
 def build_layers(specs: Sequence[LayerSpec], builder: Builder, norm: nn.Module) -> nn.ModuleList:
     """The layers ``layers.0`` … of a model: each ends with the norm that the next one reads, the last with ``norm``."""
     layers = [spec.build(builder.at(f"layers.{number}")) for number, spec in enumerate(specs)]
-    for layer in reversed(layers):
-        norm = layer.then(norm)
+    for layer, following in itertools.pairwise(layers):
+        layer.then(following.mixer_norm, following.mixer)
+    layers[-1].then(norm, None)
     return nn.ModuleList(layers)

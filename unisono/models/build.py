@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from unisono.attention.base import AttentionBackend
+from unisono.distributed.gather import ALONE, Ranks
 from unisono.layers.embedding import Embedding
-from unisono.layers.formats import PLAIN, WeightFormat
+from unisono.layers.formats import PLAIN, WHOLE, Share, WeightFormat, can_divide
 from unisono.layers.linear import Linear
 from unisono.layers.norm import RMSNorm
 from unisono.layers.rotary import RotarySpec
@@ -39,13 +40,21 @@ def require(ok: bool, name: str, value: object, rule: str) -> None:
         raise CheckpointError(f"config.json: {name}={value!r}: {rule}.")
 
 
+def fitting_sizes(heads: int, kv_heads: int) -> str:
+    """The numbers of ranks that heads can be divided among, for a message."""
+    sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    return " or ".join((", ".join(map(str, sizes[:-1])), str(sizes[-1]))) if len(sizes) > 1 else str(sizes[0])
+
+
 @dataclass(frozen=True)
 class Builder:
     """Makes the modules of one model.
 
     hidden_size, rms_eps: of the residual stream and its norms. attention: makes backends. max_positions: length of
     rotary tables, in tokens. format: the weight format of a module by its path in the model, such as
-    ``layers.0.mixer.o``. zero_centered_norms: see :class:`RMSNorm`. path: of the module in the making.
+    ``layers.0.mixer.o``. zero_centered_norms: see :class:`RMSNorm`. path: of the module in the making. ranks: the
+    processes that hold the model together, and which of them this is. undivided: paths of layers that every rank holds
+    whole, for their outputs cannot be divided among the ranks.
     """
 
     hidden_size: int
@@ -57,6 +66,8 @@ class Builder:
     format: Callable[[str], WeightFormat] = plain
     zero_centered_norms: bool = False
     path: str = ""
+    ranks: Ranks = ALONE
+    undivided: list[str] = field(default_factory=list, repr=False)
     _tables: dict[RotarySpec, torch.Tensor] = field(default_factory=dict, repr=False)
     _axes: dict[RotarySpec, torch.Tensor] = field(default_factory=dict, repr=False)
     _backends: dict[tuple[int, int], AttentionBackend] = field(default_factory=dict, repr=False)
@@ -76,8 +87,12 @@ class Builder:
         dtype: torch.dtype,
         hidden_size: int | None = None,
         zero_centered_norms: bool = False,
+        ranks: Ranks = ALONE,
     ) -> Builder:
-        """The builder of a module that drafts for this model: plain, with this model's rotary tables."""
+        """The builder of a module that drafts for this model: plain, with this model's rotary tables.
+
+        ranks: whole on each rank, unless it reads what the target's layers keep.
+        """
         return replace(
             self,
             hidden_size=hidden_size or self.hidden_size,
@@ -86,20 +101,59 @@ class Builder:
             format=plain,
             zero_centered_norms=zero_centered_norms,
             path="",
+            ranks=ranks,
             _backends={},
         )
 
     def linear(
-        self, name: str, inputs: int, outputs: int | Mapping[str, int], bias: bool = False, empty: bool = False
+        self,
+        name: str,
+        inputs: int,
+        outputs: int | Mapping[str, int],
+        bias: bool = False,
+        empty: bool = False,
+        share: Share | Mapping[str, Share] = WHOLE,
     ) -> Linear:
-        """The linear layer ``name`` of the module in the making. empty: without memory, to be shared later."""
+        """The linear layer ``name`` of the module in the making. empty: without memory, to be shared later.
+
+        share: what this rank holds of its outputs.
+        """
+        format = self._one_format(name, outputs)
+        return Linear(inputs, outputs, bias, self.dtype, "meta" if empty else self.device, format, share)
+
+    def joined(self, name: str, inputs: int, outputs: int, bias: bool = False, split_inputs: bool = True) -> Linear:
+        """The same, where each rank computes equal parts of the outputs and all get all of them.
+
+        split_inputs: it gets this rank's columns of its inputs.
+        """
+        if self.ranks.count == 1:
+            return self.linear(name, inputs, outputs, bias)
+        share = self.share if self.can_divide({name: outputs}) else WHOLE
+        return self.linear(name, inputs, outputs, bias, share=share).joined(self.ranks, split_inputs)
+
+    @property
+    def share(self) -> Share:
+        """This rank's equal part of a projection's outputs."""
+        return Share(self.ranks.index, self.ranks.count) if self.ranks.count > 1 else WHOLE
+
+    def can_divide(self, layers: Mapping[str, int | Mapping[str, int]]) -> bool:
+        """Whether the outputs of these layers, in their formats, can be divided among the ranks; notes where not."""
+        for name, outputs in layers.items():
+            format = self._one_format(name, outputs)
+            for size in [outputs] if isinstance(outputs, int) else outputs.values():
+                if not can_divide(format, self.dtype, size, self.ranks.count):
+                    self.undivided.append(self.at(name).path)
+                    return False
+        return True
+
+    def _one_format(self, name: str, outputs: int | Mapping[str, int]) -> WeightFormat:
         path = self.at(name).path
         paths = [path] if isinstance(outputs, int) else [f"{path}.{projection}" for projection in outputs]
         formats = {self.format(each) for each in paths}
         if len(formats) > 1:
             names = ", ".join(sorted(f.name for f in formats))
             raise CheckpointError(f"{' and '.join(paths)} are computed as one product, but stored in formats {names}.")
-        return Linear(inputs, outputs, bias, self.dtype, "meta" if empty else self.device, formats.pop())
+        return formats.pop()
 
     def embedding(self, vocab_size: int, empty: bool = False) -> Embedding:
         """A table of token embeddings [vocab_size, hidden size]."""

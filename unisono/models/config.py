@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from unisono.distributed.gather import ALONE, Ranks
 from unisono.layers.rotary import RotarySpec
 from unisono.models.blocks import AttentionSpec, LayerSpec, MLPSpec
 from unisono.models.build import require
@@ -71,7 +72,12 @@ class DecoderConfig:
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
         """Each distinct (query heads, KV heads, head size) of the layers that attend, one at least."""
+        return self.attention_shapes_of(ALONE)
+
+    def attention_shapes_of(self, ranks: Ranks) -> tuple[tuple[int, int, int], ...]:
+        """The same of one rank."""
         specs = [self.attention, *(spec for spec in map(attention_of, self.layers) if spec is not None)]
+        specs = [spec.of(ranks) for spec in specs]
         return tuple(dict.fromkeys((spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs))
 
 

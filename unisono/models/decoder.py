@@ -14,7 +14,10 @@ import torch
 from torch import nn
 
 from unisono.attention.context import PassContext
+from unisono.distributed.gather import Ranks
 from unisono.layers.activations import plain
+from unisono.layers.formats import Share
+from unisono.layers.linear import Linear
 from unisono.models.blocks import DecoderLayer, Stream, build_layers
 from unisono.models.build import Builder
 from unisono.models.config import DecoderConfig
@@ -22,10 +25,20 @@ from unisono.models.overriding import Overriding, merged
 from unisono.state.specs import Tree
 
 
-class Decoder(nn.Module):
-    """A whole model on one device, in one dtype, reading up to ``builder.max_positions`` positions.
+def rows_of(head: Linear, ranks: Ranks) -> Linear:
+    """A rank's part of an LM head that every rank holds whole: the same memory."""
+    share = Share(ranks.index, ranks.count)
+    part = Linear(head.inputs, head.outputs, False, head.dtype, "meta", head.format, share)
+    start, stop = share.part(head.outputs)
+    part.weight = nn.Parameter(head.weight[start:stop], requires_grad=False)
+    return part.joined(ranks, split_inputs=False)
 
-    With tied embeddings ``lm_head.weight`` *is* ``embed.weight``.
+
+class Decoder(nn.Module):
+    """A whole model, or a rank's part of one, on one device, in one dtype, reading up to ``builder.max_positions``
+    positions.
+
+    With tied embeddings ``lm_head.weight`` *is* ``embed.weight``, or lies in it.
     """
 
     def __init__(self, config: DecoderConfig, builder: Builder) -> None:
@@ -35,9 +48,14 @@ class Decoder(nn.Module):
         norm = builder.norm()
         self.layers = build_layers(config.layers, builder, norm)
         self.norm = norm
-        self.lm_head = builder.linear("lm_head", config.hidden_size, config.vocab_size, empty=config.tie_embeddings)
+        sizes = config.hidden_size, config.vocab_size
         if config.tie_embeddings:
+            self.lm_head = builder.linear("lm_head", *sizes, empty=True)
             self.lm_head.weight = self.embed.weight
+            if builder.ranks.count > 1 and builder.can_divide({"lm_head": config.vocab_size}):
+                self.lm_head = rows_of(self.lm_head, builder.ranks)
+        else:
+            self.lm_head = builder.joined("lm_head", *sizes, split_inputs=False)
 
     def state_specs(self) -> Tree:
         """What each layer keeps of requests, in a list."""

@@ -93,4 +93,5 @@ def _converted(head: Linear, format: WeightFormat) -> Linear:
     copy = Linear(head.inputs, head.outputs, head.bias is not None, head.dtype, head.weight.device, format)
     for kind, place in copy.places():
         place.fill(getattr(head, kind))
+    copy.ranks, copy.joins = head.ranks, head.joins
     return copy.eval()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from unisono.distributed.gather import Ranks
 from unisono.layers.expert_formats import expert_format
-from unisono.layers.experts import Experts, Stack
-from unisono.layers.formats import WeightFormat
+from unisono.layers.experts import SILU_EXPERTS, ExpertKind, Experts, Stack
+from unisono.layers.formats import WHOLE, Share, WeightFormat
 from unisono.models.blocks import MLPSpec
 from unisono.models.build import Builder, require
-from unisono.types import CheckpointError
+from unisono.types import CheckpointError, ConfigError
 
 MOST = 1024
 """Experts that the router's kernel chooses from, and the sort counts."""
@@ -17,15 +18,17 @@ MOST = 1024
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """``top_k`` of ``num_experts`` gated MLPs with SiLU, by softmax over all of them; ties go to the lower id.
+    """``top_k`` of ``num_experts`` gated MLPs, by softmax over all of them; ties go to the lower id.
 
     shared_intermediate_size: of an expert that every token takes; 0: there is none. shared_gate: a sigmoid of
-    ``shared_gate(x)`` scales it. normalize: the weights of the chosen are divided by their sum.
+    ``shared_gate(x)`` scales it. normalize: the weights of the chosen are divided by their sum, which is the softmax
+    over the chosen. kind: of the experts, by default with SiLU and without biases. router_bias: the router adds one.
 
     Modules, as families name them: ``router``; ``experts.gate_up`` and ``experts.down``, fused [E, 2 I, H] (gate rows
-    first) and [E, H, I]; ``experts.each.gate``, ``.up`` and ``.down``, one by one, where a second ``*`` of the
-    checkpoint's name is the expert's number; ``shared.gate_up.gate``, ``shared.gate_up.up``, ``shared.down``;
-    ``shared_gate``. The loader takes fused or single tensors, whichever a checkpoint holds.
+    first) and [E, H, I] or as ``kind`` says, with biases where it does; ``experts.each.gate``, ``.up`` and ``.down``,
+    one by one, where a second ``*`` of the checkpoint's name is the expert's number; ``shared.gate_up.gate``,
+    ``shared.gate_up.up``, ``shared.down``; ``shared_gate``. The loader takes fused or single tensors, whichever a
+    checkpoint holds; those with biases are fused.
 
     Raises CheckpointError for values that cannot be computed.
     """
@@ -37,6 +40,8 @@ class ExpertsSpec:
     shared_gate: bool = False
     normalize: bool = True
     activation: str = "silu"
+    kind: ExpertKind = SILU_EXPERTS
+    router_bias: bool = False
 
     def __post_init__(self) -> None:
         count, top_k = self.num_experts, self.top_k
@@ -49,18 +54,41 @@ class ExpertsSpec:
 
     def build(self, builder: Builder) -> Experts:
         size, hidden, shared = self.intermediate_size, builder.hidden_size, self.shared_intermediate_size
-        each, apart = builder.at("experts.each.0"), builder.at("shared")
-        format = _one_format(each, "gate", "up", "down")
+        each, apart = builder.at("experts" if self.kind.bias else "experts.each.0"), builder.at("shared")
+        sizes = {"gate_up": size, "down": hidden} if self.kind.bias else {"gate": size, "up": size, "down": hidden}
+        format = _one_format(each, *sizes)
         rides = shared == size and {apart.format(apart.at(n).path) for n in _SHARED} == {format}
-        common = rides, builder.dtype, builder.device, expert_format(format)
+        common = rides, builder.dtype, builder.device, expert_format(format, self.kind != SILU_EXPERTS)
+        ranks, share, rows = builder.ranks, WHOLE, WHOLE
+        if ranks.whole_experts:
+            share = self._of_experts(ranks)
+        elif ranks.count > 1 and each.can_divide(sizes):
+            rows = builder.share
         return Experts(
-            Stack(self.num_experts, hidden, {"gate": size, "up": size}, *common),
-            Stack(self.num_experts, size, {"": hidden}, *common),
+            Stack(self.num_experts, hidden, {"gate": size, "up": size}, *common, share, rows, self.kind),
+            Stack(self.num_experts, size, {"": hidden}, *common, share, rows, self.kind),
             self.top_k,
             self.normalize,
             MLPSpec(shared).build(apart) if shared and not rides else None,
             self.shared_gate and shared > 0,
+            ranks,
+            self.router_bias,
         )
+
+    def of(self, ranks: Ranks) -> ExpertsSpec:
+        """The same; raises ConfigError where the experts cannot be divided among the ranks."""
+        if ranks.whole_experts:
+            self._of_experts(ranks)
+        return self
+
+    def _of_experts(self, ranks: Ranks) -> Share:
+        """Which experts this rank has. Raises ConfigError where they cannot be divided."""
+        if not ranks.divides(self.num_experts):
+            raise ConfigError(
+                f"--enable-expert-parallel: {self.num_experts} experts cannot be divided among {ranks.count} ranks: "
+                "give another --tensor-parallel-size, or leave --enable-expert-parallel out."
+            )
+        return Share(ranks.index, ranks.count)
 
 
 _SHARED = ("gate_up.gate", "gate_up.up", "down")

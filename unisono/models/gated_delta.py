@@ -6,22 +6,21 @@ output is read, H hidden, Hk / Hv key / value heads, K / V their sizes, J taps o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from unisono.attention.context import PassContext
+from unisono.distributed.gather import Ranks
 from unisono.kernels.causal_conv import causal_conv
-from unisono.kernels.delta_round import Convolution, Kept, Norm, delta_round, prove_delta_round, rehearse_delta_round
-from unisono.kernels.fp8_quantize import handed_on
 from unisono.kernels.gated_delta import gated_delta
-from unisono.kernels.gated_norm import quantises
 from unisono.layers.activations import Activations, gated_norm
-from unisono.layers.formats import PLAIN
-from unisono.models.build import Builder, require
+from unisono.layers.formats import PLAIN, WHOLE, PartOf, Share
+from unisono.models.build import Builder, fitting_sizes, require
 from unisono.state.specs import Remembered, Tail
 from unisono.state.store import TailView
+from unisono.types import ConfigError
 
 HEAD_SIZES = (16, 32, 64, 128)
 """What the kernels compute."""
@@ -53,6 +52,27 @@ class GatedDeltaSpec:
             require(size in HEAD_SIZES, f"linear_{name}_head_dim", size, rule)
         require(2 <= self.conv_size <= 8, "linear_conv_kernel_dim", self.conv_size, "the kernels compute 2 to 8 taps")
 
+    def of(self, ranks: Ranks) -> GatedDeltaSpec:
+        """The heads of one rank: its part of the value heads, and the key heads that these share.
+
+        Where there are fewer key heads than ranks, several ranks hold the same one. Raises ConfigError where heads
+        cannot be divided so.
+        """
+        keys, values, count = self.num_key_heads, self.num_value_heads, ranks.count
+        if values % count or (keys % count and count % keys):
+            raise ConfigError(
+                f"--tensor-parallel-size {count}: a recurrent layer has {values} value heads over {keys} key heads, "
+                f"which cannot be divided among {count} ranks: give {fitting_sizes(values, keys)}."
+            )
+        return replace(self, num_key_heads=max(1, keys // count), num_value_heads=values // count)
+
+    def share(self, ranks: Ranks) -> Share:
+        """What a rank holds of the queries, keys and values of one tensor."""
+        if ranks.count == 1:
+            return WHOLE
+        (keys, values), of_keys = self.channels, min(ranks.count, self.num_key_heads)
+        return Share(ranks.index, ranks.count, (keys, keys, values), (of_keys, of_keys, ranks.count))
+
     @property
     def channels(self) -> tuple[int, int]:
         """Elements of all queries, as many as of all keys, and of all values."""
@@ -71,19 +91,24 @@ class GatedDelta(nn.Module):
 
     def __init__(self, spec: GatedDeltaSpec, builder: Builder) -> None:
         super().__init__()
-        self.spec, self.dtype, self.eps = spec, builder.dtype, builder.rms_eps
         keys, values = spec.channels
-        heads, hidden = spec.num_value_heads, builder.hidden_size
+        heads, hidden, ranks = spec.num_value_heads, builder.hidden_size, builder.ranks
+        self.spec, self.dtype, self.eps = spec.of(ranks), builder.dtype, builder.rms_eps
         wide, gates = {"qkv": 2 * keys + values, "z": values}, {"b": heads, "a": heads}
         apart = any(builder.at("in_proj").at(name).format_here is not PLAIN for name in wide)
-        self.in_proj = builder.linear("in_proj", hidden, wide if apart else wide | gates)
-        self.gates = builder.linear("gates", hidden, gates) if apart else None
-        self.conv = _Weight((2 * keys + values, 1, spec.conv_size), builder.dtype, builder.device)
-        self.A_log = _parameter((heads,), torch.float32, builder.device)
-        self.dt_bias = _parameter((heads,), torch.float32, builder.device)
+        each = builder.share
+        shares = dict.fromkeys(("z", "b", "a"), each)
+        shares["qkv"] = spec.share(ranks)
+        together = wide if apart else wide | gates
+        self.in_proj = builder.linear("in_proj", hidden, together, share={name: shares[name] for name in together})
+        self.gates = builder.linear("gates", hidden, gates, share=each) if apart else None
+        self.conv = _Weight((2 * keys + values, 1, spec.conv_size), builder.dtype, builder.device, shares["qkv"])
+        self.A_log = _parameter((heads,), torch.float32, builder.device, each)
+        self.dt_bias = _parameter((heads,), torch.float32, builder.device, each)
         self.norm = _Weight((spec.value_head_dim,), torch.float32, builder.device)
-        self.o = builder.linear("o", values, builder.hidden_size)
-        self._widths = [*wide.values()] if apart else [*wide.values(), 2 * heads]
+        self.o = builder.joined("o", values, builder.hidden_size)
+        widths = dict(zip(self.in_proj.projections, self.in_proj.held, strict=True))
+        self._widths = [widths["qkv"], widths["z"]] if apart else [widths["qkv"], widths["z"], 2 * widths["b"]]
 
     def state_specs(self) -> Tail:
         """S and the convolution's last raw inputs; since then keys, values and gates, and the latest raw inputs."""
@@ -106,10 +131,7 @@ class GatedDelta(nn.Module):
     def forward(self, x: Activations, context: PassContext, state: TailView) -> Activations:
         """x [T, H] -> [T, Hv · V], which ``o`` reads, or with last tokens [E, Hv · V]; moves the state on."""
         u, z, *gates = self.in_proj(x).split(self._widths, 1)
-        ba = gates[0] if self.gates is None else self.gates(x)
-        if context.query_start is None and context.last_tokens is None:
-            return self._round(u, z, ba, context, state)
-        out = self._recur(u, ba, context, state)
+        out = self._recur(u, gates[0] if self.gates is None else self.gates(x), context, state)
         if context.last_tokens is not None:
             out, z = context.last_tokens.select(out), context.last_tokens.select(z)
         return gated_norm(out, z, self.norm.weight, self.eps, self.o.wish)
@@ -118,39 +140,6 @@ class GatedDelta(nn.Module):
         """Move the state on as a pass without tokens says; see :class:`unisono.models.blocks.Settles`."""
         new = self.conv.weight.new_empty
         self._recur(new((0, self.conv.weight.shape[0])), new((0, 2 * self.spec.num_value_heads)), context, state)
-
-    def _round(
-        self, u: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, context: PassContext, state: TailView
-    ) -> Activations:
-        """:meth:`forward` of a round, after the projection."""
-        assert context.tails is not None
-        wish = self.o.wish
-        group = wish.group if wish and not wish.keep and quantises(self.spec.value_head_dim, wish.group) else None
-        norm = Norm(z, self.norm.weight, self.eps, group)
-        normed, *quantised = delta_round(u, ba, *self._kept(state), norm, *context.tails.fields)
-        return normed if group is None else handed_on(quantised, z, group)
-
-    def _kept(self, state: TailView) -> tuple[Convolution, Kept]:
-        """The convolution and the rule, with what rows keep of them."""
-        conv = state.snapshot["conv"], state.inputs["conv"]
-        kept = Kept(state.snapshot["state"], state.inputs["kv"], state.inputs["gates"])
-        return Convolution(self.conv.weight, self.A_log, self.dt_bias, *conv), kept
-
-    def prove_rounds(self, width: int, rehearse: bool = False) -> bool:
-        """See :func:`unisono.kernels.delta_round.prove_delta_round`; width: tokens of a row in the widest round.
-
-        rehearse: only compile what that takes.
-        """
-        spec, device = self.state_specs(), self.conv.weight.device
-        snapshot = {n: torch.empty(1, *shape, dtype=t, device=device) for n, (shape, t) in spec.snapshot.items()}
-        inputs = {
-            n: torch.empty(1, r.ring(width), *r.shape, dtype=r.dtype, device=device) for n, r in spec.inputs.items()
-        }
-        given = *self._kept(TailView(snapshot, inputs)), self.eps
-        if rehearse:
-            rehearse_delta_round(*given)
-            return False
-        return prove_delta_round(*given)
 
     def _recur(self, u: torch.Tensor, ba: torch.Tensor, context: PassContext, state: TailView) -> torch.Tensor:
         """u [T, 2 Hk · K + Hv · V], ba [T, 2 Hv] -> [T, Hv · V]."""
@@ -169,12 +158,20 @@ class GatedDelta(nn.Module):
 
 
 class _Weight(nn.Module):
-    """A tensor called ``weight``."""
+    """A tensor called ``weight``, or a share of its rows."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, share: Share = WHOLE
+    ) -> None:
         super().__init__()
-        self.weight = _parameter(shape, dtype, device)
+        self.weight = _parameter(shape, dtype, device, share)
 
 
-def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+def _parameter(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, share: Share = WHOLE
+) -> nn.Parameter:
+    held = (share.size(shape[0]), *shape[1:])
+    parameter = nn.Parameter(torch.empty(held, dtype=dtype, device=device), requires_grad=False)
+    if share != WHOLE:
+        parameter.part_of = PartOf(shape, 0, share.runs(shape[0]))  # type: ignore[attr-defined]
+    return parameter

@@ -5,6 +5,7 @@ The engine calls :func:`load_model` and :func:`load_tower`.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
-from unisono.layers.formats import PLAIN, Place, WeightFormat
+from unisono.distributed.gather import ALONE, Ranks
+from unisono.layers.experts import Stack
+from unisono.layers.formats import PLAIN, Place, Slice, Slices, WeightFormat, part_of
 from unisono.layers.norm import LayerNorm, RMSNorm
 from unisono.models.build import AttentionFactory, Builder, no_attention
 from unisono.models.checkpoint import Checkpoint
@@ -33,6 +36,9 @@ DUMMY_STD = 0.02
 PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
 """How the names of a text model's tensors begin in exports of the whole model, of the text model and of its base."""
 
+EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+"""An expert's number in a checkpoint's names."""
+
 SEED_NAMES = {".mixer.": ".attention.", ".feed_forward.": ".mlp."}
 """Parts of parameter names -> their names in the seeds of dummy weights, so that these stay what they were."""
 
@@ -47,15 +53,17 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     progress: Progress = lambda stage, share: None,
+    ranks: Ranks = ALONE,
 ) -> Decoder:
     """Build the checkpoint's decoder on ``device`` in ``dtype`` (weights are converted) and fill it.
 
     attention: makes the backend for a pair of (query heads, KV heads). load_format: ``auto`` reads the checkpoint's
     safetensors; ``dummy`` needs config.json only and draws N(0, 0.02^2) from ``seed``, norms 1. max_positions: length
     of the rotary tables, in tokens. progress: called with ``"load"`` and the share of the elements that is in place,
-    0 … 1, after each tensor.
+    0 … 1, after each tensor. ranks: the processes that hold the model together; this one reads its part alone.
 
-    Raises CheckpointError naming the file and the tensor that is missing, unexpected, misshapen or broken.
+    Raises ConfigError where the model cannot be divided among them, CheckpointError naming the file and the tensor that
+    is missing, unexpected, misshapen or broken.
     """
     config = checkpoint.config
     builder = Builder(
@@ -67,6 +75,7 @@ def load_model(
         max_positions,
         checkpoint.format_of_module,
         config.zero_centered_norms,
+        ranks=ranks,
     )
     if load_format != "dummy":
         _check_sizes(checkpoint)
@@ -178,21 +187,36 @@ class Shared(Place):
                 f"tensor {name} has a value for each {block} outputs, which belong to different projections here. "
                 "Give a checkpoint in which this layer is not quantised."
             )
-        parts = (*getattr(others, "parts", ()), (place, blocks[:, 0] // block))
-        shape = sum(len(rows) for _, rows in parts), *place.shape[1:]
+        each = blocks[:, 0] // block
+        held = each if place.part is None else place.part.of(each)
+        parts = (*getattr(others, "parts", ()), (place, held))
+        shape = (others.shape[0] if others else 0) + len(each), *place.shape[1:]
         return cls(place.parameter, shape, place.accepts, parts=parts)
 
+    def part_of(self, shape: tuple[int, ...]) -> Slice | Slices | None:
+        """The rows from the first to the last that is wanted."""
+        if all(place.part is None for place, _ in self.parts):
+            return None
+        return Slice(0, self._first, 1 + max(int(rows.max()) for _, rows in self.parts))
+
+    @property
+    def _first(self) -> int:
+        return min(int(rows.min()) for _, rows in self.parts)
+
     def fill(self, stored: torch.Tensor) -> None:
+        first = 0 if all(place.part is None for place, _ in self.parts) else self._first
         for place, rows in self.parts:
-            place.fill(stored[rows.to(stored.device)])
+            place.fill(stored[rows.to(stored.device) - first])
 
 
 @torch.no_grad()
 def fill_randomly(root: nn.Module, seed: int) -> None:
     """N(0, 0.02^2) in all parameters but norms; what has no memory yet, to be shared later, is passed over.
 
-    A tensor's values depend on the seed and its name alone, so a model's first layers are a smaller model's.
+    A tensor's values depend on the seed and its name alone, so a model's first layers are a smaller model's, and a
+    rank's parts are those of the whole tensors. A tensor that lies in another one, as a tied head does, fills that one.
     """
+    first: dict[int, nn.Parameter] = {}
     for path, module in root.named_modules():
         if not isinstance(module, (LayerNorm, RMSNorm)):  # norms are born as ones
             for kind, parameter in module.named_parameters(recurse=False):
@@ -203,12 +227,24 @@ def fill_randomly(root: nn.Module, seed: int) -> None:
                 for part, old in SEED_NAMES.items():
                     name = name.replace(part, old)
                 generator.manual_seed(seed ^ zlib.crc32(name.encode()))
-                draw(parameter, generator)
+                held = first.setdefault(parameter.untyped_storage().data_ptr(), parameter)
+                whole = part_of(parameter) if held is parameter else None
+                if whole is None:
+                    draw(held, generator, getattr(parameter, "drawn", None))
+                else:
+                    drawn = torch.empty(whole.shape, dtype=parameter.dtype, device=parameter.device)
+                    draw(drawn, generator, getattr(parameter, "drawn", None))
+                    parameter.copy_(whole.of(drawn))
 
 
-def draw(parameter: torch.Tensor, generator: torch.Generator) -> None:
-    """Random values. Those of a quantised weight are around 1 or any bits; its scales are floating-point parameters."""
-    if not parameter.is_floating_point():
+def draw(parameter: torch.Tensor, generator: torch.Generator, between: tuple[int, int] | None = None) -> None:
+    """Random values. Those of a quantised weight are around 1 or any bits; its scales are floating-point parameters.
+
+    between: the least value of integers and the one after the largest, where not all bits are meant.
+    """
+    if between is not None:
+        parameter.random_(*between, generator=generator)
+    elif not parameter.is_floating_point():
         signed = parameter.dtype is torch.int8
         parameter.random_(-8 if signed else 0, 8 if signed else 256, generator=generator)
     elif parameter.itemsize > 1:
@@ -220,13 +256,15 @@ def draw(parameter: torch.Tensor, generator: torch.Generator) -> None:
 def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progress) -> None:
     tensors = _as_named(checkpoint.tensors(), checkpoint.family)
     head = f"{checkpoint.family.name('lm_head')}.weight"
-    tied = decoder.config.tie_embeddings
+    tied, ranks = decoder.config.tie_embeddings, decoder.builder.ranks
     wanted = checkpoint_names(decoder, checkpoint.family, tensors)
     unread = _apart(tensors, checkpoint.family)
 
     def unexpected(name: str) -> str | None:
         if name.startswith(unread) or (tied and name == head):
             return None
+        if ranks.whole_experts and EXPERT.sub(str(ranks.part(experts_of(decoder))[0]), name) in wanted:
+            return None  # another rank has it
         if checkpoint.quantization.method is not None and name.endswith(".bias") and not tensor(name, tensors).any():
             return None  # GPTQ's tools give every layer a bias, of zeros where the model has none
         return f"a {checkpoint.config.architecture} with this config.json has no place for it"
@@ -236,6 +274,11 @@ def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progres
     if tied and head in tensors:
         _check_tied_head(decoder, head, tensors)
     _check_finite(decoder, checkpoint)
+
+
+def experts_of(decoder: Decoder) -> int:
+    """How many experts a layer of the model has; 0: it has none."""
+    return next((m.experts for m in decoder.modules() if isinstance(m, Stack)), 0)
 
 
 def _check_sizes(checkpoint: Checkpoint) -> None:

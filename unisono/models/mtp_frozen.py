@@ -135,7 +135,7 @@ class FrozenCheckpoint:
 
         ``progress`` is called with the share of its elements that is in place, 0 … 1.
         """
-        builder = target.builder.beside(attention, dtype, self.config.hidden_size)
+        builder = target.builder.beside(attention, dtype, self.config.hidden_size, ranks=target.builder.ranks)
         head = FrozenHead(self.config, self.reads, target.embed, builder)
         weights.fill(self._targets(head), self.tensors, target.embed.weight.device, progress)
         return head.eval()

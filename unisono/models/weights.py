@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from unisono.layers.formats import Place, Slice
+from unisono.layers.formats import Place, Slice, Slices, part_of
 from unisono.models.staging import staged
 from unisono.types import CheckpointError
 
@@ -118,7 +118,7 @@ def places(
     for path, module in _owners(root, "", set()):
         if not isinstance(module, Placed):
             for kind, parameter in module.named_parameters(recurse=False):
-                yield path, kind, Place(parameter, tuple(parameter.shape))
+                yield path, kind, place_of(parameter)
             continue
         found = []
         for inside, place in module.places():
@@ -128,6 +128,14 @@ def places(
         there = (form for form in forms if any(p.form == form and held(name, kind) for name, kind, p in found))
         form = next(there, forms[0] if forms else "")
         yield from (each for each in found if each[2].form in ("", form))
+
+
+def place_of(parameter: torch.Tensor) -> Place:
+    """Where a tensor goes that is stored as it is used, or of which a rank reads a part."""
+    whole = part_of(parameter)
+    if whole is None:
+        return Place(parameter, tuple(parameter.shape))
+    return Place(parameter, whole.shape, part=whole.slices)
 
 
 def _owners(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -199,7 +207,8 @@ def fill(
     def fill_piece(names: Sequence[str]) -> None:
         nonlocal done, shown
         with torch.inference_mode(inference), torch.no_grad():
-            for name, tensor in read({name: wanted[name].part for name in names}, tensors, device):
+            parts = {name: wanted[name].part_of(tensors[name].shape) for name in names}
+            for name, tensor in read(parts, tensors, device):
                 wanted[name].fill(tensor)
                 with lock:
                     done += sizes[name]
@@ -237,7 +246,7 @@ def _pieces(sizes: Mapping[str, int], tensors: Mapping[str, TensorInfo]) -> Iter
 
 
 def read(
-    parts: Mapping[str, Slice | None], tensors: Mapping[str, TensorInfo], device: torch.device | str
+    parts: Mapping[str, Slice | Slices | None], tensors: Mapping[str, TensorInfo], device: torch.device | str
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Each named tensor, or the part of it that is asked for, on ``device`` in its stored dtype.
 
@@ -250,7 +259,7 @@ def read(
 
 
 def _mapped(
-    parts: Mapping[str, Slice | None], tensors: Mapping[str, TensorInfo], device: torch.device | str
+    parts: Mapping[str, Slice | Slices | None], tensors: Mapping[str, TensorInfo], device: torch.device | str
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """:func:`read`; on a CPU the tensors are pages of the files, which are read when they are touched."""
     by_file = defaultdict(list)

@@ -1,4 +1,8 @@
-"""Prompt passes as programs: they compute prompt tokens, and sample a token for each prompt that ends in them."""
+"""Prompt passes as programs: they compute prompt tokens, and sample a token for each prompt that ends in them.
+
+A *mixed* pass is a prompt pass in which running requests decode too, a token each: a round without drafts that shares
+the prompts' pass of the target.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,13 @@ import torch
 
 from unisono.attention.base import AttentionInputs
 from unisono.attention.context import Rotary
-from unisono.drafters.base import PromptPass
+from unisono.drafters.base import PromptPass, Verified
 from unisono.kernels.rounds import extend_inputs
 from unisono.models.overriding import Overriding
 from unisono.passes.features.base import Outputs
 from unisono.passes.modules import Modules
+from unisono.passes.round import grow, page_fields
+from unisono.passes.verify import catch_up, target_inputs
 from unisono.program import Buffers, Features, Field, Hidden, Logits, Program, Schema
 from unisono.state.specs import PAGE_SIZE
 
@@ -20,39 +26,40 @@ def prompt_program(features: Features) -> str:
     return "extend" if features.logits is Logits.LAST else "score"
 
 
-def extend_program(modules: Modules, max_rows: int, name: str = "extend") -> Program:
-    """Compute ``rows`` prompt tokens of at most ``max_rows`` requests; sample where a prompt ends.
-
-    name: one that :func:`prompt_program` gives.
+def _prompt_fields(modules: Modules, max_rows: int) -> tuple[Field, ...]:
+    """Of the ``tokens`` of prompts in a pass.
 
     ``sample_slots`` names the slot of each row that ends its prompt here, else the padding slot;
     ``last`` is the index of that row's last token; ``next_ids`` the token after each, as far as it is known.
     """
-    slots = modules.slots
-    schema = Schema(
-        (
-            Field("token_ids", torch.int32, ("rows",)),
-            Field("next_ids", torch.int32, ("rows",)),
-            Field("slots", torch.int32, (max_rows,), pad=slots.padding),
-            Field("query_start", torch.int32, (max_rows + 1,)),
-            Field("start", torch.int32, (max_rows,)),
-            Field("sample_slots", torch.int32, (max_rows,), pad=slots.padding),
-            Field("last", torch.int32, (max_rows,)),
-            Field("result", torch.int32, (max_rows, 3), output=True),
-            *(field for feature in modules.features for field in feature.fields("extend")),
-        )
+    padding = modules.slots.padding
+    return (
+        Field("token_ids", torch.int32, ("tokens",)),
+        Field("next_ids", torch.int32, ("tokens",)),
+        Field("slots", torch.int32, (max_rows,), pad=padding),
+        Field("query_start", torch.int32, (max_rows + 1,)),
+        Field("start", torch.int32, (max_rows,)),
+        Field("sample_slots", torch.int32, (max_rows,), pad=padding),
+        Field("last", torch.int32, (max_rows,)),
     )
 
+
+def extend_program(modules: Modules, max_rows: int, name: str = "extend") -> Program:
+    """Compute ``rows`` prompt tokens of at most ``max_rows`` requests; sample where a prompt ends.
+
+    name: one that :func:`prompt_program` gives.
+    """
+    more = (field for feature in modules.features for field in feature.fields("extend"))
+    result = Field("result", torch.int32, (max_rows, 3), output=True)
+    schema = Schema((*_prompt_fields(modules, max_rows), result, *more))
+
     def run(b: Buffers) -> None:
-        positions, slot_mapping, kv_len = extend_inputs(
-            b.slots, b.query_start, b.start, slots.page_table, PAGE_SIZE, b.shape.rows
-        )
-        inputs = AttentionInputs(b.slots, positions, slot_mapping, kv_len, slots.page_table, None, b.query_start)
+        inputs = _prompt_inputs(modules, b)
         last_tokens = inputs.last_tokens(b.last)
         only = last_tokens if b.shape.rows > max_rows and _reads_last_tokens_only(modules, b) else None
-        given, rotary = _given(modules, b, positions)
+        given, rotary = _given(modules, b, inputs.positions)
         turned = None if rotary is None else rotary.positions
-        hidden, seen = modules.forward(b.token_ids, inputs, given, only, turned)
+        hidden, seen = modules.forward(b, b.slots, b.token_ids, inputs, given, only, turned)
         last = hidden if only else last_tokens.select(hidden)
         drafts = torch.empty((max_rows, 0), dtype=torch.int32, device=b.device)
         sampled = modules.sample(b, hidden, last, b.sample_slots, drafts, Outputs(b))
@@ -60,14 +67,74 @@ def extend_program(modules: Modules, max_rows: int, name: str = "extend") -> Pro
         if modules.width > 1:
             b.outputs_ready()  # the first token need not wait for the drafter
             seen = last if modules.drafter.features.hidden is Hidden.LAST else seen
-            next_ids = _with_sampled(b.next_ids, b.last, sampled[:, 0], b.sample_slots != slots.padding)
-            modules.drafter.observe_prompt(
-                PromptPass(
-                    b.slots, b.query_start, b.start, b.token_ids, next_ids, positions, b.last, seen, given, rotary
-                )
-            )
+            _observe_prompts(modules, b, inputs.positions, sampled, seen, given, rotary)
 
     return Program(name, schema, run)
+
+
+def mixed_program(modules: Modules, max_rows: int) -> Program:
+    """Compute prompt tokens as :func:`extend_program` does, and one token more of each of ``decodes`` requests.
+
+    The requests' tokens and rows come first, and are attended as those of a round. Requests may ask for features that
+    mix (``Feature.mixes``).
+    """
+    padding = modules.slots.padding
+    schema = Schema(
+        (
+            *_prompt_fields(modules, max_rows),
+            Field("decode_slots", torch.int32, ("decodes",), pad=padding),
+            *page_fields(modules, "decodes"),
+            Field("result", torch.int32, (("decodes", max_rows), 3), output=True),
+            *(field for feature in modules.features if feature.mixes for field in feature.fields("mixed")),
+        )
+    )
+
+    def run(b: Buffers) -> None:
+        decodes = b.decode_slots.shape[0]
+        grow(modules, b, b.decode_slots)
+        drafts = torch.empty((decodes + max_rows, 0), dtype=torch.int32, device=b.device)
+        token_ids, decoding = target_inputs(modules.slots, b.decode_slots, b.decode_slots, drafts[:decodes])
+        prompts = _prompt_inputs(modules, b)
+        inputs = AttentionInputs.joined(decoding, prompts)
+        first = torch.arange(decodes, dtype=torch.int32, device=b.device)
+        last_tokens = inputs.last_tokens(torch.cat((first, b.last + decodes)))
+        only = last_tokens if b.token_ids.shape[0] > max_rows and _reads_last_tokens_only(modules, b) else None
+        hidden, seen = modules.forward(b, inputs.slots, torch.cat((token_ids, b.token_ids)), inputs, (), only)
+        last = hidden if only else last_tokens.select(hidden)
+        rows = torch.cat((b.decode_slots, b.sample_slots))
+        sampled = modules.sample(b, hidden, last, rows, drafts, Outputs(b))
+        b.result.copy_(modules.commit(sampled, drafts, rows))
+        if modules.width > 1:
+            b.outputs_ready()
+            seen = last if modules.drafter.features.hidden is Hidden.LAST else seen
+            of_decodes, of_prompts = (None, None) if seen is None else (seen[:decodes], seen[decodes:])
+            catch_up(modules, Verified(b.decode_slots, b.result[:decodes], sampled[:decodes], of_decodes))
+            _observe_prompts(modules, b, prompts.positions, sampled[decodes:], of_prompts)
+
+    return Program("mixed", schema, run)
+
+
+def _prompt_inputs(modules: Modules, b: Buffers) -> AttentionInputs:
+    """Where the tokens of prompts stand."""
+    table = modules.slots.page_table
+    placed = extend_inputs(b.slots, b.query_start, b.start, table, PAGE_SIZE, b.token_ids.shape[0])
+    return AttentionInputs(b.slots, *placed, table, None, b.query_start)
+
+
+def _observe_prompts(
+    modules: Modules,
+    b: Buffers,
+    positions: torch.Tensor,
+    sampled: torch.Tensor,
+    seen: torch.Tensor | None,
+    given: tuple[Overriding, ...] = (),
+    rotary: Rotary | None = None,
+) -> None:
+    """Let the drafter catch up with the prompts' tokens. sampled [E, 1]; seen: the hidden states that it asked for."""
+    next_ids = _with_sampled(b.next_ids, b.last, sampled[:, 0], b.sample_slots != modules.slots.padding)
+    modules.drafter.observe_prompt(
+        PromptPass(b.slots, b.query_start, b.start, b.token_ids, next_ids, positions, b.last, seen, given, rotary)
+    )
 
 
 def _given(modules: Modules, b: Buffers, positions: torch.Tensor) -> tuple[tuple[Overriding, ...], Rotary | None]:

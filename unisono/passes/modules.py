@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,7 +16,7 @@ from unisono.kernels.rounds import commit
 from unisono.models.decoder import Decoder
 from unisono.models.overriding import Overriding
 from unisono.passes.acceptance import AcceptanceRule, ExactMatch
-from unisono.passes.features.base import Computed, Feature, Outputs
+from unisono.passes.features.base import Computed, Feature, Outputs, TargetTokens
 from unisono.passes.slot_tensors import SlotTensors
 from unisono.passes.tree import Tree
 from unisono.program import Buffers, Hidden
@@ -55,6 +56,8 @@ class Modules:
 
     def forward(
         self,
+        b: Buffers,
+        rows: torch.Tensor,
         token_ids: torch.Tensor,
         inputs: AttentionInputs,
         given: Sequence[Overriding] = (),
@@ -62,10 +65,16 @@ class Modules:
         rotary: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The target's final hidden states [T, H], or those of ``last_tokens``, and those that the drafter asked
-        for. rotary: see ``PassContext.rotary_positions``."""
+        for. rows [N]: each row's slot. rotary: see ``PassContext.rotary_positions``."""
         features = self.drafter.features
         context = PassContext(self._groups(inputs), rotary, last_tokens, self._tails(inputs))
-        hidden, aux = self.model(token_ids, context, self.store.view("target").tree, features.aux_layers, given)
+        last = None if last_tokens is None else last_tokens.last
+        tokens = TargetTokens(rows, token_ids.shape[0], inputs.width, inputs.query_start, last)
+        with ExitStack() as around:
+            for feature in self.features:
+                if (held := feature.around_target(b, tokens)) is not None:
+                    around.enter_context(held)
+            hidden, aux = self.model(token_ids, context, self.store.view("target").tree, features.aux_layers, given)
         if context.tails is not None:
             context.tails.advance(self.store.tail_positions)
         return hidden, {Hidden.NULL: None, Hidden.AUX: aux}.get(features.hidden, hidden)
@@ -84,7 +93,7 @@ class Modules:
         if not self.store.tails:
             return None
         i = inputs
-        return TailPass.of(i.slots, i.positions, i.kv_len, i.query_start, self.store.tail_positions)
+        return TailPass.of(i.slots, i.positions, i.kv_len, i.query_start, self.store.tail_positions, i.singles)
 
     def sample(
         self,

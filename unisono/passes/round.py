@@ -30,8 +30,12 @@ def growth_columns(width: int) -> int:
 
 def _growth_fields(modules: Modules) -> tuple[Field, ...]:
     """The requests' slots, and the pages by which their page tables grow."""
-    shape = ("rows", growth_columns(modules.width))
-    fields = [Field("slots", torch.int32, ("rows",), pad=modules.slots.padding)]
+    return (Field("slots", torch.int32, ("rows",), pad=modules.slots.padding), *page_fields(modules, "rows"))
+
+
+def page_fields(modules: Modules, rows: str) -> tuple[Field, ...]:
+    """The pages by which page tables grow, of each page lifetime. rows: the dimension of the requests."""
+    shape, fields = (rows, growth_columns(modules.width)), list[Field]()
     for lifetime in modules.store.lifetimes:
         columns, pages = growth_names(lifetime)
         fields += [Field(columns, torch.int32, shape, pad=-1), Field(pages, torch.int32, shape)]
@@ -43,11 +47,11 @@ def growth_names(lifetime: int) -> tuple[str, str]:
     return ("columns", "pages") if lifetime == ALL else (f"columns_{lifetime}", f"pages_{lifetime}")
 
 
-def _grow(modules: Modules, b: Buffers) -> None:
-    """Write the batch's new pages into the page tables."""
+def grow(modules: Modules, b: Buffers, slots: torch.Tensor) -> None:
+    """Write the batch's new pages into the page tables of slots [R]."""
     for lifetime in modules.store.lifetimes:
         columns, pages = growth_names(lifetime)
-        grow_pages(modules.store.page_tables[lifetime], b.slots, getattr(b, columns), getattr(b, pages))
+        grow_pages(modules.store.page_tables[lifetime], slots, getattr(b, columns), getattr(b, pages))
 
 
 def _outcome_fields(modules: Modules, kind: PassKind) -> tuple[Field, ...]:
@@ -64,7 +68,7 @@ def round_program(modules: Modules) -> Program:
     schema = Schema((*_growth_fields(modules), *_outcome_fields(modules, "round")))
 
     def run(b: Buffers) -> None:
-        _grow(modules, b)
+        grow(modules, b, b.slots)
         rows, drafts = b.shape.rows, b.shape.width - 1
         if modules.tree is None or not drafts:
             chain = torch.full((rows, drafts), -1, dtype=torch.int32, device=b.device)
@@ -90,7 +94,7 @@ def draft_program(modules: Modules) -> Program:
 
     def run(b: Buffers) -> None:
         held = _held(modules, b).fill_(-1)
-        _grow(modules, b)
+        grow(modules, b, b.slots)
         if modules.tree is None:
             _draft_chain(modules, b.slots, held, torch.empty_like(b.slots))
         else:
@@ -110,7 +114,7 @@ def verify_program(modules: Modules) -> Program:
 
     def run(b: Buffers) -> None:
         slots, held = modules.slots, _held(modules, b)
-        _grow(modules, b)
+        grow(modules, b, b.slots)
         if modules.tree is None or b.shape.width == 1:
             if b.shape.width > 1:
                 limit_drafts(held, b.slots, slots.max_drafts, b.drafted)  # they are limited: it counts them

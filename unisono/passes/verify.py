@@ -10,7 +10,7 @@ from unisono.kernels.rounds import round_inputs
 from unisono.kernels.tree_paths import Fork
 from unisono.passes.features.base import Outputs
 from unisono.passes.modules import Modules
-from unisono.passes.slot_tensors import rotary_positions
+from unisono.passes.slot_tensors import SlotTensors, rotary_positions
 from unisono.passes.tree import Tree
 from unisono.program import Buffers
 from unisono.state.specs import PAGE_SIZE
@@ -28,8 +28,12 @@ def verify_chain(modules: Modules, b: Buffers, drafts: torch.Tensor, early: bool
     b.result.copy_(modules.commit(sampled, accepted, b.slots))
     if early and modules.width > 1:
         b.outputs_ready()
-    verified = Verified(b.slots, b.result, sampled, seen)
-    if width == 1 and isinstance(modules.drafter, PausableDrafter):
+    catch_up(modules, Verified(b.slots, b.result, sampled, seen))
+
+
+def catch_up(modules: Modules, verified: Verified) -> None:
+    """Let the drafter observe a chain's round; one that drafted nothing it may observe later."""
+    if verified.sampled.shape[1] == 1 and isinstance(modules.drafter, PausableDrafter):
         modules.drafter.remember(verified)
     elif modules.width > 1:
         modules.drafter.observe(verified)
@@ -66,7 +70,16 @@ def _target_pass(
 
     rows [N]: each row's slot; tables [N]: its row of the page table.
     """
-    slots, width = modules.slots, 1 + drafts.shape[1]
+    token_ids, inputs = target_inputs(modules.slots, rows, tables, drafts)
+    rotary = rotary_positions(modules.slots, rows, inputs.positions)
+    hidden, seen = modules.forward(b, rows, token_ids, inputs, rotary=rotary)
+    return modules.sample(b, hidden, hidden, rows, drafts, outputs), seen
+
+
+def target_inputs(
+    slots: SlotTensors, rows: torch.Tensor, tables: torch.Tensor, drafts: torch.Tensor
+) -> tuple[torch.Tensor, AttentionInputs]:
+    """The target's token ids [N · W] after drafts [N, k], and where they stand; rows and tables as above."""
     token_ids, positions, slot_mapping, kv_len = round_inputs(
         rows,
         drafts,
@@ -78,9 +91,8 @@ def _target_pass(
         PAGE_SIZE,
         tables,
     )
-    inputs = AttentionInputs(tables, positions, slot_mapping, kv_len, slots.page_table, width)
-    hidden, seen = modules.forward(token_ids, inputs, rotary=rotary_positions(slots, rows, positions))
-    return modules.sample(b, hidden, hidden, rows, drafts, outputs), seen
+    inputs = AttentionInputs(tables, positions, slot_mapping, kv_len, slots.page_table, 1 + drafts.shape[1])
+    return token_ids, inputs
 
 
 def _rows_of(states: torch.Tensor, rows: int, chosen: torch.Tensor) -> torch.Tensor:

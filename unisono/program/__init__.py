@@ -6,7 +6,7 @@ never import ``graphs``; ``graphs`` imports nothing but this room.
 """
 
 from unisono.program.breaks import Capture, CaptureError, capturing, eager_break
-from unisono.program.buffers import Buffers, Field, PendingOutputs, ProgramError, Schema
+from unisono.program.buffers import Buffers, Dimension, Field, PendingOutputs, ProgramError, Schema
 from unisono.program.features import NO_FEATURES, Features, Hidden, Key, Logits, Shape, selected_rows
 from unisono.program.graph import Eager, Graph, Program, Reason, Replay
 
@@ -15,6 +15,7 @@ __all__ = [
     "Buffers",
     "Capture",
     "CaptureError",
+    "Dimension",
     "Eager",
     "Field",
     "Graph",

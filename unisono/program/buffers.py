@@ -19,13 +19,19 @@ class ProgramError(RuntimeError):
     """A batch does not fit its program's schema: always a bug of the engine, never of a user."""
 
 
+Dimension = int | str | tuple[str, int]
+"""Of a field: a number, a name that a pass's Shape gives a number, or such a name's number and one more."""
+
+
 @dataclass(frozen=True)
 class Field:
     """One tensor of a program's buffers.
 
     dtype: a four-byte type (int32 or float32): all inputs travel as one packed copy.
     shape: dimensions; ``"rows"``, ``"width"``, ``"drafts"`` (width - 1), ``"result"`` (width + 2) and ``"scored"``
-        (:func:`selected_rows`, or with Logits.ALL all rows) come from the pass's Shape.
+        (:func:`selected_rows`, or with Logits.ALL all rows) come from the pass's Shape; of a mixed pass ``"decodes"``
+        (width - 1), and of all passes with prompts ``"tokens"``, those of prompts. A pair of a name and a number is the
+        sum of both.
     pad: the value of rows that no request fills.
     output: written by the program and read by the host, rather than the other way round.
     feature: only passes whose features cover these have this field.
@@ -33,7 +39,7 @@ class Field:
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int | str, ...]
+    shape: tuple[Dimension, ...]
     pad: float = 0
     output: bool = False
     feature: Features = NO_FEATURES
@@ -42,7 +48,12 @@ class Field:
         """The dimensions at this shape."""
         rows, width = shape.rows, shape.width
         known = {"rows": rows, "width": width, "drafts": width - 1, "result": width + 2, "scored": selected_rows(rows)}
-        return tuple(known[d] if isinstance(d, str) else d for d in self.shape)
+        known |= {"decodes": width - 1, "tokens": rows - (width - 1)}
+
+        def size(d: Dimension) -> int:
+            return d if isinstance(d, int) else known[d] if isinstance(d, str) else known[d[0]] + d[1]
+
+        return tuple(map(size, self.shape))
 
     def of(self, features: Features) -> Field:
         """This field in passes with these needs."""
@@ -205,7 +216,8 @@ class Buffers:
         """Start copying the outputs to the host; :meth:`PendingOutputs.wait` returns them."""
         if self.device.type != "cuda":
             ready, self._ready_outputs = self._ready_outputs, None
-            return PendingOutputs(self.schema, self.shape, self._output.clone() if ready is None else ready, None)
+            host = self._output.clone() if ready is None else ready
+            return PendingOutputs(self.schema, self.shape, host, None, None)
         host = torch.empty(self._output.shape, dtype=torch.int32, pin_memory=True)
         done = torch.cuda.Event()
         if self._complete is None:
@@ -218,7 +230,7 @@ class Buffers:
                 host.copy_(self._output, non_blocking=True)
                 done.record()
             torch.cuda.current_stream().wait_event(done)  # before another pass writes there
-        return PendingOutputs(self.schema, self.shape, host, done)
+        return PendingOutputs(self.schema, self.shape, host, done, None)
 
 
 _buffers: WeakValueDictionary[int, Buffers] = WeakValueDictionary()
@@ -243,13 +255,21 @@ _library.impl(
 class PendingOutputs:
     """Outputs of a launched pass on their way to the host. Owns its copy: a later replay can't change it.
 
-    done: set when they are there; the pass may go on after that (:meth:`Buffers.outputs_ready`).
+    done: set when they are there; the pass may go on after that (:meth:`Buffers.outputs_ready`). span: the beginning
+    and the end of the pass on the device, where it is timed.
     """
 
     schema: Schema
     shape: Shape
     host: torch.Tensor
     done: torch.cuda.Event | None
+    span: tuple[torch.cuda.Event, torch.cuda.Event] | None
+
+    def device_ms(self) -> float | None:
+        """Milliseconds that the pass took on the device; None while it is under way, or where it is not timed."""
+        if self.span is None or not self.span[1].query():
+            return None
+        return self.span[0].elapsed_time(self.span[1])
 
     def wait(self) -> dict[str, np.ndarray]:
         """Block until the outputs are here; returns each output field as a numpy array."""

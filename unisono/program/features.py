@@ -10,8 +10,9 @@ from dataclasses import dataclass
 class Shape:
     """What a graph is captured for.
 
-    rows: padded number of requests (rounds) or of tokens (extend).
-    width: tokens per row: 1 + k in a round, 1 in an extend pass.
+    rows: padded number of requests (rounds) or of tokens (extend, mixed).
+    width: tokens per row: 1 + k in a round, 1 in an extend pass. In a mixed pass 1 + the requests that decode in it, a
+        token each; the other tokens are prompts'.
     """
 
     rows: int

@@ -15,13 +15,26 @@ from unisono.server.anthropic_api.writer import error_object
 from unisono.server.errors import ApiError, as_api_error, show
 from unisono.server.gate import Gate
 from unisono.server.note import note
-from unisono.server.routes import admin, anthropic, docs, embeddings, openai, page, responses, sglang, state, tokens
+from unisono.server.routes import (
+    adapters,
+    admin,
+    anthropic,
+    docs,
+    embeddings,
+    openai,
+    page,
+    responses,
+    sglang,
+    state,
+    tokens,
+)
 from unisono.server.routes.common import json_response
 from unisono.server.service import Service
 from unisono.types import UnisonoError
 
 ROUTES = tuple(
-    group.add for group in (admin, anthropic, docs, embeddings, openai, page, responses, sglang, state, tokens)
+    group.add
+    for group in (adapters, admin, anthropic, docs, embeddings, openai, page, responses, sglang, state, tokens)
 )
 """What adds each group of routes."""
 

@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import replace
 
 from unisono.frontend.beam_search import Beam, BeamSearch
-from unisono.server.client import EngineClient
+from unisono.server.engines import ANYWHERE, Engines, Wish
 from unisono.server.token_stream import TokenStream
 from unisono.types import EngineRequest, FinishReason, TokenDelta, TokenLogprobs, UnisonoError
 
@@ -20,6 +20,7 @@ class BeamStream:
 
     def __init__(self, owner: BeamClient, request: EngineRequest, index: int) -> None:
         self._owner, self._request, self._index = owner, request, index
+        self.engine = 0
         self._open = True
 
     async def take(self) -> TokenDelta:
@@ -30,7 +31,7 @@ class BeamStream:
             if self._owner.cancelled:
                 return TokenDelta(self._request.request_id, [], FinishReason.ABORT)
             raise
-        wanted = self._request.params.logprobs
+        wanted, self.engine = self._request.params.logprobs, self._owner.engine
         delta = TokenDelta(self._request.request_id, list(beam.tokens), beam.finish, self._owner.cached_tokens)
         if wanted is not None:
             delta.logprobs = [TokenLogprobs(one.logprob, one.rank, one.top[:wanted]) for one in beam.logprobs]
@@ -46,25 +47,27 @@ class BeamStream:
 class BeamClient:
     """Runs one search for ``readers`` generations.
 
-    cached_tokens: prompt tokens that the prefix cache had. cancelled: whether somebody ended it.
+    cached_tokens: prompt tokens that the prefix cache had. cancelled: whether somebody ended it. engine: the number of
+    the one that runs it.
     """
 
-    def __init__(self, client: EngineClient, search: BeamSearch, readers: int) -> None:
+    def __init__(self, client: Engines, search: BeamSearch, readers: int) -> None:
         self._client, self._search, self._readers = client, search, readers
-        self._submitted, self._label = 0, ""
+        self._submitted, self._label, self._wish = 0, "", ANYWHERE
         self._streams: list[TokenStream] = []
         self._started: asyncio.Future[None] | None = None
         self._task: asyncio.Task[list[Beam]] | None = None
-        self.cached_tokens = 0
+        self.cached_tokens = self.engine = 0
         self.cancelled = False
 
-    async def submit(self, request: EngineRequest, streamed: bool = False) -> BeamStream:
+    async def submit(self, request: EngineRequest, streamed: bool = False, wish: Wish = ANYWHERE) -> BeamStream:
         """Begin the search, once. Raises BadRequest if the engine refuses its first step, EngineDead.
 
-        streamed: changes nothing, for a beam comes whole.
+        streamed: changes nothing, for a beam comes whole. wish: of the search, whose steps all run on one engine.
         """
         stream = BeamStream(self, request, self._submitted)
-        self._label = request.client
+        if not self._submitted:
+            self._label, self._wish = request.client, replace(wish, group=f"{request.request_id}-beams")
         self._submitted += 1
         if self._started is None:
             self._started = asyncio.ensure_future(self._step())
@@ -101,7 +104,8 @@ class BeamClient:
 
     async def _step(self) -> None:
         """Hand the next step's requests to the engine."""
-        begun = (self._client.submit(replace(one, client=self._label)) for one in self._search.requests())
+        requests = [replace(one, client=self._label) for one in self._search.requests()]
+        begun = (self._client.submit(one, wish=self._wish) for one in requests)
         results = await asyncio.gather(*begun, return_exceptions=True)
         self._streams = [one for one in results if isinstance(one, TokenStream)]
         for one in results:
@@ -122,6 +126,7 @@ class BeamClient:
         finish = FinishReason.RUNNING
         while finish is FinishReason.RUNNING:
             delta = await stream.take()
+            self.engine = stream.engine
             if delta.error is not None:
                 raise UnisonoError(f"The engine failed on this request: {delta.error}")
             finish = delta.finish
@@ -131,5 +136,5 @@ class BeamClient:
         return found[0]
 
 
-Source = EngineClient | BeamClient
+Source = Engines | BeamClient
 """What generations submit their requests to."""

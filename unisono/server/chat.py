@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unisono.frontend.input_processor import InputProcessor, Prompt
+from unisono.frontend.reasoning import OFF, Parser, parser_named, parser_of
 from unisono.server.protocol import ChatRequest
 from unisono.server.reader import AnswerReader
-from unisono.server.reasoning import OFF, Parser, parser_named, parser_of
 from unisono.server.tools.base import Context, Format
 from unisono.server.tools.definitions import ToolUse, tool_use
 from unisono.server.tools.formats import DEFAULT, format_named, format_of
@@ -56,7 +56,7 @@ class ChatPlan:
         if self.parser is not None and self.splits:
             followed = self.budget is not None or self.params.structured_outputs is not None
             interrupts = self.form.interrupts if self.form is not None and not followed else ()
-            splitter = self.parser.splitter(prompt.text or "", self.prefix, interrupts)
+            splitter = self.parser.splitter(prompt.text or "", self.prefix, interrupts, self.use is not None)
         if self.use is not None and self.form is not None:
             context = Context(self.use.callable, _ids(self.form, request), self.use.parallel)
             reader = self.form.reader(context)
@@ -120,6 +120,9 @@ class ChatFormat:
         if request.continue_final_message:
             content = request.conversation()[-1]["content"]
             prefix = content if isinstance(content, str) else ""
+        if use is None and asked is not None and prefix is None and self.parser is not None:
+            answer = Structure(self.form, self.specials).answer(asked)
+            asked, params = answer, replace(params, structured_outputs=answer)
         constrains = params.structured_outputs is not asked
         form, budget = self.form if use else None, request.thinking_token_budget
         splits = request.separate_reasoning is not False

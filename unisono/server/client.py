@@ -10,14 +10,15 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 
 from unisono.server import ipc
 from unisono.server.commands import CommandError
-from unisono.server.engine_handle import EngineHandle, Progress
+from unisono.server.engine_handle import EngineHandle, Handle, Launcher, Progress
+from unisono.server.engines import ANYWHERE, Observer, Wish
 from unisono.server.restarts import BACKOFF, Restarts
 from unisono.server.token_stream import TokenStream
 from unisono.types import BadRequest, EngineDead, EngineRequest, FinishReason, TokenDelta, UnisonoError
@@ -33,10 +34,12 @@ class EngineClient:
 
     factory: ``"module:Class"`` called with ``config`` in that process. progress: called with a stage and its share
     done, 0 … 1, while it loads. restarts: how often it is started again after it has died; None: never.
-    heartbeat_timeout: seconds without a heartbeat after which it counts as dead; 0: never.
+    heartbeat_timeout: seconds without a heartbeat after which it counts as dead; 0: never. number: the engine's, among
+    several. launcher: starts the engine elsewhere, or otherwise. observer: is told of its requests. name: in the log.
 
     ``stepped`` is called with the tokens of each step that brought some, ``restarted`` with ``Engine.info()`` of an
-    engine that was started again. ``start_seconds``: what the last start took.
+    engine that was started again, both with ``number``; ``amended`` makes its config of the first one's.
+    ``start_seconds``: what the last start took. ``infos``: the last that is known.
     ``death`` is why the engine is dead, or None; ``restarting``: it will be back.
     """
 
@@ -47,11 +50,17 @@ class EngineClient:
         progress: Progress = lambda stage, share: None,
         restarts: Restarts | None = None,
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
+        number: int = 0,
+        launcher: Launcher | None = None,
+        observer: Observer | None = None,
+        name: str = "The engine",
     ) -> None:
         self._factory = factory
         self._config = config
         self._progress = progress
         self._restarts, self._heartbeat_timeout = restarts, heartbeat_timeout
+        self._number, self._name = number, name
+        self._launcher, self._observer = launcher or EngineHandle, observer or Observer()
         self._streams: dict[str, TokenStream] = {}
         self._inspections: list[asyncio.Future[ipc.Stats]] = []
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -60,8 +69,10 @@ class EngineClient:
         self._restart: asyncio.Task[None] | None = None
         self._restarted = self._retried = 0
         self._samples: list[ipc.MetricSample] = []
-        self.stepped: Callable[[int], None] = lambda tokens: None
-        self.restarted: Callable[[dict[str, Any]], None] = lambda info: None
+        self.stepped: Callable[[int, int], None] = lambda tokens, number: None
+        self.restarted: Callable[[dict[str, Any], int], None] = lambda info, number: None
+        self.amended: Callable[[Any], Any] = lambda config: config
+        self.infos: Sequence[dict[str, Any]] = ()
         self.start_seconds = 1.0
         self.death: str | None = None
 
@@ -80,12 +91,23 @@ class EngineClient:
             raise
         self._handle.hide()
         self.start_seconds = time.monotonic() - self._begun
+        self.infos = (info,)
         return info
 
     @property
     def restarting(self) -> bool:
         """The engine has died and is being started again."""
         return self._restart is not None
+
+    @property
+    def restart_count(self) -> int:
+        """Starts of the engine after its death."""
+        return self._restarted
+
+    @property
+    def where(self) -> str:
+        """Where the engine runs, in words."""
+        return self._handle.where
 
     @property
     def samples(self) -> list[ipc.MetricSample]:
@@ -97,16 +119,17 @@ class EngineClient:
         )
         return [*self._samples, *(ipc.MetricSample(name, kind, {}, value, text) for name, kind, value, text in own)]
 
-    async def submit(self, request: EngineRequest, streamed: bool = False) -> TokenStream:
+    async def submit(self, request: EngineRequest, streamed: bool = False, wish: Wish = ANYWHERE) -> TokenStream:
         """Hand ``request`` to the engine. Raises BadRequest if it refuses, EngineDead if it is dead for good.
 
         streamed: whether the client gets tokens as they come; then the request cannot run again once it has some.
+        wish: leaves nothing to choose where there is one engine.
         """
         if self.death is not None and not self.restarting:
             raise EngineDead(self.death)
         if request.request_id in self._streams:
             raise BadRequest(f"request_id={request.request_id!r} is running already; give another.", "request_id")
-        stream = TokenStream(request, streamed, self._abort)
+        stream = TokenStream(request, streamed, self._abort, self._number)
         message = _encoded(request)
         self._streams[request.request_id] = stream
         if self.death is None:
@@ -117,6 +140,17 @@ class EngineClient:
             stream.close()
             raise
         return stream
+
+    def adopt(self, stream: TokenStream) -> None:
+        """Run a request of another engine, which has died. Its second run brings the same tokens."""
+        self._streams[stream.request.request_id] = stream
+        stream.moved(self._abort, self._number)
+        self._retried += 1
+        self._handle.send(_encoded(stream.request))
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """What is to be told of each of several engines: nothing of one."""
+        return []
 
     async def inspect(self, limit: float) -> ipc.Stats:
         """Fresh info and metrics. Raises TimeoutError after ``limit`` seconds, EngineDead if the engine died."""
@@ -174,31 +208,37 @@ class EngineClient:
         """End the process at once and leave nothing on disk. For a second Ctrl-C."""
         self._handle.kill()
 
-    def _new_handle(self, progress: Progress) -> EngineHandle:
+    def _new_handle(self, progress: Progress) -> Handle:
         patience = self._heartbeat_timeout
-        return EngineHandle(self._factory, self._config, patience, self._heard, self._ended, progress)
+        return self._launcher(self._factory, self.amended(self._config), patience, self._heard, self._ended, progress)
 
     def _send(self, message: ipc.ToEngine) -> None:
         self._handle.send(ipc.encode(message))
 
     def _abort(self, request_id: str) -> None:
-        if self._streams.pop(request_id, None) is not None and self.death is None and not self._closing:
+        if self._forget(request_id) is not None and self.death is None and not self._closing:
             self._send(ipc.Abort(request_id))
+
+    def _forget(self, request_id: str, ended: bool = False) -> TokenStream | None:
+        """The stream of a request that the engine is done with, or None. ended: it came to its own end."""
+        if (stream := self._streams.pop(request_id, None)) is not None:
+            self._observer.left(stream, ended)
+        return stream
 
     def _heard(self, message: ipc.FromEngine) -> None:
         match message:
             case ipc.Deltas(deltas):
-                self.stepped(sum(self._tokens(delta) for delta in deltas))
+                self.stepped(sum(self._tokens(delta) for delta in deltas), self._number)
                 for delta in deltas:
                     self._deliver(delta)
             case ipc.Accepted(request_id):
                 if (stream := self._streams.get(request_id)) is not None and not stream.accepted.done():
                     stream.accepted.set_result(None)
             case ipc.Rejected(request_id, text, param, code, failed):
-                if (stream := self._streams.pop(request_id, None)) is not None:
+                if (stream := self._forget(request_id)) is not None:
                     stream.fail(UnisonoError(text) if failed else BadRequest(text, param, code))
             case ipc.Stats():
-                self._samples = message.samples
+                self._samples, self.infos = message.samples, (message.info,)
                 for answer in self._inspections:
                     if not answer.done():
                         answer.set_result(message)
@@ -222,9 +262,10 @@ class EngineClient:
         stream = self._streams.get(delta.request_id)
         if stream is None:  # aborted; the engine had not heard of it yet
             return
-        if delta.finish is not FinishReason.RUNNING:
-            del self._streams[delta.request_id]
+        self._observer.brought(stream, delta)
         stream.push(delta)
+        if delta.finish is not FinishReason.RUNNING:
+            self._forget(delta.request_id, ended=True)
 
     def _ended(self, error: UnisonoError) -> None:
         """The engine has died. Requests end with ``error`` unless they can run again on the next one."""
@@ -237,9 +278,9 @@ class EngineClient:
         else:
             self._give_up(error)
         dead = EngineDead(str(self.death))
-        ending = [stream for stream in self._streams.values() if not (restart and stream.retry())]
+        self._observer.died()
+        ending, moved = self._part(restart)
         for stream in ending:
-            del self._streams[stream.request.request_id]
             stream.fail(dead)
         for answer in (*self._inspections, *self._calls.values()):
             if not answer.done():
@@ -247,10 +288,29 @@ class EngineClient:
         self._inspections.clear()
         if restart:
             logger.error(
-                "The engine is dead: %s. It is started again; %d requests ended, %d will run again.",
-                error, len(ending), len(self._streams),
+                "%s is dead: %s. It is started again; %d requests ended, %d will run again.%s",
+                self._name, error, len(ending), len(self._streams), moved and f" {moved} run again on other engines.",
             )  # fmt: skip
             self._restart = asyncio.get_running_loop().create_task(self._start_again())
+
+    def _part(self, restart: bool) -> tuple[list[TokenStream], str]:
+        """Of a dead engine's requests: those that end now, and the number of those that another engine takes over.
+
+        Those that wait for the next engine stay. The number is text, empty for 0.
+        """
+        ending, moved = [], 0
+        for request_id, stream in list(self._streams.items()):
+            if not stream.may_retry:
+                ending.append(stream)
+            elif self._observer.rescue(stream):
+                moved += 1
+            elif restart:
+                stream.retry()
+                continue
+            else:
+                ending.append(stream)
+            self._forget(request_id)
+        return ending, str(moved or "")
 
     def _may_restart(self) -> bool:
         return self._restarts is not None and self._restarts.begin()
@@ -260,7 +320,7 @@ class EngineClient:
         self.death = str(error)
         if self._restarts is not None:
             self.death += f"; {self._restarts.exhausted()}"
-        logger.error("The engine is dead: %s. Every request is refused until the server is restarted.", self.death)
+        logger.error("%s is dead: %s. It takes no request until the server is restarted.", self._name, self.death)
 
     async def _start_again(self) -> None:
         """Start engines until one is loaded, or there were too many; then go on with the requests that wait."""
@@ -275,20 +335,20 @@ class EngineClient:
                 if not self._may_restart():
                     self._give_up(problem)
                     break
-                logger.error("The engine could not be started again: %s. Another try follows.", problem)
+                logger.error("%s could not be started again: %s. Another try follows.", self._name, problem)
         finally:
             self._restart = None
         if problem is not None:
-            streams, self._streams = list(self._streams.values()), {}
-            for stream in streams:
+            for stream in list(self._streams.values()):
+                self._forget(stream.request.request_id)
                 stream.fail(EngineDead(str(self.death)))
             return
-        self.death, self.start_seconds = None, time.monotonic() - begun
+        self.death, self.start_seconds, self.infos = None, time.monotonic() - begun, (info,)
         again = list(self._streams.values())
         retried = sum(stream.retried for stream in again)
         self._retried += retried
-        logger.warning("The engine is back after %.1f s; %d requests run again.", self.start_seconds, retried)
-        self.restarted(info)
+        logger.warning("%s is back after %.1f s; %d requests run again.", self._name, self.start_seconds, retried)
+        self.restarted(info, self._number)
         for stream in again:
             self._handle.send(_encoded(stream.request))
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from unisono.types import UnisonoError
+
 
 class CommandError(Exception):
     """A command cannot run now."""
@@ -21,10 +23,11 @@ class Caching(Protocol):
     """What commands need of an engine."""
 
     def reset_prefix_cache(self) -> int: ...
+    def command(self, command: str, arguments: Mapping[str, Any]) -> Any: ...
 
 
 class Commands:
-    """The commands by name."""
+    """The commands by name; what is not among them is a feature's (``Engine.command``)."""
 
     def __init__(self, engine: Caching) -> None:
         self._engine = engine
@@ -40,7 +43,11 @@ class Commands:
     def run(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """What the command returns, JSON-ready. Raises CommandError."""
         try:
+            if name not in self._by_name:
+                return self._engine.command(name, arguments)
             return self._by_name[name](**arguments)
+        except UnisonoError as error:
+            raise CommandError(str(error)) from None
         except (OSError, RuntimeError) as error:  # a full disk, say, or a profiler that CUPTI refuses
             raise CommandError(f"{name} failed: {' '.join(str(error).split())}") from error
 

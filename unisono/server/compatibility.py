@@ -46,7 +46,7 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     "suffix": ("ovs", "what follows the answer; for tokenizers with infill tokens (`unisono/frontend/infill.py`)"),
     "mm_processor_kwargs": ("v", "of pictures and videos: min_pixels, max_pixels, size, fps, num_frames"),
     "media_io_kwargs": ("v", "of videos: fps, num_frames; of pictures: rgba_background_color"),
-    "model": ("ovs", "a served name"),
+    "model": ("ovs", "a served name, or an adapter's ([adapters.md](adapters.md))"),
     "documents": ("v", "given to the chat template"),
     "chat_template": ("v", "with `--trust-request-chat-template`; rendered in a sandbox"),
     "chat_template_kwargs": ("vs", "variables of the chat template"),
@@ -156,7 +156,7 @@ class Refused:
 _MEDIA = "answers are text"
 _TILES = "no model here cuts pictures into tiles; max_pixels bounds them"
 _DISAGGREGATED = "prompts and answers run in one engine here"
-_ONE_REPLICA = "there is one engine, with no ranks to choose from"
+_ONE_REPLICA = "the header X-data-parallel-rank chooses an engine"
 _CODE = "requests carry no code that would run in the server"
 _NO_EXPERTS = "the experts that tokens went to are not reported"
 _CHAT_ONLY: Mapping[str, tuple[object, ...]] = {
@@ -198,7 +198,7 @@ REFUSED: Mapping[str, Refused] = {
     "disagg_prefill_dp_rank": Refused("s", _DISAGGREGATED),
     "routed_dp_rank": Refused("s", _ONE_REPLICA, (0,)),
     "data_parallel_rank": Refused("s", _ONE_REPLICA, (0,)),
-    "lora_path": Refused("s", "adapters are not served", (), "model"),
+    "lora_path": Refused("s", "the name of an adapter goes elsewhere", (), "model"),
     "session_params": Refused("s", "requests keep no session; cached prefixes are found anyhow", ({},), "messages"),
     "custom_params": Refused("s", "it is another spelling", ({},), "vllm_xargs"),
     "custom_logit_processor": Refused("s", _CODE, (), "vllm_xargs"),

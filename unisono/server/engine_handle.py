@@ -14,20 +14,55 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
 
 import zmq
 import zmq.asyncio
 
 from unisono import types
-from unisono.server import engine_process, ipc
+from unisono.server import curve, engine_process, ipc
 from unisono.server.heartbeat import Watch
 from unisono.types import ConfigError, EngineDead, UnisonoError
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
+Heard = Callable[[ipc.FromEngine], None]
+Ended = Callable[[UnisonoError], None]
+
+
+LOOK, STOPPED = 0.2, 2.0
+"""Seconds between two looks at the process of a rank 0, and for how long it may be stopped."""
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped, by ``kill -STOP`` for instance; False where the system does not tell."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+class Handle(Protocol):
+    """An engine as its client has it, wherever it runs; :class:`EngineHandle` says what the methods do."""
+
+    ready: asyncio.Future[dict[str, Any]]
+    over: bool
+
+    @property
+    def where(self) -> str: ...
+    def start(self) -> None: ...
+    def send(self, message: bytes) -> None: ...
+    def hide(self) -> None: ...
+    async def stop(self, gently: bool) -> None: ...
+    def kill(self) -> None: ...
+
+
+Launcher = Callable[[str, Any, float, Heard, Ended, Progress], Handle]
+"""Makes a handle; the arguments are those of :class:`EngineHandle`."""
 
 MAX_SOCKET_PATH = 95
 """Bytes of a Unix socket's path, and five more of the heartbeats'; the limits are 104 (macOS) and 108 (Linux)."""
@@ -62,7 +97,7 @@ class EngineHandle:
     factory: ``"module:Class"`` called with ``config`` in that process. patience: seconds without a heartbeat after
     which it is killed; 0 for ever. heard: called with each message of an engine that is loaded. ended: called once,
     with the reason, if it ends after it was loaded. progress: called with a stage and its share done, 0 … 1, while it
-    loads.
+    loads. environment: variables of the process beyond this one's.
 
     ``ready`` becomes ``Engine.info()``, or the error that kept it from loading. ``over``: it has ended.
     """
@@ -72,12 +107,14 @@ class EngineHandle:
         factory: str,
         config: Any,
         patience: float,
-        heard: Callable[[ipc.FromEngine], None],
-        ended: Callable[[UnisonoError], None],
+        heard: Heard,
+        ended: Ended,
         progress: Progress,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._factory, self._config, self._patience = factory, config, patience
         self._heard, self._ended, self._progress = heard, ended, progress
+        self._environment = dict(environment or {})
         self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.over = False
         self._directory = ""
@@ -89,8 +126,10 @@ class EngineHandle:
         """Open the sockets and start the process; ``ready`` waits for it."""
         loop = asyncio.get_running_loop()
         self._directory = socket_directory()
+        address = f"ipc://{self._directory}/engine"
         try:
-            self._open(f"ipc://{self._directory}/engine")
+            self._bind(address, f"{address}.beat")
+            self._spawn(address, self._watch.endpoint if self._watch is not None else None)
         except BaseException:
             self._free()
             self.hide()
@@ -99,22 +138,27 @@ class EngineHandle:
         self._tasks.append(loop.create_task(self._read()))
         if self._watch is not None:
             self._tasks.append(loop.create_task(self._guard(self._watch)))
+        if getattr(self._config, "tensor_parallel_size", 1) > 1:
+            self._tasks.append(loop.create_task(self._notice_a_stop()))
 
-    def _open(self, address: str) -> None:
+    def _bind(self, address: str, heartbeats: str, secret: bytes = b"") -> None:
+        """Open the sockets. secret: encrypts them."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
+        curve.guard(self._socket, secret)
         self._socket.bind(address)
-        heartbeats = None
         if self._patience:
-            heartbeats = f"{address}.beat"
-            self._watch = Watch(heartbeats, self._patience)
+            self._watch = Watch(heartbeats, self._patience, secret)
+
+    def _spawn(self, address: str, heartbeats: str | None) -> None:
         spawn = multiprocessing.get_context("spawn")
         arguments = (address, self._factory, self._config, heartbeats)
         process = spawn.Process(target=engine_process.main, args=arguments, name="unisono-engine", daemon=True)
-        with _interrupts_ignored():  # inherited: Ctrl-C during the child's imports prints no traceback
+        # Both are inherited. Ctrl-C during the child's imports prints no traceback.
+        with _interrupts_ignored(), _environment(self._environment):
             process.start()
         self._process = process
 
@@ -146,14 +190,18 @@ class EngineHandle:
         await asyncio.to_thread(self._process.join, KILL_LIMIT)
         if self._process.is_alive():
             logger.error("The engine process %d was killed %g s ago and has not ended.", self._process.pid, KILL_LIMIT)
+        await self._close()
+        process, self._process = self._process, None
+        with contextlib.suppress(ValueError):  # it lives on
+            process.close()
+
+    async def _close(self) -> None:
+        """End the tasks and close the sockets."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._free()
-        process, self._process = self._process, None
-        with contextlib.suppress(ValueError):  # it lives on
-            process.close()
 
     def kill(self) -> None:
         """End the process at once and leave nothing on disk. For a second Ctrl-C."""
@@ -168,10 +216,12 @@ class EngineHandle:
                 case ipc.Loading(stage, share):
                     self._progress(stage, share)
                 case ipc.Ready(info):
+                    if self._watch is not None:
+                        self._watch.lives()
                     if not self.ready.done():
                         self.ready.set_result(info)
                 case ipc.Fatal(error, text):
-                    self._end(_rebuild(error, text))
+                    self._end(rebuild(error, text))
                 case _:
                     self._heard(message)
 
@@ -183,9 +233,31 @@ class EngineHandle:
             f"the engine process has answered no heartbeat for {self._patience:g} s (--heartbeat-timeout): it was "
             "stopped, or gets no processor"
         )
-        logger.error("Watchdog: %s. Killing process %d.", why, self._process.pid)
+        logger.error("Watchdog: %s. Killing %s.", why, self.where)
         self._end(EngineDead(why))
-        self._process.kill()  # this ends a stopped process too
+        self._end_process()
+
+    async def _notice_a_stop(self) -> None:
+        """End an engine whose process was stopped, sooner than heartbeats would: its other ranks wait for it."""
+        since = None
+        while not self.over:
+            await asyncio.sleep(LOOK)
+            now, stopped = time.monotonic(), is_stopped(self._process.pid)
+            since = (since or now) if stopped else None
+            if since is not None and now - since > STOPPED and not self.over:
+                why = f"rank 0 of the model (process {self._process.pid}) was stopped for {STOPPED:g} s"
+                logger.error("%s. Killing it.", why)
+                self._end(EngineDead(why))
+                self._end_process()
+
+    @property
+    def where(self) -> str:
+        """Where the engine runs, in words."""
+        return "nowhere" if self._process is None else f"process {self._process.pid}"
+
+    def _end_process(self) -> None:
+        """End what runs the engine, even one that is stopped."""
+        self._process.kill()
 
     def _exited(self) -> None:
         loop = asyncio.get_running_loop()
@@ -206,7 +278,7 @@ class EngineHandle:
             self.ready.exception()
 
 
-def _rebuild(error: str, message: str) -> UnisonoError:
+def rebuild(error: str, message: str) -> UnisonoError:
     """An engine's error as what it was there if ``types`` knows it, as EngineDead otherwise."""
     kind = getattr(types, error, None)
     if isinstance(kind, type) and issubclass(kind, UnisonoError):
@@ -224,3 +296,18 @@ def _interrupts_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process while a child starts, which copies them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

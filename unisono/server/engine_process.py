@@ -12,7 +12,7 @@ import multiprocessing
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from unisono.heap import freeze_heap
-from unisono.server import heartbeat, ipc
+from unisono.server import curve, heartbeat, ipc
 from unisono.server.commands import CommandError, Commands
 from unisono.types import BadRequest, EngineRequest, TokenDelta, UnisonoError
 
@@ -46,6 +46,8 @@ class EngineLike(Protocol):
     def check_integrity(self) -> None: ...
     def capture_missing(self) -> int: ...
     def reset_prefix_cache(self) -> int: ...
+    def check_ranks(self) -> None: ...
+    def command(self, command: str, arguments: Mapping[str, Any]) -> Any: ...
     def shutdown(self) -> None: ...
 
 
@@ -59,21 +61,23 @@ def load_factory(name: str) -> Factory:
     return getattr(importlib.import_module(module), attribute)
 
 
-def main(address: str, factory: str, config: Any, heartbeats: str | None = None) -> None:
+def main(address: str, factory: str, config: Any, heartbeats: str | None = None, key: bytes = b"") -> None:
     """Make an engine of ``config`` and serve it on the socket at ``address``; exits 1 after an error.
 
-    heartbeats: address of a socket to answer heartbeats on.
+    heartbeats: address of a socket to answer heartbeats on. key: the API process's public key, where the connections
+    are encrypted.
     """
     # The terminal sends Ctrl-C to both processes; the API process decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if heartbeats is not None:
-        heartbeat.answer(heartbeats)
+        heartbeat.answer(heartbeats, key)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, PARENT_GONE_MS)
         socket.setsockopt(zmq.SNDTIMEO, PARENT_GONE_MS)  # without a peer a send would wait for ever
+        curve.join(socket, key)
         socket.connect(address)
         try:
             engine = load_factory(factory)(config, lambda stage, share: _send(socket, ipc.Loading(stage, share)))
@@ -105,10 +109,17 @@ class _Loop:
         self.preparing: dict[str, tuple[EngineRequest, Future[Any]]] = {}
         self.poller = zmq.Poller()
         self.poller.register(socket, zmq.POLLIN)
+        wakes = getattr(engine, "wakes", None)  # of an engine that other engines ask for something
+        if wakes is not None:
+            self.poller.register(wakes.fileno(), zmq.POLLIN)
+        self.wakes = wakes.fileno() if wakes is not None else None
         parent = multiprocessing.parent_process()
         self.parent = parent.sentinel if parent is not None else None
         if self.parent is not None:
             self.poller.register(self.parent, zmq.POLLIN)
+        self.failing = getattr(engine, "failing", None)
+        if self.failing is not None:
+            self.poller.register(self.failing, zmq.POLLIN)
 
     def run(self) -> None:
         self.send(ipc.Ready(self.engine.info()))
@@ -125,11 +136,13 @@ class _Loop:
                 quiet = 0 if self.engine.capture_missing() else None
             if self.parent in events:
                 return
+            if self.failing in events:
+                self.engine.check_ranks()
             if self.socket in events:
                 self.receive()
             if self.stopping:
                 return
-            if self.engine.has_work():
+            if self.engine.has_work() or self.wakes in events:
                 deltas = self.engine.step()
                 checked, quiet = False, IDLE_MS
                 if deltas:

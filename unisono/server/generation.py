@@ -18,6 +18,7 @@ import torch
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.server.beams import BeamStream, Source
 from unisono.server.drafts import by_token
+from unisono.server.engines import ANYWHERE
 from unisono.server.errors import ApiError
 from unisono.server.history import RequestRecord
 from unisono.server.metrics import RequestTimer
@@ -105,6 +106,7 @@ class Generation:
         self._scores, self._style, self._echo = scores, style, echo
         self._reader = reader
         self._stream: TokenStream | BeamStream | None = None
+        self.wish = ANYWHERE  # which engine is to run it, of several
         self.streamed = False  # whether the client gets tokens as they come
         self.ended: str | None = None  # how, once it has
         self.client = ""  # whose it is, as ``auth.Client.label``
@@ -166,7 +168,8 @@ class Generation:
         """Hand the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
         self._timer.submitted()
         try:
-            self._stream = await self._client.submit(replace(self._request, client=self.client), self.streamed)
+            request = replace(self._request, client=self.client)
+            self._stream = await self._client.submit(request, self.streamed, self.wish)
         except BadRequest as error:
             if error.param == "extra_args":
                 raise BadRequest(str(error), "vllm_xargs", error.code) from None
@@ -190,6 +193,7 @@ class Generation:
         try:
             while reason is FinishReason.RUNNING:
                 delta = await self._stream.take()
+                self._timer.placed(self._stream.engine)
                 self._timer.queued(delta.queued_seconds)
                 self._timer.tokens(len(delta.token_ids))
                 self._output.record(delta)

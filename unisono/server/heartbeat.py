@@ -14,18 +14,24 @@ from threading import Thread
 
 import zmq
 
+from unisono.server import curve
+
 BEAT_SECONDS = 1.0
 """Between two heartbeats, at most."""
 START_SECONDS = 120.0
 """A new process gets at least this long before its first answer: it has to import its libraries."""
 
 
-def answer(address: str) -> None:
-    """Echo what comes to the socket at ``address``, in a thread, for as long as this process lives."""
+def answer(address: str, key: bytes = b"") -> None:
+    """Echo what comes to the socket at ``address``, in a thread, for as long as this process lives.
+
+    key: the other side's public key, where the connection is encrypted.
+    """
 
     def echo() -> None:
         with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
+            curve.join(socket, key)
             socket.connect(address)
             while True:
                 with suppress(InterruptedError):  # stopped, and continued
@@ -35,28 +41,37 @@ def answer(address: str) -> None:
 
 
 class Watch:
-    """Sends heartbeats through a socket bound to ``address``. patience: seconds without an answer that are too many."""
+    """Sends heartbeats through a socket bound to ``address``. patience: seconds without an answer that are too many.
 
-    def __init__(self, address: str, patience: float) -> None:
+    secret: encrypts the connection, see ``curve``. ``endpoint``: the address that the other side connects to.
+    """
+
+    def __init__(self, address: str, patience: float, secret: bytes = b"") -> None:
         self.patience = patience
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        curve.guard(self._socket, secret)
         self._socket.bind(address)
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._limit = time.monotonic() + max(patience, START_SECONDS)
+
+    def lives(self) -> None:
+        """The other side was heard some other way, by the message that it is ready for instance."""
+        self._limit = time.monotonic() + self.patience
 
     async def silent(self) -> None:
         """Return when no answer has come for ``patience`` seconds."""
         beat = min(BEAT_SECONDS, self.patience / 4)
         now = time.monotonic()
-        limit = now + max(self.patience, START_SECONDS)
-        while now < limit:
+        while now < self._limit:
             with suppress(zmq.Again):
                 self._socket.send(b"", zmq.NOBLOCK)
             await asyncio.sleep(beat)
             before, now = now, time.monotonic()
-            limit += max(0.0, now - before - 2 * beat)  # while this process did not run it heard nothing
+            self._limit += max(0.0, now - before - 2 * beat)  # while this process did not run it heard nothing
             if self._heard():
-                limit = now + self.patience
+                self.lives()
 
     def _heard(self) -> bool:
         heard = False

@@ -25,7 +25,7 @@ from unisono.types import ConfigError, EngineRequest
 PREFIXES: Mapping[str, tuple[str, ...]] = {"unisono": ("unisono:",), "vllm": ("vllm:",), "both": ("unisono:", "vllm:")}
 """Values of ``--metrics-prefix``."""
 ENGINE = "0"
-"""Value of the label ``engine``: vLLM numbers the engines of a server, and there is one."""
+"""Value of the label ``engine``, by which vLLM numbers the engines of a server, of what no one engine did."""
 FIRST_TOKEN_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.16, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
     640, 2560,
@@ -69,8 +69,8 @@ LENGTHS = {
 class ServerMetrics:
     """The server's registry. ``samples`` gives the engine's latest numbers at each scrape.
 
-    ``history`` remembers the last requests. prefix: a key of PREFIXES. context: the model's longest, in tokens. Raises
-    ConfigError for an unknown prefix.
+    ``history`` remembers the last requests. prefix: a key of PREFIXES. context: the model's longest, in tokens.
+    engines: how many there are. Raises ConfigError for an unknown prefix.
     """
 
     def __init__(
@@ -79,9 +79,11 @@ class ServerMetrics:
         samples: Callable[[], Sequence[MetricSample]],
         prefix: str = "unisono",
         context: int = 1 << 20,
+        engines: int = 1,
     ) -> None:
         check_prefix(prefix)
         self._labels = {"model_name": model_name, "engine": ENGINE}
+        self._engines = [str(i) for i in range(engines)]
         self._registry, self._http_registry = CollectorRegistry(), CollectorRegistry()
         self._prefixes = PREFIXES[prefix]
         self.history = History()
@@ -94,7 +96,8 @@ class ServerMetrics:
         self._step_tokens = self._histogram("iteration_tokens_total", text, STEP_BUCKETS)
         self._finished = self._counter("request_success", "Requests that ended, by reason.", "finished_reason")
         for reason in FINISHED:
-            self._finished.labels(**self._labels, finished_reason=reason)
+            for engine in self._engines:
+                self._finished.labels(model_name, engine, reason)
         text = "Requests answered with 4xx or 5xx, and streams that ended in an error, by route, status and code."
         self._errors = self._counter("request_errors", text, "handler", "status", "code")
         text = "Requests and connections that were refused, by reason and the name of their key."
@@ -105,6 +108,7 @@ class ServerMetrics:
         self._by_key = self._counter("requests_by_key", text, "key", "status")
         text = "The KV cache: tokens of a page, and pages."
         self._cache = Gauge("cache_config_info", text, ("engine", *CACHE_LABELS), registry=self._registry)
+        self._cache_values: dict[str, tuple[str, ...]] = {}
         text = "1 for the state that the server is in."
         self._sleep = Gauge("engine_sleep_state", text, (*self._labels, "sleep_state"), registry=self._registry)
         self.sleeping(False)
@@ -145,17 +149,20 @@ class ServerMetrics:
             ("discard_all", False),
             ("idle", asleep),
         ):
-            self._sleep.labels(**self._labels, sleep_state=state).set(now)
+            for engine in self._engines:
+                self._sleep.labels(self._labels["model_name"], engine, state).set(now)
 
-    def cache_config(self, info: Mapping[str, Any]) -> None:
-        """Tell the size of the KV cache. info: the engine's, or that of the one that replaced it."""
-        cache = info.get("kv_cache", {})
-        self._cache.clear()
-        self._cache.labels(ENGINE, str(cache.get("page_size", "")), str(cache.get("pages", ""))).set(1)
+    def cache_config(self, info: Mapping[str, Any], number: int = 0) -> None:
+        """Tell the size of an engine's KV cache. info: the engine's, or that of the one that replaced it."""
+        cache, engine = info.get("kv_cache", {}), str(number)
+        if engine in self._cache_values:
+            self._cache.remove(engine, *self._cache_values[engine])
+        self._cache_values[engine] = str(cache.get("page_size", "")), str(cache.get("pages", ""))
+        self._cache.labels(engine, *self._cache_values[engine]).set(1)
 
-    def step(self, tokens: int) -> None:
-        """A step of the engine brought this number of tokens."""
-        self._step_tokens.observe(tokens)
+    def step(self, tokens: int, number: int = 0) -> None:
+        """A step of an engine brought this number of tokens."""
+        self._step_tokens[str(number)].observe(tokens)
 
     def timer(self, request: EngineRequest, n: int = 1) -> RequestTimer:
         """The clock of one sequence of a request with ``n``, started now."""
@@ -166,9 +173,10 @@ class ServerMetrics:
         prefixed = (_Prefixed(self._registry, prefix) for prefix in self._prefixes)
         return b"".join(map(generate_latest, (*prefixed, _Prefixed(self._http_registry, ""))))
 
-    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> dict[str, Histogram]:
+        """A histogram of each engine."""
         histogram = Histogram(name, text, tuple(self._labels), registry=self._registry, buckets=tuple(buckets))
-        return histogram.labels(**self._labels)
+        return {engine: histogram.labels(self._labels["model_name"], engine) for engine in self._engines}
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, (*self._labels, *labels), registry=self._registry)
@@ -194,6 +202,7 @@ class RequestTimer:
 
     def __init__(self, metrics: ServerMetrics, request: EngineRequest, n: int = 1) -> None:
         self._metrics, self._request, self._n = metrics, request, n
+        self._engine = ENGINE
         self.start = self._submitted = time.monotonic()
         self._first: float | None = None
         self._last: float | None = None
@@ -204,6 +213,10 @@ class RequestTimer:
         """The engine gets the request now."""
         self._submitted = time.monotonic()
 
+    def placed(self, engine: int) -> None:
+        """The engine with this number runs the request now."""
+        self._engine = str(engine)
+
     def queued(self, seconds: float | None) -> None:
         """How long the request waited for its first pass, where the engine says it."""
         self._queued = seconds if self._queued is None else self._queued
@@ -212,14 +225,14 @@ class RequestTimer:
         """``count`` tokens have come."""
         if count == 0:
             return
-        now, seconds = time.monotonic(), self._metrics._seconds
+        now, engine, seconds = time.monotonic(), self._engine, self._metrics._seconds
         if self._last is None:
             self._first = now
-            seconds["time_to_first_token_seconds"].observe(now - self.start)
+            seconds["time_to_first_token_seconds"][engine].observe(now - self.start)
         else:
             for _ in range(count):
-                seconds["inter_token_latency_seconds"].observe((now - self._last) / count)
-                seconds["time_per_output_token_seconds"].observe((now - self._last) / count)
+                seconds["inter_token_latency_seconds"][engine].observe((now - self._last) / count)
+                seconds["time_per_output_token_seconds"][engine].observe((now - self._last) / count)
         self._last = now
 
     def times(self) -> Times:
@@ -238,24 +251,24 @@ class RequestTimer:
         """
         metrics, request, times = self._metrics, self._request, self.times()
         self.end = times
-        seconds, lengths = metrics._seconds, metrics._lengths
-        metrics._finished.labels(**metrics._labels, finished_reason=reason).inc()
-        seconds["e2e_request_latency_seconds"].observe(times.total)
+        engine, seconds, lengths = self._engine, metrics._seconds, metrics._lengths
+        metrics._finished.labels(metrics._labels["model_name"], engine, reason).inc()
+        seconds["e2e_request_latency_seconds"][engine].observe(times.total)
         if times.queue is not None and times.prefill is not None and times.decode is not None:
-            seconds["request_queue_time_seconds"].observe(times.queue)
-            seconds["request_prefill_time_seconds"].observe(times.prefill)
-            seconds["request_decode_time_seconds"].observe(times.decode)
-            seconds["request_inference_time_seconds"].observe(times.prefill + times.decode)
+            seconds["request_queue_time_seconds"][engine].observe(times.queue)
+            seconds["request_prefill_time_seconds"][engine].observe(times.prefill)
+            seconds["request_decode_time_seconds"][engine].observe(times.decode)
+            seconds["request_inference_time_seconds"][engine].observe(times.prefill + times.decode)
             if tokens > 1:
-                seconds["request_time_per_output_token_seconds"].observe(times.decode / (tokens - 1))
-        lengths["request_generation_tokens"].observe(tokens)
-        lengths["request_max_num_generation_tokens"].observe(tokens)
+                seconds["request_time_per_output_token_seconds"][engine].observe(times.decode / (tokens - 1))
+        lengths["request_generation_tokens"][engine].observe(tokens)
+        lengths["request_max_num_generation_tokens"][engine].observe(tokens)
         if request.shares_with is None:
             prompt = len(request.prompt_token_ids)
-            lengths["request_prompt_tokens"].observe(prompt)
-            lengths["request_prefill_kv_computed_tokens"].observe(prompt - cached)
-            metrics._n.observe(self._n)
-            lengths["request_params_max_tokens"].observe(request.params.max_tokens or 0)
+            lengths["request_prompt_tokens"][engine].observe(prompt)
+            lengths["request_prefill_kv_computed_tokens"][engine].observe(prompt - cached)
+            metrics._n[engine].observe(self._n)
+            lengths["request_params_max_tokens"][engine].observe(request.params.max_tokens or 0)
 
     def remember(self, record: RequestRecord) -> None:
         """The server is to remember this of the sequence."""
@@ -280,7 +293,7 @@ class _Prefixed:
 
 
 class _EngineCollector:
-    """Turns samples into metric families."""
+    """Turns samples into metric families. Samples of several engines have the label ``engine`` themselves."""
 
     def __init__(self, labels: Mapping[str, str], samples: Callable[[], Sequence[MetricSample]]) -> None:
         self._labels = labels
@@ -289,12 +302,12 @@ class _EngineCollector:
     def collect(self) -> Iterable[Metric]:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for sample in self._samples():
-            names = sorted(sample.labels)
+            names = sorted(sample.labels.keys() - self._labels.keys())
             if sample.name not in families:
                 family = CounterMetricFamily if sample.kind == "counter" else GaugeMetricFamily
                 families[sample.name] = family(sample.name, sample.help, labels=[*self._labels, *names])
-            values = [*self._labels.values(), *(sample.labels[name] for name in names)]
-            families[sample.name].add_metric(values, sample.value)
+            values = {**self._labels, **sample.labels}
+            families[sample.name].add_metric([values[name] for name in (*self._labels, *names)], sample.value)
         return families.values()
 
 
@@ -324,7 +337,11 @@ class ProgressLine:
 
     def line(self, samples: Sequence[MetricSample]) -> str | None:
         """One line, or None if nothing has happened since the last and nothing is running."""
-        gauges = {sample.name: sample.value for sample in samples if sample.kind == "gauge"}
+        gauges: dict[str, float] = {}
+        for sample in samples:
+            if sample.kind == "gauge":
+                gauges[sample.name] = gauges.get(sample.name, 0) + sample.value
+        engines = max(1, len({sample.labels.get("engine") for sample in samples}))
         counters: dict[str, float] = {}
         for sample in samples:
             if sample.kind == "counter":
@@ -347,7 +364,7 @@ class ProgressLine:
             f"{running:.0f} running, {waiting:.0f} waiting, "
             f"{since.get('prompt_tokens', 0) / seconds:.0f} prompt tok/s, "
             f"{since.get('generation_tokens', 0) / seconds:.0f} generated tok/s, "
-            f"KV cache {100 * gauges.get('kv_cache_usage_perc', 0):.1f} % used, "
+            f"KV cache {100 * gauges.get('kv_cache_usage_perc', 0) / engines:.1f} % used, "
             f"{_speculation(since)}"
             f"passes: {since.get('replayed', 0):.0f} replayed, {since.get('eager', 0):.0f} eager{eager}"
         )
@@ -357,7 +374,8 @@ class ProgressLine:
         counts: dict[tuple[str, str], float] = {}
         for sample in samples:
             if sample.name == "passes" and sample.labels["kind"] == "eager":
-                counts[sample.labels["program"], sample.labels["reason"]] = sample.value
+                key = sample.labels["program"], sample.labels["reason"]
+                counts[key] = counts.get(key, 0) + sample.value
         new = {key: _grown(self._eager.get(key, 0), value) for key, value in counts.items()}
         self._eager = counts
         named = [f"{count:.0f} {program} {reason}" for (program, reason), count in new.items() if count]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unisono.server.reasoning import Splitter
+from unisono.frontend.reasoning import Splitter
 from unisono.server.tools.base import Reader, ToolDelta
 
 

@@ -376,6 +376,7 @@ class ModelCard(msgspec.Struct):
     created: int
     max_model_len: int
     root: str
+    parent: str | None = None
     object: str = "model"
     owned_by: str = "unisono"
 

@@ -28,19 +28,23 @@ from starlette.types import ASGIApp
 from unisono.frontend.input_processor import InputProcessor, ModelFacts
 from unisono.frontend.media.loader import MediaLoader
 from unisono.frontend.media.settings import MediaSettings
+from unisono.frontend.reasoning import parser_named
 from unisono.heap import freeze_heap
+from unisono.server.adapters import Adapters
 from unisono.server.app import create_app
 from unisono.server.auth import Keys
 from unisono.server.chat import ChatFormat
 from unisono.server.client import HEARTBEAT_TIMEOUT, EngineClient
 from unisono.server.engine_handle import Progress
+from unisono.server.engines import Engines
 from unisono.server.http_settings import HttpSettings
 from unisono.server.key_file import keys_of, reread
 from unisono.server.limits import LimitedProtocol, Limits, open_files
 from unisono.server.metrics import ProgressLine, ServerMetrics, check_prefix
 from unisono.server.overload import Admission, LoadLimits
 from unisono.server.pooling import pooling_of
-from unisono.server.reasoning import parser_named
+from unisono.server.replicas.client import ReplicaClient
+from unisono.server.replicas.plan import ReplicaSettings, plan
 from unisono.server.restarts import Restarts
 from unisono.server.service import INSPECT_LIMIT, Service
 from unisono.server.serving import Serving
@@ -70,6 +74,7 @@ class ServerSettings:
     names: what clients may call the model; answers carry the one they used.
     metrics_prefix: of the names in /metrics, a key of ``metrics.PREFIXES``.
     otlp_traces_endpoint: where spans go, OTLP over HTTP; None sends none.
+    allowed_lora_path: below which adapters may be loaded while serving; None: none are.
     profile_dir: where /stop_profile writes; None turns profiles off.
     drain_timeout: seconds that running requests get to finish after the first signal.
     api_key, api_key_file: keys that open the server; see ``key_file``.
@@ -81,6 +86,7 @@ class ServerSettings:
     restart_engine: whether an engine that died is started again, ``max_engine_restarts`` times within
     ``engine_restart_window`` seconds. heartbeat_timeout: seconds without a heartbeat of the engine process after which
     it counts as dead; 0: never.
+    scale: how many engines there are, and where. ``restart_engine`` None: several are started again, one is not.
     engine: ``"module:Class"``, called with the engine's config in the engine process.
     """
 
@@ -88,6 +94,7 @@ class ServerSettings:
     names: tuple[str, ...]
     host: str = "127.0.0.1"
     port: int = 8000
+    allowed_lora_path: Path | None = None
     api_key: str | None = field(default=None, repr=False)
     api_key_file: Path | None = None
     chat_template: str | None = None
@@ -101,12 +108,13 @@ class ServerSettings:
     otlp_traces_endpoint: str | None = None
     profile_dir: Path | None = None
     reasoning_parser: str | None = None
-    restart_engine: bool = False
+    restart_engine: bool | None = None
     tool_call_parser: str | None = None
     trust_request_chat_template: bool = False
     engine: str = ENGINE
     http: HttpSettings = field(default_factory=HttpSettings)
     media: MediaSettings = field(default_factory=MediaSettings)
+    scale: ReplicaSettings = field(default_factory=ReplicaSettings)
     tokenizer: Path | None = None
 
     def restarts(self) -> Restarts | None:
@@ -115,7 +123,16 @@ class ServerSettings:
             raise ConfigError(
                 f"--heartbeat-timeout {self.heartbeat_timeout:g} must be 1 second or more; 0 turns the watchdog off."
             )
-        return Restarts(self.max_engine_restarts, self.engine_restart_window) if self.restart_engine else None
+        wanted = self.scale.several if self.restart_engine is None else self.restart_engine
+        return Restarts(self.max_engine_restarts, self.engine_restart_window) if wanted else None
+
+    def client(self, config: Any, progress: Progress) -> Engines:
+        """What talks to the engine or engines; makes their files and connections only once it starts them."""
+        timeout = self.heartbeat_timeout
+        if not self.scale.several:
+            return EngineClient(self.engine, config, progress, self.restarts(), timeout)
+        replicas = plan(self.scale, config, self.restarts, timeout)
+        return ReplicaClient(self.engine, config, replicas, progress)
 
 
 def serve(config: Any, settings: ServerSettings, progress: Progress = lambda stage, share: None) -> None:
@@ -132,12 +149,11 @@ def serve(config: Any, settings: ServerSettings, progress: Progress = lambda sta
     check_prefix(settings.metrics_prefix)
     if settings.otlp_traces_endpoint is not None:
         endpoint_url(settings.otlp_traces_endpoint)
-    restarts = settings.restarts()
+    settings.restarts()
     with bind(settings.host, settings.port) as listener:
         loop_factory = _uvicorn_config(None).get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
-            client = EngineClient(settings.engine, config, progress, restarts, settings.heartbeat_timeout)
-            runner.run(_serve(client, config, settings, listener))
+            runner.run(_serve(settings.client(config, progress), config, settings, listener))
 
 
 BACKLOG = 2048
@@ -158,7 +174,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _serve(client: EngineClient, config: Any, settings: ServerSettings, listener: socket.socket) -> None:
+async def _serve(client: Engines, config: Any, settings: ServerSettings, listener: socket.socket) -> None:
     client.start()
     stop = _stop_on_signal(client)
     try:
@@ -193,7 +209,22 @@ async def _serve(client: EngineClient, config: Any, settings: ServerSettings, li
         await client.shutdown()
 
 
-async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) -> Service:
+async def start_application(config: Any, settings: ServerSettings) -> tuple[ASGIApp, Service]:
+    """Start the engines, for a server that is not ours: the application, and what it works with.
+
+    ``service.client.shutdown()`` ends them. Raises what :func:`serve` raises.
+    """
+    client = settings.client(config, lambda stage, share: None)
+    client.start()
+    try:
+        service = await _prepare(client, config, settings)
+    except BaseException:
+        await client.shutdown()
+        raise
+    return settings.http.with_cors(create_app(service)), service
+
+
+async def _prepare(client: Engines, config: Any, settings: ServerSettings) -> Service:
     """Load the tokenizer while the engine loads the model."""
     tokenizer = await _in_daemon(_load_tokenizer, settings)
     info = await client.ready()
@@ -203,17 +234,32 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
     else:
         tokenizer.check_vocabulary(facts.vocab_size)
     keys = Keys(keys_of(settings.api_key, settings.api_key_file))
-    metrics = ServerMetrics(settings.names[0], lambda: client.samples, settings.metrics_prefix, facts.max_model_len)
-    metrics.cache_config(info)
-    client.stepped, client.restarted = metrics.step, metrics.cache_config
+    infos = client.infos
+    metrics = ServerMetrics(
+        settings.names[0], lambda: client.samples, settings.metrics_prefix, facts.max_model_len, len(infos)
+    )
+    for number, one in enumerate(infos):
+        metrics.cache_config(one, number)
+    _say_drafts(info)
+    adapters = Adapters(client, settings.names, settings.allowed_lora_path)
+    adapters.take(info)
+
+    def restarted(info: dict[str, Any], number: int) -> None:
+        metrics.cache_config(info, number)
+        adapters.take(info)
+
+    client.stepped, client.restarted = metrics.step, restarted
+    for one in getattr(client, "clients", [client]):
+        one.amended = adapters.amended
     media = MediaLoader(facts.vision, settings.model_path, settings.media, facts.dtype, facts.max_model_len - 1)
     await _in_daemon(media.prepare)
     inputs = InputProcessor(tokenizer, facts, media)
     chat = ChatFormat.of(inputs, settings.reasoning_parser, settings.tool_call_parser)
     return Service(
         client=client,
-        serving=Serving(client, inputs, metrics, chat, settings.trust_request_chat_template),
+        serving=Serving(client, inputs, metrics, chat, settings.trust_request_chat_template, adapters),
         metrics=metrics,
+        adapters=adapters,
         names=settings.names,
         root=str(settings.model_path),
         fingerprint=_fingerprint(config),
@@ -223,7 +269,7 @@ async def _prepare(client: EngineClient, config: Any, settings: ServerSettings) 
         tracer=None if settings.otlp_traces_endpoint is None else Tracer(settings.otlp_traces_endpoint),
         pooling=await asyncio.to_thread(pooling_of, settings.model_path),
         keys=keys,
-        admission=Admission(settings.load, info["settings"].get("max_num_seqs", 1)),
+        admission=Admission(settings.load, sum(one["settings"].get("max_num_seqs", 1) for one in infos)),
     )
 
 
@@ -260,6 +306,19 @@ def _load_tokenizer(settings: ServerSettings) -> Tokenizer | None:
             tokenizer.backend.chat_template = settings.chat_template
         tokenizer.check_template()
     return tokenizer
+
+
+def _say_drafts(info: dict[str, Any]) -> None:
+    """Log how the engine speculates, and why."""
+    if (told := info.get("speculation")) is None:
+        return
+    reasons = [row["reason"] for row in info["decisions"] if row["name"] == "speculative"]
+    if told["drafter"] != "none":
+        why = reasons[0] if reasons else "as asked for"
+        logger.info("Speculation: %s, k = %d (%s)", told["drafter"], told["num_speculative_tokens"], why)
+    else:
+        why = reasons[0] if reasons else "--speculative-method chooses a drafter"
+        logger.info("Speculation: none (%s)", why)
 
 
 def _fingerprint(config: Any) -> str:
@@ -302,7 +361,7 @@ async def _report_progress(service: Service) -> None:
                 logger.info("%s", line)
 
 
-def _stop_on_signal(client: EngineClient) -> asyncio.Event:
+def _stop_on_signal(client: Engines) -> asyncio.Event:
     """An event that the first SIGINT or SIGTERM sets; the second ends both processes at once."""
     stop = asyncio.Event()
 

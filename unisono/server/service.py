@@ -14,8 +14,9 @@ from typing import Any
 
 from fastapi import Request
 
+from unisono.server.adapters import Adapters
 from unisono.server.auth import Keys
-from unisono.server.client import EngineClient
+from unisono.server.engines import Engines
 from unisono.server.errors import ApiError, show, unavailable
 from unisono.server.generation import Generation
 from unisono.server.metrics import ServerMetrics
@@ -39,7 +40,7 @@ class Service:
     answers from the moment on that they are chosen.
     """
 
-    client: EngineClient
+    client: Engines
     serving: Serving
     metrics: ServerMetrics
     names: tuple[str, ...]
@@ -47,6 +48,7 @@ class Service:
     fingerprint: str
     settings: dict[str, Any]
     keys: Keys = field(default_factory=Keys)
+    adapters: Adapters = field(default_factory=Adapters)
     admission: Admission = field(default_factory=Admission)
     drain_timeout: float = 30.0
     profile_dir: Path | None = None
@@ -96,11 +98,11 @@ class Service:
                 self.tracer.span(parent, arrival, {**own, **attributes}, generation.ended == "error")
 
     def model(self, name: str | None) -> str:
-        """The served name that a request means. Raises ApiError (404) for another model's."""
+        """The served name that a request means, an adapter's too. Raises ApiError (404) for another model's."""
         if name is None:
             return self.names[0]
-        if name not in self.names:
-            served = ", ".join(self.names)
+        if name not in self.names and name not in self.adapters.found:
+            served = ", ".join((*self.names, *self.adapters.found))
             message = f"The model {show(name)} is not served here; use one of: {served}."
             raise ApiError(404, message, "not_found_error", param="model", code="model_not_found")
         return name

@@ -7,7 +7,7 @@ prompt does not hold up other requests' tokens.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -18,8 +18,8 @@ from unisono.frontend.media.sources import Loaded, MediaSource
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.server.beams import BeamClient, Source
 from unisono.server.chat import ChatFormat, ChatPlan
-from unisono.server.client import EngineClient
 from unisono.server.embeds import load_embeds
+from unisono.server.engines import Engines
 from unisono.server.generation import Echo, Generation, Style
 from unisono.server.media_queue import MediaQueue
 from unisono.server.metrics import ServerMetrics
@@ -41,15 +41,16 @@ class Serving:
 
     def __init__(
         self,
-        client: EngineClient,
+        client: Engines,
         inputs: InputProcessor,
         metrics: ServerMetrics,
         chat: ChatFormat | None = None,
         trust_templates: bool = False,
+        adapters: Collection[str] = (),
     ) -> None:
-        """trust_templates: whether bodies may bring a chat template."""
+        """trust_templates: whether bodies may bring a chat template. adapters: the names of those that are served."""
         self.inputs, self._format, self._trust_templates = inputs, chat or ChatFormat(), trust_templates
-        self._client = client
+        self._client, self._adapters = client, adapters
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(1, "tokenizer")
         self._media = MediaQueue(inputs.media)
@@ -139,7 +140,8 @@ class Serving:
             )
         wanted = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
         params = self._within_limits(prompt, params, pooled)
-        return self.inputs.request(request_id, prompt, params, body.priority or 0, wanted)
+        request = self.inputs.request(request_id, prompt, params, body.priority or 0, wanted)
+        return replace(request, adapter=body.model if body.model in self._adapters else None)
 
     async def _prompts(self, request: CompletionRequest, media: Sequence[list[Loaded]] = ()) -> list[Prompt]:
         """Return the prompts in the order of their choices: embeddings first, as in vLLM. Raises BadRequest.

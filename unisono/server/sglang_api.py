@@ -57,6 +57,20 @@ class GenerateRequest(BaseModel):
     )
     video_data: str | list[Any] | None = Field(None, description="a video as image_data has pictures")
     mm_processor_kwargs: dict[str, Any] | None = Field(None, description="an object of settings for pictures")
+    lora_path: str | list[str | None] | None = Field(
+        None, description="the name of an adapter, or a list that names the same one for each prompt"
+    )
+
+    @property
+    def adapter(self) -> str | None:
+        """The adapter of all prompts. Raises BadRequest where they are to have several."""
+        given = self.lora_path if isinstance(self.lora_path, list) else [self.lora_path]
+        if len(set(given)) > 1:
+            raise BadRequest(
+                f"lora_path={show(self.lora_path)} names several adapters; send a request for each of them.",
+                "lora_path",
+            )
+        return given[0] if given else None
 
 
 def completion_body(request: GenerateRequest, data: Mapping[str, Any]) -> tuple[dict[str, Any], Renames]:
@@ -67,6 +81,8 @@ def completion_body(request: GenerateRequest, data: Mapping[str, Any]) -> tuple[
         raise BadRequest("text and input_ids: give one of them.", "text")
     given, prompt = ("text", request.text) if request.text is not None else ("input_ids", request.input_ids)
     body["prompt"] = prompt
+    if (adapter := request.adapter) is not None:
+        body["model"] = adapter
     renames = {"prompt": given, "prompt_logprobs": "logprob_start_len", "logprobs": "top_logprobs_num"}
     for name, value in {"max_new_tokens": DEFAULT_TOKENS, **(request.sampling_params or {})}.items():
         if value is not None:

@@ -70,11 +70,11 @@ class TokenStream:
 
     streamed: whether the client gets tokens as they come. abort: called with the request's id to end it.
     ``accepted`` is done when the engine has the request; ``begun``: its first delta has been counted;
-    ``retried``: this is its second run.
+    ``retried``: this is its second run. ``engine``: the number of the one that runs it.
     """
 
-    def __init__(self, request: EngineRequest, streamed: bool, abort: Callable[[str], None]) -> None:
-        self.request, self._streamed, self._abort = request, streamed, abort
+    def __init__(self, request: EngineRequest, streamed: bool, abort: Callable[[str], None], engine: int = 0) -> None:
+        self.request, self._streamed, self._abort, self.engine = request, streamed, abort, engine
         self.prompt_tokens, self.begun = len(request.prompt_token_ids), False
         self._pending: TokenDelta | None = None
         self._error: UnisonoError | None = None
@@ -100,13 +100,27 @@ class TokenStream:
         """Abort the request unless it has finished. May be called at any time, more than once."""
         self._abort(self.request.request_id)
 
+    @property
+    def tokens(self) -> list[int]:
+        """What has come so far."""
+        return self._received.tokens
+
+    @property
+    def may_retry(self) -> bool:
+        """Whether it may run a second time: its client has no tokens, and this is the first run."""
+        return not self.retried and not (self._streamed and self._received.tokens)
+
     def retry(self) -> bool:
-        """Get ready for a second run; False where the client has tokens already, or this was the second run."""
-        if self.retried or (self._streamed and self._received.tokens):
+        """Get ready for a second run; False where there is none."""
+        if not self.may_retry:
             return False
         self.retried = True
         self._replay = _Replay(self._received) if self._received.tokens else None
         return True
+
+    def moved(self, abort: Callable[[str], None], engine: int) -> None:
+        """Another engine runs the request."""
+        self._abort, self.engine = abort, engine
 
     def push(self, delta: TokenDelta) -> None:
         """The engine has brought ``delta``."""

@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from unisono.state.offload import Offload, Plan
 from unisono.state.prefix_tree import Node, PrefixTree, Token
 from unisono.state.snapshots import SnapshotPool
-from unisono.state.specs import PADDING_PAGE, PAGE_SIZE
+from unisono.state.specs import PADDING_PAGE, PAGE_SIZE, TAILS
 from unisono.state.window_pages import WindowPages, WindowPool
 
 
@@ -53,7 +54,8 @@ class Reservation:
 
     cached_tokens: tokens of the prefix that the tree had. snapshot: the id of the tails' snapshot after them, -1 for
     none. windows: the pages of each window lifetime. branch: tokens after which the prompt leaves what the tree has;
-    more than ``cached_tokens`` where the tree lacks a snapshot there, which later prompts will want; else 0.
+    more than ``cached_tokens`` where the tree lacks a snapshot there, which later prompts will want; else 0. plan: what
+    may come back from host memory, until :meth:`fetch`. ticket: of the last transfer that it has to wait for.
     """
 
     pool: PagePool
@@ -62,6 +64,8 @@ class Reservation:
     entries: list[_Entry] = field(default_factory=list)
     windows: dict[int, WindowPages] = field(default_factory=dict)
     branch: int = 0
+    plan: Plan | None = None
+    ticket: int = 0
     _inserted: int = 0  # leading pages that the tree has seen
     _last: Node | None = None  # tree node of the inserted prefix
 
@@ -71,9 +75,48 @@ class Reservation:
         return [e.page for e in self.entries]
 
     @property
+    def coming(self) -> bool:
+        """Whether pages or snapshots of the cached prefix are still on their way from host memory."""
+        return self.pool.offload is not None and self.ticket > self.pool.offload.arrived
+
+    @property
+    def snapshot_coming(self) -> bool:
+        """The same for the snapshot that the request begins with."""
+        return self.pool.snapshots is not None and self._last in self.pool.snapshots.coming
+
+    def fetch(self) -> None:
+        """Have the prefix's pages come back that :attr:`plan` names, right after the reservation was opened.
+
+        As many pages must be available. The prefix is cached from now on, but :attr:`coming`.
+        """
+        plan, self.plan = self.plan, None
+        if plan is not None and self.pool.offload is not None:
+            path = self.pool.offload.fetch(self.pool, plan)
+            self.begin(path)
+            self.branch = 0
+
+    def begin(self, path: list[Node]) -> None:
+        """Begin after the cached prefix of these nodes, which are locked for this reservation."""
+        self.entries = [_Entry(node.page, node) for node in path]
+        self.cached_tokens, self._inserted = len(path) * PAGE_SIZE, len(path)
+        self.ticket = max((node.ticket for node in path), default=0)
+        for window in self.windows.values():
+            window.open(path)
+        if path:
+            last = self._last = path[-1]
+            last.complete = True  # the prompt pass begins with what is missing there
+            if self.pool.snapshots is not None:
+                self.snapshot = last.snapshot
+                self.pool.snapshots.touch(last)
+
+    @property
     def committed_tokens(self) -> int:
         """Leading tokens whose pages were offered to the prefix tree."""
         return self._inserted * PAGE_SIZE
+
+    def nodes(self) -> list[Node]:
+        """The tree's nodes of the leading pages that were offered to it."""
+        return [entry.node for entry in self.entries[: self._inserted] if entry.node is not None]
 
     def pages_from(self, column: int) -> list[int]:
         """The pages of lifetime ALL from a page-table column on."""
@@ -138,12 +181,15 @@ class PagePool:
         windows: Mapping[int, int] | None = None,
         snapshots: int | None = None,
         hits: bool = True,
+        offload: Offload | None = None,
     ) -> None:
-        self.num_pages, self.hits = num_pages, hits
+        self.num_pages, self.hits, self.offload = num_pages, hits, offload
         self.free = [p for p in range(num_pages - 1, -1, -1) if p != PADDING_PAGE]
         self.tree = PrefixTree(self._forget)
-        self.windows = {lifetime: WindowPool(lifetime, count) for lifetime, count in (windows or {}).items()}
-        self.snapshots = None if snapshots is None else SnapshotPool(snapshots)
+        self.windows = {
+            lifetime: WindowPool(lifetime, count, self._window_evicted) for lifetime, count in (windows or {}).items()
+        }
+        self.snapshots = None if snapshots is None else SnapshotPool(snapshots, self._snapshot_evicted)
         self.open_reservations: set[Reservation] = set()
 
     @property
@@ -159,28 +205,27 @@ class PagePool:
     def open(self, tokens: Sequence[Token], quotas: Mapping[int, int] | None = None) -> Reservation:
         """A reservation that begins with the longest usable prefix of ``tokens`` (whole pages, locked).
 
+        Where more of it waits in host memory the reservation has a plan, and begins once it is fetched.
+
         The last token is never served from the cache: its logits are needed. quotas: pages that the request may need at
         once of each window lifetime; see :meth:`has_quotas`.
         """
-        known = self.tree.match(tokens[: len(tokens) - 1]) if self.hits else []
-        path = self._usable(known)
+        tokens = tokens[: len(tokens) - 1]
+        known = self.tree.match(tokens) if self.hits else []
+        path = self.usable(known)
         windows = {lifetime: WindowPages(pool, 0) for lifetime, pool in self.windows.items()}
         for lifetime, window in windows.items():
             window.set_quota((quotas or {}).get(lifetime, 0))
-            window.open(path)
-        for node in path:
+        reservation = Reservation(self, windows=windows)
+        plan = self.offload.plan(self, tokens, known, len(path)) if self.offload is not None and self.hits else None
+        for node in plan.path if plan is not None else path:
             self.tree.lock(node)
-        last = path[-1] if path else None
-        snapshot = -1
-        if last is not None:
-            last.complete = True  # the prompt pass begins with what is missing there
-            if self.snapshots is not None:
-                snapshot = last.snapshot
-                self.snapshots.touch(last)
-        entries = [_Entry(node.page, node) for node in path]
-        branch = len(known) * PAGE_SIZE if self.snapshots is not None and len(known) > len(path) else 0
-        cached = len(path) * PAGE_SIZE
-        reservation = Reservation(self, cached, snapshot, entries, windows, branch, len(path), last)
+        if plan is not None:
+            reservation.plan, reservation.entries = plan, [_Entry(node.page, node) for node in plan.path]
+        else:
+            reservation.begin(path)
+            if self.snapshots is not None and len(known) > len(path):
+                reservation.branch = len(known) * PAGE_SIZE
         self.open_reservations.add(reservation)
         return reservation
 
@@ -199,12 +244,22 @@ class PagePool:
         return [self.free.pop() for _ in range(count)]
 
     def drop_cached(self) -> int:
-        """Evict every unlocked page from the prefix tree; returns how many."""
+        """Evict every unlocked page from the prefix tree, and forget what waits in host memory; returns how many pages
+        of the device are free."""
+        if self.offload is not None:
+            self.offload.forget()
         freed = self.tree.evict(self.tree.unlocked)
         self.free.extend(freed)
+        if self.offload is not None:
+            self.offload.discards = False
         return len(freed)
 
-    def _usable(self, path: list[Node]) -> list[Node]:
+    def flush(self) -> None:
+        """Have what gave way moved to host memory, before anything overwrites it."""
+        if self.offload is not None:
+            self.offload.flush()
+
+    def usable(self, path: list[Node]) -> list[Node]:
         """The longest beginning of a path after which every kind of state can go on."""
         pages = len(path)
         while pages and not (
@@ -214,7 +269,17 @@ class PagePool:
             pages -= 1
         return path[:pages]
 
+    def _window_evicted(self, node: Node, lifetime: int) -> None:
+        if self.offload is not None:
+            self.offload.note(node, lifetime, node.windows[lifetime].page)
+
+    def _snapshot_evicted(self, node: Node) -> None:
+        if self.offload is not None:
+            self.offload.note(node, TAILS, node.snapshot)
+
     def _forget(self, node: Node) -> None:
+        if self.offload is not None:
+            self.offload.note_all(node)
         for pool in self.windows.values():
             pool.forget(node)
         if self.snapshots is not None:
@@ -229,7 +294,9 @@ class PagePool:
             self.num_pages,
             {"the free list": self.free, "a reservation": private, "the prefix tree": [n.page for n in nodes]},
         )
-        _check_locks({n: n.locks for n in nodes}, (e.node for e in entries))
+        transfers = self.offload.transfers if self.offload is not None else []
+        holders = [e.node for e in entries] + [node for transfer in transfers for node in transfer.nodes]
+        _check_locks({n: n.locks for n in nodes}, holders)
         unlocked = sum(node.locks == 0 for node in nodes)
         if (self.tree.pages, self.tree.unlocked) != (len(nodes), unlocked):
             raise RuntimeError(f"tree counts {self.tree.pages}/{self.tree.unlocked}, holds {len(nodes)}/{unlocked}")
@@ -244,8 +311,9 @@ class PagePool:
                 "the prefix tree": [h.page for h in held.values()],
             }
             _check_owners(pool.num_pages, owners)
-            _check_locks({n: h.locks for n, h in held.items()}, (node for _, node in given))
-            if pool.unpromised + sum(w.quota for w in windows) != pool.num_pages - 1:
+            coming = [node for transfer in transfers for node in transfer.windows.get(lifetime, ())]
+            _check_locks({n: h.locks for n, h in held.items()}, [*(node for _, node in given), *coming])
+            if pool.unpromised + sum(w.quota for w in windows) + len(coming) != pool.num_pages - 1:
                 raise RuntimeError(f"quotas of window {lifetime} do not add up: {pool.unpromised} are left")
 
 

@@ -14,8 +14,10 @@ evicted before the node: ``unisono/state/window_pages.py`` and ``unisono/state/s
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import itertools
+import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +43,8 @@ class Node:
 
     complete: False where the state of the page's last token may be missing in part, see :meth:`Reservation.commit`.
     windows: lifetime -> the page of that lifetime, where the node still has one. snapshot: id of the tails' snapshot
-    after the page's last token; -1 for none.
+    after the page's last token; -1 for none. ticket: the last transfer that writes a part of this node's state, see
+    ``unisono/state/offload.py``. digest: see :func:`node_digest`; empty until somebody asks.
     """
 
     page: int
@@ -53,6 +56,30 @@ class Node:
     complete: bool = True
     windows: dict[int, WindowPage] = field(default_factory=dict)
     snapshot: int = -1
+    ticket: int = 0
+    digest: bytes = b""
+
+
+def page_digest(parent: bytes, key: Tokens) -> bytes:
+    """Names a prefix: 16 bytes that depend on the page's tokens and on all before. parent: b"" for the first page."""
+    try:
+        tokens = b"i" + struct.pack(f"<{len(key)}q", *key)
+    except struct.error:  # digests of embeddings stand among the token ids
+        parts = (b"b" + token if isinstance(token, bytes) else b"i" + struct.pack("<q", token) for token in key)
+        tokens = b"m" + b"".join(struct.pack("<I", len(part)) + part for part in parts)
+    return hashlib.blake2b(tokens, key=parent, digest_size=16).digest()
+
+
+def node_digest(node: Node) -> bytes:
+    """The :func:`page_digest` of the prefix that ends with a node of a tree."""
+    path: list[Node] = []
+    while node.parent is not None and not node.digest:
+        path.append(node)
+        node = node.parent
+    digest = node.digest
+    for each in reversed(path):
+        digest = each.digest = page_digest(digest, each.key)
+    return digest
 
 
 class PrefixTree:
@@ -76,7 +103,7 @@ class PrefixTree:
     def match(self, tokens: Sequence[Token]) -> list[Node]:
         """The nodes of the longest cached prefix of ``tokens``, in whole pages, from the root down."""
         node, path = self._root, []
-        for key in _page_keys(tokens):
+        for key in page_keys(tokens):
             child = node.children.get(key)
             if child is None:
                 break
@@ -118,11 +145,12 @@ class PrefixTree:
         """Remove up to ``count`` nodes, least recently used leaves first; returns the freed pages of lifetime ALL."""
         freed: list[int] = []
         while len(freed) < count and (node := self._least_used()) is not None:
-            parent, node.parent = node.parent, None
+            parent = node.parent
             assert parent is not None
             del parent.children[node.key]
             freed.append(node.page)
             self._on_evict(node)
+            node.parent = None
             if not parent.locks and not parent.children:
                 heapq.heappush(self._bared, (parent.used, next(self._tiebreak), parent))
         self.pages -= len(freed)
@@ -152,6 +180,7 @@ class PrefixTree:
         return first
 
 
-def _page_keys(tokens: Sequence[Token]) -> Iterator[Tokens]:
+def page_keys(tokens: Sequence[Token]) -> Iterator[Tokens]:
+    """The tokens of each whole page."""
     for start in range(0, len(tokens) - PAGE_SIZE + 1, PAGE_SIZE):
         yield tuple(tokens[start : start + PAGE_SIZE])

@@ -21,6 +21,9 @@ PADDING_PAGE = 0
 ALL = 0
 """Lifetime of a page that lives as long as its request."""
 
+TAILS = -1
+"""In place of a lifetime, where parts of a cached prefix are named: a snapshot of all tails."""
+
 
 @dataclass(frozen=True)
 class Paged:

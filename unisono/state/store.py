@@ -19,7 +19,19 @@ from typing import Any
 import torch
 
 from unisono.kernels.tree_paths import copy_span
-from unisono.state.specs import ALL, PADDING_PAGE, PAGE_SIZE, Paged, PerSlot, Spec, Tail, Tree, leaves, map_tree
+from unisono.state.specs import (
+    ALL,
+    PADDING_PAGE,
+    PAGE_SIZE,
+    TAILS,
+    Paged,
+    PerSlot,
+    Spec,
+    Tail,
+    Tree,
+    leaves,
+    map_tree,
+)
 
 PageKey = tuple[int, tuple[int, ...], torch.dtype]
 """Lifetime, shape and dtype of paged state."""
@@ -197,6 +209,16 @@ class StateStore:
         for saved, given in zip(self._snapshots, state, strict=True):
             saved[snapshot].copy_(given)
 
+    def parts(self, kind: int) -> list[torch.Tensor]:
+        """The bytes of every page of a lifetime, or with TAILS of every snapshot.
+
+        Views [pages, specs, words] of what is allocated now, page first: int64 where a page's bytes allow it, else
+        uint8.
+        """
+        if kind == TAILS:
+            return [_words(saved.unsqueeze(0)) for saved in self._snapshots]
+        return [_words(pages) for key, pages in self._pages.items() if key[0] == kind]
+
     # ---- pieces --------------------------------------------------------------------------------
 
     def _every(self) -> Iterator[tuple[str, Spec]]:
@@ -240,6 +262,13 @@ class StateStore:
 
     def _ints(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=self.device)
+
+
+def _words(pages: torch.Tensor) -> torch.Tensor:
+    """[specs, pages, *shape] as a view [pages, specs, words]."""
+    rows = pages.reshape(*pages.shape[:2], -1)
+    wide = rows.shape[-1] * rows.element_size() % 8 == 0
+    return rows.view(torch.int64 if wide else torch.uint8).transpose(0, 1)
 
 
 def _flat(tree: Any) -> Iterator[Any]:

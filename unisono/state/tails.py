@@ -40,18 +40,21 @@ class TailPass:
     @staticmethod
     def of(
         rows: torch.Tensor, positions: torch.Tensor, kv_len: torch.Tensor, query_start: torch.Tensor | None,
-        seen: torch.Tensor,
+        seen: torch.Tensor, singles: int = 0,
     ) -> TailPass:  # fmt: skip
         """A pass as attention is told of it: positions [T], kv_len [R], query_start [R + 1], None for a round.
 
         In a round the tokens before each row's first one are committed and the others are drafts; in a prompt pass all
-        tokens are committed. seen [NR]: tokens that the snapshots of all rows have seen.
+        tokens are committed. The first ``singles`` rows of a prompt pass move their snapshots as those of a round do.
+        seen [NR]: tokens that the snapshots of all rows have seen.
         """
         since = seen.index_select(0, rows)
         if query_start is None:
             committed = first = positions.view(rows.shape[0], -1)[:, 0].contiguous()
         else:
             first, committed = (kv_len - query_start.diff()).masked_fill(kv_len == 0, -1), kv_len
+            if singles:
+                committed = torch.cat((first[:singles], kv_len[singles:]))
         until = torch.where(first >= 0, committed - committed % PAGE_SIZE, since)
         return TailPass(rows, since, first, until, kv_len)
 

@@ -7,14 +7,14 @@ dtype. Nothing may be in flight on the device of the importing engine's pages; t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from unisono.state.pages import OutOfPages, PagePool
-from unisono.state.prefix_tree import Node, Token
-from unisono.state.specs import ALL, PAGE_SIZE
+from unisono.state.prefix_tree import Node, Token, page_keys
+from unisono.state.specs import ALL, PAGE_SIZE, TAILS
 from unisono.state.store import StateStore
 
 PageState = list[torch.Tensor]
@@ -65,6 +65,150 @@ def import_prefix(pool: PagePool, store: StateStore, prefix: Prefix) -> int:
     return len(held) * PAGE_SIZE
 
 
+Parts = list[tuple[int, list[int]]]
+"""Kind, and the pages of a text (by place) that have it."""
+
+
+def pack_pages(store: StateStore, nodes: Sequence[Node], first: int, wanted: Mapping[int, Collection[int]]) -> Packed:
+    """The state of a path's nodes from ``first`` on, gathered on the device and on its way to the host.
+
+    wanted: by kind, the pages that are to be packed where the nodes have it; every page of lifetime ALL.
+    """
+    parts: Parts = [(ALL, list(range(first, len(nodes))))]
+    ids = {ALL: [node.page for node in nodes[first:]]}
+    for kind, pages in wanted.items():
+        held = [(p, _held(nodes[p], kind)) for p in sorted(pages) if p < len(nodes) and _held(nodes[p], kind) >= 0]
+        if held:
+            parts.append((kind, [page for page, _ in held]))
+            ids[kind] = [number for _, number in held]
+    tensors = []
+    for kind, _ in parts:
+        places = torch.tensor(ids[kind], dtype=torch.int64, device=store.device)
+        tensors += [_to_host(part.index_select(0, places)) for part in store.parts(kind)]
+    done = None
+    if store.device.type == "cuda":
+        done = torch.cuda.Event()
+        done.record()
+    return Packed(first, [node.complete for node in nodes[first:]], parts, tensors, done)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Pages ``first`` … of a text. done: when ``tensors`` are there; None: they are."""
+
+    first: int
+    complete: list[bool]
+    parts: Parts
+    tensors: list[torch.Tensor]
+    done: torch.cuda.Event | None
+
+    def payload(self) -> list[memoryview]:
+        """The bytes, once they are there. Any thread may call it."""
+        if self.done is not None:
+            self.done.synchronize()
+        return [tensor.view(torch.uint8).reshape(-1).numpy().data for tensor in self.tensors]
+
+
+class Incoming:
+    """A text's pages as they come in, in order; their nodes stay locked until :meth:`close`.
+
+    tokens: of the whole pages that may come. ``path``: the nodes that are there; of the first ``first`` of them nothing
+    is expected.
+    """
+
+    def __init__(self, pool: PagePool, store: StateStore, tokens: Sequence[Token]) -> None:
+        self._pool, self._store = pool, store
+        self.keys = list(page_keys(tokens))
+        usable = pool.usable(pool.tree.match(tokens))
+        self.first = len(usable)
+        self.path = list(usable)
+        for node in usable:
+            pool.tree.lock(node)
+
+    def put(self, first: int, complete: Sequence[bool], parts: Parts, payload: bytes | bytearray | memoryview) -> None:
+        """Write pages into the tree. Raises OutOfPages, and ValueError for what is not the next page's state."""
+        if first > len(self.path) or first + len(complete) > len(self.keys):
+            raise ValueError(f"pages {first} … came after {len(self.path)} of {len(self.keys)}")
+        sizes = [(kind, pages, self._store.parts(kind)) for kind, pages in parts]
+        if sum(len(p) * t[0].numel() * t.element_size() for _, p, some in sizes for t in some) != len(payload):
+            raise ValueError(f"{len(payload)} bytes are not the state of these pages")
+        if any(not first <= page < first + len(complete) for _, pages, _ in sizes for page in pages):
+            raise ValueError("a part belongs to none of the pages")
+        fresh = self._nodes(first, complete)
+        at, whole = 0, memoryview(payload)
+        for kind, pages, tensors in sizes:
+            ids = [self._place(kind, page, fresh) for page in pages]
+            self._pool.flush()  # what gave way for them
+            for tensor in tensors:
+                row = tensor[0].numel() * tensor.element_size()
+                raw = torch.frombuffer(bytearray(whole[at : at + row * len(pages)]), dtype=tensor.dtype)
+                at += row * len(pages)
+                rows = raw.view(len(pages), *tensor.shape[1:])
+                kept = [i for i, number in enumerate(ids) if number >= 0]
+                places = torch.tensor([ids[i] for i in kept], dtype=torch.int64)
+                tensor.index_copy_(0, places.to(self._store.device), rows[kept].to(self._store.device))
+            self._finish(kind, pages, ids)
+
+    def close(self) -> None:
+        """Unlock everything; what came stays cached."""
+        for node in reversed(self.path):
+            self._pool.tree.unlock(node)
+        self.path.clear()
+
+    def _nodes(self, first: int, complete: Sequence[bool]) -> set[int]:
+        """Append nodes for these pages; returns the pages whose state the device does not have yet."""
+        fresh = set()
+        new = range(max(first, len(self.path)), first + len(complete))
+        for page, number in zip(new, self._pool.take(len(new)), strict=True):  # all or none
+            parent = self.path[-1] if self.path else None
+            node = self._pool.tree.insert(parent, self.keys[page], number, complete[page - first])
+            if node.page != number:
+                self._pool.free.append(number)  # the tree has these tokens
+            else:
+                fresh.add(page)
+            self._pool.tree.lock(node)
+            self.path.append(node)
+        return fresh
+
+    def _place(self, kind: int, page: int, fresh: set[int]) -> int:
+        """Where a part goes on the device; -1 where it is not wanted."""
+        node, pool = self.path[page], self._pool
+        if kind == ALL:
+            return node.page if page in fresh else -1
+        if kind == TAILS:
+            return pool.snapshots.take() if pool.snapshots is not None and node.snapshot < 0 else -1
+        window = pool.windows[kind]
+        if kind in node.windows or not window.has_spare:
+            return -1
+        window.offer(node, window.take())
+        return node.windows[kind].page
+
+    def _finish(self, kind: int, pages: Sequence[int], ids: Sequence[int]) -> None:
+        """The parts are written: the tree may serve them."""
+        for page, number in zip(pages, ids, strict=True):
+            if number < 0 or kind == ALL:
+                continue
+            if kind == TAILS:
+                assert self._pool.snapshots is not None
+                self._pool.snapshots.attach(self.path[page], number)
+            else:
+                self._pool.windows[kind].unlock(self.path[page])
+
+
+def _held(node: Node, kind: int) -> int:
+    """The device's page or snapshot of this kind; -1 for none."""
+    if kind == TAILS:
+        return node.snapshot
+    return node.windows[kind].page if kind in node.windows else -1
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host; from a GPU it is on its way."""
+    if tensor.device.type != "cuda":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
 def _exported(store: StateStore, node: Node) -> PrefixPage:
     windows = {lifetime: store.export_page(lifetime, held.page) for lifetime, held in node.windows.items()}
     snapshot = store.export_snapshot(node.snapshot) if node.snapshot >= 0 else None
@@ -74,6 +218,7 @@ def _exported(store: StateStore, node: Node) -> PrefixPage:
 def _imported(pool: PagePool, store: StateStore, parent: Node | None, key: tuple[Token, ...], page: PrefixPage) -> Node:
     """The node of one page, with everything that it lacks. Raises OutOfPages."""
     (number,) = pool.take(1)
+    pool.flush()
     node = pool.tree.insert(parent, key, number, page.complete)
     if node.page != number:
         pool.free.append(number)  # the tree has these tokens
@@ -83,11 +228,13 @@ def _imported(pool: PagePool, store: StateStore, parent: Node | None, key: tuple
         window = pool.windows[lifetime]
         if lifetime not in node.windows and window.has_spare:
             window.offer(node, window.take())
+            pool.flush()
             store.import_page(lifetime, node.windows[lifetime].page, state)
             window.unlock(node)
     if page.snapshot is not None and pool.snapshots is not None and node.snapshot < 0:
         snapshot = pool.snapshots.take()
         if snapshot >= 0:
+            pool.flush()
             store.import_snapshot(snapshot, page.snapshot)
             pool.snapshots.attach(node, snapshot)
     return node

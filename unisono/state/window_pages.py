@@ -7,7 +7,7 @@ prefix tree took over stay in their nodes until the pool needs them, least recen
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from unisono.state.prefix_tree import Node, WindowPage
@@ -20,10 +20,12 @@ def first_live_column(position: int, lifetime: int) -> int:
 
 
 class WindowPool:
-    """All pages of one window lifetime."""
+    """All pages of one window lifetime. on_evict: called with a node whose page gives way, which still has it."""
 
-    def __init__(self, lifetime: int, num_pages: int) -> None:
-        self.lifetime, self.num_pages = lifetime, num_pages
+    def __init__(
+        self, lifetime: int, num_pages: int, on_evict: Callable[[Node, int], None] = lambda node, lifetime: None
+    ) -> None:
+        self.lifetime, self.num_pages, self._on_evict = lifetime, num_pages, on_evict
         self.free = [p for p in range(num_pages - 1, -1, -1) if p != PADDING_PAGE]
         self.unpromised = num_pages - 1  # pages that no request's quota holds
         self._evictable: OrderedDict[Node, None] = OrderedDict()  # unlocked pages' nodes, least recently used first
@@ -42,6 +44,7 @@ class WindowPool:
         """A free page, or the page of the node that was used least recently."""
         if not self.free:
             node, _ = self._evictable.popitem(last=False)
+            self._on_evict(node, self.lifetime)
             self.free.append(node.windows.pop(self.lifetime).page)
         return self.free.pop()
 

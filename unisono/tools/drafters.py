@@ -60,7 +60,7 @@ def drafters(
     flags = {"device": device, "gpu_memory_utilization": gpu_memory_utilization, "max_num_seqs": max(sizes)}
     print("| drafter | " + " | ".join(f"tokens/s, batch {n}" for n in sizes) + " | tokens per round | right | same |")
     print("|---" * (len(sizes) + 4) + "|")
-    baseline = _measure(None, problems, sizes, flags)
+    baseline = _measure(SpeculativeConfig("none"), problems, sizes, flags)
     _print_row("none", baseline, baseline, problems)
     for method in chosen:
         spec = SpeculativeConfig.parse({"method": method, "model": HEADS[method], "num_speculative_tokens": drafts})
@@ -77,8 +77,8 @@ def _print_row(name: str, result: Speed, baseline: Speed, problems: int) -> None
     print(f"| `{name}` | {rates} | {result.accept_length:.2f} | {result.right} of {problems} | {same} |", flush=True)
 
 
-def _measure(spec: SpeculativeConfig | None, count: int, sizes: list[int], flags: dict[str, Any]) -> Speed:
-    """Answer the first ``count`` problems at every batch size in ``sizes``; None is no speculation."""
+def _measure(spec: SpeculativeConfig, count: int, sizes: list[int], flags: dict[str, Any]) -> Speed:
+    """Answer the first ``count`` problems at every batch size in ``sizes``."""
     from unisono.llm import LLM
 
     llm = LLM("tiny", speculative=spec, **flags)

@@ -84,7 +84,9 @@ class Plan:
         own = ["--max-num-seqs", str(self.max_num_seqs), "--max-model-len", str(self.max_model_len)]
         few = self.max_model_len // PAGE_TOKENS * 3 // 2
         queue = max(1, self.concurrency - self.max_num_seqs)  # n > 1 goes beyond it
-        return [*own, "--num-pages", str(few), "--max-queued-requests", str(queue)] if busy else own
+        if not busy:
+            return [*own, "--speculative-method", "none"]
+        return [*own, "--num-pages", str(few), "--max-queued-requests", str(queue)]
 
 
 @dataclass

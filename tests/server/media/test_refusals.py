@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from PIL import Image
 
 from tests.server import pictures_ as pics
-from tests.server.conftest import Server, until
+from tests.server.conftest import Server, in_one_try, until
 from tests.server.media.requests_ import CAT, CHAT, ask, frame_urls
 from tests.server.pictures_ import data_url, part, text
 from unisono.frontend.media.settings import MediaSettings
@@ -164,12 +165,17 @@ def test_a_model_that_sees_nothing(server: Server) -> None:
 def test_large_bodies_are_read_quickly() -> None:
     """What looks for numbers that are too long in a body takes much less than an expression does, in base64 too."""
     body = b'{"a": "' + pics.base64_of(np.random.default_rng(0).bytes(6_000_000)).encode() + b'"}'
-    times = []
-    for work in (lambda: load_object(body), lambda: re.search(rb"[0-9]{19}", body)):
-        begun = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begun)
-    assert times[0] < 0.6 * times[1], times
+
+    def least(work: Callable[[], object]) -> float:
+        """Seconds of processor time of the quickest of seven calls."""
+        times = []
+        for _ in range(7):
+            begun = time.thread_time()
+            work()
+            times.append(time.thread_time() - begun)
+        return min(times)
+
+    assert least(lambda: load_object(body)) < 0.6 * least(lambda: re.search(rb"[0-9]{19}", body))
     for number in ("1234567890123456789012", "-99999999999999999999"):
         with pytest.raises(ApiError, match="64 bits"):
             load_object(body[:-1] + f', "b": {number}}}'.encode())
@@ -209,19 +215,27 @@ def test_other_requests_go_on_while_a_picture_is_decoded(sees: Server) -> None:
     """A picture of 36 million pixels takes its time; text requests are answered all the while."""
     huge = data_url(pics.encoded(Image.new("RGB", (6000, 6000), (9, 8, 7)), compress_level=1))
     ask(sees, text("warm"))
-    others, took = meanwhile(sees, part(huge))
-    done = [one for one in others if one < took / 2]
-    assert took > 0.3
-    assert len(done) >= 3, (others, took)
-    assert len(done) >= 0.8 * len(others), (others, took)
+
+    def check() -> None:
+        others, took = meanwhile(sees, part(huge))
+        done = [one for one in others if one < took / 2]
+        assert took > 0.3
+        assert len(done) >= 3, (others, took)
+        assert len(done) >= 0.8 * len(others), (others, took)
+
+    in_one_try(check)
 
 
 def test_other_requests_go_on_while_hosts_are_slow(sees: Server, host: str) -> None:
     """More requests that wait for a host than there are places in which requests are prepared."""
-    others, took = meanwhile(sees, part(f"{host}/slow"), requests=4)
-    assert took >= 2
-    assert len(others) >= 10
-    assert max(others) < 1.5
+
+    def check() -> None:
+        others, took = meanwhile(sees, part(f"{host}/slow"), requests=4)
+        assert took >= 2
+        assert len(others) >= 10
+        assert max(others) < 1.5
+
+    in_one_try(check)
 
 
 def test_workers_end_with_the_server(strict: Server) -> None:

@@ -75,7 +75,7 @@ class MediaLoader:
         fetcher: Fetcher | None = None,
     ) -> None:
         self.vision, self.settings, self._directory = vision, settings, directory
-        self._setup = {
+        self.setup = {
             "directory": str(directory),
             "dtype": dtype,
             "max_tokens": max_tokens,
@@ -92,7 +92,7 @@ class MediaLoader:
     @cached_property
     def workers(self) -> Workers:
         """The processes that decode."""
-        return Workers(self._setup, self.settings.media_processes)
+        return Workers(self.setup, self.settings.media_processes)
 
     @property
     def has_processor(self) -> bool:

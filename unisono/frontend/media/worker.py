@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from unisono.channel import Channel
-from unisono.forks import limit_memory, limit_time, serve
+from unisono.forks import keep_freed_memory, limit_memory, limit_time, serve
 from unisono.frontend.media import pictures, videos
 from unisono.frontend.media.memory import memory_file
 from unisono.media import DIGEST_BYTES
@@ -49,6 +49,7 @@ def _begin(first: list[Any]) -> Any:
 
 def _serve_all(channel: Channel, decoder: Decoder | str, setup: dict[str, Any]) -> None:
     limit_memory(setup["memory"])
+    keep_freed_memory()
     while True:
         message, descriptors = channel.receive()
         limit_time(message["seconds"])
@@ -126,7 +127,9 @@ class Decoder:
     def of(cls, setup: dict[str, Any]) -> Decoder:
         """The processors of the checkpoint in ``setup["directory"]``. Raises any exception for broken files."""
         from PIL import Image
-        from transformers import AutoImageProcessor
+
+        # without torch the package itself has none before 5.18
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
         Image.init()  # its readers, once for all forks
         directory = Path(setup["directory"])

@@ -4,10 +4,13 @@ A :class:`Feature` exists once for each engine, a :class:`RequestState` for each
 
 ::
 
+    the engine starts     Feature.start            what all ranks have to do        (host)
     a request arrives     Feature.begin            checks it, makes its state       (host)
+    it is to get a slot   RequestState.ready       whether it can; then admitted    (host)
     prompts are due       Feature.pass_ahead       a pass that has to run before    (host)
     a pass is built       Feature.fill             fields of the batch, graph key   (host)
-    the pass runs         override_embeddings, rotary, allowed_tokens, report       (device, captured in graphs)
+    the pass runs         override_embeddings, rotary, around_target,
+                          allowed_tokens, report                                    (device, captured in graphs)
     the pass is read      Feature.read_prompt, RequestState.deliver                 (host)
 
 Device code follows the rules of graphs: it writes in place, to fixed addresses, with shapes that do not depend on data,
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,14 +32,15 @@ import torch
 
 from unisono.attention.context import Rotary
 from unisono.models.config import DecoderConfig
+from unisono.models.held_adapters import HeldAdapters
 from unisono.models.overriding import Overriding
 from unisono.models.vision.config import VisionConfig
 from unisono.models.vision.tower import VisionTower
-from unisono.program import NO_FEATURES, Buffers, Features, Field, Key, Program
+from unisono.program import NO_FEATURES, Buffers, Dimension, Features, Field, Key, Program
 from unisono.sampling.pipeline import EditFields, Sampled
 from unisono.types import EngineRequest, TokenDelta
 
-PassKind = Literal["extend", "round", "verify"]
+PassKind = Literal["extend", "mixed", "round", "verify"]
 """Prompt passes; rounds in one pass; the second pass of rounds whose drafts the host reads
 (``Feature.reads_drafts``)."""
 
@@ -95,6 +100,8 @@ class FeatureContext:
     vision, tower: of a model that sees. drafts: whether a drafter reads what prompt passes read. max_tokens: of a
     prompt pass. max_model_len: of a request. cache_bytes: what ``--mm-encoder-cache-gb`` says; None: nothing.
     decide: called with (name, value, reason) of each choice that the feature made by itself; ``explain`` shows them.
+    adapters: the target's room for adapters, and those that this rank holds; None: they are off.
+    adapter_modules: (name, directory) of those that are loaded at start.
     """
 
     directory: Path
@@ -116,9 +123,13 @@ class FeatureContext:
     max_model_len: int
     cache_bytes: int | None
     decide: Callable[[str, object, str], None]
+    adapters: HeldAdapters | None = None
+    adapter_modules: Sequence[tuple[str, str]] = ()
 
-    def sampled(self, kind: PassKind) -> tuple[int | str, int | str]:
+    def sampled(self, kind: PassKind) -> tuple[Dimension, Dimension]:
         """The dimensions [R, W] of a field with a value for each sampled position of such a pass."""
+        if kind == "mixed":
+            return ("decodes", self.max_rows), 1
         return (self.max_rows, 1) if kind == "extend" else ("rows", "width")
 
 
@@ -127,10 +138,13 @@ class RequestState:
 
     stop_ids: token ids that end the request, beside its own.
     prompt_keys: what the prefix cache knows the prompt by, where that is not its token ids.
+    prefix_root: what the request's keys and values depend on beside its tokens; cached prefixes are shared by requests
+    of one root only.
     """
 
     stop_ids: tuple[int, ...] = ()
     prompt_keys: list[int | bytes] | None = None
+    prefix_root: bytes | None = None
 
     def slot_values(self) -> Mapping[str, int]:
         """The values of the slot fields that the feature declares (:meth:`Feature.slot_fields`)."""
@@ -139,6 +153,13 @@ class RequestState:
     def reach(self, start: int, end: int) -> int:
         """Of a prompt pass of positions ``start … end`` that is about to be built: up to where it can go now."""
         return end
+
+    def ready(self) -> bool:
+        """Whether the request can get a slot now. Where not, it waits, and others that ask for the feature with it."""
+        return True
+
+    def admitted(self) -> None:
+        """The request gets a slot: take what it needs as long as it has one; :meth:`slot_values` follows."""
 
     def released(self) -> None:
         """The request has given its slot back: it ended, or it waits again."""
@@ -227,6 +248,30 @@ class Outputs:
 
 
 @dataclass(frozen=True)
+class TargetTokens:
+    """The tokens of a pass of the target, T of R rows.
+
+    slots [R]: of each row. width: tokens of a row in a round; None in a prompt pass, whose rows begin at query_start
+    [R + 1]. count: T. last [E]: the tokens that the last layer computes alone; None: it computes all.
+    """
+
+    slots: torch.Tensor
+    count: int
+    width: int | None
+    query_start: torch.Tensor | None = None
+    last: torch.Tensor | None = None
+
+    def spread(self, values: torch.Tensor, padding: int) -> torch.Tensor:
+        """[T] of ``values [R]`` int32, ``padding`` for tokens of no row."""
+        if self.width is not None:
+            return values[:, None].expand(-1, self.width).flatten()
+        assert self.query_start is not None
+        tokens = torch.arange(self.count, dtype=torch.int32, device=values.device)
+        rows = torch.searchsorted(self.query_start[1:], tokens, right=True)
+        return torch.cat((values, values.new_full((1,), padding))).index_select(0, rows)
+
+
+@dataclass(frozen=True)
 class Computed:
     """What a pass has computed when its tokens are sampled and not yet committed.
 
@@ -250,17 +295,20 @@ class Feature:
 
     name: as in the catalog. extra_args: the keys of ``SamplingParams.extra_args`` that it reads. asks: what every pass
     with such a request needs beside its tokens; :meth:`fill` may say more. expected: what many prompt passes will need,
-    so that their graphs are captured at start. reads_all_tokens: a prompt pass with this
-    feature's fields computes the final hidden states of all its tokens, not of last tokens only. reads_drafts:
-    :meth:`fill` needs a round's drafts on the host, and the tokens before them: such rounds are two passes.
+    so that their graphs are captured at start; expected_rounds: the same of rounds. reads_all_tokens: a prompt pass
+    with this feature's fields computes the final hidden states of all its tokens, not of last tokens only.
+    reads_drafts: :meth:`fill` needs a round's drafts on the host, and the tokens before them: such rounds are two
+    passes. mixes: requests that ask for it may be in a mixed pass, which has its fields of that kind.
     """
 
     name = ""
     extra_args: tuple[str, ...] = ()
     asks: Features = NO_FEATURES
     expected: Features = NO_FEATURES
+    expected_rounds: Features = NO_FEATURES
     reads_all_tokens = False
     reads_drafts = False
+    mixes = False
 
     def __init__(self, context: FeatureContext) -> None:
         self.context = context
@@ -281,6 +329,13 @@ class Feature:
         return ()
 
     # ---- host -----------------------------------------------------------------------------------
+
+    def start(self, send: Callable[[Any], object]) -> None:
+        """Every rank is built; only rank 0's features are told. Raises UnisonoError.
+
+        send: has every rank execute a command, now and whenever :meth:`begin`, a command of operators or a call of a
+        request's state runs.
+        """
 
     def prepare(self, request: EngineRequest) -> Future[Any] | None:
         """Begin what :meth:`begin` would wait for; None where there is nothing."""
@@ -307,6 +362,10 @@ class Feature:
     def read_prompt(self, rows: Sequence[Row], outputs: Mapping[str, np.ndarray]) -> None:
         """A prompt pass with these requests was read; :meth:`RequestState.deliver` of those that sampled follows."""
 
+    def commands(self) -> Mapping[str, Callable[..., Any]]:
+        """What operators may call by name between two steps; JSON-ready data in and out. Raises UnisonoError."""
+        return {}
+
     def metrics(self) -> Sequence[Metric]:
         """Counters and gauges of the feature."""
         return ()
@@ -327,6 +386,10 @@ class Feature:
     def rotary(self, buffers: Buffers, positions: torch.Tensor) -> Rotary | None:
         """Before a prompt pass: the positions that its tokens turn by, where these are not the absolute ``positions``
         [T]."""
+        return None
+
+    def around_target(self, buffers: Buffers, tokens: TargetTokens) -> AbstractContextManager[None] | None:
+        """Before the target computes ``tokens``: what holds while it does; None: nothing."""
         return None
 
     def allowed_tokens(self, buffers: Buffers, rows: int) -> torch.Tensor | None:

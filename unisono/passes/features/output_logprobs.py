@@ -16,6 +16,7 @@ class OutputLogprobs(Feature):
     """Every pass that samples has the field: rows that did not ask cost next to nothing, and one graph serves all."""
 
     name = "output_logprobs"
+    mixes = True
 
     def fields(self, kind: PassKind) -> tuple[Field, ...]:
         return (Field("logprobs", torch.int32, (*self.context.sampled(kind), WORDS), output=True),)

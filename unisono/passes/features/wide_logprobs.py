@@ -24,6 +24,7 @@ class WideLogprobs(Feature):
     """Field: ``wide_logits``. :class:`OutputLogprobs` comes before it and reports the tokens' own."""
 
     name = "wide_logprobs"
+    mixes = True
     asks = WIDE
 
     def fields(self, kind: PassKind) -> tuple[Field, ...]:

@@ -57,7 +57,7 @@ class ResponsesRequest(BaseModel):
     parallel_tool_calls: bool | None = Field(None, description="true or false")
     reasoning: dict[str, Any] | None = Field(None, description="an object with effort")
     text: dict[str, Any] | None = Field(None, description="an object with format")
-    truncation: str | None = Field(None, description='"disabled"')
+    truncation: str | None = Field(None, description='"auto" or "disabled"')
     metadata: dict[str, Any] | None = Field(None, description="an object of strings")
     max_tool_calls: int | None = Field(None, description="a whole number (of built-in tools, which are none)")
     user: str | None = Field(None, description="a string")
@@ -65,7 +65,9 @@ class ResponsesRequest(BaseModel):
     service_tier: str | None = Field(None, description="a string")
     prompt_cache_key: str | None = Field(None, description="a string")
     prompt_cache_retention: str | None = Field(None, description="a string")
-    conversation: None = Field(None, description="absent; use previous_response_id")
+    conversation: str | dict[str, Any] | None = Field(
+        None, description="the id of a conversation, or an object with id"
+    )
     prompt: None = Field(None, description="absent; use instructions")
     context_management: list[Any] | None = Field(None, max_length=0, description="absent: inputs are not compacted")
 
@@ -95,15 +97,20 @@ class Messages:
         return {f"messages[{i}]": source for i, source in enumerate(self.sources)} | contents
 
 
-def to_items(given: str | list[Any], new_id: Callable[[str], str], find: Callable[[str], Item | None]) -> list[Item]:
-    """The input as items with ids. find: an item of an earlier response, by its id. Raises BadRequest."""
+def to_items(
+    given: str | list[Any], new_id: Callable[[str], str], find: Callable[[str], Item | None], name: str = "input"
+) -> list[Item]:
+    """The input as items with ids. find: an item of an earlier response, by its id. name: the field's.
+
+    Raises BadRequest.
+    """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if not given:
-        raise BadRequest("input is empty; give at least one item.", "input")
+        raise BadRequest(f"{name} is empty; give at least one item.", name)
     items = []
     for i, item in enumerate(given):
-        where = f"input[{i}]"
+        where = f"{name}[{i}]"
         if not isinstance(item, dict):
             raise BadRequest(f"{where}={show(item)} is not valid: it must be an object.", where)
         if item.get("type") == "item_reference":
@@ -117,14 +124,23 @@ def to_items(given: str | list[Any], new_id: Callable[[str], str], find: Callabl
     return items
 
 
-def to_messages(items: list[Item], instructions: str | None, earlier: int) -> Messages:
-    """The messages of a conversation. earlier: how many items are of previous responses. Raises BadRequest."""
+def to_messages(
+    items: list[Item],
+    instructions: str | None,
+    earlier: int,
+    before: str = "previous_response_id",
+    name: str = "input",
+) -> Messages:
+    """The messages of a conversation. earlier: how many items come of the field ``before``, the others of ``name``.
+
+    Raises BadRequest.
+    """
     made = Messages()
     if instructions:
         made.add({"role": "system", "content": instructions}, "instructions")
     for i, item in enumerate(items):
-        where = "previous_response_id" if i < earlier else f"input[{i - earlier}]"
-        reader = READERS.get(item["type"])
+        where = before if i < earlier else f"{name}[{i - earlier}]"
+        reader = READERS.get(item["type"]) if isinstance(item["type"], str) else None
         if reader is None:
             raise BadRequest(
                 f"{where}.type={show(item['type'])} is not supported; use one of {', '.join(READERS)}.", f"{where}.type"
@@ -205,16 +221,38 @@ def chat_body(request: ResponsesRequest, data: Mapping[str, Any], made: Messages
     return present, Renames({**RENAMED, **made.renames()})
 
 
+def conversation_of(request: ResponsesRequest) -> str | None:
+    """The id of the conversation that a response goes on with. Raises BadRequest."""
+    given = request.conversation
+    found = given.get("id") if isinstance(given, dict) else given
+    if given is not None and not isinstance(found, str):
+        raise BadRequest(f'conversation={show(given)} is not valid: give an id, or {{"id": "conv_…"}}.', "conversation")
+    return found
+
+
+def shortened(items: list[Item]) -> list[list[Item]]:
+    """The items, and what is left of them without the oldest turns, one turn fewer each time.
+
+    A turn begins with a message of the user. The last one stays, and so do messages of the system and developer.
+    """
+    starts = [i for i, item in enumerate(items) if item["type"] == "message" and item.get("role") == "user"]
+    kept = [[item for item in items[:start] if item.get("role") in ("system", "developer")] for start in starts]
+    left = (head + items[start:] for head, start in zip(kept, starts, strict=True))
+    return [items, *(one for one in left if len(one) < len(items))]
+
+
 def _check_choices(request: ResponsesRequest) -> None:
     """Raises BadRequest for values of this API's own fields that are not honoured."""
     for value in request.include or []:
         if value not in INCLUDABLE:
             raise BadRequest(f"include={show(value)} is not supported; use {', '.join(sorted(INCLUDABLE))}.", "include")
-    if request.truncation not in (None, "disabled"):
+    if request.truncation not in (None, "auto", "disabled"):
+        raise BadRequest(f"truncation={show(request.truncation)} is not valid: use auto or disabled.", "truncation")
+    if request.conversation is not None and request.previous_response_id is not None:
         raise BadRequest(
-            f"truncation={show(request.truncation)} is not supported; an input that is too long is refused. Leave it "
-            "out, or use truncate_prompt_tokens of /v1/chat/completions.",
-            "truncation",
+            "conversation and previous_response_id exclude each other: both say what the input goes on with. Leave out "
+            "one of them.",
+            "conversation",
         )
     summary = (request.reasoning or {}).get("summary")
     if summary not in (None, "auto"):

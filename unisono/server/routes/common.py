@@ -15,11 +15,18 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
 from unisono.server.answers import EventStream, Reply, until_disconnect
+from unisono.server.engines import Wish
 from unisono.server.errors import ApiError, show
 from unisono.server.generation import Generation, start_all
 from unisono.server.note import note
 from unisono.server.overload import Ticket
 from unisono.server.service import CLIENT_GONE, MAX_BODY_BYTES, Service
+from unisono.types import BadRequest
+
+SESSION_HEADERS = ("x-session-id", "x-smg-routing-key", "x-user-id")
+"""What names a request's session, the first one that is there: the headers of vLLM's and SGLang's routers."""
+RANK_HEADER = "X-data-parallel-rank"
+"""The number of the engine that is to run a request, in vLLM."""
 
 
 def clients_only(service: Service, works: bool = False) -> list[Dependency]:
@@ -112,12 +119,16 @@ async def answer(
 
     closed: called once the answer is sent, has failed, or has lost its client.
     """
+    wish = wish_of(request)
     generations = await prepare()
     prepared(request, generations)
     for generation in generations:
+        generation.wish = wish
         generation.arrived(note(request.scope).arrival)
         generation.streamed = bool(stream)
     reply = reply_of(generations)
+    if answer_id in service.running:
+        raise BadRequest(f"request_id={show(answer_id)} is running already; give another.", "request_id")
     service.running[answer_id] = generations
 
     def close() -> None:
@@ -144,6 +155,19 @@ def prepared(request: Request, generations: list[Generation]) -> None:
     ticket.resize(len(generations))
     for generation in generations:
         generation.client, generation.key = ticket.client.label, ticket.client.name
+
+
+def wish_of(request: Request) -> Wish:
+    """Where a request wants to run, by its headers. Raises ApiError for a rank that is none."""
+    headers = request.headers
+    session = next((headers[name] for name in SESSION_HEADERS if headers.get(name)), "")
+    if (rank := headers.get(RANK_HEADER)) is None:
+        return Wish(session)
+    if not (rank.isascii() and rank.isdecimal() and len(rank) < 9):
+        raise ApiError(
+            400, f"{RANK_HEADER}={show(rank)} is not valid: give the number of an engine.", param=RANK_HEADER
+        )
+    return Wish(session, rank=int(rank))
 
 
 def now() -> int:

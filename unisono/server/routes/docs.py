@@ -17,8 +17,10 @@ from unisono import __version__
 from unisono.server.anthropic_api.body import CountRequest, MessagesRequest
 from unisono.server.protocol import ChatRequest, CompletionRequest
 from unisono.server.responses_api.body import ResponsesRequest
+from unisono.server.routes.adapters import LoadAdapter, UnloadAdapter
 from unisono.server.routes.admin import AbortRequest
 from unisono.server.routes.common import described, json_response
+from unisono.server.routes.conversations import ConversationBody, ItemsBody, MetadataBody
 from unisono.server.routes.embeddings import EmbeddingRequest
 from unisono.server.routes.tokens import DetokenizeRequest, TokenizeRequest
 from unisono.server.service import Service
@@ -26,7 +28,8 @@ from unisono.server.sglang_api import GenerateRequest
 
 BODIES: tuple[type[BaseModel], ...] = (
     AbortRequest, ChatRequest, CompletionRequest, CountRequest, DetokenizeRequest, EmbeddingRequest, GenerateRequest,
-    MessagesRequest, ResponsesRequest, TokenizeRequest,
+    MessagesRequest, ResponsesRequest, TokenizeRequest, ConversationBody, MetadataBody, ItemsBody,
+    LoadAdapter, UnloadAdapter,
 )  # fmt: skip
 """The models of all bodies."""
 STATUSES = {

@@ -83,7 +83,7 @@ def add(app: FastAPI, service: Service) -> None:
         body = checked(load_object(await read_json_body(request)), EmbeddingRequest)
         model, answer_id = service.model(body.model), new_id("embd-")
         _check(body, service)
-        fields = {"prompt": body.input, "max_tokens": 1, "temperature": 0, "return_hidden_states": True}
+        fields = {"prompt": body.input, "max_tokens": 1, "temperature": 0, "return_hidden_states": True, "model": model}
         if body.truncate_prompt_tokens is not None:
             fields["truncate_prompt_tokens"] = body.truncate_prompt_tokens
         renames = Renames({"prompt": "input"})

@@ -45,7 +45,7 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", dependencies=clients, **described("The served names."))
     async def models() -> Response:
-        return json_response(ModelList([_card(service, name) for name in service.names]))
+        return json_response(ModelList([_card(service, name) for name in (*service.names, *service.adapters)]))
 
     @app.get("/v1/models/{model_id:path}", dependencies=clients, **described("One served name."))
     async def model(model_id: str) -> Response:
@@ -53,7 +53,10 @@ def add(app: FastAPI, service: Service) -> None:
 
 
 def _card(service: Service, name: str) -> ModelCard:
-    return ModelCard(name, service.created, service.serving.inputs.model.max_model_len, service.root)
+    length, adapter = service.serving.inputs.model.max_model_len, service.adapters.found.get(name)
+    if adapter is not None:
+        return ModelCard(name, adapter.created, length, adapter.path, parent=service.names[0])
+    return ModelCard(name, service.created, length, service.root)
 
 
 async def _generate(

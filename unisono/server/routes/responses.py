@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -19,9 +19,18 @@ from unisono.server.errors import ApiError, as_api_error
 from unisono.server.generation import Generation, merge, start_all
 from unisono.server.note import note
 from unisono.server.protocol import ChatRequest
-from unisono.server.responses_api.body import ResponsesRequest, chat_body, to_items, to_messages
+from unisono.server.responses_api.body import (
+    ResponsesRequest,
+    chat_body,
+    conversation_of,
+    shortened,
+    to_items,
+    to_messages,
+)
+from unisono.server.responses_api.conversations import ConversationStore
 from unisono.server.responses_api.store import Item, ResponseStore, Stored
 from unisono.server.responses_api.writer import Event, Writer
+from unisono.server.routes import conversations
 from unisono.server.routes.common import (
     answer,
     clients_only,
@@ -36,13 +45,17 @@ from unisono.server.routes.common import (
 )
 from unisono.server.service import Service
 from unisono.server.translation import Renames, chat_request, checked
+from unisono.types import BadRequest
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Asked:
-    """A checked body. items: of the whole conversation; earlier: how many are of previous responses."""
+    """A checked body. items: of the whole conversation; earlier: how many are of previous responses.
+
+    conversation: the id of the one that the response goes on with.
+    """
 
     request: ResponsesRequest
     chat: ChatRequest
@@ -50,6 +63,7 @@ class Asked:
     items: list[Item]
     earlier: int
     model: str
+    conversation: str | None
 
 
 @dataclass
@@ -80,20 +94,17 @@ class ResponseReply(EventReply):
 
 def add(app: FastAPI, service: Service) -> None:
     """Add the routes."""
-    store = ResponseStore()
+    store, kept = ResponseStore(), ConversationStore()
     tasks: set[asyncio.Task[None]] = set()
+    conversations.add(app, service, kept)
     _add_stored(app, service, store)
 
     @app.post("/v1/responses", dependencies=when_ready(service), **described("Make a response.", ResponsesRequest))
     async def create(request: Request) -> Response:
-        asked = await _asked(service, store, request)
+        asked = await _asked(service, store, kept, request)
         response = _blank(asked, service)
         stored = Stored(response, asked.items, service.keys.owner(request))
-        keeps = asked.request.store is not False
-
-        def keep() -> None:
-            if keeps:
-                store.put(stored)
+        keep = partial(_keep, asked, stored, store, kept)
 
         async def prepare() -> list[Generation]:
             with asked.renames.errors():
@@ -133,10 +144,19 @@ def add(app: FastAPI, service: Service) -> None:
         **described("Count the input tokens of a body of /v1/responses.", ResponsesRequest),
     )
     async def input_tokens(request: Request) -> Response:
-        asked = await _asked(service, store, request)
+        asked = await _asked(service, store, kept, request)
         with asked.renames.errors():
             prompt = await service.serving.chat_prompt(asked.chat, ticket_of(request))
         return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
+
+
+def _keep(asked: Asked, stored: Stored, store: ResponseStore, kept: ConversationStore) -> None:
+    """Keep a response's state, if it is to be stored; once it has ended, its conversation goes on with it."""
+    response = stored.response
+    if asked.request.store is not False:
+        store.put(stored)
+    if asked.conversation is not None and response["status"] in ("completed", "incomplete"):
+        kept.append(asked.conversation, [*asked.items[asked.earlier :], *response["output"]])
 
 
 def _add_stored(app: FastAPI, service: Service, store: ResponseStore) -> None:
@@ -176,18 +196,10 @@ def _add_stored(app: FastAPI, service: Service, store: ResponseStore) -> None:
         after: str | None = None,
     ) -> Response:
         items = store.get(response_id, service.keys.owner(request)).items
-        items = items if order == "asc" else items[::-1]
-        ids = [item["id"] for item in items]
-        start = ids.index(after) + 1 if after in ids else 0
-        if not 1 <= limit <= 100:
-            raise ApiError(400, f"limit={limit} is out of range: give 1 to 100.", param="limit")
-        shown = items[start : start + limit]
-        first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-        more = start + limit < len(items)
-        return json_response({"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": more})
+        return json_response(conversations.page_of(items, limit, order, after))
 
 
-async def _asked(service: Service, store: ResponseStore, request: Request) -> Asked:
+async def _asked(service: Service, store: ResponseStore, kept: ConversationStore, request: Request) -> Asked:
     """The body, checked. Raises BadRequest and ApiError."""
     data = load_object(await read_json_body(request))
     body = checked(data, ResponsesRequest, only=False)
@@ -195,9 +207,47 @@ async def _asked(service: Service, store: ResponseStore, request: Request) -> As
     earlier: list[Item] = []
     if body.previous_response_id is not None:
         earlier = store.ended(body.previous_response_id, who, "previous_response_id").conversation
+    before = "previous_response_id"
+    if (conversation := conversation_of(body)) is not None:
+        before, earlier = "conversation", kept.get(conversation, who, "conversation").items
     items = [*earlier, *to_items(body.input, new_id, partial(store.item, owner=who))]
-    chat, renames = chat_body(body, data, to_messages(items, body.instructions, len(earlier)))
-    return Asked(body, chat_request(chat, renames), renames, items, len(earlier), model)
+    chat, renames = chat_body(body, data, to_messages(items, body.instructions, len(earlier), before))
+    asked = Asked(body, chat_request(chat, renames), renames, items, len(earlier), model, conversation)
+    return await _fitting(service, asked, data, request) if body.truncation == "auto" else asked
+
+
+async def _fitting(service: Service, asked: Asked, data: Mapping[str, Any], request: Request) -> Asked:
+    """``truncation: auto``: without as many of the oldest turns as it takes to fit the context.
+
+    The stored items stay whole. Where even the last turn alone is too long it is left as it is, and refused later.
+    """
+    room = service.serving.inputs.model.max_model_len - (asked.request.max_output_tokens or 1)
+    choices = shortened(asked.items)
+    made: dict[int, Asked] = {}
+
+    async def fits(choice: int) -> bool:
+        items = choices[choice]
+        earlier = max(0, len(items) - (len(asked.items) - asked.earlier))
+        chat, renames = chat_body(asked.request, data, to_messages(items, asked.request.instructions, earlier))
+        made[choice] = replace(asked, chat=chat_request(chat, renames), renames=renames)
+        try:
+            with renames.errors():
+                return len((await service.serving.chat_prompt(made[choice].chat, ticket_of(request))).token_ids) <= room
+        except BadRequest as error:
+            if error.code != "context_length_exceeded":
+                raise
+            return False
+
+    if await fits(0):
+        return made[0]
+    low, high = 1, len(choices) - 1
+    if high < 1:
+        return asked
+    while low < high:  # the fewest turns that have to go
+        middle = (low + high) // 2
+        low, high = (low, middle) if await fits(middle) else (middle + 1, high)
+    await fits(low)
+    return made[low]
 
 
 def _blank(asked: Asked, service: Service) -> dict[str, Any]:
@@ -209,6 +259,7 @@ def _blank(asked: Asked, service: Service) -> dict[str, Any]:
         "created_at": now(),
         "status": "in_progress",
         "background": bool(body.background),
+        "conversation": {"id": asked.conversation} if asked.conversation is not None else None,
         "completed_at": None,
         "error": None,
         "incomplete_details": None,
@@ -231,7 +282,7 @@ def _blank(asked: Asked, service: Service) -> dict[str, Any]:
         "tools": body.tools or [],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": _given(body.top_p, defaults, "top_p"),
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
     }

@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from unisono.server.body import load_object
+from unisono.server.errors import ApiError, show
 from unisono.server.generation import Generation
 from unisono.server.note import note
 from unisono.server.protocol import CompletionRequest, parse
@@ -27,6 +28,10 @@ def add(app: FastAPI, service: Service) -> None:
         media = media_sources(body)
         with renames.errors():
             completion = parse(msgspec.json.encode(fields), CompletionRequest)
+        if body.adapter is not None and body.adapter not in service.adapters:
+            names = ", ".join(service.adapters) or "there are none"
+            message = f"lora_path={show(body.lora_path)} names no adapter that is served; served: {names}."
+            raise ApiError(404, message, "not_found_error", param="lora_path", code="model_not_found")
         service.model(completion.model)
         answer_id = body.rid or new_id("gen-")
 

@@ -25,7 +25,8 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.get("/load", **described("Requests that are not fully answered."))
     async def load() -> Response:
-        return json_response({"server_load": service.in_flight})
+        engines = service.client.replicas()
+        return json_response({"server_load": service.in_flight, **({"engines": engines} if engines else {})})
 
     @app.get(
         "/server_info",
@@ -37,7 +38,10 @@ def add(app: FastAPI, service: Service) -> None:
             stats = await service.client.inspect(INSPECT_LIMIT)
         except (EngineDead, TimeoutError) as error:
             raise unavailable(f"The engine does not answer: {error or 'it is busy'}.", "engine_unavailable") from None
-        return json_response({"server": service.settings, "engine": stats.info})
+        engines = zip(service.client.replicas(), service.client.infos, strict=False)
+        told = [{**one, "info": info} for one, info in engines]
+        whole = {"server": service.settings, "engine": stats.info}
+        return json_response(whole | ({"engines": told} if told else {}))
 
     @app.get("/metrics", **described("Prometheus metrics."))
     async def metrics() -> Response:

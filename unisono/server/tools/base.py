@@ -42,7 +42,14 @@ class Schema:
     style: str = "json"
 
 
-Part = str | Schema
+@dataclass(frozen=True)
+class Written:
+    """In the parts of a form: what a structural tag of xgrammar's allows; its strings hold no marks."""
+
+    tag: Mapping[str, Any]
+
+
+Part = str | Schema | Written
 """A form is a sequence of literal texts and arguments."""
 
 
@@ -106,10 +113,10 @@ class Reader:
         self._said, self._spoke = self._said or bool(kept), self._spoke or bool(kept)
         self._found.content += kept
 
-    def begin_call(self, name: str) -> None:
-        """A call of this function; its arguments follow."""
+    def begin_call(self, name: str, id: str | None = None) -> None:
+        """A call of this function; its arguments follow. id: the model's own; by default one is made."""
         self._blanks, self._said = "", False
-        self._found.calls.append(ToolDelta(self.count, "", self.context.new_id(self.count), name))
+        self._found.calls.append(ToolDelta(self.count, "", id or self.context.new_id(self.count), name))
         self.count += 1
 
     def argue(self, text: str) -> None:
@@ -300,7 +307,9 @@ class Format:
     reader: the class that reads answers. before, between, after: literal text around and between calls.
     trigger: text that begins a call where one may come, but need not. excludes: text that a reader would take for the
     beginning of a call although it lacks the trigger. interrupts: marks that end a thought which the model forgot to
-    close before a call.
+    close before a call. answer_head: literal text before an answer whose form a request asks for. heads: where every
+    message has a head, the texts that begin one, and what follows them up to where a call's differs from the others';
+    other_heads: how the others go on.
     """
 
     name: str
@@ -311,6 +320,9 @@ class Format:
     trigger: str
     excludes: tuple[str, ...] = ()
     interrupts: tuple[str, ...] = ()
+    answer_head = ""
+    heads: Mapping[str, str] = {}
+    other_heads: tuple[str, ...] = ()
 
     def known_by(self, template: str) -> bool:
         """Whether a chat template with this text asks for this form."""
@@ -319,6 +331,10 @@ class Format:
     def call(self, tool: Tool) -> Sequence[Part]:
         """The parts of a call of ``tool``."""
         raise NotImplementedError
+
+    def triggers(self, tools: Sequence[Tool]) -> Mapping[str, Sequence[Tool]]:
+        """Texts that begin a call where one may come, each with the tools that it may be a call of."""
+        return {self.trigger: tools}
 
     def call_id(self, digest: str) -> str:
         """A call's id, from 24 hexadecimal digits."""

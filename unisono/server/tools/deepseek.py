@@ -17,33 +17,35 @@ FENCE, FENCE_END = "\n```json\n", "\n```"
 class DeepSeekReader(Reader):
     """V3 and R1: ``function<sep>name``, and the arguments in a code block."""
 
+    section, section_end, call, call_end, separator = SECTION, SECTION_END, CALL, CALL_END, SEPARATOR
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._value = JsonValue()
         self._body = ""
 
     def outside(self) -> bool:
-        text, mark = self.until(SECTION)
+        text, mark = self.until(self.section)
         self.say(text)
         if mark:
-            self._body, self.step = SECTION, self._between
+            self._body, self.step = self.section, self._between
         return mark is not None
 
     def _between(self) -> bool:
         """Within the section, between calls."""
-        _, mark = self.until(CALL, SECTION_END)
-        if mark == CALL:
+        _, mark = self.until(self.call, self.section_end)
+        if mark == self.call:
             stop = self.count and not self.context.parallel
-            self._body, self.step = self._body + CALL, self.nothing if stop else self._name
+            self._body, self.step = self._body + self.call, self.nothing if stop else self._name
         elif mark:
             self.step = self.outside
         return mark is not None
 
     def _name(self) -> bool:
-        text, mark = self.until(FENCE, CALL_END)
+        text, mark = self.until(FENCE, self.call_end)
         self._body += text + (mark or "")
         if mark == FENCE:
-            name = self._body.removesuffix(FENCE).rpartition(SEPARATOR)[2]
+            name = self._body.removesuffix(FENCE).rpartition(self.separator)[2]
             self._begin(name)
         elif mark or (self.last and self._body):
             self._give_up()
@@ -63,7 +65,7 @@ class DeepSeekReader(Reader):
         if not self.held:
             return False
         if self._value.done:
-            _, mark = self.until(CALL_END)
+            _, mark = self.until(self.call_end)
             if mark:
                 self.step = self._between
             return mark is not None
@@ -77,10 +79,10 @@ class DeepSeekV31Reader(DeepSeekReader):
     """V3.1: ``name<sep>arguments``."""
 
     def _name(self) -> bool:
-        text, mark = self.until(SEPARATOR, CALL_END)
+        text, mark = self.until(self.separator, self.call_end)
         self._body += text
-        if mark == SEPARATOR:
-            self._begin(self._body.rpartition(CALL)[2])
+        if mark == self.separator:
+            self._begin(self._body.rpartition(self.call)[2])
         elif mark or (self.last and self._body):
             self._body += mark or ""
             self._give_up()

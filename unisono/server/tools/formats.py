@@ -6,14 +6,21 @@ from collections.abc import Mapping, Sequence
 
 from unisono.server.tools.base import Format
 from unisono.server.tools.deepseek import DeepSeekV3, DeepSeekV31
+from unisono.server.tools.glm45 import Glm45
+from unisono.server.tools.granite import Granite
+from unisono.server.tools.harmony import Harmony
 from unisono.server.tools.hermes import Hermes
+from unisono.server.tools.internlm import InternLM
+from unisono.server.tools.kimi_k2 import KimiK2
 from unisono.server.tools.llama3_json import LlamaJson
 from unisono.server.tools.mistral import Mistral, MistralArgs
+from unisono.server.tools.pythonic import Pythonic
 from unisono.server.tools.qwen3_coder import QwenCoder
 from unisono.types import ConfigError
 
 FORMATS: Sequence[Format] = (
-    DeepSeekV3(), DeepSeekV31(), MistralArgs(), Mistral(), QwenCoder(), Hermes(), LlamaJson(),
+    Harmony(), DeepSeekV3(), DeepSeekV31(), KimiK2(), MistralArgs(), Mistral(), QwenCoder(), Glm45(), Granite(),
+    InternLM(), Hermes(), Pythonic(), LlamaJson(),
 )  # fmt: skip
 """In the order in which a template is compared with them: the first that knows it is taken."""
 
@@ -21,7 +28,8 @@ ALIASES: Mapping[str, str] = {
     "qwen": "hermes", "qwen25": "hermes", "qwen3": "hermes",
     "qwen3_xml": "qwen3_coder", "mimo": "qwen3_coder",
     "llama3": "llama3_json", "llama4_json": "llama3_json",
-    "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31",
+    "glm": "glm45", "glm47": "glm45", "granite3": "granite", "llama4_pythonic": "pythonic", "llama4": "pythonic",
+    "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "gpt_oss": "openai", "gpt-oss": "openai",
 }  # fmt: skip
 """Other names that vLLM and SGLang have for the same forms."""
 

@@ -14,7 +14,9 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesReader(Reader):
-    """Text that opens like a call and is none stays text."""
+    """Text that opens like a call and is none stays text. opening, closing: the marks around a call."""
+
+    opening, closing = OPEN, CLOSE
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -22,10 +24,10 @@ class HermesReader(Reader):
         self._body = ""  # since the mark, until a name is known
 
     def outside(self) -> bool:
-        text, mark = self.until(OPEN)
+        text, mark = self.until(self.opening)
         self.say(text)
         if mark:
-            self._call, self._body, self.step = JsonCall(), OPEN, self._inside
+            self._call, self._body, self.step = JsonCall(), self.opening, self._inside
         return mark is not None
 
     def _inside(self) -> bool:
@@ -47,15 +49,15 @@ class HermesReader(Reader):
 
     def _close(self) -> bool:
         """After a whole object: the closing mark."""
-        if self.skip() and not self.awaits(CLOSE):
-            self.takes(CLOSE)
+        if self.skip() and not self.awaits(self.closing):
+            self.takes(self.closing)
             self.finish_call()
             return True
         return False
 
     def _rest(self) -> bool:
         """Of a broken call the text up to the mark is arguments all the same; without a name all of it is content."""
-        text, mark = self.until(CLOSE)
+        text, mark = self.until(self.closing)
         if self._body:
             self._body, text = "", self._body + text
             self.say(text + (mark or ""))

@@ -15,7 +15,9 @@ MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 class MistralReader(Reader):
-    """Reads both forms."""
+    """Reads both forms. marks: what begins the calls."""
+
+    marks: tuple[str, ...] = (MARK,)
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -23,10 +25,10 @@ class MistralReader(Reader):
         self._body, self._named = "", False
 
     def outside(self) -> bool:
-        text, mark = self.until(MARK)
+        text, mark = self.until(*self.marks)
         self.say(text)
         if mark:
-            self._body, self.step = MARK, self._begin
+            self._body, self.step = mark, self._begin
         return mark is not None
 
     def _begin(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from unisono.server.tools.base import Format, Part, Schema, Tool
+from unisono.server.tools.base import Format, Part, Schema, Tool, Written
 from unisono.types import BadRequest, StructuredOutputs
 
 Tag = dict[str, Any]
@@ -39,29 +39,62 @@ class Structure:
 
     def optional(self, tools: Sequence[Tool], parallel: bool) -> StructuredOutputs:
         """Free text in which calls satisfy the schemas of strict tools."""
-        form, inside = self._form, self._calls(_loosened(tools), parallel)
+        form, loose = self._form, _loosened(tools)
+        if form.heads:
+            return _outputs(self._with_heads(loose))
         trigger = next((mark for mark in self._specials if form.trigger.startswith(mark)), form.trigger)
-        after = self._without(inside, trigger)
         if trigger in self._specials:
-            rules = [[self._specials[trigger], after]]
+            rules = [[self._specials[trigger], self._without(self._calls(loose, parallel), trigger)]]
             return _outputs({"type": "token_dispatch", "rules": rules, "loop": parallel})
-        return _outputs(
-            {"type": "dispatch", "rules": [[trigger, after]], "loop": parallel, "excludes": list(form.excludes)}
-        )
+        texts = [
+            [text, self._without(self._calls(first, parallel, loose), text)]
+            for text, first in form.triggers(loose).items()
+        ]
+        return _outputs({"type": "dispatch", "rules": texts, "loop": parallel, "excludes": list(form.excludes)})
 
     def either(self, tools: Sequence[Tool], parallel: bool, asked: StructuredOutputs) -> StructuredOutputs:
         """Calls, or an answer in the form that the request asks for."""
-        return _outputs({"type": "or", "elements": [self._calls(_loosened(tools), parallel), _answer(asked)]})
+        return _outputs({"type": "or", "elements": [self._calls(_loosened(tools), parallel), self._answer(asked)]})
 
-    def _calls(self, tools: Sequence[Tool], parallel: bool) -> Tag:
+    def answer(self, asked: StructuredOutputs) -> StructuredOutputs:
+        """An answer in the form that the request asks for, with the head that this form of messages has."""
+        if not self._form.answer_head or asked.structural_tag is not None:
+            return asked
+        return _outputs(self._answer(asked))
+
+    def _answer(self, asked: StructuredOutputs) -> Tag:
+        return {"type": "sequence", "elements": [*self._parts(self._form.answer_head), _answer(asked)]}
+
+    def _with_heads(self, tools: Sequence[Tool]) -> Tag:
+        """Messages, each with a head; where that is a call's, the arguments follow."""
         form = self._form
-        calls = [self._sequence(form.call(tool)) for tool in tools]
-        one: Tag = calls[0] if len(calls) == 1 else {"type": "or", "elements": calls}
+        calls = self._without(self._one_of(tools), form.trigger)
+        heads = [calls, *(self._sequence([head]) for head in form.other_heads)]
+        rules = [
+            [begins, {"type": "sequence", "elements": [*self._parts(rest), {"type": "or", "elements": heads}]}]
+            for begins, rest in form.heads.items()
+        ]
+        if form.trigger not in self._specials:
+            return {"type": "dispatch", "rules": rules, "loop": True, "excludes": []}
+        return {
+            "type": "token_dispatch",
+            "rules": [[self._specials[begins], rule] for begins, rule in rules if begins in self._specials],
+            "loop": True,
+        }
+
+    def _calls(self, tools: Sequence[Tool], parallel: bool, later: Sequence[Tool] | None = None) -> Tag:
+        """A call of ``tools``; where several may come, more of these, or of ``later``."""
+        form, one = self._form, self._one_of(tools)
         elements = [*self._parts(form.before), one]
         if parallel:
+            one = self._one_of(later or tools)
             more = {"type": "sequence", "elements": [*self._parts(form.between), one]} if form.between else one
             elements.append({"type": "star", "content": more})
         return {"type": "sequence", "elements": [*elements, *self._parts(form.after)]}
+
+    def _one_of(self, tools: Sequence[Tool]) -> Tag:
+        calls = [self._sequence(self._form.call(tool)) for tool in tools]
+        return calls[0] if len(calls) == 1 else {"type": "or", "elements": calls}
 
     def _sequence(self, parts: Sequence[Part]) -> Tag:
         return {"type": "sequence", "elements": [tag for part in parts for tag in self._parts(part)]}
@@ -71,6 +104,8 @@ class Structure:
             schema = {**ANY_OBJECT, **part.schema}
             written: Tag = {"type": "json_schema", "json_schema": schema}
             return [written | ({"max_whitespace_cnt": BLANKS} if part.style == "json" else {"style": part.style})]
+        if isinstance(part, Written):
+            return [dict(part.tag)]
         found: list[Tag] = []
         place = 0
         for match in self._split.finditer(part):
@@ -80,16 +115,25 @@ class Structure:
 
     def _without(self, tag: Tag, trigger: str) -> Tag:
         """``tag`` without the text that it begins with: what follows a trigger."""
+        return self._cut(tag, trigger)[0]
+
+    def _cut(self, tag: Tag, trigger: str) -> tuple[Tag, str]:
+        """(``tag`` without its beginning, what of ``trigger`` goes beyond it). A token is a trigger as a whole."""
         if tag["type"] == "const_string":
-            return _text(tag["value"].removeprefix(trigger))
+            value = tag["value"]
+            return _text(value.removeprefix(trigger)) if value.startswith(trigger) else _text(""), (
+                trigger[len(value) :] if trigger.startswith(value) else ""
+            )
         if tag["type"] == "token":
-            return _text("")
+            return _text(""), ""
         elements = [dict(one) for one in tag["elements"]]
         if tag["type"] == "or":
-            return {"type": "or", "elements": [self._without(one, trigger) for one in elements]}
-        first = self._without(elements[0], trigger)
-        rest = elements[1:]
-        return {"type": "sequence", "elements": [*([] if first.get("value") == "" else [first]), *rest]}
+            return {"type": "or", "elements": [self._without(one, trigger) for one in elements]}, ""
+        while elements and trigger:
+            first, trigger = self._cut(elements.pop(0), trigger)
+            if first.get("value") != "":
+                return {"type": "sequence", "elements": [first, *elements]}, trigger
+        return {"type": "sequence", "elements": elements}, trigger
 
 
 def _loosened(tools: Sequence[Tool]) -> list[Tool]:

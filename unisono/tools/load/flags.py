@@ -157,6 +157,9 @@ def engine_flags(
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per pass, at most.")] = None,
     max_stall_ms: Annotated[float, typer.Option(help="As of `unisono serve`.")] = 50.0,
+    enable_mixed_chunk: Annotated[
+        bool, typer.Option("--enable-mixed-chunk/--no-enable-mixed-chunk", help="As of `unisono serve`.")
+    ] = False,
     gpu_memory_utilization: Annotated[float, typer.Option(help="As of `unisono serve`.")] = 0.9,
     num_pages: Annotated[int | None, typer.Option(help="As of `unisono serve`.")] = None,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Capture no graphs.")] = False,
@@ -166,6 +169,10 @@ def engine_flags(
     enable_prefix_caching: Annotated[
         bool, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="As of `unisono serve`.")
     ] = True,
+    tensor_parallel_size: Annotated[int, typer.Option(help="As of `unisono serve`.")] = 1,
+    enable_expert_parallel: Annotated[
+        bool, typer.Option("--enable-expert-parallel", help="As of `unisono serve`.")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
 ) -> None:
     """The engine of ``bench throughput``."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from unisono.frontend.harmony import ANALYSIS, CALL, END, FINAL, MESSAGE, Header, Messages, Part
 from unisono.types import ConfigError
 
 
@@ -34,10 +35,33 @@ class Parser:
         closed = before.endswith(self.end) if prefix is None else bool(prefix)
         return "content" if closed else "thinking" if self.opens and prefix is None else "begin"
 
-    def splitter(self, prompt: str, prefix: str | None = None, interrupts: Sequence[str] = ()) -> Splitter:
-        """For one answer; see :meth:`begins`. interrupts: marks of calls, with which a thought ends too."""
+    def splitter(
+        self, prompt: str, prefix: str | None = None, interrupts: Sequence[str] = (), calls: bool = False
+    ) -> Splitter:
+        """For one answer; see :meth:`begins`. interrupts: marks of calls, with which a thought ends too.
+
+        calls: whether calls are looked for in what is no thinking.
+        """
         state = self.begins(prompt, prefix)
         return Splitter(self, "begin" if self.opens and state == "thinking" else state, interrupts)
+
+
+@dataclass(frozen=True)
+class HarmonyParser(Parser):
+    """Thinking is the messages of a channel (``frontend/harmony.py``), wherever in the answer they are."""
+
+    start: str = Header(ANALYSIS).text
+    end: str = END
+
+    def begins(self, prompt: str, prefix: str | None = None) -> str:
+        if prefix is None and prompt.rstrip().endswith(self.start):
+            return "thinking"
+        return "content" if prefix is not None or prompt.endswith(MESSAGE) else "begin"
+
+    def splitter(
+        self, prompt: str, prefix: str | None = None, interrupts: Sequence[str] = (), calls: bool = False
+    ) -> Splitter:
+        return HarmonySplitter(self, self.begins(prompt, prefix), calls=calls)
 
 
 THINK, OPENED = Parser(), Parser(opens=True)
@@ -50,6 +74,7 @@ PARSERS: Mapping[str, Parser] = {
     "kimi": Parser("◁think▷", "◁/think▷"),
     "mistral": Parser("[THINK]", "[/THINK]"),
     "seed_oss": Parser("<seed:think>", "</seed:think>", opens=True),
+    **dict.fromkeys(("openai_gptoss", "gpt_oss"), HarmonyParser()),
 }
 """By the names that vLLM and SGLang give them."""
 OFF = "none"
@@ -67,6 +92,8 @@ def parser_named(name: str | None) -> Parser | None:
 
 def parser_of(template: str) -> Parser | None:
     """The parser for a chat template with this text; None where it has no thinking."""
+    if PARSERS["openai_gptoss"].start in template:
+        return PARSERS["openai_gptoss"]
     for parser in (PARSERS["seed_oss"], PARSERS["mistral"], PARSERS["kimi"], THINK):
         if parser.end in template:
             return parser if parser.start in template else replace(parser, opens=True)
@@ -126,6 +153,41 @@ class Splitter:
         text = self._held if self._started else self._held.lstrip("\r\n")
         self._held, self._started = "", self._started or bool(text)
         return text
+
+
+@dataclass
+class HarmonySplitter(Splitter):
+    """The analysis channel is thinking, all else content. Messages of a kind are parted by line ends.
+
+    calls: messages to functions keep their marks, for a reader of calls; without one they count as thinking.
+    """
+
+    calls: bool = False
+
+    def __post_init__(self) -> None:
+        opened = {"thinking": Header(ANALYSIS), "content": Header(FINAL)}.get(self.state)
+        self._messages = Messages(opened)
+        self._spoke = {"thinking": False, "content": False}
+        self._parted = {"thinking": False, "content": False}
+
+    def feed(self, text: str, last: bool = False) -> tuple[str, str]:
+        new = {"thinking": "", "content": ""}
+        for part in self._messages.feed(text, last):
+            header = part.header
+            if header.recipient and self.calls:
+                new["content"] += (header.text if part.begins else "") + part.text + (CALL if part.ends else "")
+                self._parted["content"] = self._spoke["content"] = False  # the reader parts what calls part
+            else:
+                thinks = header.channel == ANALYSIS or bool(header.recipient)
+                self._add(new, "thinking" if thinks else "content", part)
+        return new["thinking"], new["content"]
+
+    def _add(self, new: dict[str, str], kind: str, part: Part) -> None:
+        """More thinking or content."""
+        self._parted[kind] |= part.begins and self._spoke[kind]
+        if part.text:
+            new[kind] += ("\n" if self._parted[kind] else "") + part.text
+            self._spoke[kind], self._parted[kind] = True, False
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -1,0 +1,76 @@
+#!/bin/sh
+# What is measured on an H200 after a change, in parts of under ten minutes:
+#
+#   sh benchmarks/on_gpu.sh PART OUT      PART: tails, surface, house, mixed (one GPU), ranks (two GPUs); OUT: a folder for results
+#
+# Each step has a time limit and a file OUT/NAME.txt; the ends of all of them are printed last.
+# PYTHON names the interpreter that has Unisono's dependencies (python3).
+set -u
+cd "$(dirname "$0")/.."
+part=${1:?PART: tails, surface, house, mixed or ranks}
+out=${2:?OUT: a folder for results}
+python=${PYTHON:-python3}
+unisono="$python -m unisono"
+export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+mkdir -p "$out"
+names=
+
+step() { # NAME SECONDS COMMAND…
+    name=$1 limit=$2
+    shift 2
+    names="$names $name"
+    begun=$(date +%s)
+    timeout -k 5 "$limit" "$@" >"$out/$name.txt" 2>&1
+    echo "exit status $?, $(($(date +%s) - begun)) s, $(date +%F): $*" >>"$out/$name.txt"
+    tail -n 1 "$out/$name.txt"
+}
+
+tests() { # NAME SECONDS FILE…
+    name=$1 limit=$2
+    shift 2
+    step "$name" "$limit" "$python" -m pytest -q -x --tb=short -p no:cacheprovider "$@"
+}
+
+case $part in
+tails) # a layer after its mixer in one launch: bits, kernels, rounds of 16 and 8 bits
+    tests tails-bits 150 tests/kernels/test_layer_tail.py
+    step tails-kernels 150 "$python" -m benchmarks.layer_tail --only kernels --shapes 8b 8b-fp8
+    step tails-rounds 290 "$python" -m benchmarks.layer_tail --only rounds --models qwen3-8b qwen3-8b:fp8
+    ;;
+surface) # the soak without speculation, pictures, adapters
+    step soak 120 $unisono bench soak --model tiny --requests 10000
+    step eval-vl 60 $unisono eval tiny-vl --problems 300
+    step eval-vl-drafts 80 $unisono eval tiny-vl --problems 300 --speculative-method eagle3 --speculative-model tiny-vl-eagle3
+    step pictures 90 "$python" -m benchmarks.pictures
+    tests pictures-tests 60 tests/engine/test_pictures.py
+    step adapters 200 "$python" -m benchmarks.adapters --limit 180
+    ;;
+house) # other kernels that changed, prompts, the stall bound
+    tests kernels 200 tests/kernels/test_norm.py tests/kernels/test_rotary.py tests/kernels/test_experts_mxfp4.py \
+        tests/kernels/test_adapters.py tests/kernels/test_linear_norm.py
+    step latency 150 $unisono bench latency --model benchmarks/shapes/qwen3-8b --load-format dummy --max-model-len 9000
+    step gpt-oss 120 $unisono bench latency --model benchmarks/shapes/gpt-oss-20b --load-format dummy --max-model-len 9000 --profile
+    ;;
+mixed) # running requests decode in prompt passes, or in rounds of their own: gaps, prompt rate, mixed load
+    shape="--model benchmarks/shapes/qwen3-8b --load-format dummy"
+    load="--num-prompts 384 --max-num-seqs 256 --input-len 64:1536 --output-len 32:384 --ignore-eos --max-model-len 2048"
+    for flag in --no-enable-mixed-chunk --enable-mixed-chunk; do
+        stall="--scenario stall --streams 32 --prompts 1,8 --prompt-len 8000"
+        step "stall$flag" 110 $unisono bench throughput $stall $shape $flag
+        step "load$flag" 110 $unisono bench throughput $load $shape $flag
+    done
+    tests mixed-tests 100 tests/engine/test_mixed_chunk.py
+    ;;
+ranks) # two GPUs: parts of one GPU's bits, then whole models
+    tests parts 60 tests/kernels/test_parts.py
+    step ranks 480 "$python" -m benchmarks.tensor_parallel --limit 460 --out "$out/ranks.json"
+    ;;
+*)
+    echo "PART $part is not one of tails, surface, house, mixed, ranks." >&2
+    exit 2
+    ;;
+esac
+for name in $names; do
+    echo "== $name"
+    tail -n 40 "$out/$name.txt" | cut -c1-300
+done

@@ -1,0 +1,20 @@
+"""A rank's part of a model, without the other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.distributed.gather import Ranks
+from unisono.models.build import no_attention
+from unisono.models.checkpoint import Checkpoint
+from unisono.models.loader import load_model
+
+
+def loaded(path: Path | str, ranks: Ranks, **options: Any) -> Any:
+    checkpoint = Checkpoint.open(path)
+    return load_model(
+        checkpoint, attention=no_attention, dtype=torch.float32, device="cpu", max_positions=64, ranks=ranks, **options
+    )

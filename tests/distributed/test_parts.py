@@ -1,0 +1,132 @@
+"""What a rank loads: its part of every tensor, and no more bytes than that; numbers of ranks that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.parts_ import loaded
+from tests.models.make import make_checkpoint
+from unisono.config import EngineConfig
+from unisono.distributed.gather import Ranks
+from unisono.engine.engine import Engine
+from unisono.layers.formats import part_of
+from unisono.models import weights
+from unisono.types import ConfigError
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen3_moe": {"num_experts": 12, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64},
+    "qwen3_next": {},
+    "qwen3_5_moe_text": {},
+    "gpt_oss": {"num_local_experts": 4, "num_attention_heads": 8},
+}
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("format", ["auto", "dummy"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rank_holds_its_part(family: str, format: Any, experts: bool, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, family, **FAMILIES[family])
+    whole = dict(loaded(path, Ranks(), load_format=format).named_parameters())
+    for index, count in ((0, 2), (1, 2)) if experts else ((0, 2), (1, 2), (0, 4), (3, 4)):
+        model = loaded(path, Ranks(index, count, whole_experts=experts), load_format=format)
+        divided = 0
+        for name, parameter in model.named_parameters():
+            cut = part_of(parameter)
+            divided += cut is not None
+            expected = whole[name] if cut is None else cut.of(whole[name])
+            assert torch.equal(parameter, expected), name
+        assert divided > 10
+        assert set(model.builder.undivided) <= {"lm_head"}  # of an odd vocabulary
+
+
+@pytest.mark.parametrize("format", ["auto", "dummy"])
+def test_a_tied_head_is_a_part_of_the_embedding(format: Any, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", tie_word_embeddings=True, vocab_size=270, **FAMILIES["qwen3"])
+    whole = loaded(path, Ranks(), load_format=format).embed.weight
+    for index in range(2):
+        model = loaded(path, Ranks(index, 2), load_format=format)
+        assert torch.equal(model.embed.weight, whole)
+        assert torch.equal(model.lm_head.weight, whole.chunk(2)[index])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+def test_no_tensor_is_read_whole_for_a_part(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_checkpoint(tmp_path, family, **FAMILIES[family])
+    real, bytes_read = weights._mapped, [0]
+
+    def counting(*args: Any) -> Any:
+        for name, tensor in real(*args):
+            bytes_read[0] += tensor.nbytes
+            yield name, tensor
+
+    monkeypatch.setattr(weights, "_mapped", counting)
+    model = loaded(path, Ranks(1, 2))
+    assert bytes_read[0] == sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            {"tensor_parallel_size": 3},
+            "8 query heads over 2 KV heads.*divided among 3 ranks: give 1, 2, 4 or 8",
+        ),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "a .* has no experts; leave it out"),
+        (
+            {"model": "tiny-hybrid", "tensor_parallel_size": 8},
+            "4 value heads over 2 key heads, which cannot be divided among 8 ranks: give 1, 2 or 4",
+        ),
+        (
+            {"model": "tiny-hybrid", "tensor_parallel_size": 3, "enable_expert_parallel": True},
+            "cannot be divided among 3 ranks",
+        ),
+        (
+            {"tensor_parallel_size": 2, "cpu_offload_gb": 1, "kv_offload_dir": "/tmp"},
+            "--kv-offload-dir with --tensor-parallel-size 2: .* leave it out. --cpu-offload-gb works with both",
+        ),
+        (
+            {"tensor_parallel_size": 2, "role": "prefill", "transfer_listen": "tcp://127.0.0.1:0"},
+            "--role with --tensor-parallel-size 2: .* each rank has parts of them; use 1",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_are_told_before_a_process_starts(
+    flags: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unisono.distributed.processes.Peer", None)
+    with pytest.raises(ConfigError, match=says):
+        Engine(EngineConfig(**flags))
+
+
+def test_a_recurrent_layer_is_divided_by_heads(tmp_path: Path) -> None:
+    """Queries, keys and values of one tensor are divided each by itself; so are the convolution's channels."""
+    path = make_checkpoint(tmp_path, "qwen3_5_moe_text")
+    whole, mine = (loaded(path, ranks).layers[0].mixer for ranks in (Ranks(), Ranks(1, 2)))
+    keys, values, heads = 2 * 16, 4 * 32, 4
+    qkv = [(keys // 2, keys), (keys + keys // 2, 2 * keys), (2 * keys + values // 2, 2 * keys + values)]
+    z = 2 * keys + values
+    after = [
+        (z + values // 2, z + values),
+        *((z + values + n - heads // 2, z + values + n) for n in (heads, 2 * heads)),
+    ]
+    rows = torch.cat([torch.arange(*run) for run in (*qkv, *after)])
+    assert torch.equal(mine.in_proj.weight, whole.in_proj.weight[rows])
+    assert torch.equal(mine.conv.weight, whole.conv.weight[rows[: keys + values // 2]])
+    assert torch.equal(mine.A_log, whole.A_log[heads // 2 :])
+
+
+def test_ranks_share_a_key_head_where_there_are_fewer(tmp_path: Path) -> None:
+    """Four ranks over two key heads: each has a value head, and the key head that it reads."""
+    path = make_checkpoint(tmp_path, "qwen3_5_moe_text")
+    whole = loaded(path, Ranks()).layers[0].mixer
+    for index in range(4):
+        mine = loaded(path, Ranks(index, 4)).layers[0].mixer
+        assert (mine.spec.num_key_heads, mine.spec.num_value_heads) == (1, 1)
+        key, keys, value = index // 2 * 16, 2 * 16, 4 * 16 + index * 32
+        rows = torch.cat([torch.arange(at, at + n) for at, n in ((key, 16), (keys + key, 16), (value, 32))])
+        assert torch.equal(mine.conv.weight, whole.conv.weight[rows])

@@ -1,0 +1,289 @@
+"""Gluon kernels without a GPU: programs and their partitions as threads, memory as torch tensors.
+
+For what a compiler cannot show: that barriers are passed in the right turn, that a stage is not overwritten while it
+is read, that every program meets every other. Copies of the tensor memory accelerator are done later, by a thread of
+their own and in a random order; asynchronous products when they are waited for. Layouts do nothing, so that orders of
+sums and bits are not those of the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+LIMIT = 20.0
+"""Seconds after which a wait has failed."""
+
+_here = threading.local()
+
+
+class Stuck(RuntimeError):
+    """A barrier that nobody passes."""
+
+
+class Pointer:
+    """Addresses in a tensor's memory."""
+
+    def __init__(self, tensor: torch.Tensor, at: Any = 0) -> None:
+        self.tensor, self.at = tensor, at
+        self.dtype = types.SimpleNamespace(element_ty=tensor.dtype)
+
+    def __add__(self, by: Any) -> Pointer:
+        return Pointer(self.tensor, self.at + by)
+
+
+class Shared:
+    """A tensor in a program's shared memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def index(self, at: Any) -> Any:
+        return self.tensor[int(at)] if self.tensor.dtype is object else Shared(self.tensor[int(at)])
+
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.tensor[start : start + length])
+
+    def permute(self, order: list[int]) -> Shared:
+        return Shared(self.tensor.permute(order))
+
+
+class Barrier:
+    """An mbarrier: arrivals and bytes of the present phase; waits for a parity."""
+
+    def __init__(self) -> None:
+        self.changed, self.count, self.pending, self.bytes, self.phase = threading.Condition(), 0, 0, 0, 0
+
+    def step(self, arrivals: int = 0, bytes: int = 0) -> None:
+        with self.changed:
+            self.pending -= arrivals
+            self.bytes += bytes
+            if self.pending < 0:
+                raise Stuck("more arrivals than a phase has")
+            if self.pending == 0 and self.bytes == 0:
+                self.phase, self.pending = self.phase + 1, self.count
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.phase & 1 != int(parity), LIMIT):
+                raise Stuck(f"nobody completes phase {self.phase}")
+
+
+class Barriers:
+    """What is allocated for mbarriers."""
+
+    def __init__(self, count: int) -> None:
+        self.each = [Barrier() for _ in range(count)]
+
+    def index(self, at: Any) -> Barrier:
+        return self.each[int(at)]
+
+
+class Descriptor:
+    """A tensor descriptor: boxes of a tensor [rows, columns]."""
+
+    def __init__(self, tensor: torch.Tensor, box: list[int]) -> None:
+        self.tensor, self.block_shape, self.dtype, self.layout = tensor, box, tensor.dtype, None
+
+
+class Copies:
+    """The tensor memory accelerator: copies that are done some time later."""
+
+    def __init__(self, seed: int, errors: list[BaseException]) -> None:
+        self.errors = errors
+        self.random, self.waiting, self.changed, self.open = random.Random(seed), [], threading.Condition(), True
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def start(self, desc: Descriptor, at: list[Any], barrier: Barrier, place: Shared) -> None:
+        with self.changed:
+            self.waiting.append((desc, [int(each) for each in at], barrier, place))
+            self.changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.waiting or not self.open)
+                if not self.waiting:
+                    return
+                desc, (row, column), barrier, place = self.waiting.pop(self.random.randrange(len(self.waiting)))
+            rows, columns = desc.block_shape
+            box = desc.tensor[row : row + rows, column : column + columns]
+            assert place.tensor.shape == (rows, columns), (place.tensor.shape, desc.block_shape)
+            place.tensor.zero_()
+            place.tensor[: box.shape[0], : box.shape[1]] = box
+            try:
+                barrier.step(bytes=-rows * columns * desc.tensor.element_size())
+            except Stuck as error:
+                self.errors.append(error)
+
+    def close(self) -> None:
+        with self.changed:
+            self.open = False
+            self.changed.notify()
+
+
+class Product:
+    """Asynchronous products: done when they are waited for."""
+
+    def __init__(self, acc: torch.Tensor) -> None:
+        self.acc, self.todo = acc, []
+
+
+class Machine:
+    """Runs the programs of one launch, whose functions are in these modules."""
+
+    def __init__(self, modules: Sequence[types.ModuleType], programs: int, seed: int = 0) -> None:
+        self.modules, self.programs, self.lock = modules, programs, threading.Lock()
+        self.errors: list[BaseException] = []
+        self.copies = Copies(seed, self.errors)
+
+    def run(self, kernel: Any, **arguments: Any) -> None:
+        """Launch the kernel; raises what a program raised."""
+        given = {
+            name: Pointer(value) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
+        }
+        given = {n: Pointer(v.tensor.view(-1)) if isinstance(v, Pointer) else v for n, v in given.items()}
+        with self._patched():
+            threads = [self._thread(kernel.fn, given, number) for number in range(self.programs)]
+            for thread in threads:
+                thread.join()
+        self.copies.close()
+        if self.errors:
+            raise self.errors[0]
+
+    def _thread(self, function: Callable, arguments: Any, program: int) -> threading.Thread:
+        def body() -> None:
+            _here.program = program
+            try:
+                function(**arguments) if isinstance(arguments, dict) else function(*arguments)
+            except BaseException as error:
+                self.errors.append(error)
+
+        thread = threading.Thread(target=body, daemon=True)
+        thread.start()
+        return thread
+
+    def _specialize(self, parts: list[tuple[Any, tuple]], *_: Any) -> None:
+        threads = [self._thread(function, arguments, _here.program) for function, arguments in parts]
+        for thread in threads:
+            thread.join()
+
+    def _atomic_add(self, pointer: Pointer, by: int, **_: Any) -> int:
+        if self.errors:
+            raise Stuck("another program failed")
+        with self.lock:
+            old = int(pointer.tensor[int(pointer.at)])
+            pointer.tensor[int(pointer.at)] += by
+        if by == 0:
+            threading.Event().wait(0.0005)  # a poll
+        return old
+
+    @contextlib.contextmanager
+    def _patched(self) -> Iterator[None]:
+        """The modules with these classes in place of Gluon's, and with functions in place of kernels."""
+        fakes, before = self._gluon(), [dict(vars(module)) for module in self.modules]
+        for module, names in zip(self.modules, before, strict=True):
+            given = fakes | {n: v.fn for n, v in names.items() if hasattr(v, "fn") and hasattr(v, "arg_names")}
+            vars(module).update({name: fake for name, fake in given.items() if name in names})
+        try:
+            yield
+        finally:
+            for module, names in zip(self.modules, before, strict=True):
+                vars(module).update(names)
+
+    def _gluon(self) -> dict[str, Any]:
+        def expect(barrier: Barrier, bytes: int) -> None:
+            barrier.step(bytes=int(bytes))
+            barrier.step(arrivals=1)
+
+        def init(barrier: Barrier, count: int) -> None:
+            barrier.count = barrier.pending = count
+
+        def multiply(a: Shared, b: Shared, product: Product, **_: Any) -> Product:
+            product.todo.append((a.tensor, b.tensor))
+            return product
+
+        def finish(_: int, products: list[Product]) -> torch.Tensor:
+            [product] = products  # later ones may be in flight
+            for a, b in product.todo:
+                product.acc = product.acc + a.float() @ b.float()
+            return product.acc
+
+        return {
+            "gl": self._language(),
+            "mbarrier": types.SimpleNamespace(
+                init=init, expect=expect, wait=Barrier.wait, arrive=lambda barrier: barrier.step(arrivals=1),
+                MBarrierLayout=lambda: "barrier",
+            ),
+            "tma": types.SimpleNamespace(async_copy_global_to_shared=self.copies.start),
+            "warpgroup_mma": multiply, "warpgroup_mma_init": Product, "warpgroup_mma_wait": finish,
+            "fence_async_shared": lambda: None, "block_barrier": lambda: None,
+            "HALF": 32, "WIDTH": 128,
+            "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
+        }  # fmt: skip
+
+    def _language(self) -> types.SimpleNamespace:
+        def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
+            if layout == "barrier":
+                return Barriers(shape[0]) if len(shape) == 2 else Barriers(1).index(0)
+            return Shared(torch.full(shape, float("nan"), dtype=dtype))
+
+        def load(pointer: Pointer, mask: Any = None, other: float = 0.0, **_: Any) -> torch.Tensor:
+            if mask is None:
+                return pointer.tensor[pointer.at]
+            at = torch.where(mask, pointer.at, 0)
+            value = pointer.tensor[at]
+            return torch.where(mask, value, torch.full_like(value, other))
+
+        def store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
+            mask = mask.expand(value.shape)
+            pointer.tensor[pointer.at.expand(value.shape)[mask]] = value[mask].to(pointer.tensor.dtype)
+
+        nothing = lambda *_, **__: None  # noqa: E731
+        return types.SimpleNamespace(
+            constexpr=Any, int32=torch.int32, int64=torch.int64, float32=torch.float32,
+            NVMMADistributedLayout=nothing, BlockedLayout=nothing, SliceLayout=nothing,
+            program_id=lambda _: Number(_here.program), num_programs=lambda _: Number(self.programs),
+            static_range=range, num_warps=lambda: 4, to_tensor=lambda value: value,
+            minimum=lambda a, b: a.clamp(max=b) if isinstance(a, torch.Tensor) else min(a, b),
+            zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+            arange=lambda start, stop, layout=None: torch.arange(start, stop),
+            convert_layout=lambda value, layout: value, split=lambda value: (value[..., 0], value[..., 1]),
+            allocate_shared_memory=allocate, load=load, store=store, atomic_add=self._atomic_add,
+            inline_asm_elementwise=nothing, warp_specialize=self._specialize,
+            rsqrt=torch.rsqrt, exp=torch.exp, sum=lambda value, axis: value.sum(axis), abs=torch.abs,
+            max=lambda value, axis: value.amax(axis), div_rn=lambda a, b: a / b, fma=lambda a, b, c: a * b + c,
+            maximum=lambda a, b: a.clamp(min=b), where=torch.where, zeros_like=torch.zeros_like,
+            static_assert=lambda *_: None,
+        )  # fmt: skip
+
+
+class Number(int):
+    """A scalar of the language."""
+
+    def to(self, _: Any) -> Number:
+        return self
+
+
+def _closed(name: str) -> Callable[..., Any]:
+    """An operation of integers whose result has their kind."""
+    plain = getattr(int, name)
+
+    def operation(self: Number, other: Any) -> Any:
+        result = plain(self, other)
+        return result if result is NotImplemented else Number(result)
+
+    return operation
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod"):
+    for _side in ("", "r"):
+        setattr(Number, f"__{_side}{_name}__", _closed(f"__{_side}{_name}__"))

@@ -1,0 +1,126 @@
+"""Layers whose part after the mixer is one op: which they are, that nothing is computed twice, and the same bits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.engine.helpers import engine
+from tests.models.count_launches import DENSE
+from tests.models.harness import Session, load
+from tests.models.make import make_checkpoint
+from unisono.models.decoder import Decoder
+from unisono.models.tails import fuse_tails
+
+HYBRID = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "num_key_value_heads": 4, "intermediate_size": 256}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},  # the next projection has a bias
+    "qwen3_5_text": {},  # recurrent layers, norms with fp32 weights
+    "qwen3_moe": {},
+    "qwen3, fp8": DENSE,
+    "qwen3_5_text, fp8": {**HYBRID, "hidden_size": 128},  # gates beside the projection, outputs quantised by mixers
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    family, _, quantization = request.param.partition(", ")
+    path = make_checkpoint(tmp_path_factory.mktemp(family), family, tokenizer=False, **FAMILIES[request.param])
+    return load(path, quantization=quantization or None)
+
+
+class Ops(TorchDispatchMode):
+    """Counts the project's ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if op.namespace == "unisono":
+            self.found[op.overloadpacket.__name__] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def passes(decoder: Decoder) -> tuple[list[torch.Tensor], Counter[str], Counter[str]]:
+    """Logits of a long prompt, a short one and a round; the ops of the first and of the last."""
+    session, prompt = Session(decoder, 2, 64), [7 * i % 251 for i in range(40)]
+    with Ops() as long:
+        logits = [session.extend({0: prompt[:37]})[0]]
+    logits.append(session.extend({1: prompt[:9]})[1])
+    with Ops() as round_:
+        logits += session.round(2, {0: prompt[:2], 1: prompt[:1]}, padding=1).values()
+    return logits, long.found, round_.found
+
+
+def of_gates(decoder: Decoder) -> int:
+    """Layers that project their gates apart."""
+    return sum(getattr(layer.mixer, "gates", None) is not None for layer in decoder.layers)
+
+
+def test_bits_are_those_of_separate_ops(decoder: Decoder) -> None:
+    layers, fused, possible = fuse_tails([])
+    assert (layers, fused, possible) == (0, 0, 0)
+    for layer in decoder.layers:
+        layer.tail = None
+    apart, long, round_ = passes(decoder)
+    assert "layer_tail" not in round_
+    layers, fused, possible = fuse_tails(decoder.modules())
+    assert layers == len(decoder.layers)
+    assert fused == possible == (0 if "route" in round_ else layers)
+    together, long_after, round_after = passes(decoder)
+    assert all(map(torch.equal, apart, together))
+    assert long_after == long, "long passes have products of their own"
+    if fused:
+        assert round_after["layer_tail"] + round_after["layer_tail_fp8"] == layers
+        assert not {"linear_norm", "silu_mul", "fp8_linear_norm", "silu_mul_fp8"} & set(round_after)
+        projections = round_after["linear"] + round_after["fp8_linear"] + round_after["fp8_product"]
+        assert projections == 2 + of_gates(decoder), "the first layer's input projection, the LM head and plain gates"
+
+
+def test_the_environment_turns_them_off(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_STAYING_LAUNCHES", "0")
+    assert fuse_tails(decoder.modules())[1:] == (0, 0)
+
+
+def test_passes_with_adapters_go_on_without(decoder: Decoder) -> None:
+    class Adapter:
+        def plan(self, rows: int) -> object:
+            return rows
+
+    fuse_tails(decoder.modules())
+    tail = decoder.layers[0].tail
+    if tail is not None:
+        rows = torch.zeros(2, decoder.config.hidden_size)
+        assert replace(tail, adapters=(Adapter(),))(rows, rows) is None
+
+
+def test_the_last_layer_of_a_prompt_has_few_rows(decoder: Decoder) -> None:
+    fused = fuse_tails(decoder.modules())[1]
+    with Ops() as ops:
+        Session(decoder, 1, 64).extend({0: range(40)}, last_tokens=True)
+    assert ops.found["layer_tail"] + ops.found["layer_tail_fp8"] == min(fused, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({}, "2 of 2 layers"),
+        ({"enable_lora": True}, "2 of 2 layers"),
+        ({"quantization": "fp8"}, "2 of 2 layers"),
+        ({"quantization": "fp8", "enable_lora": True}, "0 of 2 layers"),
+    ],
+    ids=["plain", "adapters", "fp8", "fp8 and adapters"],
+)
+def test_the_engine_says_which(flags: dict[str, Any], says: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2, **DENSE)
+    with engine(path, enforce_eager=True, **flags) as llm:
+        [decision] = [d for d in llm.engine.config.decisions if d.name == "what follows a mixer"]
+    assert decision.value.startswith(says)

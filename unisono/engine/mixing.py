@@ -1,0 +1,57 @@
+"""Whether running requests decode in the prompt passes of others (*mixed* passes), or in rounds between them.
+
+A mixed pass replaces a round that drafts nothing: the weights are read once for both, and a stream waits for a prompt
+pass only, not for the round after it. Where rounds draft, a round brings several tokens, so they stay apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequences
+from typing import TYPE_CHECKING
+
+from unisono.engine.buckets import LEAST_TOKENS
+from unisono.engine.draft_controller import DraftController
+from unisono.engine.sequence import Sequence
+from unisono.program import Key, Shape
+
+if TYPE_CHECKING:
+    from unisono.engine.runner import Runner
+
+
+class Mixing:
+    """Decides for one engine. controller: says what rounds draft and take."""
+
+    def __init__(self, runner: Runner, controller: DraftController) -> None:
+        self._runner, self._controller = runner, controller
+        self._most = runner.config.max_num_batched_tokens
+        self._fixed = runner.config.device.type == "cpu"  # nothing is measured there, so that runs repeat
+
+    def prompt_tokens(self, running: Sequences[Sequence], prompts: Sequences[Sequence], tokens: int) -> int:
+        """How many prompt tokens the running requests may share a pass with, of the ``tokens`` that may run now; 0
+        where they have a round of their own.
+
+        prompts: those that may be in the pass.
+        """
+        sizes = self._runner.decode_sizes
+        if not running or not sizes or len(running) > sizes[-1]:
+            return 0
+        room = self.room(len(running))
+        if LEAST_TOKENS + room > self._most:
+            return 0
+        if not all(feature.mixes for s in (*running, *prompts) for feature in s.states):
+            return 0
+        if not self._controller.drafts_nothing(running):
+            return 0
+        mixed = min(max(LEAST_TOKENS, tokens - len(running)), self._most - room)
+        return mixed if self._fixed or self._pays(running, mixed, room) else 0
+
+    def room(self, decodes: int) -> int:
+        """Rows that a mixed pass has for this number of requests that decode."""
+        return next(size for size in self._runner.decode_sizes if size >= decodes)
+
+    def _pays(self, running: Sequences[Sequence], tokens: int, room: int) -> bool:
+        """Whether one pass is expected to take less time than two."""
+        runner, planner = self._runner, self._runner.planner
+        together = planner.launched_ms(runner.mixed_key(tokens, room))
+        apart = planner.launched_ms(Key("extend", Shape(tokens), runner.features)) + self._controller.round_ms(running)
+        return together <= apart

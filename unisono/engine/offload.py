@@ -1,0 +1,201 @@
+"""KV offload of an engine: how much host memory holds, the commands that move pages, and what is told about it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from unisono.config import ResolvedConfig
+from unisono.engine.commands import Arrived, MoveIn, MoveOut
+from unisono.engine.identity import engine_identity
+from unisono.engine.worker import Worker
+from unisono.passes.features.base import Metric
+from unisono.state.host_index import HostIndex
+from unisono.state.host_pages import STAGING_BYTES, HostPages, Move, kind_bytes, make_host_pages
+from unisono.state.offload import PAUSE_SECONDS, Offload
+from unisono.state.page_files import PageFiles
+from unisono.state.specs import ALL, TAILS
+from unisono.types import ConfigError
+
+Send = Callable[..., object]
+
+
+class CommandMover:
+    """Moves pages on every rank by commands; asks this rank's memory how far it is."""
+
+    def __init__(self, send: Send, host_pages: HostPages) -> None:
+        self._send, self._host = send, host_pages
+
+    def move_out(self, moves: Sequence[Move]) -> None:
+        self._send(MoveOut(list(moves)))
+
+    def move_in(self, ticket: int, moves: Sequence[Move]) -> None:
+        self._send(MoveIn(ticket, list(moves)))
+
+    def poll(self) -> int:
+        return self._host.poll()
+
+    def arrived(self, ticket: int) -> None:
+        self._send(Arrived(ticket))
+
+
+def hold_host_pages(config: ResolvedConfig, worker: Worker) -> ResolvedConfig:
+    """Give a worker the host memory that the configuration asks for; returns it with the decision.
+
+    Of each kind of state host memory holds the same multiple of what the device holds. Raises ConfigError where it
+    holds nothing, or where the memory cannot be had.
+    """
+    asked = config.asked
+    if not asked.offloads:
+        return config
+    on_device = {kind: (count, kind_bytes(worker.store, kind)) for kind, count in _counts(worker).items()}
+    total = config.asked.tensor_parallel_size * sum(count * size for count, size in on_device.values())
+    ratio = asked.cpu_offload_gb * (1 << 30) / total if asked.cpu_offload_gb else asked.cpu_offload_ratio
+    counts = {kind: int(ratio * count) for kind, (count, _) in on_device.items()}
+    if not all(counts.values()):
+        least = max(total / count for count, _ in on_device.values()) / (1 << 30)
+        raise ConfigError(
+            f"--cpu-offload-gb {asked.cpu_offload_gb:g} holds no page of every kind of state: give at least "
+            f"{least:.3g}, or 0 for none."
+        )
+    size = sum(counts[kind] * each for kind, (_, each) in on_device.items())
+    try:
+        worker.host_pages = make_host_pages(worker.store, counts)
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(f"--cpu-offload-gb: {size >> 20} MiB of host memory cannot be had: {error}.") from None
+    reason = f"{ratio:.3g} times what the device holds: evicted pages wait there, and come back when a prompt has them"
+    return config.decide("KV offload", f"{size >> 20} MiB, {counts[ALL]} pages", reason)
+
+
+def staging_bytes(config: ResolvedConfig, largest: int) -> int:
+    """Bytes of the device that pages pass through on their way. largest: bytes of the largest page or snapshot."""
+    return 3 * max(STAGING_BYTES, largest) if config.asked.offloads and config.device.type == "cuda" else 0
+
+
+def make_offload(config: ResolvedConfig, worker: Worker, send: Send, before: Offload | None) -> Offload | None:
+    """The bookkeeping of what waits in a worker's host memory; None where it has none.
+
+    before: the one that this one follows; what it began has to end first.
+    """
+    host = worker.host_pages
+    if host is None:
+        return None
+    counts = {kind: len(tensors[0]) for kind, tensors in host.host.items()}
+    sizes = {kind: kind_bytes(worker.store, kind) for kind in counts}
+    while before is not None and host.poll() < before.sent:
+        time.sleep(PAUSE_SECONDS)
+    if before is not None:
+        before.close()
+    index, files = HostIndex(counts), None
+    if (directory := config.asked.kv_offload_dir) is not None:
+        budget = int(config.asked.kv_offload_dir_gb * (1 << 30))
+        try:
+            files = PageFiles(Path(directory), engine_identity(config, worker), budget, index, host)
+        except OSError as error:
+            raise ConfigError(
+                f"--kv-offload-dir {directory}: {error.strerror}; name a directory to write to."
+            ) from None
+    offload = Offload(index, sizes, CommandMover(send, host), files)
+    if before is not None:
+        offload.sent = offload.arrived = before.sent
+        send(Arrived(before.sent))
+    return offload
+
+
+def info(offload: Offload | None, host: HostPages | None) -> dict[str, object]:
+    """For ``explain`` and ``/server_info``: what waits where, and what has moved."""
+    if offload is None or host is None:
+        return {}
+    index, counters = offload.index, offload.counters
+    kinds = [
+        {
+            "kind": _name(kind),
+            "slots": count,
+            "used": index.used(kind),
+            "bytes each": offload.part_bytes[kind],
+            "MiB": round(count * offload.part_bytes[kind] / (1 << 20), 1),
+        }
+        for kind, count in index.counts.items()
+    ]
+    return {
+        "host": kinds,
+        "moved_out": counters.parts_out,
+        "moved_in": counters.parts_in,
+        "bytes_out": counters.bytes_out,
+        "bytes_in": counters.bytes_in,
+        "hit_tokens": counters.hits,
+        "requests": counters.requests,
+        "dropped": index.dropped,
+        "refused": counters.refused,
+        **_files(offload.files),
+        "seconds": {way: round(seconds, 4) for way, seconds in host.seconds.items()},
+    }
+
+
+def metrics(offload: Offload | None, host: HostPages | None) -> list[Metric]:
+    """For ``/metrics``."""
+    if offload is None or host is None:
+        return []
+    index, counters = offload.index, offload.counters
+    samples: list[Metric] = []
+    for kind, count in index.counts.items():
+        labels, used = {"kind": _name(kind)}, index.used(kind)
+        samples += [
+            ("kv_offload_slots", "gauge", labels, count, "Pages or snapshots that host memory has room for."),
+            ("kv_offload_parts", "gauge", labels, used, "Pages or snapshots that wait in host memory."),
+            ("kv_offload_bytes", "gauge", labels, used * offload.part_bytes[kind], "Bytes of these."),
+        ]
+    ways: Mapping[str, tuple[int, int]] = {
+        "out": (counters.parts_out, counters.bytes_out),
+        "in": (counters.parts_in, counters.bytes_in),
+    }
+    for way, (parts, size) in ways.items():
+        labels = {"direction": way}
+        samples += [
+            ("kv_offload_moved_parts", "counter", labels, parts, "Pages and snapshots moved to host memory or back."),
+            ("kv_offload_moved_bytes", "counter", labels, size, "Bytes of these."),
+            ("kv_offload_seconds", "counter", labels, host.seconds[way], "Seconds that these copies took."),
+        ]
+    samples += [
+        ("kv_offload_hits", "counter", {}, counters.hits, "Prompt tokens that came back from host memory."),
+        ("kv_offload_requests", "counter", {}, counters.requests, "Requests that waited for pages to come back."),
+        ("kv_offload_dropped", "counter", {}, index.dropped, "Pages and snapshots that gave way in host memory."),
+    ]
+    if (files := offload.files) is not None:
+        samples += [
+            ("kv_offload_file_bytes", "gauge", {}, files.bytes, "Bytes of --kv-offload-dir."),
+            ("kv_offload_files_written", "counter", {}, files.written, "Pages and snapshots written to files."),
+            ("kv_offload_files_read", "counter", {}, files.read, "Pages and snapshots read from files."),
+            (
+                "kv_offload_files_bad",
+                "counter",
+                {},
+                files.bad,
+                "Files that were removed: cut off or changed.",
+            ),
+        ]
+    return samples
+
+
+def _files(files: PageFiles | None) -> dict[str, object]:
+    if files is None:
+        return {}
+    return {
+        "directory": str(files.folder),
+        "file_bytes": files.bytes,
+        "files_written": files.written,
+        "files_read": files.read,
+        "files_bad": files.bad,
+        "files_skipped": files.skipped,
+    }
+
+
+def _counts(worker: Worker) -> dict[int, int]:
+    """What the device has room for, by kind."""
+    snapshots = {TAILS: worker.snapshots} if worker.store.tails else {}
+    return {**worker.num_pages, **snapshots}
+
+
+def _name(kind: int) -> str:
+    return {ALL: "pages", TAILS: "snapshots"}.get(kind, f"window {kind}")

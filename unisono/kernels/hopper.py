@@ -1,0 +1,44 @@
+"""What the kernels for Hopper that are written in Gluon share: boxes of rows, barriers of stages.
+
+A row of a box is 128 bytes, the widest swizzle of shared memory, whatever the dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.experimental.gluon as gluon
+import triton.experimental.gluon.language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+WIDTH = gl.constexpr(128)
+"""Bytes of a row of a box."""
+
+block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
+
+
+def boxes(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """A contiguous tensor [N, K] whose boxes of ``rows`` rows the tensor memory accelerator loads."""
+    size = x.element_size()
+    return TensorDescriptor.from_tensor(x, [rows, WIDTH.value // size], _layout(size))
+
+
+def box_type(kind: str, rows: int) -> str:
+    """:func:`boxes` in an AotCase's signature. kind: the dtype by Triton's name, e4m3 or one of 16 bits."""
+    size = 1 if kind == "fp8e4nv" else 2
+    return f"tensordesc<{kind}[{rows}, {WIDTH.value // size}],{_layout(size)!r}>"
+
+
+def _layout(size: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(WIDTH.value, 8 * size, 2)
+
+
+@gluon.jit
+def stage_barriers(STAGES: gl.constexpr, FULL: gl.constexpr, FREE: gl.constexpr):
+    """(full, free), in shared memory: barriers of each stage that FULL and FREE arrivals complete."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=FULL)
+        mbarrier.init(free.index(i), count=FREE)
+    return full, free
