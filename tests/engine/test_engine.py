@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from tests.engine.helpers import counted, engine, prompts, tokens
+from unisono.engine.sequence import Sequence
 from unisono.llm import LLM
 from unisono.types import BadRequest, ConfigError, EngineRequest, FinishReason, SamplingParams
 
@@ -40,6 +42,19 @@ def test_shutdown_lets_go_of_the_model(qwen3: Path) -> None:
         tokens(llm, prompts(2, 250), GREEDY)
         model = weakref.ref(llm.engine.worker.model)
     assert model() is None
+
+
+def test_ended_requests_are_freed_at_once(llm: LLM) -> None:
+    """Not when a later pass is read, nor when Python looks for cycles: with one go its pictures and its adapter."""
+    for number, prompt in enumerate(prompts(3, 250)):
+        llm.engine.add(request(f"freed-{number}", prompt, max_tokens=5))
+    gc.disable()
+    try:
+        assert len(run(llm)) == 3
+        kept = [o.request.request_id for o in gc.get_objects() if isinstance(o, Sequence)]
+    finally:
+        gc.enable()
+    assert not [name for name in kept if name.startswith("freed-")]
 
 
 def test_stop_ids_end_a_request_and_are_reported(llm: LLM) -> None:

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Requests
+from typing import NamedTuple
 
 from unisono.engine.adaptive import MOST_CORRECTION
 from unisono.engine.buckets import LEAST_TOKENS
@@ -37,8 +38,19 @@ MOST_READ = 4
 Took = Callable[[], float | None]
 """Milliseconds that a pass took on the device; None as long as they are not known."""
 
+
 WORTH = 0.5
 """Share of the tokens of the longest pass since the last round that a further one has at least."""
+
+
+class _Full(NamedTuple):
+    """A full prompt pass: its tokens, and the keys that one of them sees on average.
+
+    Its requests are not kept: they may have ended when its time is known.
+    """
+
+    tokens: int
+    context: float
 
 
 class PromptBudget:
@@ -58,7 +70,7 @@ class PromptBudget:
         self._correction = 1.0  # what passes take over what is expected of them, a moving average
         self._spent = 0.0  # milliseconds of prompt passes since the last round
         self._longest = 0  # tokens of the longest of these
-        self._read: deque[tuple[Extend, Took]] = deque(maxlen=MOST_READ)  # passes that may be under way still
+        self._read: deque[tuple[_Full, Took]] = deque(maxlen=MOST_READ)  # passes that may be under way still
 
     def tokens(self, running: Requests[Sequence], start: int) -> int:
         """Tokens of a prompt pass that may be launched now; 0 where a round comes first. start: of its first prompt."""
@@ -95,20 +107,22 @@ class PromptBudget:
         self._spent, self._longest = 0.0, 0
 
     def read(self, work: Extend | Preparation | Round, took: Took) -> None:
-        """The outputs of a pass were read: learn what prompt passes cost, once they are through."""
-        if isinstance(work, Extend):
-            self._read.append((work, took))
+        """The outputs of a pass were read: learn what prompt passes cost, once they are through.
+
+        Shorter ones are the ends of prompts: few, and of other sizes. Nothing is learnt from these.
+        """
+        if isinstance(work, Extend) and work.full:
+            self._read.append((_Full(work.tokens, _context(work)), took))
         while self._read and (ms := self._read[0][1]()) is not None:
             self._learn(self._read.popleft()[0], ms)
 
-    def _learn(self, work: Extend, ms: float) -> None:
-        """A pass took this long. Shorter ones are the ends of prompts: few, and of other sizes."""
-        if work.full:
-            expected = self._ms(work.tokens, _context(work))
-            belief = BELIEF * min(1.0, expected / self._max_stall_ms)  # the host's share of short ones is larger
-            share = min(max(ms / expected, 1 / OUTLIER), OUTLIER)
-            correction = self._correction * (1 + belief * (share - 1))
-            self._correction = min(max(correction, 1 / MOST_CORRECTION), MOST_CORRECTION)
+    def _learn(self, read: _Full, ms: float) -> None:
+        """A pass took this long."""
+        expected = self._ms(read.tokens, read.context)
+        belief = BELIEF * min(1.0, expected / self._max_stall_ms)  # the host's share of short ones is larger
+        share = min(max(ms / expected, 1 / OUTLIER), OUTLIER)
+        correction = self._correction * (1 + belief * (share - 1))
+        self._correction = min(max(correction, 1 / MOST_CORRECTION), MOST_CORRECTION)
 
     def _ms(self, tokens: int, context: float) -> float:
         """What a pass takes whose tokens see ``context`` keys on average."""
