@@ -95,6 +95,7 @@ def test_a_chat_with_a_server_in_a_terminal(tmp_path: Path) -> None:
             screen.wait_for("tokens/s")
             screen.wait_for("› ")
             screen.interrupt_until("Ctrl-D or /quit ends")
+            screen.wait_for("› ")  # before that the terminal is no longer readline's, and Ctrl-D is lost
             screen.type("\x04")
             assert screen.wait_end() == 0
     bodies = server.bodies
