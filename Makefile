@@ -13,10 +13,10 @@ export OMP_NUM_THREADS ?= 1
 serve: $(VENV)/.ready
 	exec env -u OMP_NUM_THREADS $(BIN)/unisono serve
 
-test: $(VENV)/.ready lint
+test: $(VENV)/.ready $(VENV)/oldest-triton lint
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not full" --durations=25 $(RETRY)
 
-test-all: $(VENV)/.ready lint
+test-all: $(VENV)/.ready $(VENV)/oldest-triton lint
 	$(BIN)/python -m pytest -n $(WORKERS) --durations=25 $(RETRY)
 
 clients: .venv-clients/.ready
@@ -29,6 +29,10 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The oldest Triton that pyproject.toml allows: kernels in Gluon have to compile with it, too.
+$(VENV)/oldest-triton: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ "triton~=3.6.0"
 
 clean:
 	rm -rf $(VENV) .venv-clients build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,8 +1,8 @@
 """Every kernel configuration in an ``AOT`` list compiles to sm_90a machine code, on any machine.
 
-Run as a script with the number of a part it compiles that part and prints one JSON line for each configuration; the
-test runs it in a process of its own, because this one may have asked for Triton's interpreter. Parts are there to be
-compiled side by side: all of it takes more than a minute.
+Run as a script with the number of a part, or ``gluon``, it compiles that part and prints one JSON line for each
+configuration; the test runs it in a process of its own, because this one may have asked for Triton's interpreter. Parts
+are there to be compiled side by side: all of it takes more than a minute.
 """
 
 import importlib
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import traceback
 import zlib
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,9 @@ APART = ("_adapter_expand_kernel", "_adapter_silu_kernel", "_adapted_linear_kern
 """Kernels that add a product to a base. Left to itself the compiler begins the product's sum with the base."""
 
 PARTS = 4
+
+OLDEST = Path(sys.prefix) / "oldest-triton"
+"""The oldest Triton that pyproject.toml allows; ``make test`` installs it there. Gluon differs most among versions."""
 
 BY_HEADS = ("_rope_and_cache_kernel",)
 """Kernels that are compiled for a number of heads, of which a rank of several has a part."""
@@ -94,9 +98,12 @@ def part_of(kernel: str) -> int:
     return 0 if kernel in NORMS + TAILS else zlib.crc32(kernel.encode()) % PARTS
 
 
-def main(part: int) -> None:
+def main(part: str) -> None:
+    import triton
+
     import unisono.kernels
 
+    print(json.dumps({"triton": triton.__version__}))
     for module in pkgutil.iter_modules(unisono.kernels.__path__):
         cases = getattr(importlib.import_module(f"unisono.kernels.{module.name}"), "AOT", [])
         for index, case in enumerate(cases):
@@ -107,7 +114,7 @@ def main(part: int) -> None:
             sizes = [case.constexprs.get(name) for name in ("BLOCK_H", "V")]
             line["row"] = sizes[0]
             line["norm"] = str([*sizes, case.signature.get("x", case.signature.get("y", case.signature.get("o")))])
-            if part_of(kernel) == part:
+            if case.kernel.is_gluon() if part == "gluon" else part_of(kernel) == int(part):
                 try:
                     line |= _compile(case)
                 except Exception:
@@ -115,24 +122,37 @@ def main(part: int) -> None:
             print(json.dumps(line), flush=True)
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_every_kernel_compiles_for_hopper(part):
+def compiled(part, *paths):
+    """The version of Triton, imported from ``paths`` where it is there, and a line for each configuration."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *(path for path in sys.path if path)])
     command = [sys.executable, __file__, str(part)]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert process.returncode == 0, process.stderr
-    listed = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    version, *listed = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    failed = [
+        f"{line['module']}.AOT[{line['index']}] {line['kernel']} {line['is']}\n{line['error']}"
+        for line in listed
+        if "error" in line
+    ]
+    assert not failed, "\n".join(failed)
+    return version["triton"], listed
+
+
+@pytest.mark.skipif(not OLDEST.is_dir(), reason="make test installs the oldest Triton that is supported")
+def test_gluon_kernels_compile_with_the_oldest_triton():
+    version, lines = compiled("gluon", OLDEST)
+    assert f'"triton>={version.rpartition(".")[0]},' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert {line["kernel"] for line in lines if "cubin" in line} >= {*TAILS, "prompt_attention_kernel"}
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_kernel_compiles_for_hopper(part):
+    _, listed = compiled(part)
     assert {"linear", "norm", "activation", "rotary"} <= {line["module"] for line in listed}
     quantised = [line for line in listed if re.search("fp8|int4|mxfp4", line["module"])]
     assert len(quantised) > 20
     lines = [line for line in listed if part_of(line["kernel"]) == part]
-    failed = [
-        f"{line['module']}.AOT[{line['index']}] {line['kernel']} {line['is']}\n{line['error']}"
-        for line in lines
-        if "error" in line
-    ]
-    assert not failed, "\n".join(failed)
     assert lines
     assert all("cubin" in line for line in lines)
     assert not [line for line in quantised if line.get("old")], "not wgmma: its bits differ from those of larger tiles"
@@ -174,4 +194,4 @@ def tails_add_as_norms(lines):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(sys.argv[1])

@@ -153,7 +153,9 @@ def layer_tail_fp8_kernel(
     QUANTISED: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """One program for each multiprocessor; see ``layer_tail_gluon.layer_tail_kernel``. QUANTISED: x8 is given."""
-    w, x, full, free, ready = stages(o_desc.dtype, o_desc.layout, ROWS, STAGES, EACH, STEP, WIDE)
+    DTYPE: gl.constexpr = o_desc.dtype
+    SHARED: gl.constexpr = o_desc.layout
+    w, x, full, free, ready = stages(DTYPE, SHARED, ROWS, STAGES, EACH, STEP, WIDE)
     gl.warp_specialize(
         [
             (_compute, (

@@ -112,7 +112,9 @@ def layer_tail_kernel(
 
     counters: how often programs have arrived, ever, at either meeting point. All programs must run at once.
     """
-    w, x, full, free, ready = stages(o_desc.dtype, o_desc.layout, ROWS, STAGES, EACH, STEP, WIDE)
+    DTYPE: gl.constexpr = o_desc.dtype
+    SHARED: gl.constexpr = o_desc.layout
+    w, x, full, free, ready = stages(DTYPE, SHARED, ROWS, STAGES, EACH, STEP, WIDE)
     gl.warp_specialize(
         [
             (_compute, (
