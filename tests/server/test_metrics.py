@@ -34,6 +34,7 @@ def test_labels_keep_their_values_whatever_their_order() -> None:
     assert 'unisono:passes_total{engine="0",kind="cuda graph",model_name="m",program="round",reason=""} 7.0' in page
     assert 'unisono:num_requests_running{engine="0",model_name="m"} 1.0' in page
     assert page.count("# TYPE unisono:passes_total counter") == 1
+    assert 'unisono:gpu_cache_usage_perc{engine="0",model_name="m"} 0.25' in page, "as older dashboards call it"
 
 
 def test_the_log_line_tells_what_happened_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,6 +76,7 @@ DASHBOARD = [
     "e2e_request_latency_seconds_bucket", "e2e_request_latency_seconds_sum", "e2e_request_latency_seconds_count",
     "inter_token_latency_seconds_bucket", "time_per_output_token_seconds_bucket",
     "time_to_first_token_seconds_bucket", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
+    "gpu_cache_usage_perc",
     "prompt_tokens_total", "generation_tokens_total", "request_prompt_tokens_bucket",
     "request_generation_tokens_bucket", "request_success_total", "request_queue_time_seconds_sum",
     "request_prefill_time_seconds_sum", "request_decode_time_seconds_sum", "request_max_num_generation_tokens_sum",

@@ -12,9 +12,10 @@ gauges ``num_requests_running``, ``num_requests_waiting``, ``kv_cache_usage_perc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -37,6 +38,8 @@ REQUEST_BUCKETS = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
 STEP_BUCKETS = tuple(float(2**power) for power in range(15))
+OLDER_NAMES: Mapping[str, str] = {"kv_cache_usage_perc": "gpu_cache_usage_perc"}
+"""Engine's gauges that dashboards for older versions of vLLM ask for by another name."""
 REFUSALS = (
     "engine_dead", "invalid_api_key", "operators_only", "queue_full", "rate_limit_exceeded", "shutting_down",
     "sleeping", "too_many_bytes", "too_many_concurrent_requests",
@@ -301,7 +304,7 @@ class _EngineCollector:
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-        for sample in self._samples():
+        for sample in _with_older_names(self._samples()):
             names = sorted(sample.labels.keys() - self._labels.keys())
             if sample.name not in families:
                 family = CounterMetricFamily if sample.kind == "counter" else GaugeMetricFamily
@@ -309,6 +312,14 @@ class _EngineCollector:
             values = {**self._labels, **sample.labels}
             families[sample.name].add_metric([values[name] for name in (*self._labels, *names)], sample.value)
         return families.values()
+
+
+def _with_older_names(samples: Iterable[MetricSample]) -> Iterator[MetricSample]:
+    """The samples, and once more under their older names those that have one."""
+    for sample in samples:
+        yield sample
+        if (older := OLDER_NAMES.get(sample.name)) is not None:
+            yield replace(sample, name=older, help=f"The older name of {sample.name}.")
 
 
 def _speculation(since: Mapping[str, float]) -> str:
