@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def test_with_and_without_speculation(tmp_path: Path) -> None:
         assert run["settings"]["max_num_seqs"] == 3
     assert "times the output tokens/s (medians)" in shown.stdout
     assert shown.stdout.count("The first run has") == 2
+    assert len(re.findall(r"^Passes: \d+ \w+ \(eager: DISABLED\), ", shown.stdout, re.MULTILINE)) == 2
 
 
 def test_a_file_of_chats_and_texts(tmp_path: Path) -> None:
@@ -56,6 +58,8 @@ def test_the_stall_of_this_engine(tmp_path: Path) -> None:
     (one,) = json.loads(out.read_text())["runs"][0]["stalls"]
     assert one["largest_gap_ms"] >= one["median_gap_ms"] > 0
     assert one["prompt_tokens_per_s"] > 0
+    assert sorted(one["passes"].split(", ")) == ["1 extend (eager: DISABLED)", "1 round (eager: DISABLED)"]
+    assert one["passes"] in shown.output
     assert one["mean_ttft_ms"] >= 1e3 * 64 / one["prompt_tokens_per_s"] * 0.99
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -40,7 +40,10 @@ class Scene:
 
 @dataclass(frozen=True)
 class Stall:
-    """What ``prompts`` prompts at once did. Gaps in milliseconds, rates in prompt tokens a second."""
+    """What ``prompts`` prompts at once did. Gaps in milliseconds, rates in prompt tokens a second.
+
+    passes: what ran meanwhile, see :func:`passes_of`; not known over HTTP.
+    """
 
     prompts: int
     prompt_len: int
@@ -51,6 +54,7 @@ class Stall:
     prompt_tokens_per_s: float
     prompt_tokens_per_s_alone: float
     mean_ttft_ms: float
+    passes: str = ""
 
     @property
     def share(self) -> float:
@@ -62,14 +66,23 @@ def table(found: Sequence[Stall]) -> str:
     """As a Markdown table."""
     lines = [
         "| streams | prompts | gap before, ms | largest gap, ms | median gap, ms | prompt tokens/s | alone | share "
-        "| mean TTFT, ms |",
-        "|---" * 9 + "|",
+        "| mean TTFT, ms | passes |",
+        "|---" * 10 + "|",
     ]
     for s in found:
         rates = f"{s.prompt_tokens_per_s:.0f} | {s.prompt_tokens_per_s_alone:.0f} | {s.share:.2f}"
         gaps = f"{s.usual_gap_ms:.2f} | {s.largest_gap_ms:.1f} | {s.median_gap_ms:.2f}"
-        lines += [f"| {s.streams} | {s.prompts} × {s.prompt_len} | {gaps} | {rates} | {s.mean_ttft_ms:.0f} |"]
+        lines += [
+            f"| {s.streams} | {s.prompts} × {s.prompt_len} | {gaps} | {rates} | {s.mean_ttft_ms:.0f} | {s.passes} |"
+        ]
     return "\n".join(lines)
+
+
+def passes_of(engine: Any, before: Mapping[tuple[str, str, str], int]) -> str:
+    """The engine's passes since its counts were these: how many of each program, replayed, or eager for a reason."""
+    grown = ((pass_, count - before.get(pass_, 0)) for pass_, count in engine.runner.planner.passes.items())
+    shown = ((count, program, kind if not why else f"{kind}: {why}") for (program, kind, why), count in grown if count)
+    return ", ".join(f"{count} {program} ({how})" for count, program, how in sorted(shown, reverse=True))
 
 
 def as_json(found: Sequence[Stall]) -> list[dict[str, Any]]:
@@ -220,11 +233,14 @@ def in_engine(llm: Any, scene: Scene, seed: int) -> list[Stall]:
     found = []
     for count in scene.prompts:
         _step_until_more(engine, heard, SETTLED, note)
+        before = dict(engine.runner.planner.passes)
         began, ends = _prompts_in_engine(engine, rng, names, count, scene.prompt_len, note)
+        passes = passes_of(engine, before)
         _step_until_more(engine, heard, AFTER, note)
         rate = count * scene.prompt_len / (max(ends) - began)
         ttfts = [end - began for end in ends]
-        found.append(_measured(scene, count, list(heard.values()), began, max(ends), ttfts, rate, alone[count]))
+        one = _measured(scene, count, list(heard.values()), began, max(ends), ttfts, rate, alone[count])
+        found.append(replace(one, passes=passes))
     for name in heard:
         engine.abort(name)
     while engine.has_work():

@@ -151,9 +151,11 @@ def _run(engine: dict[str, Any], name: str, more: dict[str, Any], load: _Load) -
                 return runs
             print(HEAD)
             requests = _requests(llm, load)
+            before = dict(llm.engine.runner.planner.passes)
             for number in range(1, load.repeats + 1):
                 runs.passes.append(_pass(llm, requests, load.most))
                 print(runs.passes[-1].row(str(number)), flush=True)
+            print(f"Passes: {stall.passes_of(llm.engine, before)}.")
         if load.repeats > 1:
             first, last = runs.passes[0].output_per_second, runs.passes[-1].output_per_second
             print(f"The first run has {first / last:.3f} of the last run's tokens/s.")
