@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.drafters.make_heads import make_eagle3
 from tests.engine.helpers import counted, engine, mixed_params
@@ -21,6 +22,7 @@ from tests.engine.pictures import make_seeing, run, several, vision_of
 from tests.graphs.kinds import say, text
 from tests.models.make import make_checkpoint
 from tests.models.make_adapters import make_adapter
+from unisono.engine.mixing import Mixing
 from unisono.llm import LLM
 from unisono.lora import LoRARequest
 from unisono.types import SamplingParams, SpeculativeConfig
@@ -146,7 +148,10 @@ def pictures(own: bool, target: Path, spec: Any, flags: dict[str, Any]) -> Came:
 
 def mixed_passes(own: bool, target: Path, spec: Any, flags: dict[str, Any]) -> Came:
     """Requests decode in the prompt passes of others while rounds draft nothing; then rounds draft."""
-    with engine(target, speculative=spec, **flags, adaptive=True, enable_mixed_chunk=own) as llm:
+    with (
+        mock.patch.object(Mixing, "pays", return_value=True),  # on a GPU that is measured
+        engine(target, speculative=spec, **flags, adaptive=True, enable_mixed_chunk=own) as llm,
+    ):
         llm.engine.pin_drafts(min(llm.engine.runner.choices))  # without graphs rounds have all drafts
         outputs = texts(llm)
         llm.engine.pin_drafts(llm.engine.runner.choices[-1])

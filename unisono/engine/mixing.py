@@ -43,13 +43,13 @@ class Mixing:
         if not self._controller.drafts_nothing(running):
             return 0
         mixed = min(max(LEAST_TOKENS, tokens - len(running)), self._most - room)
-        return mixed if self._fixed or self._pays(running, mixed, room) else 0
+        return mixed if self._fixed or self.pays(running, mixed, room) else 0
 
     def room(self, decodes: int) -> int:
         """Rows that a mixed pass has for this number of requests that decode."""
         return next(size for size in self._runner.decode_sizes if size >= decodes)
 
-    def _pays(self, running: Sequences[Sequence], tokens: int, room: int) -> bool:
+    def pays(self, running: Sequences[Sequence], tokens: int, room: int) -> bool:
         """Whether one pass is expected to take less time than two."""
         runner, planner = self._runner, self._runner.planner
         together = planner.launched_ms(runner.mixed_key(tokens, room))

@@ -1,0 +1,46 @@
+"""When running requests decode in prompt passes, by what passes were measured to take."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from unisono.engine.mixing import Mixing
+from unisono.program import Features, Key, Shape
+
+COSTS = {"extend": 48.0, "mixed": 50.0}
+RUNNING: Any = [SimpleNamespace(states={})] * 20
+
+
+def mixing(device: str, round_ms: float, drafts: bool = False) -> Mixing:
+    """Of an engine whose passes take COSTS, and its rounds this long."""
+    runner = SimpleNamespace(
+        config=SimpleNamespace(max_num_batched_tokens=256, device=SimpleNamespace(type=device)),
+        decode_sizes=(8, 32),
+        features=Features(),
+        mixed_key=lambda tokens, room: Key("mixed", Shape(tokens + room, 1 + room)),
+        planner=SimpleNamespace(launched_ms=lambda key: COSTS[key.program]),
+    )
+    controller = SimpleNamespace(drafts_nothing=lambda running: not drafts, round_ms=lambda running: round_ms)
+    return Mixing(runner, controller)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "round_ms", "tokens"),
+    [("cuda", 5.0, 180), ("cuda", 2.0, 180), ("cuda", 1.0, 0), ("cpu", 1.0, 180)],
+)
+def test_passes_are_mixed_where_one_takes_less_than_two(device: str, round_ms: float, tokens: int) -> None:
+    """Their decoding rows take part of the tokens. A CPU always mixes: nothing is measured there."""
+    assert mixing(device, round_ms).prompt_tokens(RUNNING, [], 200) == tokens
+
+
+def test_other_reasons_for_rounds_of_their_own() -> None:
+    asked = mixing("cuda", 5.0)
+    assert asked.prompt_tokens(RUNNING, [], 256) == 256 - 32, "the room for decoding rows is part of the pass"
+    assert asked.prompt_tokens([], [], 200) == 0
+    assert asked.prompt_tokens(RUNNING * 2, [], 200) == 0, "more than the largest room"
+    apart: Any = SimpleNamespace(states=[SimpleNamespace(mixes=False)])
+    assert asked.prompt_tokens(RUNNING, [apart], 200) == 0, "a feature that needs a pass of its own"
+    assert mixing("cuda", 5.0, drafts=True).prompt_tokens(RUNNING, [], 200) == 0
