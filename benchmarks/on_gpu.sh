@@ -38,11 +38,11 @@ tails) # a layer after its mixer in one launch: bits, kernels, rounds of 16 and 
     step tails-rounds 290 "$python" -m benchmarks.layer_tail --only rounds --models qwen3-8b qwen3-8b:fp8
     ;;
 surface) # the soak without speculation, pictures, adapters
-    step soak 120 $unisono bench soak --model tiny --requests 10000
+    step soak 240 $unisono bench soak --model tiny --requests 10000
     step eval-vl 60 $unisono eval tiny-vl --problems 300
     step eval-vl-drafts 80 $unisono eval tiny-vl --problems 300 --speculative-method eagle3 --speculative-model tiny-vl-eagle3
     step pictures 90 "$python" -m benchmarks.pictures
-    tests pictures-tests 60 tests/engine/test_pictures.py
+    tests pictures-tests 150 tests/engine/test_pictures.py
     step adapters 200 "$python" -m benchmarks.adapters --limit 180
     ;;
 house) # other kernels that changed, prompts, the stall bound
