@@ -5,6 +5,7 @@ Kernels are decorated at import, so the choice has to stand first. Ops on CPU te
 
 import gc
 import os
+import signal
 
 import torch
 
@@ -12,6 +13,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads a model
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell started the tests in the background. The programs that they start would ignore Ctrl-C, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
