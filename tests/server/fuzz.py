@@ -58,6 +58,131 @@ TEXT: dict[str, Any] = {
 }  # fmt: skip
 
 
+FUNCTION: dict[str, Any] = {
+    "name": "add", "description": "adds", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}  # fmt: skip
+PIXEL = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk"
+    "+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+
+TALK: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": [
+            {"type": "text", "text": "Hi"}, {"type": "image_url", "image_url": {"url": PIXEL, "detail": "low"}},
+        ]},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
+        ]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "2"}]},
+        {"role": "assistant", "content": "yes", "refusal": None},
+        {"role": "user", "content": "and?", "name": "me"},
+    ],
+    "max_tokens": 3,
+    "tools": [{"type": "function", "function": {**FUNCTION, "strict": False}}],
+    "tool_choice": {"type": "function", "function": {"name": "add"}},
+    "parallel_tool_calls": True,
+    "reasoning_effort": "low",
+    "thinking_token_budget": 5,
+    "mm_processor_kwargs": {"max_pixels": 1000},
+    "structured_outputs": {"regex": "a*"},
+    "stream_options": {"include_usage": True},
+}  # fmt: skip
+
+RESPONSES: dict[str, Any] = {
+    "input": [
+        {"type": "message", "role": "user", "content": [
+            {"type": "input_text", "text": "Hi"}, {"type": "input_image", "image_url": PIXEL, "detail": "auto"},
+        ]},
+        {"type": "reasoning", "id": "r1", "summary": [{"type": "summary_text", "text": "s"}],
+         "content": [{"type": "reasoning_text", "text": "t"}]},
+        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "2"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "yes", "annotations": []}]},
+        {"role": "user", "content": "and?"},
+    ],
+    "instructions": "Be short.",
+    "max_output_tokens": 3,
+    "tools": [{"type": "function", **FUNCTION, "strict": False}],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]},
+    "text": {"format": {"type": "text"}, "verbosity": "low"},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "include": ["message.output_text.logprobs"],
+    "top_logprobs": 2,
+    "truncation": "auto",
+    "previous_response_id": None,
+    "conversation": None,
+    "metadata": {"a": "b"},
+    "store": True,
+}  # fmt: skip
+
+MESSAGES: dict[str, Any] = {
+    "system": [{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {"role": "user", "content": [
+            {"type": "text", "text": "Hi"},
+            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PIXEL.partition(",")[2]}},
+        ]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "hm", "signature": "x"}, {"type": "text", "text": "yes"},
+            {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "2"}], "is_error": False},
+        ]},
+    ],
+    "max_tokens": 3,
+    "tools": [{"name": "add", "description": "adds", "input_schema": FUNCTION["parameters"]}],
+    "tool_choice": {"type": "tool", "name": "add", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 5},
+    "stop_sequences": ["x"],
+    "output_config": {"effort": "low"},
+    "context_management": {"edits": []},
+    "metadata": {"user_id": "me"},
+}  # fmt: skip
+
+GENERATE: dict[str, Any] = {
+    "text": ["Hi", "there"],
+    "sampling_params": {"max_new_tokens": 3, "temperature": 0.5, "stop": ["x"], "regex": "a*", "stop_token_ids": [7]},
+    "image_data": [None, None],
+    "return_logprob": True,
+    "top_logprobs_num": 2,
+    "rid": ["a", "b"],
+    "stream": False,
+}
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": ["Hi", "there"], "encoding_format": "float", "dimensions": None, "user": "me"},
+    "/tokenize": {"messages": TALK["messages"], "tools": TALK["tools"], "add_generation_prompt": True,
+                  "chat_template_kwargs": {"a": 1}},
+    "/detokenize": {"tokens": [5, 6], "skip_special_tokens": True},
+    "/v1/messages/count_tokens": {k: MESSAGES[k] for k in ("system", "messages", "tools", "tool_choice", "thinking")},
+    "/v1/conversations": {"items": RESPONSES["input"], "metadata": {"a": "b"}},
+}  # fmt: skip
+
+BODIES: list[tuple[str, dict[str, Any], int]] = [
+    ("/v1/chat/completions", CHAT, 4), ("/v1/completions", TEXT, 4), ("/v1/chat/completions", TALK, 4),
+    ("/v1/responses", RESPONSES, 3), ("/v1/messages", MESSAGES, 3), ("/generate", GENERATE, 2),
+    *((path, body, 1) for path, body in OTHERS.items()),
+]  # fmt: skip
+"""(path of the API, a body of it that is valid, how often it is sent compared with the others)."""
+
+PICTURES = ("image_url", "input_image", "image")
+
+NEEDED = (
+    "messages",
+    "prompt",
+    "max_tokens",
+    "input",
+    "max_output_tokens",
+    "text",
+    "sampling_params",
+    "items",
+    "tokens",
+)
+"""Fields that each body keeps, so that others are looked at."""
+
+
 def encoded(value: Any) -> str:
     file = io.BytesIO()
     torch.save(value, file)
@@ -129,15 +254,27 @@ def replaced(body: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[st
     return changed
 
 
+def without_pictures(value: Any) -> Any:
+    """A body without those of its parts that only some models take."""
+    if isinstance(value, dict):
+        return {key: without_pictures(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        parts = [part for part in value if not isinstance(part, dict) or part.get("type") not in PICTURES]
+        return [without_pictures(part) for part in parts]
+    return value
+
+
 def bodies(count: int, seed: int) -> Iterator[tuple[str, str]]:
-    """(path of the API, body): each odd value in some place, then bodies with several, some cut or garbled."""
+    """(path of the API, body): each odd value in some place of a body, some bodies with several, cut or garbled."""
     chance, values = random.Random(seed), odd_values()
     for tensor in odd_tensors():
         if count > len(values):
             yield "/v1/completions", json.dumps({"prompt_embeds": encoded(tensor), "max_tokens": 2})
     for i in range(count):
-        path, body = chance.choice([("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
-        kept = {k: v for k, v in body.items() if chance.random() < 0.4 or k in ("messages", "prompt", "max_tokens")}
+        ((path, body, _),) = chance.choices(BODIES, [weight for _, _, weight in BODIES])
+        kept = {k: v for k, v in body.items() if chance.random() < 0.4 or k in NEEDED}
+        if chance.random() < 0.8:
+            kept = without_pictures(kept)
         for _ in range(chance.choice([1, 1, 1, 2, 4])):
             where = chance.choice(list(places(kept)))
             kept = replaced(kept, where, values[i % len(values)] if chance.random() < 0.7 else chance.choice(values))

@@ -54,6 +54,10 @@ class Gate:
         self._service.in_flight += counted
         try:
             await self._app(scope, receive, forward)
+        except Exception:
+            if written.status is None:
+                raise
+            logger.exception("A request failed [%s]", written.request_id)  # its client was told; the connection stays
         finally:
             self._service.in_flight -= counted
             if written.ticket is not None:

@@ -78,8 +78,8 @@ class Serving:
         items = [await self._media.load(self.inputs.with_settings(sources), ticket) for sources in media]
         for number, prompt in enumerate(await self._prompts(request, items)):
             prompt = self.inputs.truncated(prompt, params)
-            echo = self._echo(prompt, params, prompt_only) if request.echo else None
             one = self._request(f"{request_id}-{number}", prompt, params, request, pooled)
+            echo = self._echo(prompt, params, prompt_only) if request.echo else None
             generations += self._generations(one, request, len(generations), echo)
         return generations
 

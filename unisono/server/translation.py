@@ -120,7 +120,7 @@ def text_of(content: Any, where: str, kinds: Collection[str], others: str = "", 
     for i, part in enumerate(content, first):
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-        if kind not in kinds or not isinstance(text, str):
+        if not isinstance(kind, str) or kind not in kinds or not isinstance(text, str):
             raise BadRequest(
                 f"{where}[{i}]={show(part)} is not supported; this server takes parts of the types "
                 f"{', '.join(sorted({*kinds, *others.split()}))}.",

@@ -65,7 +65,8 @@ READERS: Mapping[str, Callable[[Part, str], tuple[Kind, Any, Part]]] = {
 
 def is_media(part: Any) -> bool:
     """Whether a content part is a picture or a video."""
-    return isinstance(part, Mapping) and part.get("type") in READERS
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return isinstance(kind, str) and kind in READERS
 
 
 def source_of(part: Part, where: str, role: str, plain: bool = True) -> MediaSource:

@@ -243,7 +243,11 @@ def _thinking(request: CountRequest) -> dict[str, Any]:
 
 
 def _check_edits(management: Mapping[str, Any] | None) -> None:
-    for i, edit in enumerate((management or {}).get("edits") or []):
+    edits = (management or {}).get("edits") or []
+    if not isinstance(edits, list):
+        where = "context_management.edits"
+        raise BadRequest(f"{where}={show(edits)} is not valid: it must be a list of edits.", where)
+    for i, edit in enumerate(edits):
         if edit != KEPT_THINKING:
             where = f"context_management.edits[{i}]"
             raise BadRequest(f"{where}={show(edit)} is not supported: prompts are not edited; remove it.", where)
@@ -275,7 +279,7 @@ def _tools(given: list[Any], choice: Mapping[str, Any]) -> dict[str, Any]:
     kind = choice.get("type", "auto")
     kinds: dict[Any, Any] = {"auto": "auto", "any": "required", "none": "none"}
     kinds["tool"] = {"type": "function", "function": {"name": choice.get("name")}}
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise BadRequest(f"tool_choice.type={show(kind)} is not supported; use {', '.join(kinds)}.", "tool_choice.type")
     parallel = False if choice.get("disable_parallel_tool_use") else None
     return {"tools": tools, "tool_choice": kinds[kind], "parallel_tool_calls": parallel}

@@ -299,8 +299,13 @@ def _chosen(tools: list[dict[str, Any]], choice: Any) -> tuple[list[dict[str, An
     if choice.get("type") == "function":
         return tools, {"type": "function", "function": {"name": choice.get("name")}}
     if choice.get("type") == "allowed_tools":
-        names = {tool.get("name") for tool in choice.get("tools") or [] if isinstance(tool, dict)}
-        return [tool for tool in tools if tool["function"].get("name") in names], choice.get("mode")
+        given, mode = choice.get("tools"), choice.get("mode")
+        known = [tool["function"].get("name") for tool in tools]
+        names = [one.get("name") for one in given if isinstance(one, dict)] if isinstance(given, list) else []
+        if mode not in ("auto", "required") or not names or any(name not in known for name in names):
+            rule = "its mode must be auto or required, and its tools a list of objects with names of functions in tools"
+            raise BadRequest(f"tool_choice={show(choice)} is not valid: {rule}.", "tool_choice")
+        return [tool for tool in tools if tool["function"].get("name") in names], mode
     raise BadRequest(
         f"tool_choice={show(choice)} is not supported; use auto, none, required, a function or allowed_tools.",
         "tool_choice",
