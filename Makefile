@@ -32,7 +32,8 @@ lint: $(VENV)/.ready
 
 # The oldest Triton that pyproject.toml allows: kernels in Gluon have to compile with it, too.
 $(VENV)/oldest-triton: $(VENV)/.ready
-	$(BIN)/python -m pip install --quiet --no-deps --target $@ "triton~=3.6.0"
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ "triton~=3.6.0"
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .venv-clients build *.egg-info .pytest_cache .mypy_cache .ruff_cache
