@@ -4,7 +4,7 @@
     python -m benchmarks.replicas --model DIR --device auto --prefix 4096 --groups 64 --concurrency 128
 
 The load: ``--groups`` prefixes of ``--prefix`` tokens, each asked ``--asks`` times with another tail, in a random order
-that is the same in each run, ``--concurrency`` at once. Three runs: one engine; replicas behind the router; the same
+that is the same in each run, ``--concurrency`` at once. Three runs: one engine; replicas with the router; the same
 replicas with requests given out in turn, as a router that knows no prefix would. Prints a Markdown table; *hit rate*:
 prompt tokens that the caches had, of those looked up (``prefix_cache_hits`` / ``prefix_cache_queries``). The figure is
 a ratio of counts, so any device gives it. Texts are compared; exits 1 if one differs.

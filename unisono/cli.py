@@ -157,9 +157,7 @@ def _operation_flags(
 
 
 def _scale_flags(
-    data_parallel_size: Annotated[
-        int, typer.Option(help="Engines behind one server, each with a copy of the model.")
-    ] = 1,
+    data_parallel_size: Annotated[int, typer.Option(help="Engines of one server, each with a copy of the model.")] = 1,
     distributed_executor_backend: Annotated[
         str, typer.Option(help="Where they run: mp, processes of this machine, or ray, actors of a Ray cluster.")
     ] = "mp",

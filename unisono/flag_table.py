@@ -57,7 +57,7 @@ SWITCHES = {
 """Settings without a value that mean the same; an empty one is what happens anyway."""
 
 _ONE_GPU = "this version runs on one GPU"
-_ONE_ENGINE = "`unisono serve` runs several engines behind one server; other commands, and an LLM, are one engine"
+_ONE_ENGINE = "`unisono serve` runs several engines in one server; other commands, and an LLM, are one engine"
 _EXPERTS = "--enable-expert-parallel divides experts among the ranks of --tensor-parallel-size"
 
 ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {

@@ -10,11 +10,11 @@ import torch
 
 from tests.distributed.parts_ import loaded
 from tests.models.make import make_checkpoint
+from tests.models.reads import counted_reads
 from unisono.config import EngineConfig
 from unisono.distributed.gather import Ranks
 from unisono.engine.engine import Engine
 from unisono.layers.formats import part_of
-from unisono.models import weights
 from unisono.types import ConfigError
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -57,14 +57,7 @@ def test_a_tied_head_is_a_part_of_the_embedding(format: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
 def test_no_tensor_is_read_whole_for_a_part(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_checkpoint(tmp_path, family, **FAMILIES[family])
-    real, bytes_read = weights._mapped, [0]
-
-    def counting(*args: Any) -> Any:
-        for name, tensor in real(*args):
-            bytes_read[0] += tensor.nbytes
-            yield name, tensor
-
-    monkeypatch.setattr(weights, "_mapped", counting)
+    bytes_read = counted_reads(monkeypatch)
     model = loaded(path, Ranks(1, 2))
     assert bytes_read[0] == sum(p.nbytes for p in model.parameters())
 

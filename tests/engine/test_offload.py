@@ -116,12 +116,12 @@ def test_others_go_on_while_pages_come_back(monkeypatch: pytest.MonkeyPatch) -> 
         while not llm.engine.scheduler.running:
             llm.engine.step()
         llm.engine.add(EngineRequest("coming", prompt, short))
-        llm.engine.add(EngineRequest("behind", [9, 8, 7], short))
+        llm.engine.add(EngineRequest("later", [9, 8, 7], short))
         came: list[str] = []
         while len(came) < 40 and "coming" not in came:
             came += [delta.request_id for delta in llm.engine.step()]
         assert came.index("coming") > 20, "rounds did not wait"
-        assert "behind" in came, "later prompts did not wait"
+        assert "later" in came, "later prompts did not wait"
         assert llm.engine.pool.offload is not None
         assert llm.engine.pool.offload.arrived
 

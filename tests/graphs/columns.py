@@ -6,10 +6,7 @@ A column runs them with any flags, once plainly and once its own way, and says w
 from __future__ import annotations
 
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from tests.drafters.make_heads import make_eagle3
 from tests.engine.helpers import counted, engine, mixed_params
 from tests.engine.matrix import Checkpoints, config_of
 from tests.engine.pictures import make_seeing, run, several, vision_of
+from tests.engine.two_engines import stepping
 from tests.graphs.kinds import say, text
 from tests.models.make import make_checkpoint
 from tests.models.make_adapters import make_adapter
@@ -95,32 +93,11 @@ def roles(own: bool, target: Path, spec: Any, flags: dict[str, Any]) -> Came:
             return came(llm, texts(llm), 0)
     with tempfile.TemporaryDirectory() as folder:
         where = f"unix://{folder}/prefill"
-        with engine(target, speculative=spec, role="prefill", transfer_listen=where, **FLAGS) as first, stepped(first):
+        with engine(target, speculative=spec, role="prefill", transfer_listen=where, **FLAGS) as first, stepping(first):
             urls = {"role": "decode", "prefill_urls": where, "transfer_timeout": 60.0}
             with engine(target, speculative=spec, **urls, **flags) as llm:
                 outputs = texts(llm)
                 return came(llm, outputs, llm.engine.roles.client.results["done"])
-
-
-@contextmanager
-def stepped(llm: LLM) -> Iterator[None]:
-    """Step an engine in a thread, as a server does."""
-    stop = threading.Event()
-
-    def steps() -> None:
-        while not stop.is_set():
-            if llm.engine.has_work():
-                llm.engine.step()
-            else:
-                time.sleep(0.001)
-
-    thread = threading.Thread(target=steps)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 def adapters(own: bool, target: Path, spec: Any, flags: dict[str, Any]) -> Came:

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from tests.distributed.parts_ import loaded
 from tests.models.make import make_checkpoint
 from tests.models.make_adapters import DELTA, LINEARS, make_adapter, rewritten
+from tests.models.reads import counted_reads
 from unisono.distributed.gather import Ranks
 from unisono.layers.formats import part_of
-from unisono.models import weights
 from unisono.models.adapters import WEIGHTS, AdapterLayers, AdapterLimits, attach_adapters, read_adapter
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.held_adapters import HeldAdapters, KeepAdapters, ReadAdapter, WriteAdapter
@@ -69,14 +69,7 @@ def test_b_is_divided_as_the_weight_that_it_is_added_to(family: str, tmp_path: P
 def test_no_b_is_read_whole_for_a_part(simple: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     base, adapter = simple
     _, layers = attached(base, Ranks(1, 2))
-    real, bytes_read = weights._mapped, [0]
-
-    def counting(*args: Any) -> Any:
-        for name, tensor in real(*args):
-            bytes_read[0] += tensor.nbytes
-            yield name, tensor
-
-    monkeypatch.setattr(weights, "_mapped", counting)
+    bytes_read = counted_reads(monkeypatch)
     read_adapter(adapter, layers)
     sizes = {name: tensor.nbytes for name, tensor in load_file(adapter / WEIGHTS).items()}
     assert bytes_read[0] == sum(size if "lora_A" in name else size // 2 for name, size in sizes.items())

@@ -101,10 +101,10 @@ class Still:
         self._done, self._ticks = (-1, -1), -1
         self._done_at = self._ran_at = time.monotonic()
 
-    def seconds(self, done: tuple[int, int], ticks: int, behind: bool, lag: float) -> float:
-        """Seconds, if it is too long: it is behind rank 0 and does nothing; else 0."""
+    def seconds(self, done: tuple[int, int], ticks: int, late: bool, lag: float) -> float:
+        """Seconds, if it is too long: it has done less than rank 0 and does nothing; else 0."""
         now = time.monotonic()
-        if done != self._done or not behind:
+        if done != self._done or not late:
             self._done, self._done_at, self._ran_at = done, now, now
         if ticks != self._ticks:
             self._ticks, self._ran_at = ticks, now
@@ -191,7 +191,7 @@ class Peers:
                 why = peer.stopped()
                 if why is None and self.lag is not None:
                     done, seen = progress[peer.index], still[peer.index]
-                    seconds = seen.seconds(done, peer.processor_time(), behind=done < progress[0], lag=self.lag)
+                    seconds = seen.seconds(done, peer.processor_time(), late=done < progress[0], lag=self.lag)
                     why = f"has done nothing for {seconds:.0f} s while rank 0 waits for it" if seconds else None
                 if why is not None and not self._closing.is_set():
                     self._fail(peer, why)

@@ -1,4 +1,4 @@
-"""NIXL behind one small interface: a peer reads what an agent registered, through UCX. Nothing else imports ``nixl``.
+"""One small interface to NIXL: a peer reads what an agent registered, through UCX. Nothing else imports ``nixl``.
 
 An agent serves one connection: whatever its peer may touch ends with it. One thread at a time uses it. It has no
 progress thread, which would poll for ever; its owner calls :meth:`Agent.progress` while a peer may be reading.

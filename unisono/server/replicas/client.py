@@ -46,7 +46,7 @@ class ReplicaPlan:
 
 
 class ReplicaClient:
-    """Engines as ``plan`` says, behind one router. factory, config, progress: as of EngineClient.
+    """Engines as ``plan`` says, with one router. factory, config, progress: as of EngineClient.
 
     ``death`` is why no engine serves; one that serves is enough for None. ``restarting``: no engine serves, and one
     will be back.
