@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -78,10 +79,10 @@ def table(found: Sequence[Stall]) -> str:
     return "\n".join(lines)
 
 
-def passes_of(engine: Any, before: Mapping[tuple[str, str, str], int]) -> str:
+def passes_of(engine: Any, before: Counter[tuple[str, str, str]]) -> str:
     """The engine's passes since its counts were these: how many of each program, replayed, or eager for a reason."""
-    grown = ((pass_, count - before.get(pass_, 0)) for pass_, count in engine.runner.planner.passes.items())
-    shown = ((count, program, kind if not why else f"{kind}: {why}") for (program, kind, why), count in grown if count)
+    grown = engine.runner.planner.passes - before
+    shown = ((count, program, f"{kind}: {why}" if why else kind) for (program, kind, why), count in grown.items())
     return ", ".join(f"{count} {program} ({how})" for count, program, how in sorted(shown, reverse=True))
 
 
@@ -233,7 +234,7 @@ def in_engine(llm: Any, scene: Scene, seed: int) -> list[Stall]:
     found = []
     for count in scene.prompts:
         _step_until_more(engine, heard, SETTLED, note)
-        before = dict(engine.runner.planner.passes)
+        before = Counter(engine.runner.planner.passes)
         began, ends = _prompts_in_engine(engine, rng, names, count, scene.prompt_len, note)
         passes = passes_of(engine, before)
         _step_until_more(engine, heard, AFTER, note)

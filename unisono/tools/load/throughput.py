@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -151,7 +151,7 @@ def _run(engine: dict[str, Any], name: str, more: dict[str, Any], load: _Load) -
                 return runs
             print(HEAD)
             requests = _requests(llm, load)
-            before = dict(llm.engine.runner.planner.passes)
+            before = Counter(llm.engine.runner.planner.passes)
             for number in range(1, load.repeats + 1):
                 runs.passes.append(_pass(llm, requests, load.most))
                 print(runs.passes[-1].row(str(number)), flush=True)
