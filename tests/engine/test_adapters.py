@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.engine.matrix import GRAPH
 from tests.models.hybrids import reference
 from tests.models.make import make_checkpoint
 from tests.models.make_adapters import DELTA, LINEARS, make_adapter, merged
+from unisono.graphs.recorder import Call
 from unisono.llm import LLM
 from unisono.lora import LoRARequest
 from unisono.types import BadRequest, CheckpointError, FinishReason, SamplingParams, SpeculativeConfig
@@ -94,6 +96,38 @@ def test_text_and_logits_are_those_of_merged_weights(case: str, tmp_path: Path) 
 
 
 # ---- same bytes -------------------------------------------------------------------------------------
+
+EARLY = {"adapter_shrink": (0, 1, 2, 3), "adapter_expand": (2, 4, 5), "adapter_silu": (2, 3, 4)}
+"""Arguments that the op's kernel reads before its turn (``READ_EARLY``), while the launch before it may still run."""
+
+
+def written(step: Call) -> set[int]:
+    """The storages that an op of a tape writes."""
+    changed = [
+        given
+        for given, declared in zip(step.args, step.op._schema.arguments, strict=False)
+        if declared.alias_info is not None and declared.alias_info.is_write
+    ]
+    return {tensor.untyped_storage().data_ptr() for tensor in (*step.results, *changed)}
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_nothing_is_read_early_that_the_launch_before_writes(
+    quantization: str | None, qwen3: Path, adapters: dict[str, LoRARequest]
+) -> None:
+    flags = {"max_num_seqs": 2, "max_num_batched_tokens": 256, "quantization": quantization}
+    seen = set()
+    with engine(qwen3, **ON, **flags) as llm:
+        run(llm, [(PROMPTS[0] * 20)[:200]], BRIEF, [adapters["one"]])
+        for graph in llm.engine.runner.planner.graphs():
+            launches = [step for step in graph.parts if isinstance(step, Call) and not step.view]
+            for before, step in pairwise(launches):
+                name = str(step.op).split(".")[1]
+                early = {step.args[place].untyped_storage().data_ptr() for place in EARLY.get(name, ())}
+                assert not early & written(before), f"{name} after {before.op} in {graph.key}"
+                seen.add(name)
+    assert seen >= set(EARLY)
+
 
 WAYS = {
     "mixed": {},

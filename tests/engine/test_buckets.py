@@ -7,7 +7,7 @@ import torch
 
 from tests.engine.helpers import engine
 from unisono.engine.buckets import _sparse, tile_edges
-from unisono.graphs.planner import Buckets
+from unisono.graphs.buckets import Buckets
 from unisono.program import Program, Schema, Shape
 
 

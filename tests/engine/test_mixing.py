@@ -22,6 +22,7 @@ def mixing(device: str, round_ms: float, drafts: bool = False) -> Mixing:
         features=Features(),
         mixed_key=lambda tokens, room: Key("mixed", Shape(tokens + room, 1 + room)),
         planner=SimpleNamespace(launched_ms=lambda key: COSTS[key.program]),
+        filling=lambda tokens, room: tokens,
     )
     controller = SimpleNamespace(drafts_nothing=lambda running: not drafts, round_ms=lambda running: round_ms)
     return Mixing(runner, controller)  # type: ignore[arg-type]
@@ -44,3 +45,19 @@ def test_other_reasons_for_rounds_of_their_own() -> None:
     apart: Any = SimpleNamespace(states=[SimpleNamespace(mixes=False)])
     assert asked.prompt_tokens(RUNNING, [apart], 200) == 0, "a feature that needs a pass of its own"
     assert mixing("cuda", 5.0, drafts=True).prompt_tokens(RUNNING, [], 200) == 0
+    assert asked.info()["apart"] == {"too many requests": 1, "a feature": 1}, "no reason where nothing runs"
+
+
+def test_it_tells_what_it_expected() -> None:
+    asked = mixing("cuda", 1.0)
+    assert asked.prompt_tokens(RUNNING, [], 200) == 0
+    assert asked.info() == {"apart": {"slower": 1}, "expected_ms": {"mixed": 50.0, "extend": 48.0, "round": 1.0}}
+
+
+def test_a_mixed_pass_fills_a_graph_where_more_prompts_wait() -> None:
+    asked = mixing("cuda", 5.0)
+    asked._runner.filling = lambda tokens, room: 128  # type: ignore[method-assign]
+    prompt: Any = SimpleNamespace(states={}, tokens=[0] * 1000, extended=0)
+    assert asked.prompt_tokens(RUNNING, [prompt], 200) == 128
+    prompt.extended = 850
+    assert asked.prompt_tokens(RUNNING, [prompt], 200) == 180, "all that is left"

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 import unisono.kernels  # noqa: F401  (registers the ops)
+from unisono.graphs.buckets import Buckets
 from unisono.graphs.cuda import CudaGraph
 from unisono.graphs.graph_set import GraphSet
-from unisono.graphs.planner import Buckets, Planner
+from unisono.graphs.planner import Planner
 from unisono.graphs.tape import Tape
-from unisono.program import Buffers, Field, Key, Program, Schema, Shape
+from unisono.program import Buffers, Field, Key, Program, Reason, Replay, Schema, Shape
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -72,3 +73,18 @@ class LonePlanner(Planner):
     def capture(self, plan: Sequence[Buckets], progress: Callable[[float], None] = lambda share: None) -> None:
         self.graph_set.programs |= {buckets.program.name: buckets.program for buckets in plan}
         super().capture(plan, progress)
+
+
+def double(b: Buffers) -> None:
+    y = b.x.float() * b.scale[:, None]
+    b.result.copy_(y + y.relu() * 0)
+
+
+def shapes(*rows: int) -> tuple[Shape, ...]:
+    return tuple(Shape(n) for n in rows)
+
+
+def answer(planner: Planner, rows: int) -> int | Reason:
+    """Rows of the graph that serves a pass of this size, or the reason why none does."""
+    told = planner.plan(Key("p", Shape(rows)))
+    return told.graph.key.shape.rows if isinstance(told, Replay) else told.reason

@@ -17,8 +17,8 @@ from unisono.config import Hardware, resolve
 from unisono.engine.build import Build
 from unisono.engine.commands import Capture, Launch, Release, ResetSlots, WriteSlot, decode, encode
 from unisono.engine.worker import Worker
+from unisono.graphs.buckets import Buckets
 from unisono.graphs.graph_set import GraphSet
-from unisono.graphs.planner import Buckets
 from unisono.models.checkpoint import Checkpoint
 from unisono.program import Buffers, Features, Hidden, Key, Logits, Shape
 from unisono.types import SamplingParams, SpeculativeConfig, StructuredOutputs

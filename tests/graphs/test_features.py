@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.graphs.programs import CPU, LonePlanner
+from unisono.graphs.buckets import Buckets
 from unisono.graphs.cost import PassCost
-from unisono.graphs.planner import Buckets, Planner
+from unisono.graphs.planner import Planner
 from unisono.program import (
     Buffers,
     Eager,

@@ -12,21 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.graphs.programs import CPU, LonePlanner, batch, poison, program
+from tests.graphs.programs import CPU, LonePlanner, answer, batch, double, poison, program, shapes
 from unisono.graphs import graph_set as graph_set_module
+from unisono.graphs.buckets import Buckets
 from unisono.graphs.cost import PassCost
-from unisono.graphs.planner import Buckets, Planner
+from unisono.graphs.planner import Planner
 from unisono.graphs.tape import Tape
 from unisono.program import Buffers, Eager, Features, Hidden, Key, PendingOutputs, Reason, Replay, Shape, eager_break
-
-
-def double(b: Buffers) -> None:
-    y = b.x.float() * b.scale[:, None]
-    b.result.copy_(y + y.relu() * 0)
-
-
-def shapes(*rows: int) -> tuple[Shape, ...]:
-    return tuple(Shape(n) for n in rows)
 
 
 def planned(*rows: int, planner: Planner | None = None, **how: Any) -> Planner:
@@ -44,12 +36,6 @@ def clocked(monkeypatch: pytest.MonkeyPatch, device_ms: Callable[[int], float] =
 
 def launch(planner: Planner, rows: int) -> PendingOutputs:
     return planner.launch(Key("p", Shape(rows)), batch([[1, 2]] * rows))
-
-
-def answer(planner: Planner, rows: int) -> int | Reason:
-    """Rows of the graph that serves a pass of so many, or the reason why none does."""
-    told = planner.plan(Key("p", Shape(rows)))
-    return told.graph.key.shape.rows if isinstance(told, Replay) else told.reason
 
 
 @pytest.mark.parametrize("edge", [2, 4, 8])

@@ -10,7 +10,7 @@ import torch
 
 import unisono.kernels  # noqa: F401  (registers the ops)
 from tests.graphs.programs import LonePlanner
-from unisono.graphs.planner import Buckets
+from unisono.graphs.buckets import Buckets
 from unisono.graphs.tape import Tape
 from unisono.program import (
     Buffers,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.graphs.programs import CPU, SCHEMA, LonePlanner
-from unisono.graphs.planner import Buckets, Planner
+from unisono.graphs.buckets import Buckets
+from unisono.graphs.planner import Planner
 from unisono.program import (
     Buffers,
     Eager,

@@ -128,6 +128,9 @@ def test_plan_has_the_rows_of_one_adapter_in_each_tile():
     """Those of none, too, for what reads all rows."""
     ids = torch.randint(LOADED + 1, (100,), dtype=torch.int32)
     asked = AdapterPlan(ids, LOADED)
+    with pytest.raises(RuntimeError, match="call sort"):
+        _ = asked.sorted
+    asked.sort()
     (order, tiles), tile = asked.sorted, asked.tile
     seen = []
     for adapter, first, count in tiles.t().tolist():

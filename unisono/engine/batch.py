@@ -66,8 +66,8 @@ class Launcher:
         key = Key("draft", Shape(rows, 1 + work.drafts), self._runner.features)
         return Launched(work, "draft", self._launch(key, self._round_batch(work)))
 
-    def _launch(self, key: Key, batch: Batch) -> PendingOutputs:
-        return self._runner.planner.launch(key, batch)
+    def _launch(self, key: Key, batch: Batch, waited: bool = False) -> PendingOutputs:
+        return self._runner.planner.launch(key, batch, waited)
 
     def _round(self, work: Round) -> PendingOutputs:
         rows = len(work.sequences)
@@ -112,10 +112,10 @@ class Launcher:
             batch |= {"decode_slots": [s.slot for s in work.decodes], **_growth_batch(work.growth)}
             features, fields = _asked(work.asked, "mixed", len(work.decodes) + len(chunks), total)
             key = runner.mixed_key(total, work.room)
-            return self._launch(replace(key, features=key.features | features), batch | fields)
+            return self._launch(replace(key, features=key.features | features), batch | fields, work.waited)
         features, fields = _asked(work.asked, "extend", len(chunks), total)
         features |= runner.features
-        return self._launch(Key(prompt_program(features), Shape(total), features), batch | fields)
+        return self._launch(Key(prompt_program(features), Shape(total), features), batch | fields, work.waited)
 
 
 def _growth_batch(growth: Mapping[int, list[Growth]], ended: list[int] | None = None) -> Batch:

@@ -10,21 +10,21 @@ from dataclasses import replace
 
 from unisono.attention.base import AttentionBackend
 from unisono.config import GRAPH_PROGRAMS, ResolvedConfig, parse_graphs
+from unisono.graphs.buckets import Buckets
 from unisono.graphs.cost import PassCost, candidates
-from unisono.graphs.planner import Buckets
 from unisono.kernels.linear import ROW_TILES
 from unisono.passes.features.base import OwnProgram
 from unisono.program import Features, Graph, Logits, Program, Shape
 from unisono.types import ConfigError
 
 GPU_PASSES = {
-    "round": 10_000, "extend": 2_000, "mixed": 1, "score": 20, "catch_up": 20, "draft": 2_000, "verify": 2_000,
+    "round": 10_000, "extend": 2_000, "mixed": 2_000, "score": 20, "catch_up": 20, "draft": 2_000, "verify": 2_000,
 }  # fmt: skip
 """The expected number of passes of an engine, which start-up time and memory for graphs are weighed against."""
 
 CPU_PASSES = {"round": 5_000, "extend": 200, "mixed": 20, "score": 1, "catch_up": 1, "draft": 20, "verify": 20}
 
-DECODE_SIZES = (8, 32, 128)
+DECODE_SIZES = (32, 128)
 """Requests that decode in a mixed pass: its graphs have room for one of these numbers, or for all that run at once."""
 
 MASKED_SHARE = 0.01
@@ -45,7 +45,7 @@ CPU_GRAPH_BYTES = 2 << 30
 GPU_GRAPH_BYTES, GPU_GRAPH_SHARE = 2 << 30, 0.1
 """Limits of the graphs' memory on a GPU: bytes, and the share of what is free before the KV cache is sized."""
 
-SHARES = {"round": 1.0, "extend": 0.8, "mixed": 0.3, "score": 0.5, "catch_up": 0.2, "draft": 0.2, "verify": 0.3}
+SHARES = {"round": 1.0, "extend": 0.8, "mixed": 0.5, "score": 0.5, "catch_up": 0.2, "draft": 0.2, "verify": 0.3}
 """The share of the graphs' memory that one program may take. Prompt passes leave some for rounds."""
 
 CHAIN_DRAFTS = (0, 1, 2, 3, 5, 8, 11)
@@ -53,6 +53,10 @@ CHAIN_DRAFTS = (0, 1, 2, 3, 5, 8, 11)
 
 MAX_UNOBSERVED = 32
 """Tokens of a request that a paused drafter may lag, where each of them costs memory."""
+
+KEPT_SHARE = 0.65
+"""Prompt passes that take between this share of ``--max-stall-ms`` and all of it have graphs of every size: where
+requests run, most prompt passes are of these sizes."""
 
 LEAST_TOKENS = 16
 """Tokens of the smallest prompt pass that has a graph of its own size."""
@@ -197,8 +201,7 @@ def mixed_buckets(
 ) -> Iterator[Buckets]:
     """The buckets of mixed passes with room for each number of requests that decode.
 
-    A pass costs what a prompt pass of as many tokens does. On a GPU its graphs are captured when the engine is idle,
-    where passes have missed them.
+    A pass costs what a prompt pass of as many tokens does. On a GPU its graphs are captured when the engine is idle.
     """
     gpu = config.device.type == "cuda"
     for size in sizes:
@@ -212,9 +215,16 @@ def mixed_buckets(
             cost=None if gpu else CPU_COST,
             like=("extend", 1) if gpu else None,
             on_demand=not gpu,
+            later=gpu,
+            kept_ms=_kept_ms(config),
             always=config.asked.graphs != "auto",
             share=SHARES["mixed"],
         )
+
+
+def _kept_ms(config: ResolvedConfig) -> tuple[float, float]:
+    """Of prompt passes that running requests wait for."""
+    return KEPT_SHARE * config.asked.max_stall_ms, config.asked.max_stall_ms
 
 
 def own_buckets(own: OwnProgram, config: ResolvedConfig) -> Buckets:
@@ -290,6 +300,7 @@ def buckets_of(program: Program, config: ResolvedConfig, width: int, features: F
         cost=None if gpu else CPU_COST,
         measured=gpu and not on_demand,
         on_demand=on_demand,
+        kept_ms=_kept_ms(config) if gpu and name == "extend" and not on_demand else (0.0, 0.0),
         always=name in ROUNDS or config.asked.graphs != "auto",
         share=SHARES[name],
     )

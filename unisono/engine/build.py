@@ -38,8 +38,8 @@ from unisono.engine.slots import Slots, slot_schema
 from unisono.engine.synthetic import acceptance_rule
 from unisono.engine.warmup import compiling_only, run_on_padding, warmup_passes
 from unisono.engine.worker import Worker
+from unisono.graphs.buckets import Buckets
 from unisono.graphs.graph_set import GraphSet
-from unisono.graphs.planner import Buckets
 from unisono.kernels.layer_tail_gluon import MOST_ROWS
 from unisono.kernels.linear import TRITON_ROWS
 from unisono.kernels.overlap import overlaps

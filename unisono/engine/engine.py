@@ -109,6 +109,7 @@ class Engine:
             by_priority,
             runner.pass_ms,
             Mixing(runner, self.draft_controller),
+            runner.filling,
         )
         self.arrivals = Arrivals()
         self._launcher = Launcher(self.runner)

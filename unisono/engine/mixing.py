@@ -6,12 +6,13 @@ pass only, not for the round after it. Where rounds draft, a round brings severa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Sequences
 from typing import TYPE_CHECKING
 
 from unisono.engine.buckets import LEAST_TOKENS
 from unisono.engine.draft_controller import DraftController
-from unisono.engine.sequence import Sequence
+from unisono.engine.sequence import Sequence, tokens_left
 from unisono.program import Key, Shape
 
 if TYPE_CHECKING:
@@ -19,31 +20,49 @@ if TYPE_CHECKING:
 
 
 class Mixing:
-    """Decides for one engine. controller: says what rounds draft and take."""
+    """Decides for one engine. controller: says what rounds draft and take.
+
+    ``apart`` counts prompt passes without the running requests, by reason; ``expected_ms``: what the last decision
+    expected of the mixed pass, the prompt pass and the round.
+    """
 
     def __init__(self, runner: Runner, controller: DraftController) -> None:
         self._runner, self._controller = runner, controller
+        self.apart: Counter[str] = Counter()
+        self.expected_ms = (0.0, 0.0, 0.0)
         self._most = runner.config.max_num_batched_tokens
         self._fixed = runner.config.device.type == "cpu"  # nothing is measured there, so that runs repeat
 
     def prompt_tokens(self, running: Sequences[Sequence], prompts: Sequences[Sequence], tokens: int) -> int:
         """How many prompt tokens the running requests may share a pass with, of the ``tokens`` that may run now; 0
-        where they have a round of their own.
+        where they have a round of their own, for a reason that is counted.
 
         prompts: those that may be in the pass.
         """
         sizes = self._runner.decode_sizes
-        if not running or not sizes or len(running) > sizes[-1]:
+        if not running or not sizes:
             return 0
+        if len(running) > sizes[-1] or LEAST_TOKENS + self.room(len(running)) > self._most:
+            return self._no("too many requests")
         room = self.room(len(running))
-        if LEAST_TOKENS + room > self._most:
-            return 0
         if not all(feature.mixes for s in (*running, *prompts) for feature in s.states):
-            return 0
+            return self._no("a feature")
         if not self._controller.drafts_nothing(running):
-            return 0
+            return self._no("drafts")
         mixed = min(max(LEAST_TOKENS, tokens - len(running)), self._most - room)
-        return mixed if self._fixed or self.pays(running, mixed, room) else 0
+        if tokens_left(prompts) > mixed:
+            mixed = self._runner.filling(mixed, room)
+        return mixed if self._fixed or self.pays(running, mixed, room) else self._no("slower")
+
+    def info(self) -> dict[str, object]:
+        """``apart`` and ``expected_ms``, for reports."""
+        names = ("mixed", "extend", "round")
+        expected = {name: round(ms, 3) for name, ms in zip(names, self.expected_ms, strict=True)}
+        return {"apart": dict(self.apart), "expected_ms": expected}
+
+    def _no(self, why: str) -> int:
+        self.apart[why] += 1
+        return 0
 
     def room(self, decodes: int) -> int:
         """Rows that a mixed pass has for this number of requests that decode."""
@@ -53,5 +72,6 @@ class Mixing:
         """Whether one pass is expected to take less time than two."""
         runner, planner = self._runner, self._runner.planner
         together = planner.launched_ms(runner.mixed_key(tokens, room))
-        apart = planner.launched_ms(Key("extend", Shape(tokens), runner.features)) + self._controller.round_ms(running)
-        return together <= apart
+        prompts = planner.launched_ms(Key("extend", Shape(tokens), runner.features))
+        self.expected_ms = together, prompts, self._controller.round_ms(running)
+        return together <= prompts + self.expected_ms[-1]

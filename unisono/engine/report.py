@@ -135,6 +135,7 @@ def info(engine: Reported) -> dict[str, object]:
             {"program": program, "kind": kind, "reason": reason, "count": count}
             for (program, kind, reason), count in sorted(runner.planner.passes.items())
         ],
+        "mixing": scheduler.mixing.info() if scheduler.mixing is not None else {},
         "speculation": {
             **speculation,
             "avg_spec_accept_length": round(engine.counters.accept_length, 4),

@@ -12,7 +12,8 @@ from unisono.engine.buckets import CPU_COST, check_full
 from unisono.engine.build import Build
 from unisono.engine.commands import Command, ResetSlots
 from unisono.engine.ranks import Team, ranks_of
-from unisono.graphs.planner import Buckets, Planner
+from unisono.graphs.buckets import Buckets
+from unisono.graphs.planner import Planner
 from unisono.layers.experts import products_per_token
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import attention_of
@@ -21,6 +22,8 @@ from unisono.program import Key, PendingOutputs, Shape
 ATTENTION_RATE = 1.45
 """How much longer an operation of attention takes than one of a product: 532 against 768 TFLOP/s on an H200."""
 
+FILLED_SHARE = 0.75
+"""A prompt pass that running requests wait for is cut short to fill a graph, but not by more than the rest of this."""
 
 PROMPTS = ("extend", "mixed", "score")
 """Programs whose passes are timed, for the bound on how long running requests wait for prompts."""
@@ -92,6 +95,13 @@ class Runner:
     def mixed_key(self, tokens: int, decodes: int) -> Key:
         """Of a mixed pass with this number of prompt tokens and this room for requests that decode."""
         return Key("mixed", Shape(tokens + decodes, 1 + decodes), self.features)
+
+    def filling(self, tokens: int, decodes: int) -> int:
+        """Prompt tokens, at most this number, that fill a graph with this room for requests that decode (0: of prompt
+        passes); the number itself where that would leave out many."""
+        key = self.mixed_key(tokens, decodes) if decodes else Key("extend", Shape(tokens), self.features)
+        filled = self.planner.filled(key) - decodes
+        return filled if filled >= FILLED_SHARE * tokens else tokens
 
     @property
     def attention_share(self) -> float:

@@ -23,7 +23,7 @@ import numpy as np
 from unisono.engine.device_state import DeviceState
 from unisono.engine.mixing import Mixing
 from unisono.engine.prompt_budget import PromptBudget
-from unisono.engine.sequence import Chunk, Extend, Growth, Pass, Preparation, Round, Sequence, Verify
+from unisono.engine.sequence import Chunk, Extend, Growth, Pass, Preparation, Round, Sequence, Verify, tokens_left
 from unisono.engine.slots import SlotPool
 from unisono.engine.waiting import Waiting
 from unisono.passes.features.base import Feature, Row
@@ -54,10 +54,11 @@ class Scheduler:
         by_priority: bool = False,
         pass_ms: Callable[[Key], float] = lambda key: 0.0,
         mixing: Mixing | None = None,
+        filling: Callable[[int, int], int] = lambda tokens, decodes: tokens,
     ) -> None:
         self.pool, self.slots, self.device, self.width = pool, slots, device, width
         self.max_extend_rows, self.budget, self._pass_ms = max_extend_rows, budget, pass_ms
-        self._mixing = mixing
+        self.mixing, self._filling = mixing, filling
         self.waiting = Waiting(by_priority)
         self.extending: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -231,14 +232,14 @@ class Scheduler:
     def _with_decodes(self, budget: int) -> tuple[int, list[Sequence]]:
         """Prompt tokens of the next prompt pass, at most, and the running requests that decode in it, if any do."""
         prompts = self.extending[: self.max_extend_rows]
-        if self._mixing is not None and (tokens := self._mixing.prompt_tokens(self.running, prompts, budget)):
+        if self.mixing is not None and (tokens := self.mixing.prompt_tokens(self.running, prompts, budget)):
             with suppress(_Wait):
                 return tokens, self._able(self.running)
-        return budget, []
+        return self._filling(budget, 0) if self.running and tokens_left(prompts) > budget else budget, []
 
     def _next_extend(self, budget: int, decodes: list[Sequence]) -> Extend | None:
         """A prompt pass of at most ``budget`` tokens in which these decode; None where no prompt can go on yet."""
-        chunks = []
+        chunks, waited = [], bool(self.running)
         for sequence in [s for s in self.extending if not s.coming][: self.max_extend_rows]:
             if budget == 0:
                 break
@@ -263,8 +264,8 @@ class Scheduler:
                 self.running.append(chunk.sequence)
                 chunk.sequence.in_flight += 1
         self.device.extending(chunks)
-        room = self._mixing.room(len(decodes)) if self._mixing is not None and decodes else 0
-        return Extend(chunks, budget == 0, tuple(decodes), growth, room)
+        room = self.mixing.room(len(decodes)) if self.mixing is not None and decodes else 0
+        return Extend(chunks, budget == 0, tuple(decodes), growth, room, waited)
 
     def _next_reading(self, sequences: list[Sequence]) -> Round | Verify | None:
         """The next pass of those whose drafts the host reads; None while it has to read something first."""

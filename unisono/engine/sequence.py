@@ -130,12 +130,17 @@ class Chunk:
     last: bool
 
 
+def tokens_left(sequences: Iterable[Sequence]) -> int:
+    """Tokens of their prompts that no pass has."""
+    return sum(len(sequence.tokens) - sequence.extended for sequence in sequences)
+
+
 @dataclass(frozen=True)
 class Extend:
     """A prompt pass. full: whether it has as many tokens as it may have.
 
     decodes: the requests that decode in it, a token each, where it is a mixed pass; growth: of these, as of a round.
-    room: rows that the pass has for these, before those of the chunks.
+    room: rows that the pass has for these, before those of the chunks. waited: running requests wait for the pass.
     """
 
     chunks: list[Chunk]
@@ -143,6 +148,7 @@ class Extend:
     decodes: tuple[Sequence, ...] = ()
     growth: Mapping[int, list[Growth]] = field(default_factory=dict)
     room: int = 0
+    waited: bool = False
 
     @cached_property
     def tokens(self) -> int:

@@ -18,7 +18,7 @@ import torch
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel, active_mode
 from triton.runtime.jit import KernelInterface
 
-from unisono.graphs.planner import Buckets
+from unisono.graphs.buckets import Buckets
 from unisono.program import Buffers, Features, Program, Shape
 
 SMALL = 128

@@ -38,9 +38,13 @@ class PassCost:
         (n, low), (m, high) = self.points[at - 1], self.points[at]
         return max(0.0, low + (high - low) * (rows - n) / (m - n))
 
-    def eager(self, rows: int) -> float:
-        """Milliseconds of an eager pass: the device's work or the host's launches, whichever takes longer."""
-        return max(self.eager_ms, self.replay(rows))
+    def eager(self, rows: int, delay: float = 0.0) -> float:
+        """Milliseconds of an eager pass: the device's work or the host's launches, whichever takes longer.
+
+        delay: the share of the launches that counts beside this.
+        """
+        late = delay * self.eager_ms if delay else 0.0
+        return max(self.eager_ms, self.replay(rows)) + late
 
     def capture(self, rows: int) -> float:
         """The price of a graph in milliseconds: two passes, the capture, and the value of its memory."""

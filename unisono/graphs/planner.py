@@ -14,22 +14,19 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from unisono.graphs.cost import PassCost, choose
+from unisono.graphs.buckets import Buckets, kept, worthwhile
+from unisono.graphs.cost import PassCost
 from unisono.graphs.graph_set import Capture, GraphCommand, GraphSet, Launch, Measure, Release
 from unisono.program import (
-    NO_FEATURES,
     Eager,
-    Features,
     Graph,
     Key,
     Logits,
     PendingOutputs,
-    Program,
     Reason,
     Replay,
     Shape,
@@ -40,48 +37,9 @@ logger = logging.getLogger(__name__)
 KEPT_ANSWERS = 4096
 """Keys whose answer is remembered, at most."""
 
-
-@dataclass(frozen=True)
-class Buckets:
-    """The shapes of one program, with one width and one set of features, that may be captured.
-
-    shapes: ascending in rows.
-    mode: "full": only hard breaks end a segment; "segmented": optional breaks do too; "off": passes run eagerly.
-    passes: expected number of passes, from which the shapes worth capturing are chosen; None: capture all shapes.
-    edges: numbers of rows that fill a kernel's tile exactly; one row more costs a tile. Passes are measured there.
-    flat: up to this number of rows the cost is a staircase with a step after each edge.
-    cost: the cost of a pass; None: unknown, and a pass replays any graph that covers it. measured: measure the cost.
-    always: replay even where a graph saves no time.
-    on_demand: capture no graph at start; capture each size before the first pass that needs it. For programs whose
-        passes do not overlap with others.
-    unfit: why not even the smallest shape could be captured; None where it could be, or was not tried.
-    share: the share of the memory budget that the program's graphs may take.
-    width: of the shapes.
-    like: the program and width whose passes cost the same, planned before; instead of measuring.
-    """
-
-    program: Program
-    shapes: tuple[Shape, ...] = ()
-    features: Features = NO_FEATURES
-    mode: str = "full"
-    passes: float | None = None
-    edges: frozenset[int] = frozenset()
-    flat: int = 0
-    cost: PassCost | None = None
-    measured: bool = False
-    always: bool = False
-    on_demand: bool = False
-    unfit: Reason | None = None
-    share: float = 1.0
-    width: int = 1
-    like: tuple[str, int] | None = None
-
-    def __post_init__(self) -> None:
-        if self.shapes:
-            object.__setattr__(self, "width", self.shapes[0].width)
-
-    def key(self, shape: Shape) -> Key:
-        return Key(self.program.name, shape, self.features)
+WAITED_SHARE = 0.25
+"""The share of the host's launches that an eager pass costs beside its own time where requests wait for outputs of the
+pass before it: these are read only when it is launched."""
 
 
 class Planner:
@@ -115,8 +73,10 @@ class Planner:
         self._programs: dict[tuple[str, int], list[Buckets]] = {}
         self._variants: dict[tuple[str, int], list[Buckets]] = {}
         self._dropped: dict[Key, Reason] = {}
-        self._answers: dict[Key, Replay | Eager] = {}  # of ``plan``, until a graph is captured or released
-        self._launchable: dict[Key, Replay | Eager] = {}  # the same, after a capture on demand
+        # Answers of ``plan`` by key and whether requests wait, until a graph is captured or released.
+        self._answers: dict[tuple[Key, bool], Replay | Eager] = {}
+        self._launchable: dict[tuple[Key, bool], Replay | Eager] = {}  # the same, after a capture on demand
+        self._later: list[Key] = []  # to be captured when the engine is idle, the next one last
         self._missing: Counter[Key] = Counter()  # keys without a graph -> milliseconds that one would have saved
         self.enabled = enabled
 
@@ -154,33 +114,45 @@ class Planner:
                 like = variants[0] if variants else self._measure(buckets)
                 buckets = dataclasses.replace(buckets, cost=like.cost, shapes=like.shapes, unfit=like.unfit)
             if buckets.on_demand:
-                buckets = dataclasses.replace(buckets, shapes=tuple(_worthwhile(buckets)))
+                buckets = dataclasses.replace(buckets, shapes=tuple(worthwhile(buckets)))
             variants.append(buckets)
         if self.enabled:
             every = [b for variants in self._programs.values() for b in variants if self._captures(b)]
-            wanted = [(b, s) for b in every if not b.on_demand for s in _worthwhile(b, self._graphs_of(b))]
+            wanted = [(b, s) for b in every if not b.on_demand for s in worthwhile(b, self._graphs_of(b))]
             wanted.sort(key=lambda w: w[1].rows * w[1].width, reverse=True)
+            later = [b.key(s) for b in every for s in kept(b)] + [b.key(s) for b, s in wanted if b.later]
+            self._later = list(dict.fromkeys(later))[::-1]
+            wanted = [(b, s) for b, s in wanted if not b.later]
             for done, (buckets, shape) in enumerate(wanted, 1):
                 self._add(buckets, buckets.key(shape))
                 progress(done / len(wanted))
         self.capture_seconds += time.perf_counter() - started
 
     def capture_missing(self) -> int:
-        """Capture the missing graph that would have saved most time, if it pays. For an idle engine: it blocks.
+        """Capture a graph that was left for later, else the missing one that would have saved most time, if it pays.
 
-        Returns how many graphs were captured: 0 or 1.
+        For an idle engine: it blocks. Returns how many graphs were captured: 0 or 1.
         """
-        started = time.perf_counter()
+        while self._later:
+            key = self._later.pop()
+            if key not in self._dropped and self.graph_set.get(key) is None and self._capture_idle(key):
+                return 1
         for key, saved in self._missing.most_common():
-            buckets = self._buckets(key)
-            if buckets.cost is not None and saved < buckets.cost.capture(key.shape.rows):
+            cost = self._buckets(key).cost
+            if cost is not None and saved < cost.capture(key.shape.rows):
                 continue
             del self._missing[key]
-            if self._add(buckets, key) is not None:
-                self.idle_captures += 1
-                self.capture_seconds += time.perf_counter() - started
+            if self._capture_idle(key):
                 return 1
         return 0
+
+    def _capture_idle(self, key: Key) -> bool:
+        started = time.perf_counter()
+        if self._add(self._buckets(key), key) is None:
+            return False
+        self.idle_captures += 1
+        self.capture_seconds += time.perf_counter() - started
+        return True
 
     @property
     def graph_bytes(self) -> int:
@@ -289,9 +261,12 @@ class Planner:
         return self.pass_ms(key) or (cost.replay(key.shape.rows) if cost is not None else 0.0)
 
     def launched_ms(self, key: Key) -> float:
-        """:meth:`pass_ms`, else what an eager pass takes, the host's launches included; 0 where nothing is known."""
-        cost = self._buckets(key).cost
-        return self.pass_ms(key) or (cost.eager(key.shape.rows) if cost is not None else 0.0)
+        """What the planned replay or eager pass takes by the known costs, the host's launches included; where no costs
+        are known, :meth:`pass_ms` or 0. A single replay by an idle device would say too much: its clock is low."""
+        cost, answer = self._buckets(key).cost, self.plan(key)
+        if cost is None:
+            return self.pass_ms(key) or 0.0
+        return cost.replay(answer.graph.key.shape.rows) if isinstance(answer, Replay) else cost.eager(key.shape.rows)
 
     def _buckets(self, key: Key) -> Buckets:
         """The buckets of passes with this key's features: exactly these, else a planned superset.
@@ -308,16 +283,28 @@ class Planner:
             variants.append(found)
         return found
 
-    def plan(self, key: Key) -> Replay | Eager:
-        """Replay the smallest graph that covers the key, exactly its features first; or the reason why none does."""
-        answer = self._answers.get(key)
+    def filled(self, key: Key) -> int:
+        """Rows of the largest graph that a pass with at most this key's rows fills; 0 where there is none, and where
+        every pass replays a graph."""
+        buckets = self._buckets(key)
+        if not self.enabled or buckets.mode == "off" or buckets.cost is None or math.isinf(buckets.cost.eager_ms):
+            return 0
+        serving = (g.key for g in self._graphs_of(buckets) if g.key.features.covers(key.features))
+        return max((serves.shape.rows for serves in serving if serves.shape.rows <= key.shape.rows), default=0)
+
+    def plan(self, key: Key, waited: bool = False) -> Replay | Eager:
+        """Replay the smallest graph that covers the key, exactly its features first; or the reason why none does.
+
+        waited: requests wait for outputs of the pass before this one.
+        """
+        answer = self._answers.get((key, waited))
         if answer is None:
             if len(self._answers) >= KEPT_ANSWERS:  # prompts come in every length
                 self._answers.clear()
-            answer = self._answers[key] = self._plan(key)
+            answer = self._answers[key, waited] = self._plan(key, waited)
         return answer
 
-    def _plan(self, key: Key) -> Replay | Eager:
+    def _plan(self, key: Key, waited: bool) -> Replay | Eager:
         buckets = self._buckets(key)
         if not self.enabled or buckets.mode == "off":
             return Eager(Reason.DISABLED)
@@ -326,7 +313,7 @@ class Planner:
         large = [graph for graph in graphs if graph.key.shape.rows >= rows]
         for graph in (*(g for g in large if g.key.features == key.features), *large):
             if graph.key.covers(key):
-                if cost is None or cost.replay(graph.key.shape.rows) <= cost.eager(rows):
+                if cost is None or cost.replay(graph.key.shape.rows) <= cost.eager(rows, WAITED_SHARE * waited):
                     return Replay(graph)
                 return Eager(Reason.UNPROFITABLE)
         if buckets.unfit is not None:
@@ -341,10 +328,10 @@ class Planner:
             return Eager(Reason.ABOVE_BUCKETS)
         return Eager(Reason.NOT_CAPTURED)
 
-    def launch(self, key: Key, batch: Mapping[str, object]) -> PendingOutputs:
+    def launch(self, key: Key, batch: Mapping[str, object], waited: bool = False) -> PendingOutputs:
         """Send the pass with this batch, as planned, and count it. Returns its outputs on their way to the host."""
         timed = key.program in self._timed_programs
-        answer = self._launchable.get(key) or self._launch_plan(key)
+        answer = self._launchable.get((key, waited)) or self._launch_plan(key, waited)
         if isinstance(answer, Replay):
             graph = answer.graph
             outputs = self._send(Launch(key, graph.key, batch, timed))
@@ -358,15 +345,15 @@ class Planner:
         assert outputs is not None
         return outputs
 
-    def _launch_plan(self, key: Key) -> Replay | Eager:
+    def _launch_plan(self, key: Key, waited: bool) -> Replay | Eager:
         """:meth:`plan`, after the capture on demand of a graph for this key."""
         buckets = self._buckets(key)
         if buckets.on_demand:
             self._capture_on_demand(buckets, key.shape.rows)
-        answer = self.plan(key)
+        answer = self.plan(key, waited)
         if len(self._launchable) >= KEPT_ANSWERS:
             self._launchable.clear()
-        self._launchable[key] = answer
+        self._launchable[key, waited] = answer
         return answer
 
     def _capture_on_demand(self, buckets: Buckets, rows: int) -> None:
@@ -466,12 +453,3 @@ class Planner:
 
 def _rows(graph: Graph) -> int:
     return graph.key.shape.rows
-
-
-def _worthwhile(buckets: Buckets, graphs: Sequence[Graph] = ()) -> list[Shape]:
-    """The shapes worth capturing in addition to ``graphs``."""
-    if buckets.passes is None or buckets.cost is None:
-        return list(buckets.shapes)
-    there = {graph.key.shape.rows for graph in graphs if graph.key.features == buckets.features}
-    chosen = choose([shape.rows for shape in buckets.shapes], buckets.cost, buckets.passes, there)
-    return [shape for shape in buckets.shapes if shape.rows in chosen]

@@ -25,7 +25,6 @@ C = P · R, S cuts of K.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 
 import torch
 import triton
@@ -60,16 +59,26 @@ class AdapterPlan:
         self.ids, self.adapters, self.tile = ids, adapters, 16 if ids.shape[0] <= SMALL_ROWS else 32
         self._products = products
         self._counters: Iterator[torch.Tensor] | None = None
+        self._sorted: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    @cached_property
+    def sort(self) -> None:
+        """Divide the rows into tiles of one adapter each, unless that was done.
+
+        At least one launch has to come between this and ``shrink``, which reads the tiles before its turn.
+        """
+        if self._sorted is None:
+            self._sorted = torch.ops.unisono.sort_pairs(self.ids, self.adapters + 1, self.tile)
+
+    @property
     def sorted(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """How rows are divided into tiles of one adapter each, computed where it is first asked for.
+        """What :meth:`sort` has made. Raises RuntimeError where it was not called.
 
         order [M] i32: rows sorted by adapter, those of none last. tiles [3, tiles] i32: of each its adapter, or
         ``adapters`` for none; its first place in ``order``; its number of rows, 0 in those that are not needed.
         """
-        order, tiles = torch.ops.unisono.sort_pairs(self.ids, self.adapters + 1, self.tile)
-        return order, tiles
+        if self._sorted is None:
+            raise RuntimeError("the rows of an AdapterPlan are sorted a launch before they are needed: call sort()")
+        return self._sorted
 
     def counter(self) -> torch.Tensor | None:
         """A counter [ARRIVAL_WORDS] i32 that is 0, for one product of the pass; None where no more were announced."""
@@ -390,8 +399,8 @@ register("adapter_silu", cuda=silu_cuda, cpu=silu_cpu, meta=lambda y, *_: y.new_
 def shrink(x: torch.Tensor, a: torch.Tensor, rank: int, plan: AdapterPlan) -> torch.Tensor:
     """Each row's ``x [M, K] · A[e]ᵀ`` for :func:`expand` and :func:`expand_silu`: the cuts' sums, or these added.
 
-    a [L, P · R, K]: of each adapter, of the layer's projections one after the other. x was complete before the launch
-    before this one, and is contiguous.
+    a [L, P · R, K]: of each adapter, of the layer's projections one after the other. x and the sorted plan were
+    complete before the launch before this one; x is contiguous.
     """
     return torch.ops.unisono.adapter_shrink(x, a, *plan.sorted, plan.tile, rank)
 

@@ -268,6 +268,7 @@ def _same_bits(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, projectio
     x, a, b = random(rows, weight.shape[1]), random(adapters, *a.shape[1:]) / 64, random(adapters, *b.shape[1:])
     ids = torch.arange(rows, dtype=torch.int32, device=weight.device) % (adapters + 1)
     plan = AdapterPlan(ids, adapters, products=1)
+    plan.sort()
     wanted = expand(linear(x, weight), shrink(x, a, b.shape[2], plan), b, projections, plan)
     counter = plan.counter()
     assert counter is not None

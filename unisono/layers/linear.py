@@ -140,6 +140,7 @@ class Linear(nn.Module):
             y = self.adapter.linear(rows, self.weight, self.bias, plan)
             if y is not None:
                 return y, None
+        plan.sort()  # before the product: what follows it reads the plan before its turn
         y = self.format.linear(self, fitting(x, self.wish), None)  # type: ignore[arg-type]
         return y, self.adapter.shrunk(rows, plan)
 

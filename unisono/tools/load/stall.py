@@ -80,10 +80,13 @@ def table(found: Sequence[Stall]) -> str:
 
 
 def passes_of(engine: Any, before: Counter[tuple[str, str, str]]) -> str:
-    """The engine's passes since its counts were these: how many of each program, replayed, or eager for a reason."""
+    """The engine's passes since its counts were these: how many of each program, replayed, or eager for a reason; and
+    why passes were not mixed, since the start."""
     grown = engine.runner.planner.passes - before
     shown = ((count, program, f"{kind}: {why}" if why else kind) for (program, kind, why), count in grown.items())
-    return ", ".join(f"{count} {program} ({how})" for count, program, how in sorted(shown, reverse=True))
+    told = ", ".join(f"{count} {program} ({how})" for count, program, how in sorted(shown, reverse=True))
+    mixing = engine.scheduler.mixing.info()
+    return f"{told}; not mixed: {mixing['apart']}, last expected {mixing['expected_ms']}" if mixing["apart"] else told
 
 
 def as_json(found: Sequence[Stall]) -> list[dict[str, Any]]:

@@ -144,6 +144,10 @@ def _run(engine: dict[str, Any], name: str, more: dict[str, Any], load: _Load) -
     with LLM(flags.pop("model"), **flags, **more) as llm:
         runs = Runs(name, time.perf_counter() - started, llm.engine.info()["settings"], versions(llm))  # type: ignore[arg-type]
         print(f"\nSpeculation: {name}; started in {runs.start_seconds:.1f} s", flush=True)
+        settled = time.perf_counter()
+        while llm.engine.capture_missing():
+            pass  # as a server without requests does
+        print(f"Graphs captured while idle took {time.perf_counter() - settled:.1f} s.", flush=True)
         with frozen_heap():
             if load.stalls is not None:
                 runs.stalls = stall.in_engine(llm, load.stalls, load.seed)
