@@ -43,12 +43,12 @@ def test_it_drafts_by_default_and_says_so(model: str) -> None:
         llm.engine.pin_drafts(3)  # on a busy machine the measured times may speak against drafting
         drafted = llm.chat(QUESTION, asked)[0].outputs[0].token_ids
         assert llm.engine.counters.accepted_tokens > 0
-    with LLM(model, speculative=SpeculativeConfig("none"), **SMALL) as llm:
+    with LLM(model, speculative=SpeculativeConfig("none"), enforce_eager=True, **SMALL) as llm:
         assert llm.chat(QUESTION, asked)[0].outputs[0].token_ids == drafted
 
 
 def test_the_server_says_so(tmp_path: Path) -> None:
-    with serving(tmp_path, *FLAGS) as server:  # as `make serve` does: no PATH
+    with serving(tmp_path, *FLAGS, "--enforce-eager") as server:  # as `make serve` does: no PATH
         log = server.log.read_text()
         assert (
             "Speculation: eagle3, k = 3 (the bundled head tiny-eagle3; --speculative-method none turns it off)" in log

@@ -68,7 +68,7 @@ CASES = {
 }
 
 
-USUAL = ("eagle3", "mtp", "mtp, tree")
+USUAL = ("eagle3", "mtp, tree")
 
 
 @pytest.mark.parametrize("name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.full) for n in CASES])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,7 @@ HEADS: dict[str, tuple[str, Make]] = {
 }
 
 
-@pytest.fixture(scope="module", params=HEADS)
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Head]:
     method, make = HEADS[request.param]
     return method, make(tmp_path_factory.mktemp("head"), target.config, target.embed)
@@ -127,13 +128,33 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-def test_every_step_is_the_papers(target: Target, case: tuple[str, Head], flags: dict) -> None:
+def of_every_head(ways: Sequence[Any]) -> list[Any]:
+    """Heads and ways by turns: a head's other ways are in the long matrix."""
+    return [
+        pytest.param(head, way, marks=() if (i + j) % len(ways) == 0 else pytest.mark.full)
+        for i, head in enumerate(HEADS)
+        for j, way in enumerate(ways)
+    ]
+
+
+@pytest.fixture(scope="module")
+def texts(target: Target) -> Callable[..., list[list[int]]]:
+    """What the target writes without a drafter, once for each list of requests."""
+
+    @functools.cache
+    def written(count: int, seed: int, max_tokens: int, **lengths: int) -> list[list[int]]:
+        with engine(target.path) as llm:
+            return tokens(llm, prompts(count, 250, seed=seed, **lengths), mixed_params(count, max_tokens))
+
+    return written
+
+
+@pytest.mark.parametrize(("case", "way"), of_every_head(tuple(FLAGS)), indirect=["case"])
+def test_every_step_is_the_papers(target: Target, case: tuple[str, Head], way: str, texts: Any) -> None:
     """Hidden states, logits and drafts; then once more behind cached prefixes, of prompts and of what was written."""
-    method, head = case
+    (method, head), flags = case, FLAGS[way]
     batch, params = prompts(5, 250, low=1, high=50, seed=3), mixed_params(5, max_tokens=11)
-    with engine(target.path, **flags) as llm:
-        written = tokens(llm, batch, params)
+    written = texts(5, 3, 11, low=1, high=50)
     with engine(target.path, speculative=spec(method, head, 4), enforce_eager=True, **flags) as llm:
         texts = [p + t for p, t in zip(batch, written, strict=True)]
         watch = Watch(llm, texts)
@@ -161,12 +182,11 @@ def test_a_head_fed_one_position_late_is_noticed(target: Target, tmp_path: Path,
     assert wrong > len(watch.rounds)
 
 
-@pytest.mark.parametrize("k", [1, 5])
-def test_the_text_is_the_targets(target: Target, case: tuple[str, Head], k: int) -> None:
+@pytest.mark.parametrize(("case", "k"), of_every_head((1, 5)), indirect=["case"])
+def test_the_text_is_the_targets(target: Target, case: tuple[str, Head], k: int, texts: Any) -> None:
     method, head = case
     batch, params = prompts(10, 250, seed=8), mixed_params(10)
-    with engine(target.path) as llm:
-        expected = tokens(llm, batch, params)
+    expected = texts(10, 8, 24)
     with engine(target.path, speculative=spec(method, head, k)) as llm:
         assert tokens(llm, batch, params) == expected
         assert tokens(llm, batch, params) == expected

@@ -52,21 +52,21 @@ def test_prefix_hits(qwen3: Path, alone: list[list[int]]) -> None:
 
 def test_a_prefix_shared_by_running_requests(qwen3: Path) -> None:
     shared = prompts(1, 250, low=64, high=65, seed=5)[0]
-    batch = [shared + p for p in PROMPTS]
+    batch, params = [shared + p for p in PROMPTS[:12]], PARAMS[:12]
     with engine(qwen3, max_num_seqs=1) as llm:
-        expected = [tokens(llm, [p], [q])[0] for p, q in zip(batch, PARAMS, strict=True)]
+        expected = [tokens(llm, [p], [q])[0] for p, q in zip(batch, params, strict=True)]
     with engine(qwen3, max_num_seqs=4) as llm:
-        assert tokens(llm, batch, PARAMS) == expected
-        assert llm.engine.scheduler.prefix_hits >= 64 * 10
+        assert tokens(llm, batch, params) == expected
+        assert llm.engine.scheduler.prefix_hits >= 64 * 8, "all but those that begin together"
 
 
 def test_preemption(qwen3: Path) -> None:
     """With pages for about two requests, eight compete: some give theirs back and resume."""
-    params = mixed_params(18, max_tokens=60)
+    batch, params = PROMPTS[:9], mixed_params(9, max_tokens=60)
     with engine(qwen3, max_num_seqs=1) as llm:
-        expected = [tokens(llm, [p], [q])[0] for p, q in zip(PROMPTS, params, strict=True)]
-    with engine(qwen3, max_model_len=144, num_pages=1 + 14) as llm:
-        assert tokens(llm, PROMPTS, params) == expected
+        expected = [tokens(llm, [p], [q])[0] for p, q in zip(batch, params, strict=True)]
+    with engine(qwen3, max_model_len=144, num_pages=1 + 10) as llm:
+        assert tokens(llm, batch, params) == expected
         assert llm.engine.scheduler.preemptions >= 3
         llm.engine.check_integrity()
         assert llm.engine.pool.usage == 0

@@ -72,7 +72,7 @@ def test_automatic_modes_are_decisions(qwen3: Path) -> None:
 
 @pytest.mark.parametrize("flags", [{}, {"graphs": "segmented"}, {"attention_backend": "torch"}], ids=str)
 def test_the_bundled_model_has_no_eager_pass(flags: dict[str, Any]) -> None:
-    with LLM("tiny", **flags) as llm:
+    with LLM("tiny", max_num_seqs=4, max_model_len=512, **flags) as llm:
         told: Any = llm.engine.info()
     programs = {"extend", "round", "score", "verify", "draft", "catch_up"}  # it speculates by default
     assert {row["program"] for row in told["graphs"]} == programs

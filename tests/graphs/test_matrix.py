@@ -233,7 +233,7 @@ def out_of_memory_above(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
 ALL = tuple(FEATURES)
 SOME = ("mixed lengths", "a prefix hit", "prompt logprobs")
 FAST = [(method, "full", ALL) for method in ("none", "eagle3")]
-FAST += [(method, "segmented", SOME) for method in METHODS]
+FAST += [(method, "segmented", SOME) for method in METHODS if method not in ("none", "eagle3", "mtp", "standalone")]
 FAST += [("standalone", "mixed", ("everything", *SOME))]
 FAST += [("mtp", kind, SOME) for kind in ("mixed", "planned on the host")]
 FAST += [("standalone", kind, SOME) for kind in ("compiled segments", "only rounds")]
@@ -265,6 +265,9 @@ def test_every_cell(
     check(method, KINDS[kind], checkpoints_of(method), (feature,), monkeypatch)
 
 
+FASTER = (("mtp", "full"), ("eagle3", "segmented"))
+
+
 def sliced(fast: tuple[str, ...]) -> list[Any]:
     """Every drafter, those that are not in ``fast`` in the long matrix only."""
     return [method if method in fast else pytest.param(method, marks=pytest.mark.full) for method in METHODS]
@@ -280,8 +283,13 @@ def test_preempted(
     assert ran.preemptions > 0
 
 
-@pytest.mark.parametrize("kind", ["full", "segmented"])
-@pytest.mark.parametrize("method", sliced(("eagle3", "mtp")))
+LARGER = [
+    pytest.param(method, kind, marks=() if (method, kind) in FASTER else pytest.mark.full)
+    for method, kind in itertools.product(METHODS, ("full", "segmented"))
+]
+
+
+@pytest.mark.parametrize(("method", "kind"), LARGER)
 def test_larger_than_the_largest_bucket(
     method: str, kind: str, checkpoints_of: Any, poisoned: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import unisono.kernels
 KERNELS = Path(unisono.kernels.__path__[0])
 
 
+@functools.cache
 def functions() -> dict[str, ast.FunctionDef]:
     """Every function in ``unisono/kernels``, by name."""
     return {node.name: node for tree in _trees() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
+@functools.cache
 def _trees() -> list[ast.Module]:
     return [ast.parse(path.read_text()) for path in KERNELS.glob("*.py")]
 

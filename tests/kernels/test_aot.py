@@ -2,7 +2,8 @@
 
 Run as a script with the number of a part, or ``gluon``, it compiles that part and prints one JSON line for each
 configuration; the test runs it in a process of its own, because this one may have asked for Triton's interpreter. Parts
-are there to be compiled side by side: all of it takes more than a minute.
+are there to be compiled side by side: all of it takes minutes. By default a kernel is compiled with every flag and
+every type, and the long matrix adds its other sizes.
 """
 
 import importlib
@@ -41,6 +42,9 @@ OLDEST = Path(sys.prefix) / "oldest-triton"
 
 BY_HEADS = ("_rope_and_cache_kernel",)
 """Kernels that are compiled for a number of heads, of which a rank of several has a part."""
+
+EVERY = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["some", "every"])
+"""Whether each configuration is compiled."""
 
 SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory a block can have on Hopper. The compiler does not check it; the launch would fail."""
@@ -98,12 +102,22 @@ def part_of(kernel: str) -> int:
     return 0 if kernel in NORMS + TAILS else zlib.crc32(kernel.encode()) % PARTS
 
 
-def main(part: str) -> None:
+def brings_something(case, seen: set) -> bool:
+    """Whether a flag or a type of a kernel is in none of ``seen``, which are added to."""
+    flags = {(name, value) for name, value in case.constexprs.items() if type(value) is not int}
+    brought = {*flags, *case.signature.items()} - seen
+    first = not seen
+    seen |= brought
+    return first or bool(brought)
+
+
+def main(part: str, every: bool) -> None:
     import triton
 
     import unisono.kernels
 
     print(json.dumps({"triton": triton.__version__}))
+    seen: dict[str, set] = {}
     for module in pkgutil.iter_modules(unisono.kernels.__path__):
         cases = getattr(importlib.import_module(f"unisono.kernels.{module.name}"), "AOT", [])
         for index, case in enumerate(cases):
@@ -114,7 +128,9 @@ def main(part: str) -> None:
             sizes = [case.constexprs.get(name) for name in ("BLOCK_H", "V")]
             line["row"] = sizes[0]
             line["norm"] = str([*sizes, case.signature.get("x", case.signature.get("y", case.signature.get("o")))])
-            if case.kernel.is_gluon() if part == "gluon" else part_of(kernel) == int(part):
+            new = brings_something(case, seen.setdefault(kernel, set()))
+            line["chosen"] = every or new or kernel in (*NORMS, *BY_HEADS)  # compared with each other
+            if line["chosen"] and (case.kernel.is_gluon() if part == "gluon" else part_of(kernel) == int(part)):
                 try:
                     line |= _compile(case)
                 except Exception:
@@ -122,11 +138,11 @@ def main(part: str) -> None:
             print(json.dumps(line), flush=True)
 
 
-def compiled(part, *paths):
+def compiled(part, every, *paths):
     """The version of Triton, imported from ``paths`` where it is there, and a line for each configuration."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *(path for path in sys.path if path)])
-    command = [sys.executable, __file__, str(part)]
+    command = [sys.executable, __file__, str(part), *(["every"] if every else [])]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert process.returncode == 0, process.stderr
     version, *listed = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
@@ -140,20 +156,22 @@ def compiled(part, *paths):
 
 
 @pytest.mark.skipif(not OLDEST.is_dir(), reason="make test installs the oldest Triton that is supported")
-def test_gluon_kernels_compile_with_the_oldest_triton():
-    version, lines = compiled("gluon", OLDEST)
+@EVERY
+def test_gluon_kernels_compile_with_the_oldest_triton(every):
+    version, lines = compiled("gluon", every, OLDEST)
     assert f'"triton>={version.rpartition(".")[0]},' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert {line["kernel"] for line in lines if "cubin" in line} >= {*TAILS, "prompt_attention_kernel"}
 
 
+@EVERY
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_kernel_compiles_for_hopper(part):
-    _, listed = compiled(part)
+def test_every_kernel_compiles_for_hopper(part, every):
+    _, listed = compiled(part, every)
     assert {"linear", "norm", "activation", "rotary"} <= {line["module"] for line in listed}
     quantised = [line for line in listed if re.search("fp8|int4|mxfp4", line["module"])]
     assert len(quantised) > 20
-    lines = [line for line in listed if part_of(line["kernel"]) == part]
-    assert lines
+    lines = [line for line in listed if line["chosen"] and part_of(line["kernel"]) == part]
+    assert {line["kernel"] for line in lines} == {k for line in listed if part_of(k := line["kernel"]) == part} != set()
     assert all("cubin" in line for line in lines)
     assert not [line for line in quantised if line.get("old")], "not wgmma: its bits differ from those of larger tiles"
     together = [line["is"] for line in lines if line["kernel"] in APART and not line["apart"]]
@@ -194,4 +212,4 @@ def tails_add_as_norms(lines):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], "every" in sys.argv[2:])

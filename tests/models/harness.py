@@ -26,6 +26,8 @@ from unisono.state.tails import TailPass
 PAGE = 16
 MAX_WIDTH = 4
 """Tokens of a row in the widest round."""
+IN_ROUNDS = 40
+"""Tokens of a prompt that ``rounds`` computes in rounds, at most."""
 
 
 def load(directory: Path, quantization: str | None = None, **options: Any) -> Decoder:
@@ -165,15 +167,22 @@ def chunked(decoder: Decoder, prompts: Sequence[Sequence[int]], size: int) -> li
 
 
 def rounds(decoder: Decoder, prompts: Sequence[Sequence[int]], width: int, padding: int = 1) -> list[torch.Tensor]:
-    """All prompts side by side in rounds of ``width`` tokens, with padding rows."""
-    return _in_steps(decoder, prompts, width, lambda session, chunks: session.round(width, chunks, padding))
+    """All prompts side by side in rounds of ``width`` tokens, with padding rows.
+
+    A prompt of more than ``IN_ROUNDS`` tokens begins with a prompt pass, and only its last tokens are in rounds.
+    """
+    return _in_steps(decoder, prompts, width, lambda session, chunks: session.round(width, chunks, padding), IN_ROUNDS)
 
 
-def _in_steps(decoder, prompts, size, step) -> list[torch.Tensor]:
+def _in_steps(decoder, prompts, size, step, most=None) -> list[torch.Tensor]:
     session = Session(decoder, len(prompts), max(map(len, prompts)), seed=2)
-    pieces: list[list[torch.Tensor]] = [[] for _ in prompts]
-    for start in range(0, max(map(len, prompts)), size):
-        chunks = {i: p[start : start + size] for i, p in enumerate(prompts) if start < len(p)}
+    firsts = [0 if most is None else max(len(p) - most, 0) for p in prompts]
+    begun = {i: prompts[i][:first] for i, first in enumerate(firsts) if first}
+    computed = session.extend(begun) if begun else {}
+    pieces: list[list[torch.Tensor]] = [[computed[i]] if i in computed else [] for i in range(len(prompts))]
+    for start in range(0, max(len(p) - first for p, first in zip(prompts, firsts, strict=True)), size):
+        rest = {i: p[first + start :][:size] for i, (p, first) in enumerate(zip(prompts, firsts, strict=True))}
+        chunks = {i: chunk for i, chunk in rest.items() if chunk}
         for i, logits in step(session, chunks).items():
             pieces[i].append(logits)
     return [torch.cat(p) for p in pieces]

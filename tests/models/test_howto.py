@@ -27,7 +27,7 @@ def test_the_one_command_passes(page: str, tmp_path: Path) -> None:
     assert f"{PAGES[page][1]} passed" in printed, printed
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", ["adding-a-model", pytest.param("adding-a-weight-format", marks=pytest.mark.full)])
 def test_the_one_command_fails_what_is_broken(page: str, tmp_path: Path) -> None:
     install(page, PAGES[page][0], tmp_path)
     right, wrong = PAGES[page][2]

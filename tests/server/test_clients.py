@@ -19,7 +19,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.conftest import ROOT, Server, serving
+from tests.server.conftest import PLAIN, ROOT, Server, serving
 
 QUESTION = "Lena has 5 boxes with 12 pens each. She gives away 9 pens. How many pens are left?"
 ASK: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -37,7 +37,7 @@ TOOL: Any = {"type": "function", "function": {"name": "count_pens", "description
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ["tiny", "--max-num-seqs", "4", "--max-model-len", "1024"]
-    more = ["--max-logprobs", "-1", "--scheduling-policy", "priority"]
+    more = ["--max-logprobs", "-1", "--scheduling-policy", "priority", *PLAIN]
     with serving(tmp_path_factory.mktemp("clients"), *flags, *more) as server:
         yield server
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.server.conftest import Server, Start, servers, serving
+from tests.server.conftest import PLAIN, Server, Start, servers, serving
 from unisono.llm import LLM
 from unisono.types import SamplingParams
 
@@ -28,7 +28,7 @@ def encoded(value: Any, **options: Any) -> str:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ["--max-num-seqs", "4", *FLAGS, "--served-model-name", "tiny", "--max-model-len", "256"]
+    flags = ["--max-num-seqs", "4", *FLAGS, "--served-model-name", "tiny", "--max-model-len", "256", *PLAIN]
     with serving(tmp_path_factory.mktemp("tiny"), *flags) as server:
         yield server
 

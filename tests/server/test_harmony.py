@@ -167,7 +167,8 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (directory / "generation_config.json").unlink()  # where <|end|> ends an answer
     tokenizer.save_pretrained(directory)
     command = [sys.executable, "-m", "unisono", "serve", str(directory), "--port", "0", "--device", "cpu"]
-    command += ["--max-num-seqs", "4", "--served-model-name", "fake", "--speculative-method", "ngram"]
+    command += ["--max-num-seqs", "4", "--served-model-name", "fake", "--enforce-eager"]
+    command += ["--speculative-method", "ngram"]
     server = Server(command, directory / "log", directory)
     yield server.wait_ready()
     server.kill()

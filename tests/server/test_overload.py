@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.conftest import Server, Start, serving, until
+from tests.server.conftest import PLAIN, Server, Start, serving, until
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -236,7 +236,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The real engine with two slots, and two keys."""
     directory = tmp_path_factory.mktemp("tiny")
     file = key_file(directory, one="", other="")
-    with serving(directory, "tiny", "--api-key-file", str(file), "--max-num-seqs", "2") as server:
+    with serving(directory, "tiny", "--api-key-file", str(file), "--max-num-seqs", "2", *PLAIN) as server:
         yield server
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Server, Start, alive, serving, until
+from tests.server.conftest import PLAIN, Server, Start, alive, serving, until
 from tests.server.fake_engine import Trick
 from unisono.server.heartbeat import Watch
 from unisono.server.restarts import Restarts
@@ -68,7 +68,8 @@ def files(pid: int) -> int:
 def test_a_real_engine_comes_back(tmp_path: Path) -> None:
     """After ``kill -9`` the next engine process gives the same answers."""
     ask = {"model": "tiny", "prompt": "Tom has 3 boxes of", "max_tokens": 12, "temperature": 0.7, "seed": 3}
-    with serving(tmp_path, "tiny", "--restart-engine", "--max-num-seqs", "2", "--max-model-len", "256") as server:
+    flags = ("--restart-engine", "--max-num-seqs", "2", "--max-model-len", "256", *PLAIN)
+    with serving(tmp_path, "tiny", *flags) as server:
         before = server.http.post(TEXT, json=ask).json()["choices"]
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
         [engine] = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]

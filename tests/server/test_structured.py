@@ -30,7 +30,7 @@ CAT = {"type": "json_schema", "json_schema": {"name": "cat", "schema": SCHEMA, "
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ["--max-num-seqs", "4", "--max-model-len", "512", "--speculative-method", "ngram"]
+    flags = ["--max-num-seqs", "4", "--max-model-len", "512", "--speculative-method", "ngram", "--enforce-eager"]
     with serving(tmp_path_factory.mktemp("tiny"), *flags, "--served-model-name", "tiny") as server:
         yield server
 

@@ -240,7 +240,7 @@ def tiny_server(directories: pytest.TempPathFactory, *flags: str) -> Server:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = tiny_server(tmp_path_factory, "--speculative-method", "ngram")
+    server = tiny_server(tmp_path_factory, "--speculative-method", "ngram", "--enforce-eager")
     yield server.wait_ready()
     server.kill()
 

@@ -23,7 +23,7 @@ from unisono.state.specs import PAGE_SIZE
 from unisono.types import ConfigError, EngineRequest, SamplingParams, SpeculativeConfig
 
 PROMPTS = [p if i % 2 else p[: 3 + i] * 8 for i, p in enumerate(prompts(10, VOCAB, low=3, high=70, seed=8))]
-PARAMS = mixed_params(10, max_tokens=40)
+PARAMS = mixed_params(10, max_tokens=30)
 FLAGS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 6, "dtype": "float32"}
 SCARCE = {"num_pages": 20}
 
@@ -77,7 +77,7 @@ def test_same_bytes(way: str, mixed: Path, plain: list[list[int]]) -> None:
 
 
 def test_a_window_frees_its_pages(mixed: Path) -> None:
-    """A request of 150 tokens holds no more window pages than its window and two rounds reach."""
+    """A request of 100 tokens holds no more window pages than its window and two rounds reach."""
     with engine(mixed, **FLAGS) as llm:
         held: list[int] = []
         step = llm.engine.step
@@ -88,7 +88,7 @@ def test_a_window_frees_its_pages(mixed: Path) -> None:
             return deltas
 
         llm.engine.step = watched  # type: ignore[method-assign]
-        tokens(llm, [PROMPTS[0][:10]], SamplingParams(temperature=0, max_tokens=140, ignore_eos=True))
+        tokens(llm, [PROMPTS[0][:10]], SamplingParams(temperature=0, max_tokens=90, ignore_eos=True))
     assert 2 <= max(held) <= WINDOW // PAGE_SIZE + 4
 
 
@@ -97,7 +97,7 @@ def test_a_prefix_hit_goes_on_from_its_snapshot(mixed: Path) -> None:
 
     The snapshot after a prompt of whole pages serves longer prompts only: a prompt's last token is never cached.
     """
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     base = prompts(1, VOCAB, low=100, high=101, seed=2)[0]
     cuts = [base[:n] for n in (49, 50, 63, 65, 66, 95, 97)]
     with engine(mixed, **FLAGS) as llm:
@@ -137,7 +137,7 @@ def test_a_conversation_is_cached_alike_with_drafts(mixed: Path) -> None:
 @pytest.mark.parametrize("method", [pytest.param(None, marks=pytest.mark.full), "ngram"])
 def test_a_snapshot_is_taken_where_prompts_branch(method: str | None, mixed: Path) -> None:
     """The second prompt with the same beginning leaves a snapshot after the last page they share; the third hits it."""
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     base, *ends = prompts(6, VOCAB, low=70, high=71, seed=9)
     asked = [base + end[:30] for end in ends]
     flags = dict(FLAGS, speculative=SpeculativeConfig(method, num_speculative_tokens=3)) if method else FLAGS

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Server, Start, serving, until
+from tests.server.conftest import PLAIN, Server, Start, serving, until
 from tests.server.fake_engine import FakeConfig
 from tests.server.replicas.conftest import TEXT, ask, ended, engines, loads
 from unisono.config import EngineConfig
@@ -215,7 +215,7 @@ def test_real_engines_give_the_bytes_of_one(tmp_path: Path, pool: ThreadPoolExec
     """Two replicas, each asked for the same, and one prefix that both have to share."""
     prompts = ["Tom has 3 boxes of", "Anna buys 4 pens and", "There are 12 birds in"]
     shared = {"model": "tiny", "max_tokens": 16, "temperature": 0.8, "seed": 11, "logprobs": 1}
-    flags = ("--max-num-seqs", "4", "--max-model-len", "256", "--graphs", "off")
+    flags = ("--max-num-seqs", "4", "--max-model-len", "256", *PLAIN)
     with serving(tmp_path, "tiny", "--dp", "2", *flags) as server:
 
         def answer(prompt: str, rank: str | None) -> Any:
