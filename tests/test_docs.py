@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import socket
 import subprocess
 import sys
@@ -14,9 +13,6 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from unisono.cli import app
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -38,12 +34,7 @@ COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.split
 
 @pytest.mark.parametrize("line", [c for c in COMMANDS if not re.search(" (serve|train-draft) ", c)])
 def test_commands(line: str) -> None:
-    """In this process, which has imported most of what they need. A process of its own: test_serve_and_curl."""
-    name, *words = shlex.split(line, comments=True)
-    assert name == ".venv/bin/unisono"
-    done = CliRunner().invoke(app, words, input="Hello\n")
-    assert done.exit_code == 0, done.output
-    assert done.stdout.strip()
+    assert shell(line.replace(".venv/bin/unisono", UNISONO), input="Hello\n").strip()
 
 
 def training_commands() -> dict[str, str]:

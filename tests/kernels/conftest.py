@@ -85,6 +85,8 @@ def language_is_patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from triton.runtime import interpreter
 
+    if torch.cuda.is_available() or not hasattr(interpreter, "_patch_lang"):
+        return
     patch_lang, patched = interpreter._patch_lang, set()
 
     def patch_once(fn: Callable[..., Any]) -> Any:
@@ -98,8 +100,7 @@ def language_is_patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
             scope.restore = lambda: (patched.clear(), restore())
         return scope
 
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
 
 
 @pytest.fixture(autouse=True)
