@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ import torch
 
 from unisono.engine import self_test
 from unisono.engine.draft_controller import DraftController
+from unisono.graphs.planner import Planner
 from unisono.llm import LLM
+from unisono.program import Key
 from unisono.types import SamplingParams, SpeculativeConfig
 
 
@@ -92,3 +94,14 @@ def tensors_of(owner: Any) -> dict[str, torch.Tensor]:
                 if isinstance(tensor, torch.Tensor):
                     found[f"{name}.{i}.{j}"] = tensor
     return found
+
+
+def note_launches(patch: pytest.MonkeyPatch, note: Callable[[Key, Mapping[str, Any]], object]) -> None:
+    """Have ``note(key, batch)`` called before each pass is launched."""
+    real = Planner.launch
+
+    def launch(self: Planner, key: Key, batch: Mapping[str, Any], *rest: Any) -> Any:
+        note(key, batch)
+        return real(self, key, batch, *rest)
+
+    patch.setattr(Planner, "launch", launch)

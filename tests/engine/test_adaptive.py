@@ -193,10 +193,10 @@ def test_only_those_behind_catch_up(qwen3: Path, monkeypatch: pytest.MonkeyPatch
         sizes: list[int] = []
         launch = llm.engine.runner.planner.launch
 
-        def spy(key: Any, batch: Any) -> Any:
+        def spy(key: Any, *rest: Any) -> Any:
             if key.program == "catch_up":
                 sizes.append(key.shape.rows)
-            return launch(key, batch)
+            return launch(key, *rest)
 
         monkeypatch.setattr(llm.engine.runner.planner, "launch", spy)
         llm.engine.pin_drafts(0)

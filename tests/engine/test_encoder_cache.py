@@ -175,7 +175,7 @@ def test_requests_run_on_while_others_wait(seeing: Path, vision: VisionConfig) -
         launched: list[str] = []
         planner = llm.engine.runner.planner
         launch = planner.launch
-        planner.launch = lambda key, batch: launched.append(key.program) or launch(key, batch)
+        planner.launch = lambda key, *rest: launched.append(key.program) or launch(key, *rest)
         while llm.engine.has_work():
             llm.engine.step()
     between = " ".join(launched).split("round")

@@ -19,14 +19,13 @@ import xgrammar
 from transformers import AutoModelForCausalLM
 
 from tests.drafters.ledger import acceptance
-from tests.engine.helpers import counted, draw_drafts, engine, tokens
+from tests.engine.helpers import counted, draw_drafts, engine, note_launches, tokens
 from tests.engine.matrix import DRAFTERS, GRAPH, SCARCE, Checkpoints, Way, with_modules
 from tests.engine.structured import CHUNKS, FORMS, METHODS, PARAMS, PROMPTS, QUICK, SCHEMA, WAYS, Said, drafting, said
 from tests.models.make import END, make_tokenizer
 from unisono.drafters.base import PausableDrafter
 from unisono.engine.scheduler import Scheduler
 from unisono.graphs.graph_set import GraphSet
-from unisono.graphs.planner import Planner
 from unisono.types import SamplingParams, StructuredOutputs
 
 
@@ -103,10 +102,7 @@ def test_same_bytes_however_many_drafts(
     """Rounds with drafts and without by turns, under masks and not; a paused drafter catches up before either."""
     draw_drafts(monkeypatch)
     passes: list[tuple[str, int]] = []
-    real = Planner.launch
-    monkeypatch.setattr(
-        Planner, "launch", lambda self, key, b: (passes.append((key.program, key.shape.width)), real(self, key, b))[1]
-    )
+    note_launches(monkeypatch, lambda key, batch: passes.append((key.program, key.shape.width)))
     method, spec = METHODS[name]
     checkpoints = checkpoints_of(method)
     with drafting(checkpoints, method, spec, adaptive=True, logprobs_mode="processed_logprobs", **flags) as llm:

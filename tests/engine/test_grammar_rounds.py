@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from tests.drafters.ledger import play
-from tests.engine.helpers import counted, engine, tokens
+from tests.engine.helpers import counted, engine, note_launches, tokens
 from tests.engine.matrix import GRAPH
 from tests.engine.structured import PROMPTS, drafting
 from tests.models.make import END, make_checkpoint, make_tokenizer
-from unisono.graphs.planner import Planner
 from unisono.llm import LLM
 from unisono.types import BadRequest, EngineRequest, SamplingParams, StructuredOutputs
 
@@ -124,8 +123,7 @@ def test_a_round_with_a_grammar_is_two_replays_and_others_have_their_own(certain
 def test_the_two_kinds_take_turns(certain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round of the others runs while the host reads drafts, and one while it reads tokens."""
     launched: list[str] = []
-    real = Planner.launch
-    monkeypatch.setattr(Planner, "launch", lambda self, key, b: (launched.append(key.program), real(self, key, b))[1])
+    note_launches(monkeypatch, lambda key, batch: launched.append(key.program))
     play(certain, [[1, 2, 3], [4, 5]], [FREE_RUN, FORM])
     both = launched[launched.index("draft") : len(launched) - launched[::-1].index("round")]
     assert len(both) > 12
@@ -149,8 +147,7 @@ def test_aborted_between_the_two_passes(certain: LLM, monkeypatch: pytest.Monkey
     slot = engine._sequences["goes"].slot
     engine.abort("goes")
     named: list[int] = []
-    real = Planner.launch
-    monkeypatch.setattr(Planner, "launch", lambda self, key, b: (named.extend(b["slots"]), real(self, key, b))[1])
+    note_launches(monkeypatch, lambda key, batch: named.extend(batch["slots"]))
     later = replace(certain._request(PROMPTS[3], FREE_RUN), request_id="later")
     engine.add(later)
     slots = set()
@@ -181,14 +178,12 @@ def test_a_round_waits_for_tokens_only_where_masks_depend_on_them(
     certain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unread: list[int] = []
-    real = Planner.launch
 
-    def launch(self: Planner, key: Any, batch: Any) -> Any:
+    def note(key: Any, batch: Any) -> None:
         if key.program in ("round", "draft"):
             unread.append(max(s.in_flight for s in certain.engine.scheduler.running))
-        return real(self, key, batch)
 
-    monkeypatch.setattr(Planner, "launch", launch)
+    note_launches(monkeypatch, note)
     free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     tokens(certain, [PROMPTS[0]], free)
     assert set(unread) == {2}, "this round, and the pass before it"

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.helpers import counted, engine, prompts
-from unisono.graphs.planner import Planner
+from tests.engine.helpers import counted, engine, note_launches, prompts
 from unisono.llm import LLM
 from unisono.program import Key, Logits, selected_rows
 from unisono.types import BadRequest, SamplingParams
@@ -72,8 +71,7 @@ def test_a_mixed_batch(qwen3: Path) -> None:
 def test_graphs(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes that score some tokens replay graphs that could score all."""
     keys: list[Key] = []
-    real = Planner.launch
-    monkeypatch.setattr(Planner, "launch", lambda self, key, b: (keys.append(key), real(self, key, b))[1])
+    note_launches(monkeypatch, lambda key, batch: keys.append(key))
     given = replace(SCORED, logprob_start_len=90)
     with engine(qwen3, enforce_eager=True) as llm:
         expected = prompt_logprobs(llm, [PROMPT], given)
@@ -90,8 +88,7 @@ def test_graphs(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chunks(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk in front of the first scored token is a plain one."""
     names: list[str] = []
-    real = Planner.launch
-    monkeypatch.setattr(Planner, "launch", lambda self, key, b: (names.append(key.program), real(self, key, b))[1])
+    note_launches(monkeypatch, lambda key, batch: names.append(key.program))
     with engine(qwen3) as llm:
         expected = prompt_logprobs(llm, [PROMPT], SCORED)[0]
     with engine(qwen3, max_num_batched_tokens=32) as llm:

@@ -19,12 +19,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.helpers import counted, engine, idle
+from tests.engine.helpers import counted, engine, idle, note_launches
 from tests.engine.matrix import DRAFTERS, Checkpoints
 from tests.graphs.kinds import KINDS, Kind, say, text
 from tests.graphs.programs import FULL, poison
 from unisono.graphs.graph_set import GraphSet
-from unisono.graphs.planner import Planner
 from unisono.graphs.tape import Tape
 from unisono.llm import LLM
 from unisono.program import Hidden, Key, Shape
@@ -114,10 +113,9 @@ class Ran:
 
 def run(llm: LLM, features: dict[str, Run], monkeypatch: pytest.MonkeyPatch) -> Ran:
     keys: list[Key | None] = []
-    real = Planner.launch
     outputs = {}
     with monkeypatch.context() as patched:
-        patched.setattr(Planner, "launch", lambda self, key, batch: (keys.append(key), real(self, key, batch))[1])
+        note_launches(patched, lambda key, batch: keys.append(key))
         for name, feature in features.items():
             outputs[name] = feature(llm)
             if name in LAZY:
