@@ -201,7 +201,8 @@ def mixed_buckets(
 ) -> Iterator[Buckets]:
     """The buckets of mixed passes with room for each number of requests that decode.
 
-    A pass costs what a prompt pass of as many tokens does. On a GPU its graphs are captured when the engine is idle.
+    A pass costs what a prompt pass of as many tokens does. On a GPU its graphs are captured when the engine is idle, and
+    for each room as many as prompt passes have: a mixed pass that is padded more than a prompt pass would be does not pay.
     """
     gpu = config.device.type == "cuda"
     for size in sizes:
@@ -211,7 +212,7 @@ def mixed_buckets(
             tuple(Shape(size + each, 1 + size) for each in tokens),
             features,
             mode=config.graphs[asked_as(program.name)],
-            passes=(GPU_PASSES if gpu else CPU_PASSES)["mixed"] / len(sizes),
+            passes=GPU_PASSES["mixed"] if gpu else CPU_PASSES["mixed"] / len(sizes),
             cost=None if gpu else CPU_COST,
             like=("extend", 1) if gpu else None,
             on_demand=not gpu,
