@@ -201,8 +201,8 @@ def mixed_buckets(
 ) -> Iterator[Buckets]:
     """The buckets of mixed passes with room for each number of requests that decode.
 
-    A pass costs what a prompt pass of as many tokens does. On a GPU its graphs are captured when the engine is idle, and
-    for each room as many as prompt passes have: a mixed pass that is padded more than a prompt pass would be does not pay.
+    A pass costs what a prompt pass of as many tokens does. On a GPU its graphs are captured when the engine is idle,
+    for each room as many as prompt passes have: a mixed pass that is padded more than a prompt pass does not pay.
     """
     gpu = config.device.type == "cuda"
     for size in sizes:
