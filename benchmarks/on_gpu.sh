@@ -33,9 +33,9 @@ tests() { # NAME SECONDS FILE…
 
 case $part in
 tails) # a layer after its mixer in one launch: bits, kernels, rounds of 16 and 8 bits
-    tests tails-bits 150 tests/kernels/test_layer_tail.py
-    step tails-kernels 150 "$python" -m benchmarks.layer_tail --only kernels --shapes 8b 8b-fp8
-    step tails-rounds 290 "$python" -m benchmarks.layer_tail --only rounds --models qwen3-8b qwen3-8b:fp8
+    tests tails-bits 400 tests/kernels/test_layer_tail.py
+    step tails-kernels 60 "$python" -m benchmarks.layer_tail --only kernels --shapes 8b 8b-fp8
+    step tails-rounds 140 "$python" -m benchmarks.layer_tail --only rounds --models qwen3-8b qwen3-8b:fp8
     ;;
 surface) # the soak without speculation, pictures, adapters
     step soak 240 $unisono bench soak --model tiny --requests 10000 --speculative-method none

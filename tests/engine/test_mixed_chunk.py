@@ -68,12 +68,16 @@ def test_same_bytes(qwen3: Path, alone: list[list[int]], flags: dict[str, Any]) 
         with engine(qwen3, max_num_seqs=1, dtype="float32", **flags) as llm:
             expected = [tokens(llm, [p], [q])[0] for p, q in zip(MANY, WANTED, strict=True)]
     with engine(qwen3, **{**MIXED, **flags}) as llm:
+        while GRAPH == "full" and llm.engine.capture_missing():
+            pass
         assert tokens(llm, MANY, WANTED) == expected
         assert tokens(llm, MANY, WANTED) == expected, "after prefix hits"
         found = mixed_passes(llm)
         assert sum(found.values()) > 8
         kind = {"enforce_eager": "eager", "graphs": f"{GRAPH}-segmented".removeprefix("full-")}
-        assert set(found) == {kind.get(next(iter(flags)), GRAPH)} or "attention_backend" in flags
+        wanted = {kind.get(next(iter(flags)), GRAPH)}
+        some = {"eager"} if GRAPH == "full" else set()  # sizes that pay on a GPU are captured when it is idle
+        assert wanted <= set(found) <= wanted | some or "attention_backend" in flags
         llm.engine.check_integrity()
         assert llm.engine.pool.usage == 0
 
