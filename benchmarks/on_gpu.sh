@@ -33,7 +33,7 @@ tests() { # NAME SECONDS FILE…
 
 case $part in
 tails) # a layer after its mixer in one launch: bits, kernels, rounds of 16 and 8 bits
-    tests tails-bits 400 tests/kernels/test_layer_tail.py
+    tests tails-bits 360 tests/kernels/test_layer_tail.py
     step tails-kernels 60 "$python" -m benchmarks.layer_tail --only kernels --shapes 8b 8b-fp8
     step tails-rounds 140 "$python" -m benchmarks.layer_tail --only rounds --models qwen3-8b qwen3-8b:fp8
     ;;

@@ -138,7 +138,7 @@ def of_every_head(ways: Sequence[Any]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def texts(target: Target) -> Callable[..., list[list[int]]]:
+def plain_texts(target: Target) -> Callable[..., list[list[int]]]:
     """What the target writes without a drafter, once for each list of requests."""
 
     @functools.cache
@@ -150,11 +150,11 @@ def texts(target: Target) -> Callable[..., list[list[int]]]:
 
 
 @pytest.mark.parametrize(("case", "way"), of_every_head(tuple(FLAGS)), indirect=["case"])
-def test_every_step_is_the_papers(target: Target, case: tuple[str, Head], way: str, texts: Any) -> None:
+def test_every_step_is_the_papers(target: Target, case: tuple[str, Head], way: str, plain_texts: Any) -> None:
     """Hidden states, logits and drafts; then once more behind cached prefixes, of prompts and of what was written."""
     (method, head), flags = case, FLAGS[way]
     batch, params = prompts(5, 250, low=1, high=50, seed=3), mixed_params(5, max_tokens=11)
-    written = texts(5, 3, 11, low=1, high=50)
+    written = plain_texts(5, 3, 11, low=1, high=50)
     with engine(target.path, speculative=spec(method, head, 4), enforce_eager=True, **flags) as llm:
         texts = [p + t for p, t in zip(batch, written, strict=True)]
         watch = Watch(llm, texts)
@@ -183,10 +183,10 @@ def test_a_head_fed_one_position_late_is_noticed(target: Target, tmp_path: Path,
 
 
 @pytest.mark.parametrize(("case", "k"), of_every_head((1, 5)), indirect=["case"])
-def test_the_text_is_the_targets(target: Target, case: tuple[str, Head], k: int, texts: Any) -> None:
+def test_the_text_is_the_targets(target: Target, case: tuple[str, Head], k: int, plain_texts: Any) -> None:
     method, head = case
     batch, params = prompts(10, 250, seed=8), mixed_params(10)
-    expected = texts(10, 8, 24)
+    expected = plain_texts(10, 8, 24)
     with engine(target.path, speculative=spec(method, head, k)) as llm:
         assert tokens(llm, batch, params) == expected
         assert tokens(llm, batch, params) == expected

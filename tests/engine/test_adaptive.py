@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.drafters.ledger import play
-from tests.engine.helpers import counted, draw_drafts, engine, prompts, tokens
+from tests.engine.helpers import counted, draw_drafts, engine, note_launches, prompts, tokens
 from tests.engine.matrix import DRAFTERS, PARAMS, PROMPTS, SCARCE, Checkpoints
 from unisono.drafters.base import PausableDrafter
 from unisono.engine.draft_controller import DraftController
@@ -191,14 +191,7 @@ def test_only_those_behind_catch_up(qwen3: Path, monkeypatch: pytest.MonkeyPatch
     """A request that comes while others are paused has nothing to catch up with; nor have those that do not run."""
     with drafting("standalone", (qwen3, qwen3)) as llm:
         sizes: list[int] = []
-        launch = llm.engine.runner.planner.launch
-
-        def spy(key: Any, *rest: Any) -> Any:
-            if key.program == "catch_up":
-                sizes.append(key.shape.rows)
-            return launch(key, *rest)
-
-        monkeypatch.setattr(llm.engine.runner.planner, "launch", spy)
+        note_launches(monkeypatch, lambda key, batch: key.program == "catch_up" and sizes.append(key.shape.rows))
         llm.engine.pin_drafts(0)
         old = EngineRequest("old", [1, 2, 3], replace(CERTAIN, seed=0))
         llm.engine.add(old)

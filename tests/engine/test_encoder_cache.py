@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.helpers import counted, engine, mixed_params
+from tests.engine.helpers import counted, engine, mixed_params, note_launches
 from tests.engine.pictures import Picture, Prompt, make_seeing, prompt, run, several, vision_of, words
 from unisono.engine.commands import decode, encode
 from unisono.engine.prompt_budget import PromptBudget
@@ -163,7 +163,7 @@ def test_the_budget_of_passes_ahead() -> None:
     assert budget.room(running, lambda key: 40.0).has(key)
 
 
-def test_requests_run_on_while_others_wait(seeing: Path, vision: VisionConfig) -> None:
+def test_requests_run_on_while_others_wait(seeing: Path, vision: VisionConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two rounds there is one pass of the encoder at most, where two take too long."""
     with engine(seeing, dtype="float32", max_stall_ms=20, max_num_batched_tokens=64) as llm:
         llm.engine.add(EngineRequest("running", words(9), replace(GREEDY, max_tokens=60)))
@@ -173,9 +173,7 @@ def test_requests_run_on_while_others_wait(seeing: Path, vision: VisionConfig) -
             each = prompt(vision, words(3, i), Picture(8, 8, i))
             llm.engine.add(EngineRequest(f"seeing{i}", each.ids, GREEDY, media=each.media))
         launched: list[str] = []
-        planner = llm.engine.runner.planner
-        launch = planner.launch
-        planner.launch = lambda key, *rest: launched.append(key.program) or launch(key, *rest)
+        note_launches(monkeypatch, lambda key, batch: launched.append(key.program))
         while llm.engine.has_work():
             llm.engine.step()
     between = " ".join(launched).split("round")

@@ -224,7 +224,9 @@ def mixed_buckets(
 
 
 def _kept_ms(config: ResolvedConfig) -> tuple[float, float]:
-    """Of prompt passes that running requests wait for."""
+    """Of prompt passes that running requests wait for, on a GPU; on a CPU every pass replays a graph anyway."""
+    if config.device.type != "cuda":
+        return 0.0, 0.0
     return KEPT_SHARE * config.asked.max_stall_ms, config.asked.max_stall_ms
 
 
@@ -301,7 +303,7 @@ def buckets_of(program: Program, config: ResolvedConfig, width: int, features: F
         cost=None if gpu else CPU_COST,
         measured=gpu and not on_demand,
         on_demand=on_demand,
-        kept_ms=_kept_ms(config) if gpu and name == "extend" and not on_demand else (0.0, 0.0),
+        kept_ms=_kept_ms(config) if name == "extend" and not on_demand else (0.0, 0.0),
         always=name in ROUNDS or config.asked.graphs != "auto",
         share=SHARES[name],
     )

@@ -42,9 +42,9 @@ class Mixing:
         sizes = self._runner.decode_sizes
         if not running or not sizes:
             return 0
-        if len(running) > sizes[-1] or LEAST_TOKENS + self.room(len(running)) > self._most:
+        room = self.room(len(running)) if len(running) <= sizes[-1] else self._most
+        if LEAST_TOKENS + room > self._most:
             return self._no("too many requests")
-        room = self.room(len(running))
         if not all(feature.mixes for s in (*running, *prompts) for feature in s.states):
             return self._no("a feature")
         if not self._controller.drafts_nothing(running):
