@@ -82,12 +82,12 @@ class Bench:
         rng = random.Random(seed)
         return [rng.randrange(self.vocab) for _ in range(count)]
 
-    def begin(self, names: list[str | None], rounds: int) -> None:
+    def begin(self, names: list[str | None], rounds: int, context: int) -> None:
         """Requests of these adapters, past their prompts and the first rounds."""
         engine = self.llm.engine
         params = SamplingParams(temperature=0, max_tokens=rounds + 24, ignore_eos=True, seed=0)
         for row, name in enumerate(names):
-            request = EngineRequest(f"step-{time.time()}-{row}", self.tokens(self.args.context, row), params)
+            request = EngineRequest(f"step-{time.time()}-{row}", self.tokens(context, row), params)
             engine.add(replace(request, adapter=name))
         while engine.scheduler.waiting or engine.scheduler.extending:
             engine.step()
@@ -98,10 +98,10 @@ class Bench:
         while self.llm.engine.has_work():
             self.llm.engine.step()
 
-    def step_ms(self, names: list[str | None]) -> float | None:
-        """The median time of a round in which these rows have these adapters."""
+    def step_ms(self, names: list[str | None], context: int) -> float | None:
+        """The median time of a round in which these rows have these adapters. context: tokens of each before it."""
         engine, times = self.llm.engine, list[float]()
-        self.begin(names, self.args.steps)
+        self.begin(names, self.args.steps, context)
         while (
             len(times) < self.args.steps
             and time.perf_counter() < self.end
@@ -116,7 +116,7 @@ class Bench:
     def launches(self, names: list[str | None]) -> Counter[str]:
         """Kernels of a round by name; without a GPU the project's ops. Copies and fills by the driver are left out."""
         rounds, gpu = 5, torch.cuda.is_available()
-        self.begin(names, rounds)
+        self.begin(names, rounds, self.args.context[0])
         with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as trace:
             for _ in range(rounds):
                 self.llm.engine.step()
@@ -189,9 +189,10 @@ def speeds(bench: Bench, names: list[str], table: Table) -> None:
     args = bench.args
     mixed: list[str | None] = [names[i % len(names)] for i in range(args.batch)]
     none: list[str | None] = [None] * args.batch
-    base = bench.step_ms(none)
-    table.compare(f"ms a round of {args.batch}, one adapter", base, bench.step_ms([names[0]] * args.batch))
-    table.compare(f"ms a round of {args.batch}, {args.adapters} adapters mixed", base, bench.step_ms(mixed))
+    for context in args.context:
+        told, base = f"ms a round of {args.batch} with {context} tokens", bench.step_ms(none, context)
+        table.compare(f"{told}, one adapter", base, bench.step_ms([names[0]] * args.batch, context))
+        table.compare(f"{told}, {args.adapters} adapters mixed", base, bench.step_ms(mixed, context))
     plain = bench.prompt_ms(None, args.repeats)
     table.compare(f"ms to the first token of {args.prompt}", plain, bench.prompt_ms(names[0], args.repeats))
     if time.perf_counter() < bench.end:
@@ -205,8 +206,11 @@ def speeds(bench: Bench, names: list[str], table: Table) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="qwen3-8b", help="a name in benchmarks/shapes, or a PATH")
-    for name, value in (("rank", 16), ("adapters", 8), ("batch", 16), ("context", 128), ("prompt", 2048)):
+    for name, value in (("rank", 16), ("adapters", 8), ("batch", 16), ("prompt", 2048)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument(
+        "--context", type=int, nargs="+", default=[128, 1024], help="tokens of each request before rounds"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--limit", type=float, default=85.0, help="seconds")

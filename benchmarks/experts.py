@@ -114,7 +114,7 @@ def bits(layer: Layer, most: int) -> Iterator[tuple[str, int]]:
                 yield name, differing(layer.sorted(x[:count], tiles.rows, tiles.up, tiles.down), want[:count])
 
 
-def graph_us(calls: list[Callable[[], object]], repeats: int = 7) -> float:
+def graph_us(calls: list[Callable[[], object]], repeats: int = 21) -> float:
     """Median µs of one call, over replays of a CUDA graph of them all."""
     for call in calls:
         call()

@@ -26,12 +26,13 @@ def engine_flags(
         float, typer.Option(help="Milliseconds of prompt passes between two rounds of running requests.")
     ] = 50.0,
     enable_mixed_chunk: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--enable-mixed-chunk/--no-enable-mixed-chunk",
-            help="Running requests decode in the prompt passes of others, where their rounds would draft nothing.",
+            help="Running requests decode in the prompt passes of others, where their rounds would draft nothing; "
+            "default: on a GPU.",
         ),
-    ] = False,
+    ] = None,
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights; needs config.json only.")] = "auto",
     quantization: Annotated[
         str | None,

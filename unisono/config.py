@@ -40,7 +40,7 @@ class EngineConfig:
     max_num_seqs: requests that run at once. max_num_batched_tokens: prompt tokens per extend pass.
     max_stall_ms: milliseconds between two rounds of running requests, at most: prompt passes between them are as large
     as fits, by what passes cost.
-    enable_mixed_chunk: running requests decode in prompt passes, where their rounds would draft nothing.
+    enable_mixed_chunk: running requests decode in prompt passes, where their rounds would draft nothing. None: on GPUs.
     mm_encoder_cache_gb: GiB of the device that encoded pictures may take; None: a default of 1 GiB, less on a CPU.
     load_format: auto, or dummy for random weights (needs config.json only).
     quantization: None: weights as the checkpoint has them. fp8: quantises a plain checkpoint while loading. Any method
@@ -92,7 +92,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_stall_ms: float = 50.0
-    enable_mixed_chunk: bool = False
+    enable_mixed_chunk: bool | None = None
     mm_encoder_cache_gb: float | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     quantization: str | None = None
@@ -343,6 +343,7 @@ class ResolvedConfig:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    enable_mixed_chunk: bool
     attention_backend: str
     graphs: Mapping[str, str] = field(default_factory=dict)
     graph_bytes: int = 0
@@ -370,7 +371,7 @@ class ResolvedConfig:
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "max_stall_ms": self.asked.max_stall_ms,
-            "enable_mixed_chunk": self.asked.enable_mixed_chunk,
+            "enable_mixed_chunk": self.enable_mixed_chunk,
             "attention_backend": self.attention_backend,
             "load_format": self.asked.load_format,
             "quantization": self.asked.quantization,
@@ -457,6 +458,12 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
         max_num_seqs=resolve_auto("max_num_seqs", config.max_num_seqs, seqs, f"the default on {kind}"),
         max_num_batched_tokens=resolve_auto(
             "max_num_batched_tokens", config.max_num_batched_tokens, tokens, f"the default on {kind}"
+        ),
+        enable_mixed_chunk=resolve_auto(
+            "enable_mixed_chunk",
+            config.enable_mixed_chunk,
+            gpu,
+            "weights are read once for prompts and for requests that run" if gpu else "nothing is measured on a CPU",
         ),
         attention_backend=resolve_auto(
             "attention_backend", config.attention_backend, "triton", "exact at any width, batch and chunking"

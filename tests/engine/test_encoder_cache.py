@@ -158,7 +158,7 @@ def test_the_budget_of_passes_ahead() -> None:
     second = budget.room(running, lambda key: 40.0)
     assert not second.least
     assert not second.has(key)
-    assert budget.tokens(running, 0) == 0, "nothing fits in what is left, so a round comes first"
+    assert budget.tokens(running, []) == 0, "nothing fits in what is left, so a round comes first"
     budget.round_launched()
     assert budget.room(running, lambda key: 40.0).has(key)
 

@@ -6,9 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from unisono.config import EngineConfig, Hardware, resolve
+from unisono.engine.buckets import decode_sizes
 from unisono.engine.mixing import Mixing
 from unisono.program import Features, Key, Shape
+from unisono.types import SpeculativeConfig
 
 COSTS = {"extend": 48.0, "mixed": 50.0}
 RUNNING: Any = [SimpleNamespace(states={})] * 20
@@ -30,7 +34,7 @@ def mixing(device: str, round_ms: float, drafts: bool = False) -> Mixing:
 
 @pytest.mark.parametrize(
     ("device", "round_ms", "tokens"),
-    [("cuda", 5.0, 180), ("cuda", 2.0, 180), ("cuda", 1.0, 0), ("cpu", 1.0, 180)],
+    [("cuda", 5.0, 168), ("cuda", 2.0, 168), ("cuda", 1.0, 0), ("cpu", 1.0, 168)],
 )
 def test_passes_are_mixed_where_one_takes_less_than_two(device: str, round_ms: float, tokens: int) -> None:
     """Their decoding rows take part of the tokens. A CPU always mixes: nothing is measured there."""
@@ -60,4 +64,26 @@ def test_a_mixed_pass_fills_a_graph_where_more_prompts_wait() -> None:
     prompt: Any = SimpleNamespace(states={}, tokens=[0] * 1000, extended=0)
     assert asked.prompt_tokens(RUNNING, [prompt], 200) == 128
     prompt.extended = 850
-    assert asked.prompt_tokens(RUNNING, [prompt], 200) == 180, "all that is left"
+    assert asked.prompt_tokens(RUNNING, [prompt], 200) == 168, "all that is left"
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "spec", "mixes"),
+    [
+        ("cuda", None, None, True),
+        ("cpu", None, None, False),
+        ("cpu", True, None, True),
+        ("cuda", False, None, False),
+        ("cuda", None, SpeculativeConfig("none"), True),
+        ("cuda", None, SpeculativeConfig("ngram", adaptive=True), True),
+        ("cuda", None, SpeculativeConfig("ngram", adaptive=False), False),
+    ],
+)
+def test_who_mixes(device: str, asked: bool | None, spec: SpeculativeConfig | None, mixes: bool) -> None:
+    """By default engines on a GPU do, but not where every round drafts."""
+    facts: Any = SimpleNamespace(dtype=torch.bfloat16, config=SimpleNamespace(max_positions=4096))
+    hardware = Hardware(torch.device(device), device, 1 << 30)
+    config = resolve(EngineConfig(enable_mixed_chunk=asked, speculative=spec), hardware, facts)
+    assert bool(decode_sizes(config)) is mixes
+    decided = [decision.name for decision in config.decisions]
+    assert ("enable_mixed_chunk" in decided) is (asked is None), "explain tells of a default"

@@ -169,31 +169,34 @@ def test_what_a_long_pass_leaves_is_not_filled_with_a_short_one() -> None:
     assert max(device.gaps) <= 34.0 + ROUND_MS + 1e-6
 
 
+REQUEST = EngineRequest("r", [0], SamplingParams(seed=0))
+
+
 def size_after(tokens: int, share: float) -> float:
     """Of the largest pass, what is left after a full pass of ``tokens`` took ``share`` times what was expected."""
     budget = PromptBudget(BOUND, MOST, table)
     running: Any = [object()]
-    before = budget.tokens(running, 0)
+    before = budget.tokens(running, [])
     work = Extend([Chunk(running[0], 0, tokens, last=False)])
     budget.extended(work)
     budget.read(work, lambda: share * table(tokens))
     budget.round_launched()
-    return budget.tokens(running, 0) / before
+    return budget.tokens(running, []) / before
 
 
 def test_a_pass_that_is_under_way_teaches_later() -> None:
     """Its outputs are read before its drafter has caught up; what it took is known with a later pass."""
     budget, took = PromptBudget(BOUND, MOST, table), list[float]()
     running: Any = [object()]
-    before = budget.tokens(running, 0)
+    before = budget.tokens(running, [])
     work = Extend([Chunk(running[0], 0, before, last=False)])
     budget.extended(work)
     budget.read(work, lambda: took[0] if took else None)
     budget.round_launched()
-    assert budget.tokens(running, 0) == before
+    assert budget.tokens(running, []) == before
     took.append(1.6 * table(before))
     budget.read(Round([], {}, 0), lambda: None)
-    assert budget.tokens(running, 0) < 0.85 * before
+    assert budget.tokens(running, []) < 0.85 * before
 
 
 def test_short_passes_say_little() -> None:
@@ -205,6 +208,30 @@ def test_an_outlier_is_not_believed() -> None:
     """Where the host was late in launching its kernels, a pass has taken many times as long."""
     assert 0.6 < size_after(3600, 10.0) < 0.75
     assert size_after(3600, 0.01) < 1.5
+
+
+def test_each_prompt_of_a_pass_counts_with_its_own_context() -> None:
+    """The end of a long prompt and the begin of the next one: most of these tokens see few keys."""
+    budget = PromptBudget(BOUND, MOST, table, attention=1e-4)
+    running: Any = [object()]
+    ending, late, new = (Sequence(REQUEST, [0] * n, n + 1, 0) for n in (8000, 20_000, 8000))
+    ending.extended, late.extended = 7900, 7900
+    assert budget.tokens(running, [new]) == 3232
+    assert budget.tokens(running, [ending, new]) == 3200
+    assert budget.tokens(running, [late]) == 1920
+
+
+def test_rows_of_the_graph_that_a_pass_replays_are_no_surprise() -> None:
+    """A pass of 1,000 tokens takes what the graph's 2,000 rows take: nothing is learnt, and it counts in full."""
+    budget = PromptBudget(BOUND, MOST, table, launched_ms=lambda work: table(2 * work.tokens))
+    running: Any = [object()]
+    before = budget.tokens(running, [])
+    work = Extend([Chunk(running[0], 0, 1000, last=False)])
+    budget.extended(work)
+    assert budget.tokens(running, []) == (BOUND - table(2000) - 2) / 0.01 // 16 * 16
+    budget.read(work, lambda: table(2000))
+    budget.round_launched()
+    assert budget.tokens(running, []) == before
 
 
 def test_a_table_that_knows_nothing() -> None:

@@ -91,6 +91,24 @@ def test_a_pass_is_cut_short_to_fill_a_graph(tokens: int, decodes: int, filled: 
     assert Runner.filling(runner, tokens, decodes) == filled
 
 
+def test_a_prompt_pass_takes_what_its_graph_takes() -> None:
+    """Up to 20 rows a graph saves time; a mixed pass has all rows of its room, whoever decodes in it."""
+    planner = LonePlanner(CPU)
+    programs = Buckets(program(double, "extend"), shapes(12, 18), cost=COST, passes=1000.0)
+    planner.capture([programs, Buckets(program(double, "mixed"), (Shape(16, 5),), cost=COST, passes=1000.0)])
+    runner: Any = SimpleNamespace(
+        config=SimpleNamespace(device=SimpleNamespace(type="cuda")),
+        features=Features(),
+        planner=planner,
+        mixed_key=lambda tokens, decodes: Key("mixed", Shape(tokens + decodes, 1 + decodes)),
+    )
+    taken = [
+        Runner.launched_ms(runner, SimpleNamespace(tokens=tokens, decodes=[0] * decodes, room=4 if decodes else 0))  # type: ignore[arg-type]
+        for tokens, decodes in ((10, 0), (13, 0), (25, 0), (9, 1), (14, 2))
+    ]
+    assert taken == [12.0, 18.0, 25.0, 16.0, 16.0]
+
+
 def test_passes_are_not_cut_short_where_all_replay() -> None:
     """On a CPU, where every pass replays a graph."""
     planner = LonePlanner(CPU)

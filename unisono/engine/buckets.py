@@ -54,9 +54,9 @@ CHAIN_DRAFTS = (0, 1, 2, 3, 5, 8, 11)
 MAX_UNOBSERVED = 32
 """Tokens of a request that a paused drafter may lag, where each of them costs memory."""
 
-KEPT_SHARE = 0.65
-"""Prompt passes that take between this share of ``--max-stall-ms`` and all of it have graphs of every size: where
-requests run, most prompt passes are of these sizes."""
+KEPT_SHARES = (0.45, 0.85)
+"""Where requests run, prompt passes take ``--max-stall-ms``: most of these have sizes that take between the first and
+the second share of it on padding, so all of these sizes have graphs. The first: each token sees some 15,000 keys."""
 
 LEAST_TOKENS = 16
 """Tokens of the smallest prompt pass that has a graph of its own size."""
@@ -190,7 +190,9 @@ def engine_buckets(
 
 def decode_sizes(config: ResolvedConfig) -> tuple[int, ...]:
     """For how many requests that decode mixed passes have room, ascending; none where there are no such passes."""
-    if not config.asked.enable_mixed_chunk or config.asked.role == "prefill":
+    spec = config.speculative
+    always_drafts = spec is not None and spec.method != "none" and not spec.adaptive
+    if not config.enable_mixed_chunk or config.asked.role == "prefill" or always_drafts:
         return ()
     most = min(config.max_num_seqs, config.max_num_batched_tokens // 2)
     return (*(size for size in DECODE_SIZES if size < most), most)
@@ -227,7 +229,8 @@ def _kept_ms(config: ResolvedConfig) -> tuple[float, float]:
     """Of prompt passes that running requests wait for, on a GPU; on a CPU every pass replays a graph anyway."""
     if config.device.type != "cuda":
         return 0.0, 0.0
-    return KEPT_SHARE * config.asked.max_stall_ms, config.asked.max_stall_ms
+    least, most = (share * config.asked.max_stall_ms for share in KEPT_SHARES)
+    return least, most
 
 
 def own_buckets(own: OwnProgram, config: ResolvedConfig) -> Buckets:

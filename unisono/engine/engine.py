@@ -93,6 +93,7 @@ class Engine:
             self.config.max_num_batched_tokens,
             runner.extend_ms,
             runner.attention_share,
+            runner.launched_ms,
         )
         vocab_size, schema = self.checkpoint.config.vocab_size, worker.slots.schema
         slots = SlotPool(self.config.max_num_seqs, vocab_size, runner.send, schema)

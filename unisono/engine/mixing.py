@@ -49,7 +49,7 @@ class Mixing:
             return self._no("a feature")
         if not self._controller.drafts_nothing(running):
             return self._no("drafts")
-        mixed = min(max(LEAST_TOKENS, tokens - len(running)), self._most - room)
+        mixed = min(max(LEAST_TOKENS, tokens - room), self._most - room)
         if tokens_left(prompts) > mixed:
             mixed = self._runner.filling(mixed, room)
         return mixed if self._fixed or self.pays(running, mixed, room) else self._no("slower")

@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Requests
-from typing import NamedTuple
 
 from unisono.engine.adaptive import MOST_CORRECTION
 from unisono.engine.buckets import LEAST_TOKENS
@@ -43,43 +42,41 @@ WORTH = 0.5
 """Share of the tokens of the longest pass since the last round that a further one has at least."""
 
 
-class _Full(NamedTuple):
-    """A full prompt pass: its tokens, and the keys that one of them sees on average.
-
-    Its requests are not kept: they may have ended when its time is known.
-    """
-
-    tokens: int
-    context: float
-
-
 class PromptBudget:
     """Bounds the time from the end of a round to the start of the next: that of all prompt passes between them.
 
     max_stall_ms: the bound. most: tokens of a pass at most. extend_ms: the time of a pass with this number of tokens,
-    by the table. attention: by what share of the table's time each token of context makes a pass longer.
+    by the table. attention: by what share of the table's time each token of context makes a pass longer. launched_ms:
+    the table's time of a pass that is launched, which may replay a graph of more rows; by default that of its tokens.
 
     Where nothing runs, passes are as large as they can be. A pass of LEAST_TOKENS may always run between two rounds.
     """
 
     def __init__(
-        self, max_stall_ms: float, most: int, extend_ms: Callable[[int], float], attention: float = 0.0
+        self,
+        max_stall_ms: float,
+        most: int,
+        extend_ms: Callable[[int], float],
+        attention: float = 0.0,
+        launched_ms: Callable[[Extend], float] | None = None,
     ) -> None:
         self._max_stall_ms, self.most = max_stall_ms, most
         self._table, self._attention = extend_ms, attention
+        self._launched = launched_ms or (lambda work: self._table(work.tokens))
         self._correction = 1.0  # what passes take over what is expected of them, a moving average
         self._spent = 0.0  # milliseconds of prompt passes since the last round
         self._longest = 0  # tokens of the longest of these
-        self._read: deque[tuple[_Full, Took]] = deque(maxlen=MOST_READ)  # passes that may be under way still
+        # of full passes that may be under way still, what was expected without the correction
+        self._read: deque[tuple[float, Took]] = deque(maxlen=MOST_READ)
 
-    def tokens(self, running: Requests[Sequence], start: int) -> int:
-        """Tokens of a prompt pass that may be launched now; 0 where a round comes first. start: of its first prompt."""
+    def tokens(self, running: Requests[Sequence], prompts: Requests[Sequence]) -> int:
+        """Tokens of a pass of these prompts that may be launched now; 0 where a round comes first."""
         if not running:
             self._spent, self._longest = 0.0, 0
             return self.most
         left = self._max_stall_ms - self._spent
         sizes = range(LEAST_TOKENS, self.most + 1, LEAST_TOKENS)
-        fitting = bisect_right(sizes, left, key=lambda size: self._ms(size, start + size / 2))
+        fitting = bisect_right(sizes, left, key=lambda size: self._ms(size, _context_ahead(prompts, size)))
         if fitting == len(sizes):
             return self.most
         if not fitting:
@@ -99,7 +96,7 @@ class PromptBudget:
 
     def extended(self, work: Extend) -> None:
         """A prompt pass is launched."""
-        self._spent += self._ms(work.tokens, _context(work))
+        self._spent += self._correction * self._expected(work)
         self._longest = max(self._longest, work.tokens)
 
     def round_launched(self) -> None:
@@ -112,13 +109,13 @@ class PromptBudget:
         Shorter ones are the ends of prompts: few, and of other sizes. Nothing is learnt from these.
         """
         if isinstance(work, Extend) and work.full:
-            self._read.append((_Full(work.tokens, _context(work)), took))
+            self._read.append((self._expected(work), took))
         while self._read and (ms := self._read[0][1]()) is not None:
             self._learn(self._read.popleft()[0], ms)
 
-    def _learn(self, read: _Full, ms: float) -> None:
-        """A pass took this long."""
-        expected = self._ms(read.tokens, read.context)
+    def _learn(self, expected: float, ms: float) -> None:
+        """A pass took this long. expected: without the correction."""
+        expected *= self._correction
         belief = BELIEF * min(1.0, expected / self._max_stall_ms)  # the host's share of short ones is larger
         share = min(max(ms / expected, 1 / OUTLIER), OUTLIER)
         correction = self._correction * (1 + belief * (share - 1))
@@ -126,10 +123,29 @@ class PromptBudget:
 
     def _ms(self, tokens: int, context: float) -> float:
         """What a pass takes whose tokens see ``context`` keys on average."""
-        table = self._table(tokens) or GUESSED_MS * tokens
-        return table * (1 + self._attention * context) * self._correction
+        return self._correction * self._with_attention(self._table(tokens), tokens, context)
+
+    def _expected(self, work: Extend) -> float:
+        """What a pass takes that is launched, without the correction."""
+        return self._with_attention(self._launched(work), work.tokens, _context(work))
+
+    def _with_attention(self, table_ms: float, tokens: int, context: float) -> float:
+        return (table_ms or GUESSED_MS * tokens) * (1 + self._attention * context)
 
 
 def _context(work: Extend) -> float:
     """Keys that a token of the pass sees, on average."""
     return sum((c.end - c.start) * (c.start + c.end) / 2 for c in work.chunks) / max(1, work.tokens)
+
+
+def _context_ahead(prompts: Requests[Sequence], tokens: int) -> float:
+    """Keys that each of the next ``tokens`` tokens of these prompts sees, on average."""
+    left, seen = tokens, 0.0
+    for prompt in prompts:
+        start = prompt.extended
+        taken = min(left, len(prompt.tokens) - start)
+        seen += taken * (start + taken / 2)
+        left -= taken
+        if not left:
+            break
+    return seen / max(1, tokens)

@@ -12,6 +12,7 @@ from unisono.engine.buckets import CPU_COST, check_full
 from unisono.engine.build import Build
 from unisono.engine.commands import Command, ResetSlots
 from unisono.engine.ranks import Team, ranks_of
+from unisono.engine.sequence import Extend
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.planner import Planner
 from unisono.layers.experts import products_per_token
@@ -120,6 +121,14 @@ class Runner:
         if self.config.device.type == "cpu":
             return CPU_COST.replay(tokens)
         return self.planner.expected_ms(Key("extend", Shape(tokens), self.features))
+
+    def launched_ms(self, work: Extend) -> float:
+        """Milliseconds of this prompt pass on padding, with the rows of the graph that it replays; see extend_ms."""
+        if self.config.device.type == "cpu":
+            return CPU_COST.replay(work.tokens)
+        prompts = work.tokens - len(work.decodes)
+        mixed = self.mixed_key(prompts, work.room) if work.decodes else None
+        return self.planner.launched_ms(mixed or Key("extend", Shape(prompts), self.features))
 
     def pass_ms(self, key: Key) -> float:
         """Milliseconds of a pass of a feature's own program, on padding; on a CPU by fixed figures."""

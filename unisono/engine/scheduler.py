@@ -94,7 +94,7 @@ class Scheduler:
 
     def _choose(self) -> Pass | None:
         """The next pass, of the requests that have a slot."""
-        if self.extending and (tokens := self.budget.tokens(self.running, self.extending[0].extended)):
+        if self.extending and (tokens := self.budget.tokens(self.running, self.extending[: self.max_extend_rows])):
             if (preparation := self._preparation(tokens)) is not None:
                 return preparation
             if (extend := self._next_extend(*self._with_decodes(tokens))) is not None:

@@ -236,13 +236,19 @@ def _adapter_silu_kernel(y, h, b, out, order, tiles, M, I, L, count, SPLITS: tl.
     if tl.max(row_ok.to(tl.int32), 0) > 0:
         low_gate = _low(h_ptrs, M * (2 * RANK), row_ok & adapted, SPLITS, BLOCK_M, RANK).to(dtype)
         low_up = _low(h_ptrs + RANK, M * (2 * RANK), row_ok & adapted, SPLITS, BLOCK_M, RANK).to(dtype)
-        for step in range(STRIP):
+        y_ptrs = y + rows[:, None] * (2 * I) + first[None, :]
+        here = row_ok[:, None] & (first < I)[None, :]
+        next_gate, next_up = tl.load(y_ptrs, mask=here, other=0.0), tl.load(y_ptrs + I, mask=here, other=0.0)
+        for step in tl.static_range(STRIP):
             cols = first + step * BLOCK_N
             col_ok = (cols < I)[None, :]
             mask = row_ok[:, None] & col_ok
-            y_ptrs = y + rows[:, None] * (2 * I) + cols[None, :]
-            gate = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
-            up = tl.load(y_ptrs + I, mask=mask, other=0.0).to(tl.float32)
+            gate, up = next_gate.to(tl.float32), next_up.to(tl.float32)
+            if step + 1 < STRIP:  # the next block's are read before this one is stored
+                y_ptrs += BLOCK_N
+                there = row_ok[:, None] & (cols + BLOCK_N < I)[None, :]
+                next_gate = tl.load(y_ptrs, mask=there, other=0.0)
+                next_up = tl.load(y_ptrs + I, mask=there, other=0.0)
             if adapted:
                 weight = b_ptrs + step * (BLOCK_N * RANK)
                 nothing = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -269,12 +275,12 @@ def _expand_blocks(rows: int, outputs: int, rank: int, dtype: torch.dtype) -> tu
         return 32, 1
     if rows <= SMALL_ROWS and rank <= SMALL_RANK:
         return (64 if outputs <= 8192 else 128), 1
-    return 128, 8
+    return 128, 4
 
 
 def _silu_blocks(rows: int, dtype: torch.dtype) -> tuple[int, int]:
     """(BLOCK_N, STRIP)."""
-    return (32, 1) if dtype is torch.float32 else (64, 1 if rows <= SMALL_ROWS else 8)
+    return (32, 1) if dtype is torch.float32 else (64, 1 if rows <= SMALL_ROWS else 2)
 
 
 def _sums_first(rows: int, rank: int) -> bool:

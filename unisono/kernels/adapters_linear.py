@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,7 +24,6 @@ import triton.language as tl
 
 from unisono.kernels.adapters import (
     SMALL_RANK,
-    SMALL_ROWS,
     SPLIT,
     AdapterPlan,
     expand,
@@ -43,6 +43,13 @@ logger = logging.getLogger(__name__)
 
 COLUMNS = 16
 """Low-rank columns of a program."""
+
+MOST_ROWS = 32
+"""Rows of a pass at most. With 64 the first programs of eight adapters begin a wave of their own: launches of their own
+take half the time then."""
+
+TILE_ROWS = tuple(rows for rows in ROW_TILES if rows <= MOST_ROWS)
+"""Numbers of rows that exactly fill a tile."""
 
 LOOKS = 1 << 22
 """Looks at the count before a tile gives up: seconds."""
@@ -136,10 +143,11 @@ def _count(arrived, LOADS: tl.constexpr):
 def _adapted_linear_kernel(x, weight, bias, out, a, b, h, ids, arrived, M, N, K, C, L, n0, n1, n2,
                            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
                            HAS_BIAS: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
-                           COLUMNS: tl.constexpr, LOOKS: tl.constexpr, LOADS: tl.constexpr,
-                           OVERLAP: tl.constexpr):  # fmt: skip
+                           COLUMNS: tl.constexpr, LOW_K: tl.constexpr, EARLY: tl.constexpr, LOOKS: tl.constexpr,
+                           LOADS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """M up to BLOCK_M. arrived: how many of the first programs are done, 0 at the launch. n0, n1, n2: outputs of the
-    first projections. CHUNK: along the sum of the expansion, a multiple of RANK.
+    first projections. CHUNK: along the sum of the expansion, a multiple of RANK. LOW_K: inputs that the first programs
+    load together. EARLY: read b before the weights.
     """
     follow(OVERLAP)
     rows, ks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
@@ -148,14 +156,15 @@ def _adapted_linear_kernel(x, weight, bias, out, a, b, h, ids, arrived, M, N, K,
     first = L * C // COLUMNS
     program = tl.program_id(0)
     if program < first:
-        _low_columns(x, a, h, has, program, M, K, C, L, SPLIT, RANK, BLOCK_M, BLOCK_K, COLUMNS)
+        _low_columns(x, a, h, has, program, M, K, C, L, SPLIT, RANK, BLOCK_M, LOW_K, COLUMNS)
         tl.debug_barrier()  # everything is written before one thread counts the program in
         tl.atomic_add(arrived, 1, sem="release", scope="gpu")
     else:
         begin = (program - first) * BLOCK_N
         cols = begin + tl.arange(0, BLOCK_N)
         col_ok = cols < N
-        b_tile = _b_tile(b, has, cols, 0, N, L, RANK, CHUNK, BLOCK_N)
+        if EARLY:
+            b_tile = _b_tile(b, has, cols, 0, N, L, RANK, CHUNK, BLOCK_N)
         # From here on as in kernels/linear.py.
         x_ptrs = x + rows.to(tl.int64)[:, None] * K + ks[None, :]
         w_ptrs = weight + tl.minimum(cols, N - 1).to(tl.int64)[None, :] * K + ks[:, None]
@@ -164,6 +173,8 @@ def _adapted_linear_kernel(x, weight, bias, out, a, b, h, ids, arrived, M, N, K,
         if HAS_BIAS:
             added = tl.load(bias + cols, mask=col_ok, other=0.0)
             y = (y.to(tl.float32) + added.to(tl.float32)[None, :]).to(y.dtype)
+        if not EARLY:
+            b_tile = _b_tile(b, has, cols, 0, N, L, RANK, CHUNK, BLOCK_N)
         looks = 0
         seen = _count(arrived, LOADS)
         while (seen < first) & (looks < LOOKS):
@@ -178,9 +189,22 @@ def _adapted_linear_kernel(x, weight, bias, out, a, b, h, ids, arrived, M, N, K,
         tl.store(out + at, y, mask=row_ok[:, None] & col_ok[None, :])
 
 
-def _chunk(rank: int, tile: Tile, dtype: torch.dtype) -> int:
-    """CHUNK: as much as registers hold beside the tile."""
-    return rank if dtype is torch.float32 else max(rank, 64 if tile.m == 64 else 128)
+class _Blocks(NamedTuple):
+    """What decides about speed beside the tile, and changes no bit: see the kernel."""
+
+    chunk: int
+    low_k: int
+    early: bool
+
+    @staticmethod
+    def of(tile: Tile, rank: int, dtype: torch.dtype) -> _Blocks:
+        """As measured on an H200: the first programs load many inputs together, so that they are done before the
+        others; a tile of 16 rows has registers for a part of b while it reads weights.
+        """
+        if dtype is torch.float32:
+            return _Blocks(rank, tile.k, True)
+        early = tile.m == 16
+        return _Blocks(max(rank, 128 if early else 64), max(256, tile.k), early)
 
 
 def adapted_linear_cuda(
@@ -191,11 +215,12 @@ def adapted_linear_cuda(
     (rows, k), n, (adapters, low, _), rank = x.shape, weight.shape[0], a.shape, b.shape[2]
     out, h = x.new_empty(rows, n), x.new_empty(rows, adapters * low)
     tile = _config(rows, n, x.dtype)
+    blocks = _Blocks.of(tile, rank, x.dtype)
     _adapted_linear_kernel[(adapters * low // COLUMNS + triton.cdiv(n, tile.n),)](
         x, weight, bias, out, a, b, h, ids, arrived, rows, n, k, low, adapters, *first_sizes(projections),
         BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, EVEN_K=k % tile.k == 0, HAS_BIAS=bias is not None,
-        RANK=rank, CHUNK=_chunk(rank, tile, x.dtype), SPLIT=SPLIT, COLUMNS=COLUMNS, LOOKS=LOOKS,
-        LOADS=x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **overlapped(x.device),
+        RANK=rank, CHUNK=blocks.chunk, SPLIT=SPLIT, COLUMNS=COLUMNS, LOW_K=blocks.low_k, EARLY=blocks.early,
+        LOOKS=LOOKS, LOADS=x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **overlapped(x.device),
     )  # fmt: skip
     return out
 
@@ -230,7 +255,7 @@ def adapted_linear(
 
     a [L, C, K], b [L, N, R], projections: as ``shrink`` and ``expand`` take them. The bits are theirs.
     """
-    if x.shape[0] > SMALL_ROWS or b.shape[2] > SMALL_RANK or not _proven.get(_key(weight, a, b), True):
+    if x.shape[0] > MOST_ROWS or b.shape[2] > SMALL_RANK or not _proven.get(_key(weight, a, b), True):
         return None
     if (arrived := plan.counter()) is None:
         return None
@@ -252,7 +277,7 @@ def prove_adapted(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, projec
     key = _key(weight, a, b)
     if weight.device.type != "cuda" or b.shape[2] > SMALL_RANK:
         return True
-    holds = proven(_proven, key, lambda: all(_same_bits(weight, a, b, projections, rows) for rows in ROW_TILES))
+    holds = proven(_proven, key, lambda: all(_same_bits(weight, a, b, projections, rows) for rows in TILE_ROWS))
     if not holds:
         logger.warning("adapters of a layer %s take launches of their own: other bits in one launch", key)
     return holds
@@ -278,14 +303,15 @@ def _same_bits(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, projectio
 def _aot(rows: int, dtype: str, n: int, rank: int, even_k: bool, bias: bool) -> AotCase:
     kind = DTYPES[dtype]
     tile: Tile = _config(rows, n, kind)
+    blocks = _Blocks.of(tile, rank, kind)
     tensors = dict.fromkeys(("x", "weight", "bias", "out", "a", "b", "h"), f"*{dtype}")
     return AotCase(
         _adapted_linear_kernel,
         tensors | ints("ids arrived", "M N K C L n0 n1 n2"),
         {
             "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "EVEN_K": even_k, "HAS_BIAS": bias,
-            "RANK": rank, "CHUNK": _chunk(rank, tile, kind), "SPLIT": SPLIT, "COLUMNS": COLUMNS, "LOOKS": LOOKS,
-            "LOADS": True, "OVERLAP": True,
+            "RANK": rank, "CHUNK": blocks.chunk, "SPLIT": SPLIT, "COLUMNS": COLUMNS, "LOW_K": blocks.low_k,
+            "EARLY": blocks.early, "LOOKS": LOOKS, "LOADS": True, "OVERLAP": True,
         },
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -293,9 +319,9 @@ def _aot(rows: int, dtype: str, n: int, rank: int, even_k: bool, bias: bool) -> 
 
 
 AOT: list[AotCase] = [
-    *(_aot(rows, "bf16", n, 16, True, False) for rows in ROW_TILES for n in (4096, 6144, 24576)),
+    *(_aot(rows, "bf16", n, 16, True, False) for rows in TILE_ROWS for n in (4096, 6144, 24576)),
     _aot(16, "bf16", 6144, 64, True, True),
-    _aot(64, "bf16", 6144, 32, True, True),
+    _aot(32, "bf16", 6144, 32, True, True),
     _aot(16, "fp16", 4096, 32, False, True),
-    *(_aot(rows, "fp32", 6144, 16, False, False) for rows in (16, 64)),
+    *(_aot(rows, "fp32", 6144, 16, False, False) for rows in TILE_ROWS),
 ]

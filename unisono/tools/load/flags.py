@@ -158,8 +158,8 @@ def engine_flags(
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per pass, at most.")] = None,
     max_stall_ms: Annotated[float, typer.Option(help="As of `unisono serve`.")] = 50.0,
     enable_mixed_chunk: Annotated[
-        bool, typer.Option("--enable-mixed-chunk/--no-enable-mixed-chunk", help="As of `unisono serve`.")
-    ] = False,
+        bool | None, typer.Option("--enable-mixed-chunk/--no-enable-mixed-chunk", help="As of `unisono serve`.")
+    ] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="As of `unisono serve`.")] = 0.9,
     num_pages: Annotated[int | None, typer.Option(help="As of `unisono serve`.")] = None,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Capture no graphs.")] = False,
