@@ -24,6 +24,7 @@ def test_serve_imports_no_torch() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads which libraries a process has")
 def test_a_server_loads_torch_where_it_takes_embeddings(start: Start) -> None:
+    """Without a tokenizer: with one, transformers imports torch, while the engine starts."""
     server = start(enable_return_hidden_states=True)
     body = {"model": "fake", "prompt": [5, 6, 7], "max_tokens": 2}
     assert server.http.post("/v1/completions", json=body).status_code == 200

@@ -3,7 +3,7 @@
 The sender is not trusted. The size is checked before anything is unpacked, only tensors are unpickled
 (``weights_only``), and a tensor may not claim more memory than the file has bytes.
 
-The API process has torch for this alone; a server that takes no embeddings goes without.
+The API process needs torch for this alone; a server that takes no embeddings imports none of its own.
 """
 
 from __future__ import annotations
