@@ -63,7 +63,7 @@ ALLOWED = {
     "llm_arguments": {"types", "config", "flag_table", "lora"},
     "llm": {"types", "config", "engine", "tokenizer", "frontend", "llm_arguments", "lora"},
     "async_llm": {"types", "engine", "frontend", "llm", "lora"},
-    "server": {"types", "heap", "tokenizer", "frontend"},
+    "server": {"types", "heap", "vectors", "tokenizer", "frontend"},
     "tools": {
         "types", "heap", "catalog", "config", "llm", "tokenizer", "state", "models", "attention", "cli_output",
         "cli_values", "frontend",

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from unisono.types import MAX_LOGPROBS, ConfigError, SpeculativeConfig
-from unisono.vectors import DTYPES
+from unisono.vectors import DTYPES, dtype_of
+
+if TYPE_CHECKING:
+    import torch
 
 DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 GPU_MAX_SEQS, CPU_MAX_SEQS = 256, 16
@@ -296,6 +297,8 @@ class Hardware:
     @staticmethod
     def detect(device: str) -> Hardware:
         """``auto`` is the first GPU, or the CPU when there is none. Raises ConfigError for an absent GPU."""
+        import torch
+
         gpu = torch.cuda.is_available()
         if device == "auto":
             device = "cuda" if gpu else "cpu"
@@ -415,6 +418,8 @@ class ResolvedConfig:
 
 def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFacts) -> ResolvedConfig:
     """Settle every ``auto``. Raises ConfigError for a flag that this checkpoint or machine cannot honour."""
+    import torch
+
     gpu = hardware.device.type == "cuda"
     ranks = config.tensor_parallel_size
     if hardware.devices is not None and ranks > hardware.devices:
@@ -453,7 +458,7 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
     return ResolvedConfig(
         asked=config,
         device=torch.device(device),
-        dtype=DTYPES.get(dtype, dtype),
+        dtype=dtype_of(dtype) if isinstance(dtype, str) else dtype,
         max_model_len=resolve_auto("max_model_len", config.max_model_len, limit, "the model's context"),
         max_num_seqs=resolve_auto("max_num_seqs", config.max_num_seqs, seqs, f"the default on {kind}"),
         max_num_batched_tokens=resolve_auto(

@@ -38,6 +38,11 @@ class Vectors:
     size: int
     data: bytes
 
+    def head(self, rows: int) -> Vectors:
+        """The first ``rows`` rows; all where there are fewer."""
+        itemsize = 4 if self.dtype == "float32" else 2
+        return Vectors(self.dtype, self.size, self.data[: rows * self.size * itemsize])
+
     def joined(self, later: Vectors) -> Vectors:
         """These rows, then those of ``later``."""
         return Vectors(self.dtype, self.size, self.data + later.data)

@@ -39,7 +39,7 @@ def server(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     flags = ["--max-num-seqs", "4", "--max-model-len", "256", "--served-model-name", "base"]
     modules = ["--lora-modules", f"first={places['first']}", f'{{"name": "second", "path": "{places["second"]}"}}']
     more = ["--max-loras", "2", "--max-cpu-loras", "3", "--allowed-lora-path", str(places["allowed"])]
-    more += ["--restart-engine", "--speculative-method", "ngram"]
+    more += ["--restart-engine", "--speculative-method", "ngram", "--max-num-batched-tokens", "64"]
     directory = tmp_path_factory.mktemp("server")
     with serving(directory, str(places["base"]), "--enable-lora", *flags, *modules, *more) as server:
         yield server

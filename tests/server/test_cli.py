@@ -14,7 +14,7 @@ from tests.server.conftest import ROOT
 from unisono import __version__
 from unisono.cli import app
 
-FAST = ["--max-num-seqs", "1", "--max-model-len", "512", "--device", "cpu"]
+FAST = ["--max-num-seqs", "1", "--max-model-len", "512", "--max-num-batched-tokens", "64", "--device", "cpu"]
 PROMPT = "Tom has 3 apples. "
 QUESTION = "Lena has 5 boxes with 12 pens each. She gives away 9 pens. How many pens are left?"
 

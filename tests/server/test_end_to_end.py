@@ -22,7 +22,8 @@ HOT = 5.0
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("tiny"), "--max-num-seqs", "8", "--served-model-name", "tiny") as server:
+    flags = ("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--served-model-name", "tiny")
+    with serving(tmp_path_factory.mktemp("tiny"), *flags) as server:
         yield server
 
 

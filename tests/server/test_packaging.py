@@ -35,8 +35,8 @@ QUESTION = "Lena has 5 boxes with 12 pens each. She gives away 9 pens. How many 
 
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of its defaults that has answered, and refused."""
-    flags = ["--max-num-seqs", "2", "--max-model-len", "256"]
+    """A small server, else of its defaults, that has answered, and refused."""
+    flags = ["--max-num-seqs", "2", "--max-model-len", "256", "--max-num-batched-tokens", "64"]
     with serving(tmp_path_factory.mktemp("serving"), *flags) as server:
         body = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
         assert server.http.post("/v1/chat/completions", json=body).status_code == 200

@@ -20,6 +20,7 @@ from unisono.types import (
     TokenDelta,
     TokenLogprobs,
 )
+from unisono.vectors import unpack
 
 
 class Collector:
@@ -89,7 +90,7 @@ class Collector:
         if params.prompt_logprobs is not None and first.started:
             result.prompt_logprobs = output.prompt_logprobs(first.prompt_logprobs, MAX_LOGPROBS)
         if params.return_hidden_states:
-            result.prompt_hidden_states = output.prompt_hidden_states()
+            result.prompt_hidden_states = unpack(output.prompt_hidden_states())
         return result
 
 
@@ -124,7 +125,7 @@ class _Sequence:
             if new.finish is FinishReason.STOP and new.stop_string is None and last not in self._eos:
                 completion.stop_reason = last
             if self._params.return_hidden_states:
-                completion.hidden_states = self.output.hidden_states()
+                completion.hidden_states = unpack(self.output.hidden_states())
         return len(new.token_ids)
 
     def _named(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[dict[int, Logprob]]:

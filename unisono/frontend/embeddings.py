@@ -6,20 +6,21 @@ They are checked and converted to the model's dtype here, once. The engine only 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from unisono.types import PLACEHOLDER, BadRequest, Overrides
-from unisono.vectors import DTYPES, pack
+from unisono.vectors import DTYPES, dtype_of, pack
+
+if TYPE_CHECKING:
+    import torch
 
 EMBEDS, OVERRIDES = "prompt_embeds", "embedding_overrides"
 
 
-def embedded_prompt(embeds: Any, dtype: torch.dtype) -> tuple[list[int], Overrides]:
+def embedded_prompt(embeds: Any, dtype: str) -> tuple[list[int], Overrides]:
     """Return token ids and overrides of a prompt of embeddings alone, [T, hidden] or [1, T, hidden].
 
-    dtype: the model's. Raises BadRequest.
+    dtype: the model's, by name. Raises BadRequest.
     """
     rows = _rows(embeds, EMBEDS)
     if not rows.shape[0]:
@@ -28,11 +29,13 @@ def embedded_prompt(embeds: Any, dtype: torch.dtype) -> tuple[list[int], Overrid
     return [PLACEHOLDER] * len(positions), _packed(positions, rows, dtype, EMBEDS)
 
 
-def overridden(token_ids: Sequence[int], given: Any, dtype: torch.dtype) -> tuple[list[int], Overrides | None]:
+def overridden(token_ids: Sequence[int], given: Any, dtype: str) -> tuple[list[int], Overrides | None]:
     """Return token ids and overrides of a prompt with embeddings at some positions.
 
-    given: {position: vector}, or (positions, tensor [n, hidden]). dtype: the model's. Raises BadRequest.
+    given: {position: vector}, or (positions, tensor [n, hidden]). dtype: the model's, by name. Raises BadRequest.
     """
+    import torch
+
     if isinstance(given, Mapping):
         positions, vectors = list(given), [_rows(vector, OVERRIDES, dims=1) for vector in given.values()]
         if len({vector.shape for vector in vectors}) > 1:
@@ -54,14 +57,16 @@ def overridden(token_ids: Sequence[int], given: Any, dtype: torch.dtype) -> tupl
     return ids, _packed(ascending, rows[order], dtype, OVERRIDES)
 
 
-def _packed(positions: list[int], rows: torch.Tensor, dtype: torch.dtype, param: str) -> Overrides:
+def _packed(positions: list[int], rows: torch.Tensor, dtype: str, param: str) -> Overrides:
     """Pack ``rows`` in the model's dtype. Raises BadRequest for numbers that are not finite in it."""
-    rows = rows.detach().cpu().to(dtype)
+    import torch
+
+    rows = rows.detach().cpu().to(dtype_of(dtype))
     wrong = (~rows.isfinite().all(dim=1)).nonzero()
     if len(wrong):
         raise BadRequest(
             f"the embedding at position {positions[int(wrong[0])]} has numbers that are not finite in "
-            f"{str(dtype).removeprefix('torch.')}, the model's dtype; give numbers up to {torch.finfo(dtype).max:.4g}.",
+            f"{dtype}, the model's dtype; give numbers up to {torch.finfo(rows.dtype).max:.4g}.",
             param,
         )
     return Overrides(positions, pack(rows))
@@ -82,6 +87,8 @@ def _check_positions(positions: Sequence[object], rows: int, prompt: int) -> Non
 
 def _rows(given: Any, param: str, dims: int = 2) -> torch.Tensor:
     """Return ``given`` as [n, size]; one vector [size] is [1, size]. Raises BadRequest for what is no such tensor."""
+    import torch
+
     try:
         rows = given if isinstance(given, torch.Tensor) else torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
@@ -92,7 +99,7 @@ def _rows(given: Any, param: str, dims: int = 2) -> torch.Tensor:
         )
     if rows.dtype is torch.float64 and not isinstance(given, torch.Tensor):
         rows = rows.float()  # Python's numbers, and numpy's default
-    if rows.dtype not in DTYPES.values():
+    if rows.dtype not in map(dtype_of, DTYPES):
         raise BadRequest(f"{param} has dtype {rows.dtype}; give one of {', '.join(DTYPES)}.", param)
     shape = tuple(rows.shape)
     rows = rows[None] if dims == 1 and rows.ndim == 1 else rows[0] if rows.ndim == 3 and len(rows) == 1 else rows

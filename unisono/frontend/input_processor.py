@@ -22,7 +22,6 @@ from unisono.frontend.tool_templates import NO_TOOLS, ToolTemplate
 from unisono.request_checks import check_request
 from unisono.tokenizer import Tokenizer
 from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, MediaItem, Overrides, SamplingParams
-from unisono.vectors import DTYPES
 
 SEED_BITS = 53
 """Bits of a seed that is chosen for a request: JavaScript reads such a number back exactly."""
@@ -123,10 +122,9 @@ class InputProcessor:
         elif not isinstance(given, Mapping):
             given = {"prompt_token_ids": given}
         _check_keys(given)
-        dtype = DTYPES[self.model.dtype]
         salt = checked_salt(given.get("cache_salt"))
         if "prompt_embeds" in given:
-            embedded = embedded_prompt(given["prompt_embeds"], dtype)
+            embedded = embedded_prompt(given["prompt_embeds"], self.model.dtype)
             return Prompt(embedded[0], overrides=embedded[1], param="prompt_embeds", cache_salt=salt)
         text, overrides = given.get("prompt"), None
         if "prompt_token_ids" in given:
@@ -139,7 +137,7 @@ class InputProcessor:
                 "prompt",
             )
         if "embedding_overrides" in given:
-            ids, overrides = overridden(ids, given["embedding_overrides"], dtype)
+            ids, overrides = overridden(ids, given["embedding_overrides"], self.model.dtype)
         if suffix:
             ids = infill_prompt(self.require_tokenizer("suffix"), ids, suffix, add_special_tokens)
         loaded = [*media, *self.media.load_all(self._offline_sources(given))]

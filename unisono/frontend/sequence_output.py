@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from unisono.frontend.detokenizer import Detokenizer
 from unisono.tokenizer import Tokenizer
 from unisono.types import EngineRequest, FinishReason, Logprob, TokenDelta, TokenLogprobs, Vectors
-from unisono.vectors import unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +70,11 @@ class SequenceOutput:
         pairs = zip(ids[first:], scores, strict=True)
         return [*[None] * len(ids[:first]), *(score.named(token, self.token_text, most) for token, score in pairs)]
 
-    def hidden_states(self) -> torch.Tensor:
+    def hidden_states(self) -> Vectors:
         """The hidden states of each generated token but the last, [tokens - 1, hidden]."""
         first = self._hidden[0] if self._hidden else Vectors("float32", 0, b"")
-        whole = replace(first, data=b"".join(rows.data for rows in self._hidden))
-        return unpack(whole)[: max(0, self.num_tokens - 1)]
+        return replace(first, data=b"".join(rows.data for rows in self._hidden)).head(max(0, self.num_tokens - 1))
 
-    def prompt_hidden_states(self) -> torch.Tensor:
+    def prompt_hidden_states(self) -> Vectors:
         """The hidden states of each prompt token, [tokens, hidden]; no rows but for a prompt's first sequence."""
-        return unpack(self._prompt_hidden)
+        return self._prompt_hidden

@@ -1,11 +1,13 @@
 """CPU twins of the attention ops: the same walk over KV splits, in plain torch.
 
 Called only through the ops that kernels/attention.py registers. The twins cut queries into tiles of exactly ROW_TILE
-rows and keys into splits of exactly SPLIT, zero-padded. So every product has one shape, and a row's bits depend on its
-own query and keys alone. The twins may read values on the host, because an op is opaque to the tape.
+rows and the keys of a split into tiles of exactly KEY_TILE, zero-padded. So every product has one shape, and a row's
+bits depend on its own query and keys alone. The twins may read values on the host, because an op is opaque to the tape.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +17,8 @@ from unisono.kernels.library import ROW_TILE
 SPLIT = 256
 """Keys per split. Splits begin at multiples of it. It is part of the reduction order, hence of the bits."""
 
-SEEN_TILE = 32
-"""Keys of a split are gathered, masked and weighted in multiples of it; those after the last key have weight zero."""
+KEY_TILE = 64
+"""Keys of a product. A divisor of SPLIT; it too is part of the reduction order."""
 
 TILES_AT_ONCE = 64
 """Query tiles attended together; bounds the gathered keys to 64 · Hkv · SPLIT · D floats."""
@@ -120,7 +122,7 @@ def _attend(
     out_XHD = torch.zeros_like(q_XHD)
     for at in range(0, len(owners), TILES_AT_ONCE):
         rows, slots = rows_BM[at : at + TILES_AT_ONCE], owners[at : at + TILES_AT_ONCE]
-        q_BHMD = q_XHD[rows].transpose(1, 2).contiguous()
+        q_BHMD = q_XHD.index_select(0, rows.flatten()).view(*rows.shape, -1, dim).transpose(1, 2).contiguous()
         number = {slot: u for u, slot in enumerate(dict.fromkeys(slots))}
         maximum, total, acc_BHMD = _attend_tiles(
             q_BHMD, k_cache, v_cache, page_table[list(number)], [number[slot] for slot in slots],
@@ -142,8 +144,8 @@ def _attend_tiles(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Walk the splits that any tile sees, in order, and merge each one's (max, sum, acc) into the total.
 
-    ``owner_B`` says whose pages a tile reads; the products are one by one, of one shape. Keys after the last position
-    that any row has are neither gathered nor masked: their weight is zero.
+    ``owner_B`` says whose pages a tile reads. A split is cut into C tiles of KEY_TILE keys; every product is one of a
+    query tile and a key tile. Key tiles after the last position that any row has are left out: their weight is zero.
     """
     last = int(position_BM.max())
     first = 0
@@ -154,7 +156,8 @@ def _attend_tiles(
     total: tuple[torch.Tensor, ...] = ()
     for split in range(first // SPLIT, last // SPLIT + 1):
         begin = split * SPLIT
-        seen = min(-(-(last + 1 - begin) // SEEN_TILE) * SEEN_TILE, SPLIT)  # S: keys that a row may see
+        tiles = min(-(-(last + 1 - begin) // KEY_TILE), SPLIT // KEY_TILE)
+        seen = tiles * KEY_TILE  # S: keys that a row may see
         key_S = torch.arange(begin, begin + seen, dtype=torch.int32)
         visible_BMS = key_S <= position_BM1
         if first_key > 0:
@@ -166,25 +169,46 @@ def _attend_tiles(
             seen_US = seen_US.any(0, keepdim=True)
         elif users < len(owner_B):
             seen_US = torch.zeros(users, seen).index_add_(0, owners, seen_US.float()) > 0
-        keys = _gather(k_cache, pages_UP, begin, seen).mT.unbind()
-        values_UHND = _gather(v_cache, pages_UP, begin, seen)
-        values_UHND[:, :, seen:] = 0.0
+        values_UHSD = _gather(v_cache, pages_UP, begin, seen)
         if not seen_US.all():  # stale values may be NaN, and 0 · NaN is NaN
-            values_UHND[:, :, :seen].masked_fill_(~seen_US[:, None, :, None], 0.0)
-        values = values_UHND.unbind()
-        products = torch.stack([q.bmm(keys[u]) for q, u in zip(q_BHMD.unbind(), owner_B, strict=True)])
-        scores = products[..., :seen] * scale
+            values_UHSD.masked_fill_(~seen_US[:, None, :, None], 0.0)
+        keys_US = [keys.mT.split(KEY_TILE, 2) for keys in _gather(k_cache, pages_UP, begin, seen).unbind()]
+        values_US = [values.split(KEY_TILE, 1) for values in values_UHSD.unbind()]
+        q_BC = [[q] * tiles for q in q_BHMD.unbind()]
+        scores = _products(q_BC, keys_US, owner_B).mul_(scale)
         if soft_cap > 0:
             scores.div_(soft_cap).tanh_().mul_(soft_cap)
-        scores.masked_fill_(visible_BMS.logical_not_()[:, None], float("-inf"))
-        split_max = scores.amax(-1, keepdim=True)
-        p = F.pad(scores.sub_(_finite(split_max)).exp_(), (0, SPLIT - seen)).to(v_cache.dtype).float()
-        acc_BHMD = torch.stack([weights.bmm(values[u]) for weights, u in zip(p.unbind(), owner_B, strict=True)])
-        total = _merged(total, (split_max, p.sum(-1, keepdim=True), acc_BHMD))
+        hidden_BCMN = visible_BMS.logical_not_().unflatten(2, (tiles, KEY_TILE)).transpose(1, 2)
+        scores.masked_fill_(hidden_BCMN[:, :, None], float("-inf"))
+        split_max = scores.amax((1, 4), keepdim=True)
+        p = scores.sub_(_finite(split_max)).exp_().to(v_cache.dtype).float()
+        acc_BCHMD = _products([weights.unbind() for weights in p.unbind()], values_US, owner_B)
+        total = _merged(total, (split_max[:, 0], _in_order(p.sum(-1, keepdim=True)), _in_order(acc_BCHMD)))
     if not total:
         nothing = q_BHMD.new_full((*q_BHMD.shape[:3], 1), float("-inf"))
         total = nothing, torch.zeros_like(nothing), torch.zeros_like(q_BHMD)
     return total[0], total[1], total[2]
+
+
+def _products(
+    left_BC: Sequence[Sequence[torch.Tensor]], right_UC: Sequence[Sequence[torch.Tensor]], owner_B: list[int]
+) -> torch.Tensor:
+    """Multiply each query tile with its owner's key tiles: C products [Hkv, M, X] @ [Hkv, X, N] to [B, C, Hkv, M, N].
+
+    One call for each: a BLAS may share few matrices among threads in another way than many, with other bits.
+    """
+    pairs = [
+        pair for left, owner in zip(left_BC, owner_B, strict=True) for pair in zip(left, right_UC[owner], strict=True)
+    ]
+    return torch.stack([left.bmm(right) for left, right in pairs]).unflatten(0, (len(left_BC), -1))
+
+
+def _in_order(parts_BCHMX: torch.Tensor) -> torch.Tensor:
+    """Add the key tiles' parts one by one: one that no row sees, at the end, changes no bit."""
+    first, *others = parts_BCHMX.unbind(1)
+    for part in others:
+        first = first + part
+    return first
 
 
 def _merged(total: tuple[torch.Tensor, ...], split: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -200,18 +224,17 @@ def _merged(total: tuple[torch.Tensor, ...], split: tuple[torch.Tensor, ...]) ->
 
 
 def _gather(cache, pages_UP, begin, seen) -> torch.Tensor:
-    """Keys or values at ``seen`` positions from ``begin`` on as float [U, Hkv, SPLIT, D].
+    """Keys or values at ``seen`` positions from ``begin`` on as float [U, Hkv, seen, D].
 
-    What stands after them is undefined, and a position that no row sees may be any page's.
+    Positions beyond the page table are zero; one that no row sees may be any page's.
     """
     pages, heads, page_size, dim = cache.shape
     column = begin // page_size
     page_UC = pages_UP[:, column : -(-(begin + seen) // page_size)].clamp(0, pages - 1)
-    runs = cache[page_UC].transpose(1, 2).reshape(pages_UP.shape[0], heads, -1, dim)
-    runs = runs[:, :, begin - column * page_size :][:, :, :seen]
-    gathered = torch.empty(runs.shape[0], heads, SPLIT, dim)
-    gathered[:, :, : runs.shape[2]] = runs
-    return gathered
+    taken = cache.index_select(0, page_UC.flatten()).view(*page_UC.shape, heads, page_size, dim)
+    runs = taken.transpose(1, 2).reshape(pages_UP.shape[0], heads, -1, dim)
+    runs = runs[:, :, begin - column * page_size :][:, :, :seen].float()
+    return runs if runs.shape[2] == seen else F.pad(runs, (0, 0, 0, seen - runs.shape[2]))
 
 
 def _finite(maximum: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 The sender is not trusted. The size is checked before anything is unpacked, only tensors are unpickled
 (``weights_only``), and a tensor may not claim more memory than the file has bytes.
+
+The API process needs torch for this alone; a server that takes no embeddings imports none of its own.
 """
 
 from __future__ import annotations
@@ -10,17 +12,26 @@ import base64
 import binascii
 import io
 import zipfile
-
-import torch
+from typing import TYPE_CHECKING
 
 from unisono.types import BadRequest
+
+if TYPE_CHECKING:
+    import torch
 
 OVERHEAD_BYTES = 1 << 16
 """What torch.save writes beside a tensor's numbers, at most."""
 
 
+def get_ready() -> None:
+    """Import torch now, which takes 1.5 s, so that no request waits for it."""
+    import torch  # noqa: F401
+
+
 def load_embeds(text: str, tokens: int, hidden_size: int, param: str) -> torch.Tensor:
     """Decode the tensor in ``text``, of up to ``tokens`` vectors. Raises BadRequest naming what is wrong."""
+    import torch
+
     limit = tokens * hidden_size * 4 + OVERHEAD_BYTES
     least = len(text) // 4 * 3 - 2
     if least > limit:

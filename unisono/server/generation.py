@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
+import numpy as np
 
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.server.beams import BeamStream, Source
@@ -28,6 +28,7 @@ from unisono.server.token_stream import TokenStream
 from unisono.server.tools.base import ToolDelta
 from unisono.server.tools.structure import reworded
 from unisono.types import BadRequest, FinishReason, TokenDelta, TokenLogprobs
+from unisono.vectors import numbers
 
 
 @dataclass(frozen=True)
@@ -122,12 +123,12 @@ class Generation:
         """
         if not self._request.params.return_hidden_states:
             return None
-        own, prompt = self._output.hidden_states(), self._output.prompt_hidden_states()
-        return own.float().tolist(), prompt.float().tolist() if len(prompt) else None
+        own, prompt = numbers(self._output.hidden_states()), self.prompt_states()
+        return own.tolist(), prompt.tolist() if len(prompt) else None
 
-    def prompt_states(self) -> torch.Tensor:
-        """Once it has ended: the hidden states of the prompt's tokens, [tokens, hidden], where they were asked for."""
-        return self._output.prompt_hidden_states()
+    def prompt_states(self) -> np.ndarray:
+        """Once it has ended: the hidden states of the prompt's tokens, [tokens, hidden] in float32, where asked for."""
+        return numbers(self._output.prompt_hidden_states())
 
     @property
     def usage(self) -> Usage:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 MODES = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean", "cls_token": "cls", "cls": "cls"}
 """sentence-transformers' names of the ways to pool that are known here."""
@@ -34,14 +34,13 @@ class Pooling:
     meant: bool = False
     problem: str | None = None
 
-    def pool(self, states: torch.Tensor, dimensions: int | None, normalize: bool) -> torch.Tensor:
-        """One vector [dimensions] of a prompt's hidden states [tokens, hidden], in float32."""
-        rows = states.float()
-        vector = {"last": rows[-1], "cls": rows[0]}.get(self.mode)
-        vector = rows.mean(0) if vector is None else vector
+    def pool(self, states: np.ndarray, dimensions: int | None, normalize: bool) -> np.ndarray:
+        """One vector [dimensions] of a prompt's hidden states [tokens, hidden], both float32."""
+        vector = {"last": states[-1], "cls": states[0]}.get(self.mode)
+        vector = states.mean(0, np.float64).astype(np.float32) if vector is None else vector
         if dimensions is not None:
             vector = vector[:dimensions]
-        return torch.nn.functional.normalize(vector, dim=0) if normalize else vector
+        return vector / max(np.linalg.norm(vector), np.float32(1e-12)) if normalize else vector
 
 
 def pooling_of(directory: Path) -> Pooling:
@@ -71,7 +70,6 @@ def pooling_of(directory: Path) -> Pooling:
     return Pooling(MODES[given[0]], meant=True)
 
 
-def encoded(vector: torch.Tensor, form: str) -> list[float] | str:
+def encoded(vector: np.ndarray, form: str) -> list[float] | str:
     """A vector as JSON has it: numbers, or base64 of little-endian float32."""
-    numbers = vector.numpy()
-    return numbers.tolist() if form == "float" else base64.b64encode(numbers.astype("<f4").tobytes()).decode()
+    return vector.tolist() if form == "float" else base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -18,7 +18,7 @@ from unisono.frontend.media.sources import Loaded, MediaSource
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.server.beams import BeamClient, Source
 from unisono.server.chat import ChatFormat, ChatPlan
-from unisono.server.embeds import load_embeds
+from unisono.server.embeds import get_ready, load_embeds
 from unisono.server.engines import Engines
 from unisono.server.generation import Echo, Generation, Style
 from unisono.server.media_queue import MediaQueue
@@ -51,6 +51,8 @@ class Serving:
         """trust_templates: whether bodies may bring a chat template. adapters: the names of those that are served."""
         self.inputs, self._format, self._trust_templates = inputs, chat or ChatFormat(), trust_templates
         self._client, self._adapters = client, adapters
+        if inputs.model.prompt_embeds:
+            get_ready()
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(1, "tokenizer")
         self._media = MediaQueue(inputs.media)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from unisono.kernels.tree_paths import copy_span
@@ -134,14 +135,14 @@ class StateStore:
                 count[spec.lifetime, spec.shape, spec.dtype] += 1
         for (lifetime, shape, dtype), specs in count.items():
             dims = (specs, num_pages[lifetime], *shape)
-            self._pages[lifetime, shape, dtype] = torch.zeros(dims, dtype=dtype, device=self.device)
+            self._pages[lifetime, shape, dtype] = _zeros(dims, dtype, self.device)
         taken: dict[PageKey, Iterator[torch.Tensor]] = {key: iter(pages) for key, pages in self._pages.items()}
         for owner, specs in self._specs.items():
             self._views[owner].tree = map_tree(
                 specs, partial(self._filled, iter(_flat(self._slot_state[owner])), taken)
             )
         for live in self._live_snapshots():
-            self._snapshots.append(torch.zeros((snapshots, *live.shape[1:]), dtype=live.dtype, device=self.device))
+            self._snapshots.append(_zeros((snapshots, *live.shape[1:]), live.dtype, self.device))
 
     def nbytes(self, owner: str | None = None) -> int:
         """Bytes of pages, of all owners or of one."""
@@ -280,3 +281,10 @@ def _flat(tree: Any) -> Iterator[Any]:
             yield from _flat(part)
     else:
         yield tree
+
+
+def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, which take a CPU's memory where they are written first; torch.zeros writes all at once, 1 GB in 1.2 s."""
+    if device.type != "cpu":
+        return torch.zeros(dims, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(dims, f"i{dtype.itemsize}")).view(dtype)

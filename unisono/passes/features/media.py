@@ -86,7 +86,7 @@ class Frame:
 
     def words(self, dtype: torch.dtype) -> np.ndarray:
         """The pixels' bits in this type, [patches, words] int32."""
-        pixels, stored = self.item.pixels, vectors.DTYPES[self.item.pixels.dtype]
+        pixels, stored = self.item.pixels, vectors.dtype_of(self.item.pixels.dtype)
         if stored is dtype:
             words = np.frombuffer(pixels.data, dtype=np.int32)
             return words.reshape(-1, pixels.size * dtype.itemsize // 4)[self.rows]
@@ -409,7 +409,7 @@ def check_media(request: EngineRequest, vision: VisionConfig, most_tokens: int) 
         require(each <= most_tokens, f"a frame of {each} tokens; at most {most_tokens} are encoded at once. {way_out}")
         size, elements = item.pixels.size, vision.patch_elements
         require(size == elements, f"its patches have {size} numbers; the model's have {elements}")
-        held = len(item.pixels.data) // (size * vectors.DTYPES[item.pixels.dtype].itemsize)
+        held = len(item.pixels.data) // (size * vectors.dtype_of(item.pixels.dtype).itemsize)
         require(held == patches, f"it has {held} patches; its grid has {patches}")
         placeholders = vision.image_token_id, vision.video_token_id
         wrong = next((p for p in item.positions if not (0 <= p < len(ids) and ids[p] in placeholders)), None)

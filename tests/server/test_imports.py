@@ -1,0 +1,36 @@
+"""What the API process loads: torch, as long to import as all else together, only where a server takes embeddings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.server.conftest import ROOT, Server, Start
+
+
+def has_torch(server: Server) -> bool:
+    return "libtorch" in Path(f"/proc/{server.process.pid}/maps").read_text()
+
+
+def test_serve_imports_no_torch() -> None:
+    code = "import sys, unisono.cli, unisono.server.run; from unisono.config import EngineConfig; EngineConfig('tiny')"
+    code += "\nprint([m for m in ('torch', 'transformers', 'triton') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads which libraries a process has")
+def test_a_server_loads_torch_where_it_takes_embeddings(start: Start) -> None:
+    """Without a tokenizer: with one, transformers imports torch, while the engine starts."""
+    server = start(enable_return_hidden_states=True)
+    body = {"model": "fake", "prompt": [5, 6, 7], "max_tokens": 2}
+    assert server.http.post("/v1/completions", json=body).status_code == 200
+    answer = server.http.post("/v1/embeddings", json={"model": "fake", "input": [5, 6, 7]})
+    assert len(answer.json()["data"][0]["embedding"]) == 6
+    answer = server.http.post("/generate", json={"input_ids": [5, 6], "return_hidden_states": True})
+    assert answer.json()["meta_info"]["hidden_states"]
+    assert not has_torch(server)
+    assert has_torch(start(enable_prompt_embeds=True))
