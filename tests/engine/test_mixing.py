@@ -11,6 +11,7 @@ import torch
 from unisono.config import EngineConfig, Hardware, resolve
 from unisono.engine.buckets import decode_sizes
 from unisono.engine.mixing import Mixing
+from unisono.engine.scheduler import Scheduler
 from unisono.program import Features, Key, Shape
 from unisono.types import SpeculativeConfig
 
@@ -50,6 +51,22 @@ def test_other_reasons_for_rounds_of_their_own() -> None:
     assert asked.prompt_tokens(RUNNING, [apart], 200) == 0, "a feature that needs a pass of its own"
     assert mixing("cuda", 5.0, drafts=True).prompt_tokens(RUNNING, [], 200) == 0
     assert asked.info()["apart"] == {"too many requests": 1, "a feature": 1}, "no reason where nothing runs"
+
+
+def test_the_round_it_replaces_takes_time_of_its_own() -> None:
+    """The scheduler asks for as many tokens as fit beside it; on a CPU nothing is measured."""
+    asked: list[float] = []
+    for device, round_ms in (("cuda", 5.0), ("cpu", 0.0)):
+        scheduler: Any = SimpleNamespace(
+            budget=SimpleNamespace(tokens=lambda running, prompts, more: asked.append(more) or 100),
+            mixing=mixing(device, 5.0),
+            running=RUNNING,
+            extending=[],
+            max_extend_rows=8,
+            _able=lambda running: running,
+        )
+        assert Scheduler._with_decodes(scheduler, 50) == (68, RUNNING)
+        assert asked.pop() == round_ms
 
 
 def test_it_tells_what_it_expected() -> None:

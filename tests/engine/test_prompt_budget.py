@@ -234,6 +234,13 @@ def test_rows_of_the_graph_that_a_pass_replays_are_no_surprise() -> None:
     assert budget.tokens(running, []) == before
 
 
+def test_a_pass_that_is_a_round_too_may_take_as_much_longer() -> None:
+    budget = PromptBudget(BOUND, MOST, table)
+    running: Any = [object()]
+    assert budget.tokens(running, [], round_ms=ROUND_MS) == (BOUND + ROUND_MS - 2) / 0.01 // 16 * 16
+    assert budget.tokens([], [], round_ms=ROUND_MS) == MOST
+
+
 def test_a_table_that_knows_nothing() -> None:
     """Without graphs nothing is measured at start: a guess is corrected until the bound holds."""
     device = Device(extend_ms=lambda n: 0.02 * n)

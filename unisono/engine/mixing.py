@@ -54,6 +54,10 @@ class Mixing:
             mixed = self._runner.filling(mixed, room)
         return mixed if self._fixed or self.pays(running, mixed, room) else self._no("slower")
 
+    def round_ms(self, running: Sequences[Sequence]) -> float:
+        """Milliseconds of the round that a mixed pass replaces; 0 on a CPU."""
+        return 0.0 if self._fixed else self._controller.round_ms(running)
+
     def info(self) -> dict[str, object]:
         """``apart`` and ``expected_ms``, for reports."""
         names = ("mixed", "extend", "round")

@@ -69,12 +69,15 @@ class PromptBudget:
         # of full passes that may be under way still, what was expected without the correction
         self._read: deque[tuple[float, Took]] = deque(maxlen=MOST_READ)
 
-    def tokens(self, running: Requests[Sequence], prompts: Requests[Sequence]) -> int:
-        """Tokens of a pass of these prompts that may be launched now; 0 where a round comes first."""
+    def tokens(self, running: Requests[Sequence], prompts: Requests[Sequence], round_ms: float = 0.0) -> int:
+        """Tokens of a pass of these prompts that may be launched now; 0 where a round comes first.
+
+        round_ms: what the round takes that the pass is at once; the bound does not count it.
+        """
         if not running:
             self._spent, self._longest = 0.0, 0
             return self.most
-        left = self._max_stall_ms - self._spent
+        left = self._max_stall_ms - self._spent + round_ms
         sizes = range(LEAST_TOKENS, self.most + 1, LEAST_TOKENS)
         fitting = bisect_right(sizes, left, key=lambda size: self._ms(size, _context_ahead(prompts, size)))
         if fitting == len(sizes):
