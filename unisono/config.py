@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     import torch
 
 DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
-GPU_MAX_SEQS, CPU_MAX_SEQS = 256, 16
-GPU_BATCHED_TOKENS, CPU_BATCHED_TOKENS = 8192, 512
+GPU_SIZES = ("a GPU", 256, 8192)
+"""The defaults of max_num_seqs and max_num_batched_tokens."""
+
+CPU_SIZES = ("a CPU", 16, 512)
 
 GRAPH_MODES = ("auto", "full", "segmented", "off")
 GRAPH_PROGRAMS = ("extend", "round", "score")
@@ -453,8 +455,7 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
             f"--max-model-len {config.max_model_len} is above the model's context of {limit} tokens "
             "(max_position_embeddings in config.json). Give at most that."
         )
-    seqs, tokens = (GPU_MAX_SEQS, GPU_BATCHED_TOKENS) if gpu else (CPU_MAX_SEQS, CPU_BATCHED_TOKENS)
-    kind = "a GPU" if gpu else "a CPU"
+    kind, seqs, tokens = GPU_SIZES if gpu else CPU_SIZES
     return ResolvedConfig(
         asked=config,
         device=torch.device(device),

@@ -49,10 +49,6 @@ def slot_schema(more: Sequence[Field] = ()) -> Schema:
     return Schema((*SLOT_SCHEMA.fields, *more)) if more else SLOT_SCHEMA
 
 
-def _words(schema: Schema) -> int:
-    return schema.words(_ROW, schema.fields)
-
-
 class Slots:
     """``[slots + 1]`` rows of ``schema`` in one int32 arena: :data:`SLOT_SCHEMA`, and what features add to it.
 
@@ -84,7 +80,7 @@ class Slots:
     ) -> None:
         self.padding, self.schema = num_slots, schema
         self._device = store.device
-        sizes = _words(schema), max_model_len, row_words(vocab_size)
+        sizes = schema.record.itemsize // 4, max_model_len, row_words(vocab_size)
         words, history, edits = (PerSlot((n,), torch.int32) for n in sizes)
         store.declare("slots", {"fields": words, "history": history, "edit_table": edits})
         state = store.view("slots")
@@ -205,14 +201,8 @@ def slot_write(
 
 def _row(values: dict[str, Any], schema: Schema) -> np.ndarray:
     """A row of the schema with these values, int32."""
-    row = np.empty(_words(schema), dtype=np.int32)
-    at = 0
-    for field in schema:
-        size = math.prod(field.dims(_ROW))
-        kind = np.float32 if field.dtype is torch.float32 else np.int32
-        row[at : at + size].view(kind)[...] = values[field.name]
-        at += size
-    return row
+    row = np.array([tuple(values[name] for name in schema.record.names or ())], dtype=schema.record)
+    return row.view(np.int32)
 
 
 def _signed(word: int) -> int:

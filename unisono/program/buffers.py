@@ -104,6 +104,12 @@ class Schema:
     def outputs(self) -> tuple[Field, ...]:
         return tuple(f for f in self.fields if f.output)
 
+    @cached_property
+    def record(self) -> np.dtype[np.void]:
+        """What one row has, as numpy says it. For schemas of which no field depends on a pass's shape."""
+        kinds = {torch.float32: np.float32, torch.int32: np.int32}
+        return np.dtype([(f.name, kinds[f.dtype], f.dims(Shape(1))) for f in self.fields])
+
     def words(self, shape: Shape, fields: tuple[Field, ...]) -> int:
         """Four-byte words that these fields take at this shape."""
         return sum(math.prod(f.dims(shape)) for f in fields)
