@@ -132,6 +132,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     llm = LLM(args.model, **flags)
     found: dict[str, Any] = {"start_s": round(time.perf_counter() - started, 2)}
+    found["start_seconds"] = llm.engine.info().get("start_seconds")  # of each stage
     if not args.eagle3:
         found["answers"] = answers(llm, args.requests, min(900, args.max_model_len // 2))
         again = answers(llm, args.requests, min(900, args.max_model_len // 2))
@@ -165,7 +166,7 @@ def compare(paths: list[str]) -> None:
             gap = f"{a['largest_gap_ms']:.0f} / {b['largest_gap_ms']:.0f} ms"
             rate = f"{a['prompt_tokens_per_s']:.0f} / {b['prompt_tokens_per_s']:.0f} prompt tokens/s"
             print(f"stall of {n} prompts: {gap}, {rate}")
-        print(f"start {old['start_s']} / {new['start_s']} s")
+        print(f"start {old['start_s']} / {new['start_s']} s; {old.get('start_seconds')} / {new.get('start_seconds')}")
 
 
 def main() -> None:

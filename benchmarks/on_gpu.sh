@@ -1,13 +1,13 @@
 #!/bin/sh
 # What is measured on an H200 after a change, in parts of under ten minutes:
 #
-#   sh benchmarks/on_gpu.sh PART OUT      PART: tails, surface, house, mixed (one GPU), ranks (two GPUs); OUT: a folder for results
+#   sh benchmarks/on_gpu.sh PART OUT      PART: bars, tails, surface, house, mixed (one GPU), ranks (two GPUs); OUT: a folder for results
 #
 # Each step has a time limit and a file OUT/NAME.txt; the ends of all of them are printed last.
 # PYTHON names the interpreter that has Unisono's dependencies (python3).
 set -u
 cd "$(dirname "$0")/.."
-part=${1:?PART: tails, surface, house, mixed or ranks}
+part=${1:?PART: bars, tails, surface, house, mixed or ranks}
 out=${2:?OUT: a folder for results}
 python=${PYTHON:-python3}
 unisono="$python -m unisono"
@@ -32,6 +32,17 @@ tests() { # NAME SECONDS FILE…
 }
 
 case $part in
+bars) # what is predicted and was not measured: adapters, the default stall bound, starts and a soak with layer tails in one launch
+    shape="--model benchmarks/shapes/qwen3-8b --load-format dummy"
+    step adapters 110 "$python" -m benchmarks.adapters --limit 100
+    step stall 60 $unisono bench throughput --scenario stall --streams 32 --prompts 1,8 --prompt-len 8000 $shape
+    for staying in 0 1; do
+        export UNISONO_STAYING_LAUNCHES=$staying
+        step "latency-$staying" 100 $unisono bench latency $shape --max-model-len 9000
+    done
+    step soak-tails 150 $unisono bench soak --model tiny --requests 4000
+    unset UNISONO_STAYING_LAUNCHES
+    ;;
 tails) # a layer after its mixer in one launch: bits, kernels, rounds of 16 and 8 bits
     tests tails-bits 360 tests/kernels/test_layer_tail.py
     step tails-kernels 60 "$python" -m benchmarks.layer_tail --only kernels --shapes 8b 8b-fp8
@@ -66,7 +77,7 @@ ranks) # two GPUs: parts of one GPU's bits, then whole models
     step ranks 480 "$python" -m benchmarks.tensor_parallel --limit 460 --out "$out/ranks.json"
     ;;
 *)
-    echo "PART $part is not one of tails, surface, house, mixed, ranks." >&2
+    echo "PART $part is not one of bars, tails, surface, house, mixed, ranks." >&2
     exit 2
     ;;
 esac
