@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
-GPU_SIZES = ("a GPU", 256, 8192)
-"""The defaults of max_num_seqs and max_num_batched_tokens."""
-
-CPU_SIZES = ("a CPU", 16, 512)
+GPU_SIZES, CPU_SIZES = ("a GPU", 256, 8192), ("a CPU", 16, 512)
+"""What is said of the device, and its defaults of max_num_seqs and max_num_batched_tokens."""
 
 GRAPH_MODES = ("auto", "full", "segmented", "off")
 GRAPH_PROGRAMS = ("extend", "round", "score")

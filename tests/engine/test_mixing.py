@@ -39,17 +39,18 @@ def mixing(device: str, round_ms: float, drafts: bool = False) -> Mixing:
 )
 def test_passes_are_mixed_where_one_takes_less_than_two(device: str, round_ms: float, tokens: int) -> None:
     """Their decoding rows take part of the tokens. A CPU always mixes: nothing is measured there."""
-    assert mixing(device, round_ms).prompt_tokens(RUNNING, [], 200) == tokens
+    assert mixing(device, round_ms).prompt_tokens(RUNNING, [], lambda ms: 200) == tokens
 
 
 def test_other_reasons_for_rounds_of_their_own() -> None:
     asked = mixing("cuda", 5.0)
-    assert asked.prompt_tokens(RUNNING, [], 256) == 256 - 32, "the room for decoding rows is part of the pass"
-    assert asked.prompt_tokens([], [], 200) == 0
-    assert asked.prompt_tokens(RUNNING * 2, [], 200) == 0, "more than the largest room"
+    mixed = asked.prompt_tokens(RUNNING, [], lambda ms: 256)
+    assert mixed == 256 - 32, "the room for decoding rows is part of the pass"
+    assert asked.prompt_tokens([], [], lambda ms: 200) == 0
+    assert asked.prompt_tokens(RUNNING * 2, [], lambda ms: 200) == 0, "more than the largest room"
     apart: Any = SimpleNamespace(states=[SimpleNamespace(mixes=False)])
-    assert asked.prompt_tokens(RUNNING, [apart], 200) == 0, "a feature that needs a pass of its own"
-    assert mixing("cuda", 5.0, drafts=True).prompt_tokens(RUNNING, [], 200) == 0
+    assert asked.prompt_tokens(RUNNING, [apart], lambda ms: 200) == 0, "a feature that needs a pass of its own"
+    assert mixing("cuda", 5.0, drafts=True).prompt_tokens(RUNNING, [], lambda ms: 200) == 0
     assert asked.info()["apart"] == {"too many requests": 1, "a feature": 1}, "no reason where nothing runs"
 
 
@@ -71,7 +72,7 @@ def test_the_round_it_replaces_takes_time_of_its_own() -> None:
 
 def test_it_tells_what_it_expected() -> None:
     asked = mixing("cuda", 1.0)
-    assert asked.prompt_tokens(RUNNING, [], 200) == 0
+    assert asked.prompt_tokens(RUNNING, [], lambda ms: 200) == 0
     assert asked.info() == {"apart": {"slower": 1}, "expected_ms": {"mixed": 50.0, "extend": 48.0, "round": 1.0}}
 
 
@@ -79,9 +80,9 @@ def test_a_mixed_pass_fills_a_graph_where_more_prompts_wait() -> None:
     asked = mixing("cuda", 5.0)
     asked._runner.filling = lambda tokens, room: 128  # type: ignore[method-assign]
     prompt: Any = SimpleNamespace(states={}, tokens=[0] * 1000, extended=0)
-    assert asked.prompt_tokens(RUNNING, [prompt], 200) == 128
+    assert asked.prompt_tokens(RUNNING, [prompt], lambda ms: 200) == 128
     prompt.extended = 850
-    assert asked.prompt_tokens(RUNNING, [prompt], 200) == 168, "all that is left"
+    assert asked.prompt_tokens(RUNNING, [prompt], lambda ms: 200) == 168, "all that is left"
 
 
 @pytest.mark.parametrize(

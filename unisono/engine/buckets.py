@@ -229,8 +229,8 @@ def _kept_ms(config: ResolvedConfig) -> tuple[float, float]:
     """Of prompt passes that running requests wait for, on a GPU; on a CPU every pass replays a graph anyway."""
     if config.device.type != "cuda":
         return 0.0, 0.0
-    least, most = (share * config.asked.max_stall_ms for share in KEPT_SHARES)
-    return least, most
+    least, most = KEPT_SHARES
+    return least * config.asked.max_stall_ms, most * config.asked.max_stall_ms
 
 
 def own_buckets(own: OwnProgram, config: ResolvedConfig) -> Buckets:

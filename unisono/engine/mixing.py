@@ -7,6 +7,7 @@ pass only, not for the round after it. Where rounds draft, a round brings severa
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from typing import TYPE_CHECKING
 
@@ -33,11 +34,14 @@ class Mixing:
         self._most = runner.config.max_num_batched_tokens
         self._fixed = runner.config.device.type == "cpu"  # nothing is measured there, so that runs repeat
 
-    def prompt_tokens(self, running: Sequences[Sequence], prompts: Sequences[Sequence], tokens: int) -> int:
-        """How many prompt tokens the running requests may share a pass with, of the ``tokens`` that may run now; 0
-        where they have a round of their own, for a reason that is counted.
+    def prompt_tokens(
+        self, running: Sequences[Sequence], prompts: Sequences[Sequence], fitting: Callable[[float], int]
+    ) -> int:
+        """How many prompt tokens the running requests may share a pass with; 0 where they have a round of their own,
+        for a reason that is counted.
 
-        prompts: those that may be in the pass.
+        prompts: those that may be in the pass. fitting: the tokens that may run now in a pass that is a round of this
+        many milliseconds too; 0 milliseconds on a CPU.
         """
         sizes = self._runner.decode_sizes
         if not running or not sizes:
@@ -49,14 +53,11 @@ class Mixing:
             return self._no("a feature")
         if not self._controller.drafts_nothing(running):
             return self._no("drafts")
+        tokens = fitting(0.0 if self._fixed else self._controller.round_ms(running))
         mixed = min(max(LEAST_TOKENS, tokens - room), self._most - room)
         if tokens_left(prompts) > mixed:
             mixed = self._runner.filling(mixed, room)
         return mixed if self._fixed or self.pays(running, mixed, room) else self._no("slower")
-
-    def round_ms(self, running: Sequences[Sequence]) -> float:
-        """Milliseconds of the round that a mixed pass replaces; 0 on a CPU."""
-        return 0.0 if self._fixed else self._controller.round_ms(running)
 
     def info(self) -> dict[str, object]:
         """``apart`` and ``expected_ms``, for reports."""

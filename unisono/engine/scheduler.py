@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 
@@ -232,11 +233,10 @@ class Scheduler:
     def _with_decodes(self, budget: int) -> tuple[int, list[Sequence]]:
         """Prompt tokens of the next prompt pass, at most, and the running requests that decode in it, if any do."""
         prompts = self.extending[: self.max_extend_rows]
-        if self.mixing is not None and self.running:
-            most = self.budget.tokens(self.running, prompts, self.mixing.round_ms(self.running))
-            if tokens := self.mixing.prompt_tokens(self.running, prompts, most):
-                with suppress(_Wait):
-                    return tokens, self._able(self.running)
+        fitting = partial(self.budget.tokens, self.running, prompts)
+        if self.mixing is not None and (tokens := self.mixing.prompt_tokens(self.running, prompts, fitting)):
+            with suppress(_Wait):
+                return tokens, self._able(self.running)
         return self._filling(budget, 0) if self.running and tokens_left(prompts) > budget else budget, []
 
     def _next_extend(self, budget: int, decodes: list[Sequence]) -> Extend | None:

@@ -7,7 +7,6 @@ so kernels skip it. :class:`SlotPool` is rank 0's host side, :class:`Slots` the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from unisono.engine.commands import WritePages, WriteSlot
-from unisono.program import Field, Schema, Shape
+from unisono.program import Field, Schema
 from unisono.sampling.edits import pack_edits, row_words
 from unisono.state.specs import ALL, PADDING_PAGE, PerSlot
 from unisono.state.store import StateStore
@@ -40,8 +39,6 @@ SLOT_SCHEMA = Schema(
         Field("stop_ids", torch.int32, (MAX_STOP_IDS,), pad=-1),
     )
 )
-
-_ROW = Shape(1)  # no slot field depends on the shape of a pass
 
 
 def slot_schema(more: Sequence[Field] = ()) -> Schema:
@@ -86,12 +83,12 @@ class Slots:
         state = store.view("slots")
         self._arena, self.history, self.edit_table = state["fields"], state["history"], state["edit_table"]
         self._tables, self.page_table = store.page_tables, store.page_tables[ALL]
-        at = 0
+        layout = schema.record.fields
+        assert layout is not None
         for field in schema:
-            size = math.prod(field.dims(_ROW))
-            view = self._arena[:, at : at + size].view(field.dtype)
+            kind, at, *_ = layout[field.name]
+            view = self._arena[:, at // 4 : (at + kind.itemsize) // 4].view(field.dtype)
             setattr(self, field.name, view if field.shape else view.squeeze(1))
-            at += size
         self.reset()
 
     def reset(self) -> None:
