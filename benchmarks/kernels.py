@@ -1,6 +1,6 @@
 """Layer kernels on a GPU: are the bits the same at every M, how fast are they, which tile is best?
 
-    python -m benchmarks.kernels [--only bits speed tune] [--out FILE.md]
+    python -m benchmarks.kernels [--only bits speed tune] [--ranks N] [--out FILE.md]
 
 Prints Markdown tables. *bits*: rows of a batch of 2048 that differ when computed in a batch of M, by the op and by
 cuBLASLt; every number should be 0. *speed*: µs and GB/s of each op. *tune*: the best tiles for ``linear._config``.
@@ -166,9 +166,11 @@ def tiles(rows: int) -> Iterator[Tile]:
             yield Tile(block_m, n, k, warps, stages)
 
 
-def tune(rows: tuple[int, ...]) -> Table:
+def tune(rows: tuple[int, ...], ranks: int) -> Table:
+    """The best tiles of a rank's part of each product."""
     table = []
-    for (name, (n, k)), m in itertools.product(QWEN3_8B.items(), rows):
+    for (name, (whole, k)), m in itertools.product(QWEN3_8B.items(), rows):
+        n = whole // ranks
         weight, x = random(n, k, scale=k**-0.5), random(m, k)
         results = []
         for tile in tiles(m):
@@ -184,7 +186,7 @@ def tune(rows: tuple[int, ...]) -> Table:
     return table
 
 
-def report(parts: list[str]) -> Iterator[str]:
+def report(parts: list[str], ranks: int) -> Iterator[str]:
     yield f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16"
     if "bits" in parts:
         yield f"\n## Bits\nDiffering rows, summed over M = {', '.join(map(str, ROWS))}.\n"
@@ -197,12 +199,13 @@ def report(parts: list[str]) -> Iterator[str]:
         yield "\n" + markdown(["op", *(f"M={m}" for m in many)], speed_linear(many) + speed_rest(many))
     if "tune" in parts:
         yield "\n## Tiles of the Triton product\nµs: N×K block, warps, stages.\n"
-        yield markdown(["layer", "M", "now", "best", "second", "third"], tune((1, 4, 16, 32, 64)))
+        yield markdown(["layer", "M", "now", "best", "second", "third"], tune((1, 4, 16, 32, 64), ranks))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=("bits", "speed", "tune"), default=["bits", "speed"])
+    parser.add_argument("--ranks", type=int, default=1, help="tune: for a rank's part of the products")
     parser.add_argument("--out", type=Path, help="also write the tables to this file")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -210,7 +213,7 @@ def main() -> None:
     configure_exact_blas()
     torch.manual_seed(0)
     lines = []
-    for line in report(args.only):
+    for line in report(args.only, args.ranks):
         print(line, flush=True)
         lines.append(line)
     if args.out:

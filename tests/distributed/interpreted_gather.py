@@ -11,21 +11,24 @@ import torch
 
 from unisono.kernels.gather import PROGRAMS, buffer_words, launch_gather
 
-SHAPES = [(1, 5), (3, 700), (2, 40), (300, 1024), (5, 1300), (1, 5)]
+SHAPES = [(1, 5), (3, 700), (2, 40), (1030, 20), (5, 1300), (1, 5)]
+
+
+START = int(sys.argv[1])
+"""The turn before the first."""
 
 
 def main() -> int:
     words = buffer_words(2)
-    memory = mmap.mmap(-1, 2 * 4 * words + 64)
-    whole = torch.frombuffer(memory, dtype=torch.int32)
-    buffers = [whole[:words], whole[words : 2 * words]]
-    addresses = torch.tensor([*(b.data_ptr() for b in buffers), whole[2 * words :].data_ptr()])
+    memory = mmap.mmap(-1, 2 * 8 * words + 64)
+    whole = torch.frombuffer(memory, dtype=torch.int64)
+    buffers, others = [whole[:words], whole[words : 2 * words]], whole[2 * words :].view(torch.int32)
+    addresses = torch.tensor([*(b.data_ptr() for b in buffers), others.data_ptr()])
     child = os.fork()
     rank, turns, right = int(child == 0), torch.zeros(PROGRAMS, dtype=torch.int32), True
-    turns.fill_(2**31 - 3)  # turns overflow on the way
-    buffers[rank][: PROGRAMS * 64] = 2**31 - 3
-    whole[2 * words + 1 + rank] = 1
-    while not (whole[2 * words + 1 : 2 * words + 3] == 1).all():
+    turns.fill_(START)
+    others[1 + rank] = 1
+    while not (others[1:3] == 1).all():
         os.sched_yield()
     for turn, (rows, width) in enumerate(SHAPES):
         parts = [torch.arange(rows * width, dtype=torch.int32).view(rows, width) + 10_000 * r + turn for r in range(2)]

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-PAGE, PAGES, EPS = 4, 12, 1e-6
+PAGE, PAGES, EPS = 4, 24, 1e-6
 
 
 @dataclasses.dataclass

@@ -81,7 +81,7 @@ class Near:
         import torch.distributed._symmetric_memory as symmetric
 
         self._index, self._count = ranks.index, ranks.count
-        self._buffer = symmetric.empty(buffer_words(ranks.count), dtype=torch.int32, device=device)
+        self._buffer = symmetric.empty(buffer_words(ranks.count), dtype=torch.int64, device=device)
         self._handle = symmetric.rendezvous(self._buffer, dist.group.WORLD)  # type: ignore[arg-type]
         self._buffer.zero_()
         self._given_up = torch.zeros(1, dtype=torch.int32, pin_memory=True)

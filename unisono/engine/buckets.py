@@ -169,7 +169,7 @@ def engine_buckets(
     buckets = round_buckets(programs["round"], config, choices, features)
     for variant in (features, masked):
         buckets.append(buckets_of(programs["extend"], config, 1, variant))
-        buckets.append(buckets_of(programs["score"], config, 1, replace(variant, logits=Logits.ALL)))
+        buckets.append(score_buckets(programs["score"], config, replace(variant, logits=Logits.ALL)))
     for more in expected:
         usual = buckets_of(programs["extend"], config, 1, features | more)
         buckets.append(replace(usual, on_demand=config.device.type == "cpu"))
@@ -231,6 +231,18 @@ def _kept_ms(config: ResolvedConfig) -> tuple[float, float]:
         return 0.0, 0.0
     least, most = KEPT_SHARES
     return least * config.asked.max_stall_ms, most * config.asked.max_stall_ms
+
+
+def score_buckets(program: Program, config: ResolvedConfig, features: Features) -> Buckets:
+    """The buckets of prompt passes whose logits are all asked for.
+
+    Few requests do, so on a GPU no start waits for them: a pass costs what a prompt pass does, without the LM head for
+    its other tokens, and its graphs are captured when the engine is idle.
+    """
+    buckets = buckets_of(program, config, 1, features)
+    if not buckets.measured:
+        return buckets
+    return replace(buckets, measured=False, later=True, like=("extend", 1))
 
 
 def own_buckets(own: OwnProgram, config: ResolvedConfig) -> Buckets:

@@ -1,12 +1,14 @@
 """Gathers over memory that GPUs of one host read and write directly: one kernel, no library call, no host.
 
-Each rank has a buffer that the others can write to. A program of the grid takes the same chunks of the rows on every
-rank. It writes its rank's chunk into the buffers of all others, raises a flag there, waits for theirs, and reads what
-they wrote into its own buffer. Every program has flags, a turn counter and places of its own, two of these, so that
-programs never wait for each other: a place is written again two turns later, and by then the flag of the turn
-between says that it was read. Turns are counted on the device, so that a captured gather can be replayed.
+Each rank has a buffer that the others write to. A program of the grid sends a chunk of a row to all other ranks, and
+reads what their same programs sent to it. Each word travels with the number of the turn in one store of 8 bytes, so
+that whoever reads it sees both or neither: there are no flags to wait for, no fences, and the price is twice the bytes
+(the low-latency protocol of NCCL does the same). Every program has a counter of turns and places of its own, two for
+each rank. A place is written again two turns later. Then its words were read: the turn between has ended here, so the
+other rank had begun it, and it begins a turn when it has read the one before. Turns are counted on the device, so
+that a captured gather can be replayed.
 
-Every chunk is moved, none is added, so bits cannot change. Words are int32. Shapes: M rows of W words on each of N
+Every word is moved, none is added, so bits cannot change. Words are int32. Shapes: M rows of W words on each of N
 ranks -> [M, N · W].
 """
 
@@ -19,90 +21,88 @@ import triton.language as tl
 from unisono.kernels.library import AotCase
 from unisono.kernels.overlap import follow, overlapped
 
-PROGRAMS = 64
-"""Programs at most: few enough that all of them run at once beside others."""
+PROGRAMS = 1024
+"""Programs at most; larger gathers take several turns."""
 
-PLACE = 4096
-"""Words of a place. Small gathers use the beginning only."""
-
-SMALL = 1024
-"""Words of a chunk up to PROGRAMS of them, so that a small gather is spread over many programs."""
+PLACE = 1024
+"""Words of a place. Narrow rows use the beginning only."""
 
 LOOKS = 4096
-"""Looks at a flag between two looks at whether the ranks have given up, which is a word of the host's memory."""
-
-_ALIGNED = 64
-"""Words between two flags of different programs, so that they share no cache line."""
+"""Looks at words that are late between two looks at whether the ranks have given up, which is a word of the host's
+memory."""
 
 
 def buffer_words(ranks: int) -> int:
-    """int32 words of a rank's buffer: the flags, then the places."""
-    return PROGRAMS * _ALIGNED + 2 * PROGRAMS * ranks * PLACE
+    """int64 words of a rank's buffer: two places for each program and rank."""
+    return 2 * PROGRAMS * ranks * PLACE
 
 
 @triton.jit
-def _word(addresses, index):
-    """The address at this place of a table, as a pointer to int32."""
-    return tl.multiple_of(tl.load(addresses + index).to(tl.pointer_type(tl.int32)), 16)
+def _address(addresses, index, dtype: tl.constexpr):
+    """The address at this place of a table, as a pointer."""
+    return tl.multiple_of(tl.load(addresses + index).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
-def _gather_kernel(x, out, addresses, turns, total, W,
+def _late(seen, inside, turn):
+    """How many words are of another turn."""
+    return tl.sum((inside & ((seen >> 32).to(tl.int32) != turn)).to(tl.int32))
+
+
+@triton.jit
+def _gather_kernel(x, out, addresses, turns, M, W,
                    RANK: tl.constexpr, RANKS: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS_: tl.constexpr,
-                   PLACE_: tl.constexpr, ALIGNED: tl.constexpr, LOOKS_: tl.constexpr,
-                   OVERLAP: tl.constexpr):  # fmt: skip
+                   PLACE_: tl.constexpr, LOOKS_: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """addresses [N + 1] int64: of every rank's buffer, and of the word that is not 0 once the ranks have given up."""
     follow(OVERLAP)
-    program = tl.program_id(0)
-    own, given_up = _word(addresses, RANK), _word(addresses, RANKS)
+    part = tl.program_id(1)
+    program = tl.program_id(0) * tl.num_programs(1) + part
     turn = tl.load(turns + program)
+    own, given_up = _address(addresses, RANK, tl.int64), _address(addresses, RANKS, tl.int32)
     words = tl.arange(0, CHUNK)
-    for chunk in range(program, tl.cdiv(total, CHUNK), tl.num_programs(0)):
-        turn += 1
-        place = PROGRAMS_ * ALIGNED + (((turn & 1) * PROGRAMS_ + program) * RANKS) * PLACE_
-        at = chunk * CHUNK + words
-        inside = at < total
-        value = tl.load(x + at, mask=inside, other=0)
-        to = (at // W).to(tl.int64) * (RANKS * W) + at % W
-        tl.store(out + to + RANK * W, value, mask=inside)
+    column = part * CHUNK + words
+    inside = column < W
+    for row in range(tl.program_id(0), M, tl.num_programs(0)):
+        turn = tl.where(turn == -1, 2, turn + 1)  # it overflows, and never is 0, which words have that nobody wrote
+        place = ((turn & 1) * PROGRAMS_ + program).to(tl.int64) * (RANKS * PLACE_)
+        value = tl.load(x + row * W + column, mask=inside, other=0)
+        sent = (turn.to(tl.int64) << 32) | (value.to(tl.int64) & 0xFFFFFFFF)
         for peer in tl.static_range(RANKS):
             if peer != RANK:
-                tl.store(_word(addresses, peer) + place + RANK * PLACE_ + words, value, mask=inside)
-        tl.debug_barrier()  # everything is written before one thread raises the flags
+                tl.store(_address(addresses, peer, tl.int64) + place + RANK * PLACE_ + words, sent, mask=inside)
+        to = out + row * (RANKS * W) + column
+        tl.store(to + RANK * W, value, mask=inside)
         for peer in tl.static_range(RANKS):
             if peer != RANK:
-                flag = _word(addresses, peer) + program * ALIGNED + RANK
-                tl.atomic_xchg(flag, turn, sem="release", scope="sys")
-        for peer in tl.static_range(RANKS):
-            if peer != RANK:
-                mine = own + program * ALIGNED + peer
+                mine = own + place + peer * PLACE_ + words
+                seen = tl.load(mine, mask=inside, other=0, volatile=True)
                 looks = 0
-                seen = tl.atomic_add(mine, 0, sem="acquire", scope="sys")
-                while seen - turn < 0:  # a peer may be a turn ahead, and turns may overflow
+                while _late(seen, inside, turn) > 0:
                     looks += 1
-                    seen = tl.atomic_add(mine, 0, sem="acquire", scope="sys")
-                    if looks % LOOKS_ == 0:  # noqa: SIM102
+                    seen = tl.load(mine, mask=inside, other=0, volatile=True)
+                    if looks % LOOKS_ == 0:  # noqa: SIM102 - `and` would read the host's memory at every look
                         if tl.load(given_up, volatile=True) != 0:
-                            seen = turn
-        tl.debug_barrier()
-        for peer in tl.static_range(RANKS):
-            if peer != RANK:
-                said = tl.load(own + place + peer * PLACE_ + words, mask=inside, other=0, cache_modifier=".cg")
-                tl.store(out + to + peer * W, said, mask=inside)
+                            seen = tl.full((CHUNK,), 0, tl.int64) + (turn.to(tl.int64) << 32)
+                tl.store(to + peer * W, seen.to(tl.int32), mask=inside)
     tl.store(turns + program, turn)
 
 
-def launch_gather(x: torch.Tensor, addresses: torch.Tensor, turns: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    """x [M, W] int32, contiguous -> [M, N · W]. turns [PROGRAMS] int32: counters of this rank, 0 at first."""
+def launch_gather(
+    x: torch.Tensor, addresses: torch.Tensor, turns: torch.Tensor, rank: int, ranks: int, widest: int = PLACE
+) -> torch.Tensor:
+    """x [M, W] int32, contiguous -> [M, N · W]. turns [PROGRAMS] int32: counters of this rank, 0 at first.
+
+    widest: words of a chunk at most, the same on every rank; PLACE at most.
+    """
     rows, width = x.shape
     out = x.new_empty(rows, ranks * width)
-    total = x.numel()
-    chunk = SMALL if total <= PROGRAMS * SMALL else PLACE
-    grid = (min(PROGRAMS, triton.cdiv(total, chunk)),)
+    chunk = min(widest, max(32, triton.next_power_of_2(width)))
+    parts = triton.cdiv(width, chunk)
+    grid = (min(rows, PROGRAMS // parts), parts)
     _gather_kernel[grid](
-        x, out, addresses, turns, total, width,
-        RANK=rank, RANKS=ranks, CHUNK=chunk, PROGRAMS_=PROGRAMS, PLACE_=PLACE, ALIGNED=_ALIGNED, LOOKS_=LOOKS,
-        num_warps=8, **overlapped(x.device),
+        x, out, addresses, turns, rows, width,
+        RANK=rank, RANKS=ranks, CHUNK=chunk, PROGRAMS_=PROGRAMS, PLACE_=PLACE, LOOKS_=LOOKS,
+        num_warps=max(1, min(8, chunk // 128)), **overlapped(x.device),
     )  # fmt: skip
     return out
 
@@ -110,13 +110,13 @@ def launch_gather(x: torch.Tensor, addresses: torch.Tensor, turns: torch.Tensor,
 AOT: list[AotCase] = [
     AotCase(
         _gather_kernel,
-        {"x": "*i32", "out": "*i32", "addresses": "*i64", "turns": "*i32", "total": "i32", "W": "i32"},
+        {"x": "*i32", "out": "*i32", "addresses": "*i64", "turns": "*i32", "M": "i32", "W": "i32"},
         {
-            "RANK": rank, "RANKS": ranks, "CHUNK": chunk, "PROGRAMS_": PROGRAMS, "PLACE_": PLACE,
-            "ALIGNED": _ALIGNED, "LOOKS_": LOOKS, "OVERLAP": True,
+            "RANK": rank, "RANKS": ranks, "CHUNK": chunk, "PROGRAMS_": PROGRAMS, "PLACE_": PLACE, "LOOKS_": LOOKS,
+            "OVERLAP": True,
         },
-        num_warps=8,
+        num_warps=warps,
     )
     for rank, ranks in ((0, 2), (1, 2), (5, 8))
-    for chunk in (SMALL, PLACE)
+    for chunk, warps in ((32, 1), (512, 4), (PLACE, 8))
 ]  # fmt: skip

@@ -12,6 +12,7 @@ Shapes: M rows, K inputs, N outputs.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import os
 from dataclasses import dataclass
@@ -45,11 +46,23 @@ class Tile:
     stages: int
 
 
-_TILES = {  # by rows at most: tiles for N small (≤ 2 programs of 16 outputs a multiprocessor), middling, large
-    16: (Tile(16, 16, 512, 2, 4), Tile(16, 64, 256, 4, 4), Tile(16, 64, 128, 4, 4)),
-    32: (Tile(32, 32, 256, 2, 4), Tile(32, 32, 256, 2, 4), Tile(32, 64, 128, 2, 4)),
-    64: (Tile(64, 32, 256, 4, 4), Tile(64, 64, 128, 4, 5), Tile(64, 64, 64, 4, 4)),
-}
+_OUTPUTS = (2112, 4224, 8192, 16383)
+"""Outputs at most of the tiles below. The first: one program of 16 outputs for each of 132 multiprocessors."""
+
+_TILES = {  # by rows at most: a tile for each number of outputs, and one for more
+    16: (
+        Tile(16, 16, 512, 2, 4), Tile(16, 16, 512, 2, 4), Tile(16, 64, 256, 4, 4), Tile(16, 32, 128, 4, 4),
+        Tile(16, 64, 128, 4, 4),
+    ),
+    32: (
+        Tile(32, 16, 512, 2, 4), Tile(32, 32, 256, 2, 4), Tile(32, 32, 256, 2, 4), Tile(32, 64, 128, 2, 4),
+        Tile(32, 64, 128, 2, 4),
+    ),
+    64: (
+        Tile(64, 16, 256, 4, 4), Tile(64, 32, 256, 4, 4), Tile(64, 64, 128, 4, 5), Tile(64, 32, 64, 4, 5),
+        Tile(64, 64, 64, 4, 4),
+    ),
+}  # fmt: skip
 
 ROW_TILES = tuple(_TILES)
 """Numbers of rows that exactly fill a tile of the Triton kernel."""
@@ -59,9 +72,9 @@ def _config(rows: int, n: int, dtype: torch.dtype) -> Tile:
     """The fastest known tile for ``rows`` and ``n`` outputs on an H200 (benchmarks/kernels.py, *tune*)."""
     if dtype is torch.float32:
         return Tile(16, 32, 64, 4, 2) if rows <= 16 else Tile(64, 64, 32, 4, 2)
-    for most, (small, middling, large) in _TILES.items():
+    for most, tiles in _TILES.items():
         if rows <= most:
-            return small if n <= 4224 else middling if n < 16384 else large
+            return tiles[bisect.bisect_left(_OUTPUTS, n)]
     return Tile(128, 128, 64, 8, 4)
 
 
@@ -307,7 +320,7 @@ def _aot_linear(dtype: str, rows: int, n: int, even_k: bool, bias: bool, residua
 
 
 AOT: list[AotCase] = [
-    *(_aot_linear("bf16", rows, n, True, False, True) for rows in _TILES for n in (4096, 6144, 151936)),
+    *(_aot_linear("bf16", rows, n, True, False, True) for rows in _TILES for n in (2048, 4096, 6144, 12288, 151936)),
     _aot_linear("bf16", 256, 4096, True, False, True),
     *(_aot_linear(dtype, rows, 4096, False, True, True) for dtype in DTYPES for rows in (1, 64)),
     AotCase(
