@@ -74,7 +74,8 @@ mixed) # running requests decode in prompt passes, or in rounds of their own: ga
     ;;
 ranks) # two GPUs: parts of one GPU's bits, then whole models
     tests parts 60 tests/kernels/test_parts.py
-    step ranks 480 "$python" -m benchmarks.tensor_parallel --limit 460 --out "$out/ranks.json"
+    step gathers 80 "$python" -m benchmarks.gathers
+    step ranks 420 "$python" -m benchmarks.tensor_parallel --limit 400 --out "$out/ranks.json"
     ;;
 *)
     echo "PART $part is not one of bars, tails, surface, house, mixed, ranks." >&2

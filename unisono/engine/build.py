@@ -173,9 +173,6 @@ class Build:
         if ranks.count > 1:
             for choice in (*split_decisions(model), ("gathers go", *described(ranks.transport))):
                 self.decide(*choice)
-            if self.config.device.type == "cuda":
-                why = "two H200s gave other tokens than one in 50 of 64 requests (docs/scale.md, Within a model)"
-                self.decide("bytes of one GPU", "not promised", why)
 
     def _leave_a_core(self) -> None:
         """Use all cores but one: waiting threads spin, and would take the API process's time."""

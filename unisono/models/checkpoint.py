@@ -19,6 +19,7 @@ from unisono.layers.formats import PLAIN, WeightFormat
 from unisono.models.build import plain
 from unisono.models.config import TOWER_PREFIXES, DecoderConfig, Family
 from unisono.models.quantization import PLAIN_WEIGHTS, Quantization, find_quantization
+from unisono.models.stored_config import stored_config
 from unisono.models.weights import TensorInfo, read_header
 from unisono.types import CheckpointError
 from unisono.untrusted import check_config, check_directory, check_token_ids, inside, read_json
@@ -175,10 +176,13 @@ def _architecture(raw: Mapping[str, Any], directory: Path) -> str:
 
 
 def _parse_config(directory: Path, family: Family, raw: Mapping[str, Any]) -> tuple[Any, DecoderConfig]:
-    from transformers import AutoConfig  # 1.5 s to import: after the cheap checks
+    def by_transformers() -> Any:
+        from transformers import AutoConfig  # seconds to import: after the cheap checks
+
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
     try:
-        hf_config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        hf_config = stored_config((directory / "config.json").read_bytes(), str(directory), by_transformers)
         if raw.get("vision_config") is None and hasattr(hf_config, "vision_config"):
             hf_config.vision_config = None  # transformers made one up
         return hf_config, family.read(hf_config)

@@ -9,6 +9,7 @@ https://github.com/vllm-project/speculators. Drafters call it.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from unisono.models.decoder import Decoder
 from unisono.models.draft import DraftConfig, Eagle3Head, EagleHead
 from unisono.models.loader import draw
 from unisono.models.qwen3 import QWEN3
+from unisono.models.stored_config import stored_config
 from unisono.models.weights import TensorInfo
 from unisono.types import CheckpointError
 
@@ -287,16 +289,21 @@ def _layer_config(
     fields: Mapping[str, Any], raw: Mapping[str, Any], target: DecoderConfig, directory: Path
 ) -> DecoderConfig:
     """The head's decoder layer, read as the family of its ``model_type`` reads its own."""
-    from transformers import AutoConfig  # 1.5 s to import
-
     model_type = fields.get("model_type", "llama")
     if model_type not in ARCHITECTURES:
         raise CheckpointError(
             f"{directory}: a head with layers of model_type {model_type!r} is not supported. Supported: "
             f"{', '.join(sorted(ARCHITECTURES))}."
         )
+    given = {k: v for k, v in fields.items() if k != "model_type"}
+
+    def by_transformers() -> Any:
+        from transformers import AutoConfig  # seconds to import
+
+        return AutoConfig.for_model(model_type, **given)
+
     try:
-        hf_config = AutoConfig.for_model(model_type, **{k: v for k, v in fields.items() if k != "model_type"})
+        hf_config = stored_config(json.dumps([model_type, given], sort_keys=True).encode(), "", by_transformers)
         hf_config.architectures = raw.get("architectures") or ["draft head"]
         config = catalog.models.load(ARCHITECTURES[model_type]).read(hf_config)
     except CheckpointError as error:
