@@ -92,7 +92,7 @@ def test_few_bytes_at_once_go_in_turns(ranks: list[SharedMemory]) -> None:
         assert torch.equal(found, x.repeat(1, 4))
 
 
-@pytest.mark.parametrize("before", [2**31 - 3, -3])
+@pytest.mark.parametrize("before", [2**31 - 3, -3, -1])
 def test_the_kernel_between_gpus_in_the_interpreter(before: int) -> None:
     """Two processes, counters that overflow and pass 0, rows of one program and of several turns of all."""
     subprocess.run(
