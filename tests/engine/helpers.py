@@ -100,8 +100,8 @@ def note_launches(patch: pytest.MonkeyPatch, note: Callable[[Key, Mapping[str, A
     """Have ``note(key, batch)`` called before each pass is launched."""
     real = Planner.launch
 
-    def launch(self: Planner, key: Key, batch: Mapping[str, Any], *rest: Any) -> Any:
+    def launch(self: Planner, key: Key, batch: Mapping[str, Any], **how: Any) -> Any:
         note(key, batch)
-        return real(self, key, batch, *rest)
+        return real(self, key, batch, **how)
 
     patch.setattr(Planner, "launch", launch)

@@ -253,19 +253,20 @@ def test_a_table_that_knows_nothing() -> None:
     assert BOUND * 0.9 < max(late) - ROUND_MS <= 1.01 * BOUND
 
 
-def test_prompt_passes_are_timed_on_the_device(qwen3: Path) -> None:
-    timed: dict[str, bool] = {}
-    with engine(qwen3) as llm:
+def test_full_prompt_passes_are_timed_on_the_device(qwen3: Path) -> None:
+    """The budget learns from these alone, and events are the host's time before a first token."""
+    timed: set[tuple[str, bool, bool]] = set()
+    with engine(qwen3, max_num_batched_tokens=16, max_stall_ms=1e6) as llm:
         execute = llm.engine.worker.execute
 
         def spy(command: Any) -> Any:
             if isinstance(command, Launch):
-                timed[command.key.program] = command.timed
+                timed.add((command.key.program, command.key.shape.rows == 16, command.timed))
             return execute(command)
 
         llm.engine.worker.execute = spy  # type: ignore[method-assign]
         tokens(llm, BATCH[:3], PARAMS[:3])
-    assert timed == {"extend": True, "round": False}
+    assert timed == {("extend", True, True), ("extend", False, False), ("round", False, False)}
 
 
 class Event:

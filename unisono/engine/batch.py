@@ -5,7 +5,8 @@ Owns nothing on the device. What features add to a batch they say themselves (``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -15,7 +16,7 @@ from unisono.engine.sequence import Chunk, Extend, Growth, Pass, Preparation, Ro
 from unisono.passes.extend import prompt_program
 from unisono.passes.features.base import Feature, HostPass, PassKind, Row
 from unisono.passes.round import growth_names
-from unisono.program import Features, Key, PendingOutputs, Shape
+from unisono.program import NO_FEATURES, Features, Key, PendingOutputs, Shape
 from unisono.types import FinishReason
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ class Launcher:
         key = Key("draft", Shape(rows, 1 + work.drafts), self._runner.features)
         return Launched(work, "draft", self._launch(key, self._round_batch(work)))
 
-    def _launch(self, key: Key, batch: Batch, waited: bool = False) -> PendingOutputs:
-        return self._runner.planner.launch(key, batch, waited)
+    def _launch(self, key: Key, batch: Batch) -> PendingOutputs:
+        return self._runner.planner.launch(key, batch)
 
     def _round(self, work: Round) -> PendingOutputs:
         rows = len(work.sequences)
@@ -94,28 +95,30 @@ class Launcher:
 
     def _extend(self, work: Extend) -> PendingOutputs:
         runner, chunks = self._runner, work.chunks
-        edges = np.cumsum([0, *(c.end - c.start for c in chunks)])
-        total = int(edges[-1])
-        # The rows that no request uses are empty: they begin where the tokens end.
-        query_start = np.full(runner.max_extend_rows + 1, total)
-        query_start[: len(edges)] = edges
-        batch: Batch = {  # where a token has no id, an id in range is as good as any
-            "token_ids": np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks]).clip(0),
-            "next_ids": np.concatenate([_following(c) for c in chunks]).clip(0),
+        edges = [0, *itertools.accumulate(c.end - c.start for c in chunks)]
+        total = edges[-1]
+        token_ids, next_ids = _token_ids(chunks)
+        batch: Batch = {
+            "token_ids": token_ids,
+            "next_ids": next_ids,
             "slots": [c.sequence.slot for c in chunks],
-            "query_start": query_start,
+            # The rows that no request uses are empty: they begin where the tokens end.
+            "query_start": edges + [total] * (runner.max_extend_rows - len(chunks)),
             "start": [c.start for c in chunks],
             "sample_slots": [c.sequence.slot if c.last else runner.worker.slots.padding for c in chunks],
-            "last": edges[1:] - 1,
+            "last": [edge - 1 for edge in edges[1:]],
         }
         if work.decodes:
             batch |= {"decode_slots": [s.slot for s in work.decodes], **_growth_batch(work.growth)}
             features, fields = _asked(work.asked, "mixed", len(work.decodes) + len(chunks), total)
             key = runner.mixed_key(total, work.room)
-            return self._launch(replace(key, features=key.features | features), batch | fields, work.waited)
-        features, fields = _asked(work.asked, "extend", len(chunks), total)
-        features |= runner.features
-        return self._launch(Key(prompt_program(features), Shape(total), features), batch | fields, work.waited)
+            key = replace(key, features=key.features | features)
+        else:
+            features, fields = _asked(work.asked, "extend", len(chunks), total)
+            features = features | runner.features if work.asked else runner.features
+            key = Key(prompt_program(features), Shape(total), features)
+        # The budget of prompt passes learns from the times of full ones.
+        return runner.planner.launch(key, batch | fields, waited=work.waited, timed=work.full)
 
 
 def _growth_batch(growth: Mapping[int, list[Growth]], ended: list[int] | None = None) -> Batch:
@@ -141,7 +144,7 @@ def _asked(
     drafts: np.ndarray | None = None,
 ) -> tuple[Features, Batch]:
     """What a pass needs for the features that its requests ask for, and the fields of its batch."""
-    features, fields = Features(), Batch()
+    features, fields = NO_FEATURES, Batch()
     for feature, rows in asked.items():
         more, values = feature.fill(HostPass(kind, rows, count, tokens, drafts))
         features |= more
@@ -149,7 +152,19 @@ def _asked(
     return features, fields
 
 
-def _following(chunk: Chunk) -> list[int]:
-    """The token after each of a chunk's; 0 where it is not sampled yet."""
-    following = chunk.sequence.tokens[chunk.start + 1 : chunk.end + 1]
-    return following + [0] * (chunk.end - chunk.start - len(following))
+def _token_ids(chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray]:
+    """The chunks' tokens and the token after each of them, int32 [total]; 0 where it is not sampled yet.
+
+    Where a token has no id, an id in range is as good as any: 0.
+    """
+    ids = []
+    for chunk in chunks:
+        tokens = chunk.sequence.tokens[chunk.start : chunk.end + 1]
+        if len(tokens) == chunk.end - chunk.start:
+            tokens.append(0)
+        ids.append(np.array(tokens, dtype=np.int32))
+        if chunk.sequence.request.overrides is not None:
+            np.maximum(ids[-1], 0, out=ids[-1])
+    if len(ids) == 1:
+        return ids[0][:-1], ids[0][1:]
+    return np.concatenate([one[:-1] for one in ids]), np.concatenate([one[1:] for one in ids])

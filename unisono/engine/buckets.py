@@ -58,6 +58,10 @@ KEPT_SHARES = (0.45, 0.85)
 """Where requests run, prompt passes take ``--max-stall-ms``: most of these have sizes that take between the first and
 the second share of it on padding, so all of these sizes have graphs. The first: each token sees some 15,000 keys."""
 
+COMMON_TOKENS = frozenset({2048})
+"""Prompt passes of this number of tokens have a graph of their own on a GPU: chunks and benchmarks have this size, and
+above 1,024 the sizes that pay for themselves lie a third apart."""
+
 LEAST_TOKENS = 16
 """Tokens of the smallest prompt pass that has a graph of its own size."""
 
@@ -319,6 +323,8 @@ def buckets_of(program: Program, config: ResolvedConfig, width: int, features: F
         measured=gpu and not on_demand,
         on_demand=on_demand,
         kept_ms=_kept_ms(config) if name == "extend" and not on_demand else (0.0, 0.0),
+        when_idle=frozenset({limit}) if gpu and name == "extend" and not on_demand else frozenset(),
+        common=COMMON_TOKENS if gpu and name == "extend" and not on_demand else frozenset(),
         always=name in ROUNDS or config.asked.graphs != "auto",
         share=SHARES[name],
     )

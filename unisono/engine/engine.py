@@ -141,10 +141,13 @@ class Engine:
 
     def _arrive(self, sequence: Sequence) -> None:
         """Queue a request, once what it has to wait for is there."""
+        client = self.roles.client
+        if self._offload is None and client is None:
+            self.scheduler.add(sequence)
+            return
         gates: list[Gate] = []
         if self._offload is not None and (read := self._offload.read_ahead(self.pool, sequence.keys)) is not None:
             gates.append(read)
-        client = self.roles.client
         if client is not None and (prompt := client.ask(sequence, self.pool, self.worker.store)) is not None:
             gates.append(prompt)
         if gates:
@@ -177,18 +180,21 @@ class Engine:
             )
         states = self._begin_features(request)
         own = (i for state in states.values() for i in state.stop_ids)
-        request = replace(request, stop_ids=tuple(dict.fromkeys((*own, *request.stop_ids))))
+        stop_ids = tuple(dict.fromkeys((*own, *request.stop_ids)))
+        if stop_ids != request.stop_ids:
+            request = replace(request, stop_ids=stop_ids)
         check_request(request, self.config.max_model_len, model.vocab_size, model.hidden_size)
         return request, states
 
     def _begin_features(self, request: EngineRequest) -> States:
         """The state of each feature that the request asks for."""
         features = self.runner.request_features
-        known = {name for feature in features for name in feature.extra_args}
-        if unknown := sorted(request.params.extra_args.keys() - known):
-            raise BadRequest(
-                f"extra_args (vllm_xargs) has {unknown}; the features here read {sorted(known)}.", "extra_args"
-            )
+        if asked := request.params.extra_args.keys():
+            known = {name for feature in features for name in feature.extra_args}
+            if unknown := sorted(asked - known):
+                raise BadRequest(
+                    f"extra_args (vllm_xargs) has {unknown}; the features here read {sorted(known)}.", "extra_args"
+                )
         begun = ((feature, feature.begin(request)) for feature in features)
         return {feature: state for feature, state in begun if state is not None}
 

@@ -64,8 +64,8 @@ class PromptBudget:
         self._table, self._attention = extend_ms, attention
         self._launched = launched_ms or (lambda work: self._table(work.tokens))
         self._correction = 1.0  # what passes take over what is expected of them, a moving average
-        self._spent = 0.0  # milliseconds of prompt passes since the last round
-        self._longest = 0  # tokens of the longest of these
+        self._prepared = 0.0  # milliseconds of passes ahead of prompts since the last round
+        self._extended: list[Extend] = []  # prompt passes since then
         # of full passes that may be under way still, what was expected without the correction
         self._read: deque[tuple[float, Took]] = deque(maxlen=MOST_READ)
 
@@ -75,36 +75,44 @@ class PromptBudget:
         round_ms: what the round takes that the pass is at once; the bound does not count it.
         """
         if not running:
-            self._spent, self._longest = 0.0, 0
+            self.round_launched()
             return self.most
-        left = self._max_stall_ms - self._spent + round_ms
+        spent = self._spent
+        left = self._max_stall_ms - spent + round_ms
         sizes = range(LEAST_TOKENS, self.most + 1, LEAST_TOKENS)
         fitting = bisect_right(sizes, left, key=lambda size: self._ms(size, _context_ahead(prompts, size)))
         if fitting == len(sizes):
             return self.most
         if not fitting:
-            return 0 if self._spent else min(LEAST_TOKENS, self.most)
+            return 0 if spent else min(LEAST_TOKENS, self.most)
         # What is left after a long pass would have few tokens for its time: the next one, after the round, has more.
-        return sizes[fitting - 1] if sizes[fitting - 1] >= WORTH * self._longest else 0
+        longest = max((work.tokens for work in self._extended), default=0)
+        return sizes[fitting - 1] if sizes[fitting - 1] >= WORTH * longest else 0
 
     def room(self, running: Requests[Sequence], ms: Callable[[Key], float]) -> Room:
         """The time that passes ahead of prompts may take now; see :meth:`tokens`. ms: what such a pass takes."""
         if not running:
             return Room(ms, math.inf, True)
-        return Room(ms, self._max_stall_ms - self._spent, not self._spent)
+        spent = self._spent
+        return Room(ms, self._max_stall_ms - spent, not spent)
 
     def prepared(self, ms: float) -> None:
         """A pass ahead of prompts is launched, which takes this long."""
-        self._spent += max(ms, LEAST_MS)
+        self._prepared += max(ms, LEAST_MS)
 
     def extended(self, work: Extend) -> None:
         """A prompt pass is launched."""
-        self._spent += self._correction * self._expected(work)
-        self._longest = max(self._longest, work.tokens)
+        self._extended.append(work)
 
     def round_launched(self) -> None:
         """A round is launched: the next prompt pass has all the time again."""
-        self._spent, self._longest = 0.0, 0
+        self._prepared = 0.0
+        self._extended.clear()
+
+    @property
+    def _spent(self) -> float:
+        """Milliseconds of the passes since the last round; computed when asked for, which is rare."""
+        return self._prepared + self._correction * sum(map(self._expected, self._extended))
 
     def read(self, work: Extend | Preparation | Round, took: Took) -> None:
         """The outputs of a pass were read: learn what prompt passes cost, once they are through.

@@ -26,9 +26,6 @@ ATTENTION_RATE = 1.45
 FILLED_SHARE = 0.75
 """A prompt pass that running requests wait for is cut short to fill a graph, but not by more than the rest of this."""
 
-PROMPTS = ("extend", "mixed", "score")
-"""Programs whose passes are timed, for the bound on how long running requests wait for prompts."""
-
 
 class Runner:
     """Builds rank 0's worker, has its graphs captured, then launches passes.
@@ -61,7 +58,7 @@ class Runner:
         self.request_features = build.request_features
         for feature in self.request_features:
             feature.start(self.send)
-        self.planner = Planner(self.worker.graphs, self.send, budget=self.config.graph_bytes, timed=PROMPTS)
+        self.planner = Planner(self.worker.graphs, self.send, budget=self.config.graph_bytes)
         with build.stage("capture"):
             self.planner.capture(self.buckets(), lambda share: progress("capture", share))
         check_full(self.config, self.planner.graphs())

@@ -217,7 +217,10 @@ class Scheduler:
     def _preparation(self, budget: int) -> Preparation | None:
         """A pass that a feature wants before a prompt pass of at most ``budget`` tokens; None where none does."""
         wanted: dict[Feature, list[Row]] = {}
-        for index, sequence in enumerate(self.extending[: self.max_extend_rows]):
+        prompts = self.extending[: self.max_extend_rows]
+        if not any(sequence.states for sequence in prompts):
+            return None
+        for index, sequence in enumerate(prompts):
             start = sequence.extended
             end = min(len(sequence.tokens), start + budget)
             for feature, state in sequence.states.items():

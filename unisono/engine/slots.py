@@ -77,23 +77,22 @@ class Slots:
     ) -> None:
         self.padding, self.schema = num_slots, schema
         self._device = store.device
-        sizes = schema.record.itemsize // 4, max_model_len, row_words(vocab_size)
+        sizes = sum(schema.row_words), max_model_len, row_words(vocab_size)
         words, history, edits = (PerSlot((n,), torch.int32) for n in sizes)
         store.declare("slots", {"fields": words, "history": history, "edit_table": edits})
         state = store.view("slots")
         self._arena, self.history, self.edit_table = state["fields"], state["history"], state["edit_table"]
         self._tables, self.page_table = store.page_tables, store.page_tables[ALL]
-        layout = schema.record.fields
-        assert layout is not None
-        for field in schema:
-            kind, at, *_ = layout[field.name]
-            view = self._arena[:, at // 4 : (at + kind.itemsize) // 4].view(field.dtype)
+        at = 0
+        for field, size in zip(schema, schema.row_words, strict=True):
+            view = self._arena[:, at : at + size].view(field.dtype)
             setattr(self, field.name, view if field.shape else view.squeeze(1))
+            at += size
         self.reset()
 
     def reset(self) -> None:
         """Make every slot free and every row blank."""
-        blank = torch.from_numpy(_row({f.name: f.pad for f in self.schema}, self.schema))
+        blank = torch.from_numpy(_row(self.schema.pads, self.schema).copy())
         self._arena.copy_(blank.expand_as(self._arena))
         for table in self._tables.values():
             table.fill_(PADDING_PAGE)
@@ -103,22 +102,28 @@ class Slots:
     def write(self, command: WriteSlot) -> None:
         """Write a slot's row, edits, history and pages."""
         slot = command.slot
-        self._upload(self._arena[slot], command.row)
+        parts = [
+            (self._arena[slot], command.row),
+            (self.history[slot, : len(command.history)], command.history),
+            (self.page_table[slot, : len(command.pages)], command.pages),
+        ]
         if command.edits is not None:
-            self._upload(self.edit_table[slot], command.edits)
-        self._upload(self.history[slot, : len(command.history)], command.history)
-        self._upload(self.page_table[slot, : len(command.pages)], command.pages)
+            parts.append((self.edit_table[slot], command.edits))
+        self._upload(parts)
 
     def write_pages(self, command: WritePages) -> None:
         """Write pages of a window lifetime into a slot's page table."""
         end = command.column + len(command.pages)
-        self._upload(self._tables[command.lifetime][command.slot, command.column : end], command.pages)
+        self._upload([(self._tables[command.lifetime][command.slot, command.column : end], command.pages)])
 
-    def _upload(self, target: torch.Tensor, values: np.ndarray) -> None:
+    def _upload(self, parts: Sequence[tuple[torch.Tensor, np.ndarray]]) -> None:
+        """Copy int32 arrays ``[n]`` to these places ``[n]`` of the device, through one piece of pinned memory."""
+        values = np.concatenate([values for _, values in parts])
         source = torch.from_numpy(values)
         if self._device.type == "cuda":
-            source = source.pin_memory()  # the caching host allocator keeps it until the copy is done
-        target.copy_(source, non_blocking=True)
+            source = source.pin_memory()  # the caching host allocator keeps it until the copies are done
+        for (target, _), part in zip(parts, source.split([len(values) for _, values in parts]), strict=True):
+            target.copy_(part, non_blocking=True)
 
 
 class SlotPool:
@@ -172,7 +177,7 @@ def slot_write(
     edits = pack_edits(params, request.bad_words, len(request.prompt_token_ids), vocab_size)
     row = _row(
         {
-            **{field.name: field.pad for field in schema},
+            **schema.pads,
             **more,
             "length": len(tokens),
             "max_length": max_length,
@@ -196,10 +201,13 @@ def slot_write(
     return WriteSlot(slot, row, history, table, edits)
 
 
-def _row(values: dict[str, Any], schema: Schema) -> np.ndarray:
-    """A row of the schema with these values, int32."""
-    row = np.array([tuple(values[name] for name in schema.record.names or ())], dtype=schema.record)
-    return row.view(np.int32)
+def _row(values: Mapping[str, Any], schema: Schema) -> np.ndarray:
+    """A row of the schema with these values, int32 [words]. A number fills a field of several."""
+    words: list[Any] = []
+    for field, size in zip(schema, schema.row_words, strict=True):
+        value = values[field.name]
+        words += value if isinstance(value, list) else [value] * size
+    return np.frombuffer(schema.packer.pack(*words), dtype=np.int32)
 
 
 def _signed(word: int) -> int:

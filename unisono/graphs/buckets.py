@@ -24,6 +24,8 @@ class Buckets:
         passes do not overlap with others.
     later: capture no graph at start, but when the engine is idle.
     kept_ms: shapes that take from the first to the second number of milliseconds are captured then, whatever they save.
+    when_idle: numbers of rows that are captured then too.
+    common: numbers of rows that many passes have exactly: they are captured at start, whatever they save.
     unfit: why not even the smallest shape could be captured; None where it could be, or was not tried.
     share: the share of the memory budget that the program's graphs may take.
     width: of the shapes.
@@ -43,6 +45,8 @@ class Buckets:
     on_demand: bool = False
     later: bool = False
     kept_ms: tuple[float, float] = (0.0, 0.0)
+    when_idle: frozenset[int] = frozenset()
+    common: frozenset[int] = frozenset()
     unfit: Reason | None = None
     share: float = 1.0
     width: int = 1
@@ -57,16 +61,17 @@ class Buckets:
 
 
 def kept(buckets: Buckets) -> list[Shape]:
-    """The shapes that are captured for what they take, the longest first."""
-    least, most = buckets.kept_ms
-    cost = buckets.cost
-    return [s for s in reversed(buckets.shapes) if cost is not None and least <= cost.replay(s.rows) <= most]
+    """The shapes that an idle engine captures, whatever they save, the longest first."""
+    (least, most), cost = buckets.kept_ms, buckets.cost
+    if cost is None:
+        return []
+    return [s for s in reversed(buckets.shapes) if s.rows in buckets.when_idle or least <= cost.replay(s.rows) <= most]
 
 
 def worthwhile(buckets: Buckets, graphs: Sequence[Graph] = ()) -> list[Shape]:
     """The shapes worth capturing in addition to ``graphs``."""
     if buckets.passes is None or buckets.cost is None:
         return list(buckets.shapes)
-    there = {graph.key.shape.rows for graph in graphs if graph.key.features == buckets.features}
+    there = {graph.key.shape.rows for graph in graphs if graph.key.features == buckets.features} | buckets.common
     chosen = choose([shape.rows for shape in buckets.shapes], buckets.cost, buckets.passes, there)
-    return [shape for shape in buckets.shapes if shape.rows in chosen]
+    return [shape for shape in buckets.shapes if shape.rows in chosen or shape.rows in buckets.common]

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,8 +47,7 @@ class Planner:
 
     graphs: the graph set of rank 0's own worker, whose measured times and sizes decide.
     send: executes a command on every rank and returns the outputs of a launched pass; by default on ``graphs`` alone.
-    enabled: False runs everything eagerly. budget: bytes that graphs may take; None: no limit. timed: programs whose
-        passes' outputs say what they took on the device.
+    enabled: False runs everything eagerly. budget: bytes that graphs may take; None: no limit.
     ``idle_captures`` counts graphs that were captured after the start.
     """
 
@@ -58,10 +57,8 @@ class Planner:
         send: Callable[[GraphCommand], PendingOutputs | None] | None = None,
         enabled: bool = True,
         budget: int | None = None,
-        timed: Collection[str] = (),
     ) -> None:
         self.graph_set, self._send, self.budget = graphs, send or graphs.execute, budget
-        self._timed_programs = frozenset(timed)
         self.passes: Counter[tuple[str, str, str]] = Counter()  # (program, kind, reason) -> passes
         # Rows of replayed graphs by program (tokens, for an extend pass): with a request, and padding.
         self.filled_rows: Counter[str] = Counter()
@@ -328,9 +325,13 @@ class Planner:
             return Eager(Reason.ABOVE_BUCKETS)
         return Eager(Reason.NOT_CAPTURED)
 
-    def launch(self, key: Key, batch: Mapping[str, object], waited: bool = False) -> PendingOutputs:
-        """Send the pass with this batch, as planned, and count it. Returns its outputs on their way to the host."""
-        timed = key.program in self._timed_programs
+    def launch(
+        self, key: Key, batch: Mapping[str, object], waited: bool = False, timed: bool = False
+    ) -> PendingOutputs:
+        """Send the pass with this batch, as planned, and count it. Returns its outputs on their way to the host.
+
+        waited: see :meth:`plan`. timed: the outputs tell what the device took; two events more of the host's time.
+        """
         answer = self._launchable.get((key, waited)) or self._launch_plan(key, waited)
         if isinstance(answer, Replay):
             graph = answer.graph

@@ -141,16 +141,17 @@ def _count(arrived, LOADS: tl.constexpr):
 
 @triton.jit
 def _adapted_linear_kernel(x, weight, bias, out, a, b, h, ids, arrived, M, N, K, C, L, n0, n1, n2,
-                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-                           HAS_BIAS: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
-                           COLUMNS: tl.constexpr, LOW_K: tl.constexpr, EARLY: tl.constexpr, LOOKS: tl.constexpr,
-                           LOADS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                           SWAPPED: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr,
+                           CHUNK: tl.constexpr, SPLIT: tl.constexpr, COLUMNS: tl.constexpr, LOW_K: tl.constexpr,
+                           EARLY: tl.constexpr, LOOKS: tl.constexpr, LOADS: tl.constexpr,
+                           OVERLAP: tl.constexpr):  # fmt: skip
     """M up to BLOCK_M. arrived: how many of the first programs are done, 0 at the launch. n0, n1, n2: outputs of the
     first projections. CHUNK: along the sum of the expansion, a multiple of RANK. LOW_K: inputs that the first programs
     load together. EARLY: read b before the weights.
     """
     follow(OVERLAP)
-    rows, ks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    rows = tl.arange(0, BLOCK_M)
     row_ok = rows < M
     has = tl.load(ids + rows, mask=row_ok, other=L)
     first = L * C // COLUMNS
@@ -166,9 +167,8 @@ def _adapted_linear_kernel(x, weight, bias, out, a, b, h, ids, arrived, M, N, K,
         if EARLY:
             b_tile = _b_tile(b, has, cols, 0, N, L, RANK, CHUNK, BLOCK_N)
         # From here on as in kernels/linear.py.
-        x_ptrs = x + rows.to(tl.int64)[:, None] * K + ks[None, :]
-        w_ptrs = weight + tl.minimum(cols, N - 1).to(tl.int64)[None, :] * K + ks[:, None]
-        acc = tile_product(x_ptrs, w_ptrs, row_ok, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K)
+        x_rows, w_rows = x + rows.to(tl.int64) * K, weight + tl.minimum(cols, N - 1).to(tl.int64) * K
+        acc = tile_product(x_rows, w_rows, row_ok, K, BLOCK_M, BLOCK_N, BLOCK_K, SWAPPED, EVEN_K)
         y = acc.to(out.dtype.element_ty)
         if HAS_BIAS:
             added = tl.load(bias + cols, mask=col_ok, other=0.0)
@@ -218,9 +218,10 @@ def adapted_linear_cuda(
     blocks = _Blocks.of(tile, rank, x.dtype)
     _adapted_linear_kernel[(adapters * low // COLUMNS + triton.cdiv(n, tile.n),)](
         x, weight, bias, out, a, b, h, ids, arrived, rows, n, k, low, adapters, *first_sizes(projections),
-        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, EVEN_K=k % tile.k == 0, HAS_BIAS=bias is not None,
-        RANK=rank, CHUNK=blocks.chunk, SPLIT=SPLIT, COLUMNS=COLUMNS, LOW_K=blocks.low_k, EARLY=blocks.early,
-        LOOKS=LOOKS, LOADS=x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **overlapped(x.device),
+        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, SWAPPED=tile.swapped, EVEN_K=k % tile.k == 0,
+        HAS_BIAS=bias is not None, RANK=rank, CHUNK=blocks.chunk, SPLIT=SPLIT, COLUMNS=COLUMNS, LOW_K=blocks.low_k,
+        EARLY=blocks.early, LOOKS=LOOKS, LOADS=x.is_cuda, num_warps=tile.warps, num_stages=tile.stages,
+        **overlapped(x.device),
     )  # fmt: skip
     return out
 
@@ -309,9 +310,10 @@ def _aot(rows: int, dtype: str, n: int, rank: int, even_k: bool, bias: bool) -> 
         _adapted_linear_kernel,
         tensors | ints("ids arrived", "M N K C L n0 n1 n2"),
         {
-            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "EVEN_K": even_k, "HAS_BIAS": bias,
-            "RANK": rank, "CHUNK": blocks.chunk, "SPLIT": SPLIT, "COLUMNS": COLUMNS, "LOW_K": blocks.low_k,
-            "EARLY": blocks.early, "LOOKS": LOOKS, "LOADS": True, "OVERLAP": True,
+            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "SWAPPED": tile.swapped,
+            "EVEN_K": even_k, "HAS_BIAS": bias, "RANK": rank, "CHUNK": blocks.chunk, "SPLIT": SPLIT,
+            "COLUMNS": COLUMNS, "LOW_K": blocks.low_k, "EARLY": blocks.early, "LOOKS": LOOKS, "LOADS": True,
+            "OVERLAP": True,
         },
         num_warps=tile.warps,
         num_stages=tile.stages,

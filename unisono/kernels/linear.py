@@ -44,6 +44,8 @@ class Tile:
     k: int
     warps: int
     stages: int
+    swapped: bool = False
+    """Whether the weight is the left operand: 64 outputs fill the rows of ``wgmma``, and rows of x are its columns."""
 
 
 _OUTPUTS = (2112, 4224, 8192, 16383)
@@ -55,8 +57,8 @@ _TILES = {  # by rows at most: a tile for each number of outputs, and one for mo
         Tile(16, 64, 128, 4, 4),
     ),
     32: (
-        Tile(32, 16, 512, 2, 4), Tile(32, 32, 256, 2, 4), Tile(32, 32, 256, 2, 4), Tile(32, 64, 128, 2, 4),
-        Tile(32, 64, 128, 2, 4),
+        Tile(32, 16, 512, 2, 4), Tile(32, 64, 128, 4, 6, True), Tile(32, 64, 128, 4, 4, True),
+        Tile(32, 64, 128, 4, 4, True), Tile(32, 64, 128, 4, 3, True),
     ),
     64: (
         Tile(64, 16, 256, 4, 4), Tile(64, 32, 256, 4, 4), Tile(64, 64, 128, 4, 5), Tile(64, 32, 64, 4, 5),
@@ -98,44 +100,51 @@ def store_sums(acc, out, bias, residual, rows, cols, M, N, HAS_BIAS: tl.constexp
 
 
 @triton.jit
-def tile_product(x_ptrs, w_ptrs, row_ok, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                 EVEN_K: tl.constexpr):  # fmt: skip
+def tile_product(x_rows, w_rows, row_ok, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                 SWAPPED: tl.constexpr, EVEN_K: tl.constexpr):  # fmt: skip
     """The product of rows of x and of the weight over K, in one sequence: fp32 [BLOCK_M, BLOCK_N].
 
-    x_ptrs [BLOCK_M, BLOCK_K], w_ptrs [BLOCK_K, BLOCK_N]: the first step's. Rows of x that are not ``row_ok`` are 0.
+    x_rows [BLOCK_M], w_rows [BLOCK_N]: where these begin. Rows of x that are not ``row_ok`` [BLOCK_M] are 0.
     """
     ks = tl.arange(0, BLOCK_K)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if SWAPPED:
+        x_ptrs, w_ptrs = x_rows[None, :] + ks[:, None], w_rows[:, None] + ks[None, :]
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        x_ptrs, w_ptrs = x_rows[:, None] + ks[None, :], w_rows[None, :] + ks[:, None]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
-        if EVEN_K:
-            # Absent rows are not read at all: re-reading one row in all programs at once stalls the L2.
-            x_tile = tl.load(x_ptrs, mask=row_ok[:, None], other=0.0)
-            w_tile = tl.load(w_ptrs)
-        else:
+        # Absent rows are not read at all: re-reading one row in all programs at once stalls the L2.
+        x_ok, w_ok = row_ok[None, :] if SWAPPED else row_ok[:, None], None
+        if not EVEN_K:
             k_ok = ks < K - start
-            x_tile = tl.load(x_ptrs, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
-            w_tile = tl.load(w_ptrs, mask=k_ok[:, None], other=0.0)
-        acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
+            x_ok &= k_ok[:, None] if SWAPPED else k_ok[None, :]
+            w_ok = k_ok[None, :] if SWAPPED else k_ok[:, None]
+        x_tile = tl.load(x_ptrs, mask=x_ok, other=0.0)
+        w_tile = tl.load(w_ptrs) if EVEN_K else tl.load(w_ptrs, mask=w_ok, other=0.0)
+        if SWAPPED:
+            acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
-    return acc
+    return tl.trans(acc) if SWAPPED else acc
 
 
 @triton.jit
 def _linear_kernel(x, weight, bias, residual, out, M, N, K,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
                    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
                    OVERLAP: tl.constexpr):  # fmt: skip
     # Row tiles of one weight tile are neighbours in the grid, so that the weight is read from memory once.
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    ks = tl.arange(0, BLOCK_K)
     row_ok = rows < M
-    x_ptrs = x + rows.to(tl.int64)[:, None] * K + ks[None, :]
+    x_rows = x + rows.to(tl.int64) * K
     # The last weight tile repeats the last row: that is cheaper than a mask, and the result is not stored.
-    w_ptrs = weight + tl.minimum(cols, N - 1).to(tl.int64)[None, :] * K + ks[:, None]
+    w_rows = weight + tl.minimum(cols, N - 1).to(tl.int64) * K
     follow(OVERLAP)
-    acc = tile_product(x_ptrs, w_ptrs, row_ok, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K)
+    acc = tile_product(x_rows, w_rows, row_ok, K, BLOCK_M, BLOCK_N, BLOCK_K, SWAPPED, EVEN_K)
     store_sums(acc, out, bias, residual, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
 
 
@@ -172,7 +181,7 @@ def launch_linear(
     grid = (triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))
     _linear_kernel[grid](
         x, weight, bias, residual, out, rows, n, k,
-        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, EVEN_K=k % tile.k == 0,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, SWAPPED=tile.swapped, EVEN_K=k % tile.k == 0,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         num_warps=tile.warps, num_stages=tile.stages, **overlapped(x.device),
     )  # fmt: skip
@@ -311,7 +320,7 @@ def _aot_linear(dtype: str, rows: int, n: int, even_k: bool, bias: bool, residua
         _linear_kernel,
         {**pointers, "M": "i32", "N": "i32", "K": "i32"},
         {
-            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k,
+            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "SWAPPED": tile.swapped,
             "EVEN_K": even_k, "HAS_BIAS": bias, "HAS_RESIDUAL": residual, "OVERLAP": True,
         },
         num_warps=tile.warps,

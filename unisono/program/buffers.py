@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -105,10 +106,20 @@ class Schema:
         return tuple(f for f in self.fields if f.output)
 
     @cached_property
-    def record(self) -> np.dtype[np.void]:
-        """What one row has, as numpy says it. For schemas of which no field depends on a pass's shape."""
-        kinds = {torch.float32: np.float32, torch.int32: np.int32}
-        return np.dtype([(f.name, kinds[f.dtype], f.dims(Shape(1))) for f in self.fields])
+    def pads(self) -> Mapping[str, float]:
+        """What each field has where nothing is written."""
+        return {f.name: f.pad for f in self.fields}
+
+    @cached_property
+    def row_words(self) -> tuple[int, ...]:
+        """Words of each field. For schemas of which no field depends on a pass's shape."""
+        return tuple(math.prod(f.dims(Shape(1))) for f in self.fields)
+
+    @cached_property
+    def packer(self) -> struct.Struct:
+        """Packs a row of these fields; see :attr:`row_words`."""
+        kinds = {torch.float32: "f", torch.int32: "i"}
+        return struct.Struct("".join(kinds[f.dtype] * n for f, n in zip(self.fields, self.row_words, strict=True)))
 
     def words(self, shape: Shape, fields: tuple[Field, ...]) -> int:
         """Four-byte words that these fields take at this shape."""
