@@ -162,9 +162,7 @@ def _token_ids(chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray]:
         tokens = chunk.sequence.tokens[chunk.start : chunk.end + 1]
         if len(tokens) == chunk.end - chunk.start:
             tokens.append(0)
-        ids.append(np.array(tokens, dtype=np.int32))
-        if chunk.sequence.request.overrides is not None:
-            np.maximum(ids[-1], 0, out=ids[-1])
+        ids.append(np.maximum(np.array(tokens, dtype=np.int32), 0))
     if len(ids) == 1:
         return ids[0][:-1], ids[0][1:]
     return np.concatenate([one[:-1] for one in ids]), np.concatenate([one[1:] for one in ids])

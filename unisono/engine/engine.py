@@ -195,6 +195,8 @@ class Engine:
                 raise BadRequest(
                     f"extra_args (vllm_xargs) has {unknown}; the features here read {sorted(known)}.", "extra_args"
                 )
+        if self.runner.is_plain(request):
+            return {}
         begun = ((feature, feature.begin(request)) for feature in features)
         return {feature: state for feature, state in begun if state is not None}
 

@@ -18,6 +18,7 @@ from unisono.graphs.planner import Planner
 from unisono.layers.experts import products_per_token
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import attention_of
+from unisono.passes.features.base import plain_requests
 from unisono.program import Key, PendingOutputs, Shape
 
 ATTENTION_RATE = 1.45
@@ -56,6 +57,7 @@ class Runner:
         self.decode_sizes = build.decode_sizes
         self.features = self.worker.drafter.features
         self.request_features = build.request_features
+        self.is_plain = plain_requests(self.request_features)
         for feature in self.request_features:
             feature.start(self.send)
         self.planner = Planner(self.worker.graphs, self.send, budget=self.config.graph_bytes)

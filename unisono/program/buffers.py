@@ -92,10 +92,14 @@ class Schema:
 
     def check(self, batch: Mapping[str, object]) -> None:
         """Raises ProgramError unless ``batch`` names every input and nothing else."""
-        names = {f.name for f in self.inputs}
+        names = self._input_names
         if batch.keys() != names:
             unknown, missing = sorted(batch.keys() - names), sorted(names - batch.keys())
             raise ProgramError(f"batch does not match the schema: unknown {unknown}, missing {missing}")
+
+    @cached_property
+    def _input_names(self) -> frozenset[str]:
+        return frozenset(f.name for f in self.inputs)
 
     @cached_property
     def inputs(self) -> tuple[Field, ...]:

@@ -127,6 +127,7 @@ class Adapters(Feature):
     """Field: ``adapters``, how many requests of the pass have one. Only passes with some have it."""
 
     name = "adapters"
+    asks_by = ("adapter",)
     mixes = True
     asks = ADAPTED
     _send: Callable[[AdapterCommand], object]

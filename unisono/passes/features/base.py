@@ -20,6 +20,7 @@ tree, T tokens of a prompt pass, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -38,7 +39,7 @@ from unisono.models.vision.config import VisionConfig
 from unisono.models.vision.tower import VisionTower
 from unisono.program import NO_FEATURES, Buffers, Dimension, Features, Field, Key, Program
 from unisono.sampling.pipeline import EditFields, Sampled
-from unisono.types import EngineRequest, TokenDelta
+from unisono.types import EngineRequest, SamplingParams, TokenDelta
 
 PassKind = Literal["extend", "mixed", "round", "verify"]
 """Prompt passes; rounds in one pass; the second pass of rounds whose drafts the host reads
@@ -298,7 +299,9 @@ class Feature:
     so that their graphs are captured at start; expected_rounds: the same of rounds. reads_all_tokens: a prompt pass
     with this feature's fields computes the final hidden states of all its tokens, not of last tokens only.
     reads_drafts: :meth:`fill` needs a round's drafts on the host, and the tokens before them: such rounds are two
-    passes. mixes: requests that ask for it may be in a mixed pass, which has its fields of that kind.
+    passes. mixes: requests that ask for it may be in a mixed pass, which has its fields of that kind. asks_by: the
+    request's fields ("media", "params.logprobs") of which one is not its default where a request asks for this; None:
+    :meth:`begin` is called for every request.
     """
 
     name = ""
@@ -309,6 +312,7 @@ class Feature:
     reads_all_tokens = False
     reads_drafts = False
     mixes = False
+    asks_by: tuple[str, ...] | None = None
 
     def __init__(self, context: FeatureContext) -> None:
         self.context = context
@@ -406,3 +410,13 @@ def words_of(size: int, dtype: torch.dtype) -> int:
     if rest:
         raise ValueError(f"{size} numbers of {dtype} do not fill four-byte words")
     return words
+
+
+def plain_requests(features: Sequence[Feature]) -> Callable[[EngineRequest], bool]:
+    """A function that tells a request that asks for none of these, in one comparison; it may miss one that does not."""
+    names = {name for feature in features for name in feature.asks_by or ()}
+    if not names or any(feature.asks_by is None for feature in features):
+        return lambda request: not features
+    read = operator.attrgetter(*names)
+    plain = read(EngineRequest("", [0], SamplingParams()))
+    return lambda request: read(request) == plain

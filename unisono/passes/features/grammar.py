@@ -27,6 +27,7 @@ class Grammar(Feature):
     """Field: ``mask`` [R, P, W, words]: bit i % 32 of word i // 32 allows token i. Padding allows all."""
 
     name = "grammar"
+    asks_by = ("params.structured_outputs", "params.thinking")
     asks = MASKS
     reads_drafts = True
 

@@ -29,6 +29,7 @@ class ReturnedHiddenStates(Feature):
     """Field: ``hidden``, of all tokens of a prompt pass, and of all positions of a round."""
 
     name = "hidden_states"
+    asks_by = ("params.return_hidden_states",)
     asks = Features(returned=True)
     reads_all_tokens = True
 

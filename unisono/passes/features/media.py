@@ -102,6 +102,7 @@ class Media(Feature):
     """
 
     name = "media"
+    asks_by = ("media",)
 
     def __init__(self, context: FeatureContext) -> None:
         super().__init__(context)

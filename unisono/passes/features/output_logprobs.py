@@ -16,6 +16,7 @@ class OutputLogprobs(Feature):
     """Every pass that samples has the field: rows that did not ask cost next to nothing, and one graph serves all."""
 
     name = "output_logprobs"
+    asks_by = ("params.logprobs", "params.logprob_token_ids")
     mixes = True
 
     def fields(self, kind: PassKind) -> tuple[Field, ...]:

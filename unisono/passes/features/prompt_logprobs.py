@@ -37,6 +37,7 @@ class PromptLogprobs(Feature):
     """
 
     name = "prompt_logprobs"
+    asks_by = ("params.prompt_logprobs",)
     reads_all_tokens = True
 
     def __init__(self, context: FeatureContext) -> None:

@@ -24,6 +24,7 @@ class WideLogprobs(Feature):
     """Field: ``wide_logits``. :class:`OutputLogprobs` comes before it and reports the tokens' own."""
 
     name = "wide_logprobs"
+    asks_by = ("params.logprobs", "params.logprob_token_ids")
     mixes = True
     asks = WIDE
 
