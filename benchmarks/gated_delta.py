@@ -38,7 +38,8 @@ PROMPTS = [(1, 128), (1, 512), (1, 2048), (1, 8192), (8, 2048)]
 ROUNDS = [(rows, width) for rows in (1, 16, 64) for width in (1, 4)]
 LAYERS = {1: 48, 16: 8, 64: 3}
 TILES = {
-    "prompt": [PROMPT_TILE, Tile(16, 1, 1), Tile(16, 1, 3), Tile(32, 2, 2), Tile(32, 4, 2), Tile(64, 4, 2)],
+    "prompt": [PROMPT_TILE, Tile(16, 1, 1), Tile(16, 1, 3), Tile(32, 2, 2), Tile(32, 4, 2), Tile(64, 4, 2),
+               Tile(16, 2, 2), Tile(16, 2, 4), Tile(16, 2, 6), Tile(32, 4, 6)],
     "round": [ROUND_TILE, Tile(64, 4), Tile(64, 4, slice=128), Tile(64, 4, slice=32, registers=128), Tile(32, 2),
               Tile(32, 4), Tile(16, 1), Tile(128, 8, registers=128)],
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """Layer kernels on a GPU: are the bits the same at every M, how fast are they, which tile is best?
 
-    python -m benchmarks.kernels [--only bits speed tune] [--ranks N] [--out FILE.md]
+    python -m benchmarks.kernels [--only bits speed tune] [--rows 1 24 …] [--ranks N] [--out FILE.md]
 
 Prints Markdown tables. *bits*: rows of a batch of 2048 that differ when computed in a batch of M, by the op and by
 cuBLASLt; every number should be 0. *speed*: µs and GB/s of each op. *tune*: the best tiles for ``linear._config``.
@@ -160,10 +160,13 @@ def speed_rest(rows: tuple[int, ...]) -> Table:
 def tiles(rows: int) -> Iterator[Tile]:
     """Blockings worth a try for this many rows: 16 … 160 KiB in flight, an accumulator that fits in registers."""
     block_m = max(16, triton.next_power_of_2(rows))
-    for n, k, warps, stages in itertools.product((16, 32, 64, 128), (64, 128, 256, 512), (2, 4), (4, 5)):
+    for n, k, warps, stages in itertools.product((16, 32, 64, 128), (64, 128, 256, 512), (2, 4), (3, 4, 5, 6)):
         in_flight = (block_m + n) * k * 2 * (stages - 1)
         if 32 * 1024 <= in_flight <= 160 * 1024 and block_m * n <= 4096 * warps:
-            yield Tile(block_m, n, k, warps, stages)
+            if stages in (4, 5):
+                yield Tile(block_m, n, k, warps, stages)
+            if n >= 64 and k <= 128 and warps == 4:
+                yield Tile(block_m, n, k, warps, stages, swapped=True)
 
 
 def tune(rows: tuple[int, ...], ranks: int) -> Table:
@@ -181,12 +184,12 @@ def tune(rows: tuple[int, ...], ranks: int) -> Table:
             results.append((us, tile))
         best = sorted(results, key=lambda pair: pair[0])[:3]
         now = cold(lambda w, x=x: launch_linear(x, w, None, None), weight)
-        cells = [f"{us:.1f}: {t.n}×{t.k}, {t.warps} w, {t.stages} s" for us, t in best]
+        cells = [f"{us:.1f}: {t.n}×{t.k}, {t.warps} w, {t.stages} s{', swapped' * t.swapped}" for us, t in best]
         table.append([f"{name} {n}×{k}", str(m), f"{now:.1f}: {_config(m, n, weight.dtype)}", *cells])
     return table
 
 
-def report(parts: list[str], ranks: int) -> Iterator[str]:
+def report(parts: list[str], rows: tuple[int, ...], ranks: int) -> Iterator[str]:
     yield f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16"
     if "bits" in parts:
         yield f"\n## Bits\nDiffering rows, summed over M = {', '.join(map(str, ROWS))}.\n"
@@ -199,12 +202,13 @@ def report(parts: list[str], ranks: int) -> Iterator[str]:
         yield "\n" + markdown(["op", *(f"M={m}" for m in many)], speed_linear(many) + speed_rest(many))
     if "tune" in parts:
         yield "\n## Tiles of the Triton product\nµs: N×K block, warps, stages.\n"
-        yield markdown(["layer", "M", "now", "best", "second", "third"], tune((1, 4, 16, 32, 64), ranks))
+        yield markdown(["layer", "M", "now", "best", "second", "third"], tune(rows, ranks))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=("bits", "speed", "tune"), default=["bits", "speed"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 24, 32, 64], help="tune: numbers of rows")
     parser.add_argument("--ranks", type=int, default=1, help="tune: for a rank's part of the products")
     parser.add_argument("--out", type=Path, help="also write the tables to this file")
     args = parser.parse_args()
@@ -213,7 +217,7 @@ def main() -> None:
     configure_exact_blas()
     torch.manual_seed(0)
     lines = []
-    for line in report(args.only, args.ranks):
+    for line in report(args.only, tuple(args.rows), args.ranks):
         print(line, flush=True)
         lines.append(line)
     if args.out:

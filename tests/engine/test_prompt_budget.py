@@ -285,7 +285,7 @@ class Event:
 @pytest.mark.parametrize(("span", "ms"), [(None, None), ((2.0, None), None), ((2.0, 9.5), 7.5)], ids=str)
 def test_what_a_pass_took(span: Any, ms: float | None) -> None:
     events = None if span is None else tuple(map(Event, span))
-    assert PendingOutputs(None, None, None, None, events).device_ms() == ms  # type: ignore[arg-type]
+    assert PendingOutputs((), None, None, events).device_ms() == ms  # type: ignore[arg-type]
 
 
 @functools.cache

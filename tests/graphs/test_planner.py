@@ -341,7 +341,7 @@ def test_outputs_that_nobody_copied_are_gone_with_the_next_replay(monkeypatch: p
         return first.wait()["result"][0].tolist(), second.wait()["result"][0].tolist()
 
     assert two() == ([1, 2], [3, 4])
-    shared = lambda self: PendingOutputs(self.schema, self.shape, self._output, None, None)  # noqa: E731
+    shared = lambda self: PendingOutputs(self._places, self._output, None, None)  # noqa: E731
     monkeypatch.setattr(Buffers, "fetch", shared)
     assert two() == ([3, 4], [3, 4])
 

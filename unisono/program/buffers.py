@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from weakref import WeakValueDictionary
@@ -141,6 +141,22 @@ def _carve(arena: torch.Tensor, fields: tuple[Field, ...], shape: Shape) -> dict
     return views
 
 
+Place = tuple[str, int, int, tuple[int, ...], type]
+"""Where a field is among packed words: name, first word, end, dimensions, and numpy's type."""
+
+
+def _places(fields: tuple[Field, ...], shape: Shape) -> tuple[Place, ...]:
+    """What :func:`_carve` cuts, to be cut again and again by numpy, which takes a tenth of the time."""
+    places: list[Place] = []
+    at = 0
+    for field in fields:
+        dims = field.dims(shape)
+        end = at + math.prod(dims)
+        places.append((field.name, at, end, dims, np.float32 if field.dtype is torch.float32 else np.int32))
+        at = end
+    return tuple(places)
+
+
 _STAGES = 3
 """Host copies of the inputs. The engine has two passes under way at most (it launches pass i + 1 after
 reading the outputs of pass i - 1, which had its inputs long before), so the copy that is being filled is never one that
@@ -164,6 +180,7 @@ class Buffers:
         self._output = torch.zeros(schema.words(shape, schema.outputs), dtype=torch.int32, device=device)
         self._views = _carve(self._input, schema.inputs, shape)
         self._views |= _carve(self._output, schema.outputs, shape)
+        self._places = _places(schema.outputs, shape)
         self._staging: list[tuple[torch.Tensor, dict[str, np.ndarray]]] = []
         self._turn = 0
         self.load({f.name: () for f in schema.inputs})
@@ -238,7 +255,7 @@ class Buffers:
         if self.device.type != "cuda":
             ready, self._ready_outputs = self._ready_outputs, None
             host = self._output.clone() if ready is None else ready
-            return PendingOutputs(self.schema, self.shape, host, None, None)
+            return PendingOutputs(self._places, host, None, None)
         host = torch.empty(self._output.shape, dtype=torch.int32, pin_memory=True)
         done = torch.cuda.Event()
         if self._complete is None:
@@ -251,7 +268,7 @@ class Buffers:
                 host.copy_(self._output, non_blocking=True)
                 done.record()
             torch.cuda.current_stream().wait_event(done)  # before another pass writes there
-        return PendingOutputs(self.schema, self.shape, host, done, None)
+        return PendingOutputs(self._places, host, done, None)
 
 
 _buffers: WeakValueDictionary[int, Buffers] = WeakValueDictionary()
@@ -276,12 +293,11 @@ _library.impl(
 class PendingOutputs:
     """Outputs of a launched pass on their way to the host. Owns its copy: a later replay can't change it.
 
-    done: set when they are there; the pass may go on after that (:meth:`Buffers.outputs_ready`). span: the beginning
-    and the end of the pass on the device, where it is timed.
+    host: packed words, int32. done: set when they are there; the pass may go on after that
+    (:meth:`Buffers.outputs_ready`). span: the beginning and the end of the pass on the device, where it is timed.
     """
 
-    schema: Schema
-    shape: Shape
+    places: Sequence[Place]
     host: torch.Tensor
     done: torch.cuda.Event | None
     span: tuple[torch.cuda.Event, torch.cuda.Event] | None
@@ -296,4 +312,5 @@ class PendingOutputs:
         """Block until the outputs are here; returns each output field as a numpy array."""
         if self.done is not None:
             self.done.synchronize()
-        return {n: v.numpy() for n, v in _carve(self.host, self.schema.outputs, self.shape).items()}
+        words = self.host.numpy()
+        return {name: words[first:end].view(dtype).reshape(dims) for name, first, end, dims, dtype in self.places}
