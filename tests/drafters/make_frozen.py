@@ -13,7 +13,7 @@ WIDTH, HEADS, DEPTH, MLP = 44, 6, 2, 30
 """Hidden size, query heads, layers and intermediate size."""
 
 
-def random_weights(target: Path, seed: int = 0) -> Weights:
+def random_weights(target: Path, seed: int = 0, heads: int = HEADS) -> Weights:
     """Random weights of a frozen-KV MTP drafter for ``target``, by the names of the checkpoint format."""
     config = Checkpoint.open(target).config
     generator = torch.Generator().manual_seed(seed)
@@ -24,7 +24,7 @@ def random_weights(target: Path, seed: int = 0) -> Weights:
     def scale(size: int) -> torch.Tensor:
         return 1 + 0.2 * torch.randn(size, generator=generator)
 
-    queries = HEADS * config.attention.head_dim
+    queries = heads * config.attention.head_dim
     w = {
         "model.embed_tokens.weight": matrix(config.vocab_size, WIDTH),
         "model.norm.weight": scale(WIDTH),
