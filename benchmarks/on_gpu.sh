@@ -32,16 +32,21 @@ tests() { # NAME SECONDS FILE…
 }
 
 case $part in
-bars) # what is predicted and was not measured: adapters, the default stall bound, starts and a soak with layer tails in one launch
+bars) # what is predicted and was not measured: EAGLE-3's bits and mixed load, walks of two warps, first tokens beside OLD
     shape="--model benchmarks/shapes/qwen3-8b --load-format dummy"
-    step adapters 110 "$python" -m benchmarks.adapters --limit 100
-    step stall 60 $unisono bench throughput --scenario stall --streams 32 --prompts 1,8 --prompt-len 8000 $shape
-    for staying in 0 1; do
-        export UNISONO_STAYING_LAUNCHES=$staying
-        step "latency-$staying" 100 $unisono bench latency $shape --max-model-len 9000
-    done
-    step soak-tails 150 $unisono bench soak --model tiny --requests 4000
-    unset UNISONO_STAYING_LAUNCHES
+    load="--num-prompts 384 --max-num-seqs 256 --input-len 64:1536 --output-len 32:384 --ignore-eos --max-model-len 2048"
+    head='{"method":"eagle3","model":"benchmarks/shapes/qwen3-8b-eagle3","num_speculative_tokens":3,"load_format":"dummy","adaptive":false}'
+    if [ -n "${OLD-}" ]; then # a folder with unisono/ of the commit to compare with
+        for turn in 1 2; do
+            step "old-$turn" 60 env "PYTHONPATH=$OLD:$PYTHONPATH" "$python" benchmarks/old_new.py --requests 40 --repeats 25 --out "$out/old-$turn.json"
+            step "new-$turn" 60 "$python" benchmarks/old_new.py --requests 40 --repeats 25 --out "$out/new-$turn.json"
+        done
+        step compared 10 "$python" benchmarks/old_new.py --compare "$out/old-1.json" "$out/new-1.json" "$out/old-2.json" "$out/new-2.json"
+    fi
+    step walk 60 "$python" benchmarks/gated_delta.py --tiles
+    step exact-eagle3 220 $unisono bench exact $shape --speculative-config "$head"
+    step mixed-eagle3 90 $unisono bench throughput $load $shape --no-baseline --speculative-config "$head" --synthetic-acceptance-length 2.53
+    step eagle3 60 $unisono bench latency $shape --max-model-len 9000 --prompts "" --speculative-config "$head" --synthetic-acceptance-length 2.5
     ;;
 tails) # a layer after its mixer in one launch: bits, kernels, rounds of 16 and 8 bits
     tests tails-bits 360 tests/kernels/test_layer_tail.py
