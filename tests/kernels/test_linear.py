@@ -64,14 +64,26 @@ def test_kernel_rows_are_exact(n, k, dtype, device, assert_rows_exact):
     assert_rows_exact(lambda x, residual: launch_linear(x, weight, bias, residual), x, residual)
 
 
+@pytest.mark.parametrize("k", [256, 257])
+@pytest.mark.parametrize("rows", [5, 20])
+def test_the_weight_as_left_operand_changes_no_bit(rows, k, dtype, device, assert_close):
+    x, weight, bias, residual = inputs(rows, 70, k, dtype, device)
+    want = launch_linear(x, weight, bias, residual, Tile(16, 32, 64, 4, 2))
+    for tile in (Tile(16, 64, 64, 4, 3, swapped=True), Tile(32, 64, 64, 4, 3, swapped=True)):
+        assert torch.equal(launch_linear(x, weight, bias, residual, tile), want)
+    assert_close(want, x.double() @ weight.double().t() + bias + residual)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter multiplies with the CPU's BLAS")
 def test_tile_and_backend_do_not_change_bits(dtype, device):
     x, weight, bias, residual = inputs(600, 200, 1000, dtype, device)
     want = launch_linear(x, weight, bias, residual)
-    for tile in (Tile(16, 32, 256, 4, 2), Tile(16, 64, 64, 4, 4), Tile(64, 128, 32, 8, 2)):
+    for tile in (
+        Tile(16, 32, 256, 4, 2), Tile(16, 64, 64, 4, 4), Tile(64, 128, 32, 8, 2), Tile(32, 64, 128, 4, 4, swapped=True),
+    ):  # fmt: skip
         assert torch.equal(launch_linear(x, weight, bias, residual, tile), want)
     assert prove_exact(weight)
-    for rows in (1, 2, 15, 16, 17, 64, 256, 257, 600):
+    for rows in (1, 2, 15, 16, 17, 30, 32, 64, 256, 257, 600):
         assert torch.equal(linear(x[:rows], weight, bias, residual[:rows]), want[:rows])
 
 
