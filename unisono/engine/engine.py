@@ -289,7 +289,8 @@ class Engine:
                 self.scheduler.add(sequence)
 
     def _next_pass(self) -> Pass | None:
-        return self.draft_controller.launching(self.scheduler.schedule())
+        """The next pass to launch, if any. Where no request is left it is not looked for: tokens are to be returned."""
+        return self.draft_controller.launching(self.scheduler.schedule() if self.scheduler.has_work else None)
 
     def _launch(self, work: Pass) -> Launched:
         launched = self._launcher.launch(work)
