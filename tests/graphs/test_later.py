@@ -44,6 +44,13 @@ def test_sizes_that_take_a_certain_time_are_kept_whatever_they_save() -> None:
     assert captured(planner) == [8, 28, 32]
 
 
+def test_common_sizes_are_captured_at_start_and_others_when_idle_whatever_they_save() -> None:
+    planner = planned(8, 24, 28, 40, passes=1000.0, common=frozenset({24}), when_idle=frozenset({40}))
+    assert captured(planner) == [8, 24], "above 20 rows an eager pass takes no longer than a graph"
+    assert [planner.capture_missing() for _ in range(2)] == [1, 0]
+    assert captured(planner) == [8, 24, 40]
+
+
 def test_what_is_there_or_was_dropped_is_not_captured_later() -> None:
     planner = planned(4, 8, later=True, passes=1000.0)
     planner.budget = 0

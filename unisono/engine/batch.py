@@ -67,8 +67,8 @@ class Launcher:
         key = Key("draft", Shape(rows, 1 + work.drafts), self._runner.features)
         return Launched(work, "draft", self._launch(key, self._round_batch(work)))
 
-    def _launch(self, key: Key, batch: Batch) -> PendingOutputs:
-        return self._runner.planner.launch(key, batch)
+    def _launch(self, key: Key, batch: Batch, waited: bool = False, timed: bool = False) -> PendingOutputs:
+        return self._runner.planner.launch(key, batch, waited=waited, timed=timed)
 
     def _round(self, work: Round) -> PendingOutputs:
         rows = len(work.sequences)
@@ -111,14 +111,14 @@ class Launcher:
         if work.decodes:
             batch |= {"decode_slots": [s.slot for s in work.decodes], **_growth_batch(work.growth)}
             features, fields = _asked(work.asked, "mixed", len(work.decodes) + len(chunks), total)
-            key = runner.mixed_key(total, work.room)
-            key = replace(key, features=key.features | features)
+            mixed = runner.mixed_key(total, work.room)
+            key = replace(mixed, features=mixed.features | features)
         else:
             features, fields = _asked(work.asked, "extend", len(chunks), total)
             features = features | runner.features if work.asked else runner.features
             key = Key(prompt_program(features), Shape(total), features)
         # The budget of prompt passes learns from the times of full ones.
-        return runner.planner.launch(key, batch | fields, waited=work.waited, timed=work.full)
+        return self._launch(key, batch | fields, work.waited, timed=work.full)
 
 
 def _growth_batch(growth: Mapping[int, list[Growth]], ended: list[int] | None = None) -> Batch:

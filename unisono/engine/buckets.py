@@ -307,6 +307,7 @@ def buckets_of(program: Program, config: ResolvedConfig, width: int, features: F
     )
     on_demand = features.masks or name == "draft"
     edges = tile_edges(each, limit) if gpu and name in ("round", "extend") and not on_demand else frozenset()
+    usual_prompts = gpu and name == "extend" and not on_demand
     passes = part * (GPU_PASSES if gpu else CPU_PASSES)[name]
     if config.asked.role == "decode" and name not in ROUNDS:
         passes *= DECODE_PROMPTS
@@ -322,9 +323,9 @@ def buckets_of(program: Program, config: ResolvedConfig, width: int, features: F
         cost=None if gpu else CPU_COST,
         measured=gpu and not on_demand,
         on_demand=on_demand,
-        kept_ms=_kept_ms(config) if name == "extend" and not on_demand else (0.0, 0.0),
-        when_idle=frozenset({limit}) if gpu and name == "extend" and not on_demand else frozenset(),
-        common=COMMON_TOKENS if gpu and name == "extend" and not on_demand else frozenset(),
+        kept_ms=_kept_ms(config) if usual_prompts else (0.0, 0.0),
+        when_idle=frozenset({limit}) if usual_prompts else frozenset(),
+        common=COMMON_TOKENS if usual_prompts else frozenset(),
         always=name in ROUNDS or config.asked.graphs != "auto",
         share=SHARES[name],
     )

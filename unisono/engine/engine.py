@@ -141,13 +141,10 @@ class Engine:
 
     def _arrive(self, sequence: Sequence) -> None:
         """Queue a request, once what it has to wait for is there."""
-        client = self.roles.client
-        if self._offload is None and client is None:
-            self.scheduler.add(sequence)
-            return
         gates: list[Gate] = []
         if self._offload is not None and (read := self._offload.read_ahead(self.pool, sequence.keys)) is not None:
             gates.append(read)
+        client = self.roles.client
         if client is not None and (prompt := client.ask(sequence, self.pool, self.worker.store)) is not None:
             gates.append(prompt)
         if gates:

@@ -132,27 +132,24 @@ class Schema:
 
 def _carve(arena: torch.Tensor, fields: tuple[Field, ...], shape: Shape) -> dict[str, torch.Tensor]:
     """Cut a flat int32 arena into one view per field."""
-    views, at = {}, 0
-    for field in fields:
-        dims = field.dims(shape)
-        size = math.prod(dims)
-        views[field.name] = arena[at : at + size].view(field.dtype).view(dims)
-        at += size
-    return views
+    places = _places(fields, shape)
+    return {name: arena[first:end].view(dtype).view(dims) for name, first, end, dims, dtype in places}
 
 
-Place = tuple[str, int, int, tuple[int, ...], type]
-"""Where a field is among packed words: name, first word, end, dimensions, and numpy's type."""
+Place = tuple[str, int, int, tuple[int, ...], torch.dtype]
+"""Where a field is among packed words: name, first word, end, dimensions, and type."""
+
+_NUMPY = {torch.float32: np.float32, torch.int32: np.int32}
 
 
 def _places(fields: tuple[Field, ...], shape: Shape) -> tuple[Place, ...]:
-    """What :func:`_carve` cuts, to be cut again and again by numpy, which takes a tenth of the time."""
+    """Where each of the fields is, one after the other."""
     places: list[Place] = []
     at = 0
     for field in fields:
         dims = field.dims(shape)
         end = at + math.prod(dims)
-        places.append((field.name, at, end, dims, np.float32 if field.dtype is torch.float32 else np.int32))
+        places.append((field.name, at, end, dims, field.dtype))
         at = end
     return tuple(places)
 
@@ -313,4 +310,4 @@ class PendingOutputs:
         if self.done is not None:
             self.done.synchronize()
         words = self.host.numpy()
-        return {name: words[first:end].view(dtype).reshape(dims) for name, first, end, dims, dtype in self.places}
+        return {n: words[first:end].view(_NUMPY[kind]).reshape(dims) for n, first, end, dims, kind in self.places}
