@@ -1,7 +1,7 @@
 """Gated DeltaNet on the GPU: are its bits the same however a text is cut, and how fast is it?
 
     python benchmarks/gated_delta.py            bits, error, µs a layer, as markdown
-    python benchmarks/gated_delta.py --tiles    launch options of the walk over chunks, too
+    python benchmarks/gated_delta.py --tiles    launch options of rounds and both walks over a prompt, too
     python benchmarks/gated_delta.py --tiny     a small layer on any device, to try this file
 
 The layer is Qwen3.5-9B's: 16 key heads, 32 value heads of 128, bf16. Times are medians of CUDA graph replays. A graph
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.kernels.delta_cases import Layer, Passes, Sizes, cuts, differing, oracle, rounds
 from unisono.kernels.causal_conv import causal_conv
-from unisono.kernels.gated_delta import PROMPT_TILE, ROUND_TILE, Tile, gated_delta, launch_gated_delta
+from unisono.kernels.gated_delta import ROUND_TILE, Tile, gated_delta, launch_gated_delta
 from unisono.kernels.gated_norm import gated_norm
 
 BYTES_PER_US, PAGE, TAPS, EPS = 4.68e6, 16, 4, 1e-6
@@ -37,12 +37,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 PROMPTS = [(1, 128), (1, 512), (1, 2048), (1, 8192), (8, 2048)]
 ROUNDS = [(rows, width) for rows in (1, 16, 64) for width in (1, 4)]
 LAYERS = {1: 48, 16: 8, 64: 3}
-TILES = {
-    "prompt": [PROMPT_TILE, Tile(16, 1, 1), Tile(16, 1, 3), Tile(32, 2, 2), Tile(32, 4, 2), Tile(64, 4, 2),
-               Tile(16, 2, 2), Tile(16, 2, 4), Tile(16, 2, 6), Tile(32, 4, 6)],
-    "round": [ROUND_TILE, Tile(64, 4), Tile(64, 4, slice=128), Tile(64, 4, slice=32, registers=128), Tile(32, 2),
-              Tile(32, 4), Tile(16, 1), Tile(128, 8, registers=128)],
-}  # fmt: skip
+TILES = [ROUND_TILE, Tile(64, 4), Tile(32, 2), Tile(32, 4), Tile(16, 1), Tile(128, 8, registers=128)]
 
 
 # ---- bits ---------------------------------------------------------------------------------------------
@@ -57,6 +52,10 @@ def bits(sizes: Sizes, length: int, dtype: torch.dtype, widths: Sequence[int] = 
 
     whole, found = passes(), []
     whole.prompt(layer.lengths)
+    if ON_GPU:
+        other = Passes(layer, causal_conv, partial(launch_gated_delta, fast_walk=False), DEVICE)
+        cuts(other, random.Random(7), length // 3)
+        found.append(("Triton's walk", differing(whole, other)))
     other = passes()
     for r in range(3):
         other.prompt([n if i == r else 0 for i, n in enumerate(layer.lengths)])
@@ -131,9 +130,9 @@ class Pass:
         u, state = self.both[:, : self.sizes.channels], self.states[layer]
         return causal_conv(u, self.weight, self.ba, self.a_log, self.dt_bias, *state[:2], *self.where)
 
-    def rule(self, layer: int, **tiles: Tile) -> torch.Tensor:
-        op = launch_gated_delta if tiles else gated_delta
-        return op(self.qkv, self.gates, *self.states[layer][2:], *self.where, **tiles)
+    def rule(self, layer: int, **options: Tile | bool) -> torch.Tensor:
+        op = launch_gated_delta if options else gated_delta
+        return op(self.qkv, self.gates, *self.states[layer][2:], *self.where, **options)
 
     def gated(self, layer: int) -> torch.Tensor:
         return gated_norm(self.out, self.both[:, self.sizes.channels :], self.norm, EPS)
@@ -197,12 +196,15 @@ def speed(sizes: Sizes, dtype: torch.dtype, cases: list[tuple[int, int]], is_rou
 
 
 def tiles(sizes: Sizes, dtype: torch.dtype) -> None:
-    for kind, cases in (("prompt", [(1, 512), (1, 8192), (8, 2048)]), ("round", [(1, 1), (16, 4), (64, 1), (64, 4)])):
-        passes = [made(sizes, dtype, rows, tokens, kind == "round") for rows, tokens in cases]
-        print(f"\n{kind} tiles, µs of the rule at {', '.join(f'{r} x {t}' for r, t in cases)}")
-        for tile in TILES[kind]:
-            found = [microseconds(partial(p.rule, **{f"{kind}_tile": tile}), p.layers) for p in passes]
-            print(f"  {tuple(tile)}: {', '.join(f'{us:.1f}' for us in found)}", flush=True)
+    for kind, cases, options in (
+        ("walk of prompts", [(1, 512), (1, 8192), (8, 2048)], [{"fast_walk": fast} for fast in (True, False)]),
+        ("rounds", [(1, 1), (16, 4), (64, 1), (64, 4)], [{"round_tile": tile} for tile in TILES]),
+    ):
+        passes = [made(sizes, dtype, rows, tokens, kind == "rounds") for rows, tokens in cases]
+        print(f"\n{kind}, µs of the rule at {', '.join(f'{r} x {t}' for r, t in cases)}")
+        for option in options:
+            found = [microseconds(partial(p.rule, **option), p.layers) for p in passes]
+            print(f"  {option}: {', '.join(f'{us:.1f}' for us in found)}", flush=True)
         del passes
 
 

@@ -2,13 +2,15 @@
 
 For what a compiler cannot show: that barriers are passed in the right turn, that a stage is not overwritten while it
 is read, that every program meets every other. Copies of the tensor memory accelerator are done later, by a thread of
-their own and in a random order; asynchronous products when they are waited for. Layouts do nothing, so that orders of
-sums and bits are not those of the device.
+their own and in a random order; asynchronous products when they are waited for; asynchronous copies at once or when
+they are waited for, by chance. Layouts do nothing, and a program's warps are one thread: orders of sums and bits are
+not those of the device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import threading
 import types
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import triton.language as tl
 
 LIMIT = 20.0
 """Seconds after which a wait has failed."""
@@ -38,6 +41,23 @@ class Pointer:
         return Pointer(self.tensor, self.at + by)
 
 
+def either(which: Any, a: Any, b: Any) -> Any:
+    """``where``, of addresses in two tensors too."""
+    if isinstance(a, Pointer):
+        at = torch.where(which, a.at, b.at + len(a.tensor))
+        return Pointer(torch.cat((a.tensor, b.tensor)), at)
+    return torch.where(which if isinstance(which, torch.Tensor) else torch.tensor(which), a, b)
+
+
+def load(pointer: Pointer, mask: Any = None, other: float = 0.0, **_: Any) -> torch.Tensor:
+    if mask is None:
+        return pointer.tensor[pointer.at]
+    mask, at = torch.as_tensor(mask), torch.as_tensor(pointer.at)
+    memory = pointer.tensor if len(pointer.tensor) else pointer.tensor.new_zeros(1)
+    value = memory[torch.where(mask, at, 0)]
+    return torch.where(mask, value, torch.full_like(value, other))
+
+
 class Shared:
     """A tensor in a program's shared memory."""
 
@@ -52,6 +72,15 @@ class Shared:
 
     def permute(self, order: list[int]) -> Shared:
         return Shared(self.tensor.permute(order))
+
+    def load(self, layout: Any) -> torch.Tensor:
+        return self.tensor.clone()
+
+    def store(self, value: torch.Tensor) -> None:
+        self.tensor.copy_(value)
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        return Shared(self.tensor.view(dtype).view(shape))
 
 
 class Barrier:
@@ -130,6 +159,37 @@ class Copies:
             self.changed.notify()
 
 
+class GroupedCopies:
+    """Copies in groups that a program waits for: each is done at once or when it has to be, by chance."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def async_copy_global_to_shared(self, place: Shared, pointer: Pointer, mask: Any = None) -> None:
+        def copy() -> None:
+            place.tensor.copy_(load(pointer, mask))
+
+        if self.random.random() < 0.5:
+            copy()
+        else:
+            _here.__dict__.setdefault("open", []).append(copy)
+
+    def commit_group(self) -> None:
+        _here.__dict__.setdefault("groups", []).append(_here.__dict__.pop("open", []))
+
+    def wait_group(self, outstanding: int) -> None:
+        while len(_here.groups) > outstanding:
+            for copy in _here.groups.pop(0):
+                copy()
+
+
+def multiplied(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
+    """acc + a b, one product after the other, as the tests' interpreter adds them up."""
+    for k in range(a.shape[-1]):
+        acc = acc + a[..., k, None].float() * b[..., k, None, :].float()
+    return acc
+
+
 class Product:
     """Asynchronous products: done when they are waited for."""
 
@@ -138,11 +198,13 @@ class Product:
 
 
 class Machine:
-    """Runs the programs of one launch, whose functions are in these modules."""
+    """Runs the programs of one launch, whose functions are in these modules. programs: their number, or a grid."""
 
-    def __init__(self, modules: Sequence[types.ModuleType], programs: int, seed: int = 0) -> None:
-        self.modules, self.programs, self.lock = modules, programs, threading.Lock()
+    def __init__(self, modules: Sequence[types.ModuleType], programs: int | Sequence[int], seed: int = 0) -> None:
+        self.grid = [programs] if isinstance(programs, int) else list(programs)
+        self.modules, self.programs, self.lock = modules, math.prod(self.grid), threading.Lock()
         self.errors: list[BaseException] = []
+        self.grouped = GroupedCopies(seed)
         self.copies = Copies(seed, self.errors)
 
     def run(self, kernel: Any, **arguments: Any) -> None:
@@ -191,7 +253,8 @@ class Machine:
         """The modules with these classes in place of Gluon's, and with functions in place of kernels."""
         fakes, before = self._gluon(), [dict(vars(module)) for module in self.modules]
         for module, names in zip(self.modules, before, strict=True):
-            given = fakes | {n: v.fn for n, v in names.items() if hasattr(v, "fn") and hasattr(v, "arg_names")}
+            given = {n: v.value for n, v in names.items() if isinstance(v, tl.constexpr)} | fakes
+            given |= {n: v.fn for n, v in names.items() if hasattr(v, "fn") and hasattr(v, "arg_names")}
             vars(module).update({name: fake for name, fake in given.items() if name in names})
         try:
             yield
@@ -223,6 +286,7 @@ class Machine:
                 init=init, expect=expect, wait=Barrier.wait, arrive=lambda barrier: barrier.step(arrivals=1),
                 MBarrierLayout=lambda: "barrier",
             ),
+            "async_copy": self.grouped, "mma_v2": multiplied,
             "tma": types.SimpleNamespace(async_copy_global_to_shared=self.copies.start),
             "warpgroup_mma": multiply, "warpgroup_mma_init": Product, "warpgroup_mma_wait": finish,
             "fence_async_shared": lambda: None, "block_barrier": lambda: None,
@@ -236,23 +300,19 @@ class Machine:
                 return Barriers(shape[0]) if len(shape) == 2 else Barriers(1).index(0)
             return Shared(torch.full(shape, float("nan"), dtype=dtype))
 
-        def load(pointer: Pointer, mask: Any = None, other: float = 0.0, **_: Any) -> torch.Tensor:
-            if mask is None:
-                return pointer.tensor[pointer.at]
-            at = torch.where(mask, pointer.at, 0)
-            value = pointer.tensor[at]
-            return torch.where(mask, value, torch.full_like(value, other))
-
-        def store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
-            mask = mask.expand(value.shape)
+        def store(pointer: Pointer, value: torch.Tensor, mask: Any = True) -> None:
+            mask = torch.as_tensor(mask).expand(value.shape)
             pointer.tensor[pointer.at.expand(value.shape)[mask]] = value[mask].to(pointer.tensor.dtype)
 
         nothing = lambda *_, **__: None  # noqa: E731
         return types.SimpleNamespace(
             constexpr=Any, int32=torch.int32, int64=torch.int64, float32=torch.float32,
-            NVMMADistributedLayout=nothing, BlockedLayout=nothing, SliceLayout=nothing,
-            program_id=lambda _: Number(_here.program), num_programs=lambda _: Number(self.programs),
-            static_range=range, num_warps=lambda: 4, to_tensor=lambda value: value,
+            NVMMADistributedLayout=nothing, BlockedLayout=nothing, SliceLayout=nothing, DotOperandLayout=nothing,
+            SwizzledSharedLayout=nothing,
+            program_id=lambda axis: Number(_here.program // math.prod(self.grid[:axis]) % self.grid[axis]),
+            num_programs=lambda _: Number(self.programs), broadcast=torch.broadcast_tensors,
+            static_range=range, num_warps=lambda: 4,
+            to_tensor=lambda value: Number(value) if type(value) is int else value,
             minimum=lambda a, b: a.clamp(max=b) if isinstance(a, torch.Tensor) else min(a, b),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             arange=lambda start, stop, layout=None: torch.arange(start, stop),
@@ -261,7 +321,7 @@ class Machine:
             inline_asm_elementwise=nothing, warp_specialize=self._specialize,
             rsqrt=torch.rsqrt, exp=torch.exp, sum=lambda value, axis: value.sum(axis), abs=torch.abs,
             max=lambda value, axis: value.amax(axis), div_rn=lambda a, b: a / b, fma=lambda a, b, c: a * b + c,
-            maximum=lambda a, b: a.clamp(min=b), where=torch.where, zeros_like=torch.zeros_like,
+            maximum=lambda a, b: a.clamp(min=b), where=either, zeros_like=torch.zeros_like,
             static_assert=lambda *_: None,
         )  # fmt: skip
 

@@ -18,25 +18,20 @@ import triton
 from torch import Tensor
 
 from unisono.kernels.gated_delta_cpu import CHUNK, gated_delta_cpu
+from unisono.kernels.gated_delta_gluon import SIZE, WARPS, walk_kernel, walks
 from unisono.kernels.gated_delta_triton import _prepare_kernel, _remember_chunk_kernel, _round_kernel, _walk_kernel
 from unisono.kernels.library import AotCase, define, ints, register
-from unisono.kernels.overlap import overlapped
+from unisono.kernels.overlap import overlapped, overlaps
 
 _ELEMENTS, _ROWS = 512, 32
 """Keys and values of a program that remembers them. Rows of a prompt pass up to which kernels are the same."""
 
 
 class Tile(NamedTuple):
-    """How the walk is cut: rows of the state in a program, and warps.
-
-    stages: of the loop over whole chunks. slice: columns of the state that pass through a round at once. registers:
-    of a thread of a round at most.
-    """
+    """How the state is cut: its rows in a program, warps, registers of a thread at most."""
 
     size: int
     warps: int
-    stages: int = 1
-    slice: int = 64
     registers: int | None = None
 
     def of(self, value_dim: int) -> Tile:
@@ -45,7 +40,7 @@ class Tile(NamedTuple):
         return self._replace(size=size, warps=max(1, self.warps * size // self.size))
 
 
-PROMPT_TILE, ROUND_TILE = Tile(16, 1, 6), Tile(64, 4, registers=128)
+PROMPT_TILE, ROUND_TILE = Tile(SIZE.value, 1), Tile(64, 4, registers=128)
 """The fastest of those measured on an H200. No bit depends on them."""
 
 
@@ -87,8 +82,9 @@ class Sizes(NamedTuple):
 def launch_gated_delta(
     qkv: Tensor, gates: Tensor, state: Tensor, kv_ring: Tensor, gates_ring: Tensor, rows: Tensor, since: Tensor,
     first: Tensor, until: Tensor, end: Tensor, query_start: Tensor | None,
-    prompt_tile: Tile = PROMPT_TILE, round_tile: Tile = ROUND_TILE,
+    round_tile: Tile = ROUND_TILE, fast_walk: bool = True,
 ) -> Tensor:  # fmt: skip
+    """See :func:`gated_delta`. fast_walk: of prompts in 16 bits on a GPU; no bit depends on it."""
     out = _gated_delta_meta(qkv, gates, state)
     tokens, count, is_round = qkv.shape[0], rows.shape[0], query_start is None
     if tokens == 0 and is_round:
@@ -105,18 +101,25 @@ def launch_gated_delta(
         SCALE=sizes.key_dim**-0.5, BLOCK_R=max(_ROWS, triton.next_power_of_2(count)), num_warps=1, **options,
         **overlapped(device),
     )  # fmt: skip
-    tile = (round_tile if is_round else prompt_tile).of(sizes.value_dim)
-    grid = (sizes.value_dim // tile.size, heads, count + (not is_round))
     inputs = qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end
+    tile = (round_tile if is_round else PROMPT_TILE).of(sizes.value_dim)
+    grid = (sizes.value_dim // tile.size, heads, count + (not is_round))
     if is_round and besides == 2:
         _round_kernel[grid](
-            *inputs, width, BLOCK_V=tile.size, BLOCK_K=min(tile.slice, sizes.key_dim),
-            num_warps=tile.warps, maxnreg=tile.registers, **sizes.constexprs, **overlapped(device),
+            *inputs, width, BLOCK_V=tile.size, num_warps=tile.warps, maxnreg=tile.registers, **sizes.constexprs,
+            **overlapped(device),
+        )  # fmt: skip
+    elif not is_round and fast_walk and walks(qkv, sizes.key_dim):
+        # Not before its turn: while the last programs of the kernel before it run, only some multiprocessors have room,
+        # and these would get all of the few programs that walk.
+        walk_kernel[grid](
+            *inputs, starts, tokens, count, EXTRA=besides, num_warps=WARPS.value, **sizes.constexprs,
+            OVERLAP=overlaps(device),
         )  # fmt: skip
     else:
         _walk_kernel[grid](
-            *inputs, starts, tokens, count, width, BLOCK_V=tile.size, STAGES=tile.stages,
-            num_warps=tile.warps, **options, **overlapped(device),
+            *inputs, starts, tokens, count, width, BLOCK_V=tile.size, num_warps=tile.warps, **options,
+            **overlapped(device),
         )  # fmt: skip
     if tokens and not is_round:
         kv = kv_ring.shape[2]
@@ -181,12 +184,16 @@ def _cases(dtype: str, sizes: Sizes, width: int, is_round: bool) -> list[AotCase
     tile = (ROUND_TILE if is_round else PROMPT_TILE).of(sizes.value_dim)
     block = {"BLOCK_V": tile.size}
     if is_round and besides == 2:
-        block |= {**sizes.constexprs, **overlap, "BLOCK_K": min(tile.slice, sizes.key_dim)}
+        block |= {**sizes.constexprs, **overlap}
         return [*cases, AotCase(_round_kernel, walk, block, num_warps=tile.warps, maxnreg=tile.registers)]
     walk |= ints("query_start", "T R")
-    cases.append(AotCase(_walk_kernel, walk, options | block | {"STAGES": tile.stages}, num_warps=tile.warps))
+    cases.append(AotCase(_walk_kernel, walk, options | block, num_warps=tile.warps))
     if is_round:
         return cases
+    if dtype != "fp32":
+        walk = {name: kind for name, kind in walk.items() if name != "W"}
+        fast = {**sizes.constexprs, **overlap, "EXTRA": besides}
+        cases.append(AotCase(walk_kernel, walk, fast, num_warps=WARPS.value))
     remember = signature("qkv gates kv_ring gates_ring", "rows first until end query_start", "")
     queries, heads = sizes.key_heads * sizes.key_dim, sizes.value_heads
     shape = {"QUERIES": queries, "KV": queries + heads * sizes.value_dim, "HV": heads, "RING": sizes.ring}
