@@ -108,7 +108,7 @@ class Pass:
             return torch.randn(shape, device=DEVICE).to(self.dtype)
 
         self.both = noise(total, channels + s.value_heads * s.value_dim)
-        self.ba, self.weight = noise(total, 2 * s.value_heads), noise(channels, 1, TAPS)
+        self.ba, self.weight = noise(total, 2 * s.value_heads), noise(TAPS, 1, channels).permute(2, 1, 0)
         self.a_log = torch.rand(s.value_heads, device=DEVICE)
         self.dt_bias, self.norm = self.a_log - 4, torch.ones(s.value_dim, device=DEVICE)
         self.states = [

@@ -21,7 +21,7 @@ from unisono.kernels.gated_delta_cpu import CHUNK, gated_delta_cpu
 from unisono.kernels.gated_delta_gluon import SIZE, WARPS, walk_kernel, walks
 from unisono.kernels.gated_delta_triton import _prepare_kernel, _remember_chunk_kernel, _round_kernel, _walk_kernel
 from unisono.kernels.library import AotCase, define, ints, register
-from unisono.kernels.overlap import overlapped, overlaps
+from unisono.kernels.overlap import overlapped
 
 _ELEMENTS, _ROWS = 512, 32
 """Keys and values of a program that remembers them. Rows of a prompt pass up to which kernels are the same."""
@@ -110,11 +110,8 @@ def launch_gated_delta(
             **overlapped(device),
         )  # fmt: skip
     elif not is_round and fast_walk and walks(qkv, sizes.key_dim):
-        # Not before its turn: while the last programs of the kernel before it run, only some multiprocessors have room,
-        # and these would get all of the few programs that walk.
         walk_kernel[grid](
-            *inputs, starts, tokens, count, EXTRA=besides, num_warps=WARPS.value, **sizes.constexprs,
-            OVERLAP=overlaps(device),
+            *inputs, starts, tokens, count, EXTRA=besides, num_warps=WARPS.value, **sizes.constexprs
         )  # fmt: skip
     else:
         _walk_kernel[grid](
@@ -192,7 +189,7 @@ def _cases(dtype: str, sizes: Sizes, width: int, is_round: bool) -> list[AotCase
         return cases
     if dtype != "fp32":
         walk = {name: kind for name, kind in walk.items() if name != "W"}
-        fast = {**sizes.constexprs, **overlap, "EXTRA": besides}
+        fast = {**sizes.constexprs, "EXTRA": besides}
         cases.append(AotCase(walk_kernel, walk, fast, num_warps=WARPS.value))
     remember = signature("qkv gates kv_ring gates_ring", "rows first until end query_start", "")
     queries, heads = sizes.key_heads * sizes.key_dim, sizes.value_heads

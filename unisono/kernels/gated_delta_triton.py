@@ -152,7 +152,7 @@ def _squares(kk, qk, qq, sums, sums_row, beta, SCALE: tl.constexpr):
     P = tl.where(i >= j, qk * q_col[:, None] * left, 0.0)
     T = tl.where(i == j, 1.0, 0.0)
     zero = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for s in range(CHUNK - 1):
+    for s in tl.static_range(CHUNK - 1):
         row = tl.sum(tl.where(i == s, T, 0.0), 0)
         column = tl.sum(tl.where(j == s, below, 0.0), 1)
         T = tl.fma(zero - column[:, None], zero + row[None, :], T)

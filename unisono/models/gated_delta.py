@@ -103,6 +103,8 @@ class GatedDelta(nn.Module):
         self.in_proj = builder.linear("in_proj", hidden, together, share={name: shares[name] for name in together})
         self.gates = builder.linear("gates", hidden, gates, share=each) if apart else None
         self.conv = _Weight((2 * keys + values, 1, spec.conv_size), builder.dtype, builder.device, shares["qkv"])
+        taps = self.conv.weight.data.permute(2, 1, 0).contiguous()
+        self.conv.weight.data = taps.permute(2, 1, 0)  # a tap's channels side by side, as causal_conv reads them
         self.A_log = _parameter((heads,), torch.float32, builder.device, each)
         self.dt_bias = _parameter((heads,), torch.float32, builder.device, each)
         self.norm = _Weight((spec.value_head_dim,), torch.float32, builder.device)
