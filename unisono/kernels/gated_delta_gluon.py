@@ -172,6 +172,58 @@ def _put(outputs, o, ch, position, first, stop, STRIDE: gl.constexpr):
     gl.store(outputs + place, o.to(outputs.dtype.element_ty), mask=(position >= first) & (position < stop))
 
 
+@gluon.jit
+def _rooms(dtype: gl.constexpr, HALF: gl.constexpr):
+    """(inputs of each stage's chunk, sums of reads by keys, by queries), in shared memory."""
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // HALF, HALF // 8, [2, 1, 0])
+    narrow: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    k = gl.allocate_shared_memory(dtype, [STAGES, WARPS, CHUNK, HALF], swizzled)
+    q = gl.allocate_shared_memory(dtype, [STAGES, WARPS, CHUNK, HALF], swizzled)
+    v = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, SIZE], narrow)
+    square = gl.allocate_shared_memory(dtype, [STAGES, 4 * CHUNK, CHUNK], narrow)
+    factor = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    k_sums = gl.allocate_shared_memory(gl.float32, [WARPS, SIZE, CHUNK], plain)
+    q_sums = gl.allocate_shared_memory(gl.float32, [WARPS, SIZE, CHUNK], plain)
+    return (k, q, v, square, factor), k_sums, q_sums
+
+
+@gluon.jit
+def _walk(S, home, keep, where, token, outputs, qkv, kv_ring, squares, factors, h, dv, dtype: gl.constexpr,
+          HK: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, RING: gl.constexpr):  # fmt: skip
+    """Walk all chunks of a row from the state S on, which is stored at ``home`` after ``keep`` of them.
+
+    where, squares, factors: see :func:`_fetch`. outputs [SIZE, CHUNK]: where those of the first chunk are; token
+    [1, CHUNK]: its tokens.
+    """
+    inputs, k_sums, q_sums = _rooms(dtype, K // WARPS)
+    _, start, at, stop, _ = where
+    chunks = (stop - start + CHUNK - 1) // CHUNK
+    for early in gl.static_range(STAGES):
+        _fetch(gl.minimum(early, chunks - 1), early, inputs, where, qkv, kv_ring, squares, factors, h, dv,
+               HK, HV, K, V, RING, False)  # fmt: skip
+    # The first loop has no branch: what it fetches are whole chunks of the pass, and no state is stored.
+    smooth = gl.minimum((stop - start) // CHUNK - STAGES, keep - 1)
+    smooth = gl.where(at - start > STAGES * CHUNK, 0, gl.maximum(smooth, 0))
+    stage = smooth * 0
+    for ch in range(smooth):
+        async_copy.wait_group(STAGES - 1)
+        S, o = _step(S, stage, inputs, k_sums, q_sums, dtype)
+        _put(outputs, o, ch, start + ch * CHUNK + token, at, stop, HV * V)
+        _fetch(ch + STAGES, stage, inputs, where, qkv, kv_ring, squares, factors, h, dv, HK, HV, K, V, RING, True)
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+    for ch in range(smooth, chunks):
+        async_copy.wait_group(STAGES - 1)
+        S, o = _step(S, stage, inputs, k_sums, q_sums, dtype)
+        _put(outputs, o, ch, start + ch * CHUNK + token, at, stop, HV * V)
+        if ch + 1 == keep:
+            gl.store(home, S)
+        _fetch(gl.minimum(ch + STAGES, chunks - 1), stage, inputs, where, qkv, kv_ring, squares, factors, h, dv,
+               HK, HV, K, V, RING, False)  # fmt: skip
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+    async_copy.wait_group(0)
+
+
 @gluon.jit(do_not_specialize=["T", "R"])
 def walk_kernel(qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end, query_start, T, R,
                 HK: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, RING: gl.constexpr,
@@ -184,18 +236,6 @@ def walk_kernel(qkv, kv_ring, squares, factors, state, out, rows, since, first, 
     h, row, dv = gl.program_id(1), gl.program_id(2), gl.program_id(0) * SIZE
     HALF: gl.constexpr = K // WARPS
     dtype: gl.constexpr = qkv.dtype.element_ty
-    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // HALF, HALF // 8, [2, 1, 0])
-    narrow: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    k = gl.allocate_shared_memory(dtype, [STAGES, WARPS, CHUNK, HALF], swizzled)
-    q = gl.allocate_shared_memory(dtype, [STAGES, WARPS, CHUNK, HALF], swizzled)
-    v = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, SIZE], narrow)
-    square = gl.allocate_shared_memory(dtype, [STAGES, 4 * CHUNK, CHUNK], narrow)
-    factor = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    k_sums = gl.allocate_shared_memory(gl.float32, [WARPS, SIZE, CHUNK], plain)
-    q_sums = gl.allocate_shared_memory(gl.float32, [WARPS, SIZE, CHUNK], plain)
-    inputs = (k, q, v, square, factor)
-
     i = gl.arange(0, SIZE, gl.SliceLayout(1, APART))[:, None]
     token = gl.arange(0, CHUNK, gl.SliceLayout(0, APART))[None, :]
     outputs = out + h * V + dv + (i + token * (HV * V))
@@ -209,38 +249,12 @@ def walk_kernel(qkv, kv_ring, squares, factors, state, out, rows, since, first, 
         slot, start = gl.load(rows + row), gl.load(since + row)
         goal, stop = gl.load(until + row), gl.load(end + row)
         if stop > start:
-            where = (begin, start, at, stop, slot)
-            chunks, keep = (stop - start + CHUNK - 1) // CHUNK, (goal - start) // CHUNK
             base = (begin // CHUNK + row * EXTRA).to(gl.int64) * HV + h
-            squares += base * (4 * SQUARE)
-            factors += base * (4 * CHUNK)
             outputs += (begin + start - at).to(gl.int64) * (HV * V)
             half = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None, None]
             x = dv + gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
             d = half * HALF + gl.arange(0, HALF, gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, None, :]
             home = state + (slot.to(gl.int64) * HV + h) * (V * K) + (x * K + d)
-            S = gl.load(home)
-            for early in gl.static_range(STAGES):
-                _fetch(gl.minimum(early, chunks - 1), early, inputs, where, qkv, kv_ring, squares, factors, h, dv,
-                       HK, HV, K, V, RING, False)  # fmt: skip
-            # The first loop has no branch: what it fetches are whole chunks of the pass, and no state is stored.
-            smooth = gl.minimum((stop - start) // CHUNK - STAGES, keep - 1)
-            smooth = gl.where(at - start > STAGES * CHUNK, 0, gl.maximum(smooth, 0))
-            stage = smooth * 0
-            for ch in range(smooth):
-                async_copy.wait_group(STAGES - 1)
-                S, o = _step(S, stage, inputs, k_sums, q_sums, dtype)
-                _put(outputs, o, ch, start + ch * CHUNK + token, at, stop, HV * V)
-                _fetch(ch + STAGES, stage, inputs, where, qkv, kv_ring, squares, factors, h, dv,
-                       HK, HV, K, V, RING, True)  # fmt: skip
-                stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-            for ch in range(smooth, chunks):
-                async_copy.wait_group(STAGES - 1)
-                S, o = _step(S, stage, inputs, k_sums, q_sums, dtype)
-                _put(outputs, o, ch, start + ch * CHUNK + token, at, stop, HV * V)
-                if ch + 1 == keep:
-                    gl.store(home, S)
-                _fetch(gl.minimum(ch + STAGES, chunks - 1), stage, inputs, where, qkv, kv_ring, squares, factors, h, dv,
-                       HK, HV, K, V, RING, False)  # fmt: skip
-                stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-            async_copy.wait_group(0)
+            _walk(gl.load(home), home, (goal - start) // CHUNK, (begin, start, at, stop, slot), token, outputs, qkv,
+                  kv_ring, squares + base * (4 * SQUARE), factors + base * (4 * CHUNK), h, dv, dtype,
+                  HK, HV, K, V, RING)  # fmt: skip

@@ -229,12 +229,13 @@ def fill_randomly(root: nn.Module, seed: int) -> None:
                 generator.manual_seed(seed ^ zlib.crc32(name.encode()))
                 held = first.setdefault(parameter.untyped_storage().data_ptr(), parameter)
                 whole = part_of(parameter) if held is parameter else None
-                if whole is None:
-                    draw(held, generator, getattr(parameter, "drawn", None))
-                else:
-                    drawn = torch.empty(whole.shape, dtype=parameter.dtype, device=parameter.device)
-                    draw(drawn, generator, getattr(parameter, "drawn", None))
-                    parameter.copy_(whole.of(drawn))
+                drawn: torch.Tensor = held
+                if whole is not None or not held.is_contiguous():  # values follow a whole tensor's order
+                    shape = held.shape if whole is None else whole.shape
+                    drawn = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+                draw(drawn, generator, getattr(parameter, "drawn", None))
+                if drawn is not held:
+                    held.copy_(drawn if whole is None else whole.of(drawn))
 
 
 def draw(parameter: torch.Tensor, generator: torch.Generator, between: tuple[int, int] | None = None) -> None:
