@@ -129,8 +129,9 @@ def _growth_batch(growth: Mapping[int, list[Growth]], ended: list[int] | None = 
         columns = np.full((len(grown), most), -1, dtype=np.int32)
         pages = np.zeros_like(columns)
         for row, (first, added) in enumerate(grown):
-            columns[row, : len(added)] = range(first, first + len(added))
-            pages[row, : len(added)] = added
+            if added:  # few rows of a round begin a page
+                columns[row, : len(added)] = range(first, first + len(added))
+                pages[row, : len(added)] = added
         columns[ended or []] = -1
         batch |= zip(growth_names(lifetime), (columns, pages), strict=True)
     return batch

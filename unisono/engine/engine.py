@@ -51,6 +51,9 @@ from unisono.types import BadRequest, ConfigError, EngineDead, EngineRequest, Fi
 NOTHING = np.empty((0, 2), dtype=np.int32)
 """The result of a pass that commits nothing."""
 
+REASONS = tuple(FinishReason)
+"""By number, as the device writes them."""
+
 
 class Engine:
     """An engine in this process. Not thread-safe: one thread calls ``add``, ``abort`` and ``step``.
@@ -316,15 +319,15 @@ class Engine:
                         self.roles.service.committed(chunk.sequence, self.worker.store)
             for feature, rows in work.asked.items():
                 feature.read_prompt(rows, outputs)
-        deltas = []
+        deltas, results, drafted = [], result.tolist(), outputs["drafted"].tolist() if isinstance(work, Round) else []
         for row, sequence in work.committing:
             sequence.in_flight -= 1
-            count, status = int(result[row, 0]), FinishReason(int(result[row, 1]))
+            count, status, *tokens = results[row]
             # A row that ended before this pass, as the host has learnt since, brings nothing.
             if sequence.finish is FinishReason.RUNNING and count:
-                delta = self._commit(sequence, launched, row, outputs, result[row, 2 : 2 + count].tolist(), status)
+                delta = self._commit(sequence, launched, row, outputs, tokens[:count], REASONS[status])
                 if isinstance(work, Round) and sequence.request.params.max_drafts != 0:
-                    delta.drafted_tokens, delta.accepted_tokens = int(outputs["drafted"][row]), count - 1
+                    delta.drafted_tokens, delta.accepted_tokens = drafted[row], count - 1
                     self.counters.count_round(work.drafts, delta.drafted_tokens, delta.accepted_tokens)
                 deltas.append(delta)
         return deltas

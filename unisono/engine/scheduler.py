@@ -313,8 +313,14 @@ class Scheduler:
         """By page lifetime, what the page tables of these grow by in a pass that commits tokens of them."""
         growth: dict[int, list[Growth]] = {lifetime: [] for lifetime in (ALL, *self.pool.windows)}
         for sequence in sequences:
-            for lifetime, grown in self._map(sequence).items():
-                growth[lifetime].append(grown)
+            assert sequence.pages is not None
+            pages = sequence.pages.pages_from(sequence.mapped)
+            growth[ALL].append((sequence.mapped, pages))
+            sequence.mapped += len(pages)
+            if self.pool.windows:
+                for lifetime, grown in self.device.grow(sequence, self._worst(sequence)).items():
+                    growth[lifetime].append(grown)
+            sequence.in_flight += 1
         return growth
 
     def _grow(self, sequence: Sequence) -> None:
@@ -334,15 +340,6 @@ class Scheduler:
     def _worst(self, sequence: Sequence) -> int:
         """Tokens of the sequence after one more round in which everything is accepted."""
         return min(len(sequence.tokens) + (sequence.in_flight + 1) * self.width, sequence.max_length)
-
-    def _map(self, sequence: Sequence) -> dict[int, Growth]:
-        """By page lifetime, the columns and pages that this sequence's tables on the device still lack."""
-        assert sequence.pages is not None
-        first, pages = sequence.mapped, sequence.pages.pages_from(sequence.mapped)
-        growth = {ALL: (first, pages), **self.device.grow(sequence, self._worst(sequence))}
-        sequence.mapped += len(pages)
-        sequence.in_flight += 1
-        return growth
 
     def _preempt(self, sequence: Sequence) -> None:
         queue = self._queue_of(sequence)

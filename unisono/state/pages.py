@@ -124,6 +124,8 @@ class Reservation:
 
     def reserve(self, tokens: int) -> list[int]:
         """Hold pages for ``tokens`` tokens in all; returns the pages added. Raises OutOfPages, adding none."""
+        if tokens <= PAGE_SIZE * len(self.entries):
+            return []
         added = self.pool.take(pages_for(tokens) - len(self.entries))
         self.entries.extend(_Entry(page) for page in added)
         return added
