@@ -32,21 +32,23 @@ tests() { # NAME SECONDS FILE…
 }
 
 case $part in
-bars) # what is predicted and was not measured: EAGLE-3's bits and mixed load, walks of two warps, first tokens beside OLD
-    shape="--model benchmarks/shapes/qwen3-8b --load-format dummy"
-    load="--num-prompts 384 --max-num-seqs 256 --input-len 64:1536 --output-len 32:384 --ignore-eos --max-model-len 2048"
-    head='{"method":"eagle3","model":"benchmarks/shapes/qwen3-8b-eagle3","num_speculative_tokens":3,"load_format":"dummy","adaptive":false}'
+bars) # what changed and was not measured: the host's share, HTTP, the walk over prompts in hybrids; first tokens beside OLD
+    latency="bench latency --load-format dummy --max-num-seqs 64 --output-len 96 --max-model-len 9000"
+    mtp='{"method":"mtp","num_speculative_tokens":3,"load_format":"dummy"}'
     if [ -n "${OLD-}" ]; then # a folder with unisono/ of the commit to compare with
         for turn in 1 2; do
-            step "old-$turn" 60 env "PYTHONPATH=$OLD:$PYTHONPATH" "$python" benchmarks/old_new.py --requests 40 --repeats 25 --out "$out/old-$turn.json"
+            step "old-$turn" 90 env "PYTHONPATH=$OLD:$PYTHONPATH" "$python" benchmarks/old_new.py --requests 40 --repeats 25 --out "$out/old-$turn.json"
             step "new-$turn" 60 "$python" benchmarks/old_new.py --requests 40 --repeats 25 --out "$out/new-$turn.json"
         done
         step compared 10 "$python" benchmarks/old_new.py --compare "$out/old-1.json" "$out/new-1.json" "$out/old-2.json" "$out/new-2.json"
     fi
-    step walk 60 "$python" benchmarks/gated_delta.py --tiles
-    step exact-eagle3 220 $unisono bench exact $shape --speculative-config "$head"
-    step mixed-eagle3 90 $unisono bench throughput $load $shape --no-baseline --speculative-config "$head" --synthetic-acceptance-length 2.53
-    step eagle3 60 $unisono bench latency $shape --max-model-len 9000 --prompts "" --speculative-config "$head" --synthetic-acceptance-length 2.5
+    step host 70 "$python" -m benchmarks.host
+    step http 70 $unisono bench serve --model tiny --num-prompts 1024 --max-concurrency 256 --input-len 32 --output-len 256 \
+        --ignore-eos --num-warmups 64
+    step walk 90 "$python" benchmarks/gated_delta.py
+    step 9b 60 $unisono $latency --model benchmarks/shapes/qwen3.5-9b --batch 1,16,64 --prompts 128,512,2048,8192
+    step 35b 60 $unisono $latency --model benchmarks/shapes/qwen3.5-35b-a3b --batch 1,16,64 --prompts 2048,8192
+    step exact-9b 120 $unisono bench exact --requests 60 --model benchmarks/shapes/qwen3.5-9b --load-format dummy --speculative-config "$mtp"
     ;;
 tails) # a layer after its mixer in one launch: bits, kernels, rounds of 16 and 8 bits
     tests tails-bits 360 tests/kernels/test_layer_tail.py
