@@ -1,4 +1,4 @@
-"""The walk of the gated delta rule over prompts: the bits of ``gated_delta_triton._walk_kernel``, in half the time.
+"""The walk of the gated delta rule over prompts: the bits of ``gated_delta_triton._walk_kernel``, in less time.
 
 Chunks follow each other, so a prompt takes as long as its chunks take one after the other, and few programs run: 256
 for one prompt of a layer with 32 heads. Two warps share a program here. Each holds half of the state's columns, reads
@@ -23,7 +23,7 @@ SIZE = gl.constexpr(16)
 
 WARPS = gl.constexpr(2)
 STAGES = gl.constexpr(3)
-"""Chunks whose inputs are held at once. 2 to 6 take the same time for one prompt, more take longer for eight."""
+"""Chunks whose inputs are held at once. 2 to 6 take the same time for one prompt; for eight 6 take longer."""
 
 SQUARE = gl.constexpr(CHUNK_TOKENS**2)
 
