@@ -104,7 +104,7 @@ def launch_gated_delta(
     )  # fmt: skip
     inputs = qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end
     tile = (round_tile if is_round else PROMPT_TILE).of(sizes.value_dim)
-    grid = (sizes.value_dim // tile.size, heads, count + (not is_round))
+    grid = (sizes.value_dim // tile.size, heads, count)
     if is_round and besides == 2:
         _round_kernel[grid](
             *inputs, width, BLOCK_V=tile.size, num_warps=tile.warps, maxnreg=tile.registers, **sizes.constexprs,

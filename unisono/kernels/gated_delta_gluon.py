@@ -228,33 +228,36 @@ def _walk(S, home, keep, where, token, outputs, qkv, kv_ring, squares, factors, 
 def walk_kernel(qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end, query_start, T, R,
                 HK: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, RING: gl.constexpr,
                 EXTRA: gl.constexpr):  # fmt: skip
-    """Program (tile of V, value head, row) walks all chunks of a prompt's row; row R is the padding tokens.
+    """Program (tile of V, value head, row) walks all chunks of a prompt's row. Those of the last row zero the padding.
+
+    One prompt in a pass has 256 programs, two on a multiprocessor. If the grid has more of them, the hardware places
+    three on some, which then take 1.4 times as long, so there is none that only zeroes. Rows run from the last to the
+    first: those of a mixed pass that have one token stand first, and are placed after the prompts.
 
     It is not launched before its turn: while the last programs of the kernel before it run, only some multiprocessors
     have room, and they would get all of the few programs that walk. One prompt took 1.3 times as long.
     """
-    h, row, dv = gl.program_id(1), gl.program_id(2), gl.program_id(0) * SIZE
+    h, row, dv = gl.program_id(1), R - 1 - gl.program_id(2), gl.program_id(0) * SIZE
     HALF: gl.constexpr = K // WARPS
     dtype: gl.constexpr = qkv.dtype.element_ty
     i = gl.arange(0, SIZE, gl.SliceLayout(1, APART))[:, None]
     token = gl.arange(0, CHUNK, gl.SliceLayout(0, APART))[None, :]
     outputs = out + h * V + dv + (i + token * (HV * V))
-    begin, at = gl.load(query_start + row), gl.load(first + row, mask=row < R, other=-1)
-    if at < 0:
-        last = gl.where(row < R, begin, T)
-        for t in range(begin, last, CHUNK):
-            place = gl.to_tensor(t).to(gl.int64) * (HV * V)
-            gl.store(outputs + place, gl.zeros([SIZE, CHUNK], dtype, APART), mask=t + token < last)
-    else:
+    begin, at = gl.load(query_start + row), gl.load(first + row)
+    if at >= 0:
         slot, start = gl.load(rows + row), gl.load(since + row)
         goal, stop = gl.load(until + row), gl.load(end + row)
         if stop > start:
             base = (begin // CHUNK + row * EXTRA).to(gl.int64) * HV + h
-            outputs += (begin + start - at).to(gl.int64) * (HV * V)
+            of_row = outputs + (begin + start - at).to(gl.int64) * (HV * V)
             half = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None, None]
             x = dv + gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
             d = half * HALF + gl.arange(0, HALF, gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, None, :]
             home = state + (slot.to(gl.int64) * HV + h) * (V * K) + (x * K + d)
-            _walk(gl.load(home), home, (goal - start) // CHUNK, (begin, start, at, stop, slot), token, outputs, qkv,
+            _walk(gl.load(home), home, (goal - start) // CHUNK, (begin, start, at, stop, slot), token, of_row, qkv,
                   kv_ring, squares + base * (4 * SQUARE), factors + base * (4 * CHUNK), h, dv, dtype,
                   HK, HV, K, V, RING)  # fmt: skip
+    if row == R - 1:
+        for t in range(gl.load(query_start + R), T, CHUNK):
+            place = gl.to_tensor(t).to(gl.int64) * (HV * V)
+            gl.store(outputs + place, gl.zeros([SIZE, CHUNK], dtype, APART), mask=t + token < T)

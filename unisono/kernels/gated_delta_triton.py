@@ -277,20 +277,19 @@ def _walk_kernel(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr, EXTRA: tl.constexpr,
     ROUND: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of V, value head, row) walks all chunks of a row; of a prompt pass row R is the padding tokens."""
+    """Program (tile of V, value head, row) walks all chunks of a row; the last row's zero a prompt pass's padding."""
     follow(OVERLAP)
     h, row = tl.program_id(1), tl.program_id(2)
     C: tl.constexpr = 2 * HK * K + HV * V
     KV: tl.constexpr = HK * K + HV * V
     dv, d, i = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, K), tl.arange(0, CHUNK)
     out += h * V + dv[None, :]
-    if ROUND:
-        begin, at = row * W, tl.load(first + row)
-    else:
-        begin = tl.load(query_start + row)
-        at = tl.load(first + row, mask=row < R, other=-1)
+    begin, at = row * W if ROUND else tl.load(query_start + row), tl.load(first + row)
+    if not ROUND and row == R - 1:
+        _blank(out, tl.load(query_start + R), T, HV * V, BLOCK_V)
     if at < 0:
-        _blank(out, begin, begin + W if ROUND else tl.where(row < R, begin, T), HV * V, BLOCK_V)
+        if ROUND:
+            _blank(out, begin, begin + W, HV * V, BLOCK_V)
     else:
         slot, start, goal, stop = tl.load(rows + row), tl.load(since + row), tl.load(until + row), tl.load(end + row)
         limit = at + W if ROUND else stop
