@@ -132,8 +132,22 @@ class Copies:
         self.thread.start()
 
     def start(self, desc: Descriptor, at: list[Any], barrier: Barrier, place: Shared) -> None:
+        row, column = (int(each) for each in at)
+
+        def copy() -> None:
+            rows, columns = desc.block_shape
+            box = desc.tensor[row : row + rows, column : column + columns]
+            assert place.tensor.shape == (rows, columns), (place.tensor.shape, desc.block_shape)
+            place.tensor.zero_()
+            place.tensor[: box.shape[0], : box.shape[1]] = box
+            barrier.step(bytes=-rows * columns * desc.tensor.element_size())
+
+        self.later(copy)
+
+    def later(self, copy: Callable[[], None]) -> None:
+        """Do this some time, after what was asked for before or ahead of it."""
         with self.changed:
-            self.waiting.append((desc, [int(each) for each in at], barrier, place))
+            self.waiting.append(copy)
             self.changed.notify()
 
     def _run(self) -> None:
@@ -142,15 +156,10 @@ class Copies:
                 self.changed.wait_for(lambda: self.waiting or not self.open)
                 if not self.waiting:
                     return
-                desc, (row, column), barrier, place = self.waiting.pop(self.random.randrange(len(self.waiting)))
-            rows, columns = desc.block_shape
-            box = desc.tensor[row : row + rows, column : column + columns]
-            assert place.tensor.shape == (rows, columns), (place.tensor.shape, desc.block_shape)
-            place.tensor.zero_()
-            place.tensor[: box.shape[0], : box.shape[1]] = box
+                copy = self.waiting.pop(self.random.randrange(len(self.waiting)))
             try:
-                barrier.step(bytes=-rows * columns * desc.tensor.element_size())
-            except Stuck as error:
+                copy()
+            except (Stuck, AssertionError) as error:
                 self.errors.append(error)
 
     def close(self) -> None:
@@ -162,8 +171,8 @@ class Copies:
 class GroupedCopies:
     """Copies in groups that a program waits for: each is done at once or when it has to be, by chance."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, seed: int, copies: Copies) -> None:
+        self.random, self.copies = random.Random(seed), copies
 
     def async_copy_global_to_shared(self, place: Shared, pointer: Pointer, mask: Any = None) -> None:
         def copy() -> None:
@@ -173,6 +182,17 @@ class GroupedCopies:
             copy()
         else:
             _here.__dict__.setdefault("open", []).append(copy)
+
+    def mbarrier_arrive(self, barrier: Barrier, increment_count: bool) -> None:
+        """All threads of a warp group arrive once their copies are done, which is some time later."""
+        open_copies = _here.__dict__.pop("open", [])
+
+        def finish() -> None:
+            for copy in open_copies:
+                copy()
+            barrier.step(arrivals=128)
+
+        self.copies.later(finish)
 
     def commit_group(self) -> None:
         _here.__dict__.setdefault("groups", []).append(_here.__dict__.pop("open", []))
@@ -191,10 +211,13 @@ def multiplied(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Ten
 
 
 class Product:
-    """Asynchronous products: done when they are waited for."""
+    """A sum with asynchronous products: they are done, in order, when they are waited for."""
 
     def __init__(self, acc: torch.Tensor) -> None:
-        self.acc, self.todo = acc, []
+        self.acc, self.waiting = acc, 0
+
+    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.acc, self.waiting = self.acc + a.float() @ b.float(), self.waiting - 1
 
 
 class Machine:
@@ -204,8 +227,8 @@ class Machine:
         self.grid = [programs] if isinstance(programs, int) else list(programs)
         self.modules, self.programs, self.lock = modules, math.prod(self.grid), threading.Lock()
         self.errors: list[BaseException] = []
-        self.grouped = GroupedCopies(seed)
         self.copies = Copies(seed, self.errors)
+        self.grouped = GroupedCopies(seed, self.copies)
 
     def run(self, kernel: Any, **arguments: Any) -> None:
         """Launch the kernel; raises what a program raised."""
@@ -270,15 +293,18 @@ class Machine:
         def init(barrier: Barrier, count: int) -> None:
             barrier.count = barrier.pending = count
 
-        def multiply(a: Shared, b: Shared, product: Product, **_: Any) -> Product:
-            product.todo.append((a.tensor, b.tensor))
+        def multiply(a: Shared, b: Shared, acc: Product | torch.Tensor, **_: Any) -> Product:
+            product = acc if isinstance(acc, Product) else Product(acc)
+            product.waiting += 1
+            _here.__dict__.setdefault("products", []).append((product, a.tensor, b.tensor))
             return product
 
-        def finish(_: int, products: list[Product]) -> torch.Tensor:
-            [product] = products  # later ones may be in flight
-            for a, b in product.todo:
-                product.acc = product.acc + a.float() @ b.float()
-            return product.acc
+        def finish(outstanding: int, products: list[Product]) -> Product | torch.Tensor:
+            while len(_here.products) > outstanding:
+                product, a, b = _here.products.pop(0)
+                product.add(a, b)
+            [product] = products
+            return product if product.waiting else product.acc
 
         return {
             "gl": self._language(),
@@ -321,7 +347,8 @@ class Machine:
             inline_asm_elementwise=nothing, warp_specialize=self._specialize,
             rsqrt=torch.rsqrt, exp=torch.exp, sum=lambda value, axis: value.sum(axis), abs=torch.abs,
             max=lambda value, axis: value.amax(axis), div_rn=lambda a, b: a / b, fma=lambda a, b, c: a * b + c,
-            maximum=lambda a, b: a.clamp(min=b), where=either, zeros_like=torch.zeros_like,
+            maximum=lambda a, b: a.clamp(min=b) if isinstance(a, torch.Tensor) else Number(max(a, b)),
+            where=either, zeros_like=torch.zeros_like,
             static_assert=lambda *_: None,
         )  # fmt: skip
 

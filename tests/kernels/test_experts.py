@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tests.kernels.expert_cases import SMALL, all_pairs, choice, inputs, plans
-from unisono.kernels import rms_norm
+from tests.kernels.gluon_threads import Descriptor, Machine
+from unisono.kernels import experts_gluon, hopper, rms_norm
 from unisono.kernels.experts import (
+    _same_bits,
     expert_down,
     expert_down_cpu,
     expert_gate_up,
@@ -19,7 +21,15 @@ from unisono.kernels.experts import (
     launch_gate_up,
 )
 from unisono.kernels.experts_combine import combine_cpu, combine_experts, combine_experts_norm, launch_combine
-from unisono.kernels.experts_plan import LEAD_PAIRS, launch_sort_pairs, num_tiles, plan_experts, sort_pairs_cpu
+from unisono.kernels.experts_plan import (
+    LEAD_PAIRS,
+    Plan,
+    Shapes,
+    launch_sort_pairs,
+    num_tiles,
+    plan_experts,
+    sort_pairs_cpu,
+)
 
 SHAPES = [  # M, H, I, E, top_k, shared experts that ride along
     (5, 40, 24, 7, 3, 1),
@@ -148,6 +158,47 @@ def test_the_sort_is_stable_and_its_tiles_cover_every_pair_once(rows, experts, t
     assert sorted(covered) == (flat < experts).nonzero().flatten().tolist()
     full = tiles[:, tiles[2] > 0]
     assert torch.equal(full, sort_pairs_cpu(ids, experts, tile)[1][:, : full.shape[1]])
+
+
+@pytest.mark.parametrize("programs", [1, 2])
+@pytest.mark.parametrize("rides", [0, 1])
+def test_the_kernel_of_prompts_waits_for_what_it_reads(rides, programs):
+    """As threads (``gluon_threads``): tiles with pairs for both groups, for one, for none; outputs beyond the last."""
+    rows, hidden, inner, experts, top_k = 70, 128, 192, 5, 3
+    x, gate_up, down = inputs(rows, hidden, inner, experts, rides, torch.float16, "cpu")
+    ids = torch.cat((torch.tensor([[0, 1, 2]]).repeat(rows - 4, 1), choice(4, experts - 1, top_k))).int()
+    ids[-1] = experts  # a row of padding
+    ids[:30, 1] = 0  # 96 pairs and more
+    plan = Plan(ids, experts, 128, *sort_pairs_cpu(ids, experts, 128))
+    assert {(n > 0) + (n > 64) for n in plan.tiles[2].tolist()} == {0, 1, 2}  # groups that have pairs
+    h = expert_gate_up_cpu(x, gate_up, ids, experts)
+    inside = h.nan_to_num()  # rows of padding are not written
+    for given, weight, gated, wanted in (
+        (x, gate_up, True, h), (inside, down, False, expert_down_cpu(inside, down, ids, experts)),
+    ):  # fmt: skip
+        out, (_, n, k) = torch.full_like(wanted, torch.nan), weight.shape
+        sizes = experts_gluon._sizes(Shapes(rows, 0, 0, experts, top_k, rides > 0), k, n // (1 + gated), gated)
+        Machine((experts_gluon, hopper), programs).run(
+            experts_gluon.expert_rows_kernel, x=given, w_desc=Descriptor(weight.view(-1, k), [128, 64]), out=out,
+            order=plan.order, tiles=plan.tiles, M=rows, count=plan.listed, **sizes,
+        )  # fmt: skip
+        written = torch.ones(len(out), dtype=torch.bool)
+        written[(rows - 1) * top_k : rows * top_k] = False  # those of padding are not
+        torch.testing.assert_close(out[written], wanted[written], rtol=0.01, atol=0.01)
+        assert out[~written].isnan().all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wgmma needs a Hopper GPU")
+@pytest.mark.parametrize(
+    "shape", [(2048, 512, 64, 8, 1), (2048, 768, 16, 8, 0), (192, 320, 8, 2, 1), (64, 64, 4, 1, 0)]
+)
+def test_the_kernel_of_prompts_has_the_tritons_bits(shape, device):
+    hidden, inner, experts, top_k, rides = shape
+    for dtype in (torch.bfloat16, torch.float16):
+        _, gate_up, down = inputs(1, hidden, inner, experts, rides, dtype, device)
+        assert experts_gluon.suits(gate_up)
+        assert experts_gluon.suits(down)
+        assert _same_bits(gate_up, down, experts, top_k)
 
 
 def test_the_plan_is_chosen_by_the_shape():

@@ -45,6 +45,7 @@ from unisono.kernels.linear import TRITON_ROWS
 from unisono.kernels.overlap import overlaps
 from unisono.kernels.proofs import agreeing
 from unisono.kernels.staying import claimed_by
+from unisono.layers.experts import prove_experts, rehearse_experts
 from unisono.layers.linear import prove_linears, rehearse_proofs
 from unisono.models.adapters import AdapterLimits, attach_adapters
 from unisono.models.checkpoint import Checkpoint
@@ -287,6 +288,7 @@ class Build:
         config, worker = self.config, self.worker
         with compiling_only(config.device):
             rehearse_proofs(worker.modules())
+            rehearse_experts(worker.modules())
             rehearse_tails(worker.modules())
             for (_, _, head_dim), backend in attention.items():
                 backend.rehearse(head_dim, config.dtype)
@@ -309,6 +311,10 @@ class Build:
         value = "cuBLASLt" if not failed else f"Triton for {', '.join(failed)}"
         reason = f"bits compared with the Triton kernel's for {len(proven)} shapes, {len(failed)} differ"
         self.decide(f"products above {TRITON_ROWS} rows", value, reason)
+        if of_experts := prove_experts(self.worker.modules()):
+            value = "a kernel of their own" if all(of_experts) else "the kernel of rounds"
+            reason = "on Hopper, 16-bit weights without biases; bits compared with the kernel of rounds"
+            self.decide("experts of prompts", value, reason)
 
     def _fuse_tails(self) -> None:
         """Compute what follows a layer's mixer in one launch, where that gives the same bits."""

@@ -3,7 +3,8 @@
 
 A stack of weights [E, N, K] is multiplied tile by tile: a tile is some rows of one expert, as a :class:`Plan` divides
 them. K is summed in one sequence in fp32, so a row's bits are fixed by that row and its expert's weight: never by the
-tile, the plan or the other rows.
+tile, the plan or the other rows. On Hopper prompts' products with 16-bit weights run on ``experts_gluon``'s kernel,
+where :func:`prove_experts` found the same bits in it.
 
 Shapes: M tokens, H features, I of an expert, P = M * top_k pairs; with a shared expert that rides along as the stack's
 last, M more pairs after those.
@@ -18,10 +19,12 @@ import torch
 import triton
 import triton.language as tl
 
+from unisono.kernels import experts_gluon
 from unisono.kernels.activation import SILU, Gate, gated_cpu, gated_product, silu_product
 from unisono.kernels.experts_plan import (
     Plan,
     Shapes,
+    plan_experts,
     product_case,
     product_launch,
     program_place,
@@ -32,6 +35,7 @@ from unisono.kernels.experts_plan import (
 )
 from unisono.kernels.library import DTYPES, AotCase, define, fixed_rows_matmul, register
 from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.proofs import proven
 
 
 @dataclass(frozen=True)
@@ -67,16 +71,42 @@ TILES: dict[float, Tiles] = {  # below this average number of pairs per expert
 }
 """For 16-bit weights on an H200 (benchmarks/experts.py, *tune*)."""
 
+_PROOF_TOKENS = 300
+"""Tokens that kernels are compared on: some 150 pairs for each expert that has any."""
+
 _FP32: dict[float, Tiles] = {
     16: Tiles(16, Tile(32, 64, 4, 2, True), Tile(32, 64, 4, 2, True)),
     float("inf"): Tiles(64, Tile(32, 32, 4, 2, False), Tile(64, 32, 4, 2, False)),
 }
 
 
+_proven: dict[tuple[torch.Size, torch.Size, torch.dtype], bool] = {}
+"""(shapes of the stacks of gate and up and of down, dtype) -> whether :func:`prove_experts` saw the same bits."""
+
+_serving: set[tuple[torch.Size, torch.dtype]] = set()
+"""Stacks of the proven ones."""
+
+
 def expert_tiles(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
     """The fastest known tiles for this number of pairs; from shapes alone, so that a captured pass has one plan."""
     table: dict[float, Tiles] = _FP32 if dtype is torch.float32 else TILES
     return next(tiles for most, tiles in table.items() if pairs < most * experts)
+
+
+def expert_tile(pairs: int, experts: int, weight: torch.Tensor, plain: bool = True) -> int:
+    """Rows of a tile in both products of a pass with this number of pairs.
+
+    weight: the stack of gate and up. plain: without biases, and the gate is SiLU's.
+    """
+    if plain and pairs >= experts_gluon.FEWEST * experts and (weight.shape, weight.dtype) in _serving:
+        return experts_gluon.TILE_PAIRS
+    return expert_tiles(pairs, experts, weight.dtype).rows
+
+
+def _is_fast(weight: torch.Tensor, plan: Plan, bias: torch.Tensor | None, gate: Gate) -> bool:
+    """Whether ``experts_gluon`` computes this product."""
+    fits = plan.tile == experts_gluon.TILE_PAIRS and plan.tiles is not None and bias is None and gate == SILU
+    return fits and (weight.shape, weight.dtype) in _serving and experts_gluon.suits(weight)
 
 
 @triton.jit
@@ -249,11 +279,52 @@ def down_cpu(
 
 
 def _gate_up_cuda(x, weight, ids, experts, tile, order, tiles, bias, alpha, limit):
-    return launch_gate_up(x, weight, Plan(ids, experts, tile, order, tiles), None, bias, Gate(alpha, limit))
+    plan, gate = Plan(ids, experts, tile, order, tiles), Gate(alpha, limit)
+    if _is_fast(weight, plan, bias, gate):
+        return experts_gluon.launch_expert_rows(x, weight, plan, gated=True)
+    return launch_gate_up(x, weight, plan, None, bias, gate)
 
 
 def _down_cuda(h, weight, ids, experts, tile, order, tiles, bias):
-    return launch_down(h, weight, Plan(ids, experts, tile, order, tiles), None, bias)
+    plan = Plan(ids, experts, tile, order, tiles)
+    if _is_fast(weight, plan, bias, SILU):
+        return experts_gluon.launch_expert_rows(h, weight, plan, gated=False)
+    return launch_down(h, weight, plan, None, bias)
+
+
+def prove_experts(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> bool:
+    """Compare the bits of ``experts_gluon`` with those of the kernels here, once in a process for such stacks.
+
+    gate_up [E (+ 1), 2 I, H], down [E (+ 1), H, I]; experts: E. Where they are equal, that kernel serves prompts. False
+    where it cannot. Synchronises.
+    """
+    fits = experts_gluon.suits(gate_up) and experts_gluon.suits(down)
+    key = gate_up.shape, down.shape, gate_up.dtype
+    same = proven(_proven, key, lambda: fits and _same_bits(gate_up, down, experts, top_k))
+    if same:
+        _serving.update((weight.shape, weight.dtype) for weight in (gate_up, down))
+    return same
+
+
+def rehearse_experts_proof(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> None:
+    """Launch what :func:`prove_experts` will launch and ignore the result: this compiles the kernels ahead of time."""
+    if experts_gluon.suits(gate_up) and experts_gluon.suits(down):
+        _same_bits(gate_up, down, experts, top_k)
+
+
+def _same_bits(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> bool:
+    """Both products of random rows by either kernel: full tiles, and others with few pairs and with none."""
+    device = gate_up.device
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(_PROOF_TOKENS, gate_up.shape[2], generator=generator, device=device).to(gate_up.dtype)
+    chosen = (_PROOF_TOKENS, top_k)
+    ids = torch.randint(min(experts, 2 * top_k), chosen, generator=generator, device=device, dtype=torch.int32)
+    tile = expert_tiles(ids.numel(), experts, gate_up.dtype).rows
+    plans = [plan_experts(ids, experts, rows) for rows in (tile, experts_gluon.TILE_PAIRS)]
+    h = launch_gate_up(x, gate_up, plans[0])
+    if not torch.equal(h, experts_gluon.launch_expert_rows(x, gate_up, plans[1], gated=True)):
+        return False
+    return torch.equal(launch_down(h, down, plans[0]), experts_gluon.launch_expert_rows(h, down, plans[1], gated=False))
 
 
 def expert_gate_up_cpu(

@@ -25,8 +25,14 @@ from typing import Protocol
 
 import torch
 
-from unisono.kernels.activation import Gate
-from unisono.kernels.experts import expert_down, expert_gate_up, expert_tiles
+from unisono.kernels.activation import SILU, Gate
+from unisono.kernels.experts import (
+    expert_down,
+    expert_gate_up,
+    expert_tile,
+    prove_experts,
+    rehearse_experts_proof,
+)
 from unisono.kernels.experts_plan import Plan
 from unisono.layers.formats import FLOATS, PLAIN, Stored, WeightFormat
 from unisono.types import CheckpointError
@@ -56,7 +62,8 @@ class ExpertFormat(Protocol):
 
     A pair's result may depend on its token's row and its expert's weight only: never on other rows, on their number, on
     the plan or its tile. A format whose products add biases and compute every :class:`Gate` has an attribute ``biases``
-    that is true; the others get neither.
+    that is true; the others get neither. One that has several kernels for a product has ``prove`` and ``rehearse``, as
+    :class:`PlainExperts`: the first compares their bits when an engine starts.
     """
 
     @property
@@ -70,8 +77,8 @@ class ExpertFormat(Protocol):
         """What is copied into the parameter's rows, from one projection of one expert. See ``WeightFormat.read``."""
         ...
 
-    def tile(self, pairs: int, experts: int, dtype: torch.dtype) -> int:
-        """Rows of a tile, in both products of a pass with this number of pairs; from these numbers alone."""
+    def tile(self, stack: Stack, pairs: int, experts: int) -> int:
+        """Rows of a tile, in both products of a pass with this number of pairs. stack: of gate and up."""
         ...
 
     def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
@@ -99,14 +106,27 @@ class PlainExperts:
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
         return stored
 
-    def tile(self, pairs: int, experts: int, dtype: torch.dtype) -> int:
-        return expert_tiles(pairs, experts, dtype).rows
+    def tile(self, stack: Stack, pairs: int, experts: int) -> int:
+        return expert_tile(pairs, experts, stack.weight, plain=_is_plain(stack))
+
+    def prove(self, gate_up: Stack, down: Stack, experts: int, top_k: int) -> bool:
+        """See :func:`unisono.kernels.experts.prove_experts`; False where the experts have more than weights."""
+        return _is_plain(gate_up) and prove_experts(gate_up.weight, down.weight, experts, top_k)
+
+    def rehearse(self, gate_up: Stack, down: Stack, experts: int, top_k: int) -> None:
+        if _is_plain(gate_up):
+            rehearse_experts_proof(gate_up.weight, down.weight, experts, top_k)
 
     def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
         return expert_gate_up(x, stack.weight, plan, stack.bias, stack.gate)
 
     def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
         return expert_down(h, stack.weight, plan, stack.bias)
+
+
+def _is_plain(stack: Stack) -> bool:
+    """Whether a stack of gate and up has no biases and SiLU's gate."""
+    return stack.bias is None and stack.gate == SILU
 
 
 PLAIN_EXPERTS = PlainExperts()

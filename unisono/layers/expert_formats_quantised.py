@@ -72,7 +72,7 @@ class Fp8Experts(_Stacks):
         """What the product with a pass's tokens wants of them: see ``layers/activations.py``."""
         return Wish(GROUP if self.weights.operands(stack)[1].dim() == 3 else 0)
 
-    def tile(self, pairs: int, experts: int, dtype: torch.dtype) -> int:
+    def tile(self, stack: Stack, pairs: int, experts: int) -> int:
         return fp8_tile_rows(pairs, experts)
 
     def gate_up(self, stack: Stack, x: Operand, plan: Plan) -> torch.Tensor:
@@ -88,8 +88,8 @@ class Int4Experts(_Stacks):
 
     weights: Int4Weights
 
-    def tile(self, pairs: int, experts: int, dtype: torch.dtype) -> int:
-        return packed_tile_rows(pairs, experts, dtype)
+    def tile(self, stack: Stack, pairs: int, experts: int) -> int:
+        return packed_tile_rows(pairs, experts, stack.dtype)
 
     def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
         return expert_int4_gate_up(x, *self.weights.operands(stack), plan)
@@ -105,8 +105,8 @@ class MXFP4Experts(_Stacks):
     weights: MXFP4Weights
     biases = True
 
-    def tile(self, pairs: int, experts: int, dtype: torch.dtype) -> int:
-        return packed_tile_rows(pairs, experts, dtype)
+    def tile(self, stack: Stack, pairs: int, experts: int) -> int:
+        return packed_tile_rows(pairs, experts, stack.dtype)
 
     def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
         return expert_mxfp4_gate_up(x, *self.weights.operands(stack), plan, stack.bias, stack.gate)

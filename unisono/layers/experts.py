@@ -8,9 +8,9 @@ Shapes: M tokens, H features, E experts, I features of an expert, P = M * top_k 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -315,7 +315,7 @@ class Experts(nn.Module):
         ids, weights, gates = route(plain(x), self.router, *chosen, self.router_bias)
         pairs, format, held = ids.numel(), gate_up.format, gate_up.holds_all
         own = ids if held == gate_up.experts else self._own(ids, held)
-        plan = plan_experts(own, held, format.tile(pairs, held, x.dtype))
+        plan = plan_experts(own, held, format.tile(gate_up, pairs, held))
         h = format.gate_up(gate_up, fitting(x, gate_up.wish), plan)  # type: ignore[arg-type]
         if gate_up.rows != WHOLE:
             h = self.ranks.gather(h)
@@ -394,6 +394,24 @@ def products_per_token(module: nn.Module) -> int:
     for experts in (each for each in module.modules() if isinstance(each, Experts)):
         total -= experts.idle_share * sum(p.numel() for stack in experts.stacks for p in stack.parameters())
     return round(total)
+
+
+def prove_experts(modules: Iterable[nn.Module]) -> list[bool]:
+    """The format's proof for each kind of experts among ``modules`` whose format has one. Before any capture."""
+    return [stacks[0].format.prove(*stacks, *sizes) for stacks, sizes in _provable(modules)]
+
+
+def rehearse_experts(modules: Iterable[nn.Module]) -> None:
+    """Launch the kernels of :func:`prove_experts` and learn nothing: for compiling them ahead."""
+    for stacks, sizes in _provable(modules):
+        stacks[0].format.rehearse(*stacks, *sizes)
+
+
+def _provable(modules: Iterable[nn.Module]) -> Iterable[tuple[tuple[Any, Any], tuple[int, int]]]:
+    """(stacks, (experts that a rank holds, top_k)), once for each shape."""
+    layers = [m for m in modules if isinstance(m, Experts) and hasattr(m.stacks[0].format, "prove")]
+    found = {(*(stack.weight.shape for stack in m.stacks), m.top_k): m for m in layers}
+    return [(m.stacks, (m.stacks[0].holds_all, m.top_k)) for m in found.values()]
 
 
 def expert_counts(model: nn.Module) -> dict[str, list[int]]:

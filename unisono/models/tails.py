@@ -26,6 +26,7 @@ from unisono.kernels.layer_tail_gluon import MOST_ROWS
 from unisono.kernels.staying import may_stay
 from unisono.layers.activations import Activations, Operand, Projected, Wish, plain, readers_of
 from unisono.layers.adapters import LinearAdapter
+from unisono.layers.experts import prove_experts
 from unisono.layers.formats import PLAIN
 from unisono.layers.linear import Linear, prove_linears
 from unisono.layers.mlp import GatedMLP
@@ -73,9 +74,11 @@ def _kernels(weights: Tail) -> Any:
 
 
 def prove_products(modules: Iterable[nn.Module]) -> dict[tuple[int, int], bool]:
-    """:func:`prove_linears`, and fuse the tails that can be: for drafters. Before any capture."""
+    """:func:`prove_linears` and :func:`prove_experts`, and fuse the tails that can be: for drafters. Before any
+    capture."""
     modules = list(modules)
     fuse_tails(modules)
+    prove_experts(modules)
     return prove_linears(modules)
 
 
