@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.attention.base import AttentionInputs
+from unisono.attention.base import AttentionInputs, AttentionOptions
 from unisono.attention.triton import TritonAttention
 from unisono.kernels import attention as ops
 
@@ -77,7 +77,8 @@ class Paged:
     def served(self, inputs: AttentionInputs, q: torch.Tensor) -> Call:
         """layer -> outputs, as the engine computes them."""
         self.backend.plan(inputs)
-        return lambda layer=0: self.backend.forward(q, *self.caches[layer], inputs, self.scale, self.heads.window)
+        options = AttentionOptions(self.scale, self.heads.window)
+        return lambda layer=0: self.backend.forward(q, (*self.caches[layer],), inputs, options)
 
     def tuned(self, inputs: AttentionInputs, q: torch.Tensor, **options: int) -> Call:
         """layer -> outputs with a plan (tile_tokens, share, partials), a step (keys) and a launch of one's own."""

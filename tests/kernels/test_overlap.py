@@ -25,7 +25,7 @@ def test_what_a_layer_runs_is_overlapped() -> None:
         "_linear_kernel", "_add_kernel", "_rms_norm_kernel", "_silu_mul_kernel", "_sigmoid_gate_kernel",
         "_rope_and_cache_kernel",
         "attention_kernel", "_conv_round_kernel", "_conv_prompt_kernel", "_conv_keep_kernel", "_prepare_kernel",
-        "_round_kernel", "_walk_kernel", "_remember_chunk_kernel", "_gated_norm_kernel",
+        "_round_kernel", "_walk_kernel", "walk_kernel", "_remember_chunk_kernel", "_gated_norm_kernel",
         "_quantize_kernel", "_fp8_linear_kernel", "fp8_rows_kernel", "_int4_linear_kernel", "_unpack_kernel",
         "_fp8_gate_up_kernel", "_fp8_down_kernel", "_int4_gate_up_kernel", "_int4_down_kernel",
         "_mxfp4_gate_up_kernel", "_mxfp4_down_kernel",
@@ -39,7 +39,7 @@ def test_what_a_layer_runs_is_overlapped() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", sorted(overlapped_kernels() - overlap.READ_EARLY))
+@pytest.mark.parametrize("kernel", sorted(overlapped_kernels() - overlap.READ_EARLY - overlap.BESIDE))
 def test_it_follows_before_it_touches_anything(kernel: str) -> None:
     """What the compiler makes of it: tests/kernels/test_aot.py."""
     before: list[str] = []

@@ -22,7 +22,7 @@ from unisono.kernels.gated_delta_cpu import CHUNK, gated_delta_cpu
 from unisono.kernels.gated_delta_gluon import SIZE, WARPS, walk_kernel, walks
 from unisono.kernels.gated_delta_triton import _prepare_kernel, _remember_chunk_kernel, _round_kernel, _walk_kernel
 from unisono.kernels.library import AotCase, define, ints, register
-from unisono.kernels.overlap import overlapped
+from unisono.kernels.overlap import overlapped, overlaps
 
 _ELEMENTS, _ROWS = 512, 32
 """Keys and values of a program that remembers them. Rows of a prompt pass up to which kernels are the same."""
@@ -111,9 +111,13 @@ def launch_gated_delta(
             **overlapped(device),
         )  # fmt: skip
     elif not is_round and fast_walk and walks(qkv, sizes.key_dim):
-        walk_kernel[grid](
-            *inputs, starts, tokens, count, EXTRA=besides, num_warps=WARPS.value, **sizes.constexprs
-        )  # fmt: skip
+        given: dict[str, Any] = {**sizes.constexprs, "EXTRA": besides, "num_warps": WARPS.value}
+        beside = overlaps(device)
+        walk_kernel[(*grid[:2], 1)](*inputs, starts, tokens, count, FIRST=0, OVERLAP=beside, **given)
+        if count > 1:
+            walk_kernel[(*grid[:2], count - 1)](
+                *inputs, starts, tokens, count, FIRST=1, **given, **overlapped(device)
+            )  # fmt: skip
     else:
         _walk_kernel[grid](
             *inputs, starts, tokens, count, width, BLOCK_V=tile.size, num_warps=tile.warps, **options,
@@ -190,8 +194,8 @@ def _cases(dtype: str, sizes: Sizes, width: int, is_round: bool) -> list[AotCase
         return cases
     if dtype != "fp32":
         walk = {name: kind for name, kind in walk.items() if name != "W"}
-        fast = {**sizes.constexprs, "EXTRA": besides}
-        cases.append(AotCase(walk_kernel, walk, fast, num_warps=WARPS.value))
+        fast = {**sizes.constexprs, **overlap, "EXTRA": besides}
+        cases += [AotCase(walk_kernel, walk, fast | {"FIRST": first}, num_warps=WARPS.value) for first in (0, 1)]
     remember = signature("qkv gates kv_ring gates_ring", "rows first until end query_start", "")
     queries, heads = sizes.key_heads * sizes.key_dim, sizes.value_heads
     shape = {"QUERIES": queries, "KV": queries + heads * sizes.value_dim, "HV": heads, "RING": sizes.ring}

@@ -14,6 +14,7 @@ import torch
 import triton.experimental.gluon as gluon
 import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from unisono.kernels.gated_delta_cpu import CHUNK as CHUNK_TOKENS
 
@@ -227,17 +228,19 @@ def _walk(S, home, keep, where, token, outputs, qkv, kv_ring, squares, factors, 
 @gluon.jit(do_not_specialize=["T", "R"])
 def walk_kernel(qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end, query_start, T, R,
                 HK: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, RING: gl.constexpr,
-                EXTRA: gl.constexpr):  # fmt: skip
+                EXTRA: gl.constexpr, FIRST: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """Program (tile of V, value head, row) walks all chunks of a prompt's row. Those of the last row zero the padding.
 
-    One prompt in a pass has 256 programs, two on a multiprocessor. If the grid has more of them, the hardware places
-    three on some, which then take 1.4 times as long, so there is none that only zeroes. Rows run from the last to the
-    first: those of a mixed pass that have one token stand first, and are placed after the prompts.
+    FIRST: the launch's first row. Row 0 has a launch of its own: its 256 programs are two on a multiprocessor then. Of
+    a larger grid the hardware places three on some, which take 1.4 times as long. With OVERLAP the launch of the other
+    rows runs beside it: neither reads what the other one writes. It ends after it, for the last row's programs wait.
 
-    It is not launched before its turn: while the last programs of the kernel before it run, only some multiprocessors
-    have room, and they would get all of the few programs that walk. One prompt took 1.3 times as long.
+    Row 0's is not launched before its turn: while the last programs of the kernel before it run, only some
+    multiprocessors have room, and they would get all of the few programs that walk. One prompt took 1.3 times as long.
     """
-    h, row, dv = gl.program_id(1), R - 1 - gl.program_id(2), gl.program_id(0) * SIZE
+    if OVERLAP and FIRST == 0:
+        gdc_launch_dependents()
+    h, row, dv = gl.program_id(1), FIRST + gl.program_id(2), gl.program_id(0) * SIZE
     HALF: gl.constexpr = K // WARPS
     dtype: gl.constexpr = qkv.dtype.element_ty
     i = gl.arange(0, SIZE, gl.SliceLayout(1, APART))[:, None]
@@ -261,3 +264,5 @@ def walk_kernel(qkv, kv_ring, squares, factors, state, out, rows, since, first, 
         for t in range(gl.load(query_start + R), T, CHUNK):
             place = gl.to_tensor(t).to(gl.int64) * (HV * V)
             gl.store(outputs + place, gl.zeros([SIZE, CHUNK], dtype, APART), mask=t + token < T)
+        if OVERLAP and FIRST > 0:
+            gdc_wait()

@@ -3,8 +3,8 @@
 A round of an 8B model has about 330 kernels of a few microseconds, and the device would drain and fill again between
 two of them. A kernel launched with ``**overlapped(device)`` may start before the previous one has ended. It calls
 :func:`follow` before any read or write: the call waits until the previous kernel has ended and its writes are visible,
-and allows the next kernel to start. A kernel launched without these options waits as kernels always do, so both kinds
-can be mixed. No bit depends on it.
+and allows the next kernel to start. :data:`READ_EARLY` and :data:`BESIDE` have the exceptions. A kernel launched
+without these options waits as kernels always do, so both kinds can be mixed. No bit depends on it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,13 @@ READ_EARLY = frozenset(
 
 They read what the kernel before them neither writes nor overwrites, and what was written before that kernel: it has
 itself waited for it before it allowed the next one to start.
+"""
+
+
+BESIDE = frozenset({"walk_kernel"})
+"""Kernels that run beside the one before them: neither reads what the other one writes.
+
+The one before them has waited for its turn before it allowed them to start, and they wait for it before they end.
 """
 
 
