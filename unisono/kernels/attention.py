@@ -98,11 +98,16 @@ def _geometry(
     return sizes, {"num_warps": 8 if wide else 4, "num_stages": stages}
 
 
-def _programs(device: torch.device) -> int:
-    """Programs that share a pass's work: a few per multiprocessor, so that the hardware balances uneven rows."""
+def _programs(device: torch.device, tiles: int) -> int:
+    """Programs that share a pass's work, which has this number of whole tiles.
+
+    Two fit on a multiprocessor. A third waits until one has ended, so that the hardware balances uneven rows; where
+    there are many tiles, it would begin with its share when the others have ended with theirs.
+    """
     if device.type != "cuda":
         return 4
-    return 3 * torch.cuda.get_device_properties(device).multi_processor_count
+    at_once = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return at_once if tiles > 2 * at_once else at_once * 3 // 2
 
 
 def _attended(q: torch.Tensor, *_: object) -> torch.Tensor:
@@ -138,7 +143,8 @@ def launch_attention(
     out = _attended(q)
     sizes, launch = _geometry(heads, kv_heads, head_dim, q.dtype, tile_tokens, cut=partials > 0)
     items = capacity * sizes["PARTS"] * kv_heads
-    programs = options.pop("programs", _programs(q.device))
+    tiles = triton.cdiv(len(q), tile_tokens) * sizes["PARTS"] * kv_heads
+    programs = options.pop("programs", _programs(q.device, tiles))
     attention_kernel[(min(programs, items) if partials else items,)](
         q, k_cache, v_cache, page_table, positions, work, count, arrivals, state, acc, out,
         sinks, page_table.stride(0), k_cache.stride(0), window, (soft_cap or scale) * LOG2_E.value,
