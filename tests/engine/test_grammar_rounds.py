@@ -181,7 +181,8 @@ def test_a_round_waits_for_tokens_only_where_masks_depend_on_them(
 
     def note(key: Any, batch: Any) -> None:
         if key.program in ("round", "draft"):
-            unread.append(max(s.in_flight for s in certain.engine.scheduler.running))
+            scheduler = certain.engine.scheduler
+            unread.append(scheduler.progress.in_flight[scheduler.running.rows.slots].max())
 
     note_launches(monkeypatch, note)
     free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -19,6 +19,14 @@ COSTS = {"extend": 48.0, "mixed": 50.0}
 RUNNING: Any = [SimpleNamespace(states={})] * 20
 
 
+class Requests(list):
+    """Running requests that are their own rows."""
+
+    @property
+    def rows(self) -> Any:
+        return self
+
+
 def mixing(device: str, round_ms: float, drafts: bool = False) -> Mixing:
     """Of an engine whose passes take COSTS, and its rounds this long."""
     runner = SimpleNamespace(
@@ -61,10 +69,10 @@ def test_the_round_it_replaces_takes_time_of_its_own() -> None:
         scheduler: Any = SimpleNamespace(
             budget=SimpleNamespace(tokens=lambda running, prompts, more: asked.append(more) or 100),
             mixing=mixing(device, 5.0),
-            running=RUNNING,
+            running=Requests(RUNNING),
             extending=[],
             max_extend_rows=8,
-            _able=lambda running: running,
+            _able=lambda rows: rows,
         )
         assert Scheduler._with_decodes(scheduler, 50) == (68, RUNNING)
         assert asked.pop() == round_ms

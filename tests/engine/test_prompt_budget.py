@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.engine.helpers import engine, mixed_params, prompts, tokens
 from unisono.engine.device_state import DeviceState, StateSizes
 from unisono.engine.prompt_budget import PromptBudget
 from unisono.engine.scheduler import Scheduler
-from unisono.engine.sequence import Chunk, Extend, Pass, Round, Sequence, Verify
+from unisono.engine.sequence import NO_ROWS, Chunk, Extend, Pass, Round, Sequence, Verify
 from unisono.engine.slots import SlotPool
 from unisono.graphs.graph_set import Launch
 from unisono.program import PendingOutputs
@@ -80,12 +81,12 @@ class Device:
             if self._round_at is not None:
                 self.gaps.append(self.now - self._round_at)
             self._round_at = self.now
-        for _, sequence in work.committing:
-            sequence.in_flight -= 1
-            if sequence.finish is FinishReason.RUNNING:
-                sequence.tokens.append(0)
-                if len(sequence.tokens) == sequence.max_length:
-                    self.scheduler.retire(sequence, FinishReason.LENGTH)
+        rows = work.committing
+        for row in self.scheduler.committed(rows, np.ones(len(rows), dtype=np.int64)):
+            sequence = rows.sequences[row]
+            sequence.tokens.append(0)
+            if len(sequence.tokens) == sequence.max_length:
+                self.scheduler.retire(sequence, FinishReason.LENGTH)
         if not self.scheduler.running:
             self._round_at = None
 
@@ -195,7 +196,7 @@ def test_a_pass_that_is_under_way_teaches_later() -> None:
     budget.round_launched()
     assert budget.tokens(running, []) == before
     took.append(1.6 * table(before))
-    budget.read(Round([], {}, 0), lambda: None)
+    budget.read(Round(NO_ROWS, {}, 0), lambda: None)
     assert budget.tokens(running, []) < 0.85 * before
 
 

@@ -57,9 +57,9 @@ class Acceptance:
         self._all_tried = np.full(drafts, PRIOR_TRIALS)
         self._all_taken = PRIOR * self._all_tried
 
-    def begin(self, slot: int) -> None:
-        """Another request has the slot: nothing of its own is known."""
-        self._tried[slot] = self._taken[slot] = 0
+    def begin(self, slots: np.ndarray | int) -> None:
+        """Other requests have these slots: nothing of their own is known."""
+        self._tried[slots] = self._taken[slots] = 0
 
     def count(self, slots: np.ndarray, asked: np.ndarray, accepted: np.ndarray) -> None:
         """A round: of slots [R], drafts asked for [R] and accepted [R]. Where none was found it counts as rejected."""

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from unisono.engine.sequence import Chunk, Extend, Growth, Pass, Preparation, Round, Verify
+from unisono.engine.progress import Progress
+from unisono.engine.sequence import Chunk, Extend, Pass, Preparation, Round, RowGrowth, Verify
 from unisono.passes.extend import prompt_program
 from unisono.passes.features.base import Feature, HostPass, PassKind, Row
 from unisono.passes.round import growth_names
 from unisono.program import NO_FEATURES, Features, Key, PendingOutputs, Shape
-from unisono.types import FinishReason
 
 if TYPE_CHECKING:
     from unisono.engine.runner import Runner
@@ -45,8 +45,8 @@ class Launched:
 class Launcher:
     """Builds the batch of each pass and has the planner launch it."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, runner: Runner, progress: Progress) -> None:
+        self._runner, self._progress = runner, progress
 
     def launch(self, work: Pass) -> Launched:
         """Put a pass on the device and return at once."""
@@ -57,11 +57,11 @@ class Launcher:
         if isinstance(work, Verify):
             return Launched(work.round, "verify", self._verify(work.round, work.drafts))
         if work.catching_up:
-            slots = [s.slot for s in work.catching_up]
+            slots = work.catching_up.slots
             self._launch(self._runner.catch_up_key(len(slots)), {"slots": slots})
         if not work.reads_drafts:
             return Launched(work, "round", self._round(work))
-        rows, paths = len(work.sequences), self._runner.paths
+        rows, paths = len(work.rows), self._runner.paths
         if not work.drafts:
             return Launched(work, "verify", self._verify(work, np.empty((rows, paths, 0), dtype=np.int32)))
         key = Key("draft", Shape(rows, 1 + work.drafts), self._runner.features)
@@ -71,14 +71,14 @@ class Launcher:
         return self._runner.planner.launch(key, batch, waited=waited, timed=timed)
 
     def _round(self, work: Round) -> PendingOutputs:
-        rows = len(work.sequences)
-        features, fields = _asked(work.asked, "round", rows)
+        rows = len(work.rows)
+        features, fields = _asked(work.rows.asked, "round", rows)
         key = self._runner.round_key(rows, work.drafts)
         return self._launch(replace(key, features=key.features | features), self._round_batch(work) | fields)
 
     def _verify(self, work: Round, drafts: np.ndarray) -> PendingOutputs:
-        rows, features = len(work.sequences), self._runner.features
-        more, fields = _asked(work.asked, "verify", rows, drafts=drafts[:rows])
+        rows, features = len(work.rows), self._runner.features
+        more, fields = _asked(work.rows.asked, "verify", rows, drafts=drafts[:rows])
         key = Key("verify", Shape(rows, 1 + work.drafts), features | more)
         return self._launch(key, self._round_batch(work) | fields)
 
@@ -87,11 +87,12 @@ class Launcher:
 
         Requests that were aborted after their drafts were made have the padding slot: theirs may be another's by now.
         """
-        slots = [s.slot for s in work.sequences]
-        ended = [row for row, s in enumerate(work.sequences) if s.finish is not FinishReason.RUNNING]
-        for row in ended:
-            slots[row] = self._runner.worker.slots.padding
-        return {"slots": slots, **_growth_batch(work.growth, ended)}
+        rows, slots, growth = len(work.rows), work.rows.slots, work.growth
+        live = self._progress.owned(slots, work.rows.owners)
+        if not live.all():
+            slots = np.where(live, slots, self._runner.worker.slots.padding)
+            growth = {lifetime: [each for each in grown if live[each[0]]] for lifetime, grown in growth.items()}
+        return {"slots": slots, **_growth_batch(growth, rows)}
 
     def _extend(self, work: Extend) -> PendingOutputs:
         runner, chunks = self._runner, work.chunks
@@ -109,7 +110,7 @@ class Launcher:
             "last": [edge - 1 for edge in edges[1:]],
         }
         if work.decodes:
-            batch |= {"decode_slots": [s.slot for s in work.decodes], **_growth_batch(work.growth)}
+            batch |= {"decode_slots": work.decodes.slots, **_growth_batch(work.growth, len(work.decodes))}
             features, fields = _asked(work.asked, "mixed", len(work.decodes) + len(chunks), total)
             mixed = runner.mixed_key(total, work.room)
             key = replace(mixed, features=mixed.features | features)
@@ -121,18 +122,16 @@ class Launcher:
         return self._launch(key, batch | fields, work.waited, timed=work.full)
 
 
-def _growth_batch(growth: Mapping[int, list[Growth]], ended: list[int] | None = None) -> Batch:
-    """For each page lifetime columns and pages [rows, most pages added]; column -1 where fewer, and of ended rows."""
+def _growth_batch(growth: Mapping[int, list[RowGrowth]], rows: int) -> Batch:
+    """For each page lifetime columns and pages [rows, most pages added]; column -1 where fewer."""
     batch = Batch()
     for lifetime, grown in growth.items():
-        most = max(len(pages) for _, pages in grown)
-        columns = np.full((len(grown), most), -1, dtype=np.int32)
+        most = max((len(added) for _, _, added in grown), default=0)
+        columns = np.full((rows, most), -1, dtype=np.int32)
         pages = np.zeros_like(columns)
-        for row, (first, added) in enumerate(grown):
-            if added:  # few rows of a round begin a page
-                columns[row, : len(added)] = range(first, first + len(added))
-                pages[row, : len(added)] = added
-        columns[ended or []] = -1
+        for row, first, added in grown:
+            columns[row, : len(added)] = range(first, first + len(added))
+            pages[row, : len(added)] = added
         batch |= zip(growth_names(lifetime), (columns, pages), strict=True)
     return batch
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from unisono.engine.commands import LoadTail, ResetTail, SaveTail, WritePages
+from unisono.engine.progress import Progress
 from unisono.engine.sequence import Chunk, Growth
 from unisono.engine.sequence import Sequence as Request
 from unisono.state.pages import PagePool, Reservation
@@ -125,8 +126,9 @@ class DeviceState:
             growth[lifetime] = window.grow(tokens)
         return growth
 
-    def end(self, request: Request, pages: Reservation) -> None:
-        """The request is about to give its pages back, and the tree has its committed ones: keep its last snapshot.
+    def end(self, request: Request, pages: Reservation, progress: Progress) -> None:
+        """The request is about to give its pages and its slot back, and the tree has its committed ones: keep its last
+        snapshot.
 
         A request that the host ended while a pass was on its way may have tails that went on, so they are not kept.
         """
@@ -139,10 +141,11 @@ class DeviceState:
         if request in self._coming:
             self._coming.remove(request)
         ended = request.finish in (FinishReason.STOP, FinishReason.LENGTH)  # on the device, so later passes skip it
-        seen = _aligned(max(request.extended, request.round_start))  # by the tails: a round's drafts do not move them
+        round_start, in_flight = int(progress.round_start[request.slot]), bool(progress.in_flight[request.slot])
+        seen = _aligned(max(request.extended, round_start))  # by the tails: a round's drafts do not move them
         position = max(seen, pages.committed_tokens)
         node = pages.node_after(position)
-        if node is None or node.snapshot >= 0 or not (ended or not request.in_flight):
+        if node is None or node.snapshot >= 0 or (in_flight and not ended):
             return
         snapshot = pool.take()
         if snapshot >= 0:

@@ -1,24 +1,25 @@
 """How each round drafts: how many tokens, and whose drafter has to catch up before.
 
 Between the scheduler, which says who runs, and the runner. Owns the bookkeeping of paused drafters (what is *pending*
-of each sequence) and feeds :mod:`unisono.engine.adaptive` with what rounds brought and how long they took.
+of each sequence, ``Progress.unobserved``) and feeds :mod:`unisono.engine.adaptive` with what rounds brought and how
+long they took.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence as Sequences
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
 import numpy as np
 
 from unisono.engine.adaptive import Acceptance, AdaptiveK, RoundCosts
 from unisono.engine.buckets import CPU_COST
-from unisono.engine.sequence import Extend, Pass, Preparation, Round, Sequence
-from unisono.types import MAX_DRAFTS, FinishReason
+from unisono.engine.progress import NOBODY, Progress
+from unisono.engine.sequence import Extend, Pass, Preparation, Round, Rows, Sequence
+from unisono.types import FinishReason
 
 if TYPE_CHECKING:
     from unisono.engine.runner import Runner
@@ -30,8 +31,8 @@ class DraftController:
     ``rounds[k]`` counts rounds with k drafts.
     """
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner, choices = runner, runner.choices
+    def __init__(self, runner: Runner, progress: Progress) -> None:
+        self._runner, self._progress, choices = runner, progress, runner.choices
         self.pinned: int | None = choices[0] if len(choices) == 1 else None
         self.rounds: Counter[int] = Counter()
         drafter = runner.worker.drafter
@@ -40,7 +41,7 @@ class DraftController:
         # Rounds whose drafts the host reads have no widths between the extremes.
         self._reading_policy = AdaptiveK(sorted({choices[0], choices[-1]}), acceptance, self.policy.costs)
         self._limit = None if getattr(drafter, "unlimited", False) else runner.max_unobserved
-        self._owners: WeakValueDictionary[int, Sequence] = WeakValueDictionary()  # by slot, until they are over
+        self._owners = np.full_like(progress.owner, NOBODY)  # [slots]: whom ``acceptance`` knows
         self._launched: Round | None = None  # the round launched last, unless another pass came after it
         self._read_at: float | None = None  # when the pass read last was over
         self._put_off: dict[bool, int] = {}  # by kind of round: drafts that wait for a drafter to catch up
@@ -49,7 +50,7 @@ class DraftController:
         """What a round's graph took on padding; None where no graph serves it."""
         return self._runner.planner.pass_ms(self._runner.round_key(rows, drafts))
 
-    def round_ms(self, running: Sequences[Sequence]) -> float:
+    def round_ms(self, running: Collection[Sequence]) -> float:
         """What the next round of these requests takes; where both kinds run, a turn of both: one reads, two others."""
         reading = sum(s.reads_drafts for s in running)
         plain = len(running) - reading
@@ -76,53 +77,52 @@ class DraftController:
         if not isinstance(work, Round):
             self._launched = None
             if isinstance(work, Extend) and work.decodes:
+                self._know(work.decodes)
                 self._undrafted(work.decodes)
             return work
-        self._know(work.sequences)
+        self._know(work.rows)
         wanted = self._put_off.get(work.reads_drafts) if self.pinned is None else self.pinned
-        drafts = self._choose(work.sequences) if wanted is None else wanted
+        drafts = self._choose(work.rows) if wanted is None else wanted
         if drafts and work.reads_drafts:
             drafts = self._runner.choices[-1]  # their passes have no widths between
-        work = self._with_catch_up(replace(work, drafts=drafts))
+        work = self._with_catch_up(work if drafts == work.drafts else replace(work, drafts=drafts))
         self.rounds[work.drafts] += 1
         self._launched = work
         return work
 
-    def drafts_nothing(self, sequences: Sequences[Sequence]) -> bool:
+    def drafts_nothing(self, sequences: Iterable[Sequence]) -> bool:
         """Whether the next round of these, which the host need not read in between, would draft nothing, and no
         drafter has to catch up before it."""
         drafts = self.policy.drafts if self.pinned is None else self.pinned
         if drafts or self._put_off.get(False):
             return False
         limit = self._limit if self._runner.max_unobserved else None
-        return limit is None or all(s.unobserved < limit for s in sequences)
+        return limit is None or all(self._progress.unobserved[s.slot] < limit for s in sequences)
 
-    def _undrafted(self, sequences: Sequences[Sequence]) -> None:
+    def _undrafted(self, rows: Rows) -> None:
         """These commit a token without drafts: a drafter that pauses observes it later."""
-        self._know(sequences)
         if self._runner.max_unobserved:
-            for sequence in sequences:
-                sequence.unobserved += 1
+            self._progress.unobserved[rows.slots] += 1
 
-    def _choose(self, sequences: list[Sequence]) -> int:
-        slots = np.array([s.slot for s in sequences])
-        most = np.array([min(_max_drafts(s), max(0, s.max_length - len(s.tokens) - 1)) for s in sequences])
-        policy = self._reading_policy if sequences[0].reads_drafts else self.policy
-        return policy.choose(slots, most, self._catch_up_ms(sequences), self._standby_ms(len(sequences)))
+    def _choose(self, rows: Rows) -> int:
+        policy = self._reading_policy if rows.sequences[0].reads_drafts else self.policy
+        most = self._progress.most_drafts(rows.slots)
+        return policy.choose(rows.slots, most, self._catch_up_ms(rows), self._standby_ms(len(rows)))
 
-    def _know(self, sequences: Sequences[Sequence]) -> None:
-        for sequence in sequences:
-            if self._owners.get(sequence.slot) is not sequence:
-                self._owners[sequence.slot] = sequence
-                self.policy.acceptance.begin(sequence.slot)
+    def _know(self, rows: Rows) -> None:
+        new = rows.slots[self._owners[rows.slots] != rows.owners]
+        if new.size:
+            self._owners[rows.slots] = rows.owners
+            self.policy.acceptance.begin(new)
 
-    def _catch_up_ms(self, sequences: list[Sequence]) -> float:
+    def _catch_up_ms(self, rows: Rows) -> float:
         """What catching up would take now: whole passes, however little is pending."""
-        rows, most = sum(s.unobserved > 0 for s in sequences), max(s.unobserved for s in sequences)
-        if not rows:
+        pending = self._progress.unobserved[rows.slots]
+        if not pending.any():
             return 0.0
         runner = self._runner
-        return runner.planner.expected_ms(runner.catch_up_key(rows)) * -(-most // runner.max_unobserved)
+        passes = -(-int(pending.max()) // runner.max_unobserved)
+        return runner.planner.expected_ms(runner.catch_up_key(int(np.count_nonzero(pending)))) * passes
 
     def _standby_ms(self, rows: int) -> float:
         """What each round without drafts adds to a drafter's catching up, which it has to before it forgets."""
@@ -139,16 +139,16 @@ class DraftController:
         self._put_off.pop(work.reads_drafts, None)
         if not self._runner.max_unobserved:
             return work
-        most, each = max(s.unobserved for s in work.sequences), self._runner.max_unobserved
+        pending, each = self._progress.unobserved[work.rows.slots], self._runner.max_unobserved
+        most = int(pending.max())
         full = self._limit is not None and most >= self._limit
         if most and (work.drafts or full):
-            work = replace(work, catching_up=tuple(s for s in work.sequences if s.unobserved))
-            for sequence in work.catching_up:
-                sequence.unobserved = max(0, sequence.unobserved - each)
+            work = replace(work, catching_up=work.rows.where(pending > 0))
+            self._progress.unobserved[work.rows.slots] = np.maximum(0, pending - each)
             if most > each:
                 self._put_off[work.reads_drafts], work = work.drafts, replace(work, drafts=0)
         if not work.drafts:
-            self._undrafted(work.sequences)
+            self._undrafted(work.rows)
         return work
 
     # ---- after a pass -------------------------------------------------------------------------
@@ -167,31 +167,26 @@ class DraftController:
         if after is not None and before is not None:
             self._learn_cost(work, after, 1e3 * (now - before))
         if work.drafts:
-            asked = [min(work.drafts, _max_drafts(s)) for s in work.sequences]
-            counts, going_on = result[:, 0], result[:, 1] == FinishReason.RUNNING
+            rows, result = work.rows, result[: len(work.rows)]
+            asked = np.minimum(work.drafts, self._progress.max_drafts[rows.slots])
             # What ended was cut short, and has a slot that may be another's by now.
-            rows = [r for r, s in enumerate(work.sequences) if asked[r] and counts[r] and going_on[r] and s.slot >= 0]
-            if rows:
-                slots = np.array([work.sequences[row].slot for row in rows])
-                self.policy.acceptance.count(slots, np.array(asked)[rows], counts[rows] - 1)
+            going_on = (result[:, 1] == FinishReason.RUNNING) & self._progress.owned(rows.slots, rows.owners)
+            known = (asked > 0) & (result[:, 0] > 0) & going_on
+            if known.any():
+                self.policy.acceptance.count(rows.slots[known], asked[known], result[known, 0] - 1)
 
     def _learn_cost(self, work: Round, after: Round, ms: float) -> None:
         """``work`` was read this long after the pass before it; ``after`` was launched next."""
         if _alike(work, after):
-            self.policy.costs.measured(len(work.sequences), work.drafts, ms)
+            self.policy.costs.measured(len(work.rows), work.drafts, ms)
             return
         # On a GPU that is the time of this pass; a CPU has run the next one meanwhile.
         timed = after if self._runner.config.device.type == "cpu" else work
         if self.pinned is None and timed.plain and timed.drafts != self.policy.drafts:
-            self.policy.costs.probed(len(timed.sequences), timed.drafts, ms)
-
-
-def _max_drafts(sequence: Sequence) -> int:
-    most = sequence.request.params.max_drafts
-    return MAX_DRAFTS if most is None else most
+            self.policy.costs.probed(len(timed.rows), timed.drafts, ms)
 
 
 def _alike(one: Round, other: Round) -> bool:
     """Whether two rounds are of the same kind, so that the time between them is that of either."""
-    same = one.drafts == other.drafts and len(one.sequences) == len(other.sequences)
+    same = one.drafts == other.drafts and len(one.rows) == len(other.rows)
     return same and one.plain and other.plain

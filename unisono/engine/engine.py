@@ -51,6 +51,8 @@ from unisono.types import BadRequest, ConfigError, EngineDead, EngineRequest, Fi
 NOTHING = np.empty((0, 2), dtype=np.int32)
 """The result of a pass that commits nothing."""
 
+NO_DRAFTS = np.empty(0, dtype=np.int32)
+
 REASONS = tuple(FinishReason)
 """By number, as the device writes them."""
 
@@ -90,7 +92,6 @@ class Engine:
         hits = self.config.asked.enable_prefix_caching
         self._offload = make_offload(self.config, worker, runner.send, self._offload)
         self.pool = PagePool(worker.num_pages[ALL], windows, snapshots, hits, self._offload)
-        self.draft_controller = DraftController(runner)
         budget = PromptBudget(
             self.config.asked.max_stall_ms,
             self.config.max_num_batched_tokens,
@@ -100,6 +101,7 @@ class Engine:
         )
         vocab_size, schema = self.checkpoint.config.vocab_size, worker.slots.schema
         slots = SlotPool(self.config.max_num_seqs, vocab_size, runner.send, schema)
+        self.draft_controller = DraftController(runner, slots.progress)
         sizes = StateSizes(runner.width, self.config.max_num_batched_tokens, self.config.max_model_len)
         device = DeviceState(self.pool, sizes, runner.send)
         by_priority = self.config.asked.scheduling_policy == "priority"
@@ -116,7 +118,7 @@ class Engine:
             runner.filling,
         )
         self.arrivals = Arrivals()
-        self._launcher = Launcher(self.runner)
+        self._launcher = Launcher(self.runner, slots.progress)
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: Launched | None = None
         self._order = itertools.count()
@@ -319,29 +321,41 @@ class Engine:
                         self.roles.service.committed(chunk.sequence, self.worker.store)
             for feature, rows in work.asked.items():
                 feature.read_prompt(rows, outputs)
-        deltas, results, drafted = [], result.tolist(), outputs["drafted"].tolist() if isinstance(work, Round) else []
-        for row, sequence in work.committing:
-            sequence.in_flight -= 1
-            count, status, *tokens = results[row]
-            # A row that ended before this pass, as the host has learnt since, brings nothing.
-            if sequence.finish is FinishReason.RUNNING and count:
-                delta = self._commit(sequence, launched, row, outputs, tokens[:count], REASONS[status])
-                if isinstance(work, Round) and sequence.request.params.max_drafts != 0:
-                    delta.drafted_tokens, delta.accepted_tokens = drafted[row], count - 1
-                    self.counters.count_round(work.drafts, delta.drafted_tokens, delta.accepted_tokens)
-                deltas.append(delta)
+        return self._commit(launched, outputs, result)
+
+    def _commit(self, launched: Launched, outputs: Mapping[str, np.ndarray], result: np.ndarray) -> list[TokenDelta]:
+        """Add what a pass committed to its requests. result [rows, width + 2] int32: count, status, tokens."""
+        work, rows = launched.work, launched.work.committing
+        drafts = work.drafts if isinstance(work, Round) else 0
+        result = result[work.places]
+        committed = self.scheduler.committed(rows, result[:, 0])
+        result = result[committed]
+        counts, drafted = result[:, 0], outputs["drafted"][committed] if drafts else NO_DRAFTS
+        self.counters.generation_tokens += int(counts.sum())
+        if drafts:
+            asked = self.scheduler.progress.max_drafts[rows.slots[committed]] > 0
+            self.counters.count_round(drafts, drafted[asked], counts[asked] - 1)
+        deltas, drafted_tokens = [], drafted.tolist()
+        brought = zip(committed.tolist(), counts.tolist(), result[:, 1].tolist(), result[:, 2:].tolist(), strict=True)
+        for index, (row, count, status, tokens) in enumerate(brought):
+            sequence = rows.sequences[row]
+            del tokens[count:]
+            delta = TokenDelta(sequence.request_id, tokens, REASONS[status], sequence.cached_tokens or 0)
+            if drafts:
+                delta.drafted_tokens, delta.accepted_tokens = drafted_tokens[index], count - 1
+            if sequence.reports:
+                self._report(sequence, delta, launched.kind, int(work.places[row]), outputs)
+            sequence.tokens += tokens
+            deltas.append(delta)
+            if delta.finish is not FinishReason.RUNNING:
+                self.scheduler.retire(sequence, delta.finish)
+                del self._sequences[sequence.request_id]
         return deltas
 
-    def _commit(
-        self,
-        sequence: Sequence,
-        launched: Launched,
-        row: int,
-        outputs: Mapping[str, np.ndarray],
-        tokens: list[int],
-        status: FinishReason,
-    ) -> TokenDelta:
-        delta = TokenDelta(sequence.request.request_id, tokens, status, sequence.cached_tokens or 0)
+    def _report(
+        self, sequence: Sequence, delta: TokenDelta, kind: str, place: int, outputs: Mapping[str, np.ndarray]
+    ) -> None:
+        """Complete a delta whose tokens the sequence has not got yet. place: its row in the pass's outputs."""
         position = len(sequence.tokens)
         first = position == sequence.prompt_len
         if first:
@@ -349,16 +363,10 @@ class Engine:
             self.counters.prompt_tokens += sequence.prompt_len
         for state in sequence.states.values():
             try:
-                state.deliver(delta, Committed(launched.kind, row, tokens, position, first, outputs))
+                state.deliver(delta, Committed(kind, place, delta.token_ids, position, first, outputs))
             except Exception as error:  # what fails for one request ends that request
                 delta.finish, delta.error = FinishReason.ABORT, f"{type(error).__name__}: {error}."
-        sequence.tokens.extend(tokens)
-        sequence.round_start = position - 1
-        self.counters.generation_tokens += len(tokens)
-        if delta.finish is not FinishReason.RUNNING:
-            self.scheduler.retire(sequence, delta.finish)
-            del self._sequences[sequence.request.request_id]
-        return delta
+        sequence.reports = bool(sequence.states)
 
     # ---- what it tells ------------------------------------------------------------------------
 

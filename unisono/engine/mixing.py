@@ -7,7 +7,7 @@ pass only, not for the round after it. Where rounds draft, a round brings severa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Sequences
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ class Mixing:
         self._fixed = runner.config.device.type == "cpu"  # nothing is measured there, so that runs repeat
 
     def prompt_tokens(
-        self, running: Sequences[Sequence], prompts: Sequences[Sequence], fitting: Callable[[float], int]
+        self, running: Collection[Sequence], prompts: Sequences[Sequence], fitting: Callable[[float], int]
     ) -> int:
         """How many prompt tokens the running requests may share a pass with; 0 where they have a round of their own,
         for a reason that is counted.
@@ -73,7 +73,7 @@ class Mixing:
         """Rows that a mixed pass has for this number of requests that decode."""
         return next(size for size in self._runner.decode_sizes if size >= decodes)
 
-    def pays(self, running: Sequences[Sequence], tokens: int, room: int) -> bool:
+    def pays(self, running: Collection[Sequence], tokens: int, room: int) -> bool:
         """Whether one pass is expected to take less time than two."""
         runner, planner = self._runner, self._runner.planner
         together = planner.launched_ms(runner.mixed_key(tokens, room))

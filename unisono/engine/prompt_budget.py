@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Requests
 
 from unisono.engine.adaptive import MOST_CORRECTION
@@ -69,7 +69,7 @@ class PromptBudget:
         # of full passes that may be under way still, what was expected without the correction
         self._read: deque[tuple[float, Took]] = deque(maxlen=MOST_READ)
 
-    def tokens(self, running: Requests[Sequence], prompts: Requests[Sequence], round_ms: float = 0.0) -> int:
+    def tokens(self, running: Collection[Sequence], prompts: Requests[Sequence], round_ms: float = 0.0) -> int:
         """Tokens of a pass of these prompts that may be launched now; 0 where a round comes first.
 
         round_ms: what the round takes that the pass is at once; the bound does not count it.
@@ -89,7 +89,7 @@ class PromptBudget:
         longest = max((work.tokens for work in self._extended), default=0)
         return sizes[fitting - 1] if sizes[fitting - 1] >= WORTH * longest else 0
 
-    def room(self, running: Requests[Sequence], ms: Callable[[Key], float]) -> Room:
+    def room(self, running: Collection[Sequence], ms: Callable[[Key], float]) -> Room:
         """The time that passes ahead of prompts may take now; see :meth:`tokens`. ms: what such a pass takes."""
         if not running:
             return Room(ms, math.inf, True)

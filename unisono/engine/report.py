@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from unisono.config import ResolvedConfig
 from unisono.engine import offload, roles
 from unisono.engine.arrivals import Arrivals
@@ -46,18 +48,19 @@ class Counters:
         accepted, rounds, drafts = ([0] * num_drafts for _ in range(3))
         return cls(accepted_per_position=accepted, rounds_per_position=rounds, drafts_per_position=drafts)
 
-    def count_round(self, asked: int, drafted: int, accepted: int) -> None:
-        """One request's share of a round with ``asked`` drafts at most."""
-        if asked:
-            self.draft_rounds += 1
-            for place in range(asked):
-                self.rounds_per_position[place] += 1
-                self.drafts_per_position[place] += drafted > 0
-            self.drafts += drafted > 0
-            self.drafted_tokens += drafted
-            self.accepted_tokens += accepted
-            for place in range(accepted):
-                self.accepted_per_position[place] += 1
+    def count_round(self, asked: int, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """A round with ``asked`` drafts at most. drafted, accepted [requests]: drafts that each had, and of these the
+        accepted ones."""
+        requests, drafting = len(drafted), int(np.count_nonzero(drafted))
+        self.draft_rounds += requests
+        self.drafts += drafting
+        self.drafted_tokens += int(drafted.sum())
+        self.accepted_tokens += int(accepted.sum())
+        longer = np.bincount(accepted, minlength=asked + 1)[::-1].cumsum()[::-1]  # requests that accepted i or more
+        for place in range(asked):
+            self.rounds_per_position[place] += requests
+            self.drafts_per_position[place] += drafting
+            self.accepted_per_position[place] += int(longer[place + 1])
 
     @property
     def accept_length(self) -> float:

@@ -24,7 +24,20 @@ import numpy as np
 from unisono.engine.device_state import DeviceState
 from unisono.engine.mixing import Mixing
 from unisono.engine.prompt_budget import PromptBudget
-from unisono.engine.sequence import Chunk, Extend, Growth, Pass, Preparation, Round, Sequence, Verify, tokens_left
+from unisono.engine.sequence import (
+    NO_ROWS,
+    Chunk,
+    Extend,
+    Pass,
+    Preparation,
+    Round,
+    RowGrowth,
+    Rows,
+    Running,
+    Sequence,
+    Verify,
+    tokens_left,
+)
 from unisono.engine.slots import SlotPool
 from unisono.engine.waiting import Waiting
 from unisono.passes.features.base import Feature, Row
@@ -62,7 +75,8 @@ class Scheduler:
         self.mixing, self._filling = mixing, filling
         self.waiting = Waiting(by_priority)
         self.extending: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.running = Running()
+        self.progress = slots.progress
         self.preemptions = 0
         self.prefix_queries = 0  # prompt tokens looked up, and of these found
         self.prefix_hits = 0
@@ -73,7 +87,7 @@ class Scheduler:
     @property
     def active(self) -> list[Sequence]:
         """The requests that hold a slot."""
-        return self.extending + self.running
+        return [*self.extending, *self.running]
 
     @property
     def has_work(self) -> bool:
@@ -103,11 +117,9 @@ class Scheduler:
                 if extend.decodes:
                     self.budget.round_launched()  # it is one, too
                 return extend
-        reading = [s for s in self.running if s.reads_drafts]
-        others = [s for s in self.running if not s.reads_drafts] if reading else self.running
         for reads_drafts in (self._turn, not self._turn):
             try:
-                work = self._next_reading(reading) if reads_drafts else self._next_round(others, False)
+                work = self._next_reading() if reads_drafts else self._next_round(self.running.others, False)
             except _Wait:
                 return self._take_verify()
             if work is not None:
@@ -125,6 +137,16 @@ class Scheduler:
         self._verify = Verify(self._drafting, drafts)
         self._drafting = None
 
+    def committed(self, rows: Rows, counts: np.ndarray) -> np.ndarray:
+        """A pass was read that committed ``counts`` [rows] tokens. Returns the indices of the rows that they are for.
+
+        A row that ended before this pass, as the host has learnt since, brings nothing. The caller adds the tokens to
+        the sequences.
+        """
+        live = self.progress.owned(rows.slots, rows.owners)
+        self.progress.read(rows.slots[live], counts[live])
+        return np.flatnonzero(live & (counts > 0))
+
     def retire(self, sequence: Sequence, finish: FinishReason) -> None:
         """End a sequence: its committed pages go to the prefix tree, its slot is free."""
         sequence.finish = finish
@@ -132,7 +154,7 @@ class Scheduler:
         self._give_back(sequence)
         queue.remove(sequence)
 
-    def _queue_of(self, sequence: Sequence) -> Waiting | list[Sequence]:
+    def _queue_of(self, sequence: Sequence) -> Waiting | Running | list[Sequence]:
         if sequence.pages is None:
             return self.waiting
         return self.running if sequence in self.running else self.extending
@@ -150,14 +172,13 @@ class Scheduler:
         extending = sequence in self.extending
         written = min(sequence.extended, len(sequence.tokens) - 1) if extending else len(sequence.tokens) - 1
         # A page that the drafter has not read would be drafted from badly for good.
-        written = max(0, written - sequence.unobserved)
+        written = max(0, written - int(self.progress.unobserved[sequence.slot]))
         sequence.pages.commit(sequence.keys[:written], complete=written if extending else written - 1)
-        self.device.end(sequence, sequence.pages)
+        self.device.end(sequence, sequence.pages, self.progress)
         sequence.pages.release()
         self.slots.free(sequence.slot)
         sequence.released()
-        sequence.pages, sequence.slot = None, -1
-        sequence.extended = sequence.mapped = sequence.unobserved = sequence.round_start = 0
+        sequence.pages, sequence.slot, sequence.extended = None, -1, 0
 
     def _admit(self) -> None:
         """Give slots to those who wait. Who can't have one for a feature's sake, and who wants that too, is passed."""
@@ -203,8 +224,10 @@ class Scheduler:
         tokens = sequence.tokens
         sequence.pages, sequence.extended = pages, pages.cached_tokens
         sequence.admitted()
-        sequence.slot = self.slots.claim(request, tokens, sequence.max_length, pages.pages, sequence.slot_values)
-        sequence.mapped = len(pages.entries)
+        held = pages.pages
+        sequence.slot = self.slots.claim(request, tokens, sequence.max_length, held, sequence.slot_values)
+        most = request.params.max_drafts
+        self.progress.begin(sequence.slot, sequence.order, len(tokens), sequence.max_length, most, len(held))
         self.device.begin(sequence, pages)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = pages.cached_tokens
@@ -233,16 +256,16 @@ class Scheduler:
                 return Preparation(ahead)
         return None
 
-    def _with_decodes(self, budget: int) -> tuple[int, list[Sequence]]:
+    def _with_decodes(self, budget: int) -> tuple[int, Rows]:
         """Prompt tokens of the next prompt pass, at most, and the running requests that decode in it, if any do."""
         prompts = self.extending[: self.max_extend_rows]
         fitting = partial(self.budget.tokens, self.running, prompts)
         if self.mixing is not None and (tokens := self.mixing.prompt_tokens(self.running, prompts, fitting)):
             with suppress(_Wait):
-                return tokens, self._able(self.running)
-        return self._filling(budget, 0) if self.running and tokens_left(prompts) > budget else budget, []
+                return tokens, self._able(self.running.rows)
+        return self._filling(budget, 0) if self.running and tokens_left(prompts) > budget else budget, NO_ROWS
 
-    def _next_extend(self, budget: int, decodes: list[Sequence]) -> Extend | None:
+    def _next_extend(self, budget: int, decodes: Rows) -> Extend | None:
         """A prompt pass of at most ``budget`` tokens in which these decode; None where no prompt can go on yet."""
         chunks, waited = [], bool(self.running)
         for sequence in [s for s in self.extending if not s.coming][: self.max_extend_rows]:
@@ -267,60 +290,69 @@ class Scheduler:
             if chunk.last:
                 self.extending.remove(chunk.sequence)
                 self.running.append(chunk.sequence)
-                chunk.sequence.in_flight += 1
         self.device.extending(chunks)
         room = self.mixing.room(len(decodes)) if self.mixing is not None and decodes else 0
-        return Extend(chunks, budget == 0, tuple(decodes), growth, room, waited)
+        work = Extend(chunks, budget == 0, decodes, growth, room, waited)
+        self.progress.launched(work.committing.slots)
+        return work
 
-    def _next_reading(self, sequences: list[Sequence]) -> Round | Verify | None:
+    def _next_reading(self) -> Round | Verify | None:
         """The next pass of those whose drafts the host reads; None while it has to read something first."""
         if self._drafting is not None:
             return None
         if (work := self._take_verify()) is not None:
             return work
-        return None if self._unread(sequences) else self._next_round(sequences, True)
+        rows = self.running.reading
+        return None if self._unread(rows) else self._next_round(rows, True)
 
     def _take_verify(self) -> Verify | None:
         """The second pass of the round whose drafts are read; None where there is none, or all its requests ended."""
         work, self._verify = self._verify, None
-        if work is None or all(s.finish is not FinishReason.RUNNING for s in work.round.sequences):
+        if work is None or not self.progress.owned(work.round.rows.slots, work.round.rows.owners).any():
             return None
         return work
 
-    def _unread(self, sequences: list[Sequence]) -> bool:
+    def _unread(self, rows: Rows) -> bool:
         """Whether tokens of these are not read yet."""
-        return any(s.in_flight for s in sequences)
+        return bool(self.progress.in_flight[rows.slots].any())
 
-    def _next_round(self, sequences: list[Sequence], reads_drafts: bool) -> Round | None:
+    def _next_round(self, rows: Rows, reads_drafts: bool) -> Round | None:
         """A round of these, which are all that run of one kind. Raises _Wait."""
-        able = self._able(sequences)
+        able = self._able(rows)
         if not able:
             return None
-        if reads_drafts or sequences is self.running:
+        if reads_drafts or rows is self.running.rows:
             self.budget.round_launched()  # where both kinds run, prompts have the time of a turn of both
-        return Round(able, self._growth(able), self.width - 1, reads_drafts=reads_drafts)
+        growth = self._growth(able)
+        self.progress.launched(able.slots)
+        return Round(able, growth, self.width - 1, reads_drafts=reads_drafts)
 
-    def _able(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those of the sequences that may go on, with pages for the worst case. Raises _Wait."""
-        # A pass in flight commits one token at least: these may go on, the others end when it is read.
-        able = [s for s in sequences if len(s.tokens) + s.in_flight < s.max_length]
-        for sequence in able:
-            if sequence.pages is not None:
-                self._grow(sequence)
-        return [s for s in able if s.pages is not None]  # growing one may have preempted another
+    def _able(self, rows: Rows) -> Rows:
+        """Those of the rows that may go on, with pages for the worst case. Raises _Wait."""
+        able, preemptions = rows.where(self.progress.going_on(rows.slots)), self.preemptions
+        for row in self.progress.outgrown(able.slots, self.progress.worst(able.slots, self.width)):
+            self._grow(able.sequences[row])
+        if self.preemptions == preemptions:
+            return able
+        return able.where(self.progress.owned(able.slots, able.owners))  # growing one may have preempted another
 
-    def _growth(self, sequences: list[Sequence]) -> dict[int, list[Growth]]:
-        """By page lifetime, what the page tables of these grow by in a pass that commits tokens of them."""
-        growth: dict[int, list[Growth]] = {lifetime: [] for lifetime in (ALL, *self.pool.windows)}
-        for sequence in sequences:
+    def _growth(self, rows: Rows) -> dict[int, list[RowGrowth]]:
+        """By page lifetime, the page tables of these that grow in a pass that commits tokens of them."""
+        progress = self.progress
+        worst = progress.worst(rows.slots, self.width)
+        growth: dict[int, list[RowGrowth]] = {lifetime: [] for lifetime in (ALL, *self.pool.windows)}
+        for row in progress.outgrown(rows.slots, worst):
+            sequence = rows.sequences[row]
             assert sequence.pages is not None
-            pages = sequence.pages.pages_from(sequence.mapped)
-            growth[ALL].append((sequence.mapped, pages))
-            sequence.mapped += len(pages)
-            if self.pool.windows:
-                for lifetime, grown in self.device.grow(sequence, self._worst(sequence)).items():
-                    growth[lifetime].append(grown)
-            sequence.in_flight += 1
+            first = int(progress.mapped[sequence.slot])
+            pages = sequence.pages.pages_from(first)
+            progress.mapped[sequence.slot] += len(pages)
+            growth[ALL].append((row, first, pages))
+        if self.pool.windows:
+            for row, (sequence, tokens) in enumerate(zip(rows.sequences, worst.tolist(), strict=True)):
+                for lifetime, (first, pages) in self.device.grow(sequence, tokens).items():
+                    if pages:
+                        growth[lifetime].append((row, first, pages))
         return growth
 
     def _grow(self, sequence: Sequence) -> None:
@@ -330,16 +362,13 @@ class Scheduler:
         """
         while sequence.pages is not None:
             try:
-                sequence.pages.reserve(self._worst(sequence))
+                slot = np.array([sequence.slot])
+                sequence.pages.reserve(int(self.progress.worst(slot, self.width)[0]))
                 return
             except OutOfPages:
-                if any(s.in_flight for s in self.running):
+                if self._unread(self.running.rows):
                     raise _Wait from None
                 self._preempt(max(self.active, key=self.waiting.rank))
-
-    def _worst(self, sequence: Sequence) -> int:
-        """Tokens of the sequence after one more round in which everything is accepted."""
-        return min(len(sequence.tokens) + (sequence.in_flight + 1) * self.width, sequence.max_length)
 
     def _preempt(self, sequence: Sequence) -> None:
         queue = self._queue_of(sequence)

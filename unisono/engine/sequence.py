@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import operator
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,6 +22,9 @@ from unisono.types import EngineRequest, FinishReason
 Growth = tuple[int, list[int]]
 """The first new column of a page table, and the pages from there on."""
 
+RowGrowth = tuple[int, int, list[int]]
+"""The row of a pass whose page table grows, and by what; see :data:`Growth`."""
+
 States = Mapping[Feature, RequestState]
 """Of each feature that a request asks for, what it keeps of the request."""
 
@@ -29,7 +33,9 @@ States = Mapping[Feature, RequestState]
 class Sequence:
     """One request on its way. ``tokens`` is the prompt and every output token the host has read.
 
-    reads_drafts: whether a feature needs its drafts on the host, so that its rounds are two passes.
+    reads_drafts: whether a feature needs its drafts on the host, so that its rounds are two passes. reports: whether
+    the next delta has more to say than its tokens: the first one has, and each one where the request has features.
+    What passes change of a request that has a slot is in ``engine/progress.py``.
     """
 
     request: EngineRequest
@@ -41,10 +47,6 @@ class Sequence:
     slot: int = -1
     pages: Reservation | None = None
     extended: int = 0  # tokens whose KV is written or being written by launched prompt passes
-    mapped: int = 0  # leading pages that the slot's page table on the device holds
-    in_flight: int = 0  # launched passes that commit tokens and are not read yet
-    unobserved: int = 0  # its last tokens of which the drafter has only been told; see engine/draft_controller.py
-    round_start: int = 0  # position of the first token of its last round that was read
     snapshots: list[tuple[int, int]] = field(default_factory=list)  # (tokens, id) that are taken, not in the tree yet
     finish: FinishReason = FinishReason.RUNNING
     cached_tokens: int | None = None  # prompt tokens that the prefix cache served at first admission
@@ -53,7 +55,10 @@ class Sequence:
     queued_seconds: float | None = None  # from then to its first pass
     leader: Sequence | None = None  # of the same prompt, ahead in the queue
 
+    reports: bool = True
+
     def __post_init__(self) -> None:
+        self.request_id, self.prompt_len = self.request.request_id, len(self.request.prompt_token_ids)
         self.reads_drafts = any(feature.reads_drafts for feature in self.states)
         given = [state.prompt_keys for state in self.states.values()]
         self._prompt_keys = _together([keys for keys in given if keys is not None])
@@ -74,10 +79,6 @@ class Sequence:
     def coming(self) -> bool:
         """Whether it waits for pages that come back from host memory."""
         return self.pages is not None and self.pages.coming
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_token_ids)
 
     @property
     def keys(self) -> list[Token]:
@@ -120,6 +121,91 @@ class Sequence:
         return known
 
 
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Requests in the order of their rows in a pass. slots, owners: int64 [rows], each request's slot and ``order``.
+
+    Rounds of the same requests share one of these.
+    """
+
+    sequences: tuple[Sequence, ...]
+    slots: np.ndarray
+    owners: np.ndarray
+
+    @classmethod
+    def of(cls, sequences: Iterable[Sequence]) -> Rows:
+        """Rows of requests that have slots."""
+        each = tuple(sequences)
+        slots, owners = [s.slot for s in each], [s.order for s in each]
+        return cls(each, np.array(slots, dtype=np.int64), np.array(owners, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def where(self, chosen: np.ndarray) -> Rows:
+        """Those for which ``chosen`` [rows] is true; these themselves where that is all."""
+        if chosen.all():
+            return self
+        sequences = tuple(itertools.compress(self.sequences, chosen.tolist()))
+        return Rows(sequences, self.slots[chosen], self.owners[chosen])
+
+    @cached_property
+    def asked(self) -> dict[Feature, list[Row]]:
+        """The requests that ask for each feature."""
+        asked: dict[Feature, list[Row]] = {}
+        for index, sequence in enumerate(self.sequences):
+            for feature, state in sequence.states.items():
+                asked.setdefault(feature, []).append(Row(index, state))
+        return asked
+
+
+NO_ROWS = Rows.of(())
+
+
+class Running:
+    """The requests that take part in rounds, in order, and the rows of their rounds, which are made anew when another
+    request comes or goes."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def __contains__(self, sequence: object) -> bool:
+        return sequence in self._sequences
+
+    def append(self, sequence: Sequence) -> None:
+        self._sequences.append(sequence)
+        self._changed()
+
+    def remove(self, sequence: Sequence) -> None:
+        self._sequences.remove(sequence)
+        self._changed()
+
+    def _changed(self) -> None:
+        for name in ("rows", "reading", "others"):
+            self.__dict__.pop(name, None)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """All of them."""
+        return Rows.of(self._sequences)
+
+    @cached_property
+    def reading(self) -> Rows:
+        """Those whose drafts the host reads."""
+        return Rows.of(s for s in self._sequences if s.reads_drafts)
+
+    @cached_property
+    def others(self) -> Rows:
+        """Those whose drafts it does not read."""
+        return Rows.of(s for s in self._sequences if not s.reads_drafts) if self.reading else self.rows
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Tokens ``start … end`` of a sequence in a prompt pass; the ``last`` one samples."""
@@ -145,8 +231,8 @@ class Extend:
 
     chunks: list[Chunk]
     full: bool = True
-    decodes: tuple[Sequence, ...] = ()
-    growth: Mapping[int, list[Growth]] = field(default_factory=dict)
+    decodes: Rows = NO_ROWS
+    growth: Mapping[int, list[RowGrowth]] = field(default_factory=dict)
     room: int = 0
     waited: bool = False
 
@@ -158,7 +244,7 @@ class Extend:
     @cached_property
     def asked(self) -> dict[Feature, list[Row]]:
         """The requests that ask for each feature."""
-        asked = _asked(self.decodes)
+        asked = {feature: list(rows) for feature, rows in self.decodes.asked.items()}
         first = 0
         for index, chunk in enumerate(self.chunks, self.room):
             for feature, state in chunk.sequence.states.items():
@@ -167,11 +253,17 @@ class Extend:
             first += chunk.end - chunk.start
         return asked
 
-    @property
-    def committing(self) -> list[tuple[int, Sequence]]:
-        """(row, sequence) of those that sample a token."""
-        ended = [(i, chunk.sequence) for i, chunk in enumerate(self.chunks, self.room) if chunk.last]
-        return [*enumerate(self.decodes), *ended]
+    @cached_property
+    def committing(self) -> Rows:
+        """Those that sample a token. To be asked for first while all of them have their slots."""
+        ended = [chunk.sequence for chunk in self.chunks if chunk.last]
+        return Rows.of((*self.decodes.sequences, *ended)) if ended else self.decodes
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """The rows of the pass's outputs that are theirs."""
+        ended = [row for row, chunk in enumerate(self.chunks, self.room) if chunk.last]
+        return np.array([*range(len(self.decodes)), *ended], dtype=np.intp)
 
 
 @dataclass(frozen=True)
@@ -179,38 +271,39 @@ class Preparation:
     """A pass of a feature's own program, which prompt passes wait for. Nothing is read of it."""
 
     ahead: Ahead
-    committing: tuple[tuple[int, Sequence], ...] = ()
+    committing: Rows = NO_ROWS
+    places: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.intp))
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round. growth: by page lifetime, what each sequence's page table grows by: ``(first column, pages)``.
+    """A round. growth: by page lifetime, the page tables that grow. drafts: of each sequence, at most.
 
-    drafts: of each sequence, at most. catching_up: those whose drafter catches up before it. reads_drafts: whether it
-    is two passes, for the host reads the drafts between them.
+    catching_up: those whose drafter catches up before it. reads_drafts: whether it is two passes, for the host reads
+    the drafts between them.
     """
 
-    sequences: list[Sequence]
-    growth: Mapping[int, list[Growth]]
+    rows: Rows
+    growth: Mapping[int, list[RowGrowth]]
     drafts: int
-    catching_up: tuple[Sequence, ...] = ()
+    catching_up: Rows = NO_ROWS
     reads_drafts: bool = False
 
+    @property
+    def committing(self) -> Rows:
+        """Those that sample a token: all."""
+        return self.rows
+
     @cached_property
-    def asked(self) -> dict[Feature, list[Row]]:
-        """The requests that ask for each feature."""
-        return _asked(self.sequences)
+    def places(self) -> np.ndarray:
+        """The rows of the pass's outputs that are theirs."""
+        return np.arange(len(self.rows))
 
     @cached_property
     def plain(self) -> bool:
         """Whether it is one pass of the program whose graphs' times are known, and no other pass."""
-        asks: Features = functools.reduce(operator.or_, (feature.asks for feature in self.asked), NO_FEATURES)
+        asks: Features = functools.reduce(operator.or_, (feature.asks for feature in self.rows.asked), NO_FEATURES)
         return asks == NO_FEATURES and not self.reads_drafts and not self.catching_up
-
-    @property
-    def committing(self) -> list[tuple[int, Sequence]]:
-        """(row, sequence) of all."""
-        return list(enumerate(self.sequences))
 
 
 @dataclass(frozen=True)
@@ -219,15 +312,6 @@ class Verify:
 
     round: Round
     drafts: np.ndarray
-
-
-def _asked(sequences: Iterable[Sequence]) -> dict[Feature, list[Row]]:
-    """The requests that ask for each feature, of those that have a row each."""
-    asked: dict[Feature, list[Row]] = {}
-    for index, sequence in enumerate(sequences):
-        for feature, state in sequence.states.items():
-            asked.setdefault(feature, []).append(Row(index, state))
-    return asked
 
 
 def salted(first: Token, salt: str) -> bytes:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from unisono.engine.commands import WritePages, WriteSlot
+from unisono.engine.progress import Progress
 from unisono.program import Field, Schema
 from unisono.sampling.edits import pack_edits, row_words
 from unisono.state.specs import ALL, PADDING_PAGE, PerSlot
@@ -127,11 +128,15 @@ class Slots:
 
 
 class SlotPool:
-    """Which slots are free. ``send`` executes the command that writes a claimed slot. schema: of the slots."""
+    """Which slots are free, and the ``progress`` of the requests in the others, which the scheduler begins.
+
+    ``send`` executes the command that writes a claimed slot. schema: of the slots.
+    """
 
     def __init__(
         self, num_slots: int, vocab_size: int, send: Callable[[WriteSlot], object], schema: Schema = SLOT_SCHEMA
     ) -> None:
+        self.progress = Progress(num_slots)
         self._free = list(range(num_slots - 1, -1, -1))
         self._vocab_size, self._send, self._schema = vocab_size, send, schema
 
@@ -154,6 +159,7 @@ class SlotPool:
 
     def free(self, slot: int) -> None:
         """Return a slot. Its row stays as it is until the next claim, and no round names it."""
+        self.progress.end(slot)
         self._free.append(slot)
 
 
