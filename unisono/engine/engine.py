@@ -330,7 +330,11 @@ class Engine:
         result = result[work.places]
         committed = self.scheduler.committed(rows, result[:, 0])
         result = result[committed]
-        counts, drafted = result[:, 0], outputs["drafted"][committed] if drafts else NO_DRAFTS
+        width, counts, drafted = (
+            result.shape[1] - 2,
+            result[:, 0],
+            outputs["drafted"][committed] if drafts else NO_DRAFTS,
+        )
         self.counters.generation_tokens += int(counts.sum())
         if drafts:
             asked = self.scheduler.progress.max_drafts[rows.slots[committed]] > 0
@@ -339,7 +343,8 @@ class Engine:
         brought = zip(committed.tolist(), counts.tolist(), result[:, 1].tolist(), result[:, 2:].tolist(), strict=True)
         for index, (row, count, status, tokens) in enumerate(brought):
             sequence = rows.sequences[row]
-            del tokens[count:]
+            if count < width:
+                del tokens[count:]
             delta = TokenDelta(sequence.request_id, tokens, REASONS[status], sequence.cached_tokens or 0)
             if drafts:
                 delta.drafted_tokens, delta.accepted_tokens = drafted_tokens[index], count - 1
@@ -421,8 +426,9 @@ class Engine:
             self.runner.team.check()
 
     def check_integrity(self) -> None:
-        """Prove the page bookkeeping; the idle engine calls this. Raises RuntimeError naming the breach."""
+        """Prove the bookkeeping of pages and slots, as the idle engine does. Raises RuntimeError naming the breach."""
         self.pool.check_integrity()
+        self.scheduler.check_integrity()
 
     def shutdown(self) -> None:
         """Drop every request and free the device."""

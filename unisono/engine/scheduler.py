@@ -23,6 +23,7 @@ import numpy as np
 
 from unisono.engine.device_state import DeviceState
 from unisono.engine.mixing import Mixing
+from unisono.engine.progress import NOBODY
 from unisono.engine.prompt_budget import PromptBudget
 from unisono.engine.sequence import (
     NO_ROWS,
@@ -153,6 +154,17 @@ class Scheduler:
         queue = self._queue_of(sequence)
         self._give_back(sequence)
         queue.remove(sequence)
+
+    def check_integrity(self) -> None:
+        """Prove that ``progress`` is of the requests that hold slots. Raises RuntimeError naming the breach."""
+        progress = self.progress
+        for sequence in self.active:
+            slot, known = sequence.slot, (sequence.order, len(sequence.tokens))
+            if (noted := (int(progress.owner[slot]), int(progress.length[slot]))) != known:
+                raise RuntimeError(f"slot {slot}: request and length {noted} are noted, it has {known}")
+        owned = int(np.count_nonzero(progress.owner != NOBODY))
+        if owned != len(self.active):
+            raise RuntimeError(f"{owned} slots have an owner, {len(self.active)} requests hold one")
 
     def _queue_of(self, sequence: Sequence) -> Waiting | Running | list[Sequence]:
         if sequence.pages is None:
