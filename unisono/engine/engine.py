@@ -330,11 +330,8 @@ class Engine:
         result = result[work.places]
         committed = self.scheduler.committed(rows, result[:, 0])
         result = result[committed]
-        width, counts, drafted = (
-            result.shape[1] - 2,
-            result[:, 0],
-            outputs["drafted"][committed] if drafts else NO_DRAFTS,
-        )
+        width, counts = result.shape[1] - 2, result[:, 0]
+        drafted = outputs["drafted"][committed] if drafts else NO_DRAFTS
         self.counters.generation_tokens += int(counts.sum())
         if drafts:
             asked = self.scheduler.progress.max_drafts[rows.slots[committed]] > 0
