@@ -21,7 +21,10 @@ from unisono.server.errors import ApiError
 from unisono.types import ConfigError
 
 PLACES = 2
-"""Requests that are prepared at once: one in the tokenizer's thread, one in the event loop."""
+"""Long requests that are prepared at once: one in the tokenizer's thread, one in the event loop."""
+SHORT_BODY, SHORT_PLACES = 16 * 2**10, 64
+"""Bytes of a short request's body, and how many short ones are prepared at once. Each takes some milliseconds, most of
+them waiting for the event loop's next turn: with two places a server with full streams takes 250 requests a second."""
 MAX_RETRY_AFTER = 60
 """Seconds that Retry-After of a full queue says at most."""
 BYTES_RETRY_AFTER = 5
@@ -91,7 +94,7 @@ class Admission:
         self._buckets: dict[str, _Bucket] = {}
         self._remembered, self._total, self._bytes = REMEMBERED, 0, 0
         self._left: deque[tuple[float, int]] = deque(maxlen=256)  # when sequences ended, and how many
-        self.turnstile = Turnstile(PLACES)
+        self.long, self.short = Turnstile(PLACES), Turnstile(SHORT_PLACES)
 
     def enter(self, client: Client) -> Ticket:
         """Count a request of ``client`` from now on. Raises ApiError 429 and 503."""
@@ -199,7 +202,7 @@ class Ticket:
     def __init__(self, admission: Admission, client: Client) -> None:
         self._admission, self.client, self.sequences, self.bytes = admission, client, 0, 0
         self._holders = 1
-        self._has_place = False
+        self._has_place, self._turnstile = False, admission.short
 
     def resize(self, sequences: int) -> None:
         """The request has this number of sequences."""
@@ -216,12 +219,14 @@ class Ticket:
 
     def take_turn(self) -> bool:
         """Have the request prepared now, if there is nobody to wait for. ``turn_over`` ends the turn."""
-        self._has_place = self._has_place or self._admission.turnstile.enter()
+        if self.bytes > SHORT_BODY:  # it stays long when its bytes have been given back
+            self._turnstile = self._admission.long
+        self._has_place = self._has_place or self._turnstile.enter()
         return self._has_place
 
     async def turn(self) -> bool:
         """Wait for the client's turn to have a request prepared. Returns True."""
-        await self._admission.turnstile.wait(self.client.label)
+        await self._turnstile.wait(self.client.label)
         self._has_place = True
         return True
 
@@ -230,7 +235,7 @@ class Ticket:
         if self._has_place:
             self._has_place = False
             self._admission._shrink(self)
-            self._admission.turnstile.leave()
+            self._turnstile.leave()
 
     def leave(self) -> None:
         """A holder is done with the request."""
