@@ -66,6 +66,8 @@ Launcher = Callable[[str, Any, float, Heard, Ended, Progress], Handle]
 
 MAX_SOCKET_PATH = 95
 """Bytes of a Unix socket's path, and five more of the heartbeats'; the limits are 104 (macOS) and 108 (Linux)."""
+READ_LIMIT = 0.05
+"""Seconds that the engine's messages are read for before responses are sent."""
 LAST_WORDS = 0.2
 """Seconds to wait for the last message of an engine process that has exited."""
 SHUTDOWN_LIMIT = 10.0
@@ -210,20 +212,34 @@ class EngineHandle:
         self.hide()
 
     async def _read(self) -> None:
+        """Handle messages as they come: all that wait, then the loop's other tasks run once.
+
+        A ``recv`` that has a message does not yield to the loop, so an engine that is ahead would keep every response
+        from being sent. Reading one message per turn would send an event for each token and fall behind for ever.
+        """
+        waiting: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         while True:
-            message = ipc.decode_from_engine(await self._socket.recv())
-            match message:
-                case ipc.Loading(stage, share):
-                    self._progress(stage, share)
-                case ipc.Ready(info):
-                    if self._watch is not None:
-                        self._watch.lives()
-                    if not self.ready.done():
-                        self.ready.set_result(info)
-                case ipc.Fatal(error, text):
-                    self._end(rebuild(error, text))
-                case _:
-                    self._heard(message)
+            self._receive(await self._socket.recv())
+            until = time.monotonic() + READ_LIMIT
+            with suppress(zmq.Again):
+                while time.monotonic() < until:
+                    self._receive(waiting.recv(zmq.NOBLOCK))
+            await asyncio.sleep(0)
+
+    def _receive(self, data: bytes) -> None:
+        """Handle an encoded message of the engine."""
+        match message := ipc.decode_from_engine(data):
+            case ipc.Loading(stage, share):
+                self._progress(stage, share)
+            case ipc.Ready(info):
+                if self._watch is not None:
+                    self._watch.lives()
+                if not self.ready.done():
+                    self.ready.set_result(info)
+            case ipc.Fatal(error, text):
+                self._end(rebuild(error, text))
+            case _:
+                self._heard(message)
 
     async def _guard(self, watch: Watch) -> None:
         await watch.silent()
