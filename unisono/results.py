@@ -117,13 +117,16 @@ class TokenDelta:
 
     def absorb(self, later: TokenDelta) -> None:
         """Make this delta what it and the one after it bring together."""
-        self.joined = [*self.rounds, *later.rounds]
+        if self.joined is None:
+            self.joined = self.rounds
+        self.joined += later.rounds
         self.token_ids.extend(later.token_ids)
         self.drafted_tokens += later.drafted_tokens
         self.accepted_tokens += later.accepted_tokens
         self.finish, self.error = later.finish, later.error
         if later.logprobs is not None:
-            self.logprobs = [*(self.logprobs or []), *later.logprobs]
+            self.logprobs = self.logprobs or []
+            self.logprobs.extend(later.logprobs)
         for name, values in (later.extra or {}).items():
             self.extra = {**(self.extra or {}), name: [*(self.extra or {}).get(name, ()), *values]}
         if later.hidden_states is not None:

@@ -32,9 +32,10 @@ class Tokenizer:
         self.size = max(backend.get_vocab().values(), default=-1) + 1
         added = backend.added_tokens_decoder
         self.special_ids = {i for i, token in added.items() if token.special} | set(backend.all_special_ids)
+        # Whether more tokens only add to a text: cleaning up spaces changes what stands before them.
+        self.appends = backend.is_fast and not backend.clean_up_tokenization_spaces
         # The fast decoder without transformers' wrapper: it runs twice for every generated token.
-        fast = backend.is_fast and not backend.clean_up_tokenization_spaces
-        self._decode: Callable[..., Any] = backend._tokenizer.decode if fast else backend.decode
+        self._decode: Callable[..., Any] = backend._tokenizer.decode if self.appends else backend.decode
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer | None:

@@ -39,6 +39,7 @@ class Detokenizer:
         self._window = _Window(lambda ids: tokenizer.decode(ids, skip, spaces), context)
         expressions = StopRegex(params.stop_regex) if params.stop_regex else None
         self._stops = _Stops(params.stop, self._include_stop, expressions)
+        self._merges = tokenizer.appends and not params.stop and expressions is None
         self.num_tokens = 0
 
     @property
@@ -54,6 +55,10 @@ class Detokenizer:
         stopped = finish is FinishReason.STOP and not self._include_stop
         last = len(token_ids) - 1 if stopped else len(token_ids)
         text = ""
+        if self._merges and last > 1:
+            self.num_tokens += last
+            text = self._window.push_all([one for one in token_ids[:last] if not self._silent(one)])
+            token_ids, last = token_ids[last:], 0
         for index, token_id in enumerate(token_ids):
             if self.stop_string is not None:
                 return text
@@ -95,6 +100,19 @@ class _Window:
             self._slide()
         elif len(self._ids) > MAX_WINDOW:
             self._cut(text)
+        return piece
+
+    def push_all(self, token_ids: list[int]) -> str:
+        """What :meth:`push` gives for these tokens one after the other, with two decodings where all is certain."""
+        text = self._decode(self._ids + token_ids)
+        if len(token_ids) < 2 or REPLACEMENT in text or not text.startswith(self._given):
+            return "".join([self.push(token_id) for token_id in token_ids])
+        piece = text[len(self._given) :]
+        self._ids += token_ids
+        self._context = 1  # tokens that the last character needs
+        while REPLACEMENT in (given := self._decode(self._ids[-self._context :])) and self._context < len(self._ids):
+            self._context += 1
+        self._ids, self._given = self._ids[-self._context :], given
         return piece
 
     def flush(self) -> str:
