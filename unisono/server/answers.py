@@ -10,7 +10,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, Protocol
 
 import msgspec
@@ -113,13 +112,14 @@ class Answer:
             begun: set[int] = set()
             async with aclosing(merge(self.generations)) as pieces:
                 async for piece in pieces:
-                    first = piece.index not in begun
+                    opens = None if piece.index in begun else self.generations[piece.index]
                     begun.add(piece.index)
+                    data = b""
                     # One choice for each chunk: clients read a chunk's first. One write for each piece.
-                    choices = self._chunk_choices(piece, first)
-                    opening = [self.generations[piece.index]] if first else []
-                    pairs = zip_longest(choices, opening[: len(choices)])
-                    if data := b"".join(chunk([choice], opens) for choice, opens in pairs):
+                    for choice in self._chunk_choices(piece, opens is not None):
+                        data += chunk([choice], opens)
+                        opens = None
+                    if data:
                         yield data
             if total:
                 yield event(self._response(self.shape.chunk, [], self._usage()))

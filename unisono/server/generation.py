@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -200,7 +199,7 @@ class Generation:
                 self._output.record(delta)
                 if delta.error is not None:
                     raise ApiError(500, f"The engine failed on this request: {delta.error}", "server_error")
-                scores = await self._prompt_scores(delta)
+                scores = None if self._scores is None else await self._prompt_scores(delta)
                 if self._echo is not None:
                     echo, self._echo = self._echo, None
                     reason = FinishReason.LENGTH if echo.alone else reason
@@ -227,7 +226,8 @@ class Generation:
         """Whether a delta ends the text and how, and the piece that it makes."""
         new = self._output.detokenize(delta)
         self._count_drafts(delta, len(new.token_ids))
-        self.cumulative_logprob += sum(one.logprob for one in new.logprobs or ())
+        if new.logprobs is not None:
+            self.cumulative_logprob += sum(one.logprob for one in new.logprobs)
         wanted = new.logprobs if self._style.reports else None
         reports = None if wanted is None else self._reports(new.token_ids, wanted)
         finish = None if new.finish is FinishReason.RUNNING else new.finish.text
@@ -279,10 +279,9 @@ class Generation:
         return self._request.prompt_token_ids
 
     async def _prompt_scores(self, delta: TokenDelta) -> list[TokenLogprobs] | None:
-        """The prompt's log-probabilities with the first delta that comes; None with others, and if none are wanted."""
+        """The prompt's log-probabilities, with the first delta that comes; None if it was aborted before."""
         shared, self._scores = self._scores, None
-        if shared is None:
-            return None
+        assert shared is not None
         if self._request.shares_with is None:
             shared.set_result(delta.prompt_logprobs)
         scores = await asyncio.shield(shared)  # cancelling one sequence must not cancel it for the others
@@ -331,13 +330,12 @@ async def start_all(generations: Sequence[Generation]) -> None:
         raise errors.exceptions[0] from None
 
 
-async def merge(generations: Sequence[Generation]) -> AsyncGenerator[Piece]:
+def merge(generations: Sequence[Generation]) -> AsyncGenerator[Piece]:
     """Pieces of all generations as they come. The first error ends all."""
-    if len(generations) == 1:
-        async with aclosing(generations[0].pieces()) as pieces:
-            async for piece in pieces:
-                yield piece
-        return
+    return generations[0].pieces() if len(generations) == 1 else _merged(generations)
+
+
+async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[Piece]:
     queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
     tasks = [asyncio.create_task(_pump(generation, queue)) for generation in generations]
     try:

@@ -12,12 +12,15 @@ gauges ``num_requests_running``, ``num_requests_waiting``, ``kv_cache_usage_perc
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
 from unisono.server.history import History, RequestRecord, Times
 from unisono.server.ipc import MetricSample
@@ -176,10 +179,11 @@ class ServerMetrics:
         prefixed = (_Prefixed(self._registry, prefix) for prefix in self._prefixes)
         return b"".join(map(generate_latest, (*prefixed, _Prefixed(self._http_registry, ""))))
 
-    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> dict[str, Histogram]:
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> dict[str, _Observations]:
         """A histogram of each engine."""
-        histogram = Histogram(name, text, tuple(self._labels), registry=self._registry, buckets=tuple(buckets))
-        return {engine: histogram.labels(self._labels["model_name"], engine) for engine in self._engines}
+        histogram = {engine: _Observations(buckets) for engine in self._engines}
+        self._registry.register(_HistogramCollector(name, text, self._labels, histogram))
+        return histogram
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, (*self._labels, *labels), registry=self._registry)
@@ -233,9 +237,8 @@ class RequestTimer:
             self._first = now
             seconds["time_to_first_token_seconds"][engine].observe(now - self.start)
         else:
-            for _ in range(count):
-                seconds["inter_token_latency_seconds"][engine].observe((now - self._last) / count)
-                seconds["time_per_output_token_seconds"][engine].observe((now - self._last) / count)
+            seconds["inter_token_latency_seconds"][engine].observe((now - self._last) / count, count)
+            seconds["time_per_output_token_seconds"][engine].observe((now - self._last) / count, count)
         self._last = now
 
     def times(self) -> Times:
@@ -276,6 +279,46 @@ class RequestTimer:
     def remember(self, record: RequestRecord) -> None:
         """The server is to remember this of the sequence."""
         self._metrics.history.add(record)
+
+
+class _Observations:
+    """A histogram of one engine. It serves one thread and needs no lock: prometheus_client's takes 0.6 us a value.
+
+    buckets: upper bounds, ascending.
+    """
+
+    def __init__(self, buckets: Iterable[float]) -> None:
+        self._bounds = (*buckets, float("inf"))
+        self._counts, self._sum = [0] * len(self._bounds), 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count ``value``, ``count`` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Each bucket's bound, in Prometheus' text, and how many values are not above it."""
+        return list(zip(map(floatToGoString, self._bounds), accumulate(self._counts), strict=True))
+
+    @property
+    def sum(self) -> float:
+        """Of all values."""
+        return self._sum
+
+
+class _HistogramCollector:
+    """Histograms of one name, by engine, as a metric family."""
+
+    def __init__(
+        self, name: str, text: str, labels: Mapping[str, str], observations: Mapping[str, _Observations]
+    ) -> None:
+        self._name, self._text, self._labels, self._observations = name, text, labels, observations
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        for engine, one in self._observations.items():
+            family.add_metric([self._labels["model_name"], engine], one.cumulative(), one.sum)
+        yield family
 
 
 class _Prefixed:
