@@ -24,7 +24,8 @@ PLACES = 2
 """Long requests that are prepared at once: one in the tokenizer's thread, one in the event loop."""
 SHORT_BODY, SHORT_PLACES = 16 * 2**10, 64
 """Bytes of a short request's body, and how many short ones are prepared at once. Each takes some milliseconds, most of
-them waiting for the event loop's next turn: with two places a server with full streams takes some 200 requests a second."""
+them waiting for the event loop's next turn: through two places a server with full streams takes 200 requests a second.
+"""
 MAX_RETRY_AFTER = 60
 """Seconds that Retry-After of a full queue says at most."""
 BYTES_RETRY_AFTER = 5
