@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import socket
@@ -14,6 +15,11 @@ import httpx
 import pytest
 
 from tests.server.conftest import Server, Start, servers, until
+from unisono.frontend.sequence_output import SequenceOutput
+from unisono.server.generation import Generation, Style
+from unisono.server.metrics import ServerMetrics
+from unisono.server.token_stream import TokenStream
+from unisono.types import EngineRequest, FinishReason, SamplingParams, TokenDelta
 
 TEXT = "/v1/completions"
 LONG = {"prompt": [5, 6, 7], "max_tokens": 400}
@@ -69,6 +75,35 @@ def test_abort_before_the_first_token(start: Start) -> None:
     choice = answer.json()["choices"][0]
     assert (choice["finish_reason"], choice["text"]) == ("abort", "")
     assert running(server) == 0
+
+
+def test_abort_before_the_engine_has_the_request() -> None:
+    """``/abort`` names it as aborted from when it is known, which is before it is handed on."""
+
+    class Client:
+        """An engine's client, as far as a request goes that is aborted."""
+
+        stream: TokenStream | None = None
+
+        async def submit(self, request: EngineRequest, *_: object) -> TokenStream:
+            self.stream = TokenStream(request, True, lambda name: None)
+            return self.stream
+
+        def cancel(self, request_id: str) -> None:
+            if self.stream is not None:
+                self.stream.push(TokenDelta(request_id, [], FinishReason.ABORT))
+
+    async def finish() -> str | None:
+        request = EngineRequest("r", [1], SamplingParams(seed=0))
+        timer = ServerMetrics("m", list).timer(request)
+        generation = Generation(Client(), SequenceOutput(request, None), timer, 0, None, Style(), None)  # type: ignore[arg-type]
+        generation.cancel()
+        await generation.start()
+        async for piece in generation.pieces():
+            return piece.finish
+        return None
+
+    assert asyncio.run(asyncio.wait_for(finish(), 10)) == "abort"
 
 
 def test_a_profile_is_written(own: Server, start: Start) -> None:

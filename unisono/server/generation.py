@@ -114,6 +114,7 @@ class Generation:
         self._drafted = self._accepted = self._rounds = 0
         self._thought = self._written = 0  # characters: of thinking, of all
         self._offset = 0
+        self._cancelled = False
 
     def hidden_states(self) -> tuple[HiddenStates, HiddenStates | None] | None:
         """Once it has ended: those of generated tokens, and of prompt tokens (for a prompt's first sequence only).
@@ -176,9 +177,12 @@ class Generation:
             if self._reader is not None and self._reader.constrains and error.param == "structured_outputs":
                 raise BadRequest(reworded(str(error)), "tools", error.code) from None
             raise
+        if self._cancelled:  # perhaps before the engine's client knew of the request
+            self._client.cancel(self._request.request_id)
 
     def cancel(self) -> None:
         """End the request early for its reader: its last piece has the finish reason ``abort``."""
+        self._cancelled = True
         self._client.cancel(self._request.request_id)
 
     def close(self) -> None:
