@@ -113,10 +113,10 @@ def launch_gated_delta(
     elif not is_round and fast_walk and walks(qkv, sizes.key_dim):
         given: dict[str, Any] = {**sizes.constexprs, "EXTRA": besides, "num_warps": WARPS.value}
         beside = overlaps(device)
-        walk_kernel[(*grid[:2], 1)](*inputs, starts, tokens, count, FIRST=0, OVERLAP=beside, **given)
+        walk_kernel[(*grid[:2], 1)](*inputs, starts, tokens, count, OTHERS=False, OVERLAP=beside, **given)
         if count > 1:
             walk_kernel[(*grid[:2], count - 1)](
-                *inputs, starts, tokens, count, FIRST=1, **given, **overlapped(device)
+                *inputs, starts, tokens, count, OTHERS=True, **given, **overlapped(device)
             )  # fmt: skip
     else:
         _walk_kernel[grid](
@@ -195,7 +195,9 @@ def _cases(dtype: str, sizes: Sizes, width: int, is_round: bool) -> list[AotCase
     if dtype != "fp32":
         walk = {name: kind for name, kind in walk.items() if name != "W"}
         fast = {**sizes.constexprs, **overlap, "EXTRA": besides}
-        cases += [AotCase(walk_kernel, walk, fast | {"FIRST": first}, num_warps=WARPS.value) for first in (0, 1)]
+        cases += [
+            AotCase(walk_kernel, walk, fast | {"OTHERS": others}, num_warps=WARPS.value) for others in (False, True)
+        ]
     remember = signature("qkv gates kv_ring gates_ring", "rows first until end query_start", "")
     queries, heads = sizes.key_heads * sizes.key_dim, sizes.value_heads
     shape = {"QUERIES": queries, "KV": queries + heads * sizes.value_dim, "HV": heads, "RING": sizes.ring}

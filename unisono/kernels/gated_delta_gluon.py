@@ -228,19 +228,22 @@ def _walk(S, home, keep, where, token, outputs, qkv, kv_ring, squares, factors, 
 @gluon.jit(do_not_specialize=["T", "R"])
 def walk_kernel(qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end, query_start, T, R,
                 HK: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, RING: gl.constexpr,
-                EXTRA: gl.constexpr, FIRST: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+                EXTRA: gl.constexpr, OTHERS: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """Program (tile of V, value head, row) walks all chunks of a prompt's row. Those of the last row zero the padding.
 
-    FIRST: the launch's first row. Row 0 has a launch of its own: its 256 programs are two on a multiprocessor then. Of
-    a larger grid the hardware places three on some, which take 1.4 times as long. With OVERLAP the launch of the other
-    rows runs beside it: neither reads what the other one writes. It ends after it, for the last row's programs wait.
+    OTHERS: the launch has all rows but row 0, which has one of its own: its 256 programs are two on a multiprocessor
+    then. Of a larger grid the hardware places three on some, which take 1.4 times as long. With OVERLAP the launch of
+    the other rows runs beside it: neither reads what the other one writes. It ends after it, for the last row's
+    programs wait.
 
     Row 0's is not launched before its turn: while the last programs of the kernel before it run, only some
     multiprocessors have room, and they would get all of the few programs that walk. One prompt took 1.3 times as long.
     """
-    if OVERLAP and FIRST == 0:
+    if OVERLAP and not OTHERS:
         gdc_launch_dependents()
-    h, row, dv = gl.program_id(1), FIRST + gl.program_id(2), gl.program_id(0) * SIZE
+    h, row, dv = gl.program_id(1), gl.program_id(2), gl.program_id(0) * SIZE
+    if OTHERS:
+        row += 1
     HALF: gl.constexpr = K // WARPS
     dtype: gl.constexpr = qkv.dtype.element_ty
     i = gl.arange(0, SIZE, gl.SliceLayout(1, APART))[:, None]
@@ -264,5 +267,5 @@ def walk_kernel(qkv, kv_ring, squares, factors, state, out, rows, since, first, 
         for t in range(gl.load(query_start + R), T, CHUNK):
             place = gl.to_tensor(t).to(gl.int64) * (HV * V)
             gl.store(outputs + place, gl.zeros([SIZE, CHUNK], dtype, APART), mask=t + token < T)
-        if OVERLAP and FIRST > 0:
+        if OVERLAP and OTHERS:
             gdc_wait()
