@@ -32,7 +32,7 @@ tests() { # NAME SECONDS FILE…
 }
 
 case $part in
-bars) # what changed and was not measured: the host's share, HTTP, the walk over prompts in hybrids; first tokens beside OLD
+bars) # the host's share, HTTP, bytes of the 8B and of 35B-A3B, hybrids' first tokens; first tokens beside OLD
     latency="bench latency --load-format dummy --max-num-seqs 64 --output-len 96 --max-model-len 9000"
     mtp='{"method":"mtp","num_speculative_tokens":3,"load_format":"dummy"}'
     if [ -n "${OLD-}" ]; then # a folder with unisono/ of the commit to compare with
@@ -42,13 +42,17 @@ bars) # what changed and was not measured: the host's share, HTTP, the walk over
         done
         step compared 10 "$python" benchmarks/old_new.py --compare "$out/old-1.json" "$out/new-1.json" "$out/old-2.json" "$out/new-2.json"
     fi
-    step host 70 "$python" -m benchmarks.host
-    step http 70 $unisono bench serve --model tiny --num-prompts 1024 --max-concurrency 256 --input-len 32 --output-len 256 \
-        --ignore-eos --num-warmups 64
-    step walk 90 "$python" benchmarks/gated_delta.py
-    step 9b 60 $unisono $latency --model benchmarks/shapes/qwen3.5-9b --batch 1,16,64 --prompts 128,512,2048,8192
-    step 35b 60 $unisono $latency --model benchmarks/shapes/qwen3.5-35b-a3b --batch 1,16,64 --prompts 2048,8192
-    step exact-9b 120 $unisono bench exact --requests 60 --model benchmarks/shapes/qwen3.5-9b --load-format dummy --speculative-config "$mtp"
+    head='{"method":"eagle3","model":"benchmarks/shapes/qwen3-8b-eagle3","num_speculative_tokens":3,"load_format":"dummy"}'
+    for turn in 1 2; do # a machine's host varies by a factor of two
+        step "host-$turn" 40 "$python" -m benchmarks.host --requests 256
+        step "http-$turn" 60 $unisono bench serve --model tiny --num-prompts 2048 --max-concurrency 256 --input-len 32 \
+            --output-len 256 --ignore-eos --num-warmups 64
+    done
+    step exact-eagle3 130 $unisono bench exact --model benchmarks/shapes/qwen3-8b --load-format dummy --speculative-config "$head"
+    step exact-35b 110 $unisono bench exact --requests 80 --output-len 16 --model benchmarks/shapes/qwen3.5-35b-a3b --load-format dummy \
+        --speculative-config "$mtp"
+    step 9b 50 $unisono $latency --model benchmarks/shapes/qwen3.5-9b --batch 1 --prompts 128,512,2048,8192
+    step 35b 50 $unisono $latency --model benchmarks/shapes/qwen3.5-35b-a3b --batch 1 --prompts 512,1024,2048,8192
     ;;
 tails) # a layer after its mixer in one launch: bits, kernels, rounds of 16 and 8 bits
     tests tails-bits 360 tests/kernels/test_layer_tail.py
