@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 COMPLETION_TOKENS = 16
 """``max_tokens`` of ``/v1/completions`` where the request has none: OpenAI's default."""
+LONG = 1024
+"""Characters of a prompt that a thread prepares; shorter ones take the event loop less than half a millisecond."""
 MAX_HIDDEN_NUMBERS = 1 << 24
 """Numbers of hidden states in an answer to one prompt: some 200 MB of JSON."""
 
@@ -100,7 +102,8 @@ class Serving:
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """The token ids of a text. Raises BadRequest where the model has no tokenizer."""
-        return await self._in_thread(self.inputs.require_tokenizer("prompt").encode, text, add_special_tokens)
+        encode = self.inputs.require_tokenizer("prompt").encode
+        return await self._prepared(len(text), encode, text, add_special_tokens)
 
     async def chat_prompt(self, request: ChatRequest, ticket: Ticket | None = None) -> Prompt:
         """The prompt of a conversation. ticket: of the HTTP request. Raises BadRequest."""
@@ -122,7 +125,8 @@ class Serving:
         options["truncates"] = params.truncate_prompt_tokens is not None
         plan = self._format.plan(request, params)
         options["media"] = await self._media.load(self.inputs.with_settings(request.media()), ticket)
-        return plan, await self._in_thread(lambda: self.inputs.chat(conversation, plan.tools, **options))
+        size = LONG if plan.tools or options["media"] else sum(len(str(one.get("content"))) for one in conversation)
+        return plan, await self._prepared(size, lambda: self.inputs.chat(conversation, plan.tools, **options))
 
     def _request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, body: GenerationRequest, pooled: bool = False
@@ -161,7 +165,9 @@ class Serving:
         return [
             self.inputs.prompt(one)
             if one.keys() == {"prompt_token_ids"} and not request.suffix and not loaded
-            else await self._in_thread(self._load, one, request, loaded)
+            else await self._prepared(
+                LONG if loaded or one.keys() != {"prompt"} else len(one["prompt"]), self._load, one, request, loaded
+            )
             for one, loaded in zip(given, items, strict=True)
         ]
 
@@ -180,7 +186,14 @@ class Serving:
             media=media,
         )
 
-    async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
+    async def _prepared(self, size: int, work: Callable[..., T], *args: Any) -> T:
+        """What ``work`` makes of a prompt of this number of characters.
+
+        A thread that prepares a long one gets Python's lock every 5 ms where the event loop is busy: a short prompt
+        would wait longer than it takes.
+        """
+        if size < LONG:
+            return work(*args)
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     def _echo(self, prompt: Prompt, params: SamplingParams, alone: bool) -> Echo:
