@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zmq
@@ -14,6 +16,7 @@ from unisono.server.auth import Client
 from unisono.server.engine_handle import EngineHandle, socket_directory
 from unisono.server.metrics import ServerMetrics
 from unisono.server.overload import PLACES, SHORT_BODY, SHORT_PLACES, Admission, LoadLimits, Ticket
+from unisono.server.serving import LONG, Serving
 from unisono.server.token_stream import TokenStream
 from unisono.types import EngineRequest, FinishReason, SamplingParams, TokenDelta
 
@@ -126,3 +129,15 @@ def test_many_observations_at_once_count_as_many() -> None:
     page = metrics.render().decode()
     assert 'unisono:inter_token_latency_seconds_count{engine="0",model_name="m"} 7.0' in page
     assert 'unisono:inter_token_latency_seconds_bucket{engine="0",le="+Inf",model_name="m"} 7.0' in page
+
+
+def test_short_prompts_wait_for_no_thread() -> None:
+    """A long one leaves the event loop free."""
+    serving = object.__new__(Serving)
+
+    async def threads() -> list[int]:
+        return [await serving._prepared(size, threading.get_ident) for size in (LONG - 1, LONG)]
+
+    with ThreadPoolExecutor(1) as serving._threads:
+        short, long = asyncio.run(threads())
+    assert short == threading.get_ident() != long
