@@ -342,8 +342,9 @@ class Scheduler:
     def _able(self, rows: Rows) -> Rows:
         """Those of the rows that may go on, with pages for the worst case. Raises _Wait."""
         able, preemptions = rows.where(self.progress.going_on(rows.slots)), self.preemptions
-        for row in self.progress.outgrown(able.slots, self.progress.worst(able.slots, self.width)):
-            self._grow(able.sequences[row])
+        worst = self.progress.worst(able.slots, self.width)
+        for row in self.progress.outgrown(able.slots, worst):
+            self._grow(able.sequences[row], int(worst[row]))
         if self.preemptions == preemptions:
             return able
         return able.where(self.progress.owned(able.slots, able.owners))  # growing one may have preempted another
@@ -367,15 +368,14 @@ class Scheduler:
                         growth[lifetime].append((row, first, pages))
         return growth
 
-    def _grow(self, sequence: Sequence) -> None:
-        """Reserve the worst case of one more round.
+    def _grow(self, sequence: Sequence, tokens: int) -> None:
+        """Reserve pages for ``tokens``, the worst case of one more round.
 
         Without a pass in flight, the last request gives its pages back until it fits; with one, this has to wait.
         """
         while sequence.pages is not None:
             try:
-                slot = np.array([sequence.slot])
-                sequence.pages.reserve(int(self.progress.worst(slot, self.width)[0]))
+                sequence.pages.reserve(tokens)
                 return
             except OutOfPages:
                 if self._unread(self.running.rows):
