@@ -133,6 +133,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     llm = LLM(args.model, **flags)
     found: dict[str, Any] = {"start_s": round(time.perf_counter() - started, 2)}
     found["start_seconds"] = llm.engine.info().get("start_seconds")  # of each stage
+    if args.ttft:
+        found["ttft_ms"] = {n: round(ttft_ms(llm, n, args.repeats), 3) for n in args.ttft}
+        llm.shutdown()
+        return found
     if not args.eagle3:
         found["answers"] = answers(llm, args.requests, min(900, args.max_model_len // 2))
         again = answers(llm, args.requests, min(900, args.max_model_len // 2))
@@ -159,6 +163,8 @@ def compare(paths: list[str]) -> None:
             differ = sum(a != b for a, b in zip(old["answers"], new["answers"], strict=True))
             print(f"{differ} of {len(old['answers'])} answers differ; repeated {old['repeated']}, {new['repeated']}")
         for name in ("step_ms", "ttft_ms"):
+            if name not in old:
+                continue
             cells = [f"{k}: {old[name][k]} / {new[name][k]} ({old[name][k] / new[name][k]:.3f})" for k in old[name]]
             print(f"{name:8} old / new (old over new)  " + "  ".join(cells))
         for n in old.get("stall", {}):
@@ -177,6 +183,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--ttft", type=int, nargs="+", help="nothing but first tokens of prompts of these lengths")
     parser.add_argument("--out", help="write the figures here, JSON")
     parser.add_argument("--compare", nargs="+", help="old.json new.json, or several of each in turn")
     args = parser.parse_args()

@@ -39,8 +39,16 @@ CASES: dict[str, dict[str, Any]] = {
     "35b-ep": {**MOE, "enable_expert_parallel": True},
     "8b-fp8 k=3": {**DENSE, "quantization": "fp8", "speculative": EAGLE3, "synthetic_acceptance_length": 2.5},
     "35b-fp8-ep": {**MOE_FP8, "enable_expert_parallel": True},
-}
-"""In the order in which they are measured."""
+    "8b-eagle3": {**DENSE, "speculative": EAGLE3},
+    "tiny-eagle3": {
+        "model": "tiny", "load_format": "auto",
+        "speculative": {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3},
+    },
+    "tiny-hybrid-mtp": {
+        "model": "tiny-hybrid", "load_format": "auto", "speculative": {"method": "mtp", "num_speculative_tokens": 3},
+    },
+}  # fmt: skip
+"""In the order in which they are measured. The bundled models' drafts are accepted, which random weights' are not."""
 
 BATCH, CONTEXT, TOKENS = (1, 4, 16, 64), 1024, 96
 KINDS: list[dict[str, Any]] = [
@@ -58,7 +66,7 @@ def measure(name: str, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     from unisono import LLM
     from unisono.types import SpeculativeConfig
 
-    flags = dict(CASES[name], load_format=args.load_format, max_num_seqs=max(args.batch))
+    flags = {"load_format": args.load_format, **CASES[name], "max_num_seqs": max(args.batch)}
     flags["max_model_len"] = args.max_model_len
     flags["model"] = args.model or flags["model"]
     flags["speculative"] = SpeculativeConfig.parse(flags.pop("speculative", None) or {"method": "none"})
@@ -132,8 +140,9 @@ def step_ms(llm: Any, batch: int, context: int) -> float:
     return statistics.median(times)
 
 
-def profile(llm: Any, batch: int, context: int, rounds: int = 10) -> dict[str, float]:
-    """Of a round on rank 0: launches by the host, kernels, microseconds busy and in gathers (waiting included)."""
+def profile(llm: Any, batch: int, context: int, rounds: int = 10) -> dict[str, Any]:
+    """Of a round on rank 0: launches by the host, kernels, microseconds busy and in gathers (waiting included), and the
+    kernels that take most of it."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as traced
 
@@ -154,6 +163,10 @@ def profile(llm: Any, batch: int, context: int, rounds: int = 10) -> dict[str, f
         "busy us": round(sum(e.self_device_time_total for e in device) / rounds, 1),
         "gathers": sum(e.count for e in gathers) / rounds,
         "gathers us": round(sum(e.self_device_time_total for e in gathers) / rounds, 1),
+        "most": [
+            (e.key[:60], e.count / rounds, round(e.self_device_time_total / rounds, 1))
+            for e in sorted(device, key=lambda e: -e.self_device_time_total)[:14]
+        ],
     }
 
 
