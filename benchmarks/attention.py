@@ -1,7 +1,7 @@
 """Attention on the GPU: is it right, are its bits the same everywhere, how fast is it?
 
-    python benchmarks/attention.py            accuracy, bits, µs per layer, as markdown
-    python benchmarks/attention.py --sweep    launch options and plans, fastest first
+    python -m benchmarks.attention            accuracy, bits, µs per layer, as markdown
+    python -m benchmarks.attention --sweep    launch options and plans, fastest first
 
 bf16, pages of 16 in shuffled order; speed at Qwen3-8B's heads (32 query, 8 KV, d 128). Times are medians of CUDA
 graph replays. A graph holds one call per layer, each layer with a cache of its own, so that KV comes from memory;

@@ -1,8 +1,8 @@
 """Gated DeltaNet on the GPU: are its bits the same however a text is cut, and how fast is it?
 
-    python benchmarks/gated_delta.py            bits, error, µs a layer, as markdown
-    python benchmarks/gated_delta.py --tiles    launch options of rounds and both walks over a prompt, too
-    python benchmarks/gated_delta.py --tiny     a small layer on any device, to try this file
+    python -m benchmarks.gated_delta            bits, error, µs a layer, as markdown
+    python -m benchmarks.gated_delta --tiles    launch options of rounds and both walks over a prompt, too
+    python -m benchmarks.gated_delta --tiny     a small layer on any device, to try this file
 
 The layer is Qwen3.5-9B's: 16 key heads, 32 value heads of 128, bf16. Times are medians of CUDA graph replays. A graph
 holds one call per layer, each with a state of its own, so that states come from memory. ``floor`` is the time that the

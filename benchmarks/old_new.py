@@ -1,8 +1,8 @@
 """Measures one checkout so that two can be compared on one machine: tokens, ms a step, TTFT, stalls, start.
 
-    PYTHONPATH=OLD python benchmarks/old_new.py --out old.json
-    PYTHONPATH=NEW python benchmarks/old_new.py --out new.json
-    python benchmarks/old_new.py --compare old.json new.json
+    PYTHONPATH=OLD python -P benchmarks/old_new.py --out old.json
+    PYTHONPATH=NEW python -P benchmarks/old_new.py --out new.json
+    python -P benchmarks/old_new.py --compare old.json new.json
 
 Only ``LLM``, ``Engine.add`` and ``Engine.step`` are used, so old code can run it. Random weights
 (``--load-format dummy``) depend on their names and a seed, so both checkouts have the same.

@@ -37,10 +37,10 @@ bars) # the host's share, HTTP, bytes of the 8B and of 35B-A3B, hybrids' first t
     mtp='{"method":"mtp","num_speculative_tokens":3,"load_format":"dummy"}'
     if [ -n "${OLD-}" ]; then # a folder with unisono/ of the commit to compare with
         for turn in 1 2; do
-            step "old-$turn" 90 env "PYTHONPATH=$OLD:$PYTHONPATH" "$python" benchmarks/old_new.py --requests 40 --repeats 25 --out "$out/old-$turn.json"
-            step "new-$turn" 60 "$python" benchmarks/old_new.py --requests 40 --repeats 25 --out "$out/new-$turn.json"
+            step "old-$turn" 90 env "PYTHONPATH=$OLD:$PYTHONPATH" "$python" -P benchmarks/old_new.py --requests 40 --repeats 25 --out "$out/old-$turn.json"
+            step "new-$turn" 60 "$python" -P benchmarks/old_new.py --requests 40 --repeats 25 --out "$out/new-$turn.json"
         done
-        step compared 10 "$python" benchmarks/old_new.py --compare "$out/old-1.json" "$out/new-1.json" "$out/old-2.json" "$out/new-2.json"
+        step compared 10 "$python" -P benchmarks/old_new.py --compare "$out/old-1.json" "$out/new-1.json" "$out/old-2.json" "$out/new-2.json"
     fi
     head='{"method":"eagle3","model":"benchmarks/shapes/qwen3-8b-eagle3","num_speculative_tokens":3,"load_format":"dummy"}'
     for turn in 1 2; do # a machine's host varies by a factor of two

@@ -1,7 +1,7 @@
 """Records what the engine answers to a fixed set of requests, so that a refactoring can be compared token by token.
 
-    python benchmarks/record_tokens.py --out before.json
-    python benchmarks/record_tokens.py --compare before.json
+    python -m benchmarks.record_tokens --out before.json
+    python -m benchmarks.record_tokens --compare before.json
 
 Every bundled drafter, chains and trees; greedy and sampled requests, penalties, biases, bad words, log-probabilities,
 grammars, embeddings, returned hidden states; after prefix hits, in small chunks, and preempted. Token ids, and digests

@@ -1,7 +1,7 @@
 """Sampling on the GPU: is it right, does a row depend on its company, how fast is it?
 
-    python benchmarks/sampling.py             checks, then µs per round (markdown)
-    python benchmarks/sampling.py --sweep     launch options of the kernels
+    python -m benchmarks.sampling             checks, then µs per round (markdown)
+    python -m benchmarks.sampling --sweep     launch options of the kernels
 
 V = 151936, bf16 logits. "text" logits fall with the rank as words do (p ~ rank^-1.2), "flat" ones are normal.
 Times are medians of CUDA graph replays, 20 calls to a graph.

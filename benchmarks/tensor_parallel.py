@@ -1,7 +1,7 @@
 """Measures a model on one GPU and divided among several: bits, ms a step, gathers, launches. Random weights.
 
-    python benchmarks/tensor_parallel.py --limit 540 --out tp.json
-    python benchmarks/tensor_parallel.py --cases 8b,8b-fp8 --exact 200 --ranks 1,2
+    python -m benchmarks.tensor_parallel --limit 540 --out tp.json
+    python -m benchmarks.tensor_parallel --cases 8b,8b-fp8 --exact 200 --ranks 1,2
 
 Each case and number of ranks is a process of its own, which ends before the next begins. What does not fit the limit
 is left out, and the table says so. On a CPU (``--model tiny --load-format auto``) only the bits mean anything.
@@ -195,7 +195,8 @@ def child(name: str, ranks: int, args: argparse.Namespace, left: float) -> dict[
     """One case in its own process."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "one.json")
-        command = [sys.executable, __file__, *sys.argv[1:], "--one", f"{name}:{ranks}", "--out", str(out)]
+        itself = [sys.executable, "-m", "benchmarks.tensor_parallel"]
+        command = [*itself, *sys.argv[1:], "--one", f"{name}:{ranks}", "--out", str(out)]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         try:
             done = subprocess.run(command, env=env, timeout=left, check=False)
