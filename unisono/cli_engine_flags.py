@@ -71,6 +71,9 @@ def memory_flags(
     enable_expert_parallel: Annotated[
         bool, typer.Option("--enable-expert-parallel", help="Of several GPUs each holds some experts whole.")
     ] = False,
+    tp_reduce: Annotated[
+        str, typer.Option(help="gather: the text of one GPU. ordered: faster; another text for each number of GPUs.")
+    ] = "gather",
     cpu_offload_gb: Annotated[
         float, typer.Option(help="GiB of host memory for KV pages that the prefix cache evicts (weights stay).")
     ] = 0.0,

@@ -80,7 +80,9 @@ class EngineConfig:
     of a prefill engine after which a decode engine computes its prompts itself.
     enable_prefix_caching: whether a prompt may begin with pages that an earlier one left. It changes no text.
     tensor_parallel_size: processes, with a GPU each, that hold the model together; the text is that of one.
-    enable_expert_parallel: experts are whole on one of them; else they are divided like other products.
+    enable_expert_parallel: experts are whole on one of them; else they are divided like other products. tp_reduce:
+    gather: no sum is divided, and the text is that of one process; ordered: the products after attention and of the MLP
+    are divided by inputs, and their terms are added in the order of processes: faster, the same text for one number.
     enable_prompt_embeds, enable_return_hidden_states: whether the server takes embeddings in requests, and puts hidden
     states into answers. The offline interface always does.
     """
@@ -133,6 +135,7 @@ class EngineConfig:
     tokenizer: str | None = None
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    tp_reduce: str = "gather"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
@@ -140,6 +143,7 @@ class EngineConfig:
         _one_of("--load-format", self.load_format, ("auto", "dummy"))
         _one_of("--logprobs-mode", self.logprobs_mode, ("raw_logprobs", "processed_logprobs"))
         _one_of("--scheduling-policy", self.scheduling_policy, ("fcfs", "priority"))
+        _one_of("--tp-reduce", self.tp_reduce, ("gather", "ordered"))
         _one_of("--device", self.device.split(":")[0], ("auto", "cpu", "cuda"))
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
@@ -403,6 +407,7 @@ class ResolvedConfig:
             "enable_return_hidden_states": self.asked.enable_return_hidden_states,
             "tensor_parallel_size": self.asked.tensor_parallel_size,
             "enable_expert_parallel": self.asked.enable_expert_parallel,
+            "tp_reduce": self.asked.tp_reduce,
             "enable_lora": self.asked.enable_lora,
             "max_loras": self.asked.max_loras,
             "max_lora_rank": self.asked.max_lora_rank,

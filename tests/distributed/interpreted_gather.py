@@ -1,22 +1,76 @@
-"""Two processes gather through the GPU's kernel in Triton's interpreter, over memory that both map at one address.
+"""Two processes gather through the GPU's kernels in Triton's interpreter, over memory that both map at one address.
 
-Run as a script with TRITON_INTERPRET=1; exits 0 if every gather brought every rank's words.
+Run as a script with TRITON_INTERPRET=1, the turn before the first one, and what to try: ``words``, or ``fused``, norms
+and SiLU. Exits 0 if all had the bits of the ops one after the other.
 """
 
 import mmap
 import os
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 
+from unisono.distributed.gather import _ordered_sum
+from unisono.kernels.activation import launch_silu_mul
 from unisono.kernels.gather import PROGRAMS, buffer_words, launch_gather
+from unisono.kernels.gather_fused import Peers, launch_gather_add_rms_norm, launch_silu_gather
+from unisono.kernels.norm import launch_add_rms_norm, launch_add_rms_norm_fp8
 
 SHAPES = [(1, 5), (3, 700), (2, 40), (1030, 20), (5, 1300), (1, 5)]
+NORMS = [(1, 64, torch.float32), (3, 1280, torch.float16), (2, 4400, torch.float16), (1, 64, torch.float32)]
+START, WORDS = int(sys.argv[1]), sys.argv[2] == "words"
+"""The turn before the first, and whether words alone are gathered."""
 
 
-START = int(sys.argv[1])
-"""The turn before the first."""
+def parts_of(rows: int, columns: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """What each rank has, [rows, columns]; every process makes the same."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(rows, columns, generator=generator).to(dtype) for _ in range(2)]
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def gathers(peers: Peers, check: Callable[[bool], None]) -> None:
+    """Words alone."""
+    for turn, (rows, width) in enumerate(SHAPES if WORDS else SHAPES[:3]):
+        parts = [torch.arange(rows * width, dtype=torch.int32).view(rows, width) + 10_000 * r + turn for r in range(2)]
+        if peers.rank == turn % 2:
+            time.sleep(0.2)  # the other waits, also in the first turn of a place
+        check(torch.equal(launch_gather(parts[peers.rank], *peers), torch.cat(parts, 1)))
+
+
+def norms(peers: Peers, check: Callable[[bool], None]) -> None:
+    """Columns or terms of a row, its sum with a residual, and the norm, quantised too."""
+    for turn, (rows, width, dtype) in enumerate(NORMS):
+        residual, weight = parts_of(rows, width, dtype, 50 + turn)[0], parts_of(1, width, dtype, turn)[0][0]
+        for summed in (False, True):
+            parts = parts_of(rows, width if summed else width // 2, dtype, 100 + turn)
+            whole = torch.cat(parts, 1)
+            whole = _ordered_sum(whole, 2) if summed else whole
+            given = parts[peers.rank], residual, weight, 1e-6
+            if peers.rank == turn % 2:
+                time.sleep(0.1)
+            total, normed, *_ = launch_gather_add_rms_norm(*given, None, True, summed, peers)
+            expected = launch_add_rms_norm(whole, residual, weight, 1e-6)
+            check(torch.equal(total, expected[0]) and torch.equal(normed, expected[1]))
+            if width % 64 == 0:
+                found = launch_gather_add_rms_norm(*given, 64, False, summed, peers)
+                wanted = launch_add_rms_norm_fp8(whole, residual, weight, 1e-6, 64, False)
+                check(all(map(same_bytes, found, wanted)))
+
+
+def silus(peers: Peers, check: Callable[[bool], None]) -> None:
+    """SiLU of this rank's columns, of all ranks."""
+    for turn, (rows, columns, dtype) in enumerate(
+        [(1, 6, torch.float32), (3, 2600, torch.float16), (20, 40, torch.float16), (2, 700, torch.float32)]
+    ):
+        parts = parts_of(rows, 2 * columns, dtype, 200 + turn)
+        found = launch_silu_gather(parts[peers.rank], peers)
+        check(torch.equal(found, torch.cat([launch_silu_mul(part) for part in parts], 1)))
 
 
 def main() -> int:
@@ -26,19 +80,18 @@ def main() -> int:
     buffers, others = [whole[:words], whole[words : 2 * words]], whole[2 * words :].view(torch.int32)
     addresses = torch.tensor([*(b.data_ptr() for b in buffers), others.data_ptr()])
     child = os.fork()
-    rank, turns, right = int(child == 0), torch.zeros(PROGRAMS, dtype=torch.int32), True
-    turns.fill_(START)
+    rank, turns, right = int(child == 0), torch.full((PROGRAMS,), START, dtype=torch.int32), [True]
     others[1 + rank] = 1
     while not (others[1:3] == 1).all():
         os.sched_yield()
-    for turn, (rows, width) in enumerate(SHAPES):
-        parts = [torch.arange(rows * width, dtype=torch.int32).view(rows, width) + 10_000 * r + turn for r in range(2)]
-        if rank == turn % 2:
-            time.sleep(0.2)  # the other waits, also in the first turn of a place
-        right &= torch.equal(launch_gather(parts[rank], addresses, turns, rank, 2), torch.cat(parts, 1))
+    peers = Peers(addresses, turns, rank, 2)
+    for each in (gathers,) if WORDS else (gathers, norms, silus, gathers):
+        each(peers, right.append)
+    if not all(right):
+        print(f"rank {rank}: wrong {[i - 1 for i, one in enumerate(right) if not one]} of {len(right) - 1}")
     if child == 0:
-        os._exit(0 if right else 1)
-    return 0 if right and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 else 1
+        os._exit(0 if all(right) else 1)
+    return 0 if all(right) and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 else 1
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from unisono.models.checkpoint import Checkpoint
 from unisono.models.loader import load_model
 
 
-def loaded(path: Path | str, ranks: Ranks, **options: Any) -> Any:
-    checkpoint = Checkpoint.open(path)
+def loaded(path: Path | str, ranks: Ranks, quantised: str | None = None, **options: Any) -> Any:
+    checkpoint = Checkpoint.open(path, quantised)
     return load_model(
         checkpoint, attention=no_attention, dtype=torch.float32, device="cpu", max_positions=64, ranks=ranks, **options
     )

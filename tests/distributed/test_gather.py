@@ -92,13 +92,16 @@ def test_few_bytes_at_once_go_in_turns(ranks: list[SharedMemory]) -> None:
         assert torch.equal(found, x.repeat(1, 4))
 
 
-@pytest.mark.parametrize("before", [2**31 - 3, -3, -1])
-def test_the_kernel_between_gpus_in_the_interpreter(before: int) -> None:
-    """Two processes, counters that overflow and pass 0, rows of one program and of several turns of all."""
+@pytest.mark.parametrize(
+    ("before", "what"), [(2**31 - 3, "words"), (-3, "words"), (-1, "words"), (2**31 - 5, "fused"), (-3, "fused")]
+)
+def test_the_kernels_between_gpus_in_the_interpreter(before: int, what: str) -> None:
+    """Two processes, counters that overflow and pass 0, rows of one program and of several turns of all; norms and SiLU
+    in the same launch, between gathers of words alone."""
     subprocess.run(
-        [sys.executable, "-m", "tests.distributed.interpreted_gather", str(before)],
+        [sys.executable, "-m", "tests.distributed.interpreted_gather", str(before), what],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=ROOT,
         check=True,
-        timeout=60,
+        timeout=240,
     )

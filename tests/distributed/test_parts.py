@@ -12,7 +12,7 @@ from tests.distributed.parts_ import loaded
 from tests.models.make import make_checkpoint
 from tests.models.reads import counted_reads
 from unisono.config import EngineConfig
-from unisono.distributed.gather import Ranks
+from unisono.distributed.gather import Ranks, _ordered_sum
 from unisono.engine.engine import Engine
 from unisono.layers.formats import part_of
 from unisono.types import ConfigError
@@ -45,6 +45,26 @@ def test_a_rank_holds_its_part(family: str, format: Any, experts: bool, tmp_path
 
 
 @pytest.mark.parametrize("format", ["auto", "dummy"])
+@pytest.mark.parametrize(("family", "quantised"), [("qwen3", None), ("qwen3", "fp8"), ("qwen3_next", None)])
+def test_ordered_sums_divide_inputs(family: str, format: Any, quantised: str | None, tmp_path: Path) -> None:
+    """Products after attention, recurrences and of the MLP hold columns, and their terms add up to the product."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128} if quantised else {}
+    path = make_checkpoint(tmp_path, family, **{**FAMILIES[family], **sizes})
+    options = {"load_format": format, "quantised": quantised}
+    whole = dict(loaded(path, Ranks(), **options).named_modules())
+    parts = [dict(loaded(path, Ranks(i, 2, ordered=True), **options).named_modules()) for i in range(2)]
+    summed = [name for name, module in parts[0].items() if getattr(module, "sums", False)]
+    assert {name.rpartition(".")[2] for name in summed} == ({"o", "down"} if family == "qwen3" else {"o"})
+    for name in summed:
+        layer = whole[name]
+        x = torch.randn(3, layer.inputs)
+        expected, terms = layer(x), [part[name]._part(x.chunk(2, 1)[i]) for i, part in enumerate(parts)]
+        found = _ordered_sum(torch.cat(terms, 1), 2)
+        assert torch.allclose(found, expected, atol=0.05 if quantised else 1e-5, rtol=0.05 if quantised else 1e-5)
+        assert sum(part[name].weight.numel() for part in parts) == layer.weight.numel()
+
+
+@pytest.mark.parametrize("format", ["auto", "dummy"])
 def test_a_tied_head_is_a_part_of_the_embedding(format: Any, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "qwen3", tie_word_embeddings=True, vocab_size=270, **FAMILIES["qwen3"])
     whole = loaded(path, Ranks(), load_format=format).embed.weight
@@ -65,6 +85,8 @@ def test_no_tensor_is_read_whole_for_a_part(family: str, tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
+        ({"tensor_parallel_size": 2, "tp_reduce": "ring"}, "--tp-reduce 'ring' is unknown; choose one of gather, o"),
+        ({"tensor_parallel_size": 2, "tp_reduce": "ordered", "enable_lora": True}, "with --enable-lora: adapters read"),
         (
             {"tensor_parallel_size": 3},
             "8 query heads over 2 KV heads.*divided among 3 ranks: give 1, 2, 4 or 8",

@@ -16,6 +16,14 @@ import torch.distributed as dist
 
 from unisono.distributed.gather import Ranks
 from unisono.kernels.gather import PROGRAMS, buffer_words, launch_gather
+from unisono.kernels.gather_fused import (
+    Peers,
+    launch_gather_add_rms_norm,
+    launch_silu_gather,
+    norm_parts,
+    silu_parts,
+)
+from unisono.kernels.norm import Normed
 
 NEAR_BYTES = 4 << 20
 """Bytes of a rank that the kernel carries, at most."""
@@ -55,11 +63,33 @@ class Nccl:
         count = self.ranks.count
         if not x.numel():
             return x.new_empty(rows, count * columns)
-        if self._near is not None and x.nbytes <= NEAR_BYTES and columns * x.itemsize % 4 == 0:
-            return self._near.all_gather(x.view(torch.int32)).view(x.dtype)
+        if (near := self._near_for(x, 1)) is not None:
+            return near.all_gather(x.view(torch.int32)).view(x.dtype)
         parts = torch.empty((count, rows, columns), dtype=x.dtype, device=x.device)
         dist.all_gather_into_tensor(parts.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8))
         return parts.transpose(0, 1).reshape(rows, count * columns)
+
+    def _near_for(self, x: torch.Tensor, parts: int) -> Near | None:
+        """The peers' memory, where it carries rows like these, each of ``parts`` runs of columns."""
+        whole_words = x.shape[1] // parts * x.itemsize % 4 == 0
+        return self._near if x.numel() and x.nbytes // parts <= NEAR_BYTES and whole_words else None
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None, keep: bool,
+        summed: bool,
+    ) -> tuple[torch.Tensor, *Normed] | None:  # fmt: skip
+        """See :class:`unisono.distributed.gather.FusingTransport`."""
+        near = self._near_for(x, 1)
+        if near is None or not norm_parts(len(x), x.shape[1] * x.itemsize // 4):
+            return None
+        return launch_gather_add_rms_norm(x, residual, weight, eps, group, keep, summed, near.peers)
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor | None:
+        """See :class:`unisono.distributed.gather.FusingTransport`."""
+        near = self._near_for(x, 2)
+        if near is None or not silu_parts(len(x), x.shape[1] // 2 * x.itemsize // 4):
+            return None
+        return launch_silu_gather(x, near.peers)
 
     def give_up(self) -> None:
         """Have the kernels of this rank stop waiting, and NCCL's too; from any thread."""
@@ -88,6 +118,7 @@ class Near:
         pointers = [*self._handle.buffer_ptrs, self._given_up.data_ptr()]
         self._addresses = torch.tensor(pointers, dtype=torch.int64, device=device)
         self._turns = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        self.peers = Peers(self._addresses, self._turns, ranks.index, ranks.count)
         torch.cuda.synchronize()
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:

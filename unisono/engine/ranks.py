@@ -35,7 +35,13 @@ def ranks_of(config: ResolvedConfig, model: DecoderConfig) -> Ranks:
     count = asked.tensor_parallel_size
     if asked.enable_expert_parallel and not any(hasattr(layer.feed_forward, "num_experts") for layer in model.layers):
         raise ConfigError(f"--enable-expert-parallel: a {model.architecture} has no experts; leave it out.")
-    ranks = Ranks(0, count, whole_experts=asked.enable_expert_parallel and count > 1)
+    if asked.tp_reduce == "ordered" and asked.enable_lora:
+        raise ConfigError("--tp-reduce ordered with --enable-lora: adapters read whole rows; leave one of them out.")
+    together = count > 1
+    ranks = Ranks(
+        0, count, whole_experts=asked.enable_expert_parallel and together,
+        ordered=asked.tp_reduce == "ordered" and together,
+    )  # fmt: skip
     for layer in model.layers:
         for block in (layer.mixer, layer.feed_forward):
             check = getattr(block, "of", None)

@@ -50,6 +50,44 @@ def _late(seen, inside, turn):
 
 
 @triton.jit
+def next_turn(turn):
+    """It overflows, and is never 0, which words have that nobody wrote."""
+    return tl.where(turn == -1, 2, turn + 1)
+
+
+@triton.jit
+def send(addresses, place, words, value, inside, turn, RANK: tl.constexpr, RANKS: tl.constexpr, PLACE_: tl.constexpr):
+    """Write ``value`` int32 to the ``place`` of every other rank, each word with the number of the turn."""
+    sent = (turn.to(tl.int64) << 32) | (value.to(tl.int64) & 0xFFFFFFFF)
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            tl.store(_address(addresses, peer, tl.int64) + place + RANK * PLACE_ + words, sent, mask=inside)
+
+
+@triton.jit
+def receive(addresses, place, words, inside, turn, peer: tl.constexpr,
+            RANK: tl.constexpr, RANKS: tl.constexpr, PLACE_: tl.constexpr, LOOKS_: tl.constexpr):  # fmt: skip
+    """Wait for what ``peer`` sent to this rank's ``place`` in this turn: int32. Void where the ranks have given up."""
+    own, given_up = _address(addresses, RANK, tl.int64), _address(addresses, RANKS, tl.int32)
+    mine = own + place + peer * PLACE_ + words
+    seen = tl.load(mine, mask=inside, other=0, volatile=True)
+    looks = 0
+    while _late(seen, inside, turn) > 0:
+        looks += 1
+        seen = tl.load(mine, mask=inside, other=0, volatile=True)
+        if looks % LOOKS_ == 0:  # noqa: SIM102 - `and` would read the host's memory at every look
+            if tl.load(given_up, volatile=True) != 0:
+                seen = (seen & 0xFFFFFFFF) | (turn.to(tl.int64) << 32)
+    return seen.to(tl.int32)
+
+
+@triton.jit
+def place_of(turn, program, RANKS: tl.constexpr, PROGRAMS_: tl.constexpr, PLACE_: tl.constexpr):
+    """Where the words of a program's turn begin in a rank's buffer."""
+    return ((turn & 1) * PROGRAMS_ + program).to(tl.int64) * (RANKS * PLACE_)
+
+
+@triton.jit
 def _gather_kernel(x, out, addresses, turns, M, W,
                    RANK: tl.constexpr, RANKS: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS_: tl.constexpr,
                    PLACE_: tl.constexpr, LOOKS_: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
@@ -58,32 +96,20 @@ def _gather_kernel(x, out, addresses, turns, M, W,
     part = tl.program_id(1)
     program = tl.program_id(0) * tl.num_programs(1) + part
     turn = tl.load(turns + program)
-    own, given_up = _address(addresses, RANK, tl.int64), _address(addresses, RANKS, tl.int32)
     words = tl.arange(0, CHUNK)
     column = part * CHUNK + words
     inside = column < W
     for row in range(tl.program_id(0), M, tl.num_programs(0)):
-        turn = tl.where(turn == -1, 2, turn + 1)  # it overflows, and never is 0, which words have that nobody wrote
-        place = ((turn & 1) * PROGRAMS_ + program).to(tl.int64) * (RANKS * PLACE_)
+        turn = next_turn(turn)
+        place = place_of(turn, program, RANKS, PROGRAMS_, PLACE_)
         value = tl.load(x + row * W + column, mask=inside, other=0)
-        sent = (turn.to(tl.int64) << 32) | (value.to(tl.int64) & 0xFFFFFFFF)
-        for peer in tl.static_range(RANKS):
-            if peer != RANK:
-                tl.store(_address(addresses, peer, tl.int64) + place + RANK * PLACE_ + words, sent, mask=inside)
+        send(addresses, place, words, value, inside, turn, RANK, RANKS, PLACE_)
         to = out + row * (RANKS * W) + column
         tl.store(to + RANK * W, value, mask=inside)
         for peer in tl.static_range(RANKS):
             if peer != RANK:
-                mine = own + place + peer * PLACE_ + words
-                seen = tl.load(mine, mask=inside, other=0, volatile=True)
-                looks = 0
-                while _late(seen, inside, turn) > 0:
-                    looks += 1
-                    seen = tl.load(mine, mask=inside, other=0, volatile=True)
-                    if looks % LOOKS_ == 0:  # noqa: SIM102 - `and` would read the host's memory at every look
-                        if tl.load(given_up, volatile=True) != 0:
-                            seen = tl.full((CHUNK,), 0, tl.int64) + (turn.to(tl.int64) << 32)
-                tl.store(to + peer * W, seen.to(tl.int32), mask=inside)
+                heard = receive(addresses, place, words, inside, turn, peer, RANK, RANKS, PLACE_, LOOKS_)
+                tl.store(to + peer * W, heard, mask=inside)
     tl.store(turns + program, turn)
 
 

@@ -41,6 +41,20 @@ def rounded_before_weight(normed, weight, dtype: tl.constexpr):
 
 
 @triton.jit
+def store_norm(value, weight, out, x8, scales, cols, inside, eps, H, PADDED, KEEP: tl.constexpr, GROUP: tl.constexpr):
+    """Store the norm of this program's row, ``value`` fp32 with zeros beyond H; see :func:`_rms_norm_kernel`."""
+    row = tl.program_id(0).to(tl.int64) * H
+    scale = tl.rsqrt(tl.sum(square(value), axis=0) / H + eps)
+    w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    normed = rounded_before_weight(value * scale, weight, out.dtype.element_ty)
+    if KEEP:
+        tl.store(out + row + cols, (normed * w).to(out.dtype.element_ty), mask=inside)
+    if GROUP > 0:
+        value = (normed * w).to(out.dtype.element_ty)
+        store_quantised(value, x8, scales, tl.program_id(0), 0, H, PADDED, GROUP)
+
+
+@triton.jit
 def _rms_norm_kernel(x, residual, weight, total, out, x8, scales, eps, H, M, PADDED,
                      BLOCK_H: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr,
                      OVERLAP: tl.constexpr):  # fmt: skip
@@ -57,14 +71,7 @@ def _rms_norm_kernel(x, residual, weight, total, out, x8, scales, eps, H, M, PAD
         rounded = (value + r).to(total.dtype.element_ty)
         tl.store(total + row + cols, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(square(value), axis=0) / H + eps)
-    w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
-    normed = rounded_before_weight(value * scale, weight, out.dtype.element_ty)
-    if KEEP:
-        tl.store(out + row + cols, (normed * w).to(out.dtype.element_ty), mask=inside)
-    if GROUP > 0:
-        value = (normed * w).to(out.dtype.element_ty)
-        store_quantised(value, x8, scales, tl.program_id(0), 0, H, PADDED, GROUP)
+    store_norm(value, weight, out, x8, scales, cols, inside, eps, H, PADDED, KEEP, GROUP)
 
 
 def row_warps(block: int) -> int:

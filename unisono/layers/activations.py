@@ -34,10 +34,21 @@ class Projected:
         return self.product.dtype
 
 
+@dataclass(frozen=True)
+class OfAllRanks:
+    """Rows x [M, K] that were gathered where they were made: their reader, whose inputs are divided, does not."""
+
+    x: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+
 Operand = torch.Tensor | Quantised
 """[M, K], as a product reads them."""
 
-Activations = Operand | Projected
+Activations = Operand | Projected | OfAllRanks
 """[M, K], as layers hand them on."""
 
 

@@ -196,6 +196,14 @@ class Stored:
         each = each or self.outputs
         return tuple((start // each, -(-stop // each)) for start, stop in runs)
 
+    def columns(self, runs: Runs) -> Runs:
+        """Runs of inputs, in columns. Raises ConfigError where a column serves inputs on both sides of a bound, or the
+        checkpoint stores the tensor in a layout of its own."""
+        if self.layout is not None or self.inputs >= 2**31:
+            raise ConfigError("this format's inputs cannot be divided.")
+        self.check((*runs, runs[-1]), self.inputs)
+        return self.rows(runs, self.inputs)
+
     @staticmethod
     def check(runs: Runs, each: int) -> None:
         """Raise ConfigError unless all runs begin and all but the last end at multiples of ``each`` outputs."""
@@ -323,6 +331,18 @@ class Plain:
 
 
 PLAIN = Plain()
+
+
+def can_divide_inputs(format: Any, dtype: torch.dtype, inputs: int, count: int) -> bool:
+    """Whether ``count`` ranks can hold equal parts of a layer's inputs in this format: no block of it is cut."""
+    try:
+        runs = [Share(index, count).runs(inputs) for index in range(count)]
+        for stored in format.tensors(dtype).values():
+            for each in runs if stored.inputs else ():
+                stored.columns(each)
+    except ConfigError:
+        return False
+    return True
 
 
 def can_divide(format: Any, dtype: torch.dtype, outputs: int, count: int) -> bool:

@@ -14,9 +14,9 @@ from torch import nn
 
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.kernels.adapters import AdapterPlan
-from unisono.layers.activations import Activations, Projected, Wish, fitting, plain
+from unisono.layers.activations import Activations, OfAllRanks, Projected, Wish, fitting, plain
 from unisono.layers.adapters import LinearAdapter, LowRank
-from unisono.layers.formats import FLOATS, PLAIN, WHOLE, PartOf, Place, Plain, Share, Stored, WeightFormat
+from unisono.layers.formats import FLOATS, PLAIN, WHOLE, PartOf, Place, Plain, Share, Slices, Stored, WeightFormat
 from unisono.layers.norm import RMSNorm
 
 
@@ -26,15 +26,17 @@ class Linear(nn.Module):
     outputs: their number, or by name those of several projections of one input, which are computed as one product and
         stored apart. format: how the weight is stored and applied. share: what a rank holds of the outputs, of each
         projection where it is a mapping; the layer computes these alone.
+    input_share: what a rank holds of the inputs; the layer's product is then a term of a sum over ranks.
     ranks: with whom inputs and outputs are gathered. split_inputs: the inputs that the layer gets are this rank's
-        columns. joins: its outputs are gathered, so that every rank has all of them.
+        columns. joins: its outputs are gathered, so that every rank has all of them. sums: they are terms, which are
+        gathered and added in the order of ranks.
     adapter: what is added to the outputs of rows that have an adapter, of this rank's outputs before they are gathered;
         None where the layer takes none.
     """
 
     weight: nn.Parameter
     ranks: Ranks = ALONE
-    split_inputs = joins = False
+    split_inputs = joins = sums = False
     adapter: LinearAdapter | None = None
 
     def __init__(
@@ -46,9 +48,11 @@ class Linear(nn.Module):
         device: torch.device | str,
         format: WeightFormat = PLAIN,
         share: Share | Mapping[str, Share] = WHOLE,
+        input_share: Share = WHOLE,
     ) -> None:
         super().__init__()
         self.inputs, self.dtype, self.format = inputs, dtype, format
+        self.input_share = input_share
         self.projections = {"": outputs} if isinstance(outputs, int) else dict(outputs)
         self.shares = dict(share) if isinstance(share, Mapping) else dict.fromkeys(self.projections, share)
         self.held = tuple(self.shares[name].size(outputs) for name, outputs in self.projections.items())
@@ -56,7 +60,7 @@ class Linear(nn.Module):
         for kind, stored in format.tensors(dtype).items():
             if stored.dtype is not None:
                 rows = sum(stored.shape(each, inputs)[0] for each in self.held)
-                shape = (rows, *stored.shape(self.outputs, inputs)[1:])
+                shape = (rows, *stored.shape(self.outputs, input_share.size(inputs))[1:])
                 self.register_parameter(kind, self._made(_parameter(shape, stored.dtype, device), stored))
         self.bias = _parameter((self.outputs,), dtype, device) if bias else None
         if self.bias is not None:
@@ -65,6 +69,11 @@ class Linear(nn.Module):
     def joined(self, ranks: Ranks, split_inputs: bool) -> Linear:
         """Gather the outputs, and with ``split_inputs`` the inputs, among ``ranks``; returns the layer."""
         self.ranks, self.split_inputs, self.joins = ranks, split_inputs, self.divided
+        return self
+
+    def summed(self, ranks: Ranks) -> Linear:
+        """Gather the outputs among ``ranks`` as terms of a sum; returns the layer."""
+        self.ranks, self.sums = ranks, True
         return self
 
     @property
@@ -89,14 +98,22 @@ class Linear(nn.Module):
 
     def _apart(self, x: Activations) -> torch.Tensor | None:
         """The product where something happens between it and the residual's sum; None elsewhere."""
-        return self._gathered(x) if self.joins or self.split_inputs else self._adapted(x)
+        if not (self.joins or self.sums or self.split_inputs):
+            return self._adapted(x)
+        y = self._part(x)
+        if self.sums:
+            return self.ranks.sum(y)
+        return self.ranks.gather(y) if self.joins else y
 
-    def _gathered(self, x: Activations) -> torch.Tensor:
-        """The product where inputs or outputs are gathered: [M, all outputs], with the bias."""
-        given = self.ranks.gather(plain(x)) if self.split_inputs else x
+    def _part(self, x: Activations) -> torch.Tensor:
+        """This rank's outputs, with the bias, or its terms of all outputs; the inputs are gathered where they are
+        divided."""
+        given: Activations = x.x if isinstance(x, OfAllRanks) else x
+        if self.split_inputs and given is x:
+            given = self.ranks.gather(plain(x))
         if (y := self._adapted(given)) is None:
             y = self.format.linear(self, fitting(given, self.wish), None)  # type: ignore[arg-type]
-        return self.ranks.gather(y) if self.joins else y
+        return y
 
     def then_norm(
         self, x: Activations, residual: torch.Tensor, norm: nn.Module | None
@@ -105,6 +122,8 @@ class Linear(nn.Module):
 
         The norm is quantised where its readers want that and the format has such a kernel.
         """
+        if (self.joins or self.sums) and isinstance(norm, RMSNorm):
+            return norm.of_parts(self._part(x), residual, self.ranks, self.sums)
         if (y := self._apart(x)) is not None:
             if isinstance(norm, RMSNorm):
                 return norm.of_sum(y, residual)
@@ -128,7 +147,7 @@ class Linear(nn.Module):
 
     def product(self, x: Activations) -> tuple[torch.Tensor, LowRank | None]:
         """(``self(x)``, None); or without what adapters have still to add, and that, for a reader that can add it."""
-        if self.joins or self.split_inputs or (plan := self._plan(x)) is None:
+        if self.joins or self.sums or self.split_inputs or (plan := self._plan(x)) is None:
             return self(x), None
         return self._with_adapters(x, plan)
 
@@ -164,13 +183,18 @@ class Linear(nn.Module):
         """The places of one tensor, one for each projection."""
         for (projection, outputs), into in zip(self.projections.items(), self._rows(kind, stored), strict=True):
             share = self.shares[projection]
-            part = stored.part(share.runs(outputs)) if share != WHOLE else None
+            part: Slices | None = stored.part(share.runs(outputs)) if share != WHOLE else None
+            if self.input_share != WHOLE and stored.inputs:
+                part = Slices(1, stored.columns(self.input_share.runs(self.inputs)))
             shape, *also = stored.stored_shapes(outputs, self.inputs)
             place = Place(into, shape, stored.accepts, part, format, kind, also=tuple(also))
             yield f"{projection}.{kind}" if projection else kind, place
 
     def _made(self, parameter: nn.Parameter, stored: Stored) -> nn.Parameter:
         """The parameter, knowing what of the whole one it is."""
+        if self.input_share != WHOLE and stored.inputs:
+            columns = stored.columns(self.input_share.runs(self.inputs))
+            parameter.part_of = PartOf(stored.shape(self.outputs, self.inputs), 1, columns)  # type: ignore[attr-defined]
         if self.divided:
             runs, at = [], 0
             for name, outputs in self.projections.items():
@@ -203,7 +227,7 @@ def prove_linears(modules: Iterable[nn.Module]) -> dict[tuple[int, int], bool]:
     proven: dict[tuple[int, int], bool] = {}
     layers = [module for module in modules if isinstance(module, Linear)]
     for layer in _one_of_each(layers):
-        shape = layer.outputs, layer.inputs
+        shape = layer.outputs, layer.input_share.size(layer.inputs)
         proven[shape] = layer.format.prove(layer) and proven.get(shape, True)
     for layer in layers:
         if layer.adapter is not None and isinstance(layer.format, Plain):

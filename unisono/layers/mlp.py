@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from unisono.layers.activations import Activations, silu_product
+from unisono.layers.activations import Activations, OfAllRanks, silu_product
 from unisono.layers.linear import Linear
 
 
@@ -27,7 +27,9 @@ class GatedMLP(nn.Module):
     def forward(self, x: Activations, positions: torch.Tensor | None = None) -> Activations:
         """What ``down`` reads: [M, hidden] -> [M, intermediate]. The same is done for every position."""
         y, low = self.gate_up.product(x)
-        return silu_product(y, self.down.wish) if low is None else low.silu(y)
+        if low is not None:
+            return low.silu(y)
+        return OfAllRanks(self.down.ranks.silu(y)) if self.down.split_inputs else silu_product(y, self.down.wish)
 
     def project(
         self, y: Activations, residual: torch.Tensor, norm: nn.Module | None

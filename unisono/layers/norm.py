@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from unisono.distributed.gather import Ranks
 from unisono.kernels import rms_norm
 from unisono.kernels.add_norm import add_rms_norm, add_rms_norm_fp8
 from unisono.kernels.norm import rms_norm_fp8
@@ -44,6 +45,15 @@ class RMSNorm(nn.Module):
         if self.wish is None:
             return add_rms_norm(x, residual, self.weight, self.eps)
         return add_rms_norm_fp8(x, residual, self.weight, self.eps, self.wish.group, self.wish.keep)
+
+    def of_parts(
+        self, x: torch.Tensor, residual: torch.Tensor, ranks: Ranks, summed: bool
+    ) -> tuple[torch.Tensor, Activations]:
+        """:meth:`of_sum` of what the ranks hold of x: columns each, or with ``summed`` terms of a sum."""
+        if self.wish is None:
+            return ranks.add_rms_norm(x, residual, self.weight, self.eps, summed)
+        given = self.eps, self.wish.group, self.wish.keep, summed
+        return ranks.add_rms_norm_fp8(x, residual, self.weight, *given)
 
     def places(self) -> Iterator[tuple[str, Place]]:
         """What a checkpoint stores of the norm: (name inside it, where it goes)."""

@@ -14,7 +14,7 @@ import torch
 from unisono.attention.base import AttentionBackend
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.layers.embedding import Embedding
-from unisono.layers.formats import PLAIN, WHOLE, Share, WeightFormat, can_divide
+from unisono.layers.formats import PLAIN, WHOLE, Share, WeightFormat, can_divide, can_divide_inputs
 from unisono.layers.linear import Linear
 from unisono.layers.norm import RMSNorm
 from unisono.layers.rotary import RotarySpec
@@ -124,10 +124,16 @@ class Builder:
     def joined(self, name: str, inputs: int, outputs: int, bias: bool = False, split_inputs: bool = True) -> Linear:
         """The same, where each rank computes equal parts of the outputs and all get all of them.
 
-        split_inputs: it gets this rank's columns of its inputs.
+        split_inputs: it gets this rank's columns of its inputs. With ordered sums (``--tp-reduce ordered``) it is
+        divided by these, where its format allows that and it has no bias.
         """
         if self.ranks.count == 1:
             return self.linear(name, inputs, outputs, bias)
+        format = self._one_format(name, outputs)
+        terms = self.ranks.ordered and split_inputs and not bias
+        if terms and can_divide_inputs(format, self.dtype, inputs, self.ranks.count):
+            made = Linear(inputs, outputs, False, self.dtype, self.device, format, input_share=self.share)
+            return made.summed(self.ranks)
         share = self.share if self.can_divide({name: outputs}) else WHOLE
         return self.linear(name, inputs, outputs, bias, share=share).joined(self.ranks, split_inputs)
 

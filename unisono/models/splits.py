@@ -19,7 +19,12 @@ SHOWN = 3
 def split_decisions(model: Decoder) -> Iterator[tuple[str, str, str]]:
     """(name, value, reason) of how a model is divided among its ranks."""
     ranks = model.builder.ranks
-    yield "ranks", str(ranks.count), "--tensor-parallel-size: products are divided by outputs, and no sum is"
+    divided = "products are divided by outputs, and no sum is"
+    if ranks.ordered:
+        summed = sum(isinstance(module, Linear) and module.sums for module in model.modules())
+        divided = f"--tp-reduce ordered: {summed} products are divided by inputs, the others by outputs; another "
+        divided += "number of ranks gives other bytes"
+    yield "ranks", str(ranks.count), f"--tensor-parallel-size: {divided}"
     held = sum(p.numel() for p in model.parameters() if hasattr(p, "part_of"))
     total = sum(p.numel() for p in model.parameters())
     whole = "whole on each: embedding, norms, routers, drafters, the vision tower"
@@ -44,6 +49,8 @@ def _said(module: nn.Module) -> Iterator[int]:
         size = module.dtype.itemsize
         if module.split_inputs:
             yield module.inputs // module.ranks.count * size
+        if module.sums:
+            yield module.outputs * size
         if module.joins:
             yield module.outputs * size
     elif isinstance(module, Experts):

@@ -121,7 +121,7 @@ def _tail(layer: DecoderLayer) -> FusedTail | None:
 
 def _alone(layer: object) -> bool:
     """Whether this is a linear layer of this rank alone."""
-    return isinstance(layer, Linear) and not (layer.joins or layer.split_inputs or layer.divided)
+    return isinstance(layer, Linear) and not (layer.joins or layer.sums or layer.split_inputs or layer.divided)
 
 
 def _is_plain(layer: Any) -> bool:

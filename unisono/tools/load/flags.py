@@ -173,6 +173,7 @@ def engine_flags(
     enable_expert_parallel: Annotated[
         bool, typer.Option("--enable-expert-parallel", help="As of `unisono serve`.")
     ] = False,
+    tp_reduce: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "gather",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
 ) -> None:
     """The engine of ``bench throughput``."""
