@@ -36,11 +36,11 @@ def _made(model: str, method: str, make: Callable[[Path, Path], Path]) -> Cell:
 
 
 def _eagle(target: Path, folder: Path) -> Path:
-    return make_eagle(folder, config_of(target)).path
+    return make_eagle(folder, config_of(target), num_attention_heads=4).path
 
 
 def _eagle3(target: Path, folder: Path) -> Path:
-    return make_eagle3(folder, config_of(target), (2, 1, 3), aux=[2, 1, 3]).path
+    return make_eagle3(folder, config_of(target), (2, 1, 3), aux=[2, 1, 3], num_attention_heads=4).path
 
 
 def _frozen(target: Path, folder: Path) -> Path:
