@@ -176,9 +176,7 @@ class Build:
             for choice in (*split_decisions(model), ("gathers go", *described(ranks.transport))):
                 self.decide(*choice)
         if model.divides_logits:
-            value = (
-                f"{key_bytes(model.lm_head.outputs)} bytes for each row: the best of each part, at more than 16 rows"
-            )
+            value = f"{key_bytes(model.lm_head.outputs)} bytes a row from 17 rows on: the best of each part"
             self.decide("gathered of logits", value, "whole rows where a request filters or asks for log-probabilities")
 
     @property
