@@ -177,7 +177,8 @@ def test_200_requests_of_every_cell_without_filters(
     for kinds, count in ((UNFILTERED, COUNT), ([*UNFILTERED * 6, KINDS[4]], COUNT // 4)):
         draw_drafts(monkeypatch)
         alone = run(target, 1, count, kinds=kinds, **flags)
-        assert given.method == "none" or alone["accepted"] > 0 or setup in UNTRAINED
+        if kinds is UNFILTERED:
+            assert given.method == "none" or alone["accepted"] > 0 or setup in UNTRAINED
         for ranks in (2, 4):
             draw_drafts(monkeypatch)
             together = run(target, ranks, count, kinds=kinds, **flags)
