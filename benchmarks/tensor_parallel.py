@@ -78,7 +78,7 @@ def measure(name: str, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     with LLM(flags.pop("model"), tensor_parallel_size=ranks, **flags) as llm:
         found: dict[str, Any] = {"start_s": round(time.perf_counter() - started, 1)}
         decisions = llm.engine.config.explain()["decisions"]
-        shown = ("ranks", "split", "gathers", "gathers go", "num_pages")
+        shown = ("ranks", "split", "gathers", "gathered of logits", "gathers go", "num_pages")
         found["decisions"] = {d["name"]: d["value"] for d in decisions if d["name"] in shown}  # type: ignore[union-attr]
         if not llm.engine.config.asked.synthetic:
             found["answers"] = answers(llm, args.exact)

@@ -46,14 +46,14 @@ ALLOWED = {
     "models": {
         "types", "program", "state", "catalog", "kernels", "layers", "attention", "distributed", "untrusted",
     },
-    "drafters": {"types", "program", "state", "kernels", "layers", "attention", "models"},
-    "sampling": {"types", "kernels"},
+    "drafters": {"types", "program", "state", "kernels", "distributed", "layers", "attention", "models"},
+    "sampling": {"types", "kernels", "distributed"},
     "transport": {"types"},
     "state": {"types", "program", "kernels"},
     "grammar": {"types", "tokenizer", "channel", "forks"},
     "passes": {
-        "types", "program", "vectors", "state", "kernels", "models", "drafters", "sampling", "attention",
-        "grammar",
+        "types", "program", "vectors", "state", "kernels", "distributed", "models", "drafters", "sampling",
+        "attention", "grammar",
     },
     "engine": {
         "types", "program", "catalog", "config", "kernels", "layers", "attention", "models", "drafters", "passes",

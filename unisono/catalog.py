@@ -119,6 +119,7 @@ drafters = Registry(
 features = Registry(
     "feature",
     {
+        "filters": "unisono.passes.features.filters:Filters",
         "output_logprobs": "unisono.passes.features.output_logprobs:OutputLogprobs",
         "wide_logprobs": "unisono.passes.features.wide_logprobs:WideLogprobs",
         "grammar": "unisono.passes.features.grammar:Grammar",

@@ -20,6 +20,14 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "return_hidden_states": True},
 )
 
+UNFILTERED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.2, "logit_bias": {9: 4.0}},
+    {"temperature": 0.0, "top_k": 3, "min_tokens": 9, "allowed_token_ids": list(range(0, 250, 3))},
+)
+"""Of these no pass needs whole rows of logits."""
+
 ROOMY: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 80, "max_num_batched_tokens": 32, "num_pages": None}
 SCARCE = ROOMY | {"num_pages": 6}
 """Few pages, so that requests are preempted."""
@@ -28,14 +36,16 @@ MANY = ROOMY | {"max_num_seqs": 32, "max_num_batched_tokens": 128}
 """So that few passes serve many requests."""
 
 
-def made(count: int, vocab: int, longest: int = 40) -> tuple[list[list[int]], list[SamplingParams]]:
+def made(
+    count: int, vocab: int, longest: int = 40, kinds: Sequence[dict[str, Any]] = KINDS
+) -> tuple[list[list[int]], list[SamplingParams]]:
     """``count`` requests; every other prompt repeats a phrase, and several begin alike."""
     rng = random.Random(5)
     shared = [rng.randrange(vocab) for _ in range(33)]
     prompts = [[rng.randrange(vocab) for _ in range(rng.randrange(3, longest))] for _ in range(count)]
     prompts = [p[: 2 + i % 4] * 5 if i % 2 else p for i, p in enumerate(prompts)]
     prompts = [shared + p[:4] if i % 5 == 4 else p for i, p in enumerate(prompts)]
-    params = [SamplingParams(seed=i, max_tokens=16 + i % 9, **KINDS[i % len(KINDS)]) for i in range(count)]
+    params = [SamplingParams(seed=i, max_tokens=16 + i % 9, **kinds[i % len(kinds)]) for i in range(count)]
     return prompts, params
 
 
@@ -51,7 +61,7 @@ def outcome(llm: LLM, prompts: Any, params: Any, adapters: Any = None) -> list[t
 
 def run(
     path: Any, ranks: int, count: int, vocab: int = 250, captures: int = 3,
-    adapters: Sequence[LoRARequest | None] = (None,), **flags: Any,
+    adapters: Sequence[LoRARequest | None] = (None,), kinds: Sequence[dict[str, Any]] = KINDS, **flags: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """The requests twice, the second time with prefix hits and with ``captures`` of the graphs that were missing.
 
@@ -59,7 +69,7 @@ def run(
     """
     flags = {**SCARCE, **flags}
     with engine(path, tensor_parallel_size=ranks, **flags) as llm:
-        prompts, params = made(count, vocab)
+        prompts, params = made(count, vocab, kinds=kinds)
         named = [adapters[i % len(adapters)] for i in range(count)]
         first = outcome(llm, prompts, params, named)
         while llm.engine.has_work():

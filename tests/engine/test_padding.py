@@ -36,7 +36,7 @@ def check(made: LLM) -> None:
         pages = [t for layer in worker.store.view("target").tree for t in layer]
         before = {name: tensor.clone() for name, tensor in state.items()}
         kv = [tensor.clone() for tensor in pages]
-        for program, shape in warmup_passes(runner.buckets(), runner.features):
+        for program, shape in warmup_passes(runner.buckets(), (runner.features,)):
             program.run(Buffers(program.schema, shape, runner.config.device))
         for tensor, old in zip(pages, kv, strict=True):
             assert PADDING_PAGE == 0

@@ -96,6 +96,6 @@ def test_every_pass_that_is_compiled_at_start_runs_on_padding(given: dict[str, A
     spec = None if given is None else SpeculativeConfig.parse(given)
     with LLM("tiny", speculative=spec, max_num_seqs=4, max_model_len=256) as llm:
         runner = llm.engine.runner
-        passes = warmup_passes(runner.buckets(), runner.features)
+        passes = warmup_passes(runner.buckets(), (runner.features,))
         run_on_padding(passes, runner.config.device)
         assert {program.name for program, _ in passes} >= {"round", "extend", "verify"}

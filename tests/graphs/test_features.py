@@ -73,6 +73,27 @@ def test_more_masks_cover_fewer_whatever_else_is_needed() -> None:
     assert not Features(Hidden.AUX, (1, 2)).covers(aux)
 
 
+def test_whole_logits_cover_parts_and_not_the_other_way_round() -> None:
+    whole, parts = Features(whole_logits=True), Features()
+    assert whole.covers(parts)
+    assert not parts.covers(whole)
+    assert (parts | whole) == (whole | parts) == whole
+    assert (whole.label, parts.label) == ("NULL+whole_logits", "NULL")
+    planner = planned((whole, (4,)))
+    assert served(planner, 2, parts) == (4, whole)
+    assert served(planned((parts, (4,))), 2, whole) is Reason.NOT_CAPTURED
+
+
+def test_graphs_that_others_cover_are_captured_last() -> None:
+    """Whatever their size, so that a budget drops none of those that serve all passes for one of them."""
+    whole, parts = Features(whole_logits=True), Features()
+    plain = [Buckets(Program("p", SCHEMA, run), (Shape(2), Shape(64)), parts, spare=True)]
+    planner = LonePlanner(CPU)
+    planner.capture([Buckets(Program("p", SCHEMA, run), (Shape(1), Shape(64)), whole), *plain])
+    captured = [graph.key for graph in planner.graph_set]
+    assert [(key.shape.rows, key.features) for key in captured] == [(64, whole), (1, whole), (64, parts), (2, parts)]
+
+
 def test_a_graph_with_masks_serves_a_pass_without_and_allows_all() -> None:
     planner = planned((MASKED, (4,)))
     assert served(planner, 2, Features()) == (4, MASKED)

@@ -158,6 +158,23 @@ def test_a_part_of_the_vocabulary_and_an_offset(device):
         assert torch.equal(full[keep][:, ::3], few[keep])
 
 
+@pytest.mark.parametrize("block", [128, 4096])
+def test_the_parts_of_ranks(device, block, monkeypatch):
+    """Each has the edits of its own tokens, masks too, whatever is edited on the others."""
+    monkeypatch.setattr(edits, "EDIT_BLOCK", block)
+    batch, size = rows(), VOCAB // 2
+    slots = torch.arange(len(batch), dtype=torch.int32)
+    drafts = torch.tensor([row.drafts for row in batch], dtype=torch.int32)
+    logits, keep = torch.randn(len(batch), VOCAB), asks(batch)
+    mask = torch.randint(-(2**31), 2**31, (len(batch), -(-VOCAB // 32)), dtype=torch.int32)
+    whole = both(logits, slots, 1, drafts, batch, device, offset=2, mask=mask.to(device))
+    for first in (0, size):
+        own = logits[:, first : first + size].contiguous()
+        part = both(own, slots, 1, drafts, batch, device, offset=2, mask=mask.to(device), first=first)
+        for full, few in zip(whole, part, strict=True):
+            assert torch.equal(full[keep][:, first : first + size], few[keep])
+
+
 def test_a_long_history_is_counted_in_chunks(device, monkeypatch):
     monkeypatch.setattr(edits, "HISTORY_CHUNK", 16)
     monkeypatch.setattr(edits, "EDIT_BLOCK", 128)

@@ -25,6 +25,7 @@ import torch
 
 from unisono.attention.base import AttentionBackend
 from unisono.attention.context import Rotary
+from unisono.distributed.columns import Columns
 from unisono.models.decoder import Decoder
 from unisono.models.overriding import Overriding
 from unisono.program import Features
@@ -41,7 +42,8 @@ class DrafterContext:
     page_table, sampling parameters), each [S, …]; the last slot is the padding slot.
     attention: makes a backend for (query heads, KV heads).
     sample: ``sample(logits [R, V], slots [R], offset, ids)``: the sampling rule with the request's own parameters and
-    noise, for position length + offset; ``ids`` maps columns to target token ids (None: the same).
+    noise, for position length + offset; ``ids`` maps columns to target token ids (None: the same). Logits of the
+    target's LM head may be Columns (``Linear.columns``), so that no more is gathered than the rule needs.
     best: ``best(logits [R, V], slots [R], count, ids)``: that rule's ``count`` best tokens for position length,
     [R, count], best first, -1 where there are no more.
     state: the drafter's own state, the tree of its ``state_specs()`` with tensors in place of specs; from the first
@@ -59,8 +61,8 @@ class DrafterContext:
     target: Decoder
     slots: Any
     attention: Callable[[int, int], AttentionBackend]
-    sample: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
-    best: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
+    sample: Callable[[torch.Tensor | Columns, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
+    best: Callable[[torch.Tensor | Columns, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
     state: StateView
     target_state: StateView
     page_tables: Mapping[int, torch.Tensor]

@@ -25,6 +25,7 @@ import torch
 
 from unisono.attention.base import KV, AttentionBackend, AttentionInputs, AttentionOptions
 from unisono.attention.context import PassContext
+from unisono.distributed.columns import Columns
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.unobserved import NAME, CatchesUp, Unobserved
 from unisono.kernels.catch_up import catch_up, catch_up_extend, keep_rows
@@ -81,7 +82,7 @@ class DraftModule(Protocol):
         given: Sequence[Overriding] = (),
     ) -> torch.Tensor: ...
 
-    def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | Columns]: ...
 
     def state_specs(self) -> Tree: ...
 

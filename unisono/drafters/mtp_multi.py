@@ -136,7 +136,7 @@ class MultiMTPDrafter(CatchesUp):
             pass_context = PassContext.of(inputs, None, context.rotary(slots, positions))
             states = stage.run(token_ids, hidden.flatten(0, 1), pass_context).view_as(hidden)
             last = states[:, -1].contiguous()
-            drafts[:, step].copy_(context.sample(stage.module.lm_head(last), slots, step, None))
+            drafts[:, step].copy_(context.sample(stage.module.lm_head.columns(last), slots, step, None))
             hidden = last[:, None]
             if step + 1 < self._depth:
                 hidden = torch.cat((stage.hidden.index_select(0, slots)[:, None], states), dim=1)
@@ -198,7 +198,7 @@ class MultiMTPDrafter(CatchesUp):
     def _keep_draft(self, slots: torch.Tensor, owners: torch.Tensor) -> None:
         """Draft 0 of the next round, from module 0's states that were just kept."""
         stage = self._stages[0]
-        logits = stage.module.lm_head(stage.hidden.index_select(0, slots))
+        logits = stage.module.lm_head.columns(stage.hidden.index_select(0, slots))
         keep_rows(self._context.state["draft"], owners, self._context.sample(logits, slots, 0, None)[:, None])
 
 

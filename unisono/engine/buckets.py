@@ -14,7 +14,7 @@ from unisono.graphs.buckets import Buckets
 from unisono.graphs.cost import PassCost, candidates
 from unisono.kernels.linear import ROW_TILES
 from unisono.passes.features.base import OwnProgram
-from unisono.program import Features, Graph, Logits, Program, Shape
+from unisono.program import NO_FEATURES, Features, Graph, Logits, Program, Shape
 from unisono.types import ConfigError
 
 GPU_PASSES = {
@@ -44,6 +44,9 @@ The figures, the bundled model's, are fixed: measured ones would choose other si
 CPU_GRAPH_BYTES = 2 << 30
 GPU_GRAPH_BYTES, GPU_GRAPH_SHARE = 2 << 30, 0.1
 """Limits of the graphs' memory on a GPU: bytes, and the share of what is free before the KV cache is sized."""
+
+RANK_GRAPH_BYTES = 3 << 30
+"""The first of these limits on a rank of several: most rounds have two graphs of a size (:func:`part_buckets`)."""
 
 SHARES = {"round": 1.0, "extend": 0.8, "mixed": 0.5, "score": 0.5, "catch_up": 0.2, "draft": 0.2, "verify": 0.3}
 """The share of the graphs' memory that one program may take. Prompt passes leave some for rounds."""
@@ -148,8 +151,10 @@ def gpu_graph_bytes(config: ResolvedConfig, free: int) -> ResolvedConfig:
     """:func:`with_graph_bytes` on a GPU with ``free`` bytes left for graphs and the KV cache."""
     if set(config.graphs.values()) == {"off"}:
         return config
-    default = max(0, min(GPU_GRAPH_BYTES, int(GPU_GRAPH_SHARE * free)))
-    config = with_graph_bytes(config, default, f"{GPU_GRAPH_SHARE:.0%} of {free >> 20} MiB free, 2 GiB at most")
+    most = GPU_GRAPH_BYTES if config.asked.tensor_parallel_size == 1 else RANK_GRAPH_BYTES
+    default = max(0, min(most, int(GPU_GRAPH_SHARE * free)))
+    why = f"{GPU_GRAPH_SHARE:.0%} of {free >> 20} MiB free, {most >> 30} GiB at most"
+    config = with_graph_bytes(config, default, why)
     if config.graph_bytes > free:
         raise ConfigError(
             f"--graph-memory {config.asked.graph_memory}: {max(0, free) / (1 << 30):.2f} GiB are free for graphs "
@@ -166,9 +171,14 @@ def engine_buckets(
     max_unobserved: int,
     expected: Sequence[Features] = (),
     expected_rounds: Sequence[Features] = (),
+    whole: Features = NO_FEATURES,
 ) -> list[Buckets]:
     """What may be captured of every program. features: the drafter's. choices: numbers of drafts of a round. expected:
-    what many prompt passes will need beside these; expected_rounds: what many rounds will."""
+    what many prompt passes will need beside these; expected_rounds: what many rounds will. whole: what passes ask for
+    that read whole rows of logits, where these are gathered; then every graph has it, for such graphs serve all passes,
+    and some are captured without it besides (:func:`part_buckets`)."""
+    of_parts = part_buckets(programs, config, choices, features) if whole != NO_FEATURES else []
+    features = features | whole
     masked = replace(features, masks=True)
     buckets = round_buckets(programs["round"], config, choices, features)
     for variant in (features, masked):
@@ -189,7 +199,23 @@ def engine_buckets(
         buckets += mixed_buckets(programs["mixed"], config, decode_sizes(config), features)
     if "catch_up" in programs:
         buckets.append(catch_up_buckets(programs["catch_up"], config, max_unobserved))
-    return buckets
+    return [*buckets, *of_parts]
+
+
+def part_buckets(
+    programs: Mapping[str, Program], config: ResolvedConfig, choices: Sequence[int], features: Features
+) -> list[Buckets]:
+    """The buckets of passes that need no whole rows of logits, where a graph for whole rows would serve them, too.
+
+    On a GPU of rounds without drafts and with all of them, which are nearly all rounds; a prompt pass would gain 1 % at
+    most. On a CPU also of prompt passes, each size for the first pass that wants it, so that tests have both kinds.
+    """
+    cpu = config.device.type == "cpu"
+    rounds = round_buckets(programs["round"], config, choices, features)
+    found = [b for b in rounds if b.width - 1 in (choices[0], choices[-1])]
+    if cpu:
+        found.append(buckets_of(programs["extend"], config, 1, features))
+    return [replace(b, spare=True, on_demand=cpu) for b in found]
 
 
 def decode_sizes(config: ResolvedConfig) -> tuple[int, ...]:

@@ -40,6 +40,7 @@ from unisono.engine.warmup import compiling_only, run_on_padding, warmup_passes
 from unisono.engine.worker import Worker
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.graph_set import GraphSet
+from unisono.kernels.column_keys import key_bytes
 from unisono.kernels.layer_tail_gluon import MOST_ROWS
 from unisono.kernels.linear import TRITON_ROWS
 from unisono.kernels.overlap import overlaps
@@ -165,7 +166,7 @@ class Build:
         usual = [feature.expected_rounds for feature in self.request_features]
         usual_rounds = [each for each in usual if each != NO_FEATURES]
         sizes = self.choices, features, self.max_unobserved
-        buckets = engine_buckets(programs, self.config, *sizes, self._expected, usual_rounds)
+        buckets = engine_buckets(programs, self.config, *sizes, self._expected, usual_rounds, self._whole)
         return [*buckets, *(own_buckets(own, self.config) for own in self._own_programs)]
 
     def _tell_ranks(self, model: Decoder) -> None:
@@ -174,6 +175,14 @@ class Build:
         if ranks.count > 1:
             for choice in (*split_decisions(model), ("gathers go", *described(ranks.transport))):
                 self.decide(*choice)
+        if model.divides_logits:
+            value = f"{key_bytes(model.lm_head.outputs)} bytes a row from 17 rows on: the best of each part"
+            self.decide("gathered of logits", value, "whole rows where a request filters or asks for log-probabilities")
+
+    @property
+    def _whole(self) -> Features:
+        """What passes ask for whose features read whole rows of logits; nothing where each rank computes them."""
+        return Features(whole_logits=True) if self.worker.model.divides_logits else NO_FEATURES
 
     def _leave_a_core(self) -> None:
         """Use all cores but one: waiting threads spin, and would take the API process's time."""
@@ -237,6 +246,7 @@ class Build:
             decide=self.decide,
             adapters=worker.adapters,
             adapter_modules=asked.lora_modules,
+            whole_logits=self._whole,
         )
         return [feature(context) for feature in listed]
 
@@ -302,7 +312,10 @@ class Build:
         self.decide("a layer's kernel is launched", launched, "ahead of its turn from compute capability 9.0 on")
         with compiling_only(config.device):
             own = {own.program.name for own in self._own_programs}
-            run_on_padding(warmup_passes(self.buckets(programs), worker.drafter.features, own), config.device)
+            features = worker.drafter.features
+            run_on_padding(
+                warmup_passes(self.buckets(programs), (features, features | self._whole), own), config.device
+            )
 
     def _prove_exact(self) -> None:
         """Check, for each shape of product, that the BLAS of long passes gives the same bits as the Triton kernel."""
@@ -343,14 +356,16 @@ class Build:
         )
 
         def measure() -> int:
-            passes, masked = self._programs(), replace(worker.drafter.features, masks=True)
+            passes, masked = self._programs(), replace(worker.drafter.features | self._whole, masks=True)
             prompts = functools.reduce(operator.or_, self._expected, masked)
             largest = [(passes["extend"].of(prompts), Shape(config.max_num_batched_tokens))]
             if self.paths > 1:  # the rounds of a tree may be larger than any prompt pass
                 largest.append((passes["round"].of(masked), Shape(config.max_num_seqs, self.width)))
             if self.decode_sizes:
                 rows = self.decode_sizes[-1]
-                largest.append((passes["mixed"], Shape(config.max_num_batched_tokens, 1 + rows)))
+                mixed = passes["mixed"]  # with all fields
+                mixed = replace(mixed, schema=replace(mixed.schema, features=masked))
+                largest.append((mixed, Shape(config.max_num_batched_tokens, 1 + rows)))
             largest += [(own.program, Shape(own.most)) for own in self._own_programs]
             return max(self._group.exchange(peak_bytes(largest, config.device)))
 

@@ -70,7 +70,7 @@ def size_classes(shapes: Sequence[Shape]) -> list[Shape]:
 
 
 def warmup_passes(
-    plan: Sequence[Buckets], features: Features, own: Collection[str] = ()
+    plan: Sequence[Buckets], features: Collection[Features], own: Collection[str] = ()
 ) -> list[tuple[Program, Shape]]:
     """The passes that together need every kernel: of each program all small shapes and one of each larger size class.
 
@@ -79,7 +79,7 @@ def warmup_passes(
     """
     passes: list[tuple[Program, Shape]] = []
     for b in plan:
-        common = b.features == features and b.program.name in ("round", "extend", "catch_up")
+        common = b.features in features and b.program.name in ("round", "extend", "catch_up")
         common = common or b.program.name in own
         shapes = size_classes(b.shapes) if common else b.shapes[:1]
         passes += [(b.program.of(b.features), shape) for shape in shapes]

@@ -27,6 +27,7 @@ class Buckets:
     when_idle: numbers of rows that are captured then too.
     common: numbers of rows that many passes have exactly: they are captured at start, whatever they save.
     unfit: why not even the smallest shape could be captured; None where it could be, or was not tried.
+    spare: other graphs serve these passes, too, only slower; so these are captured last.
     share: the share of the memory budget that the program's graphs may take.
     width: of the shapes.
     like: the program and width whose passes cost the same, planned before; instead of measuring.
@@ -48,6 +49,7 @@ class Buckets:
     when_idle: frozenset[int] = frozenset()
     common: frozenset[int] = frozenset()
     unfit: Reason | None = None
+    spare: bool = False
     share: float = 1.0
     width: int = 1
     like: tuple[str, int] | None = None

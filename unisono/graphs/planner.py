@@ -116,7 +116,7 @@ class Planner:
         if self.enabled:
             every = [b for variants in self._programs.values() for b in variants if self._captures(b)]
             wanted = [(b, s) for b in every if not b.on_demand for s in worthwhile(b, self._graphs_of(b))]
-            wanted.sort(key=lambda w: w[1].rows * w[1].width, reverse=True)
+            wanted.sort(key=lambda w: (not w[0].spare, w[1].rows * w[1].width), reverse=True)
             later = [b.key(s) for b in every for s in kept(b)] + [b.key(s) for b, s in wanted if b.later]
             self._later = list(dict.fromkeys(later))[::-1]
             wanted = [(b, s) for b, s in wanted if not b.later]

@@ -57,9 +57,9 @@ def _float(words, at):
 
 
 @triton.jit
-def _column_of(token, ids, V, HAS_IDS: tl.constexpr, STEPS: tl.constexpr):
-    """The column of each token; -1 where it has none. ``ids`` ascends, so it is searched."""
-    column = token
+def _column_of(token, ids, V, HAS_IDS: tl.constexpr, FIRST: tl.constexpr, STEPS: tl.constexpr):
+    """The column of each token; out of range where it has none. ``ids`` ascends, so it is searched."""
+    column = token - FIRST
     if HAS_IDS:
         low = tl.zeros_like(token)
         high = low + V
@@ -74,13 +74,15 @@ def _column_of(token, ids, V, HAS_IDS: tl.constexpr, STEPS: tl.constexpr):
 
 
 @triton.jit
-def _count(past, first, last, base, ids, V, HAS_IDS, STEPS, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def _count(
+    past, first, last, base, ids, V, HAS_IDS, FIRST: tl.constexpr, STEPS, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """How often the columns [BLOCK] from ``base`` on occur among the tokens ``first`` … ``last`` of a history."""
     counts = tl.zeros((BLOCK,), tl.int32)
     i = tl.arange(0, CHUNK)
     for start in range(first, last, CHUNK):
         token = tl.load(past + start + i, mask=start + i < last, other=-1)
-        column = _column_of(token, ids, V, HAS_IDS, STEPS) - base
+        column = _column_of(token, ids, V, HAS_IDS, FIRST, STEPS) - base
         counted = (token >= 0) & (column >= 0) & (column < BLOCK)
         counts += tl.histogram(tl.where(counted, column, 0), BLOCK, mask=counted)
     return counts
@@ -109,16 +111,16 @@ def _without_bad_words(logit, token, words, past, drafts, committed, seen):
 @triton.jit
 def _penalised(
     logit, token, words, past, drafts, committed, seen, base, ids, V,
-    HAS_IDS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_IDS: tl.constexpr, FIRST: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     repetition, presence, frequency = _float(words, REPETITION), _float(words, PRESENCE), _float(words, FREQUENCY)
     if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
         prompt_len = tl.load(words + PROMPT_LEN)
-        outputs = _count(past, prompt_len, committed, base, ids, V, HAS_IDS, STEPS, BLOCK, CHUNK)
+        outputs = _count(past, prompt_len, committed, base, ids, V, HAS_IDS, FIRST, STEPS, BLOCK, CHUNK)
         for i in range(seen):
             outputs += (token == tl.load(drafts + i)).to(tl.int32)
         if repetition != 1.0:
-            prompts = _count(past, 0, prompt_len, base, ids, V, HAS_IDS, STEPS, BLOCK, CHUNK)
+            prompts = _count(past, 0, prompt_len, base, ids, V, HAS_IDS, FIRST, STEPS, BLOCK, CHUNK)
             scaled = tl.where(logit > 0.0, tl.div_rn(logit, repetition), logit * repetition)
             logit = tl.where(prompts + outputs > 0, scaled, logit)
         logit -= frequency * outputs.to(tl.float32)
@@ -130,7 +132,8 @@ def _penalised(
 def _edit_kernel(
     logits, slots, drafts, edits, length, status, stop_ids, history, table, ids, mask, edited,
     stride, row_stride, draft_stride, max_tokens, table_stride, mask_stride, width, offset, V,
-    HAS_IDS: tl.constexpr, HAS_MASK: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_IDS: tl.constexpr, HAS_MASK: tl.constexpr, FIRST: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     slot = tl.load(slots + n // width)
@@ -145,7 +148,7 @@ def _edit_kernel(
         for base in range(tl.program_id(1) * BLOCK, V, tl.num_programs(1) * BLOCK):
             column = base + tl.arange(0, BLOCK)
             inside = column < V
-            token = tl.load(ids + column, mask=inside, other=-1) if HAS_IDS else column
+            token = tl.load(ids + column, mask=inside, other=-1) if HAS_IDS else column + FIRST
             logit = tl.load(logits + n.to(tl.int64) * row_stride + column, mask=inside, other=0.0).to(tl.float32)
             if HAS_MASK:
                 masked = tl.load(mask + n.to(tl.int64) * mask_stride + token // 32, mask=inside, other=0)
@@ -161,7 +164,7 @@ def _edit_kernel(
                 for stop in tl.static_range(STOP_IDS):
                     logit = tl.where(token == tl.load(stop_ids + field + stop), float("-inf"), logit)
             logit = _penalised(
-                logit, token, words, past, drafted, committed, seen, base, ids, V, HAS_IDS, STEPS, BLOCK, CHUNK
+                logit, token, words, past, drafted, committed, seen, base, ids, V, HAS_IDS, FIRST, STEPS, BLOCK, CHUNK
             )
             tl.store(edited + n.to(tl.int64) * V + column, logit, mask=inside)
 
@@ -173,7 +176,7 @@ def _edit_meta(logits: Tensor, *_: object) -> Tensor:
 def launch_edit_logits(
     logits: Tensor, slots: Tensor, width: int, drafts: Tensor, edits: Tensor, length: Tensor, status: Tensor,
     stop_ids: Tensor, history: Tensor, table: Tensor, offset: int = 0, ids: Tensor | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | None = None, first: int = 0,
 ) -> Tensor:  # fmt: skip
     one_stride(edits, length, status, stop_ids)
     rows, vocab = logits.shape
@@ -184,8 +187,8 @@ def launch_edit_logits(
         logits, slots, drafts, edits, length, status, stop_ids, history, table, ids, mask, edited,
         edits.stride(0), logits.stride(0), drafts.stride(0), history.stride(0), table.stride(0),
         0 if mask is None else mask.stride(0), width, offset, vocab,
-        HAS_IDS=ids is not None, HAS_MASK=mask is not None, STEPS=vocab.bit_length(), BLOCK=block, CHUNK=HISTORY_CHUNK,
-        num_warps=EDIT_WARPS,
+        HAS_IDS=ids is not None, HAS_MASK=mask is not None, FIRST=first, STEPS=vocab.bit_length(), BLOCK=block,
+        CHUNK=HISTORY_CHUNK, num_warps=EDIT_WARPS,
     )  # fmt: skip
     return edited
 
@@ -193,14 +196,14 @@ def launch_edit_logits(
 def edit_logits_cpu(
     logits: Tensor, slots: Tensor, width: int, drafts: Tensor, edits: Tensor, length: Tensor, status: Tensor,
     stop_ids: Tensor, history: Tensor, table: Tensor, offset: int = 0, ids: Tensor | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | None = None, first: int = 0,
 ) -> Tensor:  # fmt: skip
     edited = _edit_meta(logits)
     asks = (edits[slots.long()] != 0) & (status[slots.long()] == RUNNING.value)
     rows = asks.nonzero()[:, 0].tolist()
     if not rows:
         return edited
-    tokens = torch.arange(logits.shape[1]) if ids is None else ids.long()
+    tokens = torch.arange(first, first + logits.shape[1]) if ids is None else ids.long()
     column_of = torch.full(((table.shape[1] - ALLOWED.value) * 32,), -1)
     column_of[tokens] = torch.arange(logits.shape[1])
     for row in rows:
@@ -261,7 +264,8 @@ def _ends_with(output: list[int], prefix: list[int]) -> bool:
 
 define(
     "edit_logits(Tensor logits, Tensor slots, int width, Tensor drafts, Tensor edits, Tensor length, Tensor status,"
-    " Tensor stop_ids, Tensor history, Tensor table, int offset=0, Tensor? ids=None, Tensor? mask=None) -> Tensor"
+    " Tensor stop_ids, Tensor history, Tensor table, int offset=0, Tensor? ids=None, Tensor? mask=None,"
+    " int first=0) -> Tensor"
 )
 register("edit_logits", cuda=launch_edit_logits, cpu=edit_logits_cpu, meta=_edit_meta)
 
@@ -269,20 +273,22 @@ register("edit_logits", cuda=launch_edit_logits, cpu=edit_logits_cpu, meta=_edit
 def edit_logits(
     logits: Tensor, slots: Tensor, width: int, drafts: Tensor, edits: Tensor, length: Tensor, status: Tensor,
     stop_ids: Tensor, history: Tensor, table: Tensor, offset: int = 0, ids: Tensor | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | None = None, first: int = 0,
 ) -> Tensor:  # fmt: skip
     """Edited copies of the rows that ask for it; the other rows of the result are left as they were allocated.
 
     logits [R * width, V] bf16, fp16 or fp32, last dimension contiguous; slots [R] int32. Row r * width + j is for
     position length + offset + j and sees drafts[r, : offset + j] (int32, -1: none) after the history. edits, length,
     status [S], stop_ids [S, 16] (-1: none): slot fields of one stride; history [S, max_tokens], table
-    [S, words of a row]; all int32. ids [V] int32, ascending: the token of each column (None: the column itself).
+    [S, words of a row]; all int32. ids [V] int32, ascending: the token of each column (None: ``first`` and those after
+    it, where V columns are a part of the vocabulary).
     mask [R * width, words] int32, last dimension contiguous: bit i % 32 of word i // 32 allows token i (None: all).
     Returns [R * width, V] fp32. A row depends on its own logits, slot and drafts only.
     """
     return torch.ops.unisono.edit_logits(
-        logits, slots, width, drafts, edits, length, status, stop_ids, history, table, offset, ids, mask
-    )
+        logits, slots, width, drafts, edits, length, status, stop_ids, history, table, offset, ids, mask,
+        first,
+    )  # fmt: skip
 
 
 _INTS = ("slots", "drafts", "edits", "length", "status", "stop_ids", "history", "table", "ids", "mask")
@@ -295,12 +301,18 @@ AOT: list[AotCase] = [
         {
             "HAS_IDS": bool(has_ids),
             "HAS_MASK": has_mask,
+            "FIRST": first,
             "STEPS": 16 if has_ids else 18,
             "BLOCK": EDIT_BLOCK,
             "CHUNK": HISTORY_CHUNK,
         },
         num_warps=EDIT_WARPS,
     )
-    for has_mask, kinds in ((False, ("bf16", "bf16 ids", "fp16", "fp32")), (True, ("bf16", "fp16", "fp32 ids")))
+    for has_mask, first, kinds in (
+        (False, 0, ("bf16", "bf16 ids", "fp16", "fp32")),
+        (True, 0, ("bf16", "fp16", "fp32 ids")),
+        (False, 75968, ("bf16",)),
+        (True, 75968, ("bf16",)),
+    )
     for dtype, _, has_ids in (kind.partition(" ") for kind in kinds)
 ]

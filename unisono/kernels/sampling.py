@@ -206,14 +206,16 @@ def _filter_kernel(
 @triton.jit
 def ranked_keys(
     logits, field, length, temperature, seed_lo, seed_hi, ids, edits, edited, threshold,
-    n, column, row_stride, position, V, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr,
+    n, column, row_stride, position, V, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr, first=0,
+    FILTERED: tl.constexpr = True,
 ):  # fmt: skip
     """Keys of a block of columns of row ``n``: the score in the upper half of an int64, the token in the lower.
 
     The maximum of such keys is the argmax with ties to the lowest id, in any order. ``position`` counts from
-    ``length``. Columns from V on score -inf.
+    ``length``. Columns from V on score -inf. Without ``ids`` column 0 is token ``first``. FILTERED: ``threshold`` is
+    read.
     """
-    token = tl.load(ids + column, mask=column < V, other=0x7FFFFFFF) if HAS_IDS else column
+    token = tl.load(ids + column, mask=column < V, other=0x7FFFFFFF) if HAS_IDS else column + first
     if HAS_EDITS:
         if tl.load(edits + field) != 0:
             score = _load(edited + n.to(tl.int64) * V, column, V)
@@ -224,12 +226,17 @@ def ranked_keys(
     score = tl.where(score == score, score, float("-inf"))
     t = tl.load(temperature + field)
     if t >= GREEDY_BELOW:
-        kept = score >= tl.load(threshold + n)
-        if tl.max(kept.to(tl.int32)) > 0:  # most blocks of a filtered row keep nothing: no noise for them
+        if FILTERED:
+            kept = score >= tl.load(threshold + n)
+            if tl.max(kept.to(tl.int32)) > 0:  # most blocks of a filtered row keep nothing: no noise for them
+                at = tl.load(length + field) + position
+                noise = gumbel(token, at, tl.load(seed_lo + field), tl.load(seed_hi + field))
+                score = tl.fma(score, tl.div_rn(1.0, t), noise)
+            score = tl.where(kept, score, float("-inf"))
+        else:
             at = tl.load(length + field) + position
             noise = gumbel(token, at, tl.load(seed_lo + field), tl.load(seed_hi + field))
             score = tl.fma(score, tl.div_rn(1.0, t), noise)
-        score = tl.where(kept, score, float("-inf"))
     score = tl.where(score == 0.0, 0.0, score)  # -0.0 ties with 0.0
     return (order_key(score).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unisono.distributed.columns import Columns
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.kernels.adapters import AdapterPlan
 from unisono.layers.activations import Activations, OfAllRanks, Projected, Wish, fitting, plain
@@ -114,6 +115,13 @@ class Linear(nn.Module):
         if (y := self._adapted(given)) is None:
             y = self.format.linear(self, fitting(given, self.wish), None)  # type: ignore[arg-type]
         return y
+
+    def columns(self, x: Activations) -> torch.Tensor | Columns:
+        """``self(x)`` for a reader that may need less than all outputs of divided ones, which are not gathered."""
+        if not self.joins:
+            product: torch.Tensor = self(x)
+            return product
+        return Columns(self._part(x), self.ranks)
 
     def then_norm(
         self, x: Activations, residual: torch.Tensor, norm: nn.Module | None

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from unisono.attention.context import PassContext
+from unisono.distributed.columns import Columns
 from unisono.distributed.gather import Ranks
 from unisono.layers.activations import plain
 from unisono.layers.formats import Share
@@ -107,5 +108,14 @@ class Decoder(nn.Module):
         return Stream(x, norm(x))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [M, H] -> logits [M, V], in the model's dtype."""
+        """hidden [M, H] -> logits [M, V], in the model's dtype, on every rank."""
         return self.lm_head(hidden)
+
+    def logit_columns(self, hidden: torch.Tensor) -> torch.Tensor | Columns:
+        """:meth:`logits`, not gathered where the LM head is divided among ranks (:attr:`divides_logits`)."""
+        return self.lm_head.columns(hidden)
+
+    @property
+    def divides_logits(self) -> bool:
+        """Whether each rank computes a part of the logits."""
+        return self.lm_head.joins

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from unisono.attention.context import PassContext
+from unisono.distributed.columns import Columns
 from unisono.kernels.concat_norm import concat_norm
 from unisono.layers.embedding import Embedding
 from unisono.layers.linear import Linear
@@ -132,9 +133,9 @@ class EagleHead(DraftBlock):
     def begin(self, token_ids: torch.Tensor, hidden: torch.Tensor, given: Sequence[Overriding] = ()) -> Stream:
         return self.layer.begin(self.fc(torch.cat((self.embedded(token_ids, given), hidden), dim=1)))
 
-    def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """out [R, H] -> (hidden state for the next step [R, H], logits [R, V'])."""
-        return out, self.lm_head(out)
+    def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | Columns]:
+        """out [R, H] -> (hidden state for the next step [R, H], logits [R, V'], not gathered)."""
+        return out, self.lm_head.columns(out)
 
 
 class Eagle3Head(DraftBlock):
@@ -174,10 +175,10 @@ class Eagle3Head(DraftBlock):
         both = concat_norm(token_ids, table, hidden, of_embedding, of_hidden, self.hidden_norm.eps)
         return Stream(both[:, hidden.shape[1] :] if self.norm_before_residual else hidden, both)
 
-    def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """out [R, H] -> (hidden state for the next step [R, H], logits [R, V'])."""
+    def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | Columns]:
+        """out [R, H] -> (hidden state for the next step [R, H], logits [R, V'], not gathered)."""
         normed = self.norm(out)
-        return normed if self.norm_output else out, self.lm_head(normed)
+        return normed if self.norm_output else out, self.lm_head.columns(normed)
 
 
 def _wide(layer: LayerSpec, builder: Builder) -> LayerSpec:

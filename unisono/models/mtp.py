@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 import torch
 
+from unisono.distributed.columns import Columns
 from unisono.layers.embedding import Embedding
 from unisono.layers.linear import Linear
 from unisono.models.blocks import Stream
@@ -56,7 +57,7 @@ class MTPModule(DraftBlock):
         pair = (self.embed_norm(self.embedded(token_ids, given)), self.hidden_norm(hidden))
         return self.layer.begin(self.project(torch.cat(pair[::-1] if self.hidden_first else pair, dim=1)))
 
-    def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """out [R, H] -> (hidden state for the next step [R, H], logits [R, V])."""
+    def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | Columns]:
+        """out [R, H] -> (hidden state for the next step [R, H], logits [R, V], not gathered)."""
         normed = self.norm(out)
-        return normed, self.lm_head(normed)
+        return normed, self.lm_head.columns(normed)

@@ -69,7 +69,7 @@ def extend_program(modules: Modules, max_rows: int, name: str = "extend") -> Pro
             seen = last if modules.drafter.features.hidden is Hidden.LAST else seen
             _observe_prompts(modules, b, inputs.positions, sampled, seen, given, rotary)
 
-    return Program(name, schema, run)
+    return modules.program(name, schema, run)
 
 
 def mixed_program(modules: Modules, max_rows: int) -> Program:
@@ -111,7 +111,7 @@ def mixed_program(modules: Modules, max_rows: int) -> Program:
             catch_up(modules, Verified(b.decode_slots, b.result[:decodes], sampled[:decodes], of_decodes))
             _observe_prompts(modules, b, prompts.positions, sampled[decodes:], of_prompts)
 
-    return Program("mixed", schema, run)
+    return modules.program("mixed", schema, run)
 
 
 def _prompt_inputs(modules: Modules, b: Buffers) -> AttentionInputs:

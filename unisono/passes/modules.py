@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -10,6 +10,7 @@ import torch
 
 from unisono.attention.base import AttentionInputs, LastTokens
 from unisono.attention.context import PassContext
+from unisono.distributed.columns import whole
 from unisono.drafters.base import Drafter
 from unisono.kernels.pages import group_slot_mapping
 from unisono.kernels.rounds import commit
@@ -19,7 +20,7 @@ from unisono.passes.acceptance import AcceptanceRule, ExactMatch
 from unisono.passes.features.base import Computed, Feature, Outputs, TargetTokens
 from unisono.passes.slot_tensors import SlotTensors
 from unisono.passes.tree import Tree
-from unisono.program import Buffers, Hidden
+from unisono.program import Buffers, Hidden, Program, Schema
 from unisono.sampling.pipeline import DraftSampler, edit_and_sample
 from unisono.state.specs import ALL, PAGE_SIZE
 from unisono.state.store import StateStore
@@ -53,6 +54,18 @@ class Modules:
     @property
     def paths(self) -> int:
         return 1 if self.tree is None else len(self.tree.paths)
+
+    def program(self, name: str, schema: Schema, run: Callable[[Buffers], None]) -> Program:
+        """A program whose drafter, too, needs whole rows of logits only where its key says so.
+
+        In other programs a drafter always has them, since their keys do not say what requests ask for.
+        """
+
+        def sampling(b: Buffers) -> None:
+            with self.sampler.unfiltered(not b.features.whole_logits):
+                run(b)
+
+        return Program(name, schema, sampling)
 
     def forward(
         self,
@@ -109,7 +122,9 @@ class Modules:
         hidden: of all tokens that the pass computed. last [N · W, H]: of the positions that are sampled. rows [N]:
         slots.
         """
-        width, logits = 1 + drafts.shape[1], self.model.logits(last)
+        width, logits = 1 + drafts.shape[1], self.model.logit_columns(last)
+        if b.features.whole_logits:
+            logits = whole(logits)
         masks = (feature.allowed_tokens(b, rows.shape[0]) for feature in self.features)
         mask = next((mask for mask in masks if mask is not None), None)
         sampled = edit_and_sample(logits, rows, width, drafts, self.slots, mask=mask)

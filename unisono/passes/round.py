@@ -80,7 +80,7 @@ def round_program(modules: Modules) -> Program:
             _draft_tree(modules, modules.tree, fork, paths)
             verify_tree(modules, modules.tree, b, fork, paths)
 
-    return Program("round", schema, run)
+    return modules.program("round", schema, run)
 
 
 def held_drafts(max_rows: int, paths: int, width: int, device: torch.device) -> torch.Tensor:
@@ -122,7 +122,7 @@ def verify_program(modules: Modules) -> Program:
         else:
             verify_tree(modules, modules.tree, b, modules.tree.rows(b.slots), held, early=True)
 
-    return Program("verify", schema, run)
+    return modules.program("verify", schema, run)
 
 
 def catch_up_program(drafter: PausableDrafter, slots: SlotTensors) -> Program:

@@ -65,9 +65,11 @@ class Field:
 
 @dataclass(frozen=True)
 class Schema:
-    """The fields of a program's buffers, in the order in which they are packed."""
+    """The fields of a program's buffers, in the order in which they are packed. features: of the passes that have
+    them; none for all that a program declares."""
 
     fields: tuple[Field, ...]
+    features: Features = NO_FEATURES
 
     def __post_init__(self) -> None:
         names = [f.name for f in self.fields]
@@ -83,7 +85,9 @@ class Schema:
     def of(self, features: Features) -> Schema:
         """The fields of a pass with these needs."""
         if features not in self._variants:
-            self._variants[features] = Schema(tuple(f.of(features) for f in self.fields if features.covers(f.feature)))
+            self._variants[features] = Schema(
+                tuple(f.of(features) for f in self.fields if features.covers(f.feature)), features
+            )
         return self._variants[features]
 
     @cached_property
@@ -192,6 +196,11 @@ class Buffers:
     def nbytes(self) -> int:
         """Bytes on the device."""
         return self._input.nbytes + self._output.nbytes
+
+    @property
+    def features(self) -> Features:
+        """What the pass was made for."""
+        return self.schema.features
 
     def find(self, name: str) -> torch.Tensor | None:
         """The field of this name; None where passes with these needs have none."""

@@ -47,7 +47,9 @@ class Features:
 
     hidden, aux_layers: what the drafter reads. logits: of which prompt tokens. embeddings: the batch brings embeddings
     that stand in for those of token ids. returned: final hidden states go to the host. masks: positions are sampled
-    under masks that come with the batch. extra: names of features that other packages add (docs/adding-a-feature.md).
+    under masks that come with the batch. whole_logits: each rank has whole rows of logits; asked for only where the LM
+    head is divided among ranks, for elsewhere they are whole in every pass. extra: names of features that other
+    packages add (docs/adding-a-feature.md).
     """
 
     hidden: Hidden = Hidden.NULL
@@ -56,13 +58,14 @@ class Features:
     embeddings: bool = False
     returned: bool = False
     masks: bool = False
+    whole_logits: bool = False
     extra: frozenset[str] = frozenset()
 
     @property
     def label(self) -> str:
         """For reports: ``NULL``, ``FULL+embeddings`` …"""
         logits = (f"{self.logits.name} logits",) if self.logits else ()
-        flags = (name for name in ("embeddings", "returned", "masks") if getattr(self, name))
+        flags = (name for name in ("embeddings", "returned", "masks", "whole_logits") if getattr(self, name))
         return "+".join((self.hidden.name, *logits, *flags, *sorted(self.extra)))
 
     def __or__(self, other: Features) -> Features:
@@ -75,6 +78,7 @@ class Features:
             self.embeddings or other.embeddings,
             self.returned or other.returned,
             self.masks or other.masks,
+            self.whole_logits or other.whole_logits,
             self.extra | other.extra,
         )
 
@@ -82,6 +86,7 @@ class Features:
         """True when a graph captured with these features also serves a pass that needs ``other``."""
         inputs = self.embeddings >= other.embeddings and self.masks >= other.masks
         outputs = self.returned >= other.returned and self.logits >= other.logits
+        outputs = outputs and self.whole_logits >= other.whole_logits
         return inputs and outputs and self.extra >= other.extra and self._shows(other)
 
     def _shows(self, other: Features) -> bool:

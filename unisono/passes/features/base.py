@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ import numpy as np
 import torch
 
 from unisono.attention.context import Rotary
+from unisono.distributed.columns import Columns, whole
 from unisono.models.config import DecoderConfig
 from unisono.models.held_adapters import HeldAdapters
 from unisono.models.overriding import Overriding
@@ -102,7 +104,8 @@ class FeatureContext:
     prompt pass. max_model_len: of a request. cache_bytes: what ``--mm-encoder-cache-gb`` says; None: nothing.
     decide: called with (name, value, reason) of each choice that the feature made by itself; ``explain`` shows them.
     adapters: the target's room for adapters, and those that this rank holds; None: they are off.
-    adapter_modules: (name, directory) of those that are loaded at start.
+    adapter_modules: (name, directory) of those that are loaded at start. whole_logits: what a pass has to ask for where
+    whole rows of logits are read: nothing where each rank has them anyway.
     """
 
     directory: Path
@@ -126,6 +129,7 @@ class FeatureContext:
     decide: Callable[[str, object, str], None]
     adapters: HeldAdapters | None = None
     adapter_modules: Sequence[tuple[str, str]] = ()
+    whole_logits: Features = NO_FEATURES
 
     def sampled(self, kind: PassKind) -> tuple[Dimension, Dimension]:
         """The dimensions [R, W] of a field with a value for each sampled position of such a pass."""
@@ -277,18 +281,24 @@ class Computed:
     """What a pass has computed when its tokens are sampled and not yet committed.
 
     buffers: the batch. hidden: final hidden states: [N · W, H] of a round; of a prompt pass [T, H] where a feature
-    reads all (``reads_all_tokens``), else [R, H] of last tokens. logits [N · W, V]: of sampled positions. rows [N]
+    reads all (``reads_all_tokens``), else [R, H] of last tokens. head [N · W, V]: what the LM head gave. rows [N]
     int32: each row's slot, the padding slot where nothing is sampled. width: W. sampled: tokens and what was drawn
     from.
     """
 
     buffers: Buffers
     hidden: torch.Tensor
-    logits: torch.Tensor
+    head: torch.Tensor | Columns
     rows: torch.Tensor
     width: int
     sampled: Sampled
     outputs: Outputs
+
+    @cached_property
+    def logits(self) -> torch.Tensor:
+        """[N · W, V], of sampled positions. Where the LM head is divided among ranks they are gathered if the pass has
+        not asked for whole logits; ``sampled`` then has tokens only."""
+        return whole(self.head)
 
 
 class Feature:

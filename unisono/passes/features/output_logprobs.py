@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from unisono.kernels.logprobs import WORDS
-from unisono.passes.features.base import Committed, Computed, Feature, PassKind, RequestState
-from unisono.program import Field
+from unisono.passes.features.base import Committed, Computed, Feature, HostPass, PassKind, RequestState
+from unisono.program import Features, Field
 from unisono.sampling.logprobs import unpack_logprobs
 from unisono.sampling.pipeline import report_logprobs
 from unisono.types import EngineRequest, TokenDelta
 
 
 class OutputLogprobs(Feature):
-    """Every pass that samples has the field: rows that did not ask cost next to nothing, and one graph serves all."""
+    """Every pass that has whole rows of logits has the field: rows that did not ask cost next to nothing, and one graph
+    serves all. Without ranks that divide the logits these are all passes that sample."""
 
     name = "output_logprobs"
     asks_by = ("params.logprobs", "params.logprob_token_ids")
     mixes = True
 
     def fields(self, kind: PassKind) -> tuple[Field, ...]:
-        return (Field("logprobs", torch.int32, (*self.context.sampled(kind), WORDS), output=True),)
+        shape = (*self.context.sampled(kind), WORDS)
+        return (Field("logprobs", torch.int32, shape, output=True, feature=self.context.whole_logits),)
 
     def begin(self, request: EngineRequest) -> RequestState | None:
         wanted = request.params.found_logprobs
         return None if wanted is None else _State(wanted)
 
+    def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
+        return self.context.whole_logits, {}
+
     def report(self, computed: Computed) -> None:
         c, out = computed, computed.outputs.find("logprobs")
-        assert out is not None
+        if out is None:
+            return
         processed = self.context.processed_logprobs
         report_logprobs(c.logits, c.rows, c.width, c.sampled, self.context.slots, processed, out)
 

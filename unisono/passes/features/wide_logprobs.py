@@ -54,6 +54,8 @@ class WideLogprobs(Feature):
         rows = computed.rows.repeat_interleave(computed.width)
         edits = slots.edits.index_select(0, rows)[:, None]
         t = slots.temperature.index_select(0, rows)[:, None]
+        assert sampled.edited is not None, "OutputLogprobs asks for whole logits"
+        assert sampled.threshold is not None
         value = torch.where(edits != 0, sampled.edited, logits)
         drawn = t >= float(GREEDY_BELOW.value)
         scaled = value / torch.where(drawn, t, 1.0)
