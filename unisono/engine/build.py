@@ -105,7 +105,7 @@ class Build:
                 "load_format": config.asked.load_format,
                 "seed": config.asked.seed,
             }
-            own: dict[str, Any] = {"max_positions": config.max_model_len, "ranks": ranks}
+            own: dict[str, Any] = {"max_positions": config.max_model_len, "ranks": ranks, "kv_dtype": config.kv_dtype}
             model = load_model(checkpoint, attention=make_attention, progress=progress, **own, **common)
             tower = load_tower(checkpoint, progress=progress, **common)
         for passed_over in checkpoint.unread() if config.asked.load_format == "auto" else ():
