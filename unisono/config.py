@@ -140,12 +140,7 @@ class EngineConfig:
     enable_expert_parallel: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
-        _one_of("--dtype", self.dtype, ("auto", *DTYPES))
-        object.__setattr__(self, "kv_cache_dtype", DTYPE_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype))
-        if self.kv_cache_dtype not in KV_DTYPES:
-            rule = "keys and values are kept in the model's dtype or in e4m3: give auto, fp8 or fp8_e4m3"
-            raise ConfigError(f"--kv-cache-dtype {self.kv_cache_dtype} is not supported; {rule}.")
+        self._check_dtypes()
         _one_of("--load-format", self.load_format, ("auto", "dummy"))
         _one_of("--logprobs-mode", self.logprobs_mode, ("raw_logprobs", "processed_logprobs"))
         _one_of("--scheduling-policy", self.scheduling_policy, ("fcfs", "priority"))
@@ -200,6 +195,16 @@ class EngineConfig:
     def offloads(self) -> bool:
         """Whether evicted pages wait in host memory."""
         return self.cpu_offload_gb > 0 or self.cpu_offload_ratio > 0
+
+    def _check_dtypes(self) -> None:
+        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
+        _one_of("--dtype", self.dtype, ("auto", *DTYPES))
+        object.__setattr__(self, "kv_cache_dtype", DTYPE_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype))
+        if self.kv_cache_dtype not in KV_DTYPES:
+            raise ConfigError(
+                f"--kv-cache-dtype {self.kv_cache_dtype} is not supported; keys and values are kept in the model's "
+                "dtype or in e4m3: give auto, fp8 or fp8_e4m3."
+            )
 
     def _check_offload(self) -> None:
         for name in ("cpu_offload_gb", "cpu_offload_ratio"):
@@ -418,17 +423,7 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
         return value
 
     device = resolve_auto("device", config.device, str(hardware.device), f"found: {hardware.name}")
-    stored = checkpoint.dtype or torch.float32
-    if not gpu:
-        auto = (
-            torch.float32,
-            f"the CPU computes in float32; the checkpoint holds {str(stored).removeprefix('torch.')}",
-        )
-    elif stored is torch.float32:
-        auto = (torch.bfloat16, "the checkpoint holds float32; bfloat16 halves what each step reads")
-    else:
-        auto = (stored, "the checkpoint's own")
-    dtype = resolve_auto("dtype", config.dtype, *auto)
+    dtype = resolve_auto("dtype", config.dtype, *_auto_dtype(gpu, checkpoint.dtype or torch.float32))
     dtype = dtype_of(dtype) if isinstance(dtype, str) else dtype
     limit = checkpoint.config.max_positions
     if config.max_model_len is not None and config.max_model_len > limit:
@@ -460,6 +455,18 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
         speculative=config.speculative,
         decisions=tuple(decisions),
     )
+
+
+def _auto_dtype(gpu: bool, stored: torch.dtype) -> tuple[torch.dtype, str]:
+    """The dtype that a checkpoint of dtype ``stored`` is served in, and the reason."""
+    import torch
+
+    if not gpu:
+        name = str(stored).removeprefix("torch.")
+        return torch.float32, f"the CPU computes in float32; the checkpoint holds {name}"
+    if stored is torch.float32:
+        return torch.bfloat16, "the checkpoint holds float32; bfloat16 halves what each step reads"
+    return stored, "the checkpoint's own"
 
 
 def _kv_dtype(config: EngineConfig, dtype: torch.dtype, hardware: Hardware) -> torch.dtype | None:

@@ -61,6 +61,22 @@ def _tanh(x):
 
 
 @triton.jit
+def _tiles(k_ptr, v_ptr, offset, known, dims, SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """Tiles of keys and values [KEYS, columns]: zeros where a key is not ``known`` and from column SIZE on."""
+    if MASKED:
+        valid = known[:, None] & (dims < SIZE)[None, :]
+        k = tl.load(k_ptr + offset, mask=valid, other=0)
+        v = tl.load(v_ptr + offset, mask=valid, other=0)
+    elif dims.shape[0] == SIZE:
+        k = tl.load(k_ptr + offset)
+        v = tl.load(v_ptr + offset)
+    else:
+        k = tl.load(k_ptr + offset, mask=(dims < SIZE)[None, :], other=0)
+        v = tl.load(v_ptr + offset, mask=(dims < SIZE)[None, :], other=0)
+    return k, v
+
+
+@triton.jit
 def _factors(scales, pages_ptr, start, low, end, dtype: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr):
     """The factors of e4m3 keys and values ``start`` … [KEYS]; any number where no row of the tile may see.
 
@@ -119,16 +135,7 @@ def _walk(
         known = (keys >= low) & (keys < end)
         page = tl.load(pages_ptr + keys // PAGE, mask=known, other=0) if MASKED else tl.load(pages_ptr + keys // PAGE)
         offset = (page.to(tl.int64) * page_stride + keys % PAGE * SIZE)[:, None] + dims[None, :]
-        if MASKED:
-            valid = known[:, None] & (dims < SIZE)[None, :]
-            k = tl.load(k_ptr + offset, mask=valid, other=0)
-            v = tl.load(v_ptr + offset, mask=valid, other=0)
-        elif DIM == HEAD_DIM:
-            k = tl.load(k_ptr + offset)
-            v = tl.load(v_ptr + offset)
-        else:
-            k = tl.load(k_ptr + offset, mask=(dims < SIZE)[None, :], other=0)
-            v = tl.load(v_ptr + offset, mask=(dims < SIZE)[None, :], other=0)
+        k, v = _tiles(k_ptr, v_ptr, offset, known, dims, SIZE, MASKED)
         if scales is not None:
             k_factor, v_factor = _factors(scales, pages_ptr, start, low, end, q.dtype, PAGE, KEYS)
             if MASKED:
@@ -247,6 +254,19 @@ def _complete(arrivals_ptr, mine, splits, skipped):
 
 
 @triton.jit
+def _pages_of(
+    k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """A KV head's keys and values in page 0, and what :func:`_factors` reads of e4m3 ones, else None."""
+    if k_scales_ptr is None:
+        return k_ptr + head * PAGE * HEAD_DIM, v_ptr + head * PAGE * HEAD_DIM, None
+    else:  # in words of four elements
+        WORDS: tl.constexpr = PAGE // 4
+        scales = (k_scales_ptr + head * WORDS, v_scales_ptr + head * WORDS, KV_HEADS * WORDS)
+        return k_ptr + head * WORDS * HEAD_DIM, v_ptr + head * WORDS * HEAD_DIM, scales
+
+
+@triton.jit
 def _work_item(work_ptr, i):
     """Entry ``i`` of the work list. Volatile, or the compiler would move the read after the wait for the count."""
     entry = work_ptr + i * 8
@@ -270,7 +290,6 @@ def attention_kernel(
 
     Splits of a whole tile are merged in registers. Those of a cut tile go to the workspace, and the program that
     completes the tile's count merges them in order. Without CUT a tile needs no masks for keys that all its rows see.
-    k_scales_ptr, v_scales_ptr: of e4m3 pages, else None.
     """
     follow(OVERLAP)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -286,11 +305,7 @@ def attention_kernel(
         in_use, index, position = _rows(positions_ptr, first, last, head, HEADS, GROUP, ROWS)
         q = _queries(q_ptr, index, in_use, HEAD_DIM, DIM)
         pages_ptr = table_ptr + slot.to(tl.int64) * max_pages
-        SIZE: tl.constexpr = HEAD_DIM if k_scales_ptr is None else HEAD_DIM // 4
-        own_k_ptr, own_v_ptr = k_ptr + head * PAGE * SIZE, v_ptr + head * PAGE * SIZE
-        scales = None
-        if k_scales_ptr is not None:
-            scales = (k_scales_ptr + head * (PAGE // 4), v_scales_ptr + head * (PAGE // 4), KV_HEADS * PAGE // 4)
+        own = _pages_of(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, head, KV_HEADS, PAGE, HEAD_DIM)
         skipped = tl.load(work_ptr + counter * 8 + 4) if WINDOW and CUT else None  # splits that the plan leaves out
         place = _place(partial, tile, skipped, TOKENS, HEADS)
         stride = tl.where(partial >= 0, TOKENS * HEADS, 0)
@@ -305,13 +320,13 @@ def attention_kernel(
             if not WINDOW and FIRST == 0:
                 masked = (tl.min(tl.where(position >= 0, position, end - 1)) + 1) // SPLIT * SPLIT
                 m, z, acc = _walk(
-                    q, position, pages_ptr, own_k_ptr, own_v_ptr, scales, page_stride, begin, masked, low, window,
-                    scale, m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, False, TO_CAP, workspace,
+                    q, position, pages_ptr, *own, page_stride, begin, masked, low, window, scale, m, z, acc,
+                    HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, False, TO_CAP, workspace,
                 )  # fmt: skip
                 begin = masked
         m, z, acc = _walk(
-            q, position, pages_ptr, own_k_ptr, own_v_ptr, scales, page_stride, begin, end, low, window, scale,
-            m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, True, TO_CAP, workspace,
+            q, position, pages_ptr, *own, page_stride, begin, end, low, window, scale, m, z, acc,
+            HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, True, TO_CAP, workspace,
         )  # fmt: skip
         if partial < 0:
             _store(out_ptr, sinks_ptr, index, position, in_use, m, z, acc, HEADS, HEAD_DIM, DIM, FIRST)

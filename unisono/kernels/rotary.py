@@ -26,10 +26,10 @@ GROUP = 8
 
 @triton.jit
 def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, q_out, k_cache, v_cache,
-                           k_scales, v_scales,
-                           HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr,
-                           HALF: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_HALF: tl.constexpr,
-                           BLOCK_REST: tl.constexpr, HAS_NORM: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+                           k_scales, v_scales, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+                           GATED: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+                           BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, HAS_NORM: tl.constexpr,
+                           OVERLAP: tl.constexpr):  # fmt: skip
     # A program's heads are all queries, all keys or all values; the last of a kind may have room for more heads. A
     # head is three runs of dimensions: ``first`` and ``second`` rotate together, element by element; ``rest`` does not
     # rotate (absent if BLOCK_REST is 0). No sum of a product is left to the compiler, which fuses one of two products
@@ -50,6 +50,7 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
     x = qkv + (token * ((1 + GATED) * HQ + 2 * HKV) + each + before) * D
     first = tl.load(x + h, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + HALF + h, mask=inside, other=0.0).to(tl.float32)
+    rest, r, in_rest = None, None, None
     if BLOCK_REST > 0:
         r = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
         in_rest = (r < D) & exists
@@ -57,10 +58,7 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
 
     if not is_value:
         if HAS_NORM:
-            squares = tl.sum(square(first), axis=1) + tl.sum(square(second), axis=1)
-            if BLOCK_REST > 0:
-                squares += tl.sum(square(rest), axis=1)
-            scale = tl.rsqrt(squares / D + eps)[:, None]
+            scale = _inverse_rms(first, second, rest, eps, D)[:, None]
             weight = q_norm
             if not is_query:
                 weight = k_norm
@@ -69,11 +67,7 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
             if BLOCK_REST > 0:
                 rest = _scaled(rest, scale, weight + r, r < D, dtype)
         angles = cos_sin + tl.maximum(tl.load(positions + token), 0).to(tl.int64) * (2 * HALF) + h
-        cos = tl.load(angles, mask=h < HALF, other=1.0)
-        sin = tl.load(angles + HALF, mask=h < HALF, other=0.0)
-        turned = tl.fma(first, cos, second * -sin)
-        second = tl.fma(second, cos, first * sin)
-        first = turned
+        first, second = _turned(first, second, angles, h < HALF, HALF)
 
     slot = tl.load(slot_mapping + token).to(tl.int64)
     cached = ((slot // PAGE * HKV + each) * PAGE + slot % PAGE) * D
@@ -83,30 +77,59 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
             out = v_cache + cached
         elif not is_query:
             out = k_cache + cached
-        tl.store(out + h, first.to(dtype), mask=inside)
-        tl.store(out + HALF + h, second.to(dtype), mask=inside)
-        if BLOCK_REST > 0:
-            tl.store(out + r, rest.to(dtype), mask=in_rest)
+        _store(out, first, second, rest, h, r, inside, in_rest, dtype, HALF)
     elif is_query:
-        tl.store(out + h, first.to(dtype), mask=inside)
-        tl.store(out + HALF + h, second.to(dtype), mask=inside)
-        if BLOCK_REST > 0:
-            tl.store(out + r, rest.to(dtype), mask=in_rest)
+        _store(out, first, second, rest, h, r, inside, in_rest, dtype, HALF)
     else:
-        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
-        bits = tl.maximum(largest_bits(first), largest_bits(second))
-        if BLOCK_REST > 0:
-            bits = tl.maximum(bits, largest_bits(rest))
-        exponent = exponent_of(bits, dtype)
-        out8, scales = k_cache + cached, k_scales + cached // D
+        rows, scales = k_cache + cached, k_scales + cached // D
         if is_value:
-            out8, scales = v_cache + cached, v_scales + cached // D
-        e4m3 = k_cache.dtype.element_ty
-        tl.store(scales, exponent[:, None].to(tl.uint8), mask=exists)
-        tl.store(out8 + h, as_e4m3(first, exponent, e4m3), mask=inside)
-        tl.store(out8 + HALF + h, as_e4m3(second, exponent, e4m3), mask=inside)
-        if BLOCK_REST > 0:
-            tl.store(out8 + r, as_e4m3(rest, exponent, e4m3), mask=in_rest)
+            rows, scales = v_cache + cached, v_scales + cached // D
+        _store_e4m3(rows, scales, exists, first, second, rest, h, r, inside, in_rest, dtype, HALF)
+
+
+@triton.jit
+def _inverse_rms(first, second, rest, eps, D: tl.constexpr):
+    """1 / the root of the mean square of each head [heads]; rest None: there is none."""
+    squares = tl.sum(square(first), axis=1) + tl.sum(square(second), axis=1)
+    if rest is not None:
+        squares += tl.sum(square(rest), axis=1)
+    return tl.rsqrt(squares / D + eps)
+
+
+@triton.jit
+def _turned(first, second, angles, inside, HALF: tl.constexpr):
+    """Both halves of heads, rotated by the cosines at ``angles`` and the sines HALF after them."""
+    cos = tl.load(angles, mask=inside, other=1.0)
+    sin = tl.load(angles + HALF, mask=inside, other=0.0)
+    return tl.fma(first, cos, second * -sin), tl.fma(second, cos, first * sin)
+
+
+@triton.jit
+def _store(out, first, second, rest, h, r, inside, in_rest, dtype: tl.constexpr, HALF: tl.constexpr):
+    """Write heads, rounded to ``dtype``; rest None: they rotate whole."""
+    tl.store(out + h, first.to(dtype), mask=inside)
+    tl.store(out + HALF + h, second.to(dtype), mask=inside)
+    if rest is not None:
+        tl.store(out + r, rest.to(dtype), mask=in_rest)
+
+
+@triton.jit
+def _store_e4m3(
+    out, scales, exists, first, second, rest, h, r, inside, in_rest, dtype: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """Write heads, rounded to ``dtype`` and then to e4m3, and the exponents of their scales."""
+    e4m3: tl.constexpr = out.dtype.element_ty
+    first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    bits = tl.maximum(largest_bits(first), largest_bits(second))
+    if rest is not None:
+        bits = tl.maximum(bits, largest_bits(rest))
+    exponent = exponent_of(bits, dtype)
+    tl.store(scales, exponent[:, None].to(tl.uint8), mask=exists)
+    first, second = as_e4m3(first, exponent, e4m3), as_e4m3(second, exponent, e4m3)
+    tl.store(out + h, first, mask=inside)
+    tl.store(out + HALF + h, second, mask=inside)
+    if rest is not None:
+        tl.store(out + r, as_e4m3(rest, exponent, e4m3), mask=in_rest)
 
 
 @triton.jit
