@@ -19,7 +19,6 @@ from unisono.models.checkpoint import Checkpoint
 from unisono.passes.features.base import Metric
 from unisono.state.pages import PagePool
 from unisono.state.specs import ALL, PAGE_SIZE
-from unisono.state.store import StateStore
 
 
 @dataclass
@@ -122,7 +121,7 @@ def info(engine: Reported) -> dict[str, object]:
         "generation_defaults": engine.generation_defaults(),
         "kv_cache": {
             "dtype": str(engine.config.kv_dtype).removeprefix("torch."),
-            "token_bytes": token_bytes(worker.store),
+            "token_bytes": worker.store.token_bytes("target"),
             "page_size": PAGE_SIZE,
             "pages": worker.num_pages[ALL],
             "window_pages": {str(w): n for w, n in worker.num_pages.items() if w != ALL},
@@ -153,11 +152,6 @@ def info(engine: Reported) -> dict[str, object]:
         "requests": {"running": len(scheduler.active), "waiting": len(scheduler.waiting) + len(engine.arrivals)},
         **{name: told for feature in runner.request_features for name, told in feature.info().items()},
     }
-
-
-def token_bytes(store: StateStore) -> int:
-    """Bytes that a token's keys and values take in all layers of the target, with their scales."""
-    return sum(store.page_bytes(lifetime, "target") for lifetime in store.lifetimes) // PAGE_SIZE
 
 
 def expert_load(engine: Reported) -> list[dict[str, object]]:

@@ -115,6 +115,10 @@ class StateStore:
             if isinstance(spec, Paged) and spec.lifetime == lifetime and owner in (None, who)
         )
 
+    def token_bytes(self, owner: str) -> int:
+        """Bytes that a token takes in an owner's pages of all lifetimes."""
+        return sum(self.page_bytes(lifetime, owner) for lifetime in self.lifetimes) // PAGE_SIZE
+
     def snapshot_bytes(self) -> int:
         """Bytes of one snapshot of all tails."""
         return sum(spec.snapshot_bytes for _, spec in self._every() if isinstance(spec, Tail))
