@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.drafters.ledger import acceptance
 from tests.engine.bundled import SETUPS
 from tests.engine.helpers import engine, mixed_params, prompts, tokens
 from tests.engine.late_pages import arrive_late
@@ -90,6 +91,7 @@ def test_same_bytes_with_chains(method: str, way: Way, checkpoints_of: Any, alon
     with drafting(method, checkpoints, way.k, **way.flags, **FP8) as llm:
         for _ in range(1 + way.again):
             assert tokens(llm, PROMPTS[:12], PARAMS[:12]) == alone(checkpoints[0])
+        assert 0 < acceptance(llm) < 1, "a run that accepts nothing, or rejects nothing, proves nothing"
         specs = list(leaves(llm.engine.runner.worker.drafter.state_specs()))
         rows = [spec for spec in specs if len(spec.shape) == 3 and spec.shape[1] == PAGE_SIZE]  # type: ignore[union-attr]
         assert {spec.dtype for spec in rows} <= {torch.float8_e4m3fn, torch.uint8}  # type: ignore[union-attr]

@@ -117,8 +117,13 @@ def _store(out, first, second, rest, h, r, inside, in_rest, dtype: tl.constexpr,
 def _store_e4m3(
     out, scales, exists, first, second, rest, h, r, inside, in_rest, dtype: tl.constexpr, HALF: tl.constexpr
 ):  # fmt: skip
-    """Write heads, rounded to ``dtype`` and then to e4m3, and the exponents of their scales."""
+    """Write heads, rounded to ``dtype`` and then to e4m3, and the exponents of their scales.
+
+    Stores take as many elements at once as those of ``dtype``: wider ones would change the layout of all tiles, and
+    with it the order of the norms' sums.
+    """
     e4m3: tl.constexpr = out.dtype.element_ty
+    AT_ONCE: tl.constexpr = 128 // dtype.primitive_bitwidth
     first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
     bits = tl.maximum(largest_bits(first), largest_bits(second))
     if rest is not None:
@@ -126,10 +131,10 @@ def _store_e4m3(
     exponent = exponent_of(bits, dtype)
     tl.store(scales, exponent[:, None].to(tl.uint8), mask=exists)
     first, second = as_e4m3(first, exponent, e4m3), as_e4m3(second, exponent, e4m3)
-    tl.store(out + h, first, mask=inside)
-    tl.store(out + HALF + h, second, mask=inside)
+    tl.store(tl.max_contiguous(out + h, [1, AT_ONCE]), first, mask=inside)
+    tl.store(tl.max_contiguous(out + HALF + h, [1, AT_ONCE]), second, mask=inside)
     if rest is not None:
-        tl.store(out + r, as_e4m3(rest, exponent, e4m3), mask=in_rest)
+        tl.store(tl.max_contiguous(out + r, [1, AT_ONCE]), as_e4m3(rest, exponent, e4m3), mask=in_rest)
 
 
 @triton.jit
