@@ -2,6 +2,7 @@
 
     python -m benchmarks.attention            accuracy, bits, µs per layer, as markdown
     python -m benchmarks.attention --sweep    launch options and plans, fastest first
+    python -m benchmarks.attention --kv fp8   the same over e4m3 pages, whose bits are those of dequantised bf16 pages
 
 bf16, pages of 16 in shuffled order; speed at Qwen3-8B's heads (32 query, 8 KV, d 128). Times are medians of CUDA
 graph replays. A graph holds one call per layer, each layer with a cache of its own, so that KV comes from memory;
@@ -14,13 +15,14 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from unisono.attention.base import AttentionInputs, AttentionOptions
+from unisono.attention.base import KV, AttentionInputs, AttentionOptions
 from unisono.attention.triton import TritonAttention
 from unisono.kernels import attention as ops
+from unisono.kernels.kv_e4m3 import dequantised, quantised
 
 PAGE = 16
 KEYS = ops.KEYS
@@ -35,6 +37,12 @@ class Heads:
     dim: int = 128
     window: int = 0
     dtype: torch.dtype = torch.bfloat16
+    fp8: bool = False
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values in a layer: what a round reads at least."""
+        return 2 * self.kv * (self.dim + 1 if self.fp8 else self.dim * self.dtype.itemsize)
 
     def queries(self, tokens: int) -> torch.Tensor:
         return torch.randn(tokens, self.query, self.dim, device="cuda").to(self.dtype)
@@ -54,12 +62,25 @@ class Paged:
         for row, own in enumerate(torch.randperm(sum(pages)).int().add(1).split(pages)):
             table[row, : len(own)] = own
         self.table = table.cuda()
-        shape = (self.layers, 2, sum(pages) + 1, self.heads.kv, PAGE, self.heads.dim)
-        self.caches = torch.empty(shape, dtype=self.heads.dtype, device="cuda").normal_()
+        shape = (self.layers, sum(pages) + 1, self.heads.kv, PAGE, self.heads.dim)
+        self.caches = [self._pages(shape[1:]) for _ in range(self.layers)]
         self.kv_len = torch.tensor(self.lengths, dtype=torch.int32, device="cuda")
         self.rows = torch.arange(len(pages), dtype=torch.int32, device="cuda")
         self.backend = TritonAttention(self.heads.query, self.heads.kv, "cuda")
         self.scale = self.heads.dim**-0.5
+
+    def _pages(self, shape: tuple[int, ...]) -> KV:
+        k, v = (torch.empty(shape, dtype=self.heads.dtype, device="cuda").normal_() for _ in "kv")
+        if not self.heads.fp8:
+            return KV(k, v)
+        (k8, k_scales), (v8, v_scales) = quantised(k), quantised(v)
+        return KV(k8, v8, k_scales, v_scales)
+
+    def plain(self, layer: int = 0) -> KV:
+        """A layer's pages in the heads' dtype."""
+        kv = self.caches[layer]
+        k, v = (dequantised(*each).to(self.heads.dtype) for each in ((kv.k, kv.k_scales), (kv.v, kv.v_scales)))
+        return KV(k, v)
 
     def round_inputs(self, rows: torch.Tensor, kv_len: torch.Tensor, width: int) -> AttentionInputs:
         """A round over ``rows`` whose last token stands at ``kv_len - 1``."""
@@ -78,7 +99,7 @@ class Paged:
         """layer -> outputs, as the engine computes them."""
         self.backend.plan(inputs)
         options = AttentionOptions(self.scale, self.heads.window)
-        return lambda layer=0: self.backend.forward(q, (*self.caches[layer],), inputs, options)
+        return lambda layer=0: self.backend.forward(q, self.caches[layer], inputs, options)
 
     def tuned(self, inputs: AttentionInputs, q: torch.Tensor, **options: int) -> Call:
         """layer -> outputs with a plan (tile_tokens, share, partials), a step (keys) and a launch of one's own."""
@@ -91,23 +112,23 @@ class Paged:
 
         def run(layer: int = 0) -> torch.Tensor:
             ops.KEYS = keys
-            args = (q, *self.caches[layer], self.table, inputs.positions, *plan, self.scale, self.heads.window)
-            out = ops.launch_attention(*args, **options)
+            k, v, *scales = self.caches[layer]
+            args = (q, k, v, self.table, inputs.positions, *plan, self.scale, self.heads.window)
+            out = ops.launch_attention(*args, 0, 0.0, None, *scales, **options)
             ops.KEYS = KEYS
             return out
 
         return run
 
 
-def accuracy() -> None:
-    """Relative error against float64 on the same bf16 inputs."""
+def accuracy(heads: Heads) -> None:
+    """Relative error against float64 on the same bf16 inputs, or on what e4m3 pages stand for."""
     print("| tokens | relative error against float64 |\n|---|---|")
     for length in (77, 1500):
-        paged = Paged([length])
-        heads, q = paged.heads, paged.heads.queries(length)
+        paged, q = Paged([length], heads=heads), heads.queries(length)
         out = paged.served(paged.extend_inputs([(0, 0, length)]), q)().view(length, heads.query, heads.dim)
         pages, group = paged.table[0].long(), heads.query // heads.kv
-        k, v = (c[pages].transpose(0, 1).flatten(1, 2)[:, :length].double() for c in paged.caches[0])
+        k, v = (c[pages].transpose(0, 1).flatten(1, 2)[:, :length].double() for c in paged.plain()[:2])
         scores = q.double().transpose(0, 1) @ k.mT.repeat_interleave(group, 0) * paged.scale
         scores.masked_fill_(torch.ones(length, length, device="cuda").triu(1).bool(), float("-inf"))
         want = (scores.softmax(-1) @ v.repeat_interleave(group, 0)).transpose(0, 1)
@@ -124,6 +145,11 @@ class Comparison:
         self.spans = [(row, 0, n) for row, n in enumerate(lengths)]
         self.want = self.paged.tuned(self.paged.extend_inputs(self.spans), self.q)()
         self.passes = self.outputs = self.wrong = 0
+        if heads.fp8:  # the same attention over 16-bit pages
+            kept, self.paged.caches = self.paged.caches, [self.paged.plain()]
+            self.extends()
+            self.rounds((1, 4))
+            self.paged.caches = kept
 
     def check(self, name: str, got: torch.Tensor, index: torch.Tensor | slice) -> None:
         differing = int((got != self.want[index]).any(-1).sum())
@@ -180,11 +206,11 @@ CASES = (
 )
 
 
-def bits(cases: tuple[Heads, ...] = CASES) -> None:
+def bits(cases: tuple[Heads, ...], fp8: bool) -> None:
     print("\n| heads | passes | token outputs | with other bits |\n|---|---|---|---|")
     lengths = [20, 64, 255, 256, 257, 300, 511, 512, 513, 700, 769, 1000, 1024, 1152, 2500, 1500]
     for heads in cases:
-        case = Comparison(heads, lengths)
+        case = Comparison(replace(heads, fp8=fp8), lengths)
         case.extends()
         case.rounds((1, 2, 3, 4, 6, 8, 16, 17) if heads == Heads() else (1, 4, 6))
         print(f"| {heads.name} | {case.passes} | {case.outputs} | {case.wrong} |", flush=True)
@@ -221,24 +247,27 @@ def layers_for(tokens: int) -> int:
     return max(3, min(36, 2**18 // tokens))
 
 
-def round_times(batches=(1, 4, 8, 16, 64), widths=(1, 4, 6), contexts=(1152, 8192, 32768)) -> None:
-    print("\n| batch | context | width | µs | µs, L2 cold | GB/s of KV, cold |\n|---|---|---|---|---|---|")
+def round_times(heads: Heads, batches=(1, 4, 8, 16, 64), widths=(1, 4, 6), contexts=(1152, 8192, 32768)) -> None:
+    print(f"\nA token's keys and values are {heads.token_bytes} bytes.")
+    print("\n| batch | context | width | µs | µs, L2 cold | MB of KV | GB/s, cold |\n|---|---|---|---|---|---|---|")
     for context, batch in itertools.product(contexts, batches):
         if context > 1152 and batch not in (1, 4, 16):
             continue
-        paged = Paged([context] * batch, layers_for(context * batch))
+        paged = Paged([context] * batch, layers_for(context * batch), heads)
         for width in widths:
             run = paged.served(paged.round_inputs(paged.rows, paged.kv_len, width), paged.heads.queries(batch * width))
             warm, cold = (median_us(run, paged.layers, cold=cold) for cold in (False, True))
-            read = batch * context * paged.heads.kv * paged.heads.dim * 4
-            print(f"| {batch} | {context} | {width} | {warm:.1f} | {cold:.1f} | {read / cold / 1e3:.0f} |", flush=True)
+            read = batch * context * heads.token_bytes
+            figures = f"{warm:.1f} | {cold:.1f} | {read / 1e6:.1f} | {read / cold / 1e3:.0f}"
+            print(f"| {batch} | {context} | {width} | {figures} |", flush=True)
     ragged = [300, 8192, 700, 1000, 2500, 150, 1152, 4000] * 2
-    paged = Paged(ragged, 8)
+    paged = Paged(ragged, 8, heads)
     for width in widths:
         run = paged.served(paged.round_inputs(paged.rows, paged.kv_len, width), paged.heads.queries(16 * width))
         warm, cold = (median_us(run, paged.layers, cold=cold) for cold in (False, True))
-        read = sum(ragged) * paged.heads.kv * paged.heads.dim * 4
-        print(f"| 16 | 150 … 8192 | {width} | {warm:.1f} | {cold:.1f} | {read / cold / 1e3:.0f} |", flush=True)
+        read = sum(ragged) * heads.token_bytes
+        figures = f"{warm:.1f} | {cold:.1f} | {read / 1e6:.1f} | {read / cold / 1e3:.0f}"
+        print(f"| 16 | 150 … 8192 | {width} | {figures} |", flush=True)
 
 
 def plan_times() -> None:
@@ -253,10 +282,10 @@ def plan_times() -> None:
         print(f"| round of {batch} | {median_us(plan, 20):.1f} |")
 
 
-def extend_times() -> None:
+def extend_times(heads: Heads) -> None:
     print("\n| extend tokens | after | µs | TFLOP/s |\n|---|---|---|---|")
     for tokens, before in ((20, 0), (128, 0), (512, 0), (2048, 0), (8192, 0), (20, 8192), (512, 8192)):
-        paged = Paged([tokens + before], 3)
+        paged = Paged([tokens + before], 3, heads)
         inputs = paged.extend_inputs([(0, before, before + tokens)])
         spent = median_us(paged.served(inputs, paged.heads.queries(tokens)), 3)
         print(f"| {tokens} | {before} | {spent:.0f} | {flops(tokens, before) / spent / 1e6:.0f} |", flush=True)
@@ -279,14 +308,15 @@ def extend_options() -> Iterator[dict]:
             yield {"tile_tokens": tile, "keys": keys, "num_warps": warps, "num_stages": stages}
 
 
-def sweep(shard: str | None, only: str = "") -> None:
+def sweep(heads: Heads, shard: str | None, only: str = "") -> None:
     """Time launch options of the kinds that begin with ``only``.
 
     ``shard`` "i/n" only compiles every n-th, to fill Triton's cache in parallel.
     """
     each, of = (int(x) for x in shard.split("/")) if shard else (0, 1)
-    batches = {b: Paged([1152] * b, 1 if shard else layers_for(b * 1152)) for b in ((1,) if shard else (1, 4, 16, 64))}
-    prompts = {t: Paged([t], 3) for t in ((2048,) if shard else (2048, 8192))}
+    sizes = (1,) if shard else (1, 4, 16, 64)
+    batches = {b: Paged([1152] * b, 1 if shard else layers_for(b * 1152), heads) for b in sizes}
+    prompts = {t: Paged([t], 3, heads) for t in ((2048,) if shard else (2048, 8192))}
     table: list[tuple[str, list[float], dict]] = []
 
     def rounds(options: dict, width: int) -> list[float]:
@@ -336,23 +366,26 @@ def main() -> None:
         help="time launch options and plans and stop",
     )
     parser.add_argument("--extend", action="store_true", help="time extend passes and stop")
+    parser.add_argument("--kv", choices=("auto", "fp8"), default="auto", help="what pages hold")
     parser.add_argument("--shard", help="i/n: compile every n-th configuration of the sweep and stop")
     args = parser.parse_args()
     ops.KEYS = KEYS = args.keys
     torch.manual_seed(0)
+    fp8 = args.kv == "fp8"
+    heads = Heads(fp8=fp8)
     if args.bits is not None:
-        bits(CASES[args.bits : args.bits + 1])
+        bits(CASES[args.bits : args.bits + 1], fp8)
     elif args.sweep is not None or args.shard:
-        sweep(args.shard, args.sweep or "")
+        sweep(heads, args.shard, args.sweep or "")
     elif args.extend:
-        extend_times()
+        extend_times(heads)
     else:
-        accuracy()
+        accuracy(heads)
         if not args.speed:
-            bits()
-        round_times()
+            bits(CASES, fp8)
+        round_times(heads)
         plan_times()
-        extend_times()
+        extend_times(heads)
 
 
 if __name__ == "__main__":

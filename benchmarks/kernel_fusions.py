@@ -159,15 +159,14 @@ def attention(tiny: bool) -> Iterator[list[object]]:
 
             def triton(i: int, given=(q, paged, inputs, plan, scale)) -> torch.Tensor:
                 q, paged, inputs, plan, scale = given
-                cache = paged.caches[i]
-                return launch_attention(q, *cache, paged.table, inputs.positions, *plan, scale, 0)
+                k, v, *_ = paged.caches[i]
+                return launch_attention(q, k, v, paged.table, inputs.positions, *plan, scale, 0)
 
             def gluon(i: int, given=(q, paged, inputs, plan, scale), **tuning: int) -> torch.Tensor:
                 q, paged, inputs, plan, scale = given
+                k, v, *_ = paged.caches[i]
                 where = paged.table, inputs.positions, plan.work, plan.num_items
-                return attention_hopper.launch_prompt_attention(
-                    q, *paged.caches[i], *where, scale * LOG2_E.value, 64, **tuning
-                )
+                return attention_hopper.launch_prompt_attention(q, k, v, *where, scale * LOG2_E.value, 64, **tuning)
 
             with mock.patch.object(attention_hopper, "serves", return_value=False):
                 want = triton(0)

@@ -308,7 +308,7 @@ def test_keywords_of_other_engines() -> None:
     given = dict(
         tensor_parallel_size=1, trust_remote_code=False, gpu_memory_utilization=0.5, max_num_seqs=2, dtype="half",
         enforce_eager=True, seed=3, tokenizer=None, enable_prefix_caching=False, max_model_len=64, swap_space=4,
-        disable_log_stats=True, distributed_executor_backend=None, hf_overrides=None, kv_cache_dtype="auto",
+        disable_log_stats=True, distributed_executor_backend=None, hf_overrides=None, kv_cache_dtype="fp8",
         speculative_config={"method": "ngram", "num_speculative_tokens": 2}, context_length=None,
         disable_custom_all_reduce=True, synthetic_acceptance_rates=(), snapshot_share=0.2,
         compilation_config=None, block_size=16, quantization=None,
@@ -318,7 +318,7 @@ def test_keywords_of_other_engines() -> None:
         "tokenizer": None, "tensor_parallel_size": 1,
         "synthetic_acceptance_rates": (), "snapshot_share": 0.2,
         "gpu_memory_utilization": 0.5, "max_num_seqs": 2, "dtype": "half", "enforce_eager": True, "seed": 3,
-        "enable_prefix_caching": False, "max_model_len": 64, "quantization": None,
+        "enable_prefix_caching": False, "max_model_len": 64, "quantization": None, "kv_cache_dtype": "fp8",
         "speculative": SpeculativeConfig("ngram", num_speculative_tokens=2),
     }  # fmt: skip
 
@@ -328,7 +328,9 @@ def test_keywords_of_other_engines() -> None:
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2: this version runs on one GPU; give 1"),
         ({"trust_remote_code": True}, "trust_remote_code is not supported: code of a checkpoint is never run"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8: the KV cache has the model's type"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2 is not supported; keys and values are kept in"),
+        ({"kv_cache_dtype": "nvfp4"}, "give auto, fp8 or fp8_e4m3"),
+        ({"kv_cache_dtype": "half", "device": "cpu"}, "--kv-cache-dtype float16: the model has float32; give auto"),
         ({"max_num_seq": 4}, "LLM takes no keyword max_num_seq. The nearest one is max_num_seqs"),
         ({"speculative_config": "{"}, "speculative_config is not valid JSON"),
         ({"speculative_config": 3}, "speculative_config=3: give a dict"),

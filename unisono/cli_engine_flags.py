@@ -11,6 +11,9 @@ from unisono import catalog
 
 def engine_flags(
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 (half) or float32.")] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="Of keys and values: auto (the model's), fp8 or fp8_e4m3: half the memory and traffic.")
+    ] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Context: prompt and output together, in tokens.")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to use.")] = 0.9,
     snapshot_share: Annotated[

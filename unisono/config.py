@@ -24,6 +24,9 @@ DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "floa
 GPU_SIZES, CPU_SIZES = ("a GPU", 256, 8192), ("a CPU", 16, 512)
 """What is said of the device, and its defaults of max_num_seqs and max_num_batched_tokens."""
 
+KV_DTYPES = ("auto", "fp8", "fp8_e4m3", *DTYPES)
+"""What ``--kv-cache-dtype`` may name: the model's dtype, or e4m3 with a scale for each token and KV head."""
+
 GRAPH_MODES = ("auto", "full", "segmented", "off")
 GRAPH_PROGRAMS = ("extend", "round", "score")
 """What ``--graphs`` may name: prompt passes, rounds, prompt passes that report prompt log-probabilities."""
@@ -35,6 +38,7 @@ class EngineConfig:
 
     model: a checkpoint directory or the name of a bundled one.
     dtype: auto, float32, float16 (half) or bfloat16.
+    kv_cache_dtype: of keys and values: auto, the model's; fp8 or fp8_e4m3: e4m3 (docs/quantisation.md).
     max_model_len: tokens per request, prompt and output together.
     gpu_memory_utilization: share of the card's memory the engine may take, 0 … 1.
     snapshot_share: share of the KV cache's bytes that snapshots of recurrent layers may take, for the prefix cache.
@@ -89,6 +93,7 @@ class EngineConfig:
 
     model: str = "tiny"
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.9
     snapshot_share: float = 0.1
@@ -138,8 +143,7 @@ class EngineConfig:
     tp_reduce: str = "gather"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
-        _one_of("--dtype", self.dtype, ("auto", *DTYPES))
+        self._check_dtypes()
         _one_of("--load-format", self.load_format, ("auto", "dummy"))
         _one_of("--logprobs-mode", self.logprobs_mode, ("raw_logprobs", "processed_logprobs"))
         _one_of("--scheduling-policy", self.scheduling_policy, ("fcfs", "priority"))
@@ -195,6 +199,16 @@ class EngineConfig:
     def offloads(self) -> bool:
         """Whether evicted pages wait in host memory."""
         return self.cpu_offload_gb > 0 or self.cpu_offload_ratio > 0
+
+    def _check_dtypes(self) -> None:
+        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
+        _one_of("--dtype", self.dtype, ("auto", *DTYPES))
+        object.__setattr__(self, "kv_cache_dtype", DTYPE_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype))
+        if self.kv_cache_dtype not in KV_DTYPES:
+            raise ConfigError(
+                f"--kv-cache-dtype {self.kv_cache_dtype} is not supported; keys and values are kept in the model's "
+                "dtype or in e4m3: give auto, fp8 or fp8_e4m3."
+            )
 
     def _check_offload(self) -> None:
         for name in ("cpu_offload_gb", "cpu_offload_ratio"):
@@ -297,6 +311,8 @@ class Hardware:
     total_bytes: int
     devices: int | None = None
     """GPUs from ``device`` on; None on a CPU."""
+    capability: tuple[int, int] | None = None
+    """Compute capability of the GPU."""
 
     @staticmethod
     def detect(device: str) -> Hardware:
@@ -314,7 +330,8 @@ class Hardware:
                 raise ConfigError(f"--device {device}: {torch.cuda.device_count()} GPUs are visible.")
             properties = torch.cuda.get_device_properties(index)
             left = torch.cuda.device_count() - index
-            return Hardware(torch.device("cuda", index), properties.name, properties.total_memory, left)
+            capability = properties.major, properties.minor
+            return Hardware(torch.device("cuda", index), properties.name, properties.total_memory, left, capability)
         return Hardware(torch.device("cpu"), "CPU", 0)
 
 
@@ -340,13 +357,14 @@ class Decision:
 class ResolvedConfig:
     """An :class:`EngineConfig` with nothing left open.
 
-    graphs: the mode of each program. graph_bytes: what graphs may take, once the memory is known. speculative: None
-    where nothing drafts.
+    kv_dtype: of the KV cache. graphs: the mode of each program. graph_bytes: what graphs may take, once the memory is
+    known. speculative: None where nothing drafts.
     """
 
     asked: EngineConfig
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -371,51 +389,19 @@ class ResolvedConfig:
     def explain(self) -> dict[str, object]:
         """The resolved settings and every decision, as JSON-ready data."""
         settings = {
-            "model": self.asked.model,
+            **vars(self.asked),
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
+            "kv_cache_dtype": str(self.kv_dtype).removeprefix("torch."),
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
-            "max_stall_ms": self.asked.max_stall_ms,
             "enable_mixed_chunk": self.enable_mixed_chunk,
             "attention_backend": self.attention_backend,
-            "load_format": self.asked.load_format,
-            "quantization": self.asked.quantization,
-            "gpu_memory_utilization": self.asked.gpu_memory_utilization,
-            "snapshot_share": self.asked.snapshot_share,
-            "mm_encoder_cache_gb": self.asked.mm_encoder_cache_gb,
-            "enforce_eager": self.asked.enforce_eager,
             "graphs": dict(self.graphs),
-            "compile": self.asked.compile,
             "graph_bytes": self.graph_bytes,
-            "generation_config": self.asked.generation_config,
-            "tokenizer": self.asked.tokenizer,
-            "logprobs_mode": self.asked.logprobs_mode,
-            "max_logprobs": self.asked.max_logprobs,
-            "scheduling_policy": self.asked.scheduling_policy,
-            "cpu_offload_gb": self.asked.cpu_offload_gb,
-            "cpu_offload_ratio": self.asked.cpu_offload_ratio,
-            "kv_offload_dir": self.asked.kv_offload_dir,
-            "role": self.asked.role,
-            "transfer_listen": self.asked.transfer_listen,
-            "prefill_urls": self.asked.prefill_urls,
-            "transfer_backend": self.asked.transfer_backend,
-            "transfer_timeout": self.asked.transfer_timeout,
-            "enable_prefix_caching": self.asked.enable_prefix_caching,
-            "enable_prompt_embeds": self.asked.enable_prompt_embeds,
-            "enable_return_hidden_states": self.asked.enable_return_hidden_states,
-            "tensor_parallel_size": self.asked.tensor_parallel_size,
-            "enable_expert_parallel": self.asked.enable_expert_parallel,
-            "tp_reduce": self.asked.tp_reduce,
-            "enable_lora": self.asked.enable_lora,
-            "max_loras": self.asked.max_loras,
-            "max_lora_rank": self.asked.max_lora_rank,
-            "max_cpu_loras": self.asked.max_cpu_loras,
             "lora_modules": [{"name": name, "path": path} for name, path in self.asked.lora_modules],
-            "seed": self.asked.seed,
             "speculative": dataclasses.asdict(self.speculative) if self.speculative else None,
-            "synthetic_acceptance_length": self.asked.synthetic_acceptance_length,
             "synthetic_acceptance_rates": list(self.asked.synthetic_acceptance_rates),
         }
         return {"settings": settings, "decisions": [dataclasses.asdict(d) for d in self.decisions]}
@@ -441,17 +427,8 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
         return value
 
     device = resolve_auto("device", config.device, str(hardware.device), f"found: {hardware.name}")
-    stored = checkpoint.dtype or torch.float32
-    if not gpu:
-        auto = (
-            torch.float32,
-            f"the CPU computes in float32; the checkpoint holds {str(stored).removeprefix('torch.')}",
-        )
-    elif stored is torch.float32:
-        auto = (torch.bfloat16, "the checkpoint holds float32; bfloat16 halves what each step reads")
-    else:
-        auto = (stored, "the checkpoint's own")
-    dtype = resolve_auto("dtype", config.dtype, *auto)
+    dtype = resolve_auto("dtype", config.dtype, *_auto_dtype(gpu, checkpoint.dtype or torch.float32))
+    dtype = dtype_of(dtype) if isinstance(dtype, str) else dtype
     limit = checkpoint.config.max_positions
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
@@ -462,7 +439,8 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
     return ResolvedConfig(
         asked=config,
         device=torch.device(device),
-        dtype=dtype_of(dtype) if isinstance(dtype, str) else dtype,
+        dtype=dtype,
+        kv_dtype=resolve_auto("kv_cache_dtype", _kv_dtype(config, dtype, hardware), dtype, "the model's"),
         max_model_len=resolve_auto("max_model_len", config.max_model_len, limit, "the model's context"),
         max_num_seqs=resolve_auto("max_num_seqs", config.max_num_seqs, seqs, f"the default on {kind}"),
         max_num_batched_tokens=resolve_auto(
@@ -481,6 +459,32 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
         speculative=config.speculative,
         decisions=tuple(decisions),
     )
+
+
+def _auto_dtype(gpu: bool, stored: torch.dtype) -> tuple[torch.dtype, str]:
+    """The dtype that a checkpoint of dtype ``stored`` is served in, and the reason."""
+    import torch
+
+    if not gpu:
+        name = str(stored).removeprefix("torch.")
+        return torch.float32, f"the CPU computes in float32; the checkpoint holds {name}"
+    if stored is torch.float32:
+        return torch.bfloat16, "the checkpoint holds float32; bfloat16 halves what each step reads"
+    return stored, "the checkpoint's own"
+
+
+def _kv_dtype(config: EngineConfig, dtype: torch.dtype, hardware: Hardware) -> torch.dtype | None:
+    """The dtype of the KV cache; None where the model's is not asked for by name. Raises ConfigError."""
+    import torch
+
+    asked = config.kv_cache_dtype
+    if asked in DTYPES and dtype_of(asked) != dtype:
+        model = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"--kv-cache-dtype {asked}: the model has {model}; give auto, {model} or fp8.")
+    if asked.startswith("fp8") and hardware.capability is not None and hardware.capability < (8, 9):
+        has = ".".join(map(str, hardware.capability))
+        raise ConfigError(f"--kv-cache-dtype {asked}: this GPU has compute capability {has}, and e4m3 needs 8.9.")
+    return torch.float8_e4m3fn if asked.startswith("fp8") else None if asked == "auto" else dtype
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -73,7 +73,6 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--ep-size": (("1",), _EXPERTS),
     "--grammar-backend": (("xgrammar",), "structured outputs go through xgrammar"),
     "--guided-decoding-backend": (("auto", "xgrammar"), "structured outputs go through xgrammar"),
-    "--kv-cache-dtype": (("auto",), "the KV cache has the model's type"),
     "--kv-offloading-backend": (("native",), "host memory is the engine's own; --cpu-offload-gb sets it"),
     "--nnodes": (("1",), _ONE_GPU),
     "--node-rank": (("0",), _ONE_GPU),
@@ -123,7 +122,7 @@ NOTED_VALUES = {
 
 NOTED_SWITCHES = {
     "--async-scheduling": "the host always works while the device does",
-    "--calculate-kv-scales": "the KV cache has the model's type and no scales",
+    "--calculate-kv-scales": "an fp8 KV cache has a scale for each token and head, made when it is written",
     "--disable-cascade-attn": "there is no cascade attention",
     "--disable-cuda-graph-padding": "graphs are captured for buckets of rows; padding changes no byte",
     "--disable-custom-all-reduce": "ranks gather and never reduce",

@@ -3,6 +3,7 @@
 Both implementations can be asked: the Triton kernels (on the GPU, else in the interpreter) and the CPU twins.
 """
 
+import copy
 import itertools
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ import torch
 
 from unisono.kernels import attention as ops
 from unisono.kernels import attention_cpu as twin
+from unisono.kernels.kv_e4m3 import dequantised, quantised
 
 TRITON = (ops.launch_attention_plan, ops.launch_attention)
 TWIN = (twin.attention_plan_cpu, twin.attention_cpu)
@@ -22,7 +24,8 @@ ALWAYS_CUT, NEVER_CUT = 10**6, 1  # programs at a time
 class Requests:
     """Requests of the given lengths: queries for each token, keys and values in shuffled pages.
 
-    The last slot is the padding slot; page 0 is the padding page. Everything unwritten is NaN.
+    The last slot is the padding slot; page 0 is the padding page. Everything unwritten is NaN. With ``e4m3`` the pages
+    are quantised, and keys and values are what they stand for.
     """
 
     lengths: list[int]
@@ -37,6 +40,7 @@ class Requests:
     soft_cap: float = 0.0
     sinks: bool = False
     planned_window: bool = False
+    e4m3: bool = False
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,9 +61,23 @@ class Requests:
             self.v.append(kv[1])
         self.q = [torch.randn(n, self.heads, self.dim).to(self.dtype) for n in self.lengths]
         self.k_cache, self.v_cache = caches.to(self.device, self.dtype)
+        self.scales: tuple[torch.Tensor, ...] = ()
+        if self.e4m3:
+            (self.k_cache, k_scales), (self.v_cache, v_scales) = (quantised(c) for c in (self.k_cache, self.v_cache))
+            self.scales = k_scales, v_scales
+            for x in (*self.k, *self.v):
+                x.copy_(dequantised(*quantised(x)))
         self.table = table.to(self.device, torch.int32)
         self.scale = self.dim**-0.5
         self.sink = torch.randn(self.heads).mul(3) if self.sinks else None
+
+    def dequantised(self) -> "Requests":
+        """The same requests with pages of their dtype that hold what the e4m3 ones stand for."""
+        other = copy.copy(self)
+        pages = zip((self.k_cache, self.v_cache), self.scales, strict=True)
+        other.k_cache, other.v_cache = (dequantised(*each).to(self.dtype) for each in pages)
+        other.scales = ()
+        return other
 
     def _int32(self, values) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
@@ -75,7 +93,7 @@ class Requests:
         caches = (self.k_cache, self.v_cache, self.table)
         sink = None if self.sink is None else self.sink.to(self.device)
         args = (q, *caches, self._int32(positions), *planned, partials, self.scale, self.window, self.first)
-        args += (self.soft_cap, sink)
+        args += (self.soft_cap, sink, *self.scales)
         out = attend(*args)
         if partials:
             assert torch.equal(out, attend(*args)), "the plan does not serve a second layer"

@@ -86,7 +86,8 @@ def _compile(case) -> dict:
             raise ValueError("leaves it to the compiler which product it fuses with a sum")
     found = {"shared": compiled.metadata.shared, "cubin": len(compiled.asm["cubin"]), "waits": wait >= 0, "old": old}
     code = compiled.asm.get("ttgir", "")
-    return found | {"sums": _sums(code), "apart": "math.fma" in code}
+    fed = sorted(set(re.findall(r"kWidth = (\d+)", code)))
+    return found | {"sums": _sums(code), "apart": "math.fma" in code, "fed": fed}
 
 
 def _sums(code: str) -> list[str]:
@@ -177,6 +178,8 @@ def test_every_kernel_compiles_for_hopper(part, every):
     assert not [line for line in quantised if line.get("old")], "not wgmma: its bits differ from those of larger tiles"
     together = [line["is"] for line in lines if line["kernel"] in APART and not line["apart"]]
     assert not together, "a product's sum begins with what it is to be added to"
+    other = [line["is"] for line in lines if line["kernel"] == "attention_kernel" and line["fed"] != ["2"]]
+    assert not other, "tensor cores add the products of e4m3 pages in another order than those of 16-bit pages"
     waiting = {line["kernel"] for line in lines if line["waits"]}
     overlapped = {name for name in overlapped_kernels() if part_of(name) == part}
     assert waiting == overlapped, "who waits is who is launched before its turn"

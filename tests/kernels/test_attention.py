@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.kernels.paged_requests import ALWAYS_CUT, IMPLEMENTATIONS, NEVER_CUT, Requests
-from unisono.attention.base import AttentionInputs, AttentionOptions
+from unisono.attention.base import KV, AttentionInputs, AttentionOptions
 from unisono.attention.triton import TritonAttention
 from unisono.kernels import attention as ops
 from unisono.kernels import attention_cpu as twin
@@ -204,7 +204,7 @@ def test_backend_plans_and_attends(width, device):
     inputs = AttentionInputs(rows, positions, positions, ends, case.table, width, query_start)
     backend = TritonAttention(case.heads, case.kv_heads, device)
     backend.plan(inputs)
-    out = backend.forward(case._queries(spans), (case.k_cache, case.v_cache), inputs, AttentionOptions(case.scale))
+    out = backend.forward(case._queries(spans), KV(case.k_cache, case.v_cache), inputs, AttentionOptions(case.scale))
     want = torch.cat([case.oracle(*span) for span in spans])
     assert (out.cpu().view_as(want) - want).norm() / want.norm() < 1e-3
     inputs.query_start = None if width is None else positions

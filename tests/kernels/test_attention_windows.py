@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.paged_requests import ALWAYS_CUT, IMPLEMENTATIONS, NEVER_CUT, Requests
-from unisono.attention.base import AttentionInputs, AttentionOptions
+from unisono.attention.base import KV, AttentionInputs, AttentionOptions
 from unisono.attention.reference import ReferenceAttention
 
 LENGTHS = [570, 40, 570]
@@ -97,7 +97,7 @@ def test_the_reference_reads_nothing_behind_the_window(value, width):
         )
         backend.plan(inputs)
         options = AttentionOptions(case.scale, 100, soft_cap=2.0, sinks=case.sink)
-        caches = case.k_cache, case.v_cache
+        caches = KV(case.k_cache, case.v_cache)
         outputs.append(backend.forward(q, caches, inputs, options))
     case.soft_cap = 2.0
     want = torch.cat([case.oracle(row, n - 5, n) for row, n in enumerate(LENGTHS)])

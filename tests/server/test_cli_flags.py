@@ -86,7 +86,7 @@ def test_an_empty_key_is_refused(served: Any, monkeypatch: pytest.MonkeyPatch, k
         ("--ssl-cert-reqs 2", "needs --ssl-ca-certs"),
         ("--tokenizer /no/such", "--tokenizer /no/such does not exist"),
         ("--generation-config /no/such", "it has no generation_config.json"),
-        ("--kv-cache-dtype fp8", "the KV cache has the model's type"),
+        ("--kv-cache-dtype fp8_e5m2", "the model's dtype or in e4m3: give auto, fp8 or fp8_e4m3"),
         ("--lora-modules a=/b", "--lora-modules needs --enable-lora"),
         ("--lora-modules a", "give name=path"),
         ("--max-loras 0", "give a whole number from 1"),

@@ -10,14 +10,25 @@ Hq / Hkv query / KV heads, D head dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from unisono.program import eager_break
 
-KV = tuple[torch.Tensor, torch.Tensor]
-"""A layer's keys and values, each [NP, Hkv, P, D]."""
+
+class KV(NamedTuple):
+    """A layer's pages: keys and values, each [NP, Hkv, P, D], in the model's dtype.
+
+    Or both in e4m3, with the biased exponents of their rows' scales in k_scales, v_scales [NP, Hkv, P, 1] uint8
+    (``unisono/kernels/kv_e4m3.py``). Rows are written by ``rope_and_cache``. A layer's state is these tensors in this
+    order: ``KV(*state)``.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scales: torch.Tensor | None = None
+    v_scales: torch.Tensor | None = None
 
 
 @dataclass(slots=True)

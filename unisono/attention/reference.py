@@ -12,6 +12,7 @@ import itertools
 import torch
 
 from unisono.attention.base import KV, AttentionInputs, AttentionOptions
+from unisono.kernels.kv_e4m3 import dequantised
 
 
 class ReferenceAttention:
@@ -42,7 +43,8 @@ class ReferenceAttention:
     def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
         """See :class:`unisono.attention.base.AttentionBackend`. H: KV heads, G: query heads of each."""
         tokens, heads, dim = q.shape
-        kv_heads, page_size = kv[0].shape[1:3]
+        kv_heads, page_size = kv.k.shape[1:3]
+        pages = (kv.k, kv.k_scales), (kv.v, kv.v_scales)
         out = q.new_zeros(tokens, heads * dim)
         for token, position, table in inputs.plan:
             since = max(options.first, position - options.window + 1 if options.window > 0 else 0)
@@ -50,7 +52,7 @@ class ReferenceAttention:
                 continue
             at = torch.arange(since, position + 1, device=q.device)
             page, offset = table[at // page_size].long(), at % page_size
-            k_HND, v_HND = (c[page, :, offset].transpose(0, 1).float().contiguous() for c in kv)
+            k_HND, v_HND = (_rows(*each, page, offset) for each in pages)
             q_HGD = q[token].view(kv_heads, heads // kv_heads, dim).float()
             scores_HGN = q_HGD @ k_HND.transpose(1, 2) * options.scale
             if options.soft_cap > 0:
@@ -60,3 +62,9 @@ class ReferenceAttention:
             weights_HGN = scores_HGN.softmax(-1)[..., : len(at)]
             out[token] = (weights_HGN @ v_HND).flatten().to(q.dtype)
         return out
+
+
+def _rows(pages: torch.Tensor, scales: torch.Tensor | None, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Keys or values [Hkv, N, D] fp32 at N places."""
+    scale = None if scales is None else scales[page, :, offset]
+    return dequantised(pages[page, :, offset], scale).transpose(0, 1).contiguous()

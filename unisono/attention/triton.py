@@ -58,7 +58,7 @@ class TritonAttention:
         rows = torch.arange(len(kv_len), dtype=torch.int32, device=q.device)
         inputs = AttentionInputs(rows, positions, positions, kv_len, page_table, None, query_start)
         self.plan(inputs)
-        return self.forward(q, (k_cache, v_cache), inputs, AttentionOptions(q.shape[2] ** -0.5))
+        return self.forward(q, KV(k_cache, v_cache), inputs, AttentionOptions(q.shape[2] ** -0.5))
 
     def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         """Fill ``inputs.plan``: which program walks what. One launch, no host sync."""
@@ -91,5 +91,5 @@ class TritonAttention:
     def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
         """See :class:`unisono.attention.base.AttentionBackend`."""
         o = options
-        given = (q, *kv, inputs.page_table, inputs.positions, inputs.plan)
-        return attention(*given, o.scale, o.window, o.first, o.soft_cap, o.sinks)
+        given = (q, kv.k, kv.v, inputs.page_table, inputs.positions, inputs.plan)
+        return attention(*given, o.scale, o.window, o.first, o.soft_cap, o.sinks, kv.k_scales, kv.v_scales)

@@ -78,7 +78,7 @@ class DraftModule(Protocol):
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
         context: PassContext,
-        state: tuple[torch.Tensor, torch.Tensor],
+        state: Sequence[torch.Tensor],
         given: Sequence[Overriding] = (),
     ) -> torch.Tensor: ...
 

@@ -33,7 +33,6 @@ from unisono.drafters.hidden import OTHER_TARGET, FromFirstEntry, seen_size
 from unisono.drafters.unobserved import NAME, CatchesUp, Unobserved
 from unisono.kernels.catch_up import CatchUp, CatchUpExtend, catch_up, catch_up_extend, keep_rows
 from unisono.kernels.draft_inputs import draft_inputs
-from unisono.models.blocks import KV
 from unisono.models.draft_quantization import DraftWeights
 from unisono.models.mtp import MTPModule
 from unisono.models.mtp_checkpoint import MTPCheckpoint
@@ -63,7 +62,7 @@ class _Stage:
         return self.context.state["stages"][self.number]["hidden"]
 
     @property
-    def kv(self) -> KV:
+    def kv(self) -> Sequence[torch.Tensor]:
         return self.context.state["stages"][self.number]["kv"]
 
     @property

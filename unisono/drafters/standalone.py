@@ -77,6 +77,7 @@ class StandaloneDrafter:
             device=context.device,
             max_positions=context.max_model_len,
             load_format=self._load_format,
+            kv_dtype=context.target.builder.kv_dtype,
             progress=lambda stage, share: context.progress(share),
         )
         context.decide("draft vocabulary", f"{self._shared_ids} token ids, as the target's", self._vocabulary)

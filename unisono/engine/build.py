@@ -106,7 +106,7 @@ class Build:
                 "load_format": config.asked.load_format,
                 "seed": config.asked.seed,
             }
-            own: dict[str, Any] = {"max_positions": config.max_model_len, "ranks": ranks}
+            own: dict[str, Any] = {"max_positions": config.max_model_len, "ranks": ranks, "kv_dtype": config.kv_dtype}
             model = load_model(checkpoint, attention=make_attention, progress=progress, **own, **common)
             tower = load_tower(checkpoint, progress=progress, **common)
         for passed_over in checkpoint.unread() if config.asked.load_format == "auto" else ():
@@ -301,13 +301,16 @@ class Build:
             rehearse_experts(worker.modules())
             rehearse_tails(worker.modules())
             for (_, _, head_dim), backend in attention.items():
-                backend.rehearse(head_dim, config.dtype)
+                if config.kv_dtype == config.dtype:
+                    backend.rehearse(head_dim, config.dtype)
         self._prove_exact()
         self._fuse_tails()
         for (heads, kv_heads, head_dim), backend in attention.items():
             name = "attention of long prompts"
             which = f", {heads} heads over {kv_heads} of {head_dim}" if len(attention) > 1 else ""
-            self.decide(name + which, *backend.prove(head_dim, config.dtype))
+            plain = config.kv_dtype == config.dtype
+            of_e4m3 = ("as all attention", "the kernels for Hopper read pages of 16 bits")
+            self.decide(name + which, *(backend.prove(head_dim, config.dtype) if plain else of_e4m3))
         launched = "while the one before it ends" if overlaps(config.device) else "when its turn comes"
         self.decide("a layer's kernel is launched", launched, "ahead of its turn from compute capability 9.0 on")
         with compiling_only(config.device):
@@ -341,6 +344,8 @@ class Build:
     def _size(self) -> None:
         """Allocate as many pages as fit."""
         config, worker = self.config, self.worker
+        held, dtype = worker.store.token_bytes("target"), str(config.kv_dtype).removeprefix("torch.")
+        self.config = config = config.decide("KV cache", f"{held} bytes a token", f"{dtype}, the target's layers")
         reserved = path_pages(self.paths, self.width - 1, config.max_num_seqs)
         logits = 4 * config.max_num_seqs * self.width * worker.model.config.vocab_size
         demand = PageDemand(

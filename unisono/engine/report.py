@@ -120,6 +120,8 @@ def info(engine: Reported) -> dict[str, object]:
         "eos_token_ids": list(engine.checkpoint.eos_token_ids),
         "generation_defaults": engine.generation_defaults(),
         "kv_cache": {
+            "dtype": str(engine.config.kv_dtype).removeprefix("torch."),
+            "token_bytes": worker.store.token_bytes("target"),
             "page_size": PAGE_SIZE,
             "pages": worker.num_pages[ALL],
             "window_pages": {str(w): n for w, n in worker.num_pages.items() if w != ALL},

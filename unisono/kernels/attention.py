@@ -24,6 +24,7 @@ import triton
 from unisono.kernels import attention_hopper
 from unisono.kernels.attention_cpu import SPLIT, attention_cpu, attention_plan_cpu
 from unisono.kernels.attention_triton import LOG2_E, attention_kernel, plan_kernel
+from unisono.kernels.kv_e4m3 import E4M3
 from unisono.kernels.library import AotCase, define, register
 from unisono.kernels.overlap import overlapped
 
@@ -72,9 +73,9 @@ def launch_attention_plan(
 
 
 def _geometry(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tile_tokens: int, cut: bool
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tile_tokens: int, cut: bool, cached: torch.dtype
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """The kernel's compile-time sizes and launch options; only speed depends on them.
+    """The kernel's compile-time sizes and launch options; only speed depends on them. cached: the dtype of pages.
 
     The rows of a query tile are a power of two and hold at least one token's heads. Two accumulators per row must fit
     into registers, and the buffers of keys and values into shared memory.
@@ -94,7 +95,7 @@ def _geometry(
     sizes |= {"PARTS": triton.cdiv(tile_tokens, tokens), "USED": triton.next_power_of_2(tokens * group)}
     sizes |= {"KEYS": KEYS, "SPLIT": SPLIT, "CUT": cut}
     wide = dtype == torch.float32 or dim >= 256 or rows * max(dim, 128) >= (2**13 if cut else 2**14)
-    stages = 5 if dim * dtype.itemsize <= 256 else 3  # page ids take two of them, then keys and values follow
+    stages = 5 if dim * cached.itemsize <= 256 else 3  # page ids take two of them, then keys and values follow
     return sizes, {"num_warps": 8 if wide else 4, "num_stages": stages}
 
 
@@ -108,6 +109,13 @@ def _programs(device: torch.device, tiles: int) -> int:
         return 4
     at_once = 2 * torch.cuda.get_device_properties(device).multi_processor_count
     return at_once if tiles > 2 * at_once else at_once * 3 // 2
+
+
+def _words(pages: torch.Tensor) -> torch.Tensor:
+    """Pages [NP, Hkv, P, X] of one-byte elements as int32 [NP, words]. Raises ValueError where none can be made."""
+    if pages.shape[2] % 4 or (pages.shape[3] % 4 and pages.shape[3] > 1) or not pages.is_contiguous():
+        raise ValueError(f"e4m3 pages {list(pages.shape)}: make them contiguous, P and D multiples of 4")
+    return pages.flatten(1).view(torch.int32)
 
 
 def _attended(q: torch.Tensor, *_: object) -> torch.Tensor:
@@ -129,26 +137,31 @@ def launch_attention(
     first: int = 0,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
     **options: int,
 ) -> torch.Tensor:
     """See :func:`attention`. ``options`` override the launch's (for tuning)."""
     _, heads, head_dim = q.shape
     capacity, tile_tokens, kv_heads = arrivals.shape
-    plain = not options and soft_cap == 0 and sinks is None
+    plain = not options and soft_cap == 0 and sinks is None and k_scales is None
     if partials == 0 and plain and attention_hopper.serves(q, k_cache, tile_tokens, window, first):
         whole = q, k_cache, v_cache, page_table, positions, work, count
         return attention_hopper.launch_prompt_attention(*whole, scale * LOG2_E.value, KEYS)
+    page, cached = k_cache.shape[2], k_cache.dtype
+    if k_scales is not None and v_scales is not None:
+        k_cache, v_cache, k_scales, v_scales = map(_words, (k_cache, v_cache, k_scales, v_scales))
     state = q.new_empty(partials, tile_tokens, heads, 2, dtype=torch.float32)
     acc = q.new_empty(partials, tile_tokens, heads, head_dim, dtype=torch.float32)
     out = _attended(q)
-    sizes, launch = _geometry(heads, kv_heads, head_dim, q.dtype, tile_tokens, cut=partials > 0)
+    sizes, launch = _geometry(heads, kv_heads, head_dim, q.dtype, tile_tokens, partials > 0, cached)
     items = capacity * sizes["PARTS"] * kv_heads
     tiles = triton.cdiv(len(q), tile_tokens) * sizes["PARTS"] * kv_heads
     programs = options.pop("programs", _programs(q.device, tiles))
     attention_kernel[(min(programs, items) if partials else items,)](
         q, k_cache, v_cache, page_table, positions, work, count, arrivals, state, acc, out,
-        sinks, page_table.stride(0), k_cache.stride(0), window, (soft_cap or scale) * LOG2_E.value,
-        PAGE=k_cache.shape[2], WINDOW=window > 0, FIRST=first, TO_CAP=scale / soft_cap if soft_cap else 0.0,
+        sinks, k_scales, v_scales, page_table.stride(0), k_cache.stride(0), window, (soft_cap or scale) * LOG2_E.value,
+        PAGE=page, WINDOW=window > 0, FIRST=first, TO_CAP=scale / soft_cap if soft_cap else 0.0,
         **sizes, **(launch | options), **overlapped(q.device),
     )  # fmt: skip
     return out
@@ -161,7 +174,7 @@ define(
 define(
     "attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor positions, Tensor work,"
     " Tensor count, Tensor(a!) arrivals, int partials, float scale, int window,"
-    " int first=0, float soft_cap=0.0, Tensor? sinks=None) -> Tensor"
+    " int first=0, float soft_cap=0.0, Tensor? sinks=None, Tensor? k_scales=None, Tensor? v_scales=None) -> Tensor"
 )
 register("attention_plan", cuda=launch_attention_plan, cpu=attention_plan_cpu, meta=_plan_shapes)
 register("attention", cuda=launch_attention, cpu=attention_cpu, meta=_attended)
@@ -224,36 +237,43 @@ def attention(
     first: int = 0,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend the tokens of a planned pass over the paged cache.
 
     q [T, Hq, D]; k_cache, v_cache [NP, Hkv, P, D] of q's dtype and equal strides; page_table [S, MP]; positions [T].
+    Or k_cache, v_cache of e4m3, contiguous, P and D multiples of 4, with the exponents of their scales in k_scales,
+    v_scales [NP, Hkv, P, 1] uint8: the bits are those of pages that hold the dequantised rows in q's dtype.
     A token sees keys at first ≤ p ≤ its position (p > position - window where window > 0); one below ``first``, as
-    at position -1, sees nothing and yields zeros. fp32 accumulation, probabilities rounded to the cache's dtype.
+    at position -1, sees nothing and yields zeros. fp32 accumulation, probabilities rounded to q's dtype.
     soft_cap > 0: scores become soft_cap · tanh(score / soft_cap), before they are masked.
     sinks [Hq] fp32: exp(sink) is added to the denominator of its head's softmax.
     Returns [T, Hq · D] in q's dtype.
     """
     return torch.ops.unisono.attention(
-        q, k_cache, v_cache, page_table, positions, *plan, scale, window, first, soft_cap, sinks
+        q, k_cache, v_cache, page_table, positions, *plan, scale, window, first, soft_cap, sinks, k_scales, v_scales
     )
 
 
 def _case(
     heads: int, kv_heads: int, head_dim: int, tile_tokens: int, cut: bool, window: bool = False, first: int = 0,
-    soft_cap: float = 0.0, sinks: bool = False,
+    soft_cap: float = 0.0, sinks: bool = False, e4m3: bool = False,
 ) -> AotCase:  # fmt: skip
-    sizes, options = _geometry(heads, kv_heads, head_dim, torch.bfloat16, tile_tokens, cut)
-    signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
+    cached = E4M3 if e4m3 else torch.bfloat16
+    sizes, options = _geometry(heads, kv_heads, head_dim, torch.bfloat16, tile_tokens, cut, cached)
+    signature = dict.fromkeys(("q_ptr", "out_ptr"), "*bf16")
+    signature |= dict.fromkeys(("k_ptr", "v_ptr"), "*i32" if e4m3 else "*bf16")
     signature |= dict.fromkeys(("table_ptr", "positions_ptr", "work_ptr", "count_ptr", "arrivals_ptr"), "*i32")
     signature |= {"state_ptr": "*fp32", "acc_ptr": "*fp32", "scale": "fp32"}
     signature |= dict.fromkeys(("max_pages", "page_stride", "window"), "i32")
     constants: dict[str, Any] = sizes | {"PAGE": 16, "WINDOW": window, "FIRST": first, "OVERLAP": True}
     constants["TO_CAP"] = head_dim**-0.5 / soft_cap if soft_cap else 0.0
-    if sinks:
-        signature["sinks_ptr"] = "*fp32"
-    else:
-        constants["sinks_ptr"] = None
+    for name, there, kind in (("sinks", sinks, "*fp32"), ("k_scales", e4m3, "*i32"), ("v_scales", e4m3, "*i32")):
+        if there:
+            signature[f"{name}_ptr"] = kind
+        else:
+            constants[f"{name}_ptr"] = None
     return AotCase(attention_kernel, signature, constants, **options)
 
 
@@ -274,6 +294,14 @@ AOT = [
     _case(8, 4, 256, 64, cut=False, soft_cap=50.0),
     _case(64, 8, 64, 4, cut=True, sinks=True),  # gpt-oss
     _case(64, 8, 64, 16, cut=False, window=True, sinks=True),
+    *(_case(32, 8, 128, width, cut=True, e4m3=True) for width in (1, 4, 6)),
+    *(_case(32, 8, 128, tokens, cut=False, e4m3=True) for tokens in (16, 32)),
+    _case(32, 8, 128, 4, cut=True, first=1, e4m3=True),
+    _case(14, 2, 64, 1, cut=True, e4m3=True),
+    _case(8, 4, 256, 6, cut=True, e4m3=True),
+    _case(8, 4, 256, 64, cut=False, e4m3=True),
+    _case(8, 4, 256, 4, cut=True, window=True, soft_cap=50.0, e4m3=True),
+    _case(64, 8, 64, 16, cut=False, window=True, sinks=True, e4m3=True),
     AotCase(plan_kernel, _PLAN, _PLAN_SIZES | {"window": None}),
     AotCase(plan_kernel, _PLAN | {"window": "i32"}, _PLAN_SIZES),
 ]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from unisono.kernels.kv_e4m3 import dequantised
 from unisono.kernels.library import ROW_TILE
 
 SPLIT = 256
@@ -84,23 +85,24 @@ def attention_cpu(
     first: int = 0,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Twin of ``attention``: each tile of the work list once, whatever pieces the plan cut it into."""
     items = work[: count.item()].tolist()
     spans = [(slot, begin, end) for i, (slot, _, begin, end, *_, counter) in enumerate(items) if counter == i]
-    return _attend(q, k_cache, v_cache, page_table, positions, spans, scale, window, first, soft_cap, sinks)
+    caches = (k_cache, k_scales), (v_cache, v_scales)
+    return _attend(q, *caches, page_table, positions, spans, scale, window, first, soft_cap, sinks)
 
 
-def _attend(
-    q, k_cache, v_cache, page_table, positions, spans, scale, window, first_key, soft_cap, sinks
-) -> torch.Tensor:
+def _attend(q, keys, values, page_table, positions, spans, scale, window, first_key, soft_cap, sinks) -> torch.Tensor:
     """Attend the spans (slot, first token, end token), cut into query tiles, TILES_AT_ONCE at a time.
 
     A tile row is one (token, query head of the group), so that GQA fills tiles; the padding row at the end
-    of ``q_XHD`` has position -1 and sees nothing.
+    of ``q_XHD`` has position -1 and sees nothing. keys, values: pages and, of e4m3 ones, their scales.
     """
     tokens, heads, dim = q.shape
-    group = heads // k_cache.shape[1]
+    group = heads // keys[0].shape[1]
     starts: list[int] = []
     ends: list[int] = []
     owners: list[int] = []
@@ -125,7 +127,7 @@ def _attend(
         q_BHMD = q_XHD.index_select(0, rows.flatten()).view(*rows.shape, -1, dim).transpose(1, 2).contiguous()
         number = {slot: u for u, slot in enumerate(dict.fromkeys(slots))}
         maximum, total, acc_BHMD = _attend_tiles(
-            q_BHMD, k_cache, v_cache, page_table[list(number)], [number[slot] for slot in slots],
+            q_BHMD, q.dtype, keys, values, page_table[list(number)], [number[slot] for slot in slots],
             position_BM[at : at + TILES_AT_ONCE], scale, window, first_key, soft_cap,
         )  # fmt: skip
         if sink_XH is not None:  # one more key, after all splits: its value is zero
@@ -140,12 +142,13 @@ def _attend(
 
 
 def _attend_tiles(
-    q_BHMD, k_cache, v_cache, pages_UP, owner_B, position_BM, scale, window, first_key, soft_cap
+    q_BHMD, dtype, keys, values, pages_UP, owner_B, position_BM, scale, window, first_key, soft_cap
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Walk the splits that any tile sees, in order, and merge each one's (max, sum, acc) into the total.
 
     ``owner_B`` says whose pages a tile reads. A split is cut into C tiles of KEY_TILE keys; every product is one of a
     query tile and a key tile. Key tiles after the last position that any row has are left out: their weight is zero.
+    Probabilities are rounded to ``dtype``, that of the queries.
     """
     last = int(position_BM.max())
     first = 0
@@ -169,11 +172,11 @@ def _attend_tiles(
             seen_US = seen_US.any(0, keepdim=True)
         elif users < len(owner_B):
             seen_US = torch.zeros(users, seen).index_add_(0, owners, seen_US.float()) > 0
-        values_UHSD = _gather(v_cache, pages_UP, begin, seen)
+        values_UHSD = _gather(values, pages_UP, begin, seen)
         if not seen_US.all():  # stale values may be NaN, and 0 · NaN is NaN
             values_UHSD.masked_fill_(~seen_US[:, None, :, None], 0.0)
-        keys_US = [keys.mT.split(KEY_TILE, 2) for keys in _gather(k_cache, pages_UP, begin, seen).unbind()]
-        values_US = [values.split(KEY_TILE, 1) for values in values_UHSD.unbind()]
+        keys_US = [each.mT.split(KEY_TILE, 2) for each in _gather(keys, pages_UP, begin, seen).unbind()]
+        values_US = [each.split(KEY_TILE, 1) for each in values_UHSD.unbind()]
         q_BC = [[q] * tiles for q in q_BHMD.unbind()]
         scores = _products(q_BC, keys_US, owner_B).mul_(scale)
         if soft_cap > 0:
@@ -181,7 +184,7 @@ def _attend_tiles(
         hidden_BCMN = visible_BMS.logical_not_().unflatten(2, (tiles, KEY_TILE)).transpose(1, 2)
         scores.masked_fill_(hidden_BCMN[:, :, None], float("-inf"))
         split_max = scores.amax((1, 4), keepdim=True)
-        p = scores.sub_(_finite(split_max)).exp_().to(v_cache.dtype).float()
+        p = scores.sub_(_finite(split_max)).exp_().to(dtype).float()
         acc_BCHMD = _products([weights.unbind() for weights in p.unbind()], values_US, owner_B)
         total = _merged(total, (split_max[:, 0], _in_order(p.sum(-1, keepdim=True)), _in_order(acc_BCHMD)))
     if not total:
@@ -223,15 +226,20 @@ def _merged(total: tuple[torch.Tensor, ...], split: tuple[torch.Tensor, ...]) ->
     return new_max, total_sum * old_weight + split_sum * new_weight, total_acc * old_weight + split_acc * new_weight
 
 
-def _gather(cache, pages_UP, begin, seen) -> torch.Tensor:
-    """Keys or values at ``seen`` positions from ``begin`` on as float [U, Hkv, seen, D].
+def _gather(kept, pages_UP, begin, seen) -> torch.Tensor:
+    """Keys or values at ``seen`` positions from ``begin`` on as float [U, Hkv, seen, D]. kept: the pages, their scales.
 
     Positions beyond the page table are zero; one that no row sees may be any page's.
     """
+    cache, scales = kept
     pages, heads, page_size, dim = cache.shape
     column = begin // page_size
     page_UC = pages_UP[:, column : -(-(begin + seen) // page_size)].clamp(0, pages - 1)
-    taken = cache.index_select(0, page_UC.flatten()).view(*page_UC.shape, heads, page_size, dim)
+    chosen = page_UC.flatten()
+    taken = cache.index_select(0, chosen)
+    if scales is not None:
+        taken = dequantised(taken, scales.index_select(0, chosen))
+    taken = taken.view(*page_UC.shape, heads, page_size, dim)
     runs = taken.transpose(1, 2).reshape(pages_UP.shape[0], heads, -1, dim)
     runs = runs[:, :, begin - column * page_size :][:, :, :seen].float()
     return runs if runs.shape[2] == seen else F.pad(runs, (0, 0, 0, seen - runs.shape[2]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from unisono.kernels.kv_e4m3 import e4m3_factor, e4m3_tile
 from unisono.kernels.overlap import follow
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -60,8 +61,47 @@ def _tanh(x):
 
 
 @triton.jit
+def _tiles(k_ptr, v_ptr, offset, known, dims, SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """Tiles of keys and values [KEYS, columns]: zeros where a key is not ``known`` and from column SIZE on."""
+    if MASKED:
+        valid = known[:, None] & (dims < SIZE)[None, :]
+        k = tl.load(k_ptr + offset, mask=valid, other=0)
+        v = tl.load(v_ptr + offset, mask=valid, other=0)
+    elif dims.shape[0] == SIZE:
+        k = tl.load(k_ptr + offset)
+        v = tl.load(v_ptr + offset)
+    else:
+        k = tl.load(k_ptr + offset, mask=(dims < SIZE)[None, :], other=0)
+        v = tl.load(v_ptr + offset, mask=(dims < SIZE)[None, :], other=0)
+    return k, v
+
+
+@triton.jit
+def _factors(scales, pages_ptr, start, low, end, dtype: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr):
+    """The factors of e4m3 keys and values ``start`` … [KEYS]; any number where no row of the tile may see.
+
+    scales: pointers to the exponents of keys and of values, four bytes a word, and the words of a page. A step's words
+    are read ahead like its keys and values, which single bytes would not be. Whole words are read.
+    """
+    k_ptr, v_ptr, stride = scales
+    key = start + tl.arange(0, KEYS // 4) * 4
+    present = (key < end) & (key + 4 > low)
+    page = tl.load(pages_ptr + key // PAGE, mask=present, other=0).to(tl.int64)
+    at = page * stride + key % PAGE // 4
+    k_words, v_words = tl.load(k_ptr + at, mask=present, other=0), tl.load(v_ptr + at, mask=present, other=0)
+    return _of_words(k_words, dtype, KEYS), _of_words(v_words, dtype, KEYS)
+
+
+@triton.jit
+def _of_words(words, dtype: tl.constexpr, KEYS: tl.constexpr):
+    """Factors [KEYS] from biased exponents, four in each of words [KEYS / 4]."""
+    exponents = (words[:, None] >> (tl.arange(0, 4) * 8)[None, :]) & 0xFF
+    return e4m3_factor(tl.reshape(exponents, [KEYS]), dtype)
+
+
+@triton.jit
 def _walk(
-    q, position, pages_ptr, k_ptr, v_ptr, page_stride, begin, end, low, window, scale, m, z, acc,
+    q, position, pages_ptr, k_ptr, v_ptr, scales, page_stride, begin, end, low, window, scale, m, z, acc,
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
     WINDOW: tl.constexpr, FIRST: tl.constexpr, MASKED: tl.constexpr, TO_CAP: tl.constexpr, workspace,
 ):  # fmt: skip
@@ -71,10 +111,13 @@ def _walk(
     be stale, NaN included: they are not read. MASKED False promises that every row sees every key.
     TO_CAP > 0 soft-caps the scores: tanh(TO_CAP · score) takes the place of each score, and ``scale`` holds the cap.
     A tile with a place in the ``workspace`` (or None) leaves each split but the last there instead.
+    scales: None, or what :func:`_factors` reads. Tiles of e4m3 are dequantised, and are then the very tiles that a
+    cache of q's dtype would hold.
     """
     ROWS: tl.constexpr = q.shape[0]
     DIM: tl.constexpr = q.shape[1]
-    dims = tl.arange(0, DIM)
+    SIZE: tl.constexpr = HEAD_DIM if scales is None else HEAD_DIM // 4  # in memory, in elements or in words of four
+    dims = tl.arange(0, DIM if scales is None else DIM // 4)
     ones = tl.full([KEYS, 8], 1.0, q.dtype)
     part_m, _, part_acc = _nothing(ROWS, DIM)
     part_z = tl.zeros([ROWS, 8], tl.float32)  # eight equal columns
@@ -91,17 +134,13 @@ def _walk(
         keys = start + tl.arange(0, KEYS)
         known = (keys >= low) & (keys < end)
         page = tl.load(pages_ptr + keys // PAGE, mask=known, other=0) if MASKED else tl.load(pages_ptr + keys // PAGE)
-        offset = (page.to(tl.int64) * page_stride + keys % PAGE * HEAD_DIM)[:, None] + dims[None, :]
-        if MASKED:
-            valid = known[:, None] & (dims < HEAD_DIM)[None, :]
-            k = tl.load(k_ptr + offset, mask=valid, other=0.0)
-            v = tl.load(v_ptr + offset, mask=valid, other=0.0)
-        elif DIM == HEAD_DIM:
-            k = tl.load(k_ptr + offset)
-            v = tl.load(v_ptr + offset)
-        else:
-            k = tl.load(k_ptr + offset, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-            v = tl.load(v_ptr + offset, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        offset = (page.to(tl.int64) * page_stride + keys % PAGE * SIZE)[:, None] + dims[None, :]
+        k, v = _tiles(k_ptr, v_ptr, offset, known, dims, SIZE, MASKED)
+        if scales is not None:
+            k_factor, v_factor = _factors(scales, pages_ptr, start, low, end, q.dtype, PAGE, KEYS)
+            if MASKED:
+                v_factor = tl.where(known, v_factor, 1.0)  # a stale one could be infinite
+            k, v = e4m3_tile(k, k_factor, q.dtype), e4m3_tile(v, v_factor, q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if TO_CAP > 0:
             scores = _tanh(scores * TO_CAP)
@@ -215,6 +254,19 @@ def _complete(arrivals_ptr, mine, splits, skipped):
 
 
 @triton.jit
+def _pages_of(
+    k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """A KV head's keys and values in page 0, and what :func:`_factors` reads of e4m3 ones, else None."""
+    if k_scales_ptr is None:
+        return k_ptr + head * PAGE * HEAD_DIM, v_ptr + head * PAGE * HEAD_DIM, None
+    else:  # in words of four elements
+        WORDS: tl.constexpr = PAGE // 4
+        scales = (k_scales_ptr + head * WORDS, v_scales_ptr + head * WORDS, KV_HEADS * WORDS)
+        return k_ptr + head * WORDS * HEAD_DIM, v_ptr + head * WORDS * HEAD_DIM, scales
+
+
+@triton.jit
 def _work_item(work_ptr, i):
     """Entry ``i`` of the work list. Volatile, or the compiler would move the read after the wait for the count."""
     entry = work_ptr + i * 8
@@ -228,7 +280,7 @@ def _work_item(work_ptr, i):
 @triton.jit
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, positions_ptr, work_ptr, count_ptr, arrivals_ptr, state_ptr, acc_ptr, out_ptr,
-    sinks_ptr, max_pages, page_stride, window, scale,
+    sinks_ptr, k_scales_ptr, v_scales_ptr, max_pages, page_stride, window, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, KEYS: tl.constexpr,
     SPLIT: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, TO_CAP: tl.constexpr, CUT: tl.constexpr,
@@ -253,7 +305,7 @@ def attention_kernel(
         in_use, index, position = _rows(positions_ptr, first, last, head, HEADS, GROUP, ROWS)
         q = _queries(q_ptr, index, in_use, HEAD_DIM, DIM)
         pages_ptr = table_ptr + slot.to(tl.int64) * max_pages
-        own_k_ptr, own_v_ptr = k_ptr + head * PAGE * HEAD_DIM, v_ptr + head * PAGE * HEAD_DIM
+        own = _pages_of(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, head, KV_HEADS, PAGE, HEAD_DIM)
         skipped = tl.load(work_ptr + counter * 8 + 4) if WINDOW and CUT else None  # splits that the plan leaves out
         place = _place(partial, tile, skipped, TOKENS, HEADS)
         stride = tl.where(partial >= 0, TOKENS * HEADS, 0)
@@ -268,13 +320,13 @@ def attention_kernel(
             if not WINDOW and FIRST == 0:
                 masked = (tl.min(tl.where(position >= 0, position, end - 1)) + 1) // SPLIT * SPLIT
                 m, z, acc = _walk(
-                    q, position, pages_ptr, own_k_ptr, own_v_ptr, page_stride, begin, masked, low, window, scale,
-                    m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, False, TO_CAP, workspace,
+                    q, position, pages_ptr, *own, page_stride, begin, masked, low, window, scale, m, z, acc,
+                    HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, False, TO_CAP, workspace,
                 )  # fmt: skip
                 begin = masked
         m, z, acc = _walk(
-            q, position, pages_ptr, own_k_ptr, own_v_ptr, page_stride, begin, end, low, window, scale,
-            m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, True, TO_CAP, workspace,
+            q, position, pages_ptr, *own, page_stride, begin, end, low, window, scale, m, z, acc,
+            HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, True, TO_CAP, workspace,
         )  # fmt: skip
         if partial < 0:
             _store(out_ptr, sinks_ptr, index, position, in_use, m, z, acc, HEADS, HEAD_DIM, DIM, FIRST)

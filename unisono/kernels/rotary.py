@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from unisono.kernels.kv_e4m3 import as_e4m3, exponent_of, largest_bits, quantised
 from unisono.kernels.library import AotCase, define, differentiable, register
 from unisono.kernels.norm import rms_norm_cpu, rms_norm_formula, rounded_before_weight, square
 from unisono.kernels.overlap import follow, overlapped
@@ -25,13 +26,14 @@ GROUP = 8
 
 @triton.jit
 def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, q_out, k_cache, v_cache,
-                           HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr,
-                           HALF: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_HALF: tl.constexpr,
-                           BLOCK_REST: tl.constexpr, HAS_NORM: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+                           k_scales, v_scales, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+                           GATED: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+                           BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, HAS_NORM: tl.constexpr,
+                           OVERLAP: tl.constexpr):  # fmt: skip
     # A program's heads are all queries, all keys or all values; the last of a kind may have room for more heads. A
     # head is three runs of dimensions: ``first`` and ``second`` rotate together, element by element; ``rest`` does not
     # rotate (absent if BLOCK_REST is 0). No sum of a product is left to the compiler, which fuses one of two products
-    # and chooses it anew for each number of heads.
+    # and chooses it anew for each number of heads. With scales the caches are e4m3 (kv_e4m3.py).
     follow(OVERLAP)
     QUERIES: tl.constexpr = (HQ + GROUP - 1) // GROUP
     KEYS: tl.constexpr = (HKV + GROUP - 1) // GROUP
@@ -48,6 +50,7 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
     x = qkv + (token * ((1 + GATED) * HQ + 2 * HKV) + each + before) * D
     first = tl.load(x + h, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + HALF + h, mask=inside, other=0.0).to(tl.float32)
+    rest, r, in_rest = None, None, None
     if BLOCK_REST > 0:
         r = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
         in_rest = (r < D) & exists
@@ -55,10 +58,7 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
 
     if not is_value:
         if HAS_NORM:
-            squares = tl.sum(square(first), axis=1) + tl.sum(square(second), axis=1)
-            if BLOCK_REST > 0:
-                squares += tl.sum(square(rest), axis=1)
-            scale = tl.rsqrt(squares / D + eps)[:, None]
+            scale = _inverse_rms(first, second, rest, eps, D)[:, None]
             weight = q_norm
             if not is_query:
                 weight = k_norm
@@ -67,23 +67,74 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
             if BLOCK_REST > 0:
                 rest = _scaled(rest, scale, weight + r, r < D, dtype)
         angles = cos_sin + tl.maximum(tl.load(positions + token), 0).to(tl.int64) * (2 * HALF) + h
-        cos = tl.load(angles, mask=h < HALF, other=1.0)
-        sin = tl.load(angles + HALF, mask=h < HALF, other=0.0)
-        turned = tl.fma(first, cos, second * -sin)
-        second = tl.fma(second, cos, first * sin)
-        first = turned
+        first, second = _turned(first, second, angles, h < HALF, HALF)
 
     slot = tl.load(slot_mapping + token).to(tl.int64)
     cached = ((slot // PAGE * HKV + each) * PAGE + slot % PAGE) * D
     out = q_out + (token * HQ + each) * D
-    if is_value:
-        out = v_cache + cached
-    elif not is_query:
-        out = k_cache + cached
+    if k_scales is None:
+        if is_value:
+            out = v_cache + cached
+        elif not is_query:
+            out = k_cache + cached
+        _store(out, first, second, rest, h, r, inside, in_rest, dtype, HALF)
+    elif is_query:
+        _store(out, first, second, rest, h, r, inside, in_rest, dtype, HALF)
+    else:
+        rows, scales = k_cache + cached, k_scales + cached // D
+        if is_value:
+            rows, scales = v_cache + cached, v_scales + cached // D
+        _store_e4m3(rows, scales, exists, first, second, rest, h, r, inside, in_rest, dtype, HALF)
+
+
+@triton.jit
+def _inverse_rms(first, second, rest, eps, D: tl.constexpr):
+    """1 / the root of the mean square of each head [heads]; rest None: there is none."""
+    squares = tl.sum(square(first), axis=1) + tl.sum(square(second), axis=1)
+    if rest is not None:
+        squares += tl.sum(square(rest), axis=1)
+    return tl.rsqrt(squares / D + eps)
+
+
+@triton.jit
+def _turned(first, second, angles, inside, HALF: tl.constexpr):
+    """Both halves of heads, rotated by the cosines at ``angles`` and the sines HALF after them."""
+    cos = tl.load(angles, mask=inside, other=1.0)
+    sin = tl.load(angles + HALF, mask=inside, other=0.0)
+    return tl.fma(first, cos, second * -sin), tl.fma(second, cos, first * sin)
+
+
+@triton.jit
+def _store(out, first, second, rest, h, r, inside, in_rest, dtype: tl.constexpr, HALF: tl.constexpr):
+    """Write heads, rounded to ``dtype``; rest None: they rotate whole."""
     tl.store(out + h, first.to(dtype), mask=inside)
     tl.store(out + HALF + h, second.to(dtype), mask=inside)
-    if BLOCK_REST > 0:
+    if rest is not None:
         tl.store(out + r, rest.to(dtype), mask=in_rest)
+
+
+@triton.jit
+def _store_e4m3(
+    out, scales, exists, first, second, rest, h, r, inside, in_rest, dtype: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """Write heads, rounded to ``dtype`` and then to e4m3, and the exponents of their scales.
+
+    Stores take as many elements at once as those of ``dtype``: wider ones would change the layout of all tiles, and
+    with it the order of the norms' sums.
+    """
+    e4m3: tl.constexpr = out.dtype.element_ty
+    AT_ONCE: tl.constexpr = 128 // dtype.primitive_bitwidth
+    first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    bits = tl.maximum(largest_bits(first), largest_bits(second))
+    if rest is not None:
+        bits = tl.maximum(bits, largest_bits(rest))
+    exponent = exponent_of(bits, dtype)
+    tl.store(scales, exponent[:, None].to(tl.uint8), mask=exists)
+    first, second = as_e4m3(first, exponent, e4m3), as_e4m3(second, exponent, e4m3)
+    tl.store(tl.max_contiguous(out + h, [1, AT_ONCE]), first, mask=inside)
+    tl.store(tl.max_contiguous(out + HALF + h, [1, AT_ONCE]), second, mask=inside)
+    if rest is not None:
+        tl.store(tl.max_contiguous(out + r, [1, AT_ONCE]), as_e4m3(rest, exponent, e4m3), mask=in_rest)
 
 
 @triton.jit
@@ -120,17 +171,23 @@ def launch_rope_and_cache(
     v_cache: torch.Tensor,
     num_heads: int,
     num_kv_heads: int,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """See :func:`rope_and_cache`."""
     qkv = qkv.contiguous()
     tokens = qkv.shape[0]
     head_dim, rot_dim = k_cache.shape[3], cos_sin.shape[1]
     q = qkv.new_empty(tokens, num_heads, head_dim)
+    page = k_cache.shape[2]
+    if num_kv_heads == 0:
+        k_cache = v_cache = q  # nothing is written there, and they have the dtype of what is compiled
     blocks = _blocks(head_dim, rot_dim)
     programs = triton.cdiv(num_heads, GROUP) + 2 * triton.cdiv(num_kv_heads, GROUP)
     _rope_and_cache_kernel[(tokens, programs)](
-        qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, q, k_cache, v_cache,
+        qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, q, k_cache, v_cache, k_scales, v_scales,
         HQ=num_heads, HKV=num_kv_heads, D=head_dim, GATED=int(has_gates(qkv, num_heads, num_kv_heads, head_dim)),
-        HALF=rot_dim // 2, PAGE=k_cache.shape[2],
+        HALF=rot_dim // 2, PAGE=page,
         HAS_NORM=q_norm is not None, **blocks, num_warps=_warps(blocks), **overlapped(qkv.device),
     )  # fmt: skip
     return q
@@ -162,8 +219,11 @@ def rope_and_cache_cpu(
     v_cache: torch.Tensor,
     num_heads: int,
     num_kv_heads: int,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
     norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = rms_norm_cpu,
 ) -> torch.Tensor:
+    """CPU twin of :func:`rope_and_cache`."""
     head_dim = k_cache.shape[3]
     each = 1 + has_gates(qkv, num_heads, num_kv_heads, head_dim)
     heads = qkv.unflatten(1, (-1, head_dim))
@@ -174,21 +234,25 @@ def rope_and_cache_cpu(
     pages, offsets = slot_mapping // page, slot_mapping % page
     if q_norm is not None and k_norm is not None:
         q, k = norm(q, q_norm, eps), norm(k, k_norm, eps)
-    k_cache[pages, :, offsets] = _rotated(k, angles)
-    v_cache[pages, :, offsets] = v
+    for x, cache, scales in ((_rotated(k, angles), k_cache, k_scales), (v, v_cache, v_scales)):
+        if scales is not None:
+            x, scales[pages, :, offsets] = quantised(x)
+        if num_kv_heads:
+            cache[pages, :, offsets] = x
     return _rotated(q, angles)
 
 
 def _rope_and_cache_meta(
-    qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads
-):
+    qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads,
+    k_scales=None, v_scales=None,
+):  # fmt: skip
     return qkv.new_empty(qkv.shape[0], num_heads, k_cache.shape[3])
 
 
 define(
     "rope_and_cache(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos_sin, "
     "Tensor positions, Tensor slot_mapping, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "int num_heads, int num_kv_heads) -> Tensor"
+    "int num_heads, int num_kv_heads, Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None) -> Tensor"
 )
 register("rope_and_cache", cuda=launch_rope_and_cache, cpu=rope_and_cache_cpu, meta=_rope_and_cache_meta)
 differentiable("rope_and_cache", functools.partial(rope_and_cache_cpu, norm=rms_norm_formula))
@@ -206,6 +270,8 @@ def rope_and_cache(
     v_cache: torch.Tensor,
     num_heads: int,
     num_kv_heads: int,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Norm and rotate the query and key heads, write keys and values to the cache, return the queries.
 
@@ -218,21 +284,28 @@ def rope_and_cache(
     in fp32 with one rounding at the end; the others pass unchanged.
     positions [T] i32: absolute; -1 marks a padding token, which rotates as position 0.
     slot_mapping [T] i32: flat cache slot, ``page * P + offset``; padding tokens point into page 0.
-    k_cache, v_cache [NP, Hkv, P, D]: contiguous, written in place. With num_kv_heads 0 (queries of other keys)
+    k_cache, v_cache [NP, Hkv, P, D]: contiguous, of qkv's dtype, written in place. Or both of e4m3, with the biased
+    exponents of their rows' scales in k_scales, v_scales [NP, Hkv, P, 1] uint8 (``kv_e4m3.py``), what is quantised
+    being rounded to qkv's dtype first. With num_kv_heads 0 (queries of other keys)
     qkv holds query heads only and nothing is written.
 
     Returns q [T, Hq, D] in qkv's dtype.
     """
     return torch.ops.unisono.rope_and_cache(
-        qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads
-    )
+        qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads,
+        k_scales, v_scales,
+    )  # fmt: skip
 
 
 def _aot_rope(
-    dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, rot_dim: int, norm: bool | str, gated: int = 0
-) -> AotCase:
-    """norm: whether there are head norms, or the dtype of their weights."""
-    tensors = dict.fromkeys(("qkv", "q_out", "k_cache", "v_cache"), f"*{dtype}")
+    dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, rot_dim: int, norm: bool | str, gated: int = 0,
+    e4m3: bool = False,
+) -> AotCase:  # fmt: skip
+    """norm: whether there are head norms, or the dtype of their weights. e4m3: the caches are."""
+    tensors = dict.fromkeys(("qkv", "q_out"), f"*{dtype}")
+    tensors |= dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv" if e4m3 else f"*{dtype}")
+    scales = ("k_scales", "v_scales")
+    tensors |= dict.fromkeys(scales, "*u8") if e4m3 else {}
     tensors |= dict.fromkeys(("q_norm", "k_norm"), f"*{norm if isinstance(norm, str) else dtype}")
     inputs = {"eps": "fp32", "cos_sin": "*fp32", "positions": "*i32", "slot_mapping": "*i32"}
     sizes = {
@@ -245,9 +318,8 @@ def _aot_rope(
         "HAS_NORM": bool(norm),
     }
     blocks = _blocks(head_dim, rot_dim)
-    return AotCase(
-        _rope_and_cache_kernel, tensors | inputs, sizes | blocks | {"OVERLAP": True}, num_warps=_warps(blocks)
-    )
+    constants: dict[str, object] = sizes | blocks | {"OVERLAP": True} | ({} if e4m3 else dict.fromkeys(scales))
+    return AotCase(_rope_and_cache_kernel, tensors | inputs, constants, num_warps=_warps(blocks))
 
 
 AOT: list[AotCase] = [
@@ -264,4 +336,8 @@ AOT: list[AotCase] = [
     _aot_rope("bf16", 8, 1, 256, 64, "fp32"),
     _aot_rope("fp16", 24, 4, 256, 64, "fp32"),
     _aot_rope("bf16", 16, 4, 256, 64, "fp32", gated=1),
+    _aot_rope("bf16", 32, 8, 128, 128, True, e4m3=True),
+    _aot_rope("bf16", 32, 8, 128, 128, False, e4m3=True),
+    _aot_rope("fp16", 32, 8, 80, 80, True, e4m3=True),
+    _aot_rope("bf16", 16, 4, 256, 64, "fp32", gated=1, e4m3=True),
 ]

@@ -20,6 +20,7 @@ from unisono.attention.base import KV, AttentionOptions
 from unisono.attention.context import PassContext
 from unisono.distributed.gather import Ranks
 from unisono.kernels import rope_and_cache
+from unisono.kernels.kv_e4m3 import E4M3
 from unisono.layers.activations import Activations, readers_of, sigmoid_gated, wanted
 from unisono.layers.formats import WHOLE, PartOf, Share
 from unisono.layers.mlp import GatedMLP
@@ -161,7 +162,10 @@ class Attention(nn.Module):
     def __init__(self, spec: AttentionSpec, builder: Builder) -> None:
         super().__init__()
         whole, spec = spec, spec.of(builder.ranks)
-        self.spec, self.dtype, self.eps = spec, builder.dtype, builder.rms_eps
+        self.spec, self.eps = spec, builder.rms_eps
+        self.kv_dtype = builder.kv_dtype or builder.dtype
+        if self.kv_dtype == E4M3 and spec.head_dim % 4:
+            raise ConfigError(f"--kv-cache-dtype fp8 needs heads of a multiple of 4 elements, not {spec.head_dim}.")
         self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self.backend = builder.backend(spec.num_heads, spec.num_kv_heads)
         self.cos_sin, self.axes = builder.rotary(spec.rotary), builder.rotary_axes(spec.rotary)
@@ -184,22 +188,24 @@ class Attention(nn.Module):
         return self.spec.num_kv_heads
 
     def state_specs(self) -> Tree:
-        """Keys and values."""
+        """Keys and values, and the scales of e4m3 ones: the fields of :class:`KV`."""
         spec = self.spec
-        return (Paged((spec.num_kv_heads, PAGE_SIZE, spec.head_dim), self.dtype, spec.lifetime),) * 2
+        rows = Paged((spec.num_kv_heads, PAGE_SIZE, spec.head_dim), self.kv_dtype, spec.lifetime)
+        scales = Paged((spec.num_kv_heads, PAGE_SIZE, 1), torch.uint8, spec.lifetime)
+        return (rows, rows, scales, scales) if self.kv_dtype == E4M3 else (rows, rows)
 
     @property
     def readers(self) -> tuple[object, ...]:
         """What reads the block's input."""
         return (self.qkv,)
 
-    def forward(self, x: Activations, context: PassContext, state: KV) -> Activations:
+    def forward(self, x: Activations, context: PassContext, state: Sequence[torch.Tensor]) -> Activations:
         """x [T, H] -> [T, Hq · D], which ``o`` reads, or with last tokens [E, Hq · D]; writes T keys and values."""
-        qkv = self.qkv(x)
-        q = self._turn(qkv, context, *state)
+        qkv, kv = self.qkv(x), KV(*state)
+        q = self._turn(qkv, context, kv)
         if context.last_tokens is not None:
             q = context.last_tokens.select(q)
-        out = self._attend(q, context.queries, state)
+        out = self._attend(q, context.queries, kv)
         if not self.spec.output_gate:
             return out
         gates = qkv if context.last_tokens is None else context.last_tokens.select(qkv)
@@ -210,15 +216,13 @@ class Attention(nn.Module):
     ) -> tuple[torch.Tensor, Activations]:
         return self.o.then_norm(y, residual, norm)
 
-    def _turn(
-        self, qkv: torch.Tensor, context: PassContext, k_cache: torch.Tensor, v_cache: torch.Tensor
-    ) -> torch.Tensor:
+    def _turn(self, qkv: torch.Tensor, context: PassContext, kv: KV) -> torch.Tensor:
         """Norm and rotate the heads, write keys and values; returns the queries [T, Hq, D]."""
         inputs, q_norm = context.inputs(self.spec.lifetime), self.q_norm.weight if self.q_norm else None
         k_norm = self.k_norm.weight if self.k_norm else q_norm  # without keys of its own the op wants both all the same
         table, positions = context.rotary(self.cos_sin, self.axes, self.spec.lifetime)
-        where, heads = (positions, inputs.slot_mapping, k_cache, v_cache), (self.spec.num_heads, self.kv_heads)
-        return rope_and_cache(qkv, q_norm, k_norm, self.eps, table, *where, *heads)
+        where, heads = (positions, inputs.slot_mapping, kv.k, kv.v), (self.spec.num_heads, self.kv_heads)
+        return rope_and_cache(qkv, q_norm, k_norm, self.eps, table, *where, *heads, kv.k_scales, kv.v_scales)
 
     def _attend(self, q: torch.Tensor, context: PassContext, kv: KV) -> torch.Tensor:
         inputs = context.plan(self.backend, self.spec.lifetime, self.spec.window)
@@ -244,7 +248,7 @@ class QuerySpec(AttentionSpec):
 
 
 class QueryAttention(Attention):
-    """Computes and writes no keys; its state is another layer's pair, which it only reads."""
+    """Computes and writes no keys; its state is another layer's pages, which it only reads."""
 
     @property
     def kv_heads(self) -> int:
@@ -254,11 +258,9 @@ class QueryAttention(Attention):
         """Nothing of its own."""
         return ()
 
-    def _turn(
-        self, qkv: torch.Tensor, context: PassContext, k_cache: torch.Tensor, v_cache: torch.Tensor
-    ) -> torch.Tensor:
-        nothing = k_cache[:, :0]  # a cache of no heads
-        return super()._turn(qkv, context, nothing, nothing)
+    def _turn(self, qkv: torch.Tensor, context: PassContext, kv: KV) -> torch.Tensor:
+        nothing = kv.k[:, :0]  # a cache of no heads
+        return super()._turn(qkv, context, KV(nothing, nothing))
 
 
 # ---- feed-forward -----------------------------------------------------------------------------------

@@ -54,7 +54,8 @@ class Builder:
     rotary tables, in tokens. format: the weight format of a module by its path in the model, such as
     ``layers.0.mixer.o``. zero_centered_norms: see :class:`RMSNorm`. path: of the module in the making. ranks: the
     processes that hold the model together, and which of them this is. undivided: paths of layers that every rank holds
-    whole, for their outputs cannot be divided among the ranks.
+    whole, for their outputs cannot be divided among the ranks. kv_dtype: of the KV cache of every attention layer;
+    None: ``dtype``.
     """
 
     hidden_size: int
@@ -68,6 +69,7 @@ class Builder:
     path: str = ""
     ranks: Ranks = ALONE
     undivided: list[str] = field(default_factory=list, repr=False)
+    kv_dtype: torch.dtype | None = None
     _tables: dict[RotarySpec, torch.Tensor] = field(default_factory=dict, repr=False)
     _axes: dict[RotarySpec, torch.Tensor] = field(default_factory=dict, repr=False)
     _backends: dict[tuple[int, int], AttentionBackend] = field(default_factory=dict, repr=False)

@@ -31,7 +31,7 @@ from unisono.kernels.concat_norm import concat_norm
 from unisono.layers.embedding import Embedding
 from unisono.layers.linear import Linear
 from unisono.layers.norm import RMSNorm
-from unisono.models.blocks import KV, DecoderLayer, LayerSpec, Stream
+from unisono.models.blocks import DecoderLayer, LayerSpec, Stream
 from unisono.models.build import Builder
 from unisono.models.config import DecoderConfig
 from unisono.models.overriding import Overriding, merged
@@ -92,7 +92,7 @@ class DraftBlock(nn.Module):
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
         context: PassContext,
-        state: KV,
+        state: Sequence[torch.Tensor],
         given: Sequence[Overriding] = (),
     ) -> torch.Tensor:
         """token_ids [T] i32, hidden [T, H] of the positions before -> [T, H], with last tokens [E, H].

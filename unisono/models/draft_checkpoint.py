@@ -108,7 +108,8 @@ class DraftCheckpoint:
         while they are loaded, by their paths in the head.
         """
         hidden, eps = self.config.layer.hidden_size, self.config.layer.rms_eps
-        head = self._blank(Builder(hidden, eps, dtype, device, attention, max_positions, format))
+        kv_dtype = target.builder.kv_dtype
+        head = self._blank(Builder(hidden, eps, dtype, device, attention, max_positions, format, kv_dtype=kv_dtype))
         if self.tensors is None:
             self._fill_randomly(head)
         else:

@@ -54,6 +54,7 @@ def load_model(
     seed: int = 0,
     progress: Progress = lambda stage, share: None,
     ranks: Ranks = ALONE,
+    kv_dtype: torch.dtype | None = None,
 ) -> Decoder:
     """Build the checkpoint's decoder on ``device`` in ``dtype`` (weights are converted) and fill it.
 
@@ -61,6 +62,7 @@ def load_model(
     safetensors; ``dummy`` needs config.json only and draws N(0, 0.02^2) from ``seed``, norms 1. max_positions: length
     of the rotary tables, in tokens. progress: called with ``"load"`` and the share of the elements that is in place,
     0 … 1, after each tensor. ranks: the processes that hold the model together; this one reads its part alone.
+    kv_dtype: of the KV cache; None: ``dtype``.
 
     Raises ConfigError where the model cannot be divided among them, CheckpointError naming the file and the tensor that
     is missing, unexpected, misshapen or broken.
@@ -76,6 +78,7 @@ def load_model(
         checkpoint.format_of_module,
         config.zero_centered_norms,
         ranks=ranks,
+        kv_dtype=kv_dtype,
     )
     if load_format != "dummy":
         _check_sizes(checkpoint)

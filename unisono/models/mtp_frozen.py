@@ -31,7 +31,7 @@ from unisono.attention.context import PassContext
 from unisono.layers.embedding import Embedding
 from unisono.layers.formats import Place
 from unisono.models import llama, weights
-from unisono.models.blocks import KV, AttentionSpec, LayerSpec, MLPSpec, QuerySpec, build_layers
+from unisono.models.blocks import AttentionSpec, LayerSpec, MLPSpec, QuerySpec, build_layers
 from unisono.models.build import AttentionFactory, Builder, no_attention
 from unisono.models.checkpoint import read_tensors
 from unisono.models.config import DecoderConfig, attention_of, checkpoint_name
@@ -80,12 +80,12 @@ class FrozenHead(nn.Module):
         return ()
 
     def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, context: PassContext, kv: Sequence[KV]
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, context: PassContext, kv: Sequence[Sequence[torch.Tensor]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One step: token_ids [R] i32, hidden [R, Ht] -> (the next step's hidden [R, Ht], logits [R, V]).
 
         The context's inputs say what is seen, keys up to its positions; ``context.rotary_positions`` [R] i32, where the
-        queries stand, lie after those. kv: the target's, per layer; only read.
+        queries stand, lie after those. kv: the target's state, per layer; only read.
         """
         x = self.pre_projection(torch.cat((self.embed(token_ids), hidden), dim=1))
         stream = self.layers[0].begin(x)  # type: ignore[operator]

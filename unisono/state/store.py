@@ -115,6 +115,10 @@ class StateStore:
             if isinstance(spec, Paged) and spec.lifetime == lifetime and owner in (None, who)
         )
 
+    def token_bytes(self, owner: str) -> int:
+        """Bytes that a token takes in an owner's pages of all lifetimes."""
+        return sum(self.page_bytes(lifetime, owner) for lifetime in self.lifetimes) // PAGE_SIZE
+
     def snapshot_bytes(self) -> int:
         """Bytes of one snapshot of all tails."""
         return sum(spec.snapshot_bytes for _, spec in self._every() if isinstance(spec, Tail))
@@ -159,7 +163,10 @@ class StateStore:
         by_token = {(s.lifetime, s.shape, s.dtype) for _, s in self._every() if isinstance(s, Paged) and s.by_token}
         for key in self._pages:
             if key[0] == lifetime and key in by_token:
-                copy_span(self._pages[key], table, sources, tables, first, last)
+                pages = self._pages[key]
+                copy_span(
+                    pages.view(torch.uint8) if key[2].itemsize == 1 else pages, table, sources, tables, first, last
+                )
 
     def copy_tails(self, sources: torch.Tensor, rows: torch.Tensor) -> None:
         """Give rows [M] the snapshots and inputs of rows sources [M]; int32. A row may be its own source, not

@@ -28,6 +28,7 @@ def exact(
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
     quantization: Annotated[str | None, typer.Option(help="As of `unisono serve`.")] = None,
     requests: Annotated[int, typer.Option(help="How many requests.", min=1)] = 200,
     output_len: Annotated[int, typer.Option(help="Tokens per request.", min=1)] = 32,
@@ -48,6 +49,7 @@ def exact(
     longest = max(output_len, long_output_len) if long else output_len
     flags: dict[str, Any] = {
         "dtype": dtype,
+        "kv_cache_dtype": kv_cache_dtype,
         "quantization": quantization,
         "load_format": load_format,
         "max_model_len": max_prompt + longest,

@@ -88,6 +88,6 @@ def new_pass(
     )
     shape = (rows * length // page, config.attention.num_kv_heads, page, config.attention.head_dim)
     return inputs, [
-        (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+        KV(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
         for _ in range(layers)
     ]
