@@ -77,8 +77,8 @@ def _geometry(
     """The kernel's compile-time sizes and launch options; only speed depends on them.
 
     The rows of a query tile are a power of two and hold at least one token's heads. Two accumulators per row must fit
-    into registers, and the buffers of keys and values into shared memory, twice on a multiprocessor: those of e4m3 pages
-    with the dequantised tiles are no smaller than 16-bit ones.
+    into registers, and the buffers of keys and values into shared memory. e4m3 pages save little of it, for their
+    dequantised tiles pass through it too.
     """
     group, dim = heads // kv_heads, max(triton.next_power_of_2(head_dim), 16)
     fits = 16 if dtype == torch.float32 else min(64 if cut else 128, 2**14 // dim)
