@@ -24,7 +24,6 @@ import triton
 from unisono.kernels import attention_hopper
 from unisono.kernels.attention_cpu import SPLIT, attention_cpu, attention_plan_cpu
 from unisono.kernels.attention_triton import LOG2_E, attention_kernel, plan_kernel
-from unisono.kernels.kv_e4m3 import E4M3
 from unisono.kernels.library import AotCase, define, register
 from unisono.kernels.overlap import overlapped
 
@@ -73,12 +72,13 @@ def launch_attention_plan(
 
 
 def _geometry(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tile_tokens: int, cut: bool, cached: torch.dtype
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tile_tokens: int, cut: bool
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """The kernel's compile-time sizes and launch options; only speed depends on them. cached: the dtype of pages.
+    """The kernel's compile-time sizes and launch options; only speed depends on them.
 
     The rows of a query tile are a power of two and hold at least one token's heads. Two accumulators per row must fit
-    into registers, and the buffers of keys and values into shared memory.
+    into registers, and the buffers of keys and values into shared memory. e4m3 pages save little of it, for their
+    dequantised tiles pass through it too.
     """
     group, dim = heads // kv_heads, max(triton.next_power_of_2(head_dim), 16)
     fits = 16 if dtype == torch.float32 else min(64 if cut else 128, 2**14 // dim)
@@ -95,7 +95,7 @@ def _geometry(
     sizes |= {"PARTS": triton.cdiv(tile_tokens, tokens), "USED": triton.next_power_of_2(tokens * group)}
     sizes |= {"KEYS": KEYS, "SPLIT": SPLIT, "CUT": cut}
     wide = dtype == torch.float32 or dim >= 256 or rows * max(dim, 128) >= (2**13 if cut else 2**14)
-    stages = 5 if dim * cached.itemsize <= 256 else 3  # page ids take two of them, then keys and values follow
+    stages = 5 if dim * dtype.itemsize <= 256 else 3  # page ids take two of them, then keys and values follow
     return sizes, {"num_warps": 8 if wide else 4, "num_stages": stages}
 
 
@@ -148,13 +148,13 @@ def launch_attention(
     if partials == 0 and plain and attention_hopper.serves(q, k_cache, tile_tokens, window, first):
         whole = q, k_cache, v_cache, page_table, positions, work, count
         return attention_hopper.launch_prompt_attention(*whole, scale * LOG2_E.value, KEYS)
-    page, cached = k_cache.shape[2], k_cache.dtype
+    page = k_cache.shape[2]
     if k_scales is not None and v_scales is not None:
         k_cache, v_cache, k_scales, v_scales = map(_words, (k_cache, v_cache, k_scales, v_scales))
     state = q.new_empty(partials, tile_tokens, heads, 2, dtype=torch.float32)
     acc = q.new_empty(partials, tile_tokens, heads, head_dim, dtype=torch.float32)
     out = _attended(q)
-    sizes, launch = _geometry(heads, kv_heads, head_dim, q.dtype, tile_tokens, partials > 0, cached)
+    sizes, launch = _geometry(heads, kv_heads, head_dim, q.dtype, tile_tokens, partials > 0)
     items = capacity * sizes["PARTS"] * kv_heads
     tiles = triton.cdiv(len(q), tile_tokens) * sizes["PARTS"] * kv_heads
     programs = options.pop("programs", _programs(q.device, tiles))
@@ -260,8 +260,7 @@ def _case(
     heads: int, kv_heads: int, head_dim: int, tile_tokens: int, cut: bool, window: bool = False, first: int = 0,
     soft_cap: float = 0.0, sinks: bool = False, e4m3: bool = False,
 ) -> AotCase:  # fmt: skip
-    cached = E4M3 if e4m3 else torch.bfloat16
-    sizes, options = _geometry(heads, kv_heads, head_dim, torch.bfloat16, tile_tokens, cut, cached)
+    sizes, options = _geometry(heads, kv_heads, head_dim, torch.bfloat16, tile_tokens, cut)
     signature = dict.fromkeys(("q_ptr", "out_ptr"), "*bf16")
     signature |= dict.fromkeys(("k_ptr", "v_ptr"), "*i32" if e4m3 else "*bf16")
     signature |= dict.fromkeys(("table_ptr", "positions_ptr", "work_ptr", "count_ptr", "arrivals_ptr"), "*i32")
