@@ -254,19 +254,6 @@ def _complete(arrivals_ptr, mine, splits, skipped):
 
 
 @triton.jit
-def _pages_of(
-    k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr
-):  # fmt: skip
-    """A KV head's keys and values in page 0, and what :func:`_factors` reads of e4m3 ones, else None."""
-    if k_scales_ptr is None:
-        return k_ptr + head * PAGE * HEAD_DIM, v_ptr + head * PAGE * HEAD_DIM, None
-    else:  # in words of four elements
-        WORDS: tl.constexpr = PAGE // 4
-        scales = (k_scales_ptr + head * WORDS, v_scales_ptr + head * WORDS, KV_HEADS * WORDS)
-        return k_ptr + head * WORDS * HEAD_DIM, v_ptr + head * WORDS * HEAD_DIM, scales
-
-
-@triton.jit
 def _work_item(work_ptr, i):
     """Entry ``i`` of the work list. Volatile, or the compiler would move the read after the wait for the count."""
     entry = work_ptr + i * 8
@@ -305,7 +292,12 @@ def attention_kernel(
         in_use, index, position = _rows(positions_ptr, first, last, head, HEADS, GROUP, ROWS)
         q = _queries(q_ptr, index, in_use, HEAD_DIM, DIM)
         pages_ptr = table_ptr + slot.to(tl.int64) * max_pages
-        own = _pages_of(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, head, KV_HEADS, PAGE, HEAD_DIM)
+        # The head's keys and values in page 0, e4m3 ones in words of four elements, and what :func:`_factors` reads.
+        each: tl.constexpr = PAGE if k_scales_ptr is None else PAGE // 4
+        own_k_ptr, own_v_ptr = k_ptr + head * each * HEAD_DIM, v_ptr + head * each * HEAD_DIM
+        factors = None
+        if k_scales_ptr is not None:
+            factors = (k_scales_ptr + head * each, v_scales_ptr + head * each, KV_HEADS * each)
         skipped = tl.load(work_ptr + counter * 8 + 4) if WINDOW and CUT else None  # splits that the plan leaves out
         place = _place(partial, tile, skipped, TOKENS, HEADS)
         stride = tl.where(partial >= 0, TOKENS * HEADS, 0)
@@ -320,12 +312,12 @@ def attention_kernel(
             if not WINDOW and FIRST == 0:
                 masked = (tl.min(tl.where(position >= 0, position, end - 1)) + 1) // SPLIT * SPLIT
                 m, z, acc = _walk(
-                    q, position, pages_ptr, *own, page_stride, begin, masked, low, window, scale, m, z, acc,
+                    q, position, pages_ptr, own_k_ptr, own_v_ptr, factors, page_stride, begin, masked, low, window, scale, m, z, acc,
                     HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, False, TO_CAP, workspace,
                 )  # fmt: skip
                 begin = masked
         m, z, acc = _walk(
-            q, position, pages_ptr, *own, page_stride, begin, end, low, window, scale, m, z, acc,
+            q, position, pages_ptr, own_k_ptr, own_v_ptr, factors, page_stride, begin, end, low, window, scale, m, z, acc,
             HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, True, TO_CAP, workspace,
         )  # fmt: skip
         if partial < 0:

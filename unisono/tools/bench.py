@@ -143,6 +143,7 @@ def latency(
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
     quantization: Annotated[str | None, typer.Option(help="As of `unisono serve`.")] = None,
     batch: Annotated[
         str | None, typer.Option(help="Batch sizes for ms/step, with commas; empty for none. [default: 1,4,16,64]")
@@ -184,6 +185,7 @@ def latency(
     flags: dict[str, Any] = {"dtype": dtype, "load_format": load_format, "max_model_len": max_model_len}
     flags |= {"max_num_seqs": max_num_seqs or max(wanted.batch or (), default=None)}
     flags |= {"max_num_batched_tokens": max_num_batched_tokens, "max_stall_ms": ALL_PROMPTS_FIRST}
+    flags |= {"kv_cache_dtype": kv_cache_dtype}
     flags |= {"quantization": quantization, "speculative": spec or SpeculativeConfig("none")}
     flags |= {"synthetic_acceptance_length": synthetic_acceptance_length, "enforce_eager": enforce_eager}
     flags |= {"graphs": graphs, "compile": compile, "attention_backend": attention_backend}

@@ -152,6 +152,7 @@ def engine_flags(
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
     quantization: Annotated[str | None, typer.Option(help="As of `unisono serve`.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Context length of the engine.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
