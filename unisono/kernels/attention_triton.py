@@ -312,13 +312,13 @@ def attention_kernel(
             if not WINDOW and FIRST == 0:
                 masked = (tl.min(tl.where(position >= 0, position, end - 1)) + 1) // SPLIT * SPLIT
                 m, z, acc = _walk(
-                    q, position, pages_ptr, own_k_ptr, own_v_ptr, factors, page_stride, begin, masked, low, window, scale, m, z, acc,
-                    HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, False, TO_CAP, workspace,
+                    q, position, pages_ptr, own_k_ptr, own_v_ptr, factors, page_stride, begin, masked, low, window,
+                    scale, m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, False, TO_CAP, workspace,
                 )  # fmt: skip
                 begin = masked
         m, z, acc = _walk(
-            q, position, pages_ptr, own_k_ptr, own_v_ptr, factors, page_stride, begin, end, low, window, scale, m, z, acc,
-            HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, True, TO_CAP, workspace,
+            q, position, pages_ptr, own_k_ptr, own_v_ptr, factors, page_stride, begin, end, low, window, scale,
+            m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, True, TO_CAP, workspace,
         )  # fmt: skip
         if partial < 0:
             _store(out_ptr, sinks_ptr, index, position, in_use, m, z, acc, HEADS, HEAD_DIM, DIM, FIRST)
