@@ -1,13 +1,13 @@
 #!/bin/sh
 # What is measured on an H200 after a change, in parts of under ten minutes:
 #
-#   sh benchmarks/on_gpu.sh PART OUT      PART: bars, tails, surface, house, mixed (one GPU), ranks (two GPUs); OUT: a folder for results
+#   sh benchmarks/on_gpu.sh PART OUT      PART: bars, tails, surface, house, mixed, kv (one GPU), ranks (two GPUs); OUT: a folder for results
 #
 # Each step has a time limit and a file OUT/NAME.txt; the ends of all of them are printed last.
 # PYTHON names the interpreter that has Unisono's dependencies (python3).
 set -u
 cd "$(dirname "$0")/.."
-part=${1:?PART: bars, tails, surface, house, mixed or ranks}
+part=${1:?PART: bars, tails, surface, house, mixed, kv or ranks}
 out=${2:?OUT: a folder for results}
 python=${PYTHON:-python3}
 unisono="$python -m unisono"
@@ -83,13 +83,28 @@ mixed) # running requests decode in prompt passes, or in rounds of their own: ga
     done
     tests mixed-tests 100 tests/engine/test_mixed_chunk.py
     ;;
+kv) # the KV cache in e4m3: bits, a layer's time, rounds and prompts, kernels' tests
+    shape="--model benchmarks/shapes/qwen3-8b --load-format dummy"
+    head='{"method":"eagle3","model":"benchmarks/shapes/qwen3-8b-eagle3","num_speculative_tokens":3,"load_format":"dummy"}'
+    for heads in 0 2; do
+        step "bits-$heads" 40 "$python" -m benchmarks.attention --kv fp8 --bits "$heads"
+    done
+    for kind in auto fp8; do
+        step "layer-$kind" 50 "$python" -m benchmarks.attention --speed --kv "$kind"
+        step "rounds-$kind" 70 $unisono bench latency $shape --max-num-seqs 64 --output-len 96 --max-model-len 9000 --kv-cache-dtype "$kind"
+        step "eagle3-$kind" 60 $unisono bench latency $shape --max-num-seqs 64 --output-len 96 --max-model-len 2048 --batch 16,64 --prompts "" \
+            --speculative-config "$head" --synthetic-acceptance-length 2.5 --kv-cache-dtype "$kind"
+    done
+    step exact-fp8 100 $unisono bench exact $shape --requests 100 --kv-cache-dtype fp8 --speculative-config "$head"
+    tests kv-tests 60 tests/kernels/test_kv_e4m3.py tests/kernels/test_rotary.py
+    ;;
 ranks) # two GPUs: parts of one GPU's bits, then whole models
     tests parts 60 tests/kernels/test_parts.py
     step gathers 80 "$python" -m benchmarks.gathers
     step ranks 420 "$python" -m benchmarks.tensor_parallel --limit 400 --out "$out/ranks.json"
     ;;
 *)
-    echo "PART $part is not one of bars, tails, surface, house, mixed, ranks." >&2
+    echo "PART $part is not one of bars, tails, surface, house, mixed, kv, ranks." >&2
     exit 2
     ;;
 esac

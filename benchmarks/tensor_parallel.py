@@ -32,6 +32,7 @@ EAGLE3 = {
 MOE, MOE_FP8 = ({"model": str(SHAPES / f"qwen3.5-35b-a3b{kind}")} for kind in ("", "-fp8"))
 CASES: dict[str, dict[str, Any]] = {
     "8b": DENSE,
+    "8b ordered": {**DENSE, "tp_reduce": "ordered"},
     "8b k=3": {**DENSE, "speculative": EAGLE3, "synthetic_acceptance_length": 2.5},
     "8b-fp8": {**DENSE, "quantization": "fp8"},
     "35b": MOE,
@@ -39,7 +40,6 @@ CASES: dict[str, dict[str, Any]] = {
     "35b-ep": {**MOE, "enable_expert_parallel": True},
     "8b-fp8 k=3": {**DENSE, "quantization": "fp8", "speculative": EAGLE3, "synthetic_acceptance_length": 2.5},
     "35b-fp8-ep": {**MOE_FP8, "enable_expert_parallel": True},
-    "8b ordered": {**DENSE, "tp_reduce": "ordered"},
     "8b ordered k=3": {**DENSE, "tp_reduce": "ordered", "speculative": EAGLE3, "synthetic_acceptance_length": 2.5},
     "8b-eagle3": {**DENSE, "speculative": EAGLE3},
     "tiny-eagle3": {

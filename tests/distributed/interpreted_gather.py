@@ -6,6 +6,7 @@ and SiLU. Exits 0 if all had the bits of the ops one after the other.
 
 import mmap
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -80,6 +81,7 @@ def main() -> int:
     buffers, others = [whole[:words], whole[words : 2 * words]], whole[2 * words :].view(torch.int32)
     addresses = torch.tensor([*(b.data_ptr() for b in buffers), others.data_ptr()])
     child = os.fork()
+    signal.alarm(220)  # whoever is left alone would wait for ever
     rank, turns, right = int(child == 0), torch.full((PROGRAMS,), START, dtype=torch.int32), [True]
     others[1 + rank] = 1
     while not (others[1:3] == 1).all():
