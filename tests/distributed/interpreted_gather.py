@@ -16,7 +16,7 @@ import torch
 from unisono.distributed.gather import _ordered_sum
 from unisono.kernels.activation import launch_silu_mul
 from unisono.kernels.gather import PROGRAMS, buffer_words, launch_gather
-from unisono.kernels.gather_fused import Peers, launch_gather_add_rms_norm, launch_silu_gather
+from unisono.kernels.gather_fused import Peers, has_bits_of_parts, launch_gather_add_rms_norm, launch_silu_gather
 from unisono.kernels.norm import launch_add_rms_norm, launch_add_rms_norm_fp8
 
 SHAPES = [(1, 5), (3, 700), (2, 40), (1030, 20), (5, 1300), (1, 5)]
@@ -64,6 +64,12 @@ def norms(peers: Peers, check: Callable[[bool], None]) -> None:
                 check(all(map(same_bytes, found, wanted)))
 
 
+def trials(peers: Peers, check: Callable[[bool], None]) -> None:
+    """What every rank asks at its start."""
+    # The interpreter cuts what is rounded to bf16.
+    check(has_bits_of_parts(peers, torch.device("cpu"), ((2, 128), (1, 1280)), torch.float16))
+
+
 def silus(peers: Peers, check: Callable[[bool], None]) -> None:
     """SiLU of this rank's columns, of all ranks."""
     for turn, (rows, columns, dtype) in enumerate(
@@ -87,7 +93,7 @@ def main() -> int:
     while not (others[1:3] == 1).all():
         os.sched_yield()
     peers = Peers(addresses, turns, rank, 2)
-    for each in (gathers,) if WORDS else (gathers, norms, silus, gathers):
+    for each in (gathers,) if WORDS else (gathers, norms, silus, trials, gathers):
         each(peers, right.append)
     if not all(right):
         print(f"rank {rank}: wrong {[i - 1 for i, one in enumerate(right) if not one]} of {len(right) - 1}")

@@ -18,6 +18,7 @@ from unisono.distributed.gather import Ranks
 from unisono.kernels.gather import PROGRAMS, buffer_words, launch_gather
 from unisono.kernels.gather_fused import (
     Peers,
+    has_bits_of_parts,
     launch_gather_add_rms_norm,
     launch_silu_gather,
     norm_parts,
@@ -80,14 +81,14 @@ class Nccl:
     ) -> tuple[torch.Tensor, *Normed] | None:  # fmt: skip
         """See :class:`unisono.distributed.gather.FusingTransport`."""
         near = self._near_for(x, 1)
-        if near is None or not norm_parts(len(x), x.shape[1] * x.itemsize // 4):
+        if near is None or not near.fuses or not norm_parts(len(x), x.shape[1] * x.itemsize // 4):
             return None
         return launch_gather_add_rms_norm(x, residual, weight, eps, group, keep, summed, near.peers)
 
     def silu(self, x: torch.Tensor) -> torch.Tensor | None:
         """See :class:`unisono.distributed.gather.FusingTransport`."""
         near = self._near_for(x, 2)
-        if near is None or not silu_parts(len(x), x.shape[1] // 2 * x.itemsize // 4):
+        if near is None or not near.fuses or not silu_parts(len(x), x.shape[1] // 2 * x.itemsize // 4):
             return None
         return launch_silu_gather(x, near.peers)
 
@@ -105,7 +106,12 @@ class Nccl:
 
 
 class Near:
-    """A buffer that peers write to, and the addresses of theirs."""
+    """A buffer that peers write to, and the addresses of theirs.
+
+    fuses: whether norms and SiLU may be computed by the kernels that gather: their bits were compared on every rank.
+    """
+
+    fuses = False
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric
@@ -142,6 +148,9 @@ def _near_of_all(ranks: Ranks, device: torch.device, store: Any) -> tuple[Near |
     assert near is not None
     if not _all(store, ranks, "right", _is_right(near, ranks, device)):
         return None, "a trial over peers' memory was wrong"
+    near.fuses = _all(store, ranks, "fused", has_bits_of_parts(near.peers, device))
+    if not near.fuses:
+        why += "; norms and SiLU have launches of their own, for their bits differ in a gather"
     return near, why
 
 

@@ -10,17 +10,19 @@ Shapes: M rows, H features, N ranks, W int32 words of a rank's part of a row.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.activation import silu_product
+from unisono.kernels.activation import launch_silu_mul, silu_product
 from unisono.kernels.fp8_quantize import GROUP, empty_quantised
 from unisono.kernels.gather import LOOKS, PLACE, PROGRAMS, next_turn, place_of, receive, send
 from unisono.kernels.library import AotCase
-from unisono.kernels.norm import Normed, columns_of, row_warps, store_norm
+from unisono.kernels.norm import Normed, columns_of, launch_add_rms_norm, row_warps, store_norm
 from unisono.kernels.overlap import follow, overlapped
 
 SILU_CHUNK = 512
@@ -190,6 +192,44 @@ def launch_silu_gather(x: torch.Tensor, peers: Peers) -> torch.Tensor:
         num_warps=max(1, min(4, chunk // 128)), **overlapped(x.device),
     )  # fmt: skip
     return out
+
+
+TRIALS = ((1, 4096), (5, 1280), (64, 4096))
+"""Rows and features that :func:`has_bits_of_parts` compares."""
+
+
+def has_bits_of_parts(
+    peers: Peers, device: torch.device, trials: Sequence[tuple[int, int]] = TRIALS, dtype: torch.dtype = torch.bfloat16
+) -> bool:
+    """Whether both kernels give the bits of a gather and of the other kernel, one after the other, on this device.
+
+    Every rank asks, with the same ``trials``, and makes up all ranks' parts itself, so that nothing else is gathered.
+    For the engine's start: it synchronises.
+    """
+    right = True
+    for turn, (rows, width) in enumerate(trials):
+        generator = torch.Generator().manual_seed(turn)
+
+        def drawn(*shape: int, generator: torch.Generator = generator) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+        residual, weight = drawn(rows, width), drawn(width)
+        for summed in (False, True):
+            parts = [drawn(rows, width if summed else width // peers.ranks) for _ in range(peers.ranks)]
+            whole = torch.cat(parts, 1)
+            if whole.shape[1] != width and not summed:
+                continue  # the features do not divide among so many ranks
+            if summed:
+                terms = [part.float() for part in parts]
+                whole = functools.reduce(torch.add, terms).to(whole.dtype)
+            given = parts[peers.rank], residual, weight, 1e-6, None, True, summed, peers
+            found = launch_gather_add_rms_norm(*given)[:2]
+            expected = launch_add_rms_norm(whole, residual, weight, 1e-6)
+            right &= all(map(torch.equal, found, expected))
+        parts = [drawn(rows, 2 * width) for _ in range(peers.ranks)]
+        gated = torch.cat([launch_silu_mul(part) for part in parts], 1)
+        right &= torch.equal(launch_silu_gather(parts[peers.rank], peers), gated)
+    return right
 
 
 def _aot_norm(rank: int, ranks: int, dtype: str, weight: str, block: int, group: int | None, summed: bool) -> AotCase:
