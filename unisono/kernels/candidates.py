@@ -28,6 +28,15 @@ BLOCK, BLOCK_WARPS = 4096, 8
 
 
 @triton.jit
+def store_best(ranked, out, C):
+    """Store the C largest keys, largest first."""
+    for i in range(C):
+        best = tl.max(ranked)
+        tl.store(out + i, best)
+        ranked = tl.where(ranked == best, LEAST, ranked)
+
+
+@triton.jit
 def _blocks_kernel(
     logits, slots, length, status, temperature, seed_lo, seed_hi, ids, edits, edited, threshold, keys,
     stride, row_stride, offset, V, C, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr, BLOCK: tl.constexpr,
@@ -42,10 +51,7 @@ def _blocks_kernel(
         )  # fmt: skip
         ranked = tl.where(column < V, ranked, LEAST)
         out = keys + (n * tl.num_programs(1) + block).to(tl.int64) * C
-        for i in range(C):
-            best = tl.max(ranked)
-            tl.store(out + i, best)
-            ranked = tl.where(ranked == best, LEAST, ranked)
+        store_best(ranked, out, C)
 
 
 @triton.jit

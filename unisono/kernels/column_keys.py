@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.candidates import LEAST, NONE, RUNNING
+from unisono.kernels.candidates import LEAST, NONE, RUNNING, store_best
 from unisono.kernels.library import AotCase, define, one_stride, register
 from unisono.kernels.sampling import ARGMAX_BLOCKS, order_key, ranked_keys, scores_cpu, token_of
 
@@ -39,10 +39,7 @@ def _keys_kernel(
         )  # fmt: skip
         ranked = tl.where(column < V, ranked, LEAST)
     out = keys + (n * tl.num_programs(1) + block).to(tl.int64) * C
-    for i in range(C):
-        best = tl.max(ranked)
-        tl.store(out + i, best)
-        ranked = tl.where(ranked == best, LEAST, ranked)
+    store_best(ranked, out, C)
 
 
 @triton.jit

@@ -88,6 +88,18 @@ def place_of(turn, program, RANKS: tl.constexpr, PROGRAMS_: tl.constexpr, PLACE_
 
 
 @triton.jit
+def exchange(addresses, place, to, W, words, value, inside, turn,
+             RANK: tl.constexpr, RANKS: tl.constexpr, PLACE_: tl.constexpr, LOOKS_: tl.constexpr):  # fmt: skip
+    """Send this rank's words and write those of all ranks, each rank's W words after those of the one before it."""
+    send(addresses, place, words, value, inside, turn, RANK, RANKS, PLACE_)
+    tl.store(to + RANK * W, value, mask=inside)
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            heard = receive(addresses, place, words, inside, turn, peer, RANK, RANKS, PLACE_, LOOKS_)
+            tl.store(to + peer * W, heard, mask=inside)
+
+
+@triton.jit
 def _gather_kernel(x, out, addresses, turns, M, W,
                    RANK: tl.constexpr, RANKS: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS_: tl.constexpr,
                    PLACE_: tl.constexpr, LOOKS_: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
@@ -103,13 +115,8 @@ def _gather_kernel(x, out, addresses, turns, M, W,
         turn = next_turn(turn)
         place = place_of(turn, program, RANKS, PROGRAMS_, PLACE_)
         value = tl.load(x + row * W + column, mask=inside, other=0)
-        send(addresses, place, words, value, inside, turn, RANK, RANKS, PLACE_)
         to = out + row * (RANKS * W) + column
-        tl.store(to + RANK * W, value, mask=inside)
-        for peer in tl.static_range(RANKS):
-            if peer != RANK:
-                heard = receive(addresses, place, words, inside, turn, peer, RANK, RANKS, PLACE_, LOOKS_)
-                tl.store(to + peer * W, heard, mask=inside)
+        exchange(addresses, place, to, W, words, value, inside, turn, RANK, RANKS, PLACE_, LOOKS_)
     tl.store(turns + program, turn)
 
 

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from unisono.kernels.activation import launch_silu_mul, silu_product
 from unisono.kernels.fp8_quantize import GROUP, empty_quantised
-from unisono.kernels.gather import LOOKS, PLACE, PROGRAMS, next_turn, place_of, receive, send
+from unisono.kernels.gather import LOOKS, PLACE, PROGRAMS, exchange, next_turn, place_of, receive, send
 from unisono.kernels.library import AotCase
 from unisono.kernels.norm import Normed, columns_of, launch_add_rms_norm, row_warps, store_norm
 from unisono.kernels.overlap import follow, overlapped
@@ -161,13 +161,8 @@ def _silu_gather_kernel(x, out, like, addresses, turns, W, RANK: tl.constexpr, R
     value = _silu_words(gate, up, False, dtype)
     if dtype != tl.float32:
         value = value | (_silu_words(gate, up, True, dtype) << 16)
-    send(addresses, place, words, value, inside, turn, RANK, RANKS, PLACE_)
     to = out + row * (RANKS * W) + column
-    tl.store(to + RANK * W, value, mask=inside)
-    for peer in tl.static_range(RANKS):
-        if peer != RANK:
-            heard = receive(addresses, place, words, inside, turn, peer, RANK, RANKS, PLACE_, LOOKS_)
-            tl.store(to + peer * W, heard, mask=inside)
+    exchange(addresses, place, to, W, words, value, inside, turn, RANK, RANKS, PLACE_, LOOKS_)
     tl.store(turns + program, turn)
 
 
