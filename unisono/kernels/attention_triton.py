@@ -254,6 +254,12 @@ def _complete(arrivals_ptr, mine, splits, skipped):
 
 
 @triton.jit
+def _exponents(k_ptr, v_ptr, head, each: tl.constexpr, KV_HEADS: tl.constexpr):
+    """What :func:`_factors` reads of a KV head, whose exponents are ``each`` words of a page."""
+    return k_ptr + head * each, v_ptr + head * each, KV_HEADS * each
+
+
+@triton.jit
 def _work_item(work_ptr, i):
     """Entry ``i`` of the work list. Volatile, or the compiler would move the read after the wait for the count."""
     entry = work_ptr + i * 8
@@ -267,11 +273,10 @@ def _work_item(work_ptr, i):
 @triton.jit
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, positions_ptr, work_ptr, count_ptr, arrivals_ptr, state_ptr, acc_ptr, out_ptr,
-    sinks_ptr, k_scales_ptr, v_scales_ptr, max_pages, page_stride, window, scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, KEYS: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, TO_CAP: tl.constexpr, CUT: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    sinks_ptr, k_scales_ptr, v_scales_ptr, max_pages, page_stride, window, scale, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, FIRST: tl.constexpr, TO_CAP: tl.constexpr, CUT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A fixed number of programs share the work list × parts of a tile × KV heads. Keys below FIRST are invisible.
 
@@ -280,24 +285,20 @@ def attention_kernel(
     """
     follow(OVERLAP)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    SHARES: tl.constexpr = PARTS * KV_HEADS
-    upcoming = _work_item(work_ptr, tl.program_id(0) // SHARES)  # read ahead, here and below
-    total = tl.load(count_ptr) * SHARES
+    upcoming = _work_item(work_ptr, tl.program_id(0) // (PARTS * KV_HEADS))  # read ahead, here and below
+    total = tl.load(count_ptr) * (PARTS * KV_HEADS)
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         slot, length, tile, tile_end, first_split, end_split, partial, counter = upcoming
-        upcoming = _work_item(work_ptr, tl.minimum(item + tl.num_programs(0), total - 1) // SHARES)
+        upcoming = _work_item(work_ptr, tl.minimum(item + tl.num_programs(0), total - 1) // (PARTS * KV_HEADS))
         head, part = item % KV_HEADS, item // KV_HEADS % PARTS
         first = tile + part * (ROWS // GROUP)
         last = tl.minimum(first + ROWS // GROUP, tile_end)
         in_use, index, position = _rows(positions_ptr, first, last, head, HEADS, GROUP, ROWS)
         q = _queries(q_ptr, index, in_use, HEAD_DIM, DIM)
         pages_ptr = table_ptr + slot.to(tl.int64) * max_pages
-        # The head's keys and values in page 0, e4m3 ones in words of four elements, and what :func:`_factors` reads.
-        each: tl.constexpr = PAGE if k_scales_ptr is None else PAGE // 4
+        each: tl.constexpr = PAGE if k_scales_ptr is None else PAGE // 4  # e4m3 lies in words of four elements
         own_k_ptr, own_v_ptr = k_ptr + head * each * HEAD_DIM, v_ptr + head * each * HEAD_DIM
-        factors = None
-        if k_scales_ptr is not None:
-            factors = (k_scales_ptr + head * each, v_scales_ptr + head * each, KV_HEADS * each)
+        factors = None if k_scales_ptr is None else _exponents(k_scales_ptr, v_scales_ptr, head, each, KV_HEADS)
         skipped = tl.load(work_ptr + counter * 8 + 4) if WINDOW and CUT else None  # splits that the plan leaves out
         place = _place(partial, tile, skipped, TOKENS, HEADS)
         stride = tl.where(partial >= 0, TOKENS * HEADS, 0)
