@@ -23,14 +23,15 @@ ROUNDS = PLAIN.max_tokens - 1  # type: ignore[operator]
 
 @contextmanager
 def rows_of_the_lm_head(llm: LLM) -> Iterator[list[int]]:
-    """How many rows each call had."""
+    """How many rows each call had, of positions that are sampled and of those that are scored."""
     model, rows = llm.engine.worker.model, []
-    real = model.logits
-    model.logits = lambda hidden: (rows.append(hidden.shape[0]), real(hidden))[1]  # type: ignore[method-assign]
+    sampled, scored = model.logit_columns, model.logits
+    model.logit_columns = lambda hidden: (rows.append(hidden.shape[0]), sampled(hidden))[1]  # type: ignore[method-assign]
+    model.logits = lambda hidden: (rows.append(hidden.shape[0]), scored(hidden))[1]  # type: ignore[method-assign]
     try:
         yield rows
     finally:
-        del model.logits
+        del model.logits, model.logit_columns
 
 
 def prompt_logprobs(llm: LLM, batch: list[list[int]], params: Any) -> list[Any]:
