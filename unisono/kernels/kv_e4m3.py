@@ -28,14 +28,10 @@ import torch
 import triton
 import triton.language as tl
 
-E4M3 = torch.float8_e4m3fn
+from unisono.kernels.fp8_quantize import E4M3, LARGEST
 
 BIAS = 127
 """Added to an exponent where it is stored."""
-
-LARGEST = 448.0
-"""The largest e4m3 number."""
-
 
 NOT_FINITE = 255
 """The stored exponent of a row that is not finite."""

@@ -20,7 +20,7 @@ from unisono.attention.base import KV, AttentionOptions
 from unisono.attention.context import PassContext
 from unisono.distributed.gather import Ranks
 from unisono.kernels import rope_and_cache
-from unisono.kernels.kv_e4m3 import E4M3
+from unisono.kernels.fp8_quantize import E4M3
 from unisono.layers.activations import Activations, readers_of, sigmoid_gated, wanted
 from unisono.layers.formats import WHOLE, PartOf, Share
 from unisono.layers.mlp import GatedMLP
