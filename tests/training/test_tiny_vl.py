@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -250,6 +251,7 @@ def test_the_head_is_the_one_that_serves(model: TinyVL, tokenizer: Tokenizer, tm
     class Target:
         embed = torch.nn.Embedding.from_pretrained(model.text.embed_tokens.weight)
         lm_head = torch.nn.Linear(TOY.hidden_size, TOY.vocab_size)
+        builder = SimpleNamespace(kv_dtype=None)
 
     rows, length = 2, 24
     ids = torch.randint(0, 200, (rows, length))
