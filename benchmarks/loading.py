@@ -35,6 +35,8 @@ from unisono.models.loader import checkpoint_names, load_model
 SHAPES = Path(__file__).parent / "shapes"
 SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
 SHARD, BLOCK = 4 << 30, 1 << 24
+FINITE = 0xBF
+"""Bits of random bytes that are kept: without the others no number of any format is infinite or NaN."""
 TINY = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 128, "num_experts": 8, "vocab_size": 1000}
 
 
@@ -108,7 +110,7 @@ def write_shard(file: Path, shard: Mapping[str, Place], noise: bytes) -> int:
 
 def write(directory: Path, wanted: Mapping[str, Place]) -> int:
     """All shards and their index; returns the bytes of tensors."""
-    noise = torch.randint(256, (BLOCK,), dtype=torch.uint8).numpy().tobytes()
+    noise = (torch.randint(256, (BLOCK,), dtype=torch.uint8) & FINITE).numpy().tobytes()
     parts, total, weight_map = list(shards(wanted)), 0, {}
     for number, shard in enumerate(parts):
         file = f"model-{number + 1:05}-of-{len(parts):05}.safetensors"

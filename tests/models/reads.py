@@ -6,17 +6,23 @@ from typing import Any
 
 import pytest
 
-from unisono.models import weights
+from unisono.models import tensor_files
+from unisono.models.staging import FileBytes
 
 
 def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list of one number: the bytes of all tensors, or parts of them, that are read from now on."""
-    real, found = weights._mapped, [0]
+    mapped, copy, found = tensor_files._mapped, FileBytes.copy, [0]
 
-    def counting(*args: Any) -> Any:
-        for name, tensor in real(*args):
+    def counting_mapped(*args: Any) -> Any:
+        for name, tensor in mapped(*args):
             found[0] += tensor.nbytes
             yield name, tensor
 
-    monkeypatch.setattr(weights, "_mapped", counting)
+    def counting_copy(self: FileBytes, at: int, into: Any) -> None:
+        copy(self, at, into)
+        found[0] += len(into)
+
+    monkeypatch.setattr(tensor_files, "_mapped", counting_mapped)
+    monkeypatch.setattr(FileBytes, "copy", counting_copy)
     return found

@@ -20,7 +20,7 @@ from unisono.layers.expert_formats import PLAIN_EXPERTS, PlainExperts, expert_fo
 from unisono.layers.experts import expert_counts, products_per_token
 from unisono.layers.formats import Plain, Share, Slice
 from unisono.layers.norm import RMSNorm
-from unisono.models import weights
+from unisono.models import tensor_files, weights
 from unisono.models.build import Builder, no_attention
 from unisono.models.checkpoint import WEIGHTS
 from unisono.models.config import checkpoint_name
@@ -176,7 +176,7 @@ def test_a_missing_expert_is_named(directory, form):
 
 def test_several_threads_read_the_same_model(made, directory, monkeypatch):
     want = whole(load(made), PROMPT)[0]
-    monkeypatch.setattr(weights, "PIECE", 1000)
+    monkeypatch.setattr(tensor_files, "PIECE", 1000)
     shares = []
     with torch.inference_mode():
         decoder = load(directory, progress=lambda stage, share: shares.append(share))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.harness import load, whole
 from tests.models.make import make_checkpoint
-from unisono.models import weights
+from unisono.models import tensor_files
 from unisono.models.checkpoint import WEIGHTS, Checkpoint
 from unisono.types import CheckpointError
 
@@ -172,13 +172,13 @@ def test_progress_grows_to_all_of_the_bytes(made):
 
 def test_headers_are_read_once_until_the_file_changes(tmp_path, monkeypatch):
     opened = []
-    safe_open = weights.safe_open
-    monkeypatch.setattr(weights, "safe_open", lambda *a, **k: opened.append(a) or safe_open(*a, **k))
+    safe_open = tensor_files.safe_open
+    monkeypatch.setattr(tensor_files, "safe_open", lambda *a, **k: opened.append(a) or safe_open(*a, **k))
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(3)}, file)
-    first = weights.read_header(file)
+    first = tensor_files.read_header(file)
     first["mine"] = first["a"]
-    assert list(weights.read_header(file)) == ["a"], "what a caller does to its own is its own affair"
+    assert list(tensor_files.read_header(file)) == ["a"], "what a caller does to its own is its own affair"
     assert len(opened) == 1
     save_file({"b": torch.zeros(70)}, file)
-    assert list(weights.read_header(file)) == ["b"]
+    assert list(tensor_files.read_header(file)) == ["b"]

@@ -18,7 +18,8 @@ from unisono import LLM, SamplingParams, catalog
 from unisono.layers.formats import Share
 from unisono.layers.linear import Linear
 from unisono.models.checkpoint import Checkpoint
-from unisono.models.weights import check, fill, places, read_header
+from unisono.models.tensor_files import read_header
+from unisono.models.weights import check, fill, places
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
 
 BIG = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 
 from unisono.layers.formats import PLAIN, Plain, Share, Stored, WeightFormat
 from unisono.layers.linear import Linear
-from unisono.models import weights
-from unisono.models.weights import check, fill, places, read_header
+from unisono.models import tensor_files
+from unisono.models.tensor_files import read_header
+from unisono.models.weights import check, fill, places
 from unisono.types import CheckpointError, ConfigError
 
 SIZES = {"q": 48, "k": 16, "v": 16}
@@ -72,7 +73,7 @@ def loaded(file: Path, share: Share, format: WeightFormat, monkeypatch: pytest.M
     layer = Linear(INPUTS, SIZES, True, torch.float32, "cpu", format, share)
     tensors, wanted = read_header(file), {f"{path}.{kind}".strip("."): place for path, kind, place in places(layer)}
     check(wanted, tensors, file, lambda name: None)
-    monkeypatch.setattr(weights, "safe_open", Counting)
+    monkeypatch.setattr(tensor_files, "safe_open", Counting)
     Counting.bytes = 0
     fill(wanted, tensors, "cpu")
     monkeypatch.undo()

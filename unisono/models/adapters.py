@@ -27,7 +27,7 @@ from unisono.layers.linear import Linear
 from unisono.models.blocks import DecoderLayer
 from unisono.models.config import Family
 from unisono.models.decoder import Decoder
-from unisono.models.weights import TensorInfo, read, read_header
+from unisono.models.tensor_files import TensorInfo, read, read_header
 from unisono.types import CheckpointError
 from unisono.untrusted import check_directory, read_json
 

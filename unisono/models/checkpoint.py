@@ -20,7 +20,7 @@ from unisono.models.build import plain
 from unisono.models.config import TOWER_PREFIXES, DecoderConfig, Family
 from unisono.models.quantization import PLAIN_WEIGHTS, Quantization, find_quantization
 from unisono.models.stored_config import stored_config
-from unisono.models.weights import TensorInfo, read_header
+from unisono.models.tensor_files import TensorInfo, read_header
 from unisono.types import CheckpointError
 from unisono.untrusted import check_config, check_directory, check_token_ids, inside, read_json
 

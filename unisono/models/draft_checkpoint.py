@@ -23,7 +23,7 @@ from unisono import catalog
 from unisono.catalog import find_directory
 from unisono.layers.formats import Place, WeightFormat
 from unisono.layers.norm import RMSNorm
-from unisono.models import weights
+from unisono.models import tensor_files, weights
 from unisono.models.build import AttentionFactory, Builder, no_attention, plain
 from unisono.models.checkpoint import read_config, read_tensors
 from unisono.models.config import DecoderConfig
@@ -32,7 +32,7 @@ from unisono.models.draft import DraftConfig, Eagle3Head, EagleHead
 from unisono.models.loader import draw
 from unisono.models.qwen3 import QWEN3
 from unisono.models.stored_config import stored_config
-from unisono.models.weights import TensorInfo
+from unisono.models.tensor_files import TensorInfo
 from unisono.types import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -401,7 +401,7 @@ def _tensors(directory: Path) -> dict[str, TensorInfo]:
     """Every tensor by its speculators name, of safetensors or the original's pickle."""
     pickled = directory / PICKLED
     if pickled.exists() and not any(directory.glob("*.safetensors*")):
-        stored = weights.read_pickle(pickled)
+        stored = tensor_files.read_pickle(pickled)
     else:
         stored = read_tensors(directory)
     return {re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model.")): info for name, info in stored.items()}
@@ -421,7 +421,7 @@ def _target_ids(
             f"{directory}: tensor d2t is missing: it must say which of the target's {vocab} tokens each of the "
             f"{draft_vocab} draft tokens is."
         )
-    offsets = weights.tensor("d2t", tensors)
+    offsets = tensor_files.tensor("d2t", tensors)
     if offsets.shape != each.shape or offsets.is_floating_point():
         raise CheckpointError(
             f"{directory}: tensor d2t is {list(offsets.shape)} of {offsets.dtype}; it must be [{draft_vocab}] integers."
@@ -432,7 +432,7 @@ def _target_ids(
             f"{directory}: d2t does not map: i + d2t[i] must ascend from 0 or more to less than the target's {vocab} "
             f"tokens, and goes from {int(ids[0])} to {int(ids[-1])}. d2t holds offsets, not token ids."
         )
-    known = weights.tensor("t2d", tensors) if "t2d" in tensors else None
+    known = tensor_files.tensor("t2d", tensors) if "t2d" in tensors else None
     if known is not None and (known.shape != (vocab,) or not torch.equal(known.nonzero()[:, 0], ids)):
         raise CheckpointError(f"{directory}: t2d and d2t name different draft tokens; the head is damaged.")
     return None if draft_vocab == vocab else ids.int()

@@ -22,9 +22,10 @@ from unisono.models.build import AttentionFactory, Builder, no_attention
 from unisono.models.checkpoint import Checkpoint
 from unisono.models.config import TOWER_PREFIXES, Family, checkpoint_name
 from unisono.models.decoder import Decoder
+from unisono.models.tensor_files import TensorInfo, read, tensor
 from unisono.models.vision.blocks import NORM_EPS
 from unisono.models.vision.tower import VisionTower
-from unisono.models.weights import TensorInfo, check, fill, places, read, tensor, tensor_name
+from unisono.models.weights import check, fill, places, tensor_name
 from unisono.types import CheckpointError
 
 LoadFormat = Literal["auto", "dummy"]

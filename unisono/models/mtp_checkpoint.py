@@ -28,7 +28,7 @@ from unisono.models.loader import fill_randomly
 from unisono.models.mtp import MTPModule
 from unisono.models.qwen3 import QWEN3
 from unisono.models.qwen3_5_moe import EXPERTS
-from unisono.models.weights import TensorInfo
+from unisono.models.tensor_files import TensorInfo
 from unisono.types import CheckpointError
 
 BLOCK = {

@@ -36,7 +36,7 @@ from unisono.models.build import AttentionFactory, Builder, no_attention
 from unisono.models.checkpoint import read_tensors
 from unisono.models.config import DecoderConfig, attention_of, checkpoint_name
 from unisono.models.decoder import Decoder
-from unisono.models.weights import TensorInfo
+from unisono.models.tensor_files import TensorInfo
 from unisono.state.specs import Tree
 from unisono.types import CheckpointError
 

@@ -1,37 +1,28 @@
 """The one way from a checkpoint's tensors to parameters: name, then slice, then weight format.
 
-Owns reading (safetensors, or the pickle of the first EAGLE repositories) and the comparison of what a checkpoint holds
-with what modules need, before a byte of weights is read. Targets and all draft heads are loaded through it: they say
-what their modules are called in a checkpoint, :func:`check` compares, :func:`fill` reads.
+Owns the comparison of what a checkpoint holds with what modules need, before a byte of weights is read. Targets and all
+draft heads are loaded through it: they say what their modules are called in a checkpoint, :func:`check` compares,
+:func:`fill` reads (:mod:`unisono.models.tensor_files`) and converts.
 """
 
 from __future__ import annotations
 
-import pickle
 import re
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from unisono.layers.formats import Place, Slice, Slices, part_of
-from unisono.models.staging import staged
+from unisono.layers.formats import Place, part_of
+from unisono.models.tensor_files import TensorInfo, pieces, read, read_ahead
 from unisono.types import CheckpointError
 
 IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 """Buffers that old exports kept; the rotary table is computed from the config."""
-
-PICKLED_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
-"""safetensors' names of what pickles hold; others are called as torch calls them."""
 
 READERS, GPU_READERS = 4, 8
 """Threads that read a checkpoint, onto a CPU and a GPU. What they wait for is pages of the file, and copies of them."""
@@ -39,62 +30,8 @@ READERS, GPU_READERS = 4, 8
 SHOWN = 1e-3
 """The share of a checkpoint after which progress is told again: there may be tens of thousands of tensors."""
 
-HEADERS = 512
-"""Files whose headers are kept."""
-
-PIECE = 2**27
-"""Elements that a thread reads of a file before it takes the next run."""
-
 Places = Mapping[str, Place]
 """By a checkpoint's tensor names."""
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor of a checkpoint. name: in its file. order: of its bytes in the file. data: of a pickle, mapped."""
-
-    file: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    order: int = 0
-    data: torch.Tensor | None = None
-
-
-def read_header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file. Raises CheckpointError naming the file.
-
-    A start asks several times, for the target and for its drafter; an unchanged file is read once.
-    """
-    state = file.stat()
-    return dict(_header(file, state.st_mtime_ns, state.st_size))
-
-
-@lru_cache(HEADERS)
-def _header(file: Path, changed: int, size: int) -> dict[str, TensorInfo]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
-            return {
-                name: TensorInfo(file, name, part.get_dtype(), tuple(part.get_shape()), order)
-                for order, (name, part) in enumerate(slices.items())
-            }
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} is truncated or no safetensors file, it has {size} bytes: {error}. Download it again."
-        ) from None
-
-
-def read_pickle(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of a pickled state dict. Raises CheckpointError naming the file."""
-    try:
-        stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}. Download it again.") from None
-    return {
-        name: TensorInfo(file, name, PICKLED_DTYPES.get(t.dtype, str(t.dtype)), tuple(t.shape), order, t)
-        for order, (name, t) in enumerate(stored.items())
-    }
 
 
 @runtime_checkable
@@ -201,14 +138,14 @@ def fill(
     each tensor, or after several small ones.
     """
     sizes = {name: place.parameter.numel() for name, place in wanted.items()}
+    parts = {name: place.part_of(tensors[name].shape) for name, place in wanted.items()}
     total, done, shown, lock = sum(sizes.values()), 0, 0.0, threading.Lock()
     inference = torch.is_inference_mode_enabled()  # which other threads do not inherit
 
-    def fill_piece(names: Sequence[str]) -> None:
+    def place_all(found: Iterable[tuple[str, torch.Tensor]]) -> None:
         nonlocal done, shown
         with torch.inference_mode(inference), torch.no_grad():
-            parts = {name: wanted[name].part_of(tensors[name].shape) for name in names}
-            for name, tensor in read(parts, tensors, device):
+            for name, tensor in found:
                 wanted[name].fill(tensor)
                 with lock:
                     done += sizes[name]
@@ -216,77 +153,19 @@ def fill(
                         shown = done / total
                         progress(shown)
 
-    pieces = list(_pieces(sizes, tensors))
-    if len(pieces) < 2:
-        for names in pieces:
-            fill_piece(names)
+    def read_and_place(names: Sequence[str]) -> None:
+        place_all(read({name: parts[name] for name in names}, tensors, device))
+
+    if torch.device(device).type == "cuda":
+        place_all(read_ahead(parts, tensors, device, GPU_READERS))
         return
-    readers = GPU_READERS if torch.device(device).type == "cuda" else READERS
-    with ThreadPoolExecutor(min(readers, len(pieces))) as pool:
+    with ThreadPoolExecutor(READERS) as pool:
         try:
-            for filled in [pool.submit(fill_piece, names) for names in pieces]:
-                filled.result()
+            for placed in [pool.submit(read_and_place, names) for names in pieces(parts, tensors)]:
+                placed.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def _pieces(sizes: Mapping[str, int], tensors: Mapping[str, TensorInfo]) -> Iterator[list[str]]:
-    """The names in the order of their bytes, in runs within one file of about PIECE elements."""
-    names: list[str] = []
-    held = 0
-    for name in sorted(sizes, key=lambda name: (tensors[name].file, tensors[name].order)):
-        if names and (held > PIECE or tensors[name].file != tensors[names[0]].file):
-            yield names
-            names, held = [], 0
-        names.append(name)
-        held += sizes[name]
-    if names:
-        yield names
-
-
-def read(
-    parts: Mapping[str, Slice | Slices | None], tensors: Mapping[str, TensorInfo], device: torch.device | str
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each named tensor, or the part of it that is asked for, on ``device`` in its stored dtype.
-
-    File by file, in the order of the bytes; nothing but these parts is read. On its way to a GPU it passes through
-    pinned memory, many small tensors at once.
-    """
-    device = torch.device(device)
-    found = _mapped(parts, tensors, device if device.type != "cuda" else "cpu")
-    yield from staged(found, device) if device.type == "cuda" else found
-
-
-def _mapped(
-    parts: Mapping[str, Slice | Slices | None], tensors: Mapping[str, TensorInfo], device: torch.device | str
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """:func:`read`; on a CPU the tensors are pages of the files, which are read when they are touched."""
-    by_file = defaultdict(list)
-    for name in sorted(parts, key=lambda name: (tensors[name].file, tensors[name].order)):
-        by_file[tensors[name].file].append(name)
-    for file, names in by_file.items():
-        name = names[0]
-        try:
-            with ExitStack() as stack:
-                if tensors[name].data is None:
-                    opened = stack.enter_context(safe_open(file, framework="pt", device=str(device)))
-                for name in names:
-                    info, part = tensors[name], parts[name]
-                    if info.data is not None:
-                        yield name, info.data if part is None else part.of(info.data)
-                    elif part is None:
-                        yield name, opened.get_tensor(info.name)
-                    else:
-                        yield name, part.of(opened.get_slice(info.name))
-        except SafetensorError as error:
-            raise CheckpointError(f"{file}: tensor {name} cannot be read: {error}. Download it again.") from None
-
-
-def tensor(name: str, tensors: Mapping[str, TensorInfo]) -> torch.Tensor:
-    """One whole tensor, on the CPU."""
-    ((_, found),) = read({name: None}, tensors, "cpu")
-    return found
 
 
 def same_as(module: nn.Module, shared: nn.Module) -> bool:
