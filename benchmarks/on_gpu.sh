@@ -51,6 +51,7 @@ bars) # the host's share, HTTP, bytes of the 8B and of 35B-A3B, hybrids' first t
     step exact-eagle3 130 $unisono bench exact --model benchmarks/shapes/qwen3-8b --load-format dummy --speculative-config "$head"
     step exact-35b 110 $unisono bench exact --requests 80 --output-len 16 --model benchmarks/shapes/qwen3.5-35b-a3b --load-format dummy \
         --speculative-config "$mtp"
+    step loading 60 "$python" -m benchmarks.loading --at /dev/shm --layers 16
     step 9b 50 $unisono $latency --model benchmarks/shapes/qwen3.5-9b --batch 1 --prompts 128,512,2048,8192
     step 35b 50 $unisono $latency --model benchmarks/shapes/qwen3.5-35b-a3b --batch 1 --prompts 512,1024,2048,8192
     ;;

@@ -296,21 +296,21 @@ class Build:
         attention: the backend of each distinct (query heads, KV heads, head size) of the model.
         """
         config, worker = self.config, self.worker
+        plain_pages = config.kv_dtype == config.dtype
         with compiling_only(config.device):
             rehearse_proofs(worker.modules())
             rehearse_experts(worker.modules())
             rehearse_tails(worker.modules())
             for (_, _, head_dim), backend in attention.items():
-                if config.kv_dtype == config.dtype:
+                if plain_pages:
                     backend.rehearse(head_dim, config.dtype)
         self._prove_exact()
         self._fuse_tails()
         for (heads, kv_heads, head_dim), backend in attention.items():
             name = "attention of long prompts"
             which = f", {heads} heads over {kv_heads} of {head_dim}" if len(attention) > 1 else ""
-            plain = config.kv_dtype == config.dtype
             of_e4m3 = ("as all attention", "the kernels for Hopper read pages of 16 bits")
-            self.decide(name + which, *(backend.prove(head_dim, config.dtype) if plain else of_e4m3))
+            self.decide(name + which, *(backend.prove(head_dim, config.dtype) if plain_pages else of_e4m3))
         launched = "while the one before it ends" if overlaps(config.device) else "when its turn comes"
         self.decide("a layer's kernel is launched", launched, "ahead of its turn from compute capability 9.0 on")
         with compiling_only(config.device):

@@ -333,25 +333,19 @@ class Plain:
 PLAIN = Plain()
 
 
-def can_divide_inputs(format: Any, dtype: torch.dtype, inputs: int, count: int) -> bool:
-    """Whether ``count`` ranks can hold equal parts of a layer's inputs in this format: no block of it is cut."""
-    try:
-        runs = [Share(index, count).runs(inputs) for index in range(count)]
-        for stored in format.tensors(dtype).values():
-            for each in runs if stored.inputs else ():
-                stored.columns(each)
-    except ConfigError:
-        return False
-    return True
+def can_divide(format: Any, dtype: torch.dtype, count: int, *, outputs: int = 0, inputs: int = 0) -> bool:
+    """Whether ``count`` ranks can hold equal parts of a projection in this format, so that no block of it is cut.
 
-
-def can_divide(format: Any, dtype: torch.dtype, outputs: int, count: int) -> bool:
-    """Whether ``count`` ranks can hold equal parts of a projection in this format: no block of it is cut."""
+    Give the number that is divided, ``outputs`` or ``inputs``.
+    """
     try:
-        runs = [Share(index, count).runs(outputs) for index in range(count)]
+        runs = [Share(index, count).runs(outputs or inputs) for index in range(count)]
         for stored in format.tensors(dtype).values():
             for each in runs:
-                stored.part(each)
+                if outputs:
+                    stored.part(each)
+                elif stored.inputs:
+                    stored.columns(each)
     except ConfigError:
         return False
     return True

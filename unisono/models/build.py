@@ -14,7 +14,7 @@ import torch
 from unisono.attention.base import AttentionBackend
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.layers.embedding import Embedding
-from unisono.layers.formats import PLAIN, WHOLE, Share, WeightFormat, can_divide, can_divide_inputs
+from unisono.layers.formats import PLAIN, WHOLE, Share, WeightFormat, can_divide
 from unisono.layers.linear import Linear
 from unisono.layers.norm import RMSNorm
 from unisono.layers.rotary import RotarySpec
@@ -133,7 +133,7 @@ class Builder:
             return self.linear(name, inputs, outputs, bias)
         format = self._one_format(name, outputs)
         terms = self.ranks.ordered and split_inputs and not bias
-        if terms and can_divide_inputs(format, self.dtype, inputs, self.ranks.count):
+        if terms and can_divide(format, self.dtype, self.ranks.count, inputs=inputs):
             made = Linear(inputs, outputs, False, self.dtype, self.device, format, input_share=self.share)
             return made.summed(self.ranks)
         share = self.share if self.can_divide({name: outputs}) else WHOLE
@@ -149,7 +149,7 @@ class Builder:
         for name, outputs in layers.items():
             format = self._one_format(name, outputs)
             for size in [outputs] if isinstance(outputs, int) else outputs.values():
-                if not can_divide(format, self.dtype, size, self.ranks.count):
+                if not can_divide(format, self.dtype, self.ranks.count, outputs=size):
                     self.undivided.append(self.at(name).path)
                     return False
         return True
