@@ -200,6 +200,11 @@ class EngineConfig:
         """Whether evicted pages wait in host memory."""
         return self.cpu_offload_gb > 0 or self.cpu_offload_ratio > 0
 
+    @property
+    def exchanges_pages(self) -> bool:
+        """Whether other engines compute prompts for this one, or it for them."""
+        return bool(self.transfer_listen or self.prefill_urls)
+
     def _check_dtypes(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
         _one_of("--dtype", self.dtype, ("auto", *DTYPES))
@@ -243,13 +248,8 @@ class EngineConfig:
             raise ConfigError(f"--role {self.role} needs {flag}: tcp://HOST:PORT, or unix:///PATH on one host.")
         if self.role == "prefill" and self.prefill_urls:
             raise ConfigError("--role prefill computes prompts itself: leave --prefill-url out.")
-        if (self.transfer_listen or self.prefill_urls) and not self.enable_prefix_caching:
+        if self.exchanges_pages and not self.enable_prefix_caching:
             raise ConfigError("Pages of other engines go to the prefix cache: leave --no-enable-prefix-caching out.")
-        if (self.transfer_listen or self.prefill_urls) and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"--role with --tensor-parallel-size {self.tensor_parallel_size}: engines exchange whole pages, and "
-                "each rank has parts of them; use 1."
-            )
         if not self.transfer_timeout > 0:
             raise ConfigError(f"--transfer-timeout {self.transfer_timeout}: give seconds above 0.")
 

@@ -104,10 +104,6 @@ def test_no_tensor_is_read_whole_for_a_part(family: str, tmp_path: Path, monkeyp
             {"tensor_parallel_size": 2, "cpu_offload_gb": 1, "kv_offload_dir": "/tmp"},
             "--kv-offload-dir with --tensor-parallel-size 2: .* leave it out. --cpu-offload-gb works with both",
         ),
-        (
-            {"tensor_parallel_size": 2, "role": "prefill", "transfer_listen": "tcp://127.0.0.1:0"},
-            "--role with --tensor-parallel-size 2: .* each rank has parts of them; use 1",
-        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_told_before_a_process_starts(

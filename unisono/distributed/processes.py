@@ -2,7 +2,8 @@
 
 A rank is ``python -c``, so that a program which uses the engine needs no guard around its main part. It inherits a
 socket (commands in order, one message each, sent without waiting) and the descriptor of shared memory (counters of
-what each rank has done, and on a CPU the gathers). It ends when the socket does, whatever it is doing.
+what each rank has done, and on a CPU the gathers). A second socket, for bytes of pages, comes with its first message.
+It ends when the first one does, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import socket as sockets
 import subprocess
 import sys
 import threading
@@ -53,9 +55,9 @@ _CODE = (
 
 
 class Peer:
-    """Another rank's process."""
+    """Another rank's process. first: what it is told first, pickled. pages: a socket for bytes of pages."""
 
-    def __init__(self, module: str, index: int, memory: int) -> None:
+    def __init__(self, module: str, index: int, memory: int, first: Any) -> None:
         self.index = index
         self.channel, theirs = pair()
         arguments = [str(Path(__file__).parents[2]), module, str(theirs.fileno()), str(memory)]
@@ -65,6 +67,9 @@ class Peer:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno(), memory],
             )
+        self.pages, their_pages = sockets.socketpair()
+        with their_pages:
+            self.channel.send(pickle.dumps(first), [their_pages.fileno()])
 
     def stopped(self) -> str | None:
         """Why it cannot go on: it has ended, or was stopped; None while it runs."""
@@ -92,6 +97,7 @@ class Peer:
             self.process.kill()
             self.process.wait()
         self.channel.close()
+        self.pages.close()
 
 
 class Still:
@@ -128,10 +134,8 @@ class Peers:
         self.lag: float | None = None
         descriptor = make_memory(ranks.count)
         self.memory = SharedMemory(descriptor, 0, ranks.count)
-        self._peers = [Peer(module, index, descriptor) for index in first]
+        self._peers = [Peer(module, index, descriptor, told) for index, told in first.items()]
         os.close(descriptor)
-        for peer in self._peers:
-            peer.channel.send(pickle.dumps(first[peer.index]))
         self._closing = threading.Event()
         self._on_failure: list[Any] = []
         self._watch = threading.Thread(target=self._look_after, name="ranks", daemon=True)
@@ -141,6 +145,11 @@ class Peers:
     def pids(self) -> list[int]:
         """The process ids of the other ranks."""
         return [peer.process.pid for peer in self._peers]
+
+    @property
+    def pages(self) -> list[sockets.socket]:
+        """A socket to each of the other ranks, for bytes of pages."""
+        return [peer.pages for peer in self._peers]
 
     def on_failure(self, call: Any) -> None:
         """Have this called from another thread when a rank fails: to free a thread that waits for the device."""
@@ -238,11 +247,12 @@ class Peers:
 
 
 class Rank:
-    """One of the other ranks, in its own process: the other end of a :class:`Peer`."""
+    """One of the other ranks, in its own process: the other end of a :class:`Peer`. pages: see there."""
 
     def __init__(self, socket: int, memory: int) -> None:
         self.channel = Channel.of(socket)
-        self.first = pickle.loads(self.channel.receive()[0])
+        first, (pages,) = self.channel.receive()
+        self.first, self.pages = pickle.loads(first), sockets.socket(fileno=pages)
         self.ranks: Ranks = self.first["ranks"]
         self.memory = SharedMemory(memory, self.ranks.index, self.ranks.count)
         os.close(memory)

@@ -25,11 +25,13 @@ __all__ = [
     "Measure",
     "MoveIn",
     "MoveOut",
+    "PackPages",
     "ReadAdapter",
     "Release",
     "ResetSlots",
     "ResetTail",
     "SaveTail",
+    "UnpackPages",
     "WriteAdapter",
     "WritePages",
     "WriteSlot",
@@ -111,6 +113,23 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
 
 OffloadCommand = MoveOut | MoveIn | Arrived
 
+
+class PackPages(msgspec.Struct, frozen=True, tag=True):
+    """Read pages and snapshots into bytes, for another engine: see ``engine/page_bytes.py``. parts: kind, numbers."""
+
+    number: int
+    parts: list[tuple[int, np.ndarray]]
+
+
+class UnpackPages(msgspec.Struct, frozen=True, tag=True):
+    """Write the bytes that came under this number into pages and snapshots; a number of -1 leaves its bytes out."""
+
+    number: int
+    parts: list[tuple[int, np.ndarray]]
+
+
+PageCommand = PackPages | UnpackPages
+
 Command = (
     GraphCommand
     | WriteSlot
@@ -120,6 +139,7 @@ Command = (
     | LoadTail
     | ResetSlots
     | OffloadCommand
+    | PageCommand
     | AdapterCommand
 )
 

@@ -81,7 +81,7 @@ class Engine:
                 self.runner.forget()
                 self._begin()
             self.pin_drafts(None)
-            self.roles = Roles(self.config, self.worker)
+            self.roles = Roles(self.config, self.runner)
         self.start_seconds = time.perf_counter() - started
 
     def _begin(self) -> None:
@@ -150,7 +150,7 @@ class Engine:
         if self._offload is not None and (read := self._offload.read_ahead(self.pool, sequence.keys)) is not None:
             gates.append(read)
         client = self.roles.client
-        if client is not None and (prompt := client.ask(sequence, self.pool, self.worker.store)) is not None:
+        if client is not None and (prompt := client.ask(sequence, self.pool)) is not None:
             gates.append(prompt)
         if gates:
             self.arrivals.add(sequence, gates)
@@ -318,7 +318,7 @@ class Engine:
                 if chunk.sequence.finish is FinishReason.RUNNING:
                     self.scheduler.commit_prompt(chunk)
                     if self.roles.service is not None:
-                        self.roles.service.committed(chunk.sequence, self.worker.store)
+                        self.roles.service.committed(chunk.sequence)
             for feature, rows in work.asked.items():
                 feature.read_prompt(rows, outputs)
         return self._commit(launched, outputs, result)

@@ -1,8 +1,8 @@
 """Whether two engines compute the same state: what pages may be exchanged for, by file or between engines.
 
-The identity is a digest of the code, the device, the dtypes of model and KV cache, the shape of every part of the
-state, and a sample of every weight of target and drafter. A weight's sample is 64 values spread over it, so two
-checkpoints that were trained apart differ, wherever they lie.
+The identity is a digest of the code, the device, the dtypes of model and KV cache, the number of ranks, the shape of
+every part of the state, and a sample of every weight of target and drafter (of rank 0's part of them). A weight's sample
+is 64 values spread over it, so two checkpoints that were trained apart differ, wherever they lie.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def engine_identity(config: ResolvedConfig, worker: Worker) -> bytes:
         str(config.dtype),
         str(config.kv_dtype),
         config.asked.quantization,
+        (config.asked.tensor_parallel_size, config.asked.tp_reduce),
         PAGE_SIZE,
         worker.drafter.name,
         shapes,

@@ -22,8 +22,7 @@ from unisono.engine.sequence import Sequence, salted
 from unisono.state.pages import OutOfPages, PagePool
 from unisono.state.prefix_tree import Token
 from unisono.state.specs import PAGE_SIZE
-from unisono.state.store import StateStore
-from unisono.state.transfer import Incoming
+from unisono.state.transfer import Bytes, Incoming
 from unisono.transport.addresses import Address
 from unisono.transport.backends import agree_to_connect
 from unisono.transport.channel import Buffer, Channel, ChannelError, connect
@@ -90,12 +89,13 @@ class PrefillClient:
     """See the module. addresses: of prefill engines; the one with the fewest prompts under way is asked.
 
     timeout: seconds without news of a peer after which the prompts that it has are computed here. backends: what may
-    carry pages.
+    carry pages. pages: what writes them.
     """
 
     def __init__(
-        self, addresses: Ids[Address], key: bytes, identity: bytes, timeout: float, backends: Ids[str]
+        self, addresses: Ids[Address], key: bytes, identity: bytes, timeout: float, backends: Ids[str], pages: Bytes
     ) -> None:
+        self._pages = pages
         self._peers = [_Peer(address, key, identity, timeout, backends) for address in addresses]
         self._timeout = timeout
         self._numbers = itertools.count()
@@ -104,7 +104,7 @@ class PrefillClient:
         self.pages = 0
         self.bytes: Counter[str] = Counter()  # by what carried them
 
-    def ask(self, sequence: Sequence, pool: PagePool, store: StateStore) -> RemotePrompt | None:
+    def ask(self, sequence: Sequence, pool: PagePool) -> RemotePrompt | None:
         """Have a prompt computed elsewhere; None where nothing is gained, or the tokens' ids do not say all of it."""
         keys, salt = sequence.keys, sequence.request.cache_salt
         start: Token = sequence.request.prompt_token_ids[0]
@@ -113,7 +113,7 @@ class PrefillClient:
         if not known or sequence.reusable < len(keys) or not all(isinstance(key, int) for key in own):
             return None
         pages = (len(keys) - 1) // PAGE_SIZE
-        incoming = Incoming(pool, store, keys[: pages * PAGE_SIZE])
+        incoming = Incoming(pool, self._pages, keys[: pages * PAGE_SIZE])
         if incoming.first >= pages:
             incoming.close()
             return None

@@ -22,8 +22,7 @@ import msgspec
 
 from unisono.engine.sequence import Sequence
 from unisono.state.specs import PAGE_SIZE, TAILS
-from unisono.state.store import StateStore
-from unisono.state.transfer import Packed, pack_pages
+from unisono.state.transfer import Bytes, Packing, pack_pages
 from unisono.state.window_pages import first_live_column
 from unisono.transport.addresses import Address
 from unisono.transport.backends import agree_to_listen
@@ -48,7 +47,9 @@ class _Peer:
     channel: Channel
     name: str
     sender: threading.Thread | None = None
-    outbox: queue.Queue[tuple[Message, Packed | None] | None] = field(default_factory=lambda: queue.Queue(MOST_WAITING))
+    outbox: queue.Queue[tuple[Message, Packing | None] | None] = field(
+        default_factory=lambda: queue.Queue(MOST_WAITING)
+    )
 
 
 @dataclass(eq=False)
@@ -62,8 +63,8 @@ class _Job:
 
 
 class PrefillService:
-    """See the module. backends: what may carry pages. wake: called, in any thread, when there is news for the
-    engine."""
+    """See the module. backends: what may carry pages. pages: what reads them. wake: called, in any thread, when there
+    is news for the engine."""
 
     def __init__(
         self,
@@ -72,10 +73,11 @@ class PrefillService:
         identity: bytes,
         timeout: float,
         backends: Ids[str],
+        pages: Bytes,
         wake: Callable[[], None],
     ) -> None:
         self._key, self._identity, self._timeout, self._wake = key, identity, timeout, wake
-        self.backends = backends
+        self.backends, self._pages = backends, pages
         try:
             self._listener = listen(address)
         except OSError as error:
@@ -122,7 +124,7 @@ class PrefillService:
         except BadRequest as error:
             self._end(request_id, str(error))
 
-    def committed(self, sequence: Sequence, store: StateStore) -> None:
+    def committed(self, sequence: Sequence) -> None:
         """A prompt pass of this request was read, and its pages are in the prefix tree."""
         job = self._jobs.get(sequence.request.request_id)
         if job is None or sequence.pages is None:
@@ -138,12 +140,11 @@ class PrefillService:
             wanted[TAILS] = range(job.pages - 1, job.pages)
         first = min([job.sent, *(pages.start for pages in wanted.values())])
         if nodes[first:]:
-            packed = pack_pages(store, nodes, first, wanted)
+            packed = pack_pages(self._pages, nodes, first, wanted)
             message = Pages(job.number, first, packed.complete, packed.parts)
             self.pages_sent += len(nodes) - first
-            size = sum(tensor.numel() * tensor.element_size() for tensor in packed.tensors)
-            self.bytes_sent[job.peer.channel.transport] += size
-            self._post(job.peer, message, packed)
+            self.bytes_sent[job.peer.channel.transport] += packed.nbytes
+            self._post(job.peer, message, packed.state)
         job.sent = len(nodes)
 
     def finished(self, deltas: Iterable[TokenDelta]) -> list[TokenDelta]:
@@ -161,7 +162,7 @@ class PrefillService:
         self.failed += bool(error)
         self._post(job.peer, Done(job.number, error), None)
 
-    def _post(self, peer: _Peer, message: Message, packed: Packed | None) -> None:
+    def _post(self, peer: _Peer, message: Message, packed: Packing | None) -> None:
         try:
             peer.outbox.put_nowait((message, packed))
         except queue.Full:

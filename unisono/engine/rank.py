@@ -19,6 +19,7 @@ from unisono.distributed.group import Refused
 from unisono.distributed.processes import Gone, Rank
 from unisono.engine.build import Build
 from unisono.engine.commands import ANSWERED, Command, decode
+from unisono.engine.page_bytes import RankPages
 from unisono.engine.ranks import close_carrying, open_carrying
 from unisono.engine.worker import Worker
 from unisono.models.checkpoint import Checkpoint
@@ -49,6 +50,8 @@ def _serve(rank: Rank) -> None:
     checkpoint = Checkpoint.open(config.asked.model, config.asked.quantization)
     build = Build(config, checkpoint, lambda stage, share: None, rank)
     worker = build.worker
+    if config.asked.exchanges_pages:
+        worker.page_bytes = RankPages(worker.store, rank.pages)
     gc.collect()
     gc.freeze()
     rank.exchange("ready")

@@ -5,6 +5,7 @@ With one rank nothing of this is made. ``runner.py`` owns it.
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,6 +74,11 @@ class Team:
     def pids(self) -> list[int]:
         """The process ids of the other ranks."""
         return self._peers.pids
+
+    @property
+    def pages(self) -> list[socket.socket]:
+        """A socket to each of the other ranks, for bytes of pages."""
+        return self._peers.pages
 
     @property
     def failed(self) -> int:

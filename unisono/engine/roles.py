@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 
 from unisono.config import ResolvedConfig
 from unisono.engine.identity import engine_identity
+from unisono.engine.page_bytes import SharedPages
 from unisono.engine.prefill_client import PrefillClient
 from unisono.engine.prefill_service import PrefillService
-from unisono.engine.worker import Worker
+from unisono.engine.runner import Runner
 from unisono.passes.features.base import Metric
 from unisono.transport.addresses import Address
 from unisono.transport.backends import usable_backends
@@ -27,12 +28,14 @@ class Roles:
     wakes: a socket that becomes readable when the service has news for an engine that sleeps.
     """
 
-    def __init__(self, config: ResolvedConfig | None = None, worker: Worker | None = None) -> None:
+    def __init__(self, config: ResolvedConfig | None = None, runner: Runner | None = None) -> None:
         self.service: PrefillService | None = None
         self.client: PrefillClient | None = None
         self.wakes: socket.socket | None = None
-        if config is None or worker is None or not (config.asked.transfer_listen or config.asked.prefill_urls):
+        self._pages: SharedPages | None = None
+        if config is None or runner is None or not config.asked.exchanges_pages:
             return
+        self._pages = pages = runner.share_pages()
         asked = config.asked
         listens = [Address.parse(asked.transfer_listen, "--transfer-listen")] if asked.transfer_listen else []
         urls = asked.prefill_urls.split(",") if asked.prefill_urls else []
@@ -42,14 +45,14 @@ class Roles:
                 "--transfer-backend nixl: over a Unix socket pages go through shared memory; give tcp://HOST:PORT."
             )
         backends = usable_backends(asked.transfer_backend)
-        identity, timeout = engine_identity(config, worker), asked.transfer_timeout
+        identity, timeout = engine_identity(config, runner.worker), asked.transfer_timeout
         for address in listens:
             self.wakes, self._wake = socket.socketpair()
             self.wakes.setblocking(False)
             self._wake.setblocking(False)
-            self.service = PrefillService(address, _key([address]), identity, timeout, backends, self.wake)
+            self.service = PrefillService(address, _key([address]), identity, timeout, backends, pages, self.wake)
         if peers:
-            self.client = PrefillClient(peers, _key(peers), identity, timeout, backends)
+            self.client = PrefillClient(peers, _key(peers), identity, timeout, backends, pages)
 
     def wake(self) -> None:
         """Make :attr:`wakes` readable."""
@@ -72,7 +75,7 @@ class Roles:
 
     def close(self) -> None:
         """Hang up on everybody."""
-        for part in (self.service, self.client):
+        for part in (self.service, self.client, self._pages):
             if part is not None:
                 part.close()
 

@@ -11,6 +11,7 @@ from unisono.config import ResolvedConfig
 from unisono.engine.buckets import CPU_COST, check_full
 from unisono.engine.build import Build
 from unisono.engine.commands import Command, ResetSlots
+from unisono.engine.page_bytes import PageBytes, SharedPages
 from unisono.engine.ranks import Team, ranks_of
 from unisono.engine.sequence import Extend
 from unisono.graphs.buckets import Buckets
@@ -82,6 +83,11 @@ class Runner:
         if self.team is None:
             return self.worker.execute(command)
         return self.team.send(command, self.worker)
+
+    def share_pages(self) -> SharedPages:
+        """Pages as bytes on all ranks, for an engine that exchanges them."""
+        own = self.worker.page_bytes = PageBytes(self.worker.store)
+        return SharedPages(self.worker.store, own, self.send, self.team.pages if self.team is not None else ())
 
     def forget(self) -> None:
         """Reset slots and counts. No request may hold a slot."""

@@ -21,14 +21,17 @@ from unisono.engine.commands import (
     LoadTail,
     MoveIn,
     MoveOut,
+    PackPages,
     ReadAdapter,
     ResetSlots,
     ResetTail,
     SaveTail,
+    UnpackPages,
     WriteAdapter,
     WritePages,
     WriteSlot,
 )
+from unisono.engine.page_bytes import PageBytes
 from unisono.engine.slots import Slots
 from unisono.graphs.graph_set import GraphSet
 from unisono.kernels.staying import release
@@ -48,7 +51,8 @@ class Worker:
     tower: what encodes pictures for the model; None where it sees nothing.
     num_pages: pages of the pool by lifetime; path_pages: of each lifetime beside these, for the paths of trees.
     snapshots: how many snapshots of tails there is room for. host_pages: where evicted pages wait; None: nowhere.
-    adapters: what may be put into the model's room for adapters; None: it has none.
+    adapters: what may be put into the model's room for adapters; None: it has none. page_bytes: what reads and writes
+    pages for other engines; None: no engine exchanges pages with this one.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Worker:
         self.path_pages = self.snapshots = 0
         self.host_pages: HostPages | None = None
         self.adapters: HeldAdapters | None = None
+        self.page_bytes: PageBytes | None = None
 
     def hold_pages(self, num_pages: Mapping[int, int], path_pages: int = 0, snapshots: int = 0) -> None:
         """Allocate the pages of target and drafter, in place of fewer ones."""
@@ -92,6 +97,9 @@ class Worker:
             self.store.reset_tail(command.slot)
         elif isinstance(command, MoveOut | MoveIn | Arrived):
             self._move(command)
+        elif isinstance(command, PackPages | UnpackPages):
+            assert self.page_bytes is not None
+            self.page_bytes.execute(command)
         elif isinstance(command, ReadAdapter | KeepAdapters | WriteAdapter):
             assert self.adapters is not None
             self.adapters.execute(command)
@@ -126,7 +134,7 @@ class Worker:
         if self.host_pages is not None:
             self.host_pages.close()
         self.graphs.close()
-        self.adapters = None
+        self.adapters = self.page_bytes = None
         large = [weakref.ref(each) for each in (self.model, self.drafter, self.store)]
         del self.model, self.tower, self.drafter, self.store, self.slots
         if on_gpu or any(each() is not None for each in large):

@@ -8,14 +8,19 @@ dtype. Nothing may be in flight on the device of the importing engine's pages; t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 
 from unisono.state.pages import OutOfPages, PagePool
 from unisono.state.prefix_tree import Node, Token, page_keys
 from unisono.state.specs import ALL, PAGE_SIZE, TAILS
 from unisono.state.store import StateStore
+
+Buffer = bytes | bytearray | memoryview
 
 PageState = list[torch.Tensor]
 """What :meth:`StateStore.export_page` returns."""
@@ -68,45 +73,95 @@ def import_prefix(pool: PagePool, store: StateStore, prefix: Prefix) -> int:
 Parts = list[tuple[int, list[int]]]
 """Kind, and the pages of a text (by place) that have it."""
 
+Named = list[tuple[int, np.ndarray]]
+"""Kind, and numbers of the device's pages or snapshots, int32."""
 
-def pack_pages(store: StateStore, nodes: Sequence[Node], first: int, wanted: Mapping[int, Collection[int]]) -> Packed:
-    """The state of a path's nodes from ``first`` on, gathered on the device and on its way to the host.
 
-    wanted: by kind, the pages that are to be packed where the nodes have it; every page of lifetime ALL.
+@dataclass(frozen=True)
+class Packing:
+    """The state of pages on its way to the host. done: when ``tensors`` are there; None: they are.
+
+    others: the bytes of other ranks, whose parts of the same pages come after these.
     """
-    parts: Parts = [(ALL, list(range(first, len(nodes))))]
-    ids = {ALL: [node.page for node in nodes[first:]]}
-    for kind, pages in wanted.items():
-        held = [(p, _held(nodes[p], kind)) for p in sorted(pages) if p < len(nodes) and _held(nodes[p], kind) >= 0]
-        if held:
-            parts.append((kind, [page for page, _ in held]))
-            ids[kind] = [number for _, number in held]
+
+    tensors: Sequence[torch.Tensor]
+    done: torch.cuda.Event | None
+    others: Sequence[Future[Buffer]] = ()
+
+    def payload(self) -> list[Buffer]:
+        """The bytes, once they are there. Any thread may call it. Raises what keeps another rank from sending."""
+        if self.done is not None:
+            self.done.synchronize()
+        own = [tensor.view(torch.uint8).reshape(-1).numpy().data for tensor in self.tensors]
+        return [*own, *(other.result() for other in self.others)]
+
+
+def pack(store: StateStore, parts: Named) -> Packing:
+    """Read pages: kind by kind, of each tensor of it (``StateStore.parts``) the pages in this order."""
     tensors = []
-    for kind, _ in parts:
-        places = torch.tensor(ids[kind], dtype=torch.int64, device=store.device)
+    for kind, ids in parts:
+        places = torch.from_numpy(ids.astype(np.int64)).to(store.device)
         tensors += [_to_host(part.index_select(0, places)) for part in store.parts(kind)]
     done = None
     if store.device.type == "cuda":
         done = torch.cuda.Event()
         done.record()
-    return Packed(first, [node.complete for node in nodes[first:]], parts, tensors, done)
+    return Packing(tensors, done)
+
+
+def unpack(store: StateStore, parts: Named, payload: Buffer) -> None:
+    """Write the bytes that :func:`pack` gave for as many pages; an id of -1 leaves its bytes out."""
+    at, whole = 0, memoryview(payload)
+    for kind, ids in parts:
+        kept = torch.from_numpy((ids >= 0).nonzero()[0])
+        places = torch.from_numpy(ids[ids >= 0].astype(np.int64)).to(store.device)
+        for tensor in store.parts(kind):
+            size = len(ids) * tensor[0].numel() * tensor.element_size()
+            raw = torch.frombuffer(bytearray(whole[at : at + size]), dtype=tensor.dtype)
+            at += size
+            tensor.index_copy_(0, places, raw.view(len(ids), *tensor.shape[1:])[kept].to(store.device))
+
+
+class Bytes(Protocol):
+    """Pages as bytes, on all ranks that hold them (``engine/page_bytes.py``)."""
+
+    def pack(self, parts: Named) -> Packing:
+        """See :func:`pack`."""
+        ...
+
+    def unpack(self, parts: Named, payload: Buffer) -> None:
+        """See :func:`unpack`. Raises ValueError for another number of bytes than the pages have."""
+        ...
+
+    def nbytes(self, parts: Named) -> int:
+        """Of all ranks' state of pages."""
+        ...
+
+
+def pack_pages(pages: Bytes, nodes: Sequence[Node], first: int, wanted: Mapping[int, Collection[int]]) -> Packed:
+    """The state of a path's nodes from ``first`` on, gathered on the device and on its way to the host.
+
+    wanted: by kind, the pages that are to be packed where the nodes have it; every page of lifetime ALL.
+    """
+    parts: Parts = [(ALL, list(range(first, len(nodes))))]
+    named: Named = [(ALL, _ids([node.page for node in nodes[first:]]))]
+    for kind, places in wanted.items():
+        held = [(p, _held(nodes[p], kind)) for p in sorted(places) if p < len(nodes) and _held(nodes[p], kind) >= 0]
+        if held:
+            parts.append((kind, [page for page, _ in held]))
+            named.append((kind, _ids([number for _, number in held])))
+    return Packed(first, [node.complete for node in nodes[first:]], parts, pages.pack(named), pages.nbytes(named))
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Pages ``first`` … of a text. done: when ``tensors`` are there; None: they are."""
+    """Pages ``first`` … of a text. nbytes: of their state."""
 
     first: int
     complete: list[bool]
     parts: Parts
-    tensors: list[torch.Tensor]
-    done: torch.cuda.Event | None
-
-    def payload(self) -> list[memoryview]:
-        """The bytes, once they are there. Any thread may call it."""
-        if self.done is not None:
-            self.done.synchronize()
-        return [tensor.view(torch.uint8).reshape(-1).numpy().data for tensor in self.tensors]
+    state: Packing
+    nbytes: int
 
 
 class Incoming:
@@ -116,8 +171,8 @@ class Incoming:
     is expected.
     """
 
-    def __init__(self, pool: PagePool, store: StateStore, tokens: Sequence[Token]) -> None:
-        self._pool, self._store = pool, store
+    def __init__(self, pool: PagePool, pages: Bytes, tokens: Sequence[Token]) -> None:
+        self._pool, self._pages = pool, pages
         self.keys = list(page_keys(tokens))
         usable = pool.usable(pool.tree.match(tokens))
         self.first = len(usable)
@@ -125,28 +180,19 @@ class Incoming:
         for node in usable:
             pool.tree.lock(node)
 
-    def put(self, first: int, complete: Sequence[bool], parts: Parts, payload: bytes | bytearray | memoryview) -> None:
+    def put(self, first: int, complete: Sequence[bool], parts: Parts, payload: Buffer) -> None:
         """Write pages into the tree. Raises OutOfPages, and ValueError for what is not the next page's state."""
         if first > len(self.path) or first + len(complete) > len(self.keys):
             raise ValueError(f"pages {first} … came after {len(self.path)} of {len(self.keys)}")
-        sizes = [(kind, pages, self._store.parts(kind)) for kind, pages in parts]
-        if sum(len(p) * t[0].numel() * t.element_size() for _, p, some in sizes for t in some) != len(payload):
-            raise ValueError(f"{len(payload)} bytes are not the state of these pages")
-        if any(not first <= page < first + len(complete) for _, pages, _ in sizes for page in pages):
+        if any(not first <= page < first + len(complete) for _, pages in parts for page in pages):
             raise ValueError("a part belongs to none of the pages")
+        if self._pages.nbytes([(kind, _ids(pages)) for kind, pages in parts]) != len(payload):
+            raise ValueError(f"{len(payload)} bytes are not the state of these pages")
         fresh = self._nodes(first, complete)
-        at, whole = 0, memoryview(payload)
-        for kind, pages, tensors in sizes:
-            ids = [self._place(kind, page, fresh) for page in pages]
-            self._pool.flush()  # what gave way for them
-            for tensor in tensors:
-                row = tensor[0].numel() * tensor.element_size()
-                raw = torch.frombuffer(bytearray(whole[at : at + row * len(pages)]), dtype=tensor.dtype)
-                at += row * len(pages)
-                rows = raw.view(len(pages), *tensor.shape[1:])
-                kept = [i for i, number in enumerate(ids) if number >= 0]
-                places = torch.tensor([ids[i] for i in kept], dtype=torch.int64)
-                tensor.index_copy_(0, places.to(self._store.device), rows[kept].to(self._store.device))
+        placed = [(kind, pages, [self._place(kind, page, fresh) for page in pages]) for kind, pages in parts]
+        self._pool.flush()  # what gave way for them
+        self._pages.unpack([(kind, _ids(ids)) for kind, _, ids in placed], payload)
+        for kind, pages, ids in placed:
             self._finish(kind, pages, ids)
 
     def close(self) -> None:
@@ -193,6 +239,10 @@ class Incoming:
                 self._pool.snapshots.attach(self.path[page], number)
             else:
                 self._pool.windows[kind].unlock(self.path[page])
+
+
+def _ids(numbers: Sequence[int]) -> np.ndarray:
+    return np.asarray(numbers, np.int32)
 
 
 def _held(node: Node, kind: int) -> int:
