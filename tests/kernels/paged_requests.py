@@ -12,10 +12,13 @@ import torch
 
 from unisono.kernels import attention as ops
 from unisono.kernels import attention_cpu as twin
+from unisono.kernels.fp8_quantize import launch_quantize, padded_quantize_cpu
 from unisono.kernels.kv_e4m3 import dequantised, quantised
 
 TRITON = (ops.launch_attention_plan, ops.launch_attention)
 TWIN = (twin.attention_plan_cpu, twin.attention_cpu)
+QUANTISING = (ops.launch_attention_fp8, launch_quantize)
+TWIN_QUANTISING = (torch.ops.unisono.attention_fp8, padded_quantize_cpu)
 IMPLEMENTATIONS = pytest.mark.parametrize("triton", [True, False], ids=["triton", "twin"])
 ALWAYS_CUT, NEVER_CUT = 10**6, 1  # programs at a time
 
@@ -25,7 +28,8 @@ class Requests:
     """Requests of the given lengths: queries for each token, keys and values in shuffled pages.
 
     The last slot is the padding slot; page 0 is the padding page. Everything unwritten is NaN. With ``e4m3`` the pages
-    are quantised, and keys and values are what they stand for.
+    are quantised, and keys and values are what they stand for. With ``to_e4m3`` attention whose outputs are e4m3 is
+    compared each time with those that are quantised afterwards.
     """
 
     lengths: list[int]
@@ -41,6 +45,7 @@ class Requests:
     sinks: bool = False
     planned_window: bool = False
     e4m3: bool = False
+    to_e4m3: bool = False
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,6 +100,11 @@ class Requests:
         args = (q, *caches, self._int32(positions), *planned, partials, self.scale, self.window, self.first)
         args += (self.soft_cap, sink, *self.scales)
         out = attend(*args)
+        if self.to_e4m3:
+            quantising, quantise = QUANTISING if self.triton else TWIN_QUANTISING
+            for got, want in zip(quantising(*args), quantise(out, self.dim), strict=True):
+                assert got.shape == want.shape
+                assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
         if partials:
             assert torch.equal(out, attend(*args)), "the plan does not serve a second layer"
         return out.view(-1, self.heads, self.dim).cpu()

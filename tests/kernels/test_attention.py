@@ -74,6 +74,23 @@ def test_rounds_have_the_bits_of_extend(triton, width, window):
     assert torch.equal(case.round([ends[2], None], width)[0], want[2])
 
 
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(
+    ("options", "width"),
+    [({}, 1), ({"sinks": True, "soft_cap": 20.0}, 3), ({"e4m3": True, "window": 100}, 4), ({"dim": 32, "first": 3}, 2)],
+)
+def test_outputs_in_e4m3_have_the_bits_of_quantised_ones(triton, options, width, dtype):
+    """Padding after the last token, of rows and of passes, included; whole tiles and cut ones."""
+    made = {"heads": 6, "kv_heads": 2, "dim": 16} | options
+    case = Requests([300, 40, 9], triton, dtype, to_e4m3=True, **made)
+    ends = [(0, 300), None, (1, 40), (2, 9), None]
+    for rows in range(1, 5):
+        case.round(ends[:rows], width)
+        case.round(ends[-rows:], width, NEVER_CUT)
+    case.extend([(0, 280, 300), (1, 0, 9), (2, 3, 9)], padding=3)
+    case.extend([(2, 0, 9)], 4, 0, ALWAYS_CUT, 64)
+
+
 @pytest.mark.parametrize(
     ("first", "window", "triton"),
     [

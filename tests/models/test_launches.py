@@ -22,6 +22,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("models")
     made = {
         "dense": make_checkpoint(base / "dense", "qwen3", num_hidden_layers=2, **DENSE),
+        "heads of 128": make_checkpoint(base / "wide", "qwen3", num_hidden_layers=2, **DENSE | {"head_dim": 128}),
         "experts": make_checkpoint(base / "experts", "qwen3_moe", num_hidden_layers=2, **DENSE, **EXPERTS),
         "hybrid": make_checkpoint(base / "hybrid", "qwen3_5_moe_text", **HYBRID),
     }
@@ -33,6 +34,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 CASES = [
     ("dense", "fp8"), ("fp8-blocks", None), ("compressed-fp8-channel", None), ("experts", "fp8"), ("hybrid", "fp8"),
+    ("heads of 128", "fp8"),
 ]  # fmt: skip
 
 
@@ -57,6 +59,8 @@ def test_what_kernels_quantise_has_the_bits_of_a_launch_of_its_own(kind, quantiz
     [
         # of a layer: qkv, gate+up, down asked and were given; o quantises attention's output itself
         ("dense", "fp8", 2, 6),
+        # a head is a group of columns that share a scale: attention quantises its output
+        ("heads of 128", "fp8", 0, 8),
         # in this layout some projections are plain
         ("compressed-fp8-channel", None, 2, 4),
         # qkv and experts' gate+up; down's inputs are made pair by pair

@@ -9,11 +9,14 @@ Hq / Hkv query / KV heads, D head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from unisono.kernels.fp8_quantize import handed_on
+from unisono.layers.activations import Activations, Wish
 from unisono.program import eager_break
 
 
@@ -160,6 +163,22 @@ class AttentionBackend(Protocol):
 
 
 @runtime_checkable
+class QuantisingAttention(Protocol):
+    """A backend whose kernels can quantise what they return, for a layer with e4m3 weights that reads it."""
+
+    def quantises(self, head_dim: int, group: int) -> bool:
+        """Whether it does for heads of this size and a reader whose scales serve ``group`` columns."""
+        ...
+
+    def forward_fp8(
+        self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`AttentionBackend.forward` as values e4m3 and their scales (``kernels/fp8_quantize.py``), with the bits
+        of quantising its rows."""
+        ...
+
+
+@runtime_checkable
 class ProvingAttention(Protocol):
     """A backend with kernels that may run only where their bits were compared on the GPU at hand."""
 
@@ -218,11 +237,36 @@ class BreakingAttention:
             single, rest = inputs.plan
             return torch.cat((self.forward(q[:n], kv, single, options), self.forward(q[n:], kv, rest, options)))
         attend = _attend_where_split if self.backend.capturable else _attend
-        return attend(self.backend, q, kv, inputs, options)
+        return attend(self.backend.forward, q, kv, inputs, options)
+
+    def quantises(self, head_dim: int, group: int) -> bool:
+        """See :class:`QuantisingAttention`."""
+        return isinstance(self.backend, QuantisingAttention) and self.backend.quantises(head_dim, group)
+
+    def forward_fp8(
+        self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`QuantisingAttention`."""
+        assert isinstance(self.backend, QuantisingAttention)
+        attend = _attend_where_split if self.backend.capturable else _attend
+        found: tuple[torch.Tensor, torch.Tensor] = attend(self.backend.forward_fp8, q, kv, inputs, options)
+        return found
 
 
-def _call(backend: AttentionBackend, *args: Any) -> torch.Tensor:
-    return backend.forward(*args)
+def attended(
+    backend: AttentionBackend, wish: Wish | None, q: torch.Tensor, kv: KV, inputs: AttentionInputs,
+    options: AttentionOptions,
+) -> Activations:  # fmt: skip
+    """``backend.forward``, for a reader with this wish; the two parts of a mixed pass are joined as plain rows."""
+    if wish is None or wish.keep or inputs.singles or not isinstance(backend, QuantisingAttention):
+        return backend.forward(q, kv, inputs, options)
+    if backend.quantises(q.shape[2], wish.group):
+        return handed_on(backend.forward_fp8(q, kv, inputs, options), q, wish.group)
+    return backend.forward(q, kv, inputs, options)
+
+
+def _call(forward: Callable[..., Any], *args: Any) -> Any:
+    return forward(*args)
 
 
 @eager_break

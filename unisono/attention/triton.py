@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from unisono.attention.base import KV, AttentionInputs, AttentionOptions
 from unisono.kernels import attention_hopper
-from unisono.kernels.attention import attention, attention_plan
+from unisono.kernels.attention import attention, attention_fp8, attention_plan, quantises
 
 WORKSPACE_TOKENS = 4096
 """Tokens × KV splits that the workspace holds, at 4 · Hq · (D + 2) bytes each: 68 MB at 32 heads of 128."""
@@ -90,6 +92,20 @@ class TritonAttention:
 
     def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
         """See :class:`unisono.attention.base.AttentionBackend`."""
-        o = options
-        given = (q, kv.k, kv.v, inputs.page_table, inputs.positions, inputs.plan)
-        return attention(*given, o.scale, o.window, o.first, o.soft_cap, o.sinks, kv.k_scales, kv.v_scales)
+        return attention(q, *_given(kv, inputs, options))
+
+    def quantises(self, head_dim: int, group: int) -> bool:
+        """See :class:`unisono.attention.base.QuantisingAttention`."""
+        return quantises(head_dim, group)
+
+    def forward_fp8(
+        self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`unisono.attention.base.QuantisingAttention`."""
+        return attention_fp8(q, *_given(kv, inputs, options))
+
+
+def _given(kv: KV, inputs: AttentionInputs, o: AttentionOptions) -> tuple[Any, ...]:
+    """What the ops take beside the queries."""
+    where = kv.k, kv.v, inputs.page_table, inputs.positions, inputs.plan
+    return *where, o.scale, o.window, o.first, o.soft_cap, o.sinks, kv.k_scales, kv.v_scales

@@ -1,8 +1,8 @@
 """Whether two engines compute the same state: what pages may be exchanged for, by file or between engines.
 
 The identity is a digest of the code, the device, the dtypes of model and KV cache, the number of ranks, the shape of
-every part of the state, and a sample of every weight of target and drafter (of rank 0's part of them). A weight's sample
-is 64 values spread over it, so two checkpoints that were trained apart differ, wherever they lie.
+every part of the state, and a sample of every weight of target and drafter, of rank 0's part of them. A sample is 64
+values spread over the weight, so two checkpoints that were trained apart differ, wherever they lie.
 """
 
 from __future__ import annotations

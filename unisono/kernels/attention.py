@@ -24,6 +24,7 @@ import triton
 from unisono.kernels import attention_hopper
 from unisono.kernels.attention_cpu import SPLIT, attention_cpu, attention_plan_cpu
 from unisono.kernels.attention_triton import LOG2_E, attention_kernel, plan_kernel
+from unisono.kernels.fp8_quantize import empty_quantised, launch_quantize, quantised_cpu
 from unisono.kernels.library import AotCase, define, register
 from unisono.kernels.overlap import overlapped
 
@@ -122,7 +123,23 @@ def _attended(q: torch.Tensor, *_: object) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 
 
-def launch_attention(
+def launch_attention(q: torch.Tensor, *given: Any, **options: int) -> torch.Tensor:
+    """See :func:`attention`. ``options`` override the launch's (for tuning)."""
+    return _launch(_attended(q), None, options, q, *given)
+
+
+def launch_attention_fp8(q: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`attention_fp8`."""
+    tokens, heads, head_dim = q.shape
+    x8, scales = empty_quantised(q, tokens, heads * head_dim, head_dim)
+    out = _launch(x8, scales, {}, q, *given)
+    return (x8, scales) if out is x8 else launch_quantize(out, head_dim)
+
+
+def _launch(
+    out: torch.Tensor,
+    scales: torch.Tensor | None,
+    options: dict[str, int],
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -139,10 +156,9 @@ def launch_attention(
     sinks: torch.Tensor | None = None,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
-    **options: int,
 ) -> torch.Tensor:
-    """See :func:`attention`. ``options`` override the launch's (for tuning)."""
-    _, heads, head_dim = q.shape
+    """Attend into ``out``; the kernel for Hopper returns a tensor of its own. scales: of e4m3 outputs."""
+    tokens, heads, head_dim = q.shape
     capacity, tile_tokens, kv_heads = arrivals.shape
     plain = not options and soft_cap == 0 and sinks is None and k_scales is None
     if partials == 0 and plain and attention_hopper.serves(q, k_cache, tile_tokens, window, first):
@@ -153,31 +169,41 @@ def launch_attention(
         k_cache, v_cache, k_scales, v_scales = map(_words, (k_cache, v_cache, k_scales, v_scales))
     state = q.new_empty(partials, tile_tokens, heads, 2, dtype=torch.float32)
     acc = q.new_empty(partials, tile_tokens, heads, head_dim, dtype=torch.float32)
-    out = _attended(q)
     sizes, launch = _geometry(heads, kv_heads, head_dim, q.dtype, tile_tokens, partials > 0)
     items = capacity * sizes["PARTS"] * kv_heads
-    tiles = triton.cdiv(len(q), tile_tokens) * sizes["PARTS"] * kv_heads
+    tiles = triton.cdiv(tokens, tile_tokens) * sizes["PARTS"] * kv_heads
     programs = options.pop("programs", _programs(q.device, tiles))
+    rows = (None, None) if scales is None else (tokens, len(out))
     attention_kernel[(min(programs, items) if partials else items,)](
         q, k_cache, v_cache, page_table, positions, work, count, arrivals, state, acc, out,
-        sinks, k_scales, v_scales, page_table.stride(0), k_cache.stride(0), window, (soft_cap or scale) * LOG2_E.value,
+        sinks, k_scales, v_scales, scales, *rows,
+        page_table.stride(0), k_cache.stride(0), window, (soft_cap or scale) * LOG2_E.value,
         PAGE=page, WINDOW=window > 0, FIRST=first, TO_CAP=scale / soft_cap if soft_cap else 0.0,
         **sizes, **(launch | options), **overlapped(q.device),
     )  # fmt: skip
     return out
 
 
+_GIVEN = (
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor positions, Tensor work,"
+    " Tensor count, Tensor(a!) arrivals, int partials, float scale, int window,"
+    " int first=0, float soft_cap=0.0, Tensor? sinks=None, Tensor? k_scales=None, Tensor? v_scales=None)"
+)
+
 define(
     "attention_plan(Tensor slots, Tensor kv_len, Tensor? query_start, int num_tokens, int tile_tokens,"
     " int num_kv_heads, int partials, int programs, int window=0) -> (Tensor, Tensor, Tensor)"
 )
-define(
-    "attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor positions, Tensor work,"
-    " Tensor count, Tensor(a!) arrivals, int partials, float scale, int window,"
-    " int first=0, float soft_cap=0.0, Tensor? sinks=None, Tensor? k_scales=None, Tensor? v_scales=None) -> Tensor"
-)
+define(f"attention{_GIVEN} -> Tensor")
+define(f"attention_fp8{_GIVEN} -> (Tensor, Tensor)")
 register("attention_plan", cuda=launch_attention_plan, cpu=attention_plan_cpu, meta=_plan_shapes)
 register("attention", cuda=launch_attention, cpu=attention_cpu, meta=_attended)
+register(
+    "attention_fp8",
+    cuda=launch_attention_fp8,
+    cpu=lambda q, *given: quantised_cpu(attention_cpu(q, *given), q.shape[2]),
+    meta=lambda q, *given: empty_quantised(q, q.shape[0], q.shape[1] * q.shape[2], q.shape[2]),
+)
 
 
 class AttentionPlan(NamedTuple):
@@ -256,23 +282,45 @@ def attention(
     )
 
 
+def quantises(head_dim: int, group: int) -> bool:
+    """Whether :func:`attention_fp8` serves heads of this size for readers whose scales serve ``group`` columns."""
+    return head_dim == group and head_dim & (head_dim - 1) == 0
+
+
+def attention_fp8(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    positions: torch.Tensor,
+    plan: AttentionPlan,
+    *given: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`attention` in e4m3, a scale for each token and head: the bits of ``quantize_fp8(attention(…), D)``.
+
+    D: a power of two (:func:`quantises`). given: the rest, as there. Returns (values e4m3 [T', Hq · D], scales
+    fp32 [Hq, T']), T' = T padded to a multiple of four with zeros.
+    """
+    return torch.ops.unisono.attention_fp8(q, k_cache, v_cache, page_table, positions, *plan, *given)
+
+
 def _case(
     heads: int, kv_heads: int, head_dim: int, tile_tokens: int, cut: bool, window: bool = False, first: int = 0,
-    soft_cap: float = 0.0, sinks: bool = False, e4m3: bool = False,
+    soft_cap: float = 0.0, sinks: bool = False, e4m3: bool = False, quantised: bool = False,
 ) -> AotCase:  # fmt: skip
     sizes, options = _geometry(heads, kv_heads, head_dim, torch.bfloat16, tile_tokens, cut)
-    signature = dict.fromkeys(("q_ptr", "out_ptr"), "*bf16")
+    signature = {"q_ptr": "*bf16", "out_ptr": "*fp8e4nv" if quantised else "*bf16"}
     signature |= dict.fromkeys(("k_ptr", "v_ptr"), "*i32" if e4m3 else "*bf16")
     signature |= dict.fromkeys(("table_ptr", "positions_ptr", "work_ptr", "count_ptr", "arrivals_ptr"), "*i32")
     signature |= {"state_ptr": "*fp32", "acc_ptr": "*fp32", "scale": "fp32"}
     signature |= dict.fromkeys(("max_pages", "page_stride", "window"), "i32")
     constants: dict[str, Any] = sizes | {"PAGE": 16, "WINDOW": window, "FIRST": first, "OVERLAP": True}
     constants["TO_CAP"] = head_dim**-0.5 / soft_cap if soft_cap else 0.0
-    for name, there, kind in (("sinks", sinks, "*fp32"), ("k_scales", e4m3, "*i32"), ("v_scales", e4m3, "*i32")):
-        if there:
-            signature[f"{name}_ptr"] = kind
-        else:
-            constants[f"{name}_ptr"] = None
+    optional = {"sinks_ptr": (sinks, "*fp32"), "scales_ptr": (quantised, "*fp32")}
+    optional |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr"), (e4m3, "*i32"))
+    optional |= dict.fromkeys(("tokens", "padded"), (quantised, "i32"))
+    signature |= {name: kind for name, (there, kind) in optional.items() if there}
+    constants |= {name: None for name, (there, _) in optional.items() if not there}
     return AotCase(attention_kernel, signature, constants, **options)
 
 
@@ -301,6 +349,9 @@ AOT = [
     _case(8, 4, 256, 64, cut=False, e4m3=True),
     _case(8, 4, 256, 4, cut=True, window=True, soft_cap=50.0, e4m3=True),
     _case(64, 8, 64, 16, cut=False, window=True, sinks=True, e4m3=True),
+    *(_case(32, 8, 128, width, cut=True, quantised=True) for width in (1, 4, 6)),
+    *(_case(32, 8, 128, tokens, cut=False, quantised=True) for tokens in (16, 32)),
+    _case(32, 8, 128, 4, cut=True, window=True, e4m3=True, quantised=True),
     AotCase(plan_kernel, _PLAN, _PLAN_SIZES | {"window": None}),
     AotCase(plan_kernel, _PLAN | {"window": "i32"}, _PLAN_SIZES),
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from unisono.kernels.fp8_quantize import _scaled, _scales_of
 from unisono.kernels.kv_e4m3 import e4m3_factor, e4m3_tile
 from unisono.kernels.overlap import follow
 
@@ -192,21 +193,50 @@ def _merge_sinks(sinks_ptr, index, in_use, m, z, acc, HEADS: tl.constexpr):
 
 @triton.jit
 def _store(
-    out_ptr, sinks_ptr, index, position, in_use, m, z, acc, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, FIRST: tl.constexpr,
+    outs, index, position, in_use, m, z, acc, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs of a tile's rows from their final state, with the sinks merged."""
+    """Write the outputs of a tile's rows from their final state, with the sinks merged.
+
+    outs: (outputs, sinks or None, scales, queries, tokens, padded); the last four are None unless outputs are e4m3.
+    """
+    out_ptr, sinks_ptr, scales_ptr, q_ptr, tokens, padded = outs
     if sinks_ptr is not None:
         m, z, acc = _merge_sinks(sinks_ptr, index, in_use, m, z, acc, HEADS)
     sees = position >= FIRST
     out = tl.where(sees[:, None], acc * (1.0 / tl.where(sees, z, 1.0))[:, None], 0.0)
     offset, mask = _values(index, in_use, HEAD_DIM, DIM)
-    tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=mask)
+    if scales_ptr is None:
+        tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        rounded = out.to(q_ptr.dtype.element_ty).to(tl.float32)
+        _store_e4m3(out_ptr, scales_ptr, rounded, offset, index, in_use, tokens, padded, HEADS, HEAD_DIM)
+
+
+@triton.jit
+def _store_e4m3(
+    out_ptr, scales_ptr, value, offset, index, in_use, tokens, padded, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """Quantise rows [rows, HEAD_DIM], a scale for each, with the bits of ``quantize_fp8`` for groups of HEAD_DIM.
+
+    Who has rows of the last of ``tokens`` tokens writes the padding after it too, up to ``padded``: zeros.
+    """
+    scale = _scales_of(value)
+    kind = out_ptr.dtype.element_ty
+    at = index % HEADS * padded + index // HEADS
+    tl.store(out_ptr + offset, _scaled(value, scale).to(kind), mask=in_use[:, None])
+    tl.store(scales_ptr + at, scale, mask=in_use)
+    nothing = tl.zeros(value.shape, tl.float32)
+    least = _scales_of(nothing)
+    for i in tl.static_range(1, 4):
+        beyond = in_use & (index // HEADS == tokens - 1) & (tokens - 1 + i < padded)
+        tl.store(out_ptr + offset + i * HEADS * HEAD_DIM, nothing.to(kind), mask=beyond[:, None])
+        tl.store(scales_ptr + at + i, least, mask=beyond)
 
 
 @triton.jit
 def _merge_kept(
-    positions_ptr, state_ptr, acc_ptr, out_ptr, sinks_ptr, first, last, head, place, stride, first_split, end_split,
+    positions_ptr, state_ptr, acc_ptr, outs, first, last, head, place, stride, first_split, end_split,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -226,7 +256,7 @@ def _merge_kept(
             z1 = tl.load(state_ptr + at * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")
             acc1 = tl.load(acc_ptr + offset, mask=mask, other=0.0, cache_modifier=".cg")
             m, z, acc = _merge(m, z, acc, m1, z1, acc1)
-    _store(out_ptr, sinks_ptr, index, position, in_use, m, z, acc, HEADS, HEAD_DIM, DIM, FIRST)
+    _store(outs, index, position, in_use, m, z, acc, HEADS, HEAD_DIM, DIM, FIRST)
 
 
 @triton.jit
@@ -273,9 +303,9 @@ def _work_item(work_ptr, i):
 @triton.jit
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, positions_ptr, work_ptr, count_ptr, arrivals_ptr, state_ptr, acc_ptr, out_ptr,
-    sinks_ptr, k_scales_ptr, v_scales_ptr, max_pages, page_stride, window, scale, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
+    sinks_ptr, k_scales_ptr, v_scales_ptr, scales_ptr, tokens, padded, max_pages, page_stride, window, scale, HEADS:
+    tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TOKENS:
+    tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
     WINDOW: tl.constexpr, FIRST: tl.constexpr, TO_CAP: tl.constexpr, CUT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A fixed number of programs share the work list × parts of a tile × KV heads. Keys below FIRST are invisible.
@@ -284,6 +314,7 @@ def attention_kernel(
     completes the tile's count merges them in order. Without CUT a tile needs no masks for keys that all its rows see.
     """
     follow(OVERLAP)
+    outs = out_ptr, sinks_ptr, scales_ptr, q_ptr, tokens, padded
     GROUP: tl.constexpr = HEADS // KV_HEADS
     upcoming = _work_item(work_ptr, tl.program_id(0) // (PARTS * KV_HEADS))  # read ahead, here and below
     total = tl.load(count_ptr) * (PARTS * KV_HEADS)
@@ -300,8 +331,7 @@ def attention_kernel(
         own_k_ptr, own_v_ptr = k_ptr + head * each * HEAD_DIM, v_ptr + head * each * HEAD_DIM
         factors = None if k_scales_ptr is None else _exponents(k_scales_ptr, v_scales_ptr, head, each, KV_HEADS)
         skipped = tl.load(work_ptr + counter * 8 + 4) if WINDOW and CUT else None  # splits that the plan leaves out
-        place = _place(partial, tile, skipped, TOKENS, HEADS)
-        stride = tl.where(partial >= 0, TOKENS * HEADS, 0)
+        place, stride = _place(partial, tile, skipped, TOKENS, HEADS), tl.where(partial >= 0, TOKENS * HEADS, 0)
         workspace = (state_ptr, acc_ptr, index + place, in_use, stride) if CUT else None
         begin, end, low = first_split * SPLIT, tl.minimum(end_split * SPLIT, length), FIRST
         if WINDOW:
@@ -322,13 +352,13 @@ def attention_kernel(
             m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, True, TO_CAP, workspace,
         )  # fmt: skip
         if partial < 0:
-            _store(out_ptr, sinks_ptr, index, position, in_use, m, z, acc, HEADS, HEAD_DIM, DIM, FIRST)
+            _store(outs, index, position, in_use, m, z, acc, HEADS, HEAD_DIM, DIM, FIRST)
         elif CUT:
             _keep(workspace, end_split - 1, m, z, acc, HEAD_DIM)
             arrivals = arrivals_ptr + (counter * TOKENS + part) * KV_HEADS + head
             if _complete(arrivals, end_split - first_split, tl.cdiv(length, SPLIT), skipped):
                 _merge_kept(
-                    positions_ptr, state_ptr, acc_ptr, out_ptr, sinks_ptr, first, last, head, place, TOKENS * HEADS,
+                    positions_ptr, state_ptr, acc_ptr, outs, first, last, head, place, TOKENS * HEADS,
                     low // SPLIT, tl.cdiv(length, SPLIT), HEADS, GROUP, USED, HEAD_DIM, DIM, FIRST,
                 )  # fmt: skip
 

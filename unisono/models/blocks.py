@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 import torch
 from torch import nn
 
-from unisono.attention.base import KV, AttentionOptions
+from unisono.attention.base import KV, AttentionOptions, attended
 from unisono.attention.context import PassContext
 from unisono.distributed.gather import Ranks
 from unisono.kernels import rope_and_cache
 from unisono.kernels.fp8_quantize import E4M3
-from unisono.layers.activations import Activations, readers_of, sigmoid_gated, wanted
+from unisono.layers.activations import Activations, Wish, plain, readers_of, sigmoid_gated, wanted
 from unisono.layers.formats import WHOLE, PartOf, Share
 from unisono.layers.mlp import GatedMLP
 from unisono.layers.norm import RMSNorm
@@ -205,9 +205,9 @@ class Attention(nn.Module):
         q = self._turn(qkv, context, kv)
         if context.last_tokens is not None:
             q = context.last_tokens.select(q)
-        out = self._attend(q, context.queries, kv)
         if not self.spec.output_gate:
-            return out
+            return self._attend(q, context.queries, kv, self.o.wish)
+        out = plain(self._attend(q, context.queries, kv))
         gates = qkv if context.last_tokens is None else context.last_tokens.select(qkv)
         return sigmoid_gated(out, gates, q.shape[1], self.o.wish)
 
@@ -224,10 +224,10 @@ class Attention(nn.Module):
         where, heads = (positions, inputs.slot_mapping, kv.k, kv.v), (self.spec.num_heads, self.kv_heads)
         return rope_and_cache(qkv, q_norm, k_norm, self.eps, table, *where, *heads, kv.k_scales, kv.v_scales)
 
-    def _attend(self, q: torch.Tensor, context: PassContext, kv: KV) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, context: PassContext, kv: KV, wish: Wish | None = None) -> Activations:
         inputs = context.plan(self.backend, self.spec.lifetime, self.spec.window)
         options = AttentionOptions(self.scale, self.spec.window, soft_cap=self.spec.soft_cap, sinks=self.sinks)
-        return self.backend.forward(q, kv, inputs, options)
+        return attended(self.backend, wish, q, kv, inputs, options)
 
 
 @dataclass(frozen=True)
