@@ -2,6 +2,7 @@
 
     python -m benchmarks.tensor_parallel --limit 540 --out tp.json
     python -m benchmarks.tensor_parallel --cases 8b,8b-fp8 --exact 200 --ranks 1,2
+    python -m benchmarks.tensor_parallel --table one.json two.json      of runs apart, with the kernels that take the time
 
 Each case and number of ranks is a process of its own, which ends before the next begins. What does not fit the limit
 is left out, and the table says so. On a CPU (``--model tiny --load-format auto``) only the bits mean anything.
@@ -57,7 +58,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9},
     {"temperature": 1.0, "top_k": 50, "min_p": 0.02},
 ]  # fmt: skip
-GATHERS = re.compile("_gather_kernel|nccl", re.IGNORECASE)
+GATHERS = re.compile("gather\\w*_kernel|nccl", re.IGNORECASE)
 
 
 # ---- one case, in a process of its own ----------------------------------------------------------
@@ -214,12 +215,32 @@ def table(found: dict[str, dict[int, dict[str, Any]]], args: argparse.Namespace)
     lines[0] += f"{args.batch[0]}, {args.batch[-1]} | start s |"
     lines.append("|---" * (len(heads) + 5) + "|")
     for name, by_ranks in found.items():
-        base = by_ranks.get(args.ranks[0], {})
+        base = by_ranks.get(args.ranks[0]) or found.get(name.replace(" ordered", ""), {}).get(args.ranks[0], {})
         for ranks, one in by_ranks.items():
             if "left out" in one:
                 lines.append(f"| {name} | {ranks} | {one['left out']} |")
                 continue
             lines.append(f"| {name} | {ranks} | {line(one, base)} | {one['start_s']} |")
+    return "\n".join(lines)
+
+
+def merged(files: list[str]) -> dict[str, dict[int, dict[str, Any]]]:
+    """What several runs have found."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for file in files:
+        for name, by_ranks in json.loads(Path(file).read_text()).items():
+            found.setdefault(name, {}).update({int(ranks): one for ranks, one in by_ranks.items()})
+    return found
+
+
+def kernels(found: dict[str, dict[int, dict[str, Any]]]) -> str:
+    """A line for each profile: kernel, launches a round, microseconds a round."""
+    lines = []
+    for name, by_ranks in found.items():
+        for ranks, one in by_ranks.items():
+            for batch, profile in one.get("profile", {}).items():
+                most = "; ".join(f"{kernel} {count:g} × {us:.0f}" for kernel, count, us in profile["most"])
+                lines.append(f"{name}, {ranks} ranks, batch {batch}: {most}")
     return "\n".join(lines)
 
 
@@ -256,11 +277,16 @@ def main() -> None:
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--limit", default=540.0, type=float, help="seconds for everything")
     parser.add_argument("--out", help="JSON with every figure")
+    parser.add_argument("--table", nargs="+", metavar="FILE", help="JSONs of runs on one machine, instead of a run")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         name, _, ranks = args.one.rpartition(":")
         Path(args.out).write_text(json.dumps(measure(name, int(ranks), args)))
+        return
+    if args.table:
+        found = merged(args.table)
+        print(table(found, args), kernels(found), sep="\n\n")
         return
     print(table(run_all(args), args))
 
