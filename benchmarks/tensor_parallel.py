@@ -2,7 +2,7 @@
 
     python -m benchmarks.tensor_parallel --limit 540 --out tp.json
     python -m benchmarks.tensor_parallel --cases 8b,8b-fp8 --exact 200 --ranks 1,2
-    python -m benchmarks.tensor_parallel --table one.json two.json      of runs apart, with the kernels that take the time
+    python -m benchmarks.tensor_parallel --table one.json two.json      of runs apart, and their kernels
 
 Each case and number of ranks is a process of its own, which ends before the next begins. What does not fit the limit
 is left out, and the table says so. On a CPU (``--model tiny --load-format auto``) only the bits mean anything.
