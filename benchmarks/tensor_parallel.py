@@ -43,6 +43,9 @@ CASES: dict[str, dict[str, Any]] = {
     "35b-fp8-ep": {**MOE_FP8, "enable_expert_parallel": True},
     "8b ordered k=3": {**DENSE, "tp_reduce": "ordered", "speculative": EAGLE3, "synthetic_acceptance_length": 2.5},
     "8b-eagle3": {**DENSE, "speculative": EAGLE3},
+    "8b k=3 divided drafts": {
+        **DENSE, "speculative": {**EAGLE3, "draft_tensor_parallel_size": 2}, "synthetic_acceptance_length": 2.5,
+    },
     "tiny-eagle3": {
         "model": "tiny", "load_format": "auto",
         "speculative": {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3},

@@ -77,7 +77,8 @@ class SpeculativeConfig:
     method: a drafter of the catalog. model: its checkpoint, if it has one. num_speculative_tokens: k, drafts per
     round. options: what this method alone understands; the drafter refuses the rest. token_tree: the nodes of a tree of
     drafts (``token_tree.py``), whose depth k then is; empty: a chain. adaptive: draft fewer than k, or nothing, in
-    rounds where that brings more tokens a second.
+    rounds where that brings more tokens a second. draft_tensor_parallel_size: ranks that hold the draft model together,
+    all of the target's or 1: each holds it whole.
     """
 
     method: str = "none"
@@ -86,10 +87,13 @@ class SpeculativeConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
     token_tree: tuple[Node, ...] = ()
     adaptive: bool = True
+    draft_tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f'"adaptive": {self.adaptive!r} of the speculative config: give true or false.')
+        if not (_is_int(self.draft_tensor_parallel_size) and self.draft_tensor_parallel_size >= 1):
+            raise ConfigError(f"draft_tensor_parallel_size={self.draft_tensor_parallel_size!r}: give a whole number.")
         k = self.num_speculative_tokens
         if not (_is_int(k) and 1 <= k <= MAX_DRAFTS):
             way_out = f"give a whole number from 1 to {MAX_DRAFTS}, or the method none to draft nothing."
@@ -128,7 +132,7 @@ class SpeculativeConfig:
                 f'{asked or "the speculative config"}: say how drafts are made, with --speculative-method or "method" '
                 "of the speculative config (mtp for the MTP modules of the checkpoint; --help lists all)."
             )
-        known = {k: given[k] for k in ("method", "model", "num_speculative_tokens", "adaptive") if k in given}
+        known = {name: given[name] for name in _FLAT_KEYS if name in given}
         nodes = _asked_tree(given)
         if nodes:
             known["token_tree"] = nodes
@@ -137,6 +141,7 @@ class SpeculativeConfig:
         return SpeculativeConfig(**known, options=options)
 
 
+_FLAT_KEYS = ("method", "model", "num_speculative_tokens", "adaptive", "draft_tensor_parallel_size")
 _TREE_KEYS = ("speculative_token_tree", "topk", "num_draft_tokens")
 
 

@@ -26,6 +26,7 @@ import torch
 from unisono.attention.base import AttentionBackend
 from unisono.attention.context import Rotary
 from unisono.distributed.columns import Columns
+from unisono.distributed.gather import ALONE, Ranks
 from unisono.models.decoder import Decoder
 from unisono.models.overriding import Overriding
 from unisono.program import Features
@@ -54,6 +55,7 @@ class DrafterContext:
     progress: called with the share of the drafter's weights that is loaded, 0 … 1.
     decide: called with (name, value, reason) of each choice that the drafter made by itself; ``explain`` shows them.
     max_unobserved: tokens of a request that :meth:`PausableDrafter.resume` takes at once; 0: no drafter is ever paused.
+    ranks: those among which a draft model's layers are divided; ALONE: each rank holds it whole.
     rotary: ``rotary(slots [R], positions [R · W])``: the positions by which the target turns these tokens of a round;
     None where they are the absolute ones, as in every model that sees nothing.
     """
@@ -73,6 +75,7 @@ class DrafterContext:
     progress: Callable[[float], None]
     decide: Callable[[str, object, str], None]
     max_unobserved: int = 0
+    ranks: Ranks = ALONE
     rotary: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None] = lambda slots, positions: None
 
 

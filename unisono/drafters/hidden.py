@@ -117,7 +117,7 @@ class HiddenDrafter(CatchesUp):
 
     name: str
     features: Features
-    drafts_trees = True
+    drafts_trees = divides = True
     self_test: SelfTest | None = SelfTest(OTHER_TARGET)
     unlimited = False
     draft_quantization, shares_head = "none", True
@@ -141,6 +141,7 @@ class HiddenDrafter(CatchesUp):
             context.device,
             context.progress,
             self.weights.of,
+            context.ranks,
         )
         for choice in checkpoint.choices(head, context.target):
             context.decide(*choice)

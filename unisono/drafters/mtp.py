@@ -46,7 +46,8 @@ class MTPDrafter(HiddenDrafter):
 
     def build(self, context: DrafterContext) -> MTPModule:
         attention, dtype = self.attention(context), context.dtype
-        module = self._checkpoint.load(context.target, 0, attention, dtype, context.progress, self.weights.of)
+        given = context.progress, self.weights.of, context.ranks
+        module = self._checkpoint.load(context.target, 0, attention, dtype, *given)
         for choice in self._checkpoint.choices([module], context.target):
             context.decide(*choice)
         return module

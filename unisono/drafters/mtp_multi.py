@@ -87,6 +87,7 @@ class MultiMTPDrafter(CatchesUp):
     features = Features(Hidden.FULL)
     self_test = SelfTest(OTHER_TARGET)
     unlimited = False
+    divides = True
     draft_quantization = "none"
 
     def __init__(self, spec: SpeculativeConfig, checkpoint: MTPCheckpoint) -> None:
@@ -103,7 +104,9 @@ class MultiMTPDrafter(CatchesUp):
             def attention(heads: int, kv_heads: int, since: int = i + 1) -> AttentionBackend:
                 return FromFirstEntry(made(heads, kv_heads), since)
 
-            module = self._checkpoint.load(context.target, i, attention, context.dtype, format=formats.of)
+            module = self._checkpoint.load(
+                context.target, i, attention, context.dtype, format=formats.of, ranks=context.ranks
+            )
             context.progress((i + 1) / self._depth)
             self._stages.append(_Stage(module, context, i))
         for choice in self._checkpoint.choices([stage.module for stage in self._stages], context.target):

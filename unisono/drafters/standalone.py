@@ -50,7 +50,7 @@ class StandaloneDrafter:
     name = "standalone"
     features = Features()
     unlimited = True  # what is pending is tokens
-    drafts_trees = True
+    drafts_trees = divides = True
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
         self._load_format = read_options(spec, LOAD_FORMAT, takes_model=True)["load_format"]
@@ -77,6 +77,7 @@ class StandaloneDrafter:
             device=context.device,
             max_positions=context.max_model_len,
             load_format=self._load_format,
+            ranks=context.ranks,
             kv_dtype=context.target.builder.kv_dtype,
             progress=lambda stage, share: context.progress(share),
         )

@@ -20,7 +20,7 @@ import torch
 from unisono import catalog
 from unisono.attention.base import BreakingAttention
 from unisono.config import EngineConfig, ResolvedConfig
-from unisono.distributed.gather import described
+from unisono.distributed.gather import ALONE, Ranks, described
 from unisono.distributed.group import Alone, Group, agreement, decided
 from unisono.drafters.base import Drafter, DrafterContext, PausableDrafter, TreeDrafter
 from unisono.engine.buckets import (
@@ -216,8 +216,15 @@ class Build:
             progress=lambda share: progress("load draft", share),
             decide=self.decide,
             max_unobserved=self.max_unobserved,
+            ranks=self._draft_ranks,
             rotary=lambda slots, positions: rotary_positions(worker.slots, slots, positions),
         )
+
+    @property
+    def _draft_ranks(self) -> Ranks:
+        """Among which a draft model is divided."""
+        spec = self.config.speculative
+        return ALONE if spec is None or spec.draft_tensor_parallel_size == 1 else self._group.ranks
 
     def _load_features(self, listed: Sequence[type[Feature]], checkpoint: Checkpoint) -> list[Feature]:
         """Everything that requests may ask of a pass beside its tokens."""
@@ -402,5 +409,10 @@ def _drafter(spec: SpeculativeConfig, target: DecoderConfig) -> Drafter:
         raise ConfigError(
             f"the method {spec.method!r}, as it is set up here, drafts chains only; a tree of {len(spec.paths)} "
             "paths is asked for: leave out speculative_token_tree, or topk and num_draft_tokens."
+        )
+    if spec.draft_tensor_parallel_size > 1 and not getattr(drafter, "divides", False):
+        raise ConfigError(
+            f"draft_tensor_parallel_size={spec.draft_tensor_parallel_size}: the method {spec.method!r} has no layers "
+            "that could be divided so; leave it out."
         )
     return drafter

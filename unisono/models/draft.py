@@ -125,7 +125,7 @@ class EagleHead(DraftBlock):
     def __init__(self, config: DraftConfig, embed: Embedding, lm_head: Linear, builder: Builder) -> None:
         super().__init__(config.layer, embed, lm_head, config.target_hidden)
         hidden = builder.hidden_size
-        self.fc = builder.linear("fc", 2 * hidden, hidden, config.fc_bias)
+        self.fc = builder.joined("fc", 2 * hidden, hidden, config.fc_bias, split_inputs=False)
         self.layer = config.layer.layers[0].build(builder.at("layer"))
         if not config.input_norm:
             self.layer.mixer_norm = nn.Identity()
@@ -151,7 +151,7 @@ class Eagle3Head(DraftBlock):
         self.norm_output, self.norm_before_residual = config.norm_output, config.norm_before_residual
         self.input_norm = builder.norm(parts * part) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList(builder.norm(part) for _ in range(parts)) if config.fc_norm else None
-        self.fc = builder.linear("fc", parts * part, builder.hidden_size, config.fc_bias)
+        self.fc = builder.joined("fc", parts * part, builder.hidden_size, config.fc_bias, split_inputs=False)
         self.hidden_norm = builder.norm()
         self.layer = _wide(config.layer.layers[0], builder).build(builder.at("layer"))
         self.norm = builder.norm()

@@ -13,7 +13,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from unisono import catalog
 from unisono.catalog import find_directory
+from unisono.distributed.gather import ALONE, Ranks
 from unisono.layers.formats import Place, WeightFormat
 from unisono.layers.norm import RMSNorm
 from unisono.models import tensor_files, weights
@@ -29,7 +30,7 @@ from unisono.models.checkpoint import read_config, read_tensors
 from unisono.models.config import DecoderConfig
 from unisono.models.decoder import Decoder
 from unisono.models.draft import DraftConfig, Eagle3Head, EagleHead
-from unisono.models.loader import draw
+from unisono.models.loader import draw_held
 from unisono.models.qwen3 import QWEN3
 from unisono.models.stored_config import stored_config
 from unisono.models.tensor_files import TensorInfo
@@ -101,15 +102,17 @@ class DraftCheckpoint:
         device: torch.device | str,
         progress: Callable[[float], None] = lambda share: None,
         format: Callable[[str], WeightFormat] = plain,
+        ranks: Ranks = ALONE,
     ) -> Head:
         """The head on ``device`` in ``dtype``; it shares the target's embedding and LM head where it has none.
 
         ``progress`` is called with the share of its elements that is in place, 0 … 1. format: what linear layers get
-        while they are loaded, by their paths in the head.
+        while they are loaded, by their paths in the head. ranks: among which its layers are divided. Raises ConfigError
+        where they cannot be.
         """
         hidden, eps = self.config.layer.hidden_size, self.config.layer.rms_eps
-        kv_dtype = target.builder.kv_dtype
-        head = self._blank(Builder(hidden, eps, dtype, device, attention, max_positions, format, kv_dtype=kv_dtype))
+        builder = Builder(hidden, eps, dtype, device, attention, max_positions, format)
+        head = self._blank(replace(builder, ranks=ranks, kv_dtype=target.builder.kv_dtype))
         if self.tensors is None:
             self._fill_randomly(head)
         else:
@@ -170,8 +173,11 @@ class DraftCheckpoint:
     def _blank(self, builder: Builder) -> Head:
         """The head, uninitialised; an embedding and an LM head that it is to share take no memory."""
         embed = builder.embedding(self.config.layer.vocab_size, empty=not self.own_embed)
-        draft_vocab, empty = self.config.draft_vocab, not self.own_head
-        lm_head = builder.linear("lm_head", builder.hidden_size, draft_vocab, empty=empty)
+        sizes = builder.hidden_size, self.config.draft_vocab
+        if self.own_head:
+            lm_head = builder.joined("lm_head", *sizes, split_inputs=False)
+        else:
+            lm_head = builder.linear("lm_head", *sizes, empty=True)
         return self.kind(self.config, embed, lm_head, builder)
 
     def targets(self, head: Head) -> dict[str, Place]:
@@ -186,7 +192,7 @@ class DraftCheckpoint:
             if not isinstance(module, RMSNorm):  # norms are born as ones
                 for parameter in module.parameters(recurse=False):
                     if not parameter.is_meta:
-                        draw(parameter, generator)
+                        draw_held(parameter, generator)
 
 
 # ---- opening ----------------------------------------------------------------------------------------

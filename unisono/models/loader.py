@@ -232,14 +232,24 @@ def fill_randomly(root: nn.Module, seed: int) -> None:
                     name = name.replace(part, old)
                 generator.manual_seed(seed ^ zlib.crc32(name.encode()))
                 held = first.setdefault(parameter.untyped_storage().data_ptr(), parameter)
-                whole = part_of(parameter) if held is parameter else None
-                drawn: torch.Tensor = held
-                if whole is not None or not held.is_contiguous():  # values follow a whole tensor's order
-                    shape = held.shape if whole is None else whole.shape
-                    drawn = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-                draw(drawn, generator, getattr(parameter, "drawn", None))
-                if drawn is not held:
-                    held.copy_(drawn if whole is None else whole.of(drawn))
+                draw_held(held, generator, getattr(parameter, "drawn", None), part=held is parameter)
+
+
+def draw_held(
+    parameter: torch.Tensor, generator: torch.Generator, between: tuple[int, int] | None = None, part: bool = True
+) -> None:
+    """:func:`draw`; what is a part of a whole tensor, or turned, gets the values that it has there.
+
+    part: whether to ask if it is a part.
+    """
+    whole = part_of(parameter) if part else None
+    if whole is None and parameter.is_contiguous():
+        draw(parameter, generator, between)
+        return
+    shape = parameter.shape if whole is None else whole.shape
+    drawn = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+    draw(drawn, generator, between)
+    parameter.copy_(drawn if whole is None else whole.of(drawn))
 
 
 def draw(parameter: torch.Tensor, generator: torch.Generator, between: tuple[int, int] | None = None) -> None:

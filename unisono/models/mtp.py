@@ -49,7 +49,7 @@ class MTPModule(DraftBlock):
         hidden, self.hidden_first = builder.hidden_size, hidden_first
         self.embed_norm = builder.norm()
         self.hidden_norm = builder.norm()
-        self.project = builder.linear("project", 2 * hidden, hidden)
+        self.project = builder.joined("project", 2 * hidden, hidden, split_inputs=False)
         self.layer = config.layers[0].build(builder.at("layer"))
         self.norm = builder.norm()
 

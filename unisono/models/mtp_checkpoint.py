@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from unisono import catalog
+from unisono.distributed.gather import ALONE, Ranks
 from unisono.layers.formats import PLAIN, Place, WeightFormat
 from unisono.models import weights
 from unisono.models.blocks import BlockSpec, LayerSpec, MLPSpec
@@ -200,15 +201,17 @@ class MTPCheckpoint:
         dtype: torch.dtype,
         progress: Callable[[float], None] = lambda share: None,
         format: Callable[[str], WeightFormat] = plain,
+        ranks: Ranks = ALONE,
     ) -> MTPModule:
         """The module of a step, from 0, with its weights in ``dtype`` on the target's device.
 
         Its embedding and LM head are the target's, unless the checkpoint stores others. ``progress`` is called with the
         share of its elements that is in place, 0 … 1. format: what linear layers get while they are loaded, by their
-        paths in the module; a checkpoint that declares a quantisation is loaded as it is.
+        paths in the module; a checkpoint that declares a quantisation is loaded as it is. ranks: among which its layers
+        are divided.
         """
         number, kind = self.numbers[step], self.config.zero_centered_norms
-        builder = target.builder.beside(attention, dtype, zero_centered_norms=kind)
+        builder = target.builder.beside(attention, dtype, zero_centered_norms=kind, ranks=ranks)
         module = self._module(number, builder, format)
         if self.tensors is None:
             fill_randomly(module, seed=step)
@@ -239,7 +242,10 @@ class MTPCheckpoint:
         config, hidden = self.config, self.config.hidden_size
         builder = replace(builder, format=format if self.formats is plain else partial(self._format, number))
         embed = builder.embedding(config.vocab_size, empty=not self._stores("embed", number))
-        lm_head = builder.linear("lm_head", hidden, config.vocab_size, empty=not self._stores("lm_head", number))
+        if self._stores("lm_head", number):
+            lm_head = builder.joined("lm_head", hidden, config.vocab_size, split_inputs=False)
+        else:
+            lm_head = builder.linear("lm_head", hidden, config.vocab_size, empty=True)
         return MTPModule(config, embed, lm_head, builder, self.layout.hidden_first)
 
     def _format(self, number: int, module: str) -> WeightFormat:

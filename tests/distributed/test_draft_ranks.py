@@ -1,0 +1,68 @@
+"""Draft models whose layers are divided among the ranks draft what whole ones do: the same drafts, the same bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.cells import CELLS, UNTRAINED
+from tests.distributed.requests_ import MANY, ROOMY, differing, run
+from tests.engine.helpers import draw_drafts, engine
+from unisono.config import EngineConfig
+from unisono.engine.engine import Engine
+from unisono.types import ConfigError, SpeculativeConfig
+
+FULL = ("tiny, eagle3", "tiny, mtp", "tiny, eagle", "tiny, standalone", "tiny, eagle3 tree", "tiny-hybrid, mtp",
+        "tiny-hybrid, eagle3", "tiny, standalone tree")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("setup", "ranks", "count"),
+    [
+        ("tiny, eagle3", 2, 6),
+        *(pytest.param(name, ranks, 60, marks=pytest.mark.full) for name in FULL for ranks in (2, 4)),
+    ],
+)
+def test_same_drafts(setup: str, ranks: int, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, given = CELLS[setup](tmp_path)
+    flags: dict[str, Any] = {**(MANY if count > 20 else ROOMY), "adaptive": not given.paths}
+    found = []
+    for number in (1, ranks):
+        draw_drafts(monkeypatch)
+        spec = replace(given, draft_tensor_parallel_size=number)
+        found.append(run(target, number, count, speculative=spec, **flags))
+    alone, together = found
+    print(f"{setup}, {ranks} ranks: {differing(alone, together)} of {2 * count} differ", flush=True)
+    assert differing(alone, together) == 0
+    assert together["accepted"] == alone["accepted"]
+    assert alone["accepted"] > 0 or setup in UNTRAINED
+
+
+@pytest.mark.parametrize("method", ["eagle3", "standalone"])
+def test_a_rank_keeps_its_heads_of_the_draft_only(method: str) -> None:
+    kept = []
+    for number in (1, 2):
+        model = {"eagle3": "tiny-eagle3", "standalone": "tiny-draft"}[method]
+        spec = SpeculativeConfig(method, model=model, draft_tensor_parallel_size=number)
+        with engine("tiny", tensor_parallel_size=2, speculative=spec, enforce_eager=True) as llm:
+            kept.append(llm.engine.worker.store.token_bytes("drafter"))
+    assert kept[1] < 0.55 * kept[0]  # EAGLE-3 keeps a little of each page besides
+
+
+@pytest.mark.parametrize(
+    ("ranks", "spec", "says"),
+    [
+        (2, {"method": "eagle3", "draft_tensor_parallel_size": 4}, "=4: give 1, or as many .*--tensor-parallel-size 2"),
+        (1, {"method": "eagle3", "draft_tensor_parallel_size": 2}, "=2: give 1, or as many .*--tensor-parallel-size 1"),
+        (1, {"method": "eagle3", "draft_tensor_parallel_size": 0}, "draft_tensor_parallel_size=0: give a whole number"),
+        (2, {"method": "ngram", "draft_tensor_parallel_size": 2}, "'ngram' has no layers that could be divided so"),
+    ],
+)
+def test_what_cannot_be(ranks: int, spec: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.engine.runner.Team", lambda *given: None)
+    spec |= {"model": "tiny-eagle3"} if spec["method"] == "eagle3" else {}
+    with pytest.raises(ConfigError, match=says):
+        Engine(EngineConfig("tiny", tensor_parallel_size=ranks, speculative=SpeculativeConfig.parse(spec)))
