@@ -75,9 +75,11 @@ def measure(name: str, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     flags = {"load_format": args.load_format, **CASES[name], "max_num_seqs": max(args.batch)}
     flags["max_model_len"] = args.max_model_len
     flags["model"] = args.model or flags["model"]
-    flags["speculative"] = SpeculativeConfig.parse(flags.pop("speculative", None) or {"method": "none"})
+    spec = flags.pop("speculative", None) or {"method": "none"}
     if ranks == 1:
         flags.pop("enable_expert_parallel", None)
+        spec = {**spec, "draft_tensor_parallel_size": 1}
+    flags["speculative"] = SpeculativeConfig.parse(spec)
     started = time.perf_counter()
     with LLM(flags.pop("model"), tensor_parallel_size=ranks, **flags) as llm:
         found: dict[str, Any] = {"start_s": round(time.perf_counter() - started, 1)}

@@ -176,7 +176,6 @@ class EngineConfig:
         self._check_offload()
         self._check_role()
         self._check_adapters()
-        self._check_draft_ranks()
         forced = self.synthetic_acceptance_length
         longest = 1 + (self.speculative.num_speculative_tokens if self.speculative else 0)
         if forced is not None and not 1 <= forced <= longest:
@@ -190,14 +189,6 @@ class EngineConfig:
             raise ConfigError("--synthetic-acceptance-rates needs speculation, and no --synthetic-acceptance-length.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to {2**63 - 1}.")
-
-    def _check_draft_ranks(self) -> None:
-        ranks = self.speculative.draft_tensor_parallel_size if self.speculative else 1
-        if ranks not in (1, self.tensor_parallel_size):
-            raise ConfigError(
-                f"draft_tensor_parallel_size={ranks}: give 1, or as many ranks as the target has "
-                f"(--tensor-parallel-size {self.tensor_parallel_size})."
-            )
 
     @property
     def synthetic(self) -> bool:
