@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.drafters.make_frozen import random_weights
 from tests.drafters.make_heads import make_eagle, make_eagle3
@@ -19,7 +20,8 @@ from tests.models.make_mtp import named, random_modules, write_alone
 from tests.state.mixed_model import ARCHITECTURE, VOCAB, WINDOW, make_mixed, next_token, weights_of
 from unisono import catalog
 from unisono.models.checkpoint import Checkpoint
-from unisono.state.specs import PAGE_SIZE
+from unisono.state.specs import PAGE_SIZE, TAILS
+from unisono.state.transfer import Incoming, pack_pages
 from unisono.types import ConfigError, EngineRequest, SamplingParams, SpeculativeConfig
 
 PROMPTS = [p if i % 2 else p[: 3 + i] * 8 for i, p in enumerate(prompts(10, VOCAB, low=3, high=70, seed=8))]
@@ -228,13 +230,18 @@ def test_a_running_prompt_moves_to_another_engine(method: str | None, mixed: Pat
         expected = tokens(llm, [prompt], params)
     with engine(mixed, **flags) as one, engine(mixed, **flags) as other:
         one.engine.add(EngineRequest("moving", prompt, params))
-        while not (prefix := one.engine.export_prefix(prompt)).tokens:
+        while not (nodes := one.engine.pool.tree.match(prompt)):
             one.engine.step()
         assert one.engine.scheduler.extending, "its prompt is still running"
-        assert other.engine.import_prefix(prefix) == len(prefix.tokens)
+        with torch.inference_mode():
+            places = dict.fromkeys((*one.engine.pool.windows, TAILS), range(len(nodes)))
+            packed = pack_pages(one.engine.runner.share_pages(), nodes, 0, places)
+            incoming = Incoming(other.engine.pool, other.engine.runner.share_pages(), prompt)
+            incoming.put(0, packed.complete, packed.parts, b"".join(packed.state.payload()))
+            incoming.close()
         other.engine.check_integrity()
         (output,) = other.generate([prompt], params)
-        assert output.num_cached_tokens == len(prefix.tokens) > 0
+        assert output.num_cached_tokens == len(nodes) * PAGE_SIZE > 0
         assert [output.outputs[0].token_ids] == expected
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from tests.state.helpers import WINDOW, made, tensors
-from unisono.state.specs import ALL, PAGE_SIZE, leaves, whole_requests
+from unisono.state.specs import ALL, PAGE_SIZE, TAILS, leaves, whole_requests
 from unisono.state.store import StateStore
+from unisono.state.transfer import pack, unpack
 
 
 def test_views_have_the_shape_of_the_specs() -> None:
@@ -71,13 +73,19 @@ def test_a_span_is_copied_in_every_tensor_of_its_lifetime_and_in_no_other(lifeti
 
 
 def test_a_page_moves_to_another_store_bit_by_bit() -> None:
+    """Of every lifetime, and snapshots; what is left out and what is not named keeps its bytes."""
     one, other = made(), made()
-    for lifetime in one.lifetimes:
-        other.import_page(lifetime, 3, one.export_page(lifetime, 6))
-        assert all(map(torch.equal, other.export_page(lifetime, 3), one.export_page(lifetime, 6)))
-        assert not all(map(torch.equal, other.export_page(lifetime, 4), one.export_page(lifetime, 6)))
-    with pytest.raises(ValueError, match="no page of lifetime"):
-        other.import_page(32, 3, one.export_page(ALL, 6))
+    for store, seed in ((one, 1), (other, 2)):
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in (*store._pages.values(), *store._snapshots):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    for kind in (*one.lifetimes, TAILS):
+        before = [part.clone() for part in other.parts(kind)]
+        payload = b"".join(pack(one, [(kind, np.asarray([2, 0, 1], np.int32))]).payload())
+        unpack(other, [(kind, np.asarray([1, -1, 2], np.int32))], payload)
+        for mine, theirs, old in zip(one.parts(kind), other.parts(kind), before, strict=True):
+            assert torch.equal(theirs[1:3], torch.stack([mine[2], mine[1]]))
+            assert torch.equal(theirs[[0, *range(3, len(old))]], old[[0, *range(3, len(old))]])
 
 
 def test_snapshots_bring_a_tail_back() -> None:

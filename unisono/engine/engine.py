@@ -10,7 +10,6 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Ids
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -45,7 +44,6 @@ from unisono.request_checks import check_request
 from unisono.state.offload import PAUSE_SECONDS, Offload
 from unisono.state.pages import PagePool
 from unisono.state.specs import ALL
-from unisono.state.transfer import Prefix, export_prefix, import_prefix
 from unisono.types import BadRequest, ConfigError, EngineDead, EngineRequest, FinishReason, SamplingParams, TokenDelta
 
 NOTHING = np.empty((0, 2), dtype=np.int32)
@@ -219,24 +217,6 @@ class Engine:
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix that no request uses; returns the pages freed."""
         return self.pool.drop_cached()
-
-    @torch.inference_mode()
-    def export_prefix(self, tokens: Ids[int]) -> Prefix:
-        """The state of the longest cached prefix of these token ids, on the CPU; target's and drafter's."""
-        self._need_whole_pages()
-        return export_prefix(self.pool, self.worker.store, tokens)
-
-    @torch.inference_mode()
-    def import_prefix(self, prefix: Prefix) -> int:
-        """Cache a prefix that an engine with the same model, drafter and dtype exported; returns its tokens cached
-        now."""
-        self._need_whole_pages()
-        return import_prefix(self.pool, self.worker.store, prefix)
-
-    def _need_whole_pages(self) -> None:
-        """Raise ConfigError where each rank of the model holds a part of every page."""
-        if self.runner.team is not None:
-            raise ConfigError("pages are not moved between engines with --tensor-parallel-size above 1.")
 
     def command(self, command: str, arguments: Mapping[str, Any]) -> Any:
         """Run a command of a feature (``Feature.commands``) between two steps. Raises ConfigError where none has it."""

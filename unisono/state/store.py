@@ -1,8 +1,9 @@
 """The store: every tensor that requests leave on the device, for target and drafter alike.
 
 Paged state of one lifetime forms a *group* with page ids and a page table of its own. Within a group, specs of the same
-shape and dtype lie in one tensor [specs, pages, *shape], so "which bytes are page p?" has one answer, and copying,
-exporting and importing pages are written once. The engine makes the store; models and drafters read views of it.
+shape and dtype lie in one tensor [specs, pages, *shape], so "which bytes are page p?" has one answer, and what copies
+pages, or makes bytes of them (``state/transfer.py``), is written once. The engine makes the store; models and drafters
+read views of it.
 
 Shapes: S slots (the padding slot is the last), NR table rows (one for each slot, and one for each further tree path of
 each slot), MP pages per row, NP pages of a group.
@@ -68,7 +69,7 @@ class StateView:
 
 
 class StateStore:
-    """Allocates state, and copies, exports and imports it.
+    """Allocates state, and copies it.
 
     slots: S. paths: tree paths of each request, 1 for a chain. max_model_len: positions of a request; windows as long
     as that are lifetime ALL. width: tokens of a row in the widest round, which says how many positions' inputs a tail
@@ -195,27 +196,6 @@ class StateStore:
         self.tail_positions[slot] = position
         for live, saved in zip(self._live_snapshots(), self._snapshots, strict=True):
             live[slot].copy_(saved[snapshot])
-
-    def export_page(self, lifetime: int, page: int) -> list[torch.Tensor]:
-        """The bytes of a page: a copy [specs, *shape] on the CPU for each shape and dtype of its lifetime."""
-        return [pages[:, page].cpu() for key, pages in self._pages.items() if key[0] == lifetime]
-
-    def import_page(self, lifetime: int, page: int, state: list[torch.Tensor]) -> None:
-        """Write what :meth:`export_page` of a store with the same specs returned. Raises ValueError for another's."""
-        mine = [pages for key, pages in self._pages.items() if key[0] == lifetime]
-        if [(s.shape, s.dtype) for s in state] != [(m[:, page].shape, m.dtype) for m in mine]:
-            raise ValueError(f"this is no page of lifetime {lifetime} of an engine with the same model and drafter")
-        for pages, given in zip(mine, state, strict=True):
-            pages[:, page].copy_(given)
-
-    def export_snapshot(self, snapshot: int) -> list[torch.Tensor]:
-        """The bytes of a snapshot, one tensor for each tail and name, on the CPU."""
-        return [saved[snapshot].cpu() for saved in self._snapshots]
-
-    def import_snapshot(self, snapshot: int, state: list[torch.Tensor]) -> None:
-        """Write what :meth:`export_snapshot` of a store with the same specs returned."""
-        for saved, given in zip(self._snapshots, state, strict=True):
-            saved[snapshot].copy_(given)
 
     def parts(self, kind: int) -> list[torch.Tensor]:
         """The bytes of every page of a lifetime, or with TAILS of every snapshot.

@@ -60,7 +60,7 @@ def accept(channel: Channel, key: bytes, identity: bytes) -> None:
     if not _matches(proof.code, key, b"connects", proof.identity, nonce, proof.nonce):
         _refuse(channel, "the keys differ (UNISONO_TRANSFER_KEY)")
     if proof.identity != identity:
-        _refuse(channel, "the engines serve different models, drafters, dtypes, devices or versions")
+        _refuse(channel, "the engines serve different models, drafters, dtypes, devices, numbers of ranks or versions")
     channel.send(_encode(Proof(nonce, identity, _code(key, b"listens", identity, nonce, proof.nonce))))
     channel.most = PEERS
 
@@ -77,7 +77,7 @@ def introduce(channel: Channel, key: bytes, identity: bytes) -> None:
     if not _matches(proof.code, key, b"listens", proof.identity, challenge.nonce, nonce):
         raise Refused("the keys differ (UNISONO_TRANSFER_KEY)")
     if proof.identity != identity:
-        raise Refused("the engines serve different models, drafters, dtypes, devices or versions")
+        raise Refused("the engines serve different models, drafters, dtypes, devices, numbers of ranks or versions")
     channel.most = PEERS
 
 
