@@ -17,6 +17,7 @@ from unisono.state.specs import ALL, TAILS
 from unisono.state.store import StateStore
 from unisono.state.transfer import Named
 from unisono.transport.channel import ChannelError
+from unisono.types import EngineDead
 
 
 class Ranks:
@@ -106,6 +107,9 @@ def test_bytes_of_a_rank_that_is_gone_are_an_error() -> None:
         here.others[0]._channel.close()
         late = here.pages.pack
         here.others.clear()  # it executes nothing any more
+        wanted = named((ALL, [1]))
+        with pytest.raises(EngineDead, match="rank 1 of the model takes no pages"):
+            here.pages.unpack(wanted, bytes(here.pages.nbytes(wanted)))
         for _ in range(2):
             with pytest.raises(ChannelError):
                 late(named((ALL, [1]))).payload()

@@ -9,6 +9,7 @@ Nothing here waits for the device, but who asks for bytes (``Packing.payload``),
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import socket
@@ -22,6 +23,7 @@ from unisono.state.host_pages import kind_bytes
 from unisono.state.store import StateStore
 from unisono.state.transfer import Named, Packing, pack, unpack
 from unisono.transport.channel import PEERS, Buffer, Channel, ChannelError, channel_of
+from unisono.types import EngineDead
 
 NUMBER = struct.Struct("<Q")
 """What says in a message which command its bytes belong to."""
@@ -75,10 +77,11 @@ class RankPages(PageBytes):
         return payload
 
     def _send(self) -> None:
-        """Send what was read, in order, to the process's end."""
-        while True:
-            number, packing = self._outbox.get()
-            self._channel.send(NUMBER.pack(number), packing.payload())
+        """Send what was read, in order, until rank 0 hangs up."""
+        with contextlib.suppress(ChannelError):
+            while True:
+                number, packing = self._outbox.get()
+                self._channel.send(NUMBER.pack(number), packing.payload())
 
 
 class SharedPages:
@@ -101,13 +104,19 @@ class SharedPages:
         return Packing(own.tensors, own.done, others)
 
     def unpack(self, parts: Named, payload: Buffer) -> None:
-        """Write pages; an id of -1 leaves its bytes out. Raises ValueError unless there are bytes for all of them."""
+        """Write pages; an id of -1 leaves its bytes out.
+
+        Raises ValueError unless there are bytes for all of them, EngineDead where a rank does not take its own.
+        """
         if len(payload) != self.nbytes(parts):
             raise ValueError(f"{len(payload)} bytes are not the state of these pages")
         number, each = next(self._numbers), len(payload) // self.ranks
         whole = memoryview(payload)
         for rank, other in enumerate(self._others, 1):
-            other.channel.send(NUMBER.pack(number), [whole[rank * each : (rank + 1) * each]])
+            try:
+                other.channel.send(NUMBER.pack(number), [whole[rank * each : (rank + 1) * each]])
+            except ChannelError as error:
+                raise EngineDead(f"rank {rank} of the model takes no pages: {error}.") from None
         self._own.given[number] = whole[:each]
         self._send(UnpackPages(number, parts))
 
