@@ -93,7 +93,12 @@ def test_few_bytes_at_once_go_in_turns(ranks: list[SharedMemory]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "what"), [(2**31 - 3, "words"), (-3, "words"), (-1, "words"), (2**31 - 5, "fused"), (-3, "fused")]
+    ("before", "what"),
+    [
+        (2**31 - 3, "words"),
+        (-3, "fused"),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in ((-3, "words"), (-1, "words"), (2**31 - 5, "fused"))),
+    ],
 )
 def test_the_kernels_between_gpus_in_the_interpreter(before: int, what: str) -> None:
     """Two processes, counters that overflow and pass 0, rows of one program and of several turns of all; norms and SiLU

@@ -135,7 +135,8 @@ def test_same_bytes_of_a_model_with_windows_and_a_recurrence(
 MOVING = [pytest.param(name, marks=() if name == "tiny, eagle3" else pytest.mark.full) for name in SETUPS]
 
 
-@pytest.mark.parametrize("setup", MOVING)
+@pytest.mark.full
+@pytest.mark.parametrize("setup", SETUPS)
 def test_offloaded_pages_come_back(setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From host memory, and from files to another engine; files of another cache are not read."""
     model, spec = SETUPS[setup]

@@ -105,7 +105,7 @@ def undrafted() -> Callable[[Path], tuple[list[Any], list[Any]]]:
     return run
 
 
-USUAL = ("ngram", "eagle3", "mtp")
+USUAL = ("ngram", "eagle3")
 
 
 @pytest.mark.parametrize("method", [m if m in USUAL else pytest.param(m, marks=pytest.mark.full) for m in DRAFTERS])

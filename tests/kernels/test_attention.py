@@ -83,10 +83,11 @@ def test_outputs_in_e4m3_have_the_bits_of_quantised_ones(triton, options, width,
     """Padding after the last token, of rows and of passes, included; whole tiles and cut ones."""
     made = {"heads": 6, "kv_heads": 2, "dim": 16} | options
     case = Requests([300, 40, 9], triton, dtype, to_e4m3=True, **made)
-    ends = [(0, 300), None, (1, 40), (2, 9), None]
-    for rows in range(1, 5):
+    ends = [(1, 40), None, (2, 9), None, (0, 300)]
+    for rows in (1, 2, 3):
         case.round(ends[:rows], width)
-        case.round(ends[-rows:], width, NEVER_CUT)
+    case.round(ends[1:], width)
+    case.round(ends[2:], width, NEVER_CUT)
     case.extend([(0, 280, 300), (1, 0, 9), (2, 3, 9)], padding=3)
     case.extend([(2, 0, 9)], 4, 0, ALWAYS_CUT, 64)
 

@@ -171,7 +171,7 @@ def drafters(mixed: Path, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 METHODS = ("ngram", "suffix", "standalone", "eagle", "eagle3", "mtp", "mtp_frozen")
-USUAL = {("ngram", "scarce pages"), ("mtp", "scarce pages")}
+USUAL = {("mtp", "scarce pages")}
 CELLS = [
     pytest.param(method, way, marks=() if (method, way) in USUAL else pytest.mark.full)
     for method in METHODS
