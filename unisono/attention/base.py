@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -236,8 +236,10 @@ class BreakingAttention:
         if n := inputs.singles:
             single, rest = inputs.plan
             return torch.cat((self.forward(q[:n], kv, single, options), self.forward(q[n:], kv, rest, options)))
-        attend = _attend_where_split if self.backend.capturable else _attend
-        return attend(self.backend.forward, q, kv, inputs, options)
+        return cast(torch.Tensor, self._run(self.backend.forward, q, kv, inputs, options))
+
+    def _run(self, forward: Callable[..., Any], *given: Any) -> Any:
+        return (_attend_where_split if self.capturable else _attend)(forward, *given)
 
     def quantises(self, head_dim: int, group: int) -> bool:
         """See :class:`QuantisingAttention`."""
@@ -248,9 +250,7 @@ class BreakingAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`QuantisingAttention`."""
         assert isinstance(self.backend, QuantisingAttention)
-        attend = _attend_where_split if self.backend.capturable else _attend
-        found: tuple[torch.Tensor, torch.Tensor] = attend(self.backend.forward_fp8, q, kv, inputs, options)
-        return found
+        return cast(tuple[torch.Tensor, torch.Tensor], self._run(self.backend.forward_fp8, q, kv, inputs, options))
 
 
 def attended(
@@ -258,9 +258,10 @@ def attended(
     options: AttentionOptions,
 ) -> Activations:  # fmt: skip
     """``backend.forward``, for a reader with this wish; the two parts of a mixed pass are joined as plain rows."""
-    if wish is None or wish.keep or inputs.singles or not isinstance(backend, QuantisingAttention):
-        return backend.forward(q, kv, inputs, options)
-    if backend.quantises(q.shape[2], wish.group):
+    if (
+        wish is not None and not wish.keep and not inputs.singles
+        and isinstance(backend, QuantisingAttention) and backend.quantises(q.shape[2], wish.group)
+    ):  # fmt: skip
         return handed_on(backend.forward_fp8(q, kv, inputs, options), q, wish.group)
     return backend.forward(q, kv, inputs, options)
 

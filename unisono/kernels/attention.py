@@ -123,68 +123,80 @@ def _attended(q: torch.Tensor, *_: object) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 
 
+class _Given(NamedTuple):
+    """What the ops take beside the queries; see :func:`attention`."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    page_table: torch.Tensor
+    positions: torch.Tensor
+    work: torch.Tensor
+    num_items: torch.Tensor
+    arrivals: torch.Tensor
+    partials: int
+    scale: float
+    window: int
+    first: int = 0
+    soft_cap: float = 0.0
+    sinks: torch.Tensor | None = None
+    k_scales: torch.Tensor | None = None
+    v_scales: torch.Tensor | None = None
+
+
 def launch_attention(q: torch.Tensor, *given: Any, **options: int) -> torch.Tensor:
     """See :func:`attention`. ``options`` override the launch's (for tuning)."""
-    return _launch(_attended(q), None, options, q, *given)
+    g = _Given(*given)
+    if not options and (out := _by_hopper(q, g)) is not None:
+        return out
+    out = _attended(q)
+    _launch(out, None, q, g, options)
+    return out
 
 
 def launch_attention_fp8(q: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`attention_fp8`."""
-    tokens, heads, head_dim = q.shape
+    g, (tokens, heads, head_dim) = _Given(*given), q.shape
+    if (out := _by_hopper(q, g)) is not None:
+        return launch_quantize(out, head_dim)
     x8, scales = empty_quantised(q, tokens, heads * head_dim, head_dim)
-    out = _launch(x8, scales, {}, q, *given)
-    return (x8, scales) if out is x8 else launch_quantize(out, head_dim)
+    _launch(x8, scales, q, g, {})
+    return x8, scales
+
+
+def _by_hopper(q: torch.Tensor, g: _Given) -> torch.Tensor | None:
+    """What the kernel for Hopper makes; None where it does not serve such a pass."""
+    plain = g.partials == 0 and g.soft_cap == 0 and g.sinks is None and g.k_scales is None
+    if not plain or not attention_hopper.serves(q, g.k_cache, g.arrivals.shape[1], g.window, g.first):
+        return None
+    whole = q, g.k_cache, g.v_cache, g.page_table, g.positions, g.work, g.num_items
+    return attention_hopper.launch_prompt_attention(*whole, g.scale * LOG2_E.value, KEYS)
 
 
 def _launch(
-    out: torch.Tensor,
-    scales: torch.Tensor | None,
-    options: dict[str, int],
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    positions: torch.Tensor,
-    work: torch.Tensor,
-    count: torch.Tensor,
-    arrivals: torch.Tensor,
-    partials: int,
-    scale: float,
-    window: int,
-    first: int = 0,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attend into ``out``; the kernel for Hopper returns a tensor of its own. scales: of e4m3 outputs."""
+    out: torch.Tensor, scales: torch.Tensor | None, q: torch.Tensor, g: _Given, options: dict[str, int]
+) -> None:
+    """Attend into ``out``. scales: of e4m3 outputs."""
     tokens, heads, head_dim = q.shape
-    capacity, tile_tokens, kv_heads = arrivals.shape
-    plain = not options and soft_cap == 0 and sinks is None and k_scales is None
-    if partials == 0 and plain and attention_hopper.serves(q, k_cache, tile_tokens, window, first):
-        whole = q, k_cache, v_cache, page_table, positions, work, count
-        return attention_hopper.launch_prompt_attention(*whole, scale * LOG2_E.value, KEYS)
-    page = k_cache.shape[2]
-    if k_scales is not None and v_scales is not None:
-        k_cache, v_cache, k_scales, v_scales = map(_words, (k_cache, v_cache, k_scales, v_scales))
-    state = q.new_empty(partials, tile_tokens, heads, 2, dtype=torch.float32)
-    acc = q.new_empty(partials, tile_tokens, heads, head_dim, dtype=torch.float32)
-    sizes, launch = _geometry(heads, kv_heads, head_dim, q.dtype, tile_tokens, partials > 0)
+    capacity, tile_tokens, kv_heads = g.arrivals.shape
+    page, caches = g.k_cache.shape[2], (g.k_cache, g.v_cache, g.k_scales, g.v_scales)
+    k_cache, v_cache, *factors = caches if g.k_scales is None else map(_words, caches)  # type: ignore[arg-type]
+    state = q.new_empty(g.partials, tile_tokens, heads, 2, dtype=torch.float32)
+    acc = q.new_empty(g.partials, tile_tokens, heads, head_dim, dtype=torch.float32)
+    sizes, launch = _geometry(heads, kv_heads, head_dim, q.dtype, tile_tokens, g.partials > 0)
     items = capacity * sizes["PARTS"] * kv_heads
     tiles = triton.cdiv(tokens, tile_tokens) * sizes["PARTS"] * kv_heads
     programs = options.pop("programs", _programs(q.device, tiles))
     rows = (None, None) if scales is None else (tokens, len(out))
-    attention_kernel[(min(programs, items) if partials else items,)](
-        q, k_cache, v_cache, page_table, positions, work, count, arrivals, state, acc, out,
-        sinks, k_scales, v_scales, scales, *rows,
-        page_table.stride(0), k_cache.stride(0), window, (soft_cap or scale) * LOG2_E.value,
-        PAGE=page, WINDOW=window > 0, FIRST=first, TO_CAP=scale / soft_cap if soft_cap else 0.0,
+    attention_kernel[(min(programs, items) if g.partials else items,)](
+        q, k_cache, v_cache, g.page_table, g.positions, g.work, g.num_items, g.arrivals, state, acc, out,
+        g.sinks, *factors, scales, *rows,
+        g.page_table.stride(0), k_cache.stride(0), g.window, (g.soft_cap or g.scale) * LOG2_E.value,
+        PAGE=page, WINDOW=g.window > 0, FIRST=g.first, TO_CAP=g.scale / g.soft_cap if g.soft_cap else 0.0,
         **sizes, **(launch | options), **overlapped(q.device),
     )  # fmt: skip
-    return out
 
 
-_GIVEN = (
+_TAKES = (
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor positions, Tensor work,"
     " Tensor count, Tensor(a!) arrivals, int partials, float scale, int window,"
     " int first=0, float soft_cap=0.0, Tensor? sinks=None, Tensor? k_scales=None, Tensor? v_scales=None)"
@@ -194,8 +206,8 @@ define(
     "attention_plan(Tensor slots, Tensor kv_len, Tensor? query_start, int num_tokens, int tile_tokens,"
     " int num_kv_heads, int partials, int programs, int window=0) -> (Tensor, Tensor, Tensor)"
 )
-define(f"attention{_GIVEN} -> Tensor")
-define(f"attention_fp8{_GIVEN} -> (Tensor, Tensor)")
+define(f"attention{_TAKES} -> Tensor")
+define(f"attention_fp8{_TAKES} -> (Tensor, Tensor)")
 register("attention_plan", cuda=launch_attention_plan, cpu=attention_plan_cpu, meta=_plan_shapes)
 register("attention", cuda=launch_attention, cpu=attention_cpu, meta=_attended)
 register(

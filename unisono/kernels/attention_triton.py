@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from unisono.kernels.fp8_quantize import _scaled, _scales_of
+from unisono.kernels.fp8_quantize import scaled_by, scales_of
 from unisono.kernels.kv_e4m3 import e4m3_factor, e4m3_tile
 from unisono.kernels.overlap import follow
 
@@ -221,13 +221,13 @@ def _store_e4m3(
 
     Who has rows of the last of ``tokens`` tokens writes the padding after it too, up to ``padded``: zeros.
     """
-    scale = _scales_of(value)
+    scale = scales_of(value)
     kind = out_ptr.dtype.element_ty
     at = index % HEADS * padded + index // HEADS
-    tl.store(out_ptr + offset, _scaled(value, scale).to(kind), mask=in_use[:, None])
+    tl.store(out_ptr + offset, scaled_by(value, scale).to(kind), mask=in_use[:, None])
     tl.store(scales_ptr + at, scale, mask=in_use)
     nothing = tl.zeros(value.shape, tl.float32)
-    least = _scales_of(nothing)
+    least = scales_of(nothing)
     for i in tl.static_range(1, 4):
         beyond = in_use & (index // HEADS == tokens - 1) & (tokens - 1 + i < padded)
         tl.store(out_ptr + offset + i * HEADS * HEAD_DIM, nothing.to(kind), mask=beyond[:, None])
@@ -303,10 +303,11 @@ def _work_item(work_ptr, i):
 @triton.jit
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, positions_ptr, work_ptr, count_ptr, arrivals_ptr, state_ptr, acc_ptr, out_ptr,
-    sinks_ptr, k_scales_ptr, v_scales_ptr, scales_ptr, tokens, padded, max_pages, page_stride, window, scale, HEADS:
-    tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TOKENS:
-    tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, FIRST: tl.constexpr, TO_CAP: tl.constexpr, CUT: tl.constexpr, OVERLAP: tl.constexpr,
+    sinks_ptr, k_scales_ptr, v_scales_ptr, scales_ptr, tokens, padded, max_pages, page_stride, window, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, KEYS: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, TO_CAP: tl.constexpr, CUT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A fixed number of programs share the work list × parts of a tile × KV heads. Keys below FIRST are invisible.
 
@@ -325,8 +326,7 @@ def attention_kernel(
         first = tile + part * (ROWS // GROUP)
         last = tl.minimum(first + ROWS // GROUP, tile_end)
         in_use, index, position = _rows(positions_ptr, first, last, head, HEADS, GROUP, ROWS)
-        q = _queries(q_ptr, index, in_use, HEAD_DIM, DIM)
-        pages_ptr = table_ptr + slot.to(tl.int64) * max_pages
+        q, pages_ptr = _queries(q_ptr, index, in_use, HEAD_DIM, DIM), table_ptr + slot.to(tl.int64) * max_pages
         each: tl.constexpr = PAGE if k_scales_ptr is None else PAGE // 4  # e4m3 lies in words of four elements
         own_k_ptr, own_v_ptr = k_ptr + head * each * HEAD_DIM, v_ptr + head * each * HEAD_DIM
         factors = None if k_scales_ptr is None else _exponents(k_scales_ptr, v_scales_ptr, head, each, KV_HEADS)

@@ -62,13 +62,13 @@ def handed_on(pair: Sequence[torch.Tensor], like: torch.Tensor, group: int, x: t
 
 
 @triton.jit
-def _scales_of(value):
+def scales_of(value):
     """The scales of groups [groups, columns], by their largest magnitudes."""
     return tl.div_rn(tl.maximum(tl.max(tl.abs(value), axis=1), 1e-10), 448.0)
 
 
 @triton.jit
-def _scaled(value, scale):
+def scaled_by(value, scale):
     """Values of groups [groups, columns] over their scales, within e4m3's range."""
     scaled = tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape))
     return tl.minimum(tl.maximum(scaled, -448.0), 448.0)
@@ -85,9 +85,9 @@ def store_quantised(value, x8, scales, row, first, K, PADDED, GROUP: tl.constexp
     grouped = tl.reshape(value.to(tl.float32), (GROUPS, GROUP))
     groups = first // GROUP + tl.arange(0, GROUPS)
     cols = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    scale = _scales_of(grouped)
+    scale = scales_of(grouped)
     at = row.to(tl.int64) * K + cols
-    tl.store(x8 + at, _scaled(grouped, scale).to(x8.dtype.element_ty), mask=cols < K)
+    tl.store(x8 + at, scaled_by(grouped, scale).to(x8.dtype.element_ty), mask=cols < K)
     tl.store(scales + groups.to(tl.int64) * PADDED + row, scale, mask=groups * GROUP < K)
 
 
@@ -112,8 +112,8 @@ def _quantize_kernel(x, fixed, x8, scales, M, K, PADDED,
         for i in tl.static_range(FIXED):
             scale = tl.maximum(scale, tl.load(fixed + i))
     else:
-        scale = _scales_of(value)
-    scaled = _scaled(value, scale)
+        scale = scales_of(value)
+    scaled = scaled_by(value, scale)
     tl.store(x8 + at, scaled.to(x8.dtype.element_ty), mask=inside)
     tl.store(scales + groups.to(tl.int64) * PADDED + row, scale, mask=groups * WIDTH < K)
 
