@@ -31,7 +31,6 @@ class Ranks:
         pairs = [socket.socketpair() for _ in range(count - 1)]
         own = PageBytes(self.stores[0])
         self.others = [RankPages(store, theirs) for store, (_, theirs) in zip(self.stores[1:], pairs, strict=True)]
-        self.late: list[PackPages | UnpackPages] | None = None
         self.executes = [own, *self.others]
         self.pages = SharedPages(self.stores[0], own, self.send, [ours for ours, _ in pairs])
 
@@ -105,11 +104,10 @@ def test_other_sizes_are_refused() -> None:
 def test_bytes_of_a_rank_that_is_gone_are_an_error() -> None:
     with ranks(2) as (here,):
         here.others[0]._channel.close()
-        late = here.pages.pack
         here.others.clear()  # it executes nothing any more
         wanted = named((ALL, [1]))
         with pytest.raises(EngineDead, match="rank 1 of the model takes no pages"):
             here.pages.unpack(wanted, bytes(here.pages.nbytes(wanted)))
         for _ in range(2):
             with pytest.raises(ChannelError):
-                late(named((ALL, [1]))).payload()
+                here.pages.pack(wanted).payload()

@@ -8,28 +8,18 @@ import pytest
 import torch
 
 from tests.state.helpers import made, run, tokens_of
-from unisono.state.host_pages import kind_bytes
+from unisono.engine.page_bytes import PageBytes, SharedPages
 from unisono.state.pages import OutOfPages, PagePool
 from unisono.state.prefix_tree import Token
 from unisono.state.specs import ALL, TAILS
 from unisono.state.store import StateStore
-from unisono.state.transfer import Buffer, Incoming, Named, Packed, Packing, pack, pack_pages, unpack
+from unisono.state.transfer import Incoming, Packed, pack_pages
 
 
-class Whole:
-    """Pages as bytes where one process has all of them."""
-
-    def __init__(self, store: StateStore) -> None:
-        self.store = store
-
-    def pack(self, parts: Named) -> Packing:
-        return pack(self.store, parts)
-
-    def unpack(self, parts: Named, payload: Buffer) -> None:
-        unpack(self.store, parts, payload)
-
-    def nbytes(self, parts: Named) -> int:
-        return sum(len(ids) * kind_bytes(self.store, kind) for kind, ids in parts)
+def whole(store: StateStore) -> SharedPages:
+    """Pages as bytes where one process has all of them, as engines make them."""
+    own = PageBytes(store)
+    return SharedPages(store, own, own.execute, ())
 
 
 def filled() -> StateStore:
@@ -43,7 +33,7 @@ def packed_of(pool: PagePool, store: StateStore, tokens: Sequence[Token]) -> tup
     """All that the tree has of a text."""
     nodes = pool.tree.match(tokens)
     pages = range(len(nodes))
-    packed = pack_pages(Whole(store), nodes, 0, {32: pages, TAILS: pages})
+    packed = pack_pages(whole(store), nodes, 0, {32: pages, TAILS: pages})
     payload = b"".join(packed.state.payload())
     assert packed.nbytes == len(payload)
     return packed, payload
@@ -51,7 +41,7 @@ def packed_of(pool: PagePool, store: StateStore, tokens: Sequence[Token]) -> tup
 
 def put(pool: PagePool, store: StateStore, tokens: Sequence[Token], packed: Packed, payload: bytes) -> int:
     """Pages that another tree has then."""
-    incoming = Incoming(pool, Whole(store), tokens)
+    incoming = Incoming(pool, whole(store), tokens)
     try:
         incoming.put(0, packed.complete, packed.parts, payload)
         return len(incoming.path)
@@ -120,7 +110,7 @@ def test_what_is_not_the_next_pages_is_refused(first: int, pages: int, missing: 
     pool, other = PagePool(12, {32: 7}), PagePool(12, {32: 7})
     run(pool, tokens, 8)
     packed, payload = packed_of(pool, here, tokens)
-    incoming = Incoming(other, Whole(there), tokens)
+    incoming = Incoming(other, whole(there), tokens)
     with pytest.raises(ValueError, match=says):
         incoming.put(first, packed.complete[:pages], packed.parts, payload[: len(payload) - missing])
     incoming.close()

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from unisono.engine.commands import PackPages, UnpackPages
 from unisono.state.host_pages import kind_bytes
 from unisono.state.store import StateStore
-from unisono.state.transfer import Named, Packing, pack, unpack
+from unisono.state.transfer import Named, Packing, check_size, pack, unpack
 from unisono.transport.channel import PEERS, Buffer, Channel, ChannelError, channel_of
 from unisono.types import EngineDead
 
@@ -108,8 +108,7 @@ class SharedPages:
 
         Raises ValueError unless there are bytes for all of them, EngineDead where a rank does not take its own.
         """
-        if len(payload) != self.nbytes(parts):
-            raise ValueError(f"{len(payload)} bytes are not the state of these pages")
+        check_size(self, parts, payload)
         number, each = next(self._numbers), len(payload) // self.ranks
         whole = memoryview(payload)
         for rank, other in enumerate(self._others, 1):

@@ -35,7 +35,6 @@ class Roles:
         self._pages: SharedPages | None = None
         if config is None or runner is None or not config.asked.exchanges_pages:
             return
-        self._pages = pages = runner.share_pages()
         asked = config.asked
         listens = [Address.parse(asked.transfer_listen, "--transfer-listen")] if asked.transfer_listen else []
         urls = asked.prefill_urls.split(",") if asked.prefill_urls else []
@@ -45,6 +44,7 @@ class Roles:
                 "--transfer-backend nixl: over a Unix socket pages go through shared memory; give tcp://HOST:PORT."
             )
         backends = usable_backends(asked.transfer_backend)
+        self._pages = pages = runner.share_pages()
         identity, timeout = engine_identity(config, runner.worker), asked.transfer_timeout
         for address in listens:
             self.wakes, self._wake = socket.socketpair()

@@ -90,6 +90,12 @@ class Bytes(Protocol):
         ...
 
 
+def check_size(pages: Bytes, parts: Named, payload: Buffer) -> None:
+    """Raise ValueError unless these are as many bytes as the pages have."""
+    if len(payload) != pages.nbytes(parts):
+        raise ValueError(f"{len(payload)} bytes are not the state of these pages")
+
+
 def pack_pages(pages: Bytes, nodes: Sequence[Node], first: int, wanted: Mapping[int, Collection[int]]) -> Packed:
     """The state of a path's nodes from ``first`` on, gathered on the device and on its way to the host.
 
@@ -138,8 +144,7 @@ class Incoming:
             raise ValueError(f"pages {first} … came after {len(self.path)} of {len(self.keys)}")
         if any(not first <= page < first + len(complete) for _, pages in parts for page in pages):
             raise ValueError("a part belongs to none of the pages")
-        if self._pages.nbytes([(kind, _ids(pages)) for kind, pages in parts]) != len(payload):
-            raise ValueError(f"{len(payload)} bytes are not the state of these pages")
+        check_size(self._pages, [(kind, _ids(pages)) for kind, pages in parts], payload)  # before anything is taken
         fresh = self._nodes(first, complete)
         placed = [(kind, pages, [self._place(kind, page, fresh) for page in pages]) for kind, pages in parts]
         self._pool.flush()  # what gave way for them
