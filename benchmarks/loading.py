@@ -31,9 +31,9 @@ from unisono.models.build import Builder, no_attention
 from unisono.models.checkpoint import INDEX, Checkpoint
 from unisono.models.decoder import Decoder
 from unisono.models.loader import checkpoint_names, load_model
+from unisono.models.tensor_files import DTYPES
 
 SHAPES = Path(__file__).parent / "shapes"
-SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
 SHARD, BLOCK = 4 << 30, 1 << 24
 FINITE = 0xBF
 """Bits of random bytes that are kept: without the others no number of any format is infinite or NaN."""
@@ -89,7 +89,7 @@ def shards(wanted: Mapping[str, Place]) -> Iterator[dict[str, Place]]:
 
 
 def nbytes(name: str, place: Place) -> int:
-    return torch.Size(place.shape).numel() * SIZES[stored_dtype(name, place)]
+    return torch.Size(place.shape).numel() * DTYPES[stored_dtype(name, place)].itemsize
 
 
 def write_shard(file: Path, shard: Mapping[str, Place], noise: bytes) -> int:

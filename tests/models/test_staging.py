@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tests.models.reads import counted_reads
 from unisono.layers.formats import Place, Slice, Slices
 from unisono.models import staging, tensor_files, weights
-from unisono.models.staging import HostBytes, Staging
+from unisono.models.staging import Passing, Staging
 from unisono.models.tensor_files import Part, read_ahead, read_header
 from unisono.types import CheckpointError
 
@@ -60,7 +60,7 @@ def test_tensors_of_the_host_arrive(half: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(staging, "HALF", half)
     whole = torch.randn(40, 60)
     wanted = named() | {"rows": whole[3:9], "columns": whole[:, 5:7], "turned": whole.t()}
-    arrived = Staging(DEVICE).to_device([HostBytes.of(tensor) for tensor in wanted.values()])
+    arrived = Staging(DEVICE).to_device([Passing.of(tensor) for tensor in wanted.values()])
     assert all(same(got, want) for got, want in zip(arrived, wanted.values(), strict=True))
 
 

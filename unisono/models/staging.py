@@ -70,12 +70,6 @@ class HostBytes:
         """See :class:`Source`."""
         np.copyto(into, self.array[at : at + len(into)])  # without the interpreter's lock
 
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Passing:
-        """A tensor of the CPU that is to be passed on."""
-        array = tensor.reshape(-1).view(torch.uint8).numpy()
-        return Passing(tensor.dtype, tuple(tensor.shape), (HostBytes(array),))
-
 
 @dataclass(frozen=True)
 class Passing:
@@ -84,6 +78,12 @@ class Passing:
     dtype: torch.dtype
     shape: tuple[int, ...]
     sources: Sequence[Source]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Passing:
+        """A tensor of the CPU."""
+        array = tensor.reshape(-1).view(torch.uint8).numpy()
+        return cls(tensor.dtype, tuple(tensor.shape), (HostBytes(array),))
 
     @property
     def nbytes(self) -> int:

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from unisono.layers.formats import Slice, Slices
-from unisono.models.staging import FileBytes, HostBytes, Passing, Staging
+from unisono.models.staging import FileBytes, Passing, Staging
 from unisono.types import CheckpointError
 
 DTYPES = {
@@ -103,7 +103,7 @@ def _header(file: Path, changed: int, size: int) -> dict[str, TensorInfo]:
     infos, known = {}, all(dtype in DTYPES for dtype, _ in found.values())
     for name, (dtype, shape) in found.items():
         infos[name] = TensorInfo(file, name, dtype, shape, start, readable=known)
-        start += torch.Size(shape).numel() * DTYPES[dtype].itemsize if known else 1
+        start += nbytes(infos[name])
     if known and start != size:
         raise CheckpointError(f"{file} has {size} bytes; its header tells of {start}. Download it again.")
     return infos
@@ -132,9 +132,7 @@ def read(
     if torch.device(device).type == "cpu":
         yield from _mapped(parts, tensors)
     else:
-        staging = Staging(device)
-        for names in pieces(parts, tensors):
-            yield from _staged(names, parts, tensors, staging)
+        yield from read_ahead(parts, tensors, device, readers=1)
 
 
 def read_ahead(
@@ -205,7 +203,7 @@ def _staged(
             found = [_passing(opened, parts[name], tensors[name]) for name in names]
             rest = {name: parts[name] for name, each in zip(names, found, strict=True) if each is None}
             mapped = dict(_mapped(rest, tensors))
-            passing = [each or HostBytes.of(mapped[name]) for name, each in zip(names, found, strict=True)]
+            passing = [each or Passing.of(mapped[name]) for name, each in zip(names, found, strict=True)]
             return list(zip(names, staging.to_device(passing), strict=True))
         finally:
             os.close(opened)
@@ -217,10 +215,10 @@ def _passing(opened: int, part: Part, info: TensorInfo) -> Passing | None:
     """Where the bytes are, if they are runs of whole rows in the file; else None."""
     if not info.readable or (part is not None and (part.dim != 0 or getattr(part, "turned", False))):
         return None
-    dtype, rows = DTYPES[info.dtype], info.shape[0] if info.shape else 1
-    row = nbytes(info) // max(rows, 1)
+    dtype, size = DTYPES[info.dtype], nbytes(info)
     if part is None:
-        return Passing(dtype, info.shape, (FileBytes(opened, info.start, nbytes(info)),))
+        return Passing(dtype, info.shape, (FileBytes(opened, info.start, size),))
+    row = size // max(info.shape[0], 1)
     runs = part.runs if isinstance(part, Slices) else ((part.start, part.stop),)
     sources = tuple(FileBytes(opened, info.start + first * row, (last - first) * row) for first, last in runs)
     return Passing(dtype, (sum(last - first for first, last in runs), *info.shape[1:]), sources)
