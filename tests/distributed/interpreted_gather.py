@@ -13,10 +13,15 @@ from collections.abc import Callable
 
 import torch
 
-from unisono.distributed.gather import _ordered_sum
 from unisono.kernels.activation import launch_silu_mul
 from unisono.kernels.gather import PROGRAMS, buffer_words, launch_gather
-from unisono.kernels.gather_fused import Peers, has_bits_of_parts, launch_gather_add_rms_norm, launch_silu_gather
+from unisono.kernels.gather_fused import (
+    Peers,
+    has_bits_of_parts,
+    launch_gather_add_rms_norm,
+    launch_silu_gather,
+    ordered_sum,
+)
 from unisono.kernels.norm import launch_add_rms_norm, launch_add_rms_norm_fp8
 
 SHAPES = [(1, 5), (3, 700), (2, 40), (1030, 20), (5, 1300), (1, 5)]
@@ -51,7 +56,7 @@ def norms(peers: Peers, check: Callable[[bool], None]) -> None:
         for summed in (False, True):
             parts = parts_of(rows, width if summed else width // 2, dtype, 100 + turn)
             whole = torch.cat(parts, 1)
-            whole = _ordered_sum(whole, 2) if summed else whole
+            whole = ordered_sum(whole, 2) if summed else whole
             given = parts[peers.rank], residual, weight, 1e-6
             if peers.rank == turn % 2:
                 time.sleep(0.1)

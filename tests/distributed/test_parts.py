@@ -12,8 +12,9 @@ from tests.distributed.parts_ import loaded
 from tests.models.make import make_checkpoint
 from tests.models.reads import counted_reads
 from unisono.config import EngineConfig
-from unisono.distributed.gather import Ranks, _ordered_sum
+from unisono.distributed.gather import Ranks
 from unisono.engine.engine import Engine
+from unisono.kernels.gather_fused import ordered_sum
 from unisono.layers.formats import part_of
 from unisono.types import ConfigError
 
@@ -59,7 +60,7 @@ def test_ordered_sums_divide_inputs(family: str, format: Any, quantised: str | N
         layer = whole[name]
         x = torch.randn(3, layer.inputs)
         expected, terms = layer(x), [part[name]._part(x.chunk(2, 1)[i]) for i, part in enumerate(parts)]
-        found = _ordered_sum(torch.cat(terms, 1), 2)
+        found = ordered_sum(torch.cat(terms, 1), 2)
         assert torch.allclose(found, expected, atol=0.05 if quantised else 1e-5, rtol=0.05 if quantised else 1e-5)
         assert sum(part[name].weight.numel() for part in parts) == layer.weight.numel()
 

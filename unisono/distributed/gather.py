@@ -19,6 +19,7 @@ import torch
 from unisono.kernels.activation import silu_mul
 from unisono.kernels.add_norm import add_rms_norm, add_rms_norm_fp8
 from unisono.kernels.fp8_quantize import Quantised, empty_quantised
+from unisono.kernels.gather_fused import ordered_sum
 from unisono.kernels.library import define, register
 from unisono.kernels.norm import Normed, quantised_norm, with_fp8_meta
 
@@ -86,7 +87,7 @@ class Ranks:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """x [M, H], a term of each rank -> their sum, added in fp32 in the order of ranks and rounded once."""
-        return _ordered_sum(self.gather(x), self.count)
+        return ordered_sum(self.gather(x), self.count)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, summed: bool
@@ -166,14 +167,6 @@ def _silu_meta(x: torch.Tensor, transport: int, ranks: int) -> torch.Tensor:
     return x.new_empty(x.shape[0], ranks * x.shape[1] // 2)
 
 
-def _ordered_sum(gathered: torch.Tensor, ranks: int) -> torch.Tensor:
-    """gathered [M, N · H] -> the sum of its N terms, [M, H], added in fp32 one after the other and rounded once."""
-    first, *others = gathered.unflatten(1, (ranks, -1)).float().unbind(1)
-    for term in others:
-        first = first + term
-    return first.to(gathered.dtype)
-
-
 def _add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None, keep: bool,
     summed: bool, transport: int, ranks: int,
@@ -185,7 +178,7 @@ def _add_rms_norm(
             return found
     y = carrier.all_gather(x)
     if summed:
-        y = _ordered_sum(y, ranks)
+        y = ordered_sum(y, ranks)
     if group is None:
         return *add_rms_norm(y, residual, weight, eps), *empty_quantised(y, len(y), y.shape[1], None)
     total, quantised = add_rms_norm_fp8(y, residual, weight, eps, group, keep)

@@ -10,7 +10,6 @@ Shapes: M rows, H features, N ranks, W int32 words of a rank's part of a row.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -189,6 +188,14 @@ def launch_silu_gather(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     return out
 
 
+def ordered_sum(gathered: torch.Tensor, ranks: int) -> torch.Tensor:
+    """gathered [M, N · H] -> the sum of its N terms, [M, H], added in fp32 one after the other and rounded once."""
+    first, *others = gathered.unflatten(1, (ranks, -1)).float().unbind(1)
+    for term in others:
+        first = first + term
+    return first.to(gathered.dtype)
+
+
 TRIALS = ((1, 4096), (5, 1280), (64, 4096))
 """Rows and features that :func:`has_bits_of_parts` compares."""
 
@@ -215,8 +222,7 @@ def has_bits_of_parts(
             if whole.shape[1] != width and not summed:
                 continue  # the features do not divide among so many ranks
             if summed:
-                terms = [part.float() for part in parts]
-                whole = functools.reduce(torch.add, terms).to(whole.dtype)
+                whole = ordered_sum(whole, peers.ranks)
             given = parts[peers.rank], residual, weight, 1e-6, None, True, summed, peers
             found = launch_gather_add_rms_norm(*given)[:2]
             expected = launch_add_rms_norm(whole, residual, weight, 1e-6)

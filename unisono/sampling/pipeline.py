@@ -90,10 +90,7 @@ def edit_and_sample(
     """
     if isinstance(logits, Columns):
         return Sampled(_best_of_ranks(logits, slots, width, 1, drafts, fields, offset, mask)[:, 0])
-    edited = edit_logits(
-        logits, slots, width, drafts, fields.edits, fields.length, fields.status, fields.stop_ids, fields.history,
-        fields.edit_table, offset, ids, mask,
-    )  # fmt: skip
+    edited = _edited(logits, slots, width, drafts, fields, offset, ids, mask)
     threshold = edited.new_empty(edited.shape[0])
     tokens = sample(
         logits, slots, width, fields.length, fields.status, fields.temperature, fields.top_k, fields.top_p,
@@ -102,16 +99,24 @@ def edit_and_sample(
     return Sampled(tokens, edited, threshold)
 
 
+def _edited(
+    logits: Tensor, slots: Tensor, width: int, drafts: Tensor, fields: EditFields, offset: int, ids: Tensor | None,
+    mask: Tensor | None = None, first: int = 0,
+) -> Tensor:  # fmt: skip
+    """``edit_logits`` of the slots' fields."""
+    return edit_logits(
+        logits, slots, width, drafts, fields.edits, fields.length, fields.status, fields.stop_ids, fields.history,
+        fields.edit_table, offset, ids, mask, first,
+    )  # fmt: skip
+
+
 def _best_of_ranks(
     logits: Columns, slots: Tensor, width: int, count: int, drafts: Tensor, fields: EditFields, offset: int,
     mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The ``count`` best tokens [R * width, count] int32 of rows of which each rank has some columns."""
     own, first = logits.own, logits.first
-    edited = edit_logits(
-        own, slots, width, drafts, fields.edits, fields.length, fields.status, fields.stop_ids, fields.history,
-        fields.edit_table, offset, None, mask, first,
-    )  # fmt: skip
+    edited = _edited(own, slots, width, drafts, fields, offset, None, mask, first)
     keys = column_keys(
         own, slots, width, count, fields.length, fields.status, fields.temperature, fields.seed_lo, fields.seed_hi,
         offset, first, fields.edits, edited,
@@ -153,10 +158,7 @@ def edit_and_rank(
     """
     if isinstance(logits, Columns):
         return _best_of_ranks(logits, slots, 1, count, drafts, fields, offset)
-    edited = edit_logits(
-        logits, slots, 1, drafts, fields.edits, fields.length, fields.status, fields.stop_ids, fields.history,
-        fields.edit_table, offset, ids,
-    )  # fmt: skip
+    edited = _edited(logits, slots, 1, drafts, fields, offset, ids)
     return candidates(
         logits, slots, count, fields.length, fields.status, fields.temperature, fields.top_k, fields.top_p,
         fields.min_p, fields.seed_lo, fields.seed_hi, offset, ids, fields.edits, edited,
