@@ -31,7 +31,7 @@ on() { # GPU COMMAND…   with one GPU and half of the cores
     gpu=$1
     shift
     first=$((gpu * half))
-    CUDA_VISIBLE_DEVICES=$gpu taskset -cp "$first-$((first + half - 1))" "$(exec sh -c 'echo $PPID')" >/dev/null 2>&1
+    taskset -cp "$first-$((first + half - 1))" "$(exec sh -c 'echo $PPID')" >/dev/null 2>&1
     export CUDA_VISIBLE_DEVICES=$gpu
     "$@"
 }

@@ -208,6 +208,13 @@ class PausableDrafter(Drafter, Protocol):
 
 
 @runtime_checkable
+class DivisibleDrafter(Drafter, Protocol):
+    """A drafter whose model's layers can be divided among ``context.ranks``. It is one by having ``divides``."""
+
+    divides: bool
+
+
+@runtime_checkable
 class TreeDrafter(Drafter, Protocol):
     """A drafter that can also draft trees: several paths for each request, row r · P + l being path l of row r.
 

@@ -22,7 +22,7 @@ from unisono.attention.base import BreakingAttention
 from unisono.config import EngineConfig, ResolvedConfig
 from unisono.distributed.gather import ALONE, Ranks, described
 from unisono.distributed.group import Alone, Group, agreement, decided
-from unisono.drafters.base import Drafter, DrafterContext, PausableDrafter, TreeDrafter
+from unisono.drafters.base import DivisibleDrafter, Drafter, DrafterContext, PausableDrafter, TreeDrafter
 from unisono.engine.buckets import (
     decode_sizes,
     draft_choices,
@@ -410,7 +410,7 @@ def _drafter(spec: SpeculativeConfig, target: DecoderConfig) -> Drafter:
             f"the method {spec.method!r}, as it is set up here, drafts chains only; a tree of {len(spec.paths)} "
             "paths is asked for: leave out speculative_token_tree, or topk and num_draft_tokens."
         )
-    if spec.draft_tensor_parallel_size > 1 and not getattr(drafter, "divides", False):
+    if spec.draft_tensor_parallel_size > 1 and not isinstance(drafter, DivisibleDrafter):
         raise ConfigError(
             f"draft_tensor_parallel_size={spec.draft_tensor_parallel_size}: the method {spec.method!r} has no layers "
             "that could be divided so; leave it out."

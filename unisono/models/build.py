@@ -123,14 +123,16 @@ class Builder:
         format = self._one_format(name, outputs)
         return Linear(inputs, outputs, bias, self.dtype, "meta" if empty else self.device, format, share)
 
-    def joined(self, name: str, inputs: int, outputs: int, bias: bool = False, split_inputs: bool = True) -> Linear:
+    def joined(
+        self, name: str, inputs: int, outputs: int, bias: bool = False, split_inputs: bool = True, empty: bool = False
+    ) -> Linear:
         """The same, where each rank computes equal parts of the outputs and all get all of them.
 
         split_inputs: it gets this rank's columns of its inputs. With ordered sums (``--tp-reduce ordered``) it is
-        divided by these, where its format allows that and it has no bias.
+        divided by these, where its format allows that and it has no bias. empty: as in :meth:`linear`, and whole.
         """
-        if self.ranks.count == 1:
-            return self.linear(name, inputs, outputs, bias)
+        if self.ranks.count == 1 or empty:
+            return self.linear(name, inputs, outputs, bias, empty=empty)
         format = self._one_format(name, outputs)
         terms = self.ranks.ordered and split_inputs and not bias
         if terms and can_divide(format, self.dtype, self.ranks.count, inputs=inputs):

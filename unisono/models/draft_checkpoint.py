@@ -174,10 +174,7 @@ class DraftCheckpoint:
         """The head, uninitialised; an embedding and an LM head that it is to share take no memory."""
         embed = builder.embedding(self.config.layer.vocab_size, empty=not self.own_embed)
         sizes = builder.hidden_size, self.config.draft_vocab
-        if self.own_head:
-            lm_head = builder.joined("lm_head", *sizes, split_inputs=False)
-        else:
-            lm_head = builder.linear("lm_head", *sizes, empty=True)
+        lm_head = builder.joined("lm_head", *sizes, split_inputs=False, empty=not self.own_head)
         return self.kind(self.config, embed, lm_head, builder)
 
     def targets(self, head: Head) -> dict[str, Place]:

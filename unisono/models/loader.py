@@ -232,17 +232,12 @@ def fill_randomly(root: nn.Module, seed: int) -> None:
                     name = name.replace(part, old)
                 generator.manual_seed(seed ^ zlib.crc32(name.encode()))
                 held = first.setdefault(parameter.untyped_storage().data_ptr(), parameter)
-                draw_held(held, generator, getattr(parameter, "drawn", None), part=held is parameter)
+                draw_held(held, generator, getattr(parameter, "drawn", None))
 
 
-def draw_held(
-    parameter: torch.Tensor, generator: torch.Generator, between: tuple[int, int] | None = None, part: bool = True
-) -> None:
-    """:func:`draw`; what is a part of a whole tensor, or turned, gets the values that it has there.
-
-    part: whether to ask if it is a part.
-    """
-    whole = part_of(parameter) if part else None
+def draw_held(parameter: torch.Tensor, generator: torch.Generator, between: tuple[int, int] | None = None) -> None:
+    """:func:`draw`; what is a part of a whole tensor, or turned, gets the values that it has there."""
+    whole = part_of(parameter)
     if whole is None and parameter.is_contiguous():
         draw(parameter, generator, between)
         return

@@ -242,10 +242,8 @@ class MTPCheckpoint:
         config, hidden = self.config, self.config.hidden_size
         builder = replace(builder, format=format if self.formats is plain else partial(self._format, number))
         embed = builder.embedding(config.vocab_size, empty=not self._stores("embed", number))
-        if self._stores("lm_head", number):
-            lm_head = builder.joined("lm_head", hidden, config.vocab_size, split_inputs=False)
-        else:
-            lm_head = builder.linear("lm_head", hidden, config.vocab_size, empty=True)
+        shared = not self._stores("lm_head", number)
+        lm_head = builder.joined("lm_head", hidden, config.vocab_size, split_inputs=False, empty=shared)
         return MTPModule(config, embed, lm_head, builder, self.layout.hidden_first)
 
     def _format(self, number: int, module: str) -> WeightFormat:
