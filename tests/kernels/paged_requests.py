@@ -3,7 +3,6 @@
 Both implementations can be asked: the Triton kernels (on the GPU, else in the interpreter) and the CPU twins.
 """
 
-import copy
 import itertools
 from dataclasses import dataclass, field
 
@@ -28,8 +27,8 @@ class Requests:
     """Requests of the given lengths: queries for each token, keys and values in shuffled pages.
 
     The last slot is the padding slot; page 0 is the padding page. Everything unwritten is NaN. With ``e4m3`` the pages
-    are quantised, and keys and values are what they stand for. With ``to_e4m3`` attention whose outputs are e4m3 is
-    compared each time with those that are quantised afterwards.
+    are quantised, and keys and values are what they stand for. With ``spread`` they have all magnitudes. With
+    ``to_e4m3`` attention whose outputs are e4m3 is compared each time with those that are quantised afterwards.
     """
 
     lengths: list[int]
@@ -45,6 +44,7 @@ class Requests:
     sinks: bool = False
     planned_window: bool = False
     e4m3: bool = False
+    spread: bool = False
     to_e4m3: bool = False
     device: torch.device = field(init=False)
 
@@ -60,6 +60,8 @@ class Requests:
         for row, (n, own) in enumerate(zip(self.lengths, pages, strict=True)):
             table[row, : len(own)] = own
             kv = torch.randn(2, n, self.kv_heads, self.dim).to(self.dtype)
+            if self.spread:
+                kv *= 2.0 ** torch.randint(-18, 8, (2, n, self.kv_heads, 1))
             at = torch.arange(self.first, n)
             caches.transpose(2, 3)[:, own[at // self.page], at % self.page] = kv[:, self.first :].float()
             self.k.append(kv[0])
@@ -75,14 +77,6 @@ class Requests:
         self.table = table.to(self.device, torch.int32)
         self.scale = self.dim**-0.5
         self.sink = torch.randn(self.heads).mul(3) if self.sinks else None
-
-    def dequantised(self) -> "Requests":
-        """The same requests with pages of their dtype that hold what the e4m3 ones stand for."""
-        other = copy.copy(self)
-        pages = zip((self.k_cache, self.v_cache), self.scales, strict=True)
-        other.k_cache, other.v_cache = (dequantised(*each).to(self.dtype) for each in pages)
-        other.scales = ()
-        return other
 
     def _int32(self, values) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)

@@ -78,8 +78,7 @@ def _geometry(
     """The kernel's compile-time sizes and launch options; only speed depends on them.
 
     The rows of a query tile are a power of two and hold at least one token's heads. Two accumulators per row must fit
-    into registers, and the buffers of keys and values into shared memory. e4m3 pages save little of it, for their
-    dequantised tiles pass through it too.
+    into registers, and the buffers of keys and values into shared memory.
     """
     group, dim = heads // kv_heads, max(triton.next_power_of_2(head_dim), 16)
     fits = 16 if dtype == torch.float32 else min(64 if cut else 128, 2**14 // dim)
@@ -112,11 +111,11 @@ def _programs(device: torch.device, tiles: int) -> int:
     return at_once if tiles > 2 * at_once else at_once * 3 // 2
 
 
-def _words(pages: torch.Tensor) -> torch.Tensor:
-    """Pages [NP, Hkv, P, X] of one-byte elements as int32 [NP, words]. Raises ValueError where none can be made."""
+def _elements(pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Pages [NP, Hkv, P, X] of bytes as elements of ``dtype`` [NP, …]. Raises ValueError where none can be made."""
     if pages.shape[2] % 4 or (pages.shape[3] % 4 and pages.shape[3] > 1) or not pages.is_contiguous():
         raise ValueError(f"e4m3 pages {list(pages.shape)}: make them contiguous, P and D multiples of 4")
-    return pages.flatten(1).view(torch.int32)
+    return pages.flatten(1).view(dtype)
 
 
 def _attended(q: torch.Tensor, *_: object) -> torch.Tensor:
@@ -179,7 +178,9 @@ def _launch(
     tokens, heads, head_dim = q.shape
     capacity, tile_tokens, kv_heads = g.arrivals.shape
     page, caches = g.k_cache.shape[2], (g.k_cache, g.v_cache, g.k_scales, g.v_scales)
-    k_cache, v_cache, *factors = caches if g.k_scales is None else map(_words, caches)  # type: ignore[arg-type]
+    if g.k_scales is not None:
+        caches = *(_elements(c, torch.int16) for c in caches[:2]), *(_elements(c, torch.int32) for c in caches[2:])
+    k_cache, v_cache, *exponents = caches
     state = q.new_empty(g.partials, tile_tokens, heads, 2, dtype=torch.float32)
     acc = q.new_empty(g.partials, tile_tokens, heads, head_dim, dtype=torch.float32)
     sizes, launch = _geometry(heads, kv_heads, head_dim, q.dtype, tile_tokens, g.partials > 0)
@@ -189,7 +190,7 @@ def _launch(
     rows = (None, None) if scales is None else (tokens, len(out))
     attention_kernel[(min(programs, items) if g.partials else items,)](
         q, k_cache, v_cache, g.page_table, g.positions, g.work, g.num_items, g.arrivals, state, acc, out,
-        g.sinks, *factors, scales, *rows,
+        g.sinks, *exponents, scales, *rows,
         g.page_table.stride(0), k_cache.stride(0), g.window, (g.soft_cap or g.scale) * LOG2_E.value,
         PAGE=page, WINDOW=g.window > 0, FIRST=g.first, TO_CAP=g.scale / g.soft_cap if g.soft_cap else 0.0,
         **sizes, **(launch | options), **overlapped(q.device),
@@ -322,7 +323,7 @@ def _case(
 ) -> AotCase:  # fmt: skip
     sizes, options = _geometry(heads, kv_heads, head_dim, torch.bfloat16, tile_tokens, cut)
     signature = {"q_ptr": "*bf16", "out_ptr": "*fp8e4nv" if quantised else "*bf16"}
-    signature |= dict.fromkeys(("k_ptr", "v_ptr"), "*i32" if e4m3 else "*bf16")
+    signature |= dict.fromkeys(("k_ptr", "v_ptr"), "*i16" if e4m3 else "*bf16")
     signature |= dict.fromkeys(("table_ptr", "positions_ptr", "work_ptr", "count_ptr", "arrivals_ptr"), "*i32")
     signature |= {"state_ptr": "*fp32", "acc_ptr": "*fp32", "scale": "fp32"}
     signature |= dict.fromkeys(("max_pages", "page_stride", "window"), "i32")

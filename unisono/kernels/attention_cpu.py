@@ -99,7 +99,8 @@ def _attend(q, keys, values, page_table, positions, spans, scale, window, first_
     """Attend the spans (slot, first token, end token), cut into query tiles, TILES_AT_ONCE at a time.
 
     A tile row is one (token, query head of the group), so that GQA fills tiles; the padding row at the end
-    of ``q_XHD`` has position -1 and sees nothing. keys, values: pages and, of e4m3 ones, their scales.
+    of ``q_XHD`` has position -1 and sees nothing. keys, values: pages and, of e4m3 ones, their scales. Over these the
+    products are those of float16, or of a float32 model's dtype.
     """
     tokens, heads, dim = q.shape
     group = heads // keys[0].shape[1]
@@ -115,7 +116,9 @@ def _attend(q, keys, values, page_table, positions, spans, scale, window, first_
     rows_BM = start_B[:, None] + torch.arange(ROW_TILE)
     rows_BM.masked_fill_(rows_BM >= end_B[:, None], tokens * group)
 
-    q_THGD = F.pad(q.float().view(tokens, -1, group, dim), (0, 0) * 3 + (0, 1))
+    products = torch.float16 if keys[1] is not None and q.dtype == torch.bfloat16 else q.dtype
+    rounded = q.clamp(-65504, 65504).to(products).float() if products != q.dtype else q.float()
+    q_THGD = F.pad(rounded.view(tokens, -1, group, dim), (0, 0) * 3 + (0, 1))
     q_XHD = q_THGD.transpose(1, 2).reshape((tokens + 1) * group, -1, dim)  # X: (token, head of the group)
     position_BM = F.pad(positions, (0, 1), value=-1)[rows_BM.div(group, rounding_mode="floor")]
     sink_XH = None
@@ -127,7 +130,7 @@ def _attend(q, keys, values, page_table, positions, spans, scale, window, first_
         q_BHMD = q_XHD.index_select(0, rows.flatten()).view(*rows.shape, -1, dim).transpose(1, 2).contiguous()
         number = {slot: u for u, slot in enumerate(dict.fromkeys(slots))}
         maximum, total, acc_BHMD = _attend_tiles(
-            q_BHMD, q.dtype, keys, values, page_table[list(number)], [number[slot] for slot in slots],
+            q_BHMD, products, keys, values, page_table[list(number)], [number[slot] for slot in slots],
             position_BM[at : at + TILES_AT_ONCE], scale, window, first_key, soft_cap,
         )  # fmt: skip
         if sink_XH is not None:  # one more key, after all splits: its value is zero
@@ -148,7 +151,7 @@ def _attend_tiles(
 
     ``owner_B`` says whose pages a tile reads. A split is cut into C tiles of KEY_TILE keys; every product is one of a
     query tile and a key tile. Key tiles after the last position that any row has are left out: their weight is zero.
-    Probabilities are rounded to ``dtype``, that of the queries.
+    Probabilities are rounded to ``dtype``, that of the products.
     """
     last = int(position_BM.max())
     first = 0

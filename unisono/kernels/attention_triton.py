@@ -8,96 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from unisono.kernels.attention_e4m3 import begin_e4m3, factors, finish_e4m3, in_order, side_by_side, walk_halves
+from unisono.kernels.attention_split import LOG2_E, find_keys, hide, keep, merge, nothing, tiles, values, weigh
 from unisono.kernels.fp8_quantize import scaled_by, scales_of
-from unisono.kernels.kv_e4m3 import e4m3_factor, e4m3_tile
 from unisono.kernels.overlap import follow
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _merge(m, z, acc, m1, z1, acc1):
-    """Merge a later split's (row max, row sum, weighted values) into an earlier one's. THE formula."""
-    top = tl.maximum(m, m1)
-    finite = tl.where(top == float("-inf"), 0.0, top)
-    old, new = tl.exp2(m - finite), tl.exp2(m1 - finite)
-    return top, tl.fma(z, old, z1 * new), tl.fma(acc, old[:, None], acc1 * new[:, None])
-
-
-@triton.jit
-def _nothing(ROWS: tl.constexpr, DIM: tl.constexpr):
-    """The state of rows that have seen no key: max -inf, sum 0, values 0."""
-    lowest = tl.full([ROWS], float("-inf"), tl.float32)
-    return lowest, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIM], tl.float32)
-
-
-@triton.jit
-def _values(index, in_use, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """Offsets and mask of the [rows, D] values of rows ``index``."""
-    dims = tl.arange(0, DIM)
-    return index[:, None] * HEAD_DIM + dims[None, :], in_use[:, None] & (dims < HEAD_DIM)[None, :]
-
-
-@triton.jit
-def _keep(workspace, split, m, z, acc, HEAD_DIM: tl.constexpr):
-    """Write a split's state to the workspace, where a row of a tile has ``index + split · stride``."""
-    state_ptr, acc_ptr, index, in_use, stride = workspace
-    at = index + split * stride
-    offset, mask = _values(at, in_use, HEAD_DIM, acc.shape[1])
-    tl.store(state_ptr + at * 2, m, mask=in_use)
-    tl.store(state_ptr + at * 2 + 1, z, mask=in_use)
-    tl.store(acc_ptr + offset, acc, mask=mask)
-
-
-@triton.jit
-def _tanh(x):
-    """tanh(x) in fp32: a polynomial below 0.25, where 1 - exp(-2 |x|) would cancel. No sum that could be contracted."""
-    size, square = tl.abs(x), x * x
-    term = tl.fma(square, tl.full(x.shape, 62 / 2835, tl.float32), -17 / 315)
-    term = tl.fma(square, tl.fma(square, term, 2 / 15), -1 / 3)
-    near = tl.fma(size, square * term, size)
-    decay = tl.exp2(size * (-2 * LOG2_E))
-    result = tl.where(size < 0.25, near, (1.0 - decay) / (1.0 + decay))
-    return tl.where(x < 0, -result, result)
-
-
-@triton.jit
-def _tiles(k_ptr, v_ptr, offset, known, dims, SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """Tiles of keys and values [KEYS, columns]: zeros where a key is not ``known`` and from column SIZE on."""
-    if MASKED:
-        valid = known[:, None] & (dims < SIZE)[None, :]
-        k = tl.load(k_ptr + offset, mask=valid, other=0)
-        v = tl.load(v_ptr + offset, mask=valid, other=0)
-    elif dims.shape[0] == SIZE:
-        k = tl.load(k_ptr + offset)
-        v = tl.load(v_ptr + offset)
-    else:
-        k = tl.load(k_ptr + offset, mask=(dims < SIZE)[None, :], other=0)
-        v = tl.load(v_ptr + offset, mask=(dims < SIZE)[None, :], other=0)
-    return k, v
-
-
-@triton.jit
-def _factors(scales, pages_ptr, start, low, end, dtype: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr):
-    """The factors of e4m3 keys and values ``start`` … [KEYS]; any number where no row of the tile may see.
-
-    scales: pointers to the exponents of keys and of values, four bytes a word, and the words of a page. A step's words
-    are read ahead like its keys and values, which single bytes would not be. Whole words are read.
-    """
-    k_ptr, v_ptr, stride = scales
-    key = start + tl.arange(0, KEYS // 4) * 4
-    present = (key < end) & (key + 4 > low)
-    page = tl.load(pages_ptr + key // PAGE, mask=present, other=0).to(tl.int64)
-    at = page * stride + key % PAGE // 4
-    k_words, v_words = tl.load(k_ptr + at, mask=present, other=0), tl.load(v_ptr + at, mask=present, other=0)
-    return _of_words(k_words, dtype, KEYS), _of_words(v_words, dtype, KEYS)
-
-
-@triton.jit
-def _of_words(words, dtype: tl.constexpr, KEYS: tl.constexpr):
-    """Factors [KEYS] from biased exponents, four in each of words [KEYS / 4]."""
-    exponents = (words[:, None] >> (tl.arange(0, 4) * 8)[None, :]) & 0xFF
-    return e4m3_factor(tl.reshape(exponents, [KEYS]), dtype)
 
 
 @triton.jit
@@ -112,54 +26,75 @@ def _walk(
     be stale, NaN included: they are not read. MASKED False promises that every row sees every key.
     TO_CAP > 0 soft-caps the scores: tanh(TO_CAP · score) takes the place of each score, and ``scale`` holds the cap.
     A tile with a place in the ``workspace`` (or None) leaves each split but the last there instead.
-    scales: None, or what :func:`_factors` reads. Tiles of e4m3 are dequantised, and are then the very tiles that a
-    cache of q's dtype would hold.
+    scales: None, or what ``attention_e4m3.factors`` reads; q and acc then have their columns side by side.
     """
     ROWS: tl.constexpr = q.shape[0]
     DIM: tl.constexpr = q.shape[1]
-    SIZE: tl.constexpr = HEAD_DIM if scales is None else HEAD_DIM // 4  # in memory, in elements or in words of four
-    dims = tl.arange(0, DIM if scales is None else DIM // 4)
+    PACKED: tl.constexpr = 1 if scales is None else 2  # elements of a row that one of memory holds
+    dims = tl.arange(0, DIM // PACKED)
     ones = tl.full([KEYS, 8], 1.0, q.dtype)
-    part_m, _, part_acc = _nothing(ROWS, DIM)
+    part_m, _, part_acc = nothing(ROWS, DIM)
     part_z = tl.zeros([ROWS, 8], tl.float32)  # eight equal columns
     for start in tl.range(begin, end, KEYS):
         if start % SPLIT == 0 and start > begin:  # a split is complete; the last one is merged below
+            z1 = tl.max(part_z, 1)
             if workspace is None:
-                m, z, acc = _merge(m, z, acc, part_m, tl.max(part_z, 1), part_acc)
+                m, z, acc = merge(m, z, acc, part_m, z1, part_acc)
             elif workspace[-1] > 0:
-                _keep(workspace, start // SPLIT - 1, part_m, tl.max(part_z, 1), part_acc, HEAD_DIM)
+                kept = part_acc if scales is None else in_order(part_acc)
+                keep(workspace, start // SPLIT - 1, part_m, z1, kept, HEAD_DIM)
             else:
-                m, z, acc = _merge(m, z, acc, part_m, tl.max(part_z, 1), part_acc)
-            part_m, _, part_acc = _nothing(ROWS, DIM)
+                m, z, acc = merge(m, z, acc, part_m, z1, part_acc)
+            part_m, _, part_acc = nothing(ROWS, DIM)
             part_z = tl.zeros([ROWS, 8], tl.float32)
-        keys = start + tl.arange(0, KEYS)
-        known = (keys >= low) & (keys < end)
-        page = tl.load(pages_ptr + keys // PAGE, mask=known, other=0) if MASKED else tl.load(pages_ptr + keys // PAGE)
-        offset = (page.to(tl.int64) * page_stride + keys % PAGE * SIZE)[:, None] + dims[None, :]
-        k, v = _tiles(k_ptr, v_ptr, offset, known, dims, SIZE, MASKED)
+        keys, known, offset = find_keys(
+            pages_ptr, start, end, low, page_stride, HEAD_DIM // PACKED, DIM // PACKED, PAGE, KEYS,
+            WINDOW or FIRST > 0, MASKED,
+        )  # fmt: skip
+        k, v = tiles(k_ptr, v_ptr, offset, known, dims, HEAD_DIM // PACKED, MASKED)
         if scales is not None:
-            k_factor, v_factor = _factors(scales, pages_ptr, start, low, end, q.dtype, PAGE, KEYS)
-            if MASKED:
-                v_factor = tl.where(known, v_factor, 1.0)  # a stale one could be infinite
-            k, v = e4m3_tile(k, k_factor, q.dtype), e4m3_tile(v, v_factor, q.dtype)
+            k_factor, v_factor = factors(scales, pages_ptr, start, low, end, known, PAGE, KEYS, MASKED)
+            k, v = side_by_side(k, k_factor, q.dtype), side_by_side(v, v_factor, q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if TO_CAP > 0:
-            scores = _tanh(scores * TO_CAP)
-        if MASKED:
-            visible = keys[None, :] <= position[:, None]
-            if WINDOW:
-                visible &= keys[None, :] > position[:, None] - window
-            if FIRST > 0:
-                visible &= keys[None, :] >= FIRST
-            scores = tl.where(visible, scores, float("-inf"))
-        top = tl.maximum(part_m, tl.max(scores, 1) * scale)
-        finite = tl.where(top == float("-inf"), 0.0, top)
-        p = tl.exp2(tl.fma(scores, scale, -finite[:, None])).to(v.dtype)
-        shrink = tl.exp2(part_m - finite)[:, None]
+        scores = hide(scores, keys, position, window, WINDOW, FIRST, MASKED, TO_CAP)
+        part_m, p, shrink = weigh(scores, scale, part_m, q.dtype)
         part_z = tl.dot(p, ones, part_z * shrink, input_precision="ieee")
         part_acc = tl.dot(p, v, part_acc * shrink, input_precision="ieee")
-        part_m = top
-    return _merge(m, z, acc, part_m, tl.max(part_z, 1), part_acc)
+    return merge(m, z, acc, part_m, tl.max(part_z, 1), part_acc)
+
+
+@triton.jit
+def _attend(
+    q, position, pages_ptr, k_ptr, v_ptr, scales, page_stride, begin, end, low, window, scale,
+    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, FIRST: tl.constexpr, TO_CAP: tl.constexpr, CUT: tl.constexpr, workspace,
+):  # fmt: skip
+    """The state (m, z, acc) of a tile's rows after the keys of an item of the work list; see :func:`_walk`.
+
+    Of a tile that is not CUT, those of the last split that the item's rows see are masked, and others need not be.
+    """
+    FEW: tl.constexpr = q.shape[0] < 64
+    walk: tl.constexpr = walk_halves if FEW and scales is not None else _walk
+    if scales is None:
+        m, z, acc = nothing(q.shape[0], q.shape[1])
+    else:
+        q, m, z, acc = begin_e4m3(q, FEW)
+    if not CUT:
+        end = tl.minimum(end, tl.max(position) + 1)
+        if not WINDOW and FIRST == 0:
+            masked = (tl.min(tl.where(position >= 0, position, end - 1)) + 1) // SPLIT * SPLIT
+            m, z, acc = walk(
+                q, position, pages_ptr, k_ptr, v_ptr, scales, page_stride, begin, masked, low, window, scale,
+                m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, False, TO_CAP, workspace,
+            )  # fmt: skip
+            begin = masked
+    m, z, acc = walk(
+        q, position, pages_ptr, k_ptr, v_ptr, scales, page_stride, begin, end, low, window, scale,
+        m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, True, TO_CAP, workspace,
+    )  # fmt: skip
+    if scales is not None:
+        acc = finish_e4m3(acc, FEW)
+    return m, z, acc
 
 
 @triton.jit
@@ -173,7 +108,7 @@ def _rows(positions_ptr, first, last, head, HEADS: tl.constexpr, GROUP: tl.const
 
 @triton.jit
 def _queries(q_ptr, index, in_use, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    offset, mask = _values(index, in_use, HEAD_DIM, DIM)
+    offset, mask = values(index, in_use, HEAD_DIM, DIM)
     return tl.load(q_ptr + offset, mask=mask, other=0.0)
 
 
@@ -188,7 +123,7 @@ def _merge_sinks(sinks_ptr, index, in_use, m, z, acc, HEADS: tl.constexpr):
     """Merge each row's sink, after all splits: a key with the sink as score and zeros as value."""
     sink = tl.load(sinks_ptr + index % HEADS, mask=in_use, other=0.0)
     score = tl.fma(sink, tl.full(sink.shape, LOG2_E, tl.float32), 0.0)  # a plain product could be contracted in _merge
-    return _merge(m, z, acc, score, tl.full(sink.shape, 1.0, tl.float32), tl.zeros(acc.shape, tl.float32))
+    return merge(m, z, acc, score, tl.full(sink.shape, 1.0, tl.float32), tl.zeros(acc.shape, tl.float32))
 
 
 @triton.jit
@@ -205,7 +140,7 @@ def _store(
         m, z, acc = _merge_sinks(sinks_ptr, index, in_use, m, z, acc, HEADS)
     sees = position >= FIRST
     out = tl.where(sees[:, None], acc * (1.0 / tl.where(sees, z, 1.0))[:, None], 0.0)
-    offset, mask = _values(index, in_use, HEAD_DIM, DIM)
+    offset, mask = values(index, in_use, HEAD_DIM, DIM)
     if scales_ptr is None:
         tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=mask)
     else:
@@ -246,16 +181,16 @@ def _merge_kept(
     """
     AT_ONCE: tl.constexpr = max(2048 // (ROWS * DIM), 1)
     in_use, index, position = _rows(positions_ptr, first, last, head, HEADS, GROUP, ROWS)
-    m, z, acc = _nothing(ROWS, DIM)
+    m, z, acc = nothing(ROWS, DIM)
     for start in tl.range(first_split, end_split, AT_ONCE, num_stages=4):
         for i in tl.static_range(AT_ONCE):
             wanted = in_use & (start + i < end_split)
             at = index + place + (start + i) * stride
-            offset, mask = _values(at, wanted, HEAD_DIM, DIM)
+            offset, mask = values(at, wanted, HEAD_DIM, DIM)
             m1 = tl.load(state_ptr + at * 2, mask=wanted, other=float("-inf"), cache_modifier=".cg")
             z1 = tl.load(state_ptr + at * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")
             acc1 = tl.load(acc_ptr + offset, mask=mask, other=0.0, cache_modifier=".cg")
-            m, z, acc = _merge(m, z, acc, m1, z1, acc1)
+            m, z, acc = merge(m, z, acc, m1, z1, acc1)
     _store(outs, index, position, in_use, m, z, acc, HEADS, HEAD_DIM, DIM, FIRST)
 
 
@@ -284,9 +219,9 @@ def _complete(arrivals_ptr, mine, splits, skipped):
 
 
 @triton.jit
-def _exponents(k_ptr, v_ptr, head, each: tl.constexpr, KV_HEADS: tl.constexpr):
-    """What :func:`_factors` reads of a KV head, whose exponents are ``each`` words of a page."""
-    return k_ptr + head * each, v_ptr + head * each, KV_HEADS * each
+def _exponents(k_ptr, v_ptr, head, PAGE: tl.constexpr, KV_HEADS: tl.constexpr):
+    """What ``factors`` reads of a KV head: pointers to its words of four exponents, and how many a page has."""
+    return k_ptr + head * (PAGE // 4), v_ptr + head * (PAGE // 4), KV_HEADS * (PAGE // 4)
 
 
 @triton.jit
@@ -327,9 +262,9 @@ def attention_kernel(
         last = tl.minimum(first + ROWS // GROUP, tile_end)
         in_use, index, position = _rows(positions_ptr, first, last, head, HEADS, GROUP, ROWS)
         q, pages_ptr = _queries(q_ptr, index, in_use, HEAD_DIM, DIM), table_ptr + slot.to(tl.int64) * max_pages
-        each: tl.constexpr = PAGE if k_scales_ptr is None else PAGE // 4  # e4m3 lies in words of four elements
-        own_k_ptr, own_v_ptr = k_ptr + head * each * HEAD_DIM, v_ptr + head * each * HEAD_DIM
-        factors = None if k_scales_ptr is None else _exponents(k_scales_ptr, v_scales_ptr, head, each, KV_HEADS)
+        each: tl.constexpr = PAGE * HEAD_DIM if k_scales_ptr is None else PAGE * HEAD_DIM // 2  # e4m3 lies in pairs
+        own_k_ptr, own_v_ptr = k_ptr + head * each, v_ptr + head * each
+        exponents = None if k_scales_ptr is None else _exponents(k_scales_ptr, v_scales_ptr, head, PAGE, KV_HEADS)
         skipped = tl.load(work_ptr + counter * 8 + 4) if WINDOW and CUT else None  # splits that the plan leaves out
         place, stride = _place(partial, tile, skipped, TOKENS, HEADS), tl.where(partial >= 0, TOKENS * HEADS, 0)
         workspace = (state_ptr, acc_ptr, index + place, in_use, stride) if CUT else None
@@ -337,24 +272,14 @@ def attention_kernel(
         if WINDOW:
             low = tl.maximum(_first_seen(position, window), FIRST)
             begin = tl.maximum(begin, low // KEYS * KEYS)
-        m, z, acc = _nothing(ROWS, DIM)
-        if not CUT:
-            end = tl.minimum(end, tl.max(position) + 1)
-            if not WINDOW and FIRST == 0:
-                masked = (tl.min(tl.where(position >= 0, position, end - 1)) + 1) // SPLIT * SPLIT
-                m, z, acc = _walk(
-                    q, position, pages_ptr, own_k_ptr, own_v_ptr, factors, page_stride, begin, masked, low, window,
-                    scale, m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, False, TO_CAP, workspace,
-                )  # fmt: skip
-                begin = masked
-        m, z, acc = _walk(
-            q, position, pages_ptr, own_k_ptr, own_v_ptr, factors, page_stride, begin, end, low, window, scale,
-            m, z, acc, HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, True, TO_CAP, workspace,
+        m, z, acc = _attend(
+            q, position, pages_ptr, own_k_ptr, own_v_ptr, exponents, page_stride, begin, end, low, window, scale,
+            HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, TO_CAP, CUT, workspace,
         )  # fmt: skip
         if partial < 0:
             _store(outs, index, position, in_use, m, z, acc, HEADS, HEAD_DIM, DIM, FIRST)
         elif CUT:
-            _keep(workspace, end_split - 1, m, z, acc, HEAD_DIM)
+            keep(workspace, end_split - 1, m, z, acc, HEAD_DIM)
             arrivals = arrivals_ptr + (counter * TOKENS + part) * KV_HEADS + head
             if _complete(arrivals, end_split - first_split, tl.cdiv(length, SPLIT), skipped):
                 _merge_kept(

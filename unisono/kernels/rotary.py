@@ -128,7 +128,7 @@ def _store_e4m3(
     bits = tl.maximum(largest_bits(first), largest_bits(second))
     if rest is not None:
         bits = tl.maximum(bits, largest_bits(rest))
-    exponent = exponent_of(bits, dtype)
+    exponent = exponent_of(bits)
     tl.store(scales, exponent[:, None].to(tl.uint8), mask=exists)
     first, second = as_e4m3(first, exponent, e4m3), as_e4m3(second, exponent, e4m3)
     tl.store(tl.max_contiguous(out + h, [1, AT_ONCE]), first, mask=inside)
