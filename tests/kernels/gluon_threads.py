@@ -62,7 +62,7 @@ class Shared:
     """A tensor in a program's shared memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+        self.tensor, self.dtype = tensor, tensor.dtype
 
     def index(self, at: Any) -> Any:
         return self.tensor[int(at)] if self.tensor.dtype is object else Shared(self.tensor[int(at)])
@@ -296,15 +296,16 @@ class Machine:
         def multiply(a: Shared, b: Shared, acc: Product | torch.Tensor, **_: Any) -> Product:
             product = acc if isinstance(acc, Product) else Product(acc)
             product.waiting += 1
-            _here.__dict__.setdefault("products", []).append((product, a.tensor, b.tensor))
+            left = a.tensor if isinstance(a, Shared) else a
+            _here.__dict__.setdefault("products", []).append((product, left, b.tensor))
             return product
 
-        def finish(outstanding: int, products: list[Product]) -> Product | torch.Tensor:
+        def finish(outstanding: int, products: list[Product]) -> Any:
             while len(_here.products) > outstanding:
                 product, a, b = _here.products.pop(0)
                 product.add(a, b)
-            [product] = products
-            return product if product.waiting else product.acc
+            done = tuple(product if product.waiting else product.acc for product in products)
+            return done if len(done) > 1 else done[0]
 
         return {
             "gl": self._language(),
@@ -326,21 +327,24 @@ class Machine:
                 return Barriers(shape[0]) if len(shape) == 2 else Barriers(1).index(0)
             return Shared(torch.full(shape, float("nan"), dtype=dtype))
 
-        def store(pointer: Pointer, value: torch.Tensor, mask: Any = True) -> None:
+        def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
+            value, at = torch.as_tensor(value), torch.as_tensor(pointer.at)
             mask = torch.as_tensor(mask).expand(value.shape)
-            pointer.tensor[pointer.at.expand(value.shape)[mask]] = value[mask].to(pointer.tensor.dtype)
+            pointer.tensor[at.expand(value.shape)[mask]] = value[mask].to(pointer.tensor.dtype)
 
         nothing = lambda *_, **__: None  # noqa: E731
         return types.SimpleNamespace(
             constexpr=Any, int32=torch.int32, int64=torch.int64, float32=torch.float32,
             NVMMADistributedLayout=nothing, BlockedLayout=nothing, SliceLayout=nothing, DotOperandLayout=nothing,
-            SwizzledSharedLayout=nothing,
+            SwizzledSharedLayout=nothing, NVMMASharedLayout=nothing,
             program_id=lambda axis: Number(_here.program // math.prod(self.grid[:axis]) % self.grid[axis]),
             num_programs=lambda _: Number(self.programs), broadcast=torch.broadcast_tensors,
             static_range=range, num_warps=lambda: 4,
             to_tensor=lambda value: Number(value) if type(value) is int else value,
             minimum=lambda a, b: a.clamp(max=b) if isinstance(a, torch.Tensor) else min(a, b),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+            full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+            exp2=torch.exp2, expand_dims=torch.unsqueeze,
             arange=lambda start, stop, layout=None: torch.arange(start, stop),
             convert_layout=lambda value, layout: value, split=lambda value: (value[..., 0], value[..., 1]),
             allocate_shared_memory=allocate, load=load, store=store, atomic_add=self._atomic_add,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from unisono.attention.base import KV, AttentionInputs, AttentionOptions
-from unisono.kernels import attention_hopper
+from unisono.kernels import attention_hopper, attention_hopper_rounds
 from unisono.kernels.attention import attention, attention_fp8, attention_plan, quantises
 
 WORKSPACE_TOKENS = 4096
@@ -35,7 +35,9 @@ class TritonAttention:
 
     def rehearse(self, head_dim: int, dtype: torch.dtype) -> None:
         """See :class:`unisono.attention.base.ProvingAttention`."""
-        attention_hopper.rehearse(self._attend, self.num_heads, self.num_kv_heads, head_dim, dtype, self.device)
+        heads = self.num_heads, self.num_kv_heads, head_dim, dtype, self.device
+        attention_hopper.rehearse(self._attend, *heads)
+        attention_hopper_rounds.rehearse(self._attend_round, *heads)
 
     def prove(self, head_dim: int, dtype: torch.dtype) -> tuple[str, str]:
         """See :class:`unisono.attention.base.ProvingAttention`."""
@@ -59,6 +61,22 @@ class TritonAttention:
         """One extend pass, as the engine would run it."""
         rows = torch.arange(len(kv_len), dtype=torch.int32, device=q.device)
         inputs = AttentionInputs(rows, positions, positions, kv_len, page_table, None, query_start)
+        self.plan(inputs)
+        return self.forward(q, KV(k_cache, v_cache), inputs, AttentionOptions(q.shape[2] ** -0.5))
+
+    def _attend_round(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        page_table: torch.Tensor,
+        kv_len: torch.Tensor,
+        width: int,
+    ) -> torch.Tensor:
+        """One round, as the engine would run it."""
+        rows = torch.arange(len(kv_len), dtype=torch.int32, device=q.device)
+        positions = (kv_len[:, None] - width + torch.arange(width, device=q.device)).flatten().int()
+        inputs = AttentionInputs(rows, positions, positions, kv_len, page_table, width)
         self.plan(inputs)
         return self.forward(q, KV(k_cache, v_cache), inputs, AttentionOptions(q.shape[2] ** -0.5))
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from unisono.kernels import attention_hopper
+from unisono.kernels import attention_hopper, attention_hopper_rounds
 from unisono.kernels.attention_cpu import SPLIT, attention_cpu, attention_plan_cpu
 from unisono.kernels.attention_triton import LOG2_E, attention_kernel, plan_kernel
 from unisono.kernels.fp8_quantize import empty_quantised, launch_quantize, quantised_cpu
@@ -183,6 +183,13 @@ def _launch(
     k_cache, v_cache, *exponents = caches
     state = q.new_empty(g.partials, tile_tokens, heads, 2, dtype=torch.float32)
     acc = q.new_empty(g.partials, tile_tokens, heads, head_dim, dtype=torch.float32)
+    plain = g.partials > 0 and g.window == 0 and g.soft_cap == 0 and g.sinks is None and g.k_scales is None
+    if plain and scales is None and not options and attention_hopper_rounds.serves(q, g.k_cache, tile_tokens):
+        attention_hopper_rounds.launch_round_attention(
+            out, q, g.k_cache, g.v_cache, g.page_table, g.positions, g.work, g.num_items, g.arrivals, (state, acc),
+            g.scale * LOG2_E.value, g.first, KEYS,
+        )  # fmt: skip
+        return
     sizes, launch = _geometry(heads, kv_heads, head_dim, q.dtype, tile_tokens, g.partials > 0)
     items = capacity * sizes["PARTS"] * kv_heads
     tiles = triton.cdiv(tokens, tile_tokens) * sizes["PARTS"] * kv_heads
