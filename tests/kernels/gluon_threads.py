@@ -334,7 +334,7 @@ class Machine:
 
         nothing = lambda *_, **__: None  # noqa: E731
         return types.SimpleNamespace(
-            constexpr=Any, int32=torch.int32, int64=torch.int64, float32=torch.float32,
+            constexpr=Any, float8e4nv=torch.float8_e4m3fn, int32=torch.int32, int64=torch.int64, float32=torch.float32,
             NVMMADistributedLayout=nothing, BlockedLayout=nothing, SliceLayout=nothing, DotOperandLayout=nothing,
             SwizzledSharedLayout=nothing, NVMMASharedLayout=nothing,
             program_id=lambda axis: Number(_here.program // math.prod(self.grid[:axis]) % self.grid[axis]),

@@ -1,6 +1,4 @@
-"""Attention of few rows on Hopper (``attention_gluon_rounds``): its logic, as threads; its bits are proven on the GPU."""
-
-import random
+"""Attention of few rows on Hopper (``attention_gluon_rounds``): its logic, as threads; the GPU proves its bits."""
 
 import pytest
 import torch
@@ -11,13 +9,16 @@ from unisono.kernels import attention_gluon_rounds, hopper, staying
 from unisono.kernels.attention import KEYS
 from unisono.kernels.attention_cpu import SPLIT, attention_plan_cpu
 from unisono.kernels.attention_triton import LOG2_E
+from unisono.kernels.fp8_quantize import E4M3, padded_quantize_cpu
 
 LENGTHS = [700, 20, 257, 1030]
 WIDTHS = [1, 3, 4]
 
 
-def attended(case: Requests, width: int, programs: int, share: int, partials: int, seed: int) -> torch.Tensor:
-    """A round over all requests, and one of padding, by so many programs: outputs [R, W, Hq, D]."""
+def attended(
+    case: Requests, width: int, programs: int, share: int, partials: int, seed: int, quantised: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A round over all requests, and one of padding, by so many programs: outputs [T, Hq · D], and scales if e4m3."""
     slots = torch.tensor([*range(len(LENGTHS)), len(LENGTHS)], dtype=torch.int32)
     kv_len = torch.tensor([*LENGTHS, 0], dtype=torch.int32)
     positions = torch.cat([torch.arange(n - width, n) if n else torch.full((width,), -1) for n in kv_len.tolist()])
@@ -29,7 +30,9 @@ def attended(case: Requests, width: int, programs: int, share: int, partials: in
         torch.full((partials, width, case.heads, 2), torch.nan),
         torch.full((partials, width, case.heads, case.dim), torch.nan),
     )
-    out = torch.full((len(q), case.heads * case.dim), torch.nan).half()
+    padded = -(-len(q) // 4) * 4 if quantised else len(q)
+    out = torch.full((padded, case.heads * case.dim), torch.nan).to(E4M3 if quantised else torch.float16)
+    scales = torch.full((case.heads, padded), torch.nan)
     rows = width * (case.heads // case.kv_heads)
     boxes = [Descriptor(cache.view(-1, case.dim), [16, case.dim // 2]) for cache in (case.k_cache, case.v_cache)]
     table = case.table.clamp(max=len(case.k_cache))  # rubbish there stays outside of the tensor, as on the device
@@ -37,13 +40,14 @@ def attended(case: Requests, width: int, programs: int, share: int, partials: in
     machine.run(
         attention_gluon_rounds.round_attention_kernel, q_ptr=q, k_desc=boxes[0], v_desc=boxes[1], table_ptr=table,
         positions_ptr=positions.int(), work_ptr=work, count_ptr=count, arrivals_ptr=arrivals, state_ptr=state,
-        acc_ptr=acc, out_ptr=out, max_pages=case.table.shape[1], scale=case.scale * LOG2_E.value,
+        acc_ptr=acc, out_ptr=out, scales_ptr=scales, tokens=len(q), padded=len(out), max_pages=case.table.shape[1],
+        scale=case.scale * LOG2_E.value,
         HEADS=case.heads, KV_HEADS=case.kv_heads, PAGE=16, TOKENS=width, ROWS=max(8, 1 << (rows - 1).bit_length()),
-        HALF=case.dim // 2, KEYS=KEYS, SPLIT=SPLIT, FIRST=case.first, AT_ONCE=random.Random(seed).choice([1, 2, 4]),
+        HALF=case.dim // 2, KEYS=KEYS, SPLIT=SPLIT, FIRST=case.first, AHEAD=2**seed,
         STAGES=2, OVERLAP=True,
     )  # fmt: skip
     assert not arrivals.any(), "the next layer's counters"
-    return out.view(len(LENGTHS) + 1, width, case.heads, case.dim)
+    return out, scales
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -54,6 +58,22 @@ def test_rounds_as_threads(width, first, assert_close):
     case = Requests(LENGTHS, False, torch.float16, heads=4, kv_heads=2, dim=32, first=first)
     want = torch.stack([case.oracle(row, n - width, n) for row, n in enumerate(LENGTHS)])
     for seed, (programs, share, partials) in enumerate(((3, 1, 64), (5, 10**6, 64), (40, 12, 8))):
-        got = attended(case, width, programs, share, partials, seed)
+        out, _ = attended(case, width, programs, share, partials, seed)
+        got = out.view(len(LENGTHS) + 1, width, case.heads, case.dim)
         assert_close(got[:-1], want)
         assert (got[-1] == 0).all()
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_quantised_rounds_as_threads(width):
+    """What a product in e4m3 reads: the rows, quantised, and the padding after the last."""
+    torch.manual_seed(width)
+    case = Requests(LENGTHS, False, torch.float16, heads=4, kv_heads=2, dim=32)
+    seen = []
+    for quantised in (False, True):
+        torch.manual_seed(7)  # of what padding rows ask
+        seen.append(attended(case, width, 3, 10**6, 64, 5, quantised))
+    want, scales = padded_quantize_cpu(seen[0][0], case.dim)
+    assert seen[1][0].shape == want.shape
+    assert torch.equal(seen[1][0].view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(seen[1][1], scales)

@@ -186,8 +186,8 @@ class ProvingAttention(Protocol):
         """Launch what :meth:`prove` will launch and learn nothing from it."""
         ...
 
-    def prove(self, head_dim: int, dtype: torch.dtype) -> tuple[str, str]:
-        """Settle what serves long prompts; returns what, and why. For the engine's start: it synchronises."""
+    def prove(self, head_dim: int, dtype: torch.dtype) -> dict[str, tuple[str, str]]:
+        """Settle what serves which passes: (what, why) by the passes' name. For the engine's start: it synchronises."""
         ...
 
 
@@ -214,11 +214,11 @@ class BreakingAttention:
         if isinstance(self.backend, ProvingAttention):
             self.backend.rehearse(head_dim, dtype)
 
-    def prove(self, head_dim: int, dtype: torch.dtype) -> tuple[str, str]:
+    def prove(self, head_dim: int, dtype: torch.dtype) -> dict[str, tuple[str, str]]:
         """See :class:`ProvingAttention`."""
         if isinstance(self.backend, ProvingAttention):
             return self.backend.prove(head_dim, dtype)
-        return "as all attention", f"the backend {self.name!r} has one way"
+        return {"attention": ("one way", f"the backend {self.name!r} has no other")}
 
     def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         """See :class:`AttentionBackend`."""

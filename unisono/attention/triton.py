@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,14 +40,21 @@ class TritonAttention:
         attention_hopper.rehearse(self._attend, *heads)
         attention_hopper_rounds.rehearse(self._attend_round, *heads)
 
-    def prove(self, head_dim: int, dtype: torch.dtype) -> tuple[str, str]:
+    def prove(self, head_dim: int, dtype: torch.dtype) -> dict[str, tuple[str, str]]:
         """See :class:`unisono.attention.base.ProvingAttention`."""
         heads = self.num_heads, self.num_kv_heads, head_dim, dtype, self.device
-        if not attention_hopper.suits(*heads):
-            return "as all attention", "the kernels for Hopper have 16-bit heads of 128 and 256 only"
-        if attention_hopper.prove(self._attend, *heads):
-            return "the kernel for Hopper", "its bits are those of all attention, compared here"
-        return "as all attention", "the bits of the kernel for Hopper differ here"
+        return {
+            "attention of long prompts": _settled(
+                attention_hopper.suits(*heads),
+                lambda: attention_hopper.prove(self._attend, *heads),
+                "the kernels for Hopper have 16-bit heads of 128 and 256 only",
+            ),
+            "attention of rounds": _settled(
+                attention_hopper_rounds.suits(*heads),
+                lambda: attention_hopper_rounds.prove(self._attend_round, *heads),
+                "the kernel for Hopper has 16-bit heads of 128 only",
+            ),
+        }
 
     def _attend(
         self,
@@ -121,6 +129,15 @@ class TritonAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`unisono.attention.base.QuantisingAttention`."""
         return attention_fp8(q, *_given(kv, inputs, options))
+
+
+def _settled(suits: bool, proves: Callable[[], bool], otherwise: str) -> tuple[str, str]:
+    """Which kernel serves, and why; otherwise: why none for Hopper can."""
+    if not suits:
+        return "as all attention", otherwise
+    if proves():
+        return "the kernel for Hopper", "its bits are those of all attention, compared here"
+    return "as all attention", "the bits of the kernel for Hopper differ here"
 
 
 def _given(kv: KV, inputs: AttentionInputs, o: AttentionOptions) -> tuple[Any, ...]:

@@ -314,10 +314,11 @@ class Build:
         self._prove_exact()
         self._fuse_tails()
         for (heads, kv_heads, head_dim), backend in attention.items():
-            name = "attention of long prompts"
             which = f", {heads} heads over {kv_heads} of {head_dim}" if len(attention) > 1 else ""
-            of_e4m3 = ("as all attention", "the kernels for Hopper read pages of 16 bits")
-            self.decide(name + which, *(backend.prove(head_dim, config.dtype) if plain_pages else of_e4m3))
+            of_e4m3 = {"attention": ("one kernel", "those for Hopper read pages of 16 bits")}
+            settled = backend.prove(head_dim, config.dtype) if plain_pages else of_e4m3
+            for name, (what, why) in settled.items():
+                self.decide(name + which, what, why)
         launched = "while the one before it ends" if overlaps(config.device) else "when its turn comes"
         self.decide("a layer's kernel is launched", launched, "ahead of its turn from compute capability 9.0 on")
         with compiling_only(config.device):

@@ -19,7 +19,7 @@ from unisono.kernels.attention_hopper import PAGE
 from unisono.kernels.hopper import box_type, boxes
 from unisono.kernels.library import AotCase
 from unisono.kernels.overlap import overlapped
-from unisono.kernels.proofs import agreed
+from unisono.kernels.proofs import proven
 
 MOST_ROWS = 32
 """Rows of a tile at most: more would not fit into registers."""
@@ -61,12 +61,12 @@ def _sizes(heads: int, kv_heads: int, tile_tokens: int, keys: int, first: int) -
     """The kernel's compile-time sizes."""
     rows = max(8, triton.next_power_of_2(tile_tokens * heads // kv_heads))
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "PAGE": PAGE, "TOKENS": tile_tokens, "ROWS": rows, "HALF": HALF}
-    at_once = max(1, min(4, 32 // rows))
-    return sizes | {"KEYS": keys, "SPLIT": SPLIT, "FIRST": first, "AT_ONCE": at_once, "STAGES": STAGES}
+    return sizes | {"KEYS": keys, "SPLIT": SPLIT, "FIRST": first, "AHEAD": 32 // rows, "STAGES": STAGES}
 
 
 def launch_round_attention(
     out: torch.Tensor,
+    scales: torch.Tensor | None,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -83,16 +83,18 @@ def launch_round_attention(
     registers: int = REGISTERS,
     **tuning: int,
 ) -> None:
-    """Attend into out [T, Hq · D]; see ``attention.launch_attention``. ``scale`` is for powers of two.
+    """Attend into out [T', Hq · D]; see ``attention.launch_attention``. ``scale`` is for powers of two.
 
-    workspace: states and values of splits. tuning: compile-time sizes in place of those that serve.
+    scales: of e4m3 outputs, whose T' rows are padded. workspace: states and values of splits. tuning: compile-time
+    sizes in place of those that serve.
     """
     heads, dim = q.shape[1:]
     capacity, tile_tokens, kv_heads = arrivals.shape
     cached = [boxes(c.view(-1, dim), PAGE) for c in (k_cache, v_cache)]
     programs = per_processor * torch.cuda.get_device_properties(q.device).multi_processor_count
     round_attention_kernel[(min(programs, capacity * kv_heads),)](
-        q, *cached, page_table, positions, work, count, arrivals, *workspace, out, page_table.stride(0), scale,
+        q, *cached, page_table, positions, work, count, arrivals, *workspace, out,
+        workspace[0] if scales is None else scales, len(q), len(out), page_table.stride(0), scale,
         **(_sizes(heads, kv_heads, tile_tokens, keys, first) | tuning), num_warps=4, maxnreg=registers,
         **overlapped(q.device),
     )  # fmt: skip
@@ -104,11 +106,7 @@ def prove(attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch
     attend(q, k_cache, v_cache, page_table, kv_len, width) runs one round. Synchronises.
     """
     key = heads, kv_heads, head_dim, dtype, device
-    if key not in _proven and suits(*key):
-        _proven[key] = _same_bits(attend, *key)
-    if suits(*key):
-        _proven[key] = agreed(_proven[key])
-    return _proven.get(key, False)
+    return suits(*key) and proven(_proven, key, lambda: _same_bits(attend, *key))
 
 
 def rehearse(
@@ -151,12 +149,12 @@ def _same_bits(
     return True
 
 
-def _case(heads: int, kv_heads: int, dtype: str, tile_tokens: int, first: int = 0) -> AotCase:
-    signature = dict.fromkeys(("q_ptr", "out_ptr"), f"*{dtype}")
+def _case(heads: int, kv_heads: int, dtype: str, tile_tokens: int, first: int = 0, quantised: bool = False) -> AotCase:
+    signature = {"q_ptr": f"*{dtype}", "out_ptr": "*fp8e4nv" if quantised else f"*{dtype}", "scales_ptr": "*fp32"}
     signature |= dict.fromkeys(("k_desc", "v_desc"), box_type(dtype, PAGE))
     pointers = "table_ptr", "positions_ptr", "work_ptr", "count_ptr", "arrivals_ptr"
     signature |= dict.fromkeys(pointers, "*i32") | {"state_ptr": "*fp32", "acc_ptr": "*fp32"}
-    signature |= {"max_pages": "i32", "scale": "fp32"}
+    signature |= dict.fromkeys(("tokens", "padded", "max_pages"), "i32") | {"scale": "fp32"}
     sizes = _sizes(heads, kv_heads, tile_tokens, 64, first) | {"OVERLAP": True}
     return AotCase(round_attention_kernel, signature, sizes, num_warps=4, maxnreg=REGISTERS)
 
@@ -165,6 +163,7 @@ AOT = [
     _case(32, 8, "bf16", 1),
     _case(32, 8, "bf16", 4, first=1),
     _case(32, 8, "bf16", 6),
+    _case(32, 8, "bf16", 1, quantised=True),
     _case(8, 8, "fp16", 1),
     _case(64, 8, "fp16", 4),
 ]
