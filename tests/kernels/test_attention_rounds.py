@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.gluon_threads import Descriptor, Machine
 from tests.kernels.paged_requests import Requests
-from unisono.kernels import attention_gluon_rounds, hopper, staying
+from unisono.kernels import attention_gluon_rounds, hopper, overlap, staying
 from unisono.kernels.attention import KEYS
 from unisono.kernels.attention_cpu import SPLIT, attention_plan_cpu
 from unisono.kernels.attention_triton import LOG2_E
@@ -36,14 +36,14 @@ def attended(
     rows = width * (case.heads // case.kv_heads)
     boxes = [Descriptor(cache.view(-1, case.dim), [16, case.dim // 2]) for cache in (case.k_cache, case.v_cache)]
     table = case.table.clamp(max=len(case.k_cache))  # rubbish there stays outside of the tensor, as on the device
-    machine = Machine([attention_gluon_rounds, hopper, staying], programs, seed)
+    machine = Machine([attention_gluon_rounds, hopper, overlap, staying], programs, seed)
     machine.run(
         attention_gluon_rounds.round_attention_kernel, q_ptr=q, k_desc=boxes[0], v_desc=boxes[1], table_ptr=table,
         positions_ptr=positions.int(), work_ptr=work, count_ptr=count, arrivals_ptr=arrivals, state_ptr=state,
         acc_ptr=acc, out_ptr=out, scales_ptr=scales, tokens=len(q), padded=len(out), max_pages=case.table.shape[1],
         scale=case.scale * LOG2_E.value,
         HEADS=case.heads, KV_HEADS=case.kv_heads, PAGE=16, TOKENS=width, ROWS=max(8, 1 << (rows - 1).bit_length()),
-        HALF=case.dim // 2, KEYS=KEYS, SPLIT=SPLIT, FIRST=case.first, AHEAD=2**seed,
+        HALF=case.dim // 2, KEYS=KEYS, SPLIT=SPLIT, FIRST=case.first, AT_ONCE=2 ** (seed % 3),
         STAGES=2, OVERLAP=True,
     )  # fmt: skip
     assert not arrivals.any(), "the next layer's counters"

@@ -25,9 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from unisono.kernels.hopper import block_barrier, stage_barriers
+from unisono.kernels.overlap import follow
 from unisono.kernels.staying import order_loads
 
 STAGES = 3
@@ -35,44 +35,26 @@ STAGES = 3
 
 
 @gluon.jit
-def _work_item(work_ptr, item, total, KV_HEADS: gl.constexpr):
-    """An item's entry of the work list, or the last one's: slot, length, first and end token, first and end split,
-    partial, counter. The plan was made before the kernel ahead of this one, so it may be read while that one runs.
-    """
-    entry = work_ptr + gl.minimum(item, gl.maximum(total - 1, 0)) // KV_HEADS * 8
-    slot, length, first, last = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
-    first_split, end_split = gl.load(entry + 4), gl.load(entry + 5)
-    return slot, length, first, last, first_split, end_split, gl.load(entry + 6), gl.load(entry + 7)
-
-
-@gluon.jit
-def _steps(length, first_split, end_split, KEYS: gl.constexpr, SPLIT: gl.constexpr):
-    """The first and the end step of an item's splits."""
-    each: gl.constexpr = SPLIT // KEYS
-    return first_split * each, gl.minimum(end_split * each, (length + KEYS - 1) // KEYS)
+def _work_item(work_ptr, item, KV_HEADS: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr):
+    """An item's entry of the work list, its KV head, and its first and end step."""
+    entry = work_ptr + item // KV_HEADS * 8
+    begin = gl.load(entry + 4) * (SPLIT // KEYS)
+    end = gl.minimum(gl.load(entry + 5) * (SPLIT // KEYS), (gl.load(entry + 1) + KEYS - 1) // KEYS)
+    return entry, item % KV_HEADS, begin, end
 
 
 @gluon.jit
 def _load_pages(which, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages,
                 KV_HEADS: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
-                STAGES: gl.constexpr, HALF: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+                STAGES: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
     """One warp's part: read page ``which`` of every step's keys and values into its stage, as stages come free."""
     each: gl.constexpr = KEYS // PAGE
-    slot, length, _, _, first_split, end_split, _, _ = _work_item(work_ptr, gl.program_id(0), total, KV_HEADS)
-    begin, _ = _steps(length, first_split, end_split, KEYS, SPLIT)
-    upcoming = gl.load(table_ptr + slot.to(gl.int64) * max_pages + gl.minimum(begin * each + which, max_pages - 1))
-    if OVERLAP:
-        gdc_wait()
     order_loads()
     turn = gl.to_tensor(0)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
-        begin, end = _steps(length, first_split, end_split, KEYS, SPLIT)
-        pages_ptr, head = table_ptr + slot.to(gl.int64) * max_pages, item % KV_HEADS
-        slot, length, _, _, first_split, end_split, _, _ = _work_item(
-            work_ptr, item + gl.num_programs(0), total, KV_HEADS
-        )
-        later, _ = _steps(length, first_split, end_split, KEYS, SPLIT)
-        following = table_ptr + slot.to(gl.int64) * max_pages + gl.minimum(later * each + which, max_pages - 1)
+        entry, head, begin, end = _work_item(work_ptr, item, KV_HEADS, KEYS, SPLIT)
+        pages_ptr = table_ptr + gl.load(entry).to(gl.int64) * max_pages
+        upcoming = gl.load(pages_ptr + gl.minimum(begin * each + which, max_pages - 1))
         for step in range(begin, end):
             row = (upcoming * KV_HEADS + head) * PAGE
             upcoming = gl.load(pages_ptr + gl.minimum((step + 1) * each + which, max_pages - 1))  # a step ahead
@@ -81,13 +63,11 @@ def _load_pages(which, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, to
             bar = full.index(stage)
             mbarrier.expect(bar, 4 * PAGE * HALF * 2)
             for half in gl.static_range(2):
-                place = k.index(stage * 2 + half).slice(which * PAGE, PAGE)
-                tma.async_copy_global_to_shared(k_desc, [row, half * HALF], bar, place)
-            for half in gl.static_range(2):
-                place = v.index(stage * 2 + half).slice(which * PAGE, PAGE)
-                tma.async_copy_global_to_shared(v_desc, [row, half * HALF], bar, place)
+                place = stage * 2 + half
+                at = [row, half * HALF]
+                tma.async_copy_global_to_shared(k_desc, at, bar, k.index(place).slice(which * PAGE, PAGE))
+                tma.async_copy_global_to_shared(v_desc, at, bar, v.index(place).slice(which * PAGE, PAGE))
             turn += 1
-        upcoming = gl.load(following)
 
 
 @gluon.jit
@@ -184,46 +164,30 @@ def _kept(state_ptr, acc_ptr, at, wanted, HALF: gl.constexpr, MMA: gl.constexpr)
     there = wanted[None, :] & (dims >= 0)[:, None]
     a0 = gl.load(source, mask=there, other=0.0, cache_modifier=".cg")
     a1 = gl.load(source + HALF, mask=there, other=0.0, cache_modifier=".cg")
-    return m, z, a0, a1
+    return m, gl.expand_dims(z, 0) + gl.zeros_like(a0), a0, a1
 
 
 @gluon.jit
-def _merge_read(state, read):
-    """Merge a state that was read."""
-    m1, z1, o0, o1 = read
-    m, z, a0, a1 = state
-    return _merge(m, z, a0, a1, m1, gl.expand_dims(z1, 0) + gl.zeros_like(o0), o0, o1)
-
-
-@gluon.jit
-def _merge_kept(state_ptr, acc_ptr, at, stride, splits, in_use, GROUP: gl.constexpr, ROWS: gl.constexpr,
+def _merge_kept(state_ptr, acc_ptr, at, stride, splits, in_use, AT_ONCE: gl.constexpr, ROWS: gl.constexpr,
                 HALF: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """The state of a tile from those of its splits, merged in order. GROUP of them (1, 2 or 4) are merged while the
-    next ones are read.
-    """
-    state = _nothing(ROWS, HALF, MMA)
-    one = _kept(state_ptr, acc_ptr, at, in_use, HALF, MMA)
-    if GROUP > 1:
-        two = _kept(state_ptr, acc_ptr, at + stride, in_use & (splits > 1), HALF, MMA)
-    if GROUP > 2:
-        three = _kept(state_ptr, acc_ptr, at + 2 * stride, in_use & (splits > 2), HALF, MMA)
-        four = _kept(state_ptr, acc_ptr, at + 3 * stride, in_use & (splits > 3), HALF, MMA)
-    for start in range(0, splits, GROUP):
-        now, ahead = one, start + GROUP
-        one = _kept(state_ptr, acc_ptr, at + ahead * stride, in_use & (ahead < splits), HALF, MMA)
-        if GROUP > 1:
-            after = two
-            two = _kept(state_ptr, acc_ptr, at + (ahead + 1) * stride, in_use & (ahead + 1 < splits), HALF, MMA)
-        if GROUP > 2:
-            third, fourth = three, four
-            three = _kept(state_ptr, acc_ptr, at + (ahead + 2) * stride, in_use & (ahead + 2 < splits), HALF, MMA)
-            four = _kept(state_ptr, acc_ptr, at + (ahead + 3) * stride, in_use & (ahead + 3 < splits), HALF, MMA)
-        state = _merge_read(state, now)
-        if GROUP > 1:
-            state = _merge_read(state, after)
-        if GROUP > 2:
-            state = _merge_read(_merge_read(state, third), fourth)
-    _, z, a0, a1 = state
+    """The state of a tile from those of its splits, merged in order; AT_ONCE of them are read at once."""
+    m, z, a0, a1 = _nothing(ROWS, HALF, MMA)
+    for start in range(0, splits, AT_ONCE):
+        first = _kept(state_ptr, acc_ptr, at + start * stride, in_use, HALF, MMA)
+        if AT_ONCE > 1:
+            wanted = in_use & (start + 1 < splits)
+            second = _kept(state_ptr, acc_ptr, at + (start + 1) * stride, wanted, HALF, MMA)
+        if AT_ONCE > 2:
+            wanted = in_use & (start + 2 < splits)
+            third = _kept(state_ptr, acc_ptr, at + (start + 2) * stride, wanted, HALF, MMA)
+            wanted = in_use & (start + 3 < splits)
+            fourth = _kept(state_ptr, acc_ptr, at + (start + 3) * stride, wanted, HALF, MMA)
+        m, z, a0, a1 = _merge(m, z, a0, a1, first[0], first[1], first[2], first[3])
+        if AT_ONCE > 1:
+            m, z, a0, a1 = _merge(m, z, a0, a1, second[0], second[1], second[2], second[3])
+        if AT_ONCE > 2:
+            m, z, a0, a1 = _merge(m, z, a0, a1, third[0], third[1], third[2], third[3])
+            m, z, a0, a1 = _merge(m, z, a0, a1, fourth[0], fourth[1], fourth[2], fourth[3])
     return z, a0, a1
 
 
@@ -271,23 +235,18 @@ def _store_scaled(to, value, scale, there, dtype: gl.constexpr):
 @gluon.jit
 def _attend_items(q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total, arrivals_ptr, state_ptr, acc_ptr,
                   outs, scale, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr,
-                  KEYS: gl.constexpr, SPLIT: gl.constexpr, FIRST: gl.constexpr, AHEAD: gl.constexpr,
-                  ROWS: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+                  KEYS: gl.constexpr, SPLIT: gl.constexpr, FIRST: gl.constexpr, AT_ONCE: gl.constexpr,
+                  ROWS: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The warp group's part: attend every item of this program, and merge a tile's splits where it is the last."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     GROUP: gl.constexpr = HEADS // KV_HEADS
     EACH: gl.constexpr = SPLIT // KEYS
     ones = gl.full([HALF, KEYS], 1.0, q.dtype, gl.DotOperandLayout(0, MMA, 2))
-    upcoming = _work_item(work_ptr, gl.program_id(0), total, KV_HEADS)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
     turn = gl.to_tensor(0)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
-        _, length, tile, last, first_split, end_split, partial, counter = upcoming
-        upcoming = _work_item(work_ptr, item + gl.num_programs(0), total, KV_HEADS)
-        begin, end = _steps(length, first_split, end_split, KEYS, SPLIT)
-        head = item % KV_HEADS
+        entry, head, begin, end = _work_item(work_ptr, item, KV_HEADS, KEYS, SPLIT)
+        length, tile, last = gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+        partial, counter = gl.load(entry + 6), gl.load(entry + 7)
         row = gl.arange(0, ROWS, gl.SliceLayout(0, MMA))
         token = tile + row // GROUP
         in_use = token < last
@@ -318,13 +277,14 @@ def _attend_items(q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total,
         if partial < 0:
             _store(outs, index, in_use, position, z, a0, a1, FIRST, q.dtype, HEADS, HALF, MMA)
         else:
+            first_split, end_split = gl.load(entry + 4), gl.load(entry + 5)
             _keep(state_ptr, acc_ptr, at + (end_split - 1) * stride, in_use, m, z, a0, a1, HALF, MMA)
             block_barrier()  # all of the group's stores come before its arrival
             splits, mine = (length + SPLIT - 1) // SPLIT, end_split - first_split
             arrivals = arrivals_ptr + counter * (TOKENS * KV_HEADS) + head
             if gl.atomic_add(arrivals, mine, sem="acq_rel", scope="gpu") + mine == splits:
                 gl.store(arrivals, 0)
-                z, a0, a1 = _merge_kept(state_ptr, acc_ptr, at, stride, splits, in_use, AHEAD, ROWS, HALF, MMA)
+                z, a0, a1 = _merge_kept(state_ptr, acc_ptr, at, stride, splits, in_use, AT_ONCE, ROWS, HALF, MMA)
                 _store(outs, index, in_use, position, z, a0, a1, FIRST, q.dtype, HEADS, HALF, MMA)
 
 
@@ -333,7 +293,7 @@ def round_attention_kernel(
     q_ptr, k_desc, v_desc, table_ptr, positions_ptr, work_ptr, count_ptr, arrivals_ptr, state_ptr, acc_ptr, out_ptr,
     scales_ptr, tokens, padded, max_pages, scale,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PAGE: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr,
-    HALF: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, FIRST: gl.constexpr, AHEAD: gl.constexpr,
+    HALF: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, FIRST: gl.constexpr, AT_ONCE: gl.constexpr,
     STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """A fixed number of programs share the work list × KV heads; see ``attention_triton.attention_kernel``.
@@ -341,6 +301,7 @@ def round_attention_kernel(
     scales_ptr, tokens, padded: of e4m3 outputs, else unread. ``_attend_items`` runs on a warp group, ``_load_pages`` on
     a warp for each page of a step.
     """
+    follow(OVERLAP)
     gl.static_assert(KEYS == 4 * PAGE, "a warp for each page of a step")
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -357,15 +318,15 @@ def round_attention_kernel(
         [
             (_attend_items, (
                 q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total, arrivals_ptr, state_ptr, acc_ptr,
-                outs, scale, HEADS, KV_HEADS, TOKENS, KEYS, SPLIT, FIRST, AHEAD, ROWS, HALF, STAGES, OVERLAP)),
+                outs, scale, HEADS, KV_HEADS, TOKENS, KEYS, SPLIT, FIRST, AT_ONCE, ROWS, HALF, STAGES)),
             (_load_pages, (0, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages, KV_HEADS, PAGE,
-                           KEYS, SPLIT, STAGES, HALF, OVERLAP)),
+                           KEYS, SPLIT, STAGES, HALF)),
             (_load_pages, (1, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages, KV_HEADS, PAGE,
-                           KEYS, SPLIT, STAGES, HALF, OVERLAP)),
+                           KEYS, SPLIT, STAGES, HALF)),
             (_load_pages, (2, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages, KV_HEADS, PAGE,
-                           KEYS, SPLIT, STAGES, HALF, OVERLAP)),
+                           KEYS, SPLIT, STAGES, HALF)),
             (_load_pages, (3, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages, KV_HEADS, PAGE,
-                           KEYS, SPLIT, STAGES, HALF, OVERLAP)),
+                           KEYS, SPLIT, STAGES, HALF)),
         ],
         [1, 1, 1, 1],
         [24, 24, 24, 24],

@@ -19,7 +19,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 READ_EARLY = frozenset(
     {
         "_round_kernel",
-        "round_attention_kernel",
         "fp8_rows_kernel",
         "layer_tail_kernel",
         "layer_tail_fp8_kernel",
