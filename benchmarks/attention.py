@@ -2,7 +2,8 @@
 
     python -m benchmarks.attention            accuracy, bits, µs per layer, as markdown
     python -m benchmarks.attention --sweep    launch options and plans, fastest first
-    python -m benchmarks.attention --kv fp8   the same over e4m3 pages, whose bits are those of dequantised bf16 pages
+    python -m benchmarks.attention --kv fp8   the same over e4m3 pages
+    python -m benchmarks.attention --rounds   bits and µs of the kernel for Hopper's rounds beside all attention's
 
 bf16, pages of 16 in shuffled order; speed at Qwen3-8B's heads (32 query, 8 KV, d 128). Times are medians of CUDA
 graph replays. A graph holds one call per layer, each layer with a cache of its own, so that KV comes from memory;
@@ -22,6 +23,7 @@ import torch
 from unisono.attention.base import KV, AttentionInputs, AttentionOptions
 from unisono.attention.triton import TritonAttention
 from unisono.kernels import attention as ops
+from unisono.kernels import attention_hopper_rounds
 from unisono.kernels.kv_e4m3 import dequantised, quantised
 
 PAGE = 16
@@ -290,6 +292,52 @@ def flops(tokens: int, before: int = 0, heads: Heads = Heads()) -> float:
     return 4 * heads.dim * heads.query * tokens * (before + (tokens + 1) / 2)
 
 
+def by_hopper(heads: Heads, yes: bool) -> None:
+    """Let the kernel for Hopper serve rounds of such heads, or not."""
+    device = torch.empty(0, device="cuda").device
+    attention_hopper_rounds._proven[heads.query, heads.kv, heads.dim, heads.dtype, device] = yes
+
+
+def hopper_rounds() -> None:
+    """The kernel for Hopper's rounds beside the one for all passes: bits, also quantised ones, then times."""
+    print("| heads | outputs | with other bits | bytes of quantised ones | other bytes |\n|---|---|---|---|---|")
+    for heads in (Heads(), Heads("8 on 8, fp16", 8, 8, dtype=torch.float16), Heads("64 on 8", 64)):
+        paged = Paged([20, 64, 255, 256, 257, 300, 511, 513, 700, 1024, 1152, 2500], 1, heads)
+        counts = [0, 0, 0, 0]
+        for width in (w for w in (1, 2, 4, 6) if w * heads.query <= attention_hopper_rounds.MOST_ROWS * heads.kv):
+            inputs = paged.round_inputs(paged.rows, paged.kv_len, width)
+            q = heads.queries(len(paged.lengths) * width)
+            paged.backend.plan(inputs)
+            given = q, *paged.caches[0][:2], paged.table, inputs.positions, *inputs.plan, paged.scale
+            seen = []
+            for yes in (False, True, True):
+                by_hopper(heads, yes)
+                seen.append(
+                    (
+                        ops.launch_attention(*given),
+                        torch.cat([x.flatten().view(torch.uint8) for x in ops.launch_attention_fp8(*given)]),
+                    )
+                )
+            (out, quantised), *others = seen
+            for got, got_quantised in others:
+                counts[0], counts[1] = counts[0] + len(out), counts[1] + int((got != out).any(-1).sum())
+                counts[2] += quantised.numel()
+                counts[3] += int((got_quantised != quantised).sum())
+        print(f"| {heads.name} | {' | '.join(map(str, counts))} |", flush=True)
+    print("\n| batch | context | width | all attention, µs, L2 cold | for Hopper's rounds |\n|---|---|---|---|---|")
+    heads = Heads()
+    for batch, context in ((1, 1152), (4, 1152), (16, 1152), (64, 1152), (4, 32768)):
+        paged = Paged([context] * batch, layers_for(context * batch), heads)
+        for width in (1, 4, 6):
+            inputs = paged.round_inputs(paged.rows, paged.kv_len, width)
+            run = paged.served(inputs, heads.queries(batch * width))
+            times = []
+            for yes in (False, True):
+                by_hopper(heads, yes)
+                times.append(f"{median_us(run, paged.layers, cold=True):.1f}")
+            print(f"| {batch} | {context} | {width} | {' | '.join(times)} |", flush=True)
+
+
 def round_options() -> Iterator[dict]:
     for warps, stages in itertools.product((4, 8), (3, 5, 7)):
         yield {"keys": 64, "num_warps": warps, "num_stages": stages}
@@ -360,6 +408,7 @@ def main() -> None:
         choices=("", "round", "extend", "plan"),
         help="time launch options and plans and stop",
     )
+    parser.add_argument("--rounds", action="store_true", help="compare the kernel for Hopper's rounds and stop")
     parser.add_argument("--extend", action="store_true", help="time extend passes and stop")
     parser.add_argument("--kv", choices=("auto", "fp8"), default="auto", help="what pages hold")
     parser.add_argument("--shard", help="i/n: compile every n-th configuration of the sweep and stop")
@@ -374,6 +423,8 @@ def main() -> None:
         sweep(heads, args.shard, args.sweep or "")
     elif args.extend:
         extend_times(heads)
+    elif args.rounds:
+        hopper_rounds()
     else:
         accuracy(heads)
         if not args.speed:

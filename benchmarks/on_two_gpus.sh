@@ -1,15 +1,15 @@
 #!/bin/sh
 # What two H200s of one machine measure in ten minutes, one-GPU work on both at once:
 #
-#   sh benchmarks/on_two_gpus.sh PART OUT      PART: ranks, rest; OUT: a folder for results
+#   sh benchmarks/on_two_gpus.sh PART OUT      PART: ranks, rest, rounds; OUT: a folder for results
 #
 # ranks: Qwen3-8B on one GPU and on two (with ordered sums, with EAGLE-3, bundled models with drafts), the KV cache in e4m3,
 # HTTP streams. rest: first tokens beside OLD (a folder with unisono/ of another commit), the host's share alone, loading,
-# exact runs, fp8, 9B, 35B-A3B.
+# exact runs, fp8, 9B, 35B-A3B. rounds: the kernel for Hopper's rounds alone and in the engine, beside the engine without.
 # Each step prints its figures when it ends; TAR=FILE keeps everything. PYTHON names the interpreter (python3).
 set -u
 cd "$(dirname "$0")/.."
-part=${1:?PART: ranks or rest}
+part=${1:?PART: ranks, rest or rounds}
 out=${2:?OUT: a folder for results}
 python=${PYTHON:-python3}
 unisono="$python -m unisono"
@@ -102,8 +102,16 @@ rest)
         latency 35b 90 qwen3.5-35b-a3b --batch 1,64 --prompts 2048,8192') &
     wait
     ;;
+rounds)
+    (on 0 step attention 90 "^\|" "$python" -m benchmarks.attention --rounds
+        UNISONO_HOPPER_ROUNDS=1 on 0 exact exact-rounds 130 qwen3-8b --requests 100 --speculative-config "$head") &
+    (on 1 latency without 90 qwen3-8b --batch 1,4,16,64 --prompts 2048
+        UNISONO_HOPPER_ROUNDS=1 on 1 latency with 90 qwen3-8b --batch 1,4,16,64 --prompts 2048
+        UNISONO_HOPPER_ROUNDS=1 on 1 latency with-fp8 70 qwen3-8b --batch 1,4,16,64 --prompts 2048 --quantization fp8) &
+    wait
+    ;;
 *)
-    echo "PART $part is not one of ranks, rest." >&2
+    echo "PART $part is not one of ranks, rest, rounds." >&2
     exit 2
     ;;
 esac
