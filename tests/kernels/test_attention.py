@@ -231,6 +231,7 @@ def test_backend_plans_and_attends(width, device):
 
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+PROMPTS = "attention of long prompts"
 
 
 @pytest.mark.skipif(not HOPPER, reason="the kernel for Hopper has no twin on other machines")
@@ -244,7 +245,7 @@ def test_long_prompts_on_hopper_have_the_same_bits(heads, kv_heads, dim, dtype, 
     monkeypatch.setattr(hopper, "_proven", {})
     want = case.extend(spans, tile, partials=0, padding=7)
     launched = watched(monkeypatch)
-    assert backend.prove(dim, dtype)[0] == "the kernel for Hopper"
+    assert backend.prove(dim, dtype)[PROMPTS][0] == "the kernel for Hopper"
     launched.clear()
     assert torch.equal(case.extend(spans, tile, partials=0, padding=7), want)
     assert launched, "it was not the kernel for Hopper"
@@ -255,7 +256,7 @@ def test_other_bits_are_not_served(monkeypatch):
     monkeypatch.setattr(hopper, "_proven", {})
     launched = watched(monkeypatch, error=1.0)
     backend = TritonAttention(32, 8, "cuda")
-    assert backend.prove(128, torch.bfloat16)[0] == "as all attention"
+    assert backend.prove(128, torch.bfloat16)[PROMPTS][0] == "as all attention"
     assert launched
     launched.clear()
     Requests([2000], True, torch.bfloat16, 32, 8, 128).extend([(0, 0, 2000)], 32, partials=0)
@@ -275,7 +276,8 @@ def watched(monkeypatch, error: float = 0.0) -> list[int]:
 
 
 def test_without_hopper_all_attention_is_one_kernel():
-    assert TritonAttention(32, 8, "cpu").prove(128, torch.bfloat16)[0] == "as all attention"
+    settled = TritonAttention(32, 8, "cpu").prove(128, torch.bfloat16)
+    assert {what for what, _ in settled.values()} == {"as all attention"}
     assert not hopper.suits(32, 8, 128, torch.bfloat16, torch.device("cpu"))
 
 

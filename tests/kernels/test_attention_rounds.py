@@ -5,7 +5,9 @@ import torch
 
 from tests.kernels.gluon_threads import Descriptor, Machine
 from tests.kernels.paged_requests import Requests
+from unisono.attention.triton import TritonAttention
 from unisono.kernels import attention_gluon_rounds, hopper, overlap, staying
+from unisono.kernels import attention_hopper_rounds as rounds
 from unisono.kernels.attention import KEYS
 from unisono.kernels.attention_cpu import SPLIT, attention_plan_cpu
 from unisono.kernels.attention_triton import LOG2_E
@@ -77,3 +79,62 @@ def test_quantised_rounds_as_threads(width):
     assert seen[1][0].shape == want.shape
     assert torch.equal(seen[1][0].view(torch.uint8), want.view(torch.uint8))
     assert torch.equal(seen[1][1], scales)
+
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.skipif(not HOPPER, reason="the kernel for Hopper has no twin on other machines")
+@pytest.mark.parametrize(("heads", "kv_heads", "dtype"), [(32, 8, torch.bfloat16), (4, 4, torch.float16)])
+@pytest.mark.parametrize("first", [0, 1])
+def test_rounds_on_hopper_have_the_same_bits(heads, kv_heads, dtype, first, monkeypatch):
+    case = Requests([2000, 130, 700, 1025], True, dtype, heads, kv_heads, 128, first=first)
+    monkeypatch.setattr(rounds, "_proven", {})
+    monkeypatch.setenv("UNISONO_HOPPER_ROUNDS", "1")
+    ends = [(0, 2000), None, (1, 130), (3, 1025), (2, 64)]
+    want = [case.round(ends, width, programs) for width in (1, 4) for programs in (10**6, 1)]
+    settled = TritonAttention(heads, kv_heads, case.device).prove(128, dtype)
+    assert settled["attention of rounds"][0] == "the kernel for Hopper"
+    launched = []
+    launch = rounds.launch_round_attention
+    monkeypatch.setattr(rounds, "launch_round_attention", lambda *args: launched.append(launch(*args)))
+    got = [case.round(ends, width, programs) for width in (1, 4) for programs in (10**6, 1)]
+    for ours, theirs in zip(got, want, strict=True):
+        assert torch.equal(ours[[0, 2, 3, 4]], theirs[[0, 2, 3, 4]])  # padding asks at random
+    assert launched, "it was not the kernel for Hopper"
+
+
+def test_it_serves_where_it_is_asked_for(monkeypatch):
+    monkeypatch.delenv("UNISONO_HOPPER_ROUNDS", raising=False)
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or (9, 0))
+    heads = 32, 8, 128, torch.bfloat16
+    assert not rounds.suits(*heads, torch.device("cuda"))
+    monkeypatch.setenv("UNISONO_HOPPER_ROUNDS", "1")
+    assert rounds.suits(*heads, torch.device("cuda"))
+    assert asked
+    assert not rounds.suits(*heads, torch.device("cpu"))
+    assert not rounds.suits(32, 8, 256, torch.bfloat16, torch.device("cuda"))
+    assert not rounds.suits(64, 1, 128, torch.bfloat16, torch.device("cuda")), "more rows than a tile has"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (32, 8), (32, 1)])
+def test_what_it_is_compared_on_can_be_read(heads: int, kv_heads: int) -> None:
+    """NaN stands where no token may look, and nowhere else; a difference to what serves otherwise is seen."""
+    device, off, widths = torch.device("cpu"), 0.0, []
+    proof = heads, kv_heads, 128, torch.float16, device
+
+    def read(q, k, v, table, kv_len, width):
+        assert len(q) == width * len(kv_len)
+        widths.append(width)
+        seen = [cache[table[row].long()].transpose(1, 2).flatten(0, 1)[:n] for row, n in enumerate(kv_len.tolist())
+                for cache in (k, v)]  # fmt: skip
+        return torch.cat(seen).float() + off * rounds._proven[proof]
+
+    try:
+        assert rounds._same_bits(read, *proof)
+        assert max(widths) * heads <= rounds.MOST_ROWS * kv_heads
+        off = 1.0
+        assert not rounds._same_bits(read, *proof)
+    finally:
+        rounds._proven.pop(proof, None)

@@ -63,30 +63,22 @@ class TritonAttention:
         v_cache: torch.Tensor,
         page_table: torch.Tensor,
         kv_len: torch.Tensor,
-        query_start: torch.Tensor,
+        query_start: torch.Tensor | None,
         positions: torch.Tensor,
+        width: int | None = None,
     ) -> torch.Tensor:
-        """One extend pass, as the engine would run it."""
+        """One extend pass, or a round of this width, as the engine would run it."""
         rows = torch.arange(len(kv_len), dtype=torch.int32, device=q.device)
-        inputs = AttentionInputs(rows, positions, positions, kv_len, page_table, None, query_start)
+        inputs = AttentionInputs(rows, positions, positions, kv_len, page_table, width, query_start)
         self.plan(inputs)
         return self.forward(q, KV(k_cache, v_cache), inputs, AttentionOptions(q.shape[2] ** -0.5))
 
     def _attend_round(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        page_table: torch.Tensor,
-        kv_len: torch.Tensor,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor, kv_len: torch.Tensor,
         width: int,
-    ) -> torch.Tensor:
-        """One round, as the engine would run it."""
-        rows = torch.arange(len(kv_len), dtype=torch.int32, device=q.device)
+    ) -> torch.Tensor:  # fmt: skip
         positions = (kv_len[:, None] - width + torch.arange(width, device=q.device)).flatten().int()
-        inputs = AttentionInputs(rows, positions, positions, kv_len, page_table, width)
-        self.plan(inputs)
-        return self.forward(q, KV(k_cache, v_cache), inputs, AttentionOptions(q.shape[2] ** -0.5))
+        return self._attend(q, k, v, page_table, kv_len, None, positions, width)
 
     def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         """Fill ``inputs.plan``: which program walks what. One launch, no host sync."""

@@ -8,7 +8,7 @@ serves those passes too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -116,21 +116,31 @@ def proof_lengths(heads: int) -> tuple[int, int]:
     return 1500 * more, 391 * more
 
 
-def _same_bits(
-    attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> bool:
-    """Two requests, whole and after a prefix; what no token may see is NaN."""
-    lengths, key = proof_lengths(heads), (heads, kv_heads, head_dim, dtype, device)
-    generator = torch.Generator(device).manual_seed(0)
+def proof_pages(
+    lengths: Sequence[int], kv_heads: int, head_dim: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(k_cache, v_cache, page_table) of requests that kernels are compared on; what no token may see is NaN."""
+    device = generator.device
     pages = [-(-n // PAGE) for n in lengths]
     order = torch.randperm(sum(pages), generator=generator, device=device).int()
-    table = torch.zeros(2, max(pages), dtype=torch.int32, device=device)
-    table[0, : pages[0]], table[1, : pages[1]] = order[: pages[0]], order[pages[0] :]
+    table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device=device)
+    for row, own in enumerate(order.split(pages)):
+        table[row, : len(own)] = own
     shape = (sum(pages), kv_heads, PAGE, head_dim)
     k, v = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(2))
     for row, length in enumerate(lengths):
         for cache in (k, v):
             cache[table[row, pages[row] - 1].long(), :, length - PAGE * (pages[row] - 1) :] = torch.nan
+    return k, v, table
+
+
+def _same_bits(
+    attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Two requests, whole and after a prefix."""
+    lengths, key = proof_lengths(heads), (heads, kv_heads, head_dim, dtype, device)
+    generator = torch.Generator(device).manual_seed(0)
+    pages = proof_pages(lengths, kv_heads, head_dim, dtype, generator)
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
     for starts in ((0, 0), (700, 13)):
         counts = [n - start for n, start in zip(lengths, starts, strict=True)]
@@ -140,7 +150,7 @@ def _same_bits(
         seen = []
         for ours in (False, True):
             _proven[key] = ours
-            seen.append(attend(q, k, v, table, kv_len, query_start, positions))
+            seen.append(attend(q, *pages, kv_len, query_start, positions))
         if not torch.equal(*seen):
             return False
     return True

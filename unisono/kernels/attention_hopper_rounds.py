@@ -17,7 +17,7 @@ import triton
 from unisono.kernels.attention_cpu import SPLIT
 from unisono.kernels.attention_gluon import HALF, HEAD_DIM
 from unisono.kernels.attention_gluon_rounds import STAGES, round_attention_kernel
-from unisono.kernels.attention_hopper import PAGE
+from unisono.kernels.attention_hopper import PAGE, proof_pages
 from unisono.kernels.hopper import box_type, boxes
 from unisono.kernels.library import AotCase
 from unisono.kernels.overlap import overlapped
@@ -125,28 +125,17 @@ def rehearse(
 def _same_bits(
     attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Rounds of one token and of as many as a tile holds, over requests of many lengths; unwritten keys are NaN."""
-    key = heads, kv_heads, head_dim, dtype, device
+    """Rounds of one token and of four, or as many as a tile holds, over requests of many lengths."""
+    lengths, key = (37, 64, 255, 256, 257, 700, 1100, 2500), (heads, kv_heads, head_dim, dtype, device)
     generator = torch.Generator(device).manual_seed(0)
-    widths = 1, min(4, MOST_ROWS * kv_heads // heads)
-    lengths = [37, 64, 255, 256, 257, 700, 1100, 2500]
-    pages = [-(-n // PAGE) for n in lengths]
-    order = torch.randperm(sum(pages), generator=generator, device=device).int()
-    table = torch.zeros(len(lengths), max(pages), dtype=torch.int32, device=device)
-    for row, own in enumerate(order.split(pages)):
-        table[row, : len(own)] = own
-    shape = (sum(pages), kv_heads, PAGE, head_dim)
-    k, v = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(2))
-    for row, length in enumerate(lengths):
-        for cache in (k, v):
-            cache[table[row, pages[row] - 1].long(), :, length - PAGE * (pages[row] - 1) :] = torch.nan
+    pages = proof_pages(lengths, kv_heads, head_dim, dtype, generator)
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
-    for width in widths:
+    for width in (1, min(4, MOST_ROWS * kv_heads // heads)):
         q = torch.randn(len(lengths) * width, heads, head_dim, generator=generator, device=device).to(dtype)
         seen = []
         for ours in (False, True):
             _proven[key] = ours
-            seen.append(attend(q, k, v, table, kv_len, width))
+            seen.append(attend(q, *pages, kv_len, width))
         if not torch.equal(*seen):
             return False
     return True
