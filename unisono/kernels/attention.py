@@ -304,7 +304,7 @@ def attention(
 
     q [T, Hq, D]; k_cache, v_cache [NP, Hkv, P, D] of q's dtype and equal strides; page_table [S, MP]; positions [T].
     Or k_cache, v_cache of e4m3, contiguous, P and D multiples of 4, with the exponents of their scales in k_scales,
-    v_scales [NP, Hkv, P, 1] uint8: the bits are those of pages that hold the dequantised rows in q's dtype.
+    v_scales [NP, Hkv, P, 1] uint8: then queries and probabilities are rounded to float16, unless q is fp32.
     A token sees keys at first ≤ p ≤ its position (p > position - window where window > 0); one below ``first``, as
     at position -1, sees nothing and yields zeros. fp32 accumulation, probabilities rounded to q's dtype.
     soft_cap > 0: scores become soft_cap · tanh(score / soft_cap), before they are masked.
