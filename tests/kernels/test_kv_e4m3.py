@@ -2,8 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests.kernels.paged_requests import ALWAYS_CUT, IMPLEMENTATIONS, NEVER_CUT, Requests
 from tests.kernels.rope_cases import EPS, PAGE, PAGES, make_case
@@ -190,20 +192,28 @@ def test_attention_over_the_pages_is_right_and_the_same_everywhere(
             assert end is None or torch.equal(row, last[end[0]][-width:])
 
 
-@IMPLEMENTATIONS
-def test_scales_may_lie_far_apart(triton, assert_close):
-    """Keys and values of all magnitudes in one step: tiles of many rows scale these, tiles of few rows their weights.
+@pytest.fixture
+def tensor_core(monkeypatch):
+    """In Triton's interpreter, sums of products as a tensor core makes them: 16 at a time, each time rounded once."""
 
-    Triton's interpreter adds products in an order that depends on their number; a GPU and the twin do not.
-    """
-    case = Requests([300], triton, torch.float16, heads=8, kv_heads=1, dim=32, e4m3=True, spread=True)
-    many, few, last = case.extend([(0, 200, 300)], 32), case.extend([(0, 200, 300)], 2), case.round([(0, 300)], 4)[0]
-    assert_close(many, case.oracle(0, 200, 300))
-    assert torch.equal(last[-2:], few[-2:])
-    if triton and case.device.type == "cpu":
-        assert_close(few, many)
-    else:
-        assert torch.equal(few, many)
+    def dot(self, a, b, d, *_):
+        left, right, acc = a.data.astype(np.float64), b.data.astype(np.float64), d.data
+        for k in range(0, left.shape[1], 16):
+            acc = (acc + left[:, k : k + 16] @ right[k : k + 16]).astype(np.float32)
+        return TensorHandle(acc, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dim", [32, pytest.param(128, marks=pytest.mark.full)])
+def test_scales_may_lie_far_apart(triton, dim, tensor_core, assert_close):
+    """Keys and values of all magnitudes in a step: tiles of many rows scale these, tiles of few rows their weights."""
+    case = Requests([300], triton, torch.float16, heads=8, kv_heads=1, dim=dim, e4m3=True, spread=True)
+    many = case.extend([(0, 236, 300)], 32)
+    assert_close(many, case.oracle(0, 236, 300))
+    assert torch.equal(case.extend([(0, 236, 300)], 2), many)
+    assert torch.equal(case.round([(0, 300)], 4), many[None, -4:])
 
 
 @IMPLEMENTATIONS
