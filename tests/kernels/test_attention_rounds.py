@@ -6,7 +6,7 @@ import torch
 from tests.kernels.gluon_threads import Descriptor, Machine
 from tests.kernels.paged_requests import Requests
 from unisono.attention.triton import TritonAttention
-from unisono.kernels import attention_gluon_rounds, hopper, overlap, staying
+from unisono.kernels import attention_gluon_rounds, hopper, overlap
 from unisono.kernels import attention_hopper_rounds as rounds
 from unisono.kernels.attention import KEYS
 from unisono.kernels.attention_cpu import SPLIT, attention_plan_cpu
@@ -38,7 +38,7 @@ def attended(
     rows = width * (case.heads // case.kv_heads)
     boxes = [Descriptor(cache.view(-1, case.dim), [16, case.dim // 2]) for cache in (case.k_cache, case.v_cache)]
     table = case.table.clamp(max=len(case.k_cache))  # rubbish there stays outside of the tensor, as on the device
-    machine = Machine([attention_gluon_rounds, hopper, overlap, staying], programs, seed)
+    machine = Machine([attention_gluon_rounds, hopper, overlap], programs, seed)
     machine.run(
         attention_gluon_rounds.round_attention_kernel, q_ptr=q, k_desc=boxes[0], v_desc=boxes[1], table_ptr=table,
         positions_ptr=positions.int(), work_ptr=work, count_ptr=count, arrivals_ptr=arrivals, state_ptr=state,

@@ -26,9 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from unisono.kernels.hopper import block_barrier, stage_barriers
+from unisono.kernels.hopper import block_barrier, order_loads, stage_barriers
 from unisono.kernels.overlap import follow
-from unisono.kernels.staying import order_loads
 
 STAGES = 3
 """Steps whose keys and values are held at once: two programs fit on a multiprocessor."""

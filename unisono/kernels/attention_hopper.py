@@ -9,6 +9,7 @@ serves those passes too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -18,7 +19,7 @@ from unisono.kernels.attention_gluon_wide import HEAD_DIM as WIDE_DIM
 from unisono.kernels.attention_gluon_wide import wide_attention_kernel, wide_sizes
 from unisono.kernels.hopper import box_type, boxes
 from unisono.kernels.library import AotCase
-from unisono.kernels.proofs import agreed
+from unisono.kernels.proofs import alike, proven, rehearsed
 
 PAGE = 16
 """Tokens per page: a step of 64 keys is four pages, each read by a warp of its own."""
@@ -93,11 +94,7 @@ def prove(attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch
     attend(q, k_cache, v_cache, page_table, kv_len, query_start, positions) runs one pass. Synchronises.
     """
     key = heads, kv_heads, head_dim, dtype, device
-    if key not in _proven and suits(*key):
-        _proven[key] = _same_bits(attend, *key)
-    if suits(*key):
-        _proven[key] = agreed(_proven[key])
-    return _proven.get(key, False)
+    return suits(*key) and proven(_proven, key, lambda: _same_bits(attend, *key))
 
 
 def rehearse(
@@ -105,9 +102,8 @@ def rehearse(
 ) -> None:
     """Launch what :func:`prove` will launch and ignore the result: this compiles the kernels ahead of time."""
     key = heads, kv_heads, head_dim, dtype, device
-    if key not in _proven and suits(*key):
-        _same_bits(attend, *key)
-        _proven.pop(key, None)
+    if suits(*key):
+        rehearsed(_proven, key, lambda: _same_bits(attend, *key))
 
 
 def proof_lengths(heads: int) -> tuple[int, int]:
@@ -147,11 +143,7 @@ def _same_bits(
         query_start = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32, device=device)
         positions = torch.cat([torch.arange(a, n, device=device) for a, n in zip(starts, lengths, strict=True)]).int()
         q = torch.randn(sum(counts), heads, head_dim, generator=generator, device=device).to(dtype)
-        seen = []
-        for ours in (False, True):
-            _proven[key] = ours
-            seen.append(attend(q, *pages, kv_len, query_start, positions))
-        if not torch.equal(*seen):
+        if not alike(_proven, key, partial(attend, q, *pages, kv_len, query_start, positions)):
             return False
     return True
 

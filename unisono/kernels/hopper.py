@@ -42,3 +42,9 @@ def stage_barriers(STAGES: gl.constexpr, FULL: gl.constexpr, FREE: gl.constexpr)
         mbarrier.init(full.index(i), count=FULL)
         mbarrier.init(free.index(i), count=FREE)
     return full, free
+
+
+@gluon.jit
+def order_loads():
+    """Order this thread's accesses to memory with those of the tensor memory accelerator, both ways."""
+    gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
+
 Key = TypeVar("Key")
 
 _agree: Callable[[bool], bool] | None = None
@@ -27,6 +29,22 @@ def proven(known: dict[Key, bool], key: Key, holds: Callable[[], bool]) -> bool:
         known[key] = holds()
     known[key] = agreed(known[key])
     return known[key]
+
+
+def rehearsed(known: dict[Key, bool], key: Key, holds: Callable[[], bool]) -> None:
+    """Ask what :func:`proven` will ask and learn nothing from it: this compiles what it launches ahead of time."""
+    if key not in known:
+        holds()
+        known.pop(key, None)
+
+
+def alike(known: dict[Key, bool], key: Key, run: Callable[[], torch.Tensor]) -> bool:
+    """Whether a pass has the same bits without and with what ``known`` lets serve. Leaves it served."""
+    seen = []
+    for serves in (False, True):
+        known[key] = serves
+        seen.append(run())
+    return torch.equal(*seen)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
-from unisono.kernels.hopper import WIDTH, block_barrier, stage_barriers
+from unisono.kernels.hopper import WIDTH, block_barrier, order_loads, stage_barriers
 
 LINE = 16
 """Counters (int64) in a cache line of 128 bytes: each has a line of its own."""
@@ -130,12 +130,6 @@ def _wait_free(free, item, STAGES: gl.constexpr):
     """Wait until the stage's item before this one has been multiplied."""
     if item >= STAGES:
         mbarrier.wait(free.index(item % STAGES), (item // STAGES & 1) ^ 1)
-
-
-@gluon.jit
-def order_loads():
-    """Order this thread's accesses to memory with those of the tensor memory accelerator, both ways."""
-    gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
