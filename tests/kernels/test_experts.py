@@ -201,6 +201,27 @@ def test_the_kernel_of_prompts_has_the_tritons_bits(shape, device):
         assert _same_bits(gate_up, down, experts, top_k)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_proof_multiplies_what_the_weights_read(ranks, monkeypatch):
+    """Also those of a rank, whose ``down`` reads more than its ``gate_up`` makes."""
+    hidden, inner, experts = 32, 64, 4
+    _, gate_up, down = inputs(3, hidden, inner, experts, 1, torch.float16, torch.device("cpu"))
+    gate_up, down = gate_up[:, : 2 * inner // ranks].contiguous(), down[:, : hidden // ranks].contiguous()
+    seen = []
+
+    def by_either(x, weight, plan, gated):
+        assert x.shape[1] == weight.shape[2]
+        seen.append(gated)
+        return (expert_gate_up_cpu if gated else expert_down_cpu)(x, weight, plan.ids, plan.experts)
+
+    monkeypatch.setattr("unisono.kernels.experts._PROOF_TOKENS", 12)
+    monkeypatch.setattr("unisono.kernels.experts.launch_gate_up", lambda *given: by_either(*given, True))
+    monkeypatch.setattr("unisono.kernels.experts.launch_down", lambda *given: by_either(*given, False))
+    monkeypatch.setattr(experts_gluon, "launch_expert_rows", by_either)
+    assert _same_bits(gate_up, down, experts, 2)
+    assert seen == [True, True, False, False]
+
+
 def test_the_plan_is_chosen_by_the_shape():
     ids = torch.zeros(LEAD_PAIRS // 2, 2, dtype=torch.int32)
     assert plan_experts(ids, 8, 16).order is None

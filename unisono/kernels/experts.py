@@ -12,6 +12,7 @@ last, M more pairs after those.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -295,7 +296,7 @@ def _down_cuda(h, weight, ids, experts, tile, order, tiles, bias):
 def prove_experts(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> bool:
     """Compare the bits of ``experts_gluon`` with those of the kernels here, once in a process for such stacks.
 
-    gate_up [E (+ 1), 2 I, H], down [E (+ 1), H, I]; experts: E. Where they are equal, that kernel serves prompts. False
+    gate_up [E (+ 1), 2 I, H], down [E (+ 1), H, I], or a rank's part of either; experts: E. Where they are equal, that kernel serves prompts. False
     where it cannot. Synchronises.
     """
     fits = experts_gluon.suits(gate_up) and experts_gluon.suits(down)
@@ -313,10 +314,14 @@ def rehearse_experts_proof(gate_up: torch.Tensor, down: torch.Tensor, experts: i
 
 
 def _same_bits(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> bool:
-    """Both products of random rows by either kernel: full tiles, and others with few pairs and with none."""
+    """Both products of random rows by either kernel: full tiles, and others with few pairs and with none.
+
+    A rank makes a part of what ``down`` reads: its rows are made up, too.
+    """
     device = gate_up.device
     generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(_PROOF_TOKENS, gate_up.shape[2], generator=generator, device=device).to(gate_up.dtype)
+    random = functools.partial(torch.randn, generator=generator, device=device)
+    x = random(_PROOF_TOKENS, gate_up.shape[2]).to(gate_up.dtype)
     chosen = (_PROOF_TOKENS, top_k)
     ids = torch.randint(min(experts, 2 * top_k), chosen, generator=generator, device=device, dtype=torch.int32)
     tile = expert_tiles(ids.numel(), experts, gate_up.dtype).rows
@@ -324,6 +329,7 @@ def _same_bits(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: i
     h = launch_gate_up(x, gate_up, plans[0])
     if not torch.equal(h, experts_gluon.launch_expert_rows(x, gate_up, plans[1], gated=True)):
         return False
+    h = random(len(h), down.shape[2]).to(down.dtype)
     return torch.equal(launch_down(h, down, plans[0]), experts_gluon.launch_expert_rows(h, down, plans[1], gated=False))
 
 
