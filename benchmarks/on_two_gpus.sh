@@ -82,7 +82,7 @@ ranks)
     tp two 100 "8b" 2
     tp two-ordered 70 "8b ordered" 2
     tp two-k3 70 "8b k=3" 2
-    tp two-drafts 70 "8b k=3 divided drafts" 2
+    tp two-drafts 70 "8b k=3 whole drafts" 2
     tp tiny-eagle3 60 tiny-eagle3 1,2 --batch 1
     tp tiny-hybrid 70 tiny-hybrid-mtp 1,2 --batch 1
     "$python" -m benchmarks.tensor_parallel --table "$out"/one*.json "$out"/two*.json | tee "$out/ranks.txt"

@@ -41,10 +41,11 @@ CASES: dict[str, dict[str, Any]] = {
     "35b-ep": {**MOE, "enable_expert_parallel": True},
     "8b-fp8 k=3": {**DENSE, "quantization": "fp8", "speculative": EAGLE3, "synthetic_acceptance_length": 2.5},
     "35b-fp8-ep": {**MOE_FP8, "enable_expert_parallel": True},
+    "8b-fp8-eagle3": {**DENSE, "quantization": "fp8", "speculative": EAGLE3},
     "8b ordered k=3": {**DENSE, "tp_reduce": "ordered", "speculative": EAGLE3, "synthetic_acceptance_length": 2.5},
     "8b-eagle3": {**DENSE, "speculative": EAGLE3},
-    "8b k=3 divided drafts": {
-        **DENSE, "speculative": {**EAGLE3, "draft_tensor_parallel_size": 2}, "synthetic_acceptance_length": 2.5,
+    "8b k=3 whole drafts": {
+        **DENSE, "speculative": {**EAGLE3, "draft_tensor_parallel_size": 1}, "synthetic_acceptance_length": 2.5,
     },
     "tiny-eagle3": {
         "model": "tiny", "load_format": "auto",
@@ -73,7 +74,7 @@ def measure(name: str, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     from unisono.types import SpeculativeConfig
 
     flags = {"load_format": args.load_format, **CASES[name], "max_num_seqs": max(args.batch)}
-    flags["max_model_len"] = args.max_model_len
+    flags["max_model_len"], flags["gpu_memory_utilization"] = args.max_model_len, args.gpu_memory_utilization
     flags["model"] = args.model or flags["model"]
     spec = flags.pop("speculative", None) or {"method": "none"}
     if ranks == 1:
@@ -278,6 +279,7 @@ def main() -> None:
     parser.add_argument("--context", default=CONTEXT, type=int)
     parser.add_argument("--exact", default=200, type=int, help="requests whose tokens are compared")
     parser.add_argument("--max-model-len", default=2048, type=int)
+    parser.add_argument("--gpu-memory-utilization", default=0.9, type=float)
     parser.add_argument("--model", help="instead of the cases' own")
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--limit", default=540.0, type=float, help="seconds for everything")

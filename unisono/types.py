@@ -78,7 +78,7 @@ class SpeculativeConfig:
     round. options: what this method alone understands; the drafter refuses the rest. token_tree: the nodes of a tree of
     drafts (``token_tree.py``), whose depth k then is; empty: a chain. adaptive: draft fewer than k, or nothing, in
     rounds where that brings more tokens a second. draft_tensor_parallel_size: ranks that hold the draft model together,
-    all of the target's or 1: each holds it whole.
+    all of the target's or 1: each holds it whole; None: as the method does by itself (``DivisibleDrafter``).
     """
 
     method: str = "none"
@@ -87,13 +87,14 @@ class SpeculativeConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
     token_tree: tuple[Node, ...] = ()
     adaptive: bool = True
-    draft_tensor_parallel_size: int = 1
+    draft_tensor_parallel_size: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f'"adaptive": {self.adaptive!r} of the speculative config: give true or false.')
-        if not (_is_int(self.draft_tensor_parallel_size) and self.draft_tensor_parallel_size >= 1):
-            raise ConfigError(f"draft_tensor_parallel_size={self.draft_tensor_parallel_size!r}: give a whole number.")
+        divided = self.draft_tensor_parallel_size
+        if divided is not None and not (_is_int(divided) and divided >= 1):
+            raise ConfigError(f"draft_tensor_parallel_size={divided!r}: give a whole number.")
         k = self.num_speculative_tokens
         if not (_is_int(k) and 1 <= k <= MAX_DRAFTS):
             way_out = f"give a whole number from 1 to {MAX_DRAFTS}, or the method none to draft nothing."

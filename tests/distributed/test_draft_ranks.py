@@ -10,7 +10,10 @@ import pytest
 
 from tests.distributed.cells import CELLS, UNTRAINED
 from tests.distributed.requests_ import MANY, ROOMY, differing, run
+from tests.drafters.make_heads import make_eagle3
 from tests.engine.helpers import draw_drafts, engine
+from tests.engine.matrix import config_of
+from unisono import catalog
 from unisono.config import EngineConfig
 from unisono.engine.engine import Engine
 from unisono.types import ConfigError, SpeculativeConfig
@@ -66,3 +69,25 @@ def test_what_cannot_be(ranks: int, spec: dict[str, Any], says: str, monkeypatch
     spec |= {"model": "tiny-eagle3"} if spec["method"] == "eagle3" else {}
     with pytest.raises(ConfigError, match=says):
         Engine(EngineConfig("tiny", tensor_parallel_size=ranks, speculative=SpeculativeConfig.parse(spec)))
+
+
+@pytest.mark.parametrize(
+    ("given", "heads", "says"),
+    [
+        ({}, 4, "divided among 2 ranks, by default"),
+        ({}, 1, "whole on every rank, by default"),
+        ({"draft_tensor_parallel_size": 1}, 4, "whole on every rank, draft_tensor_parallel_size=1"),
+        ({"method": "standalone", "model": "tiny-draft"}, 0, "whole on every rank, by default"),
+    ],
+    ids=["EAGLE-3", "heads that cannot be divided", "asked for whole", "draft model"],
+)
+def test_what_is_divided_by_default(given: dict[str, Any], heads: int, says: str, tmp_path: Path) -> None:
+    if heads:
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 64}
+        head = make_eagle3(
+            tmp_path / "head", config_of(catalog.bundled_path("tiny")), (2, 1, 3), aux=[2, 1, 3], **sizes
+        )
+        given = {"method": "eagle3", "model": str(head.path), **given}
+    with engine("tiny", tensor_parallel_size=2, speculative=SpeculativeConfig.parse(given), enforce_eager=True) as llm:
+        [decision] = [d for d in llm.engine.config.decisions if d.name == "draft layers"]
+    assert f"{decision.value}, {decision.reason}" == says

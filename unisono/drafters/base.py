@@ -209,9 +209,10 @@ class PausableDrafter(Drafter, Protocol):
 
 @runtime_checkable
 class DivisibleDrafter(Drafter, Protocol):
-    """A drafter whose model's layers can be divided among ``context.ranks``. It is one by having ``divides``."""
+    """A drafter whose model's layers can be divided among ``context.ranks``."""
 
-    divides: bool
+    def divides(self, ranks: Ranks) -> bool:
+        """Whether they are, unless the configuration says otherwise: where that was measured to be faster."""
 
 
 @runtime_checkable

@@ -26,6 +26,7 @@ import torch
 from unisono.attention.base import KV, AttentionBackend, AttentionInputs, AttentionOptions
 from unisono.attention.context import PassContext
 from unisono.distributed.columns import Columns
+from unisono.distributed.gather import Ranks
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.unobserved import NAME, CatchesUp, Unobserved
 from unisono.kernels.catch_up import catch_up, catch_up_extend, keep_rows
@@ -117,7 +118,7 @@ class HiddenDrafter(CatchesUp):
 
     name: str
     features: Features
-    drafts_trees = divides = True
+    drafts_trees = True
     self_test: SelfTest | None = SelfTest(OTHER_TARGET)
     unlimited = False
     draft_quantization, shares_head = "none", True
@@ -130,6 +131,9 @@ class HiddenDrafter(CatchesUp):
     def build(self, context: DrafterContext) -> DraftModule:
         """The module, loaded, on the host's device; its attention is ``self.attention(context)``."""
         raise NotImplementedError
+
+    def divides(self, ranks: Ranks) -> bool:
+        return False
 
     def build_head(self, context: DrafterContext, checkpoint: DraftCheckpoint) -> DraftModule:
         """:meth:`build` for a head that is opened."""

@@ -28,6 +28,7 @@ import torch
 
 from unisono.attention.base import AttentionBackend, AttentionInputs
 from unisono.attention.context import PassContext
+from unisono.distributed.gather import Ranks
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.hidden import OTHER_TARGET, FromFirstEntry, seen_size
 from unisono.drafters.unobserved import NAME, CatchesUp, Unobserved
@@ -87,13 +88,15 @@ class MultiMTPDrafter(CatchesUp):
     features = Features(Hidden.FULL)
     self_test = SelfTest(OTHER_TARGET)
     unlimited = False
-    divides = True
     draft_quantization = "none"
 
     def __init__(self, spec: SpeculativeConfig, checkpoint: MTPCheckpoint) -> None:
         self.num_drafts = spec.num_speculative_tokens
         self._checkpoint = checkpoint
         self._depth = min(checkpoint.depth, self.num_drafts)  # modules beyond k would never draft
+
+    def divides(self, ranks: Ranks) -> bool:
+        return False
 
     def bind(self, context: DrafterContext) -> None:
         self._context, made = context, functools.cache(context.attention)

@@ -19,6 +19,7 @@ import torch
 
 from unisono.attention.base import AttentionInputs
 from unisono.attention.context import PassContext
+from unisono.distributed.gather import Ranks
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.options import LOAD_FORMAT, read_options, required_model
 from unisono.drafters.unobserved import NAME, Unobserved
@@ -50,7 +51,7 @@ class StandaloneDrafter:
     name = "standalone"
     features = Features()
     unlimited = True  # what is pending is tokens
-    drafts_trees = divides = True
+    drafts_trees = True
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
         self._load_format = read_options(spec, LOAD_FORMAT, takes_model=True)["load_format"]
@@ -60,6 +61,9 @@ class StandaloneDrafter:
         self._shared_ids = min(target.vocab_size, self._checkpoint.config.vocab_size)  # the rest is padding
         random = "the draft model's weights are random (load_format dummy)" if self._load_format == "dummy" else None
         self.self_test = SelfTest("the draft model was trained on other text, or its files are damaged", random)
+
+    def divides(self, ranks: Ranks) -> bool:
+        return False
 
     def bind(self, context: DrafterContext) -> None:
         c = self._checkpoint.config

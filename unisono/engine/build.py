@@ -223,8 +223,14 @@ class Build:
     @property
     def _draft_ranks(self) -> Ranks:
         """Among which a draft model is divided."""
-        spec = self.config.speculative
-        return ALONE if spec is None or spec.draft_tensor_parallel_size == 1 else self._group.ranks
+        spec, drafter, ranks = self.config.speculative, self.worker.drafter, self._group.ranks
+        if spec is None or ranks.count == 1 or not isinstance(drafter, DivisibleDrafter):
+            return ALONE
+        asked = spec.draft_tensor_parallel_size
+        divided = drafter.divides(ranks) if asked is None else asked > 1
+        value = f"divided among {ranks.count} ranks" if divided else "whole on every rank"
+        self.decide("draft layers", value, "by default" if asked is None else f"draft_tensor_parallel_size={asked}")
+        return ranks if divided else ALONE
 
     def _load_features(self, listed: Sequence[type[Feature]], checkpoint: Checkpoint) -> list[Feature]:
         """Everything that requests may ask of a pass beside its tokens."""
@@ -344,7 +350,7 @@ class Build:
         """Compute what follows a layer's mixer in one launch, where that gives the same bits."""
         layers, fused, possible = fuse_tails(self.worker.modules())
         value = f"{fused} of {layers} layers in one launch up to {MOST_ROWS} rows"
-        reason = "layers with an MLP, 16 bits or e4m3 by block; on a GPU with UNISONO_STAYING_LAUNCHES=1"
+        reason = "layers with an MLP and 16 bits; with UNISONO_STAYING_LAUNCHES=1 also e4m3 by block, with 0 none"
         self.decide(
             "what follows a mixer", value, reason if fused == possible else f"{possible - fused} differ in bits"
         )
@@ -411,7 +417,7 @@ def _drafter(spec: SpeculativeConfig, target: DecoderConfig) -> Drafter:
             f"the method {spec.method!r}, as it is set up here, drafts chains only; a tree of {len(spec.paths)} "
             "paths is asked for: leave out speculative_token_tree, or topk and num_draft_tokens."
         )
-    if spec.draft_tensor_parallel_size > 1 and not isinstance(drafter, DivisibleDrafter):
+    if (spec.draft_tensor_parallel_size or 1) > 1 and not isinstance(drafter, DivisibleDrafter):
         raise ConfigError(
             f"draft_tensor_parallel_size={spec.draft_tensor_parallel_size}: the method {spec.method!r} has no layers "
             "that could be divided so; leave it out."

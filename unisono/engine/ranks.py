@@ -38,8 +38,8 @@ def ranks_of(config: ResolvedConfig, model: DecoderConfig) -> Ranks:
         raise ConfigError(f"--enable-expert-parallel: a {model.architecture} has no experts; leave it out.")
     if asked.tp_reduce == "ordered" and asked.enable_lora:
         raise ConfigError("--tp-reduce ordered with --enable-lora: adapters read whole rows; leave one of them out.")
-    divided = config.speculative.draft_tensor_parallel_size if config.speculative else 1
-    if divided not in (1, count):
+    divided = config.speculative.draft_tensor_parallel_size if config.speculative else None
+    if divided not in (None, 1, count):
         raise ConfigError(
             f"draft_tensor_parallel_size={divided}: give 1, or as many ranks as the target has "
             f"(--tensor-parallel-size {count})."
@@ -49,11 +49,7 @@ def ranks_of(config: ResolvedConfig, model: DecoderConfig) -> Ranks:
         0, count, whole_experts=asked.enable_expert_parallel and together,
         ordered=asked.tp_reduce == "ordered" and together,
     )  # fmt: skip
-    for layer in model.layers:
-        for block in (layer.mixer, layer.feed_forward):
-            check = getattr(block, "of", None)
-            if check is not None:
-                check(ranks)
+    model.check_divides(ranks)
     return ranks
 
 

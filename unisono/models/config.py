@@ -80,6 +80,14 @@ class DecoderConfig:
         specs = [spec.of(ranks) for spec in specs]
         return tuple(dict.fromkeys((spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs))
 
+    def check_divides(self, ranks: Ranks) -> None:
+        """Raises ConfigError where a layer cannot be divided among the ranks."""
+        for layer in self.layers:
+            for block in (layer.mixer, layer.feed_forward):
+                check = getattr(block, "of", None)
+                if check is not None:
+                    check(ranks)
+
 
 def _on_three_axes(layer: LayerSpec, vision: VisionConfig) -> LayerSpec:
     """The layer, whose rotary planes turn by the positions of the axes that the model's sections say.
