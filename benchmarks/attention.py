@@ -308,7 +308,7 @@ def hopper_rounds() -> None:
             inputs = paged.round_inputs(paged.rows, paged.kv_len, width)
             q = heads.queries(len(paged.lengths) * width)
             paged.backend.plan(inputs)
-            given = q, *paged.caches[0][:2], paged.table, inputs.positions, *inputs.plan, paged.scale
+            given = q, *paged.caches[0][:2], paged.table, inputs.positions, *inputs.plan, paged.scale, 0
             seen = []
             for yes in (False, True, True):
                 by_hopper(heads, yes)

@@ -179,8 +179,13 @@ def test_one_engine_of_a_process_has_launches_that_stay(monkeypatch: pytest.Monk
 
     device, first, second = torch.device("cuda", 7), Owner(), Owner()
     monkeypatch.delenv("UNISONO_STAYING_LAUNCHES", raising=False)
-    assert not staying.may_stay(device), "not yet by default"
+    assert staying.may_stay(device)
+    assert not staying.may_stay(device, faster=False), "of e4m3, where it is slower"
     monkeypatch.setenv("UNISONO_STAYING_LAUNCHES", "1")
+    assert staying.may_stay(device, faster=False)
+    monkeypatch.setenv("UNISONO_STAYING_LAUNCHES", "0")
+    assert not staying.may_stay(device)
+    monkeypatch.delenv("UNISONO_STAYING_LAUNCHES")
     for owner, may in ((first, True), (second, False), (first, True)):
         with staying.claimed_by(owner):
             assert staying.may_stay(device) is may

@@ -70,16 +70,23 @@ def _load_pages(which, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, to
 
 
 @gluon.jit
-def _load_queries(q_ptr, q, first, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+def _tile_rows(tile, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Of each row of a tile its token, its query head, and whether it exists."""
+    row = gl.arange(0, ROWS, LAYOUT)
+    token = tile + row // GROUP
+    return token, head * GROUP + row % GROUP, token < last
+
+
+@gluon.jit
+def _load_queries(q_ptr, q, tile, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
                   HALF: gl.constexpr):  # fmt: skip
     """Put an item's queries in shared memory, as two halves [ROWS, HALF]; zeros for rows that do not exist."""
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
-    token = first + row // GROUP
-    index = (token.to(gl.int64) * HEADS + head * GROUP + row % GROUP) * (2 * HALF)
-    at = q_ptr + index[:, None] + gl.arange(0, HALF, gl.SliceLayout(0, LOADED))[None, :]
+    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    token, own, in_use = _tile_rows(tile, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(1, BY_ROW))
+    index = (token.to(gl.int64) * HEADS + own) * (2 * HALF)
+    at = q_ptr + index[:, None] + gl.arange(0, HALF, gl.SliceLayout(0, BY_ROW))[None, :]
     for i in gl.static_range(2):
-        q.index(i).store(gl.load(at + i * HALF, mask=(token < last)[:, None], other=0.0))
+        q.index(i).store(gl.load(at + i * HALF, mask=in_use[:, None], other=0.0))
 
 
 @gluon.jit
@@ -141,46 +148,57 @@ def _attend_step(step, stage, phase, length, position, q, p, k, v, full, ones, m
 
 
 @gluon.jit
-def _keep(state_ptr, acc_ptr, at, in_use, m, z, a0, a1, HALF: gl.constexpr, MMA: gl.constexpr):
-    """Write a split's state to the workspace, where rows have the places ``at``."""
+def _places(part, CAPACITY: gl.constexpr, ROWS: gl.constexpr, HALF: gl.constexpr, MMA: gl.constexpr):
+    """Where the workspace has a split's maxima, sums and values, and which of a tile's rows it has room for.
+
+    Rows follow each other, so that what a warp reads or writes at once is contiguous. A split has 2 CAPACITY floats of
+    state and 2 HALF CAPACITY of values.
+    """
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, MMA))
     dims = gl.arange(0, HALF, gl.SliceLayout(1, MMA))
-    gl.store(state_ptr + at * 2, m, mask=in_use)
-    once = in_use[None, :] & (dims == 0)[:, None]
-    gl.store(state_ptr + (at * 2 + 1)[None, :] + (dims * 0)[:, None], z, mask=once)
-    to = acc_ptr + (at * (2 * HALF))[None, :] + dims[:, None]
-    there = in_use[None, :] & (dims >= 0)[:, None]
-    gl.store(to, a0, mask=there)
-    gl.store(to + HALF, a1, mask=there)
+    fits = row < CAPACITY
+    values = part * (2 * HALF * CAPACITY) + dims[:, None] * CAPACITY + row[None, :]
+    return part * (2 * CAPACITY) + row, values, fits, fits[None, :] & (dims >= 0)[:, None]
 
 
 @gluon.jit
-def _kept(state_ptr, acc_ptr, at, wanted, HALF: gl.constexpr, MMA: gl.constexpr):
-    """What :func:`_keep` has written, or nothing. The reads bypass L1, which may hold an older layer's values."""
+def _keep(state_ptr, acc_ptr, part, m, z, a0, a1, CAPACITY: gl.constexpr, ROWS: gl.constexpr, HALF: gl.constexpr,
+          MMA: gl.constexpr):  # fmt: skip
+    """Write a split's state to the workspace, at its place ``part`` there."""
+    state, values, fits, there = _places(part, CAPACITY, ROWS, HALF, MMA)
     dims = gl.arange(0, HALF, gl.SliceLayout(1, MMA))
-    m = gl.load(state_ptr + at * 2, mask=wanted, other=float("-inf"), cache_modifier=".cg")
-    z = gl.load(state_ptr + at * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")
-    source = acc_ptr + (at * (2 * HALF))[None, :] + dims[:, None]
-    there = wanted[None, :] & (dims >= 0)[:, None]
-    a0 = gl.load(source, mask=there, other=0.0, cache_modifier=".cg")
-    a1 = gl.load(source + HALF, mask=there, other=0.0, cache_modifier=".cg")
+    gl.store(state_ptr + state, m, mask=fits)
+    gl.store(state_ptr + (state + CAPACITY)[None, :] + (dims * 0)[:, None], z, mask=there & (dims == 0)[:, None])
+    gl.store(acc_ptr + values, a0, mask=there)
+    gl.store(acc_ptr + values + HALF * CAPACITY, a1, mask=there)
+
+
+@gluon.jit
+def _kept(state_ptr, acc_ptr, part, wanted, CAPACITY: gl.constexpr, ROWS: gl.constexpr, HALF: gl.constexpr,
+          MMA: gl.constexpr):  # fmt: skip
+    """What :func:`_keep` has written, or nothing. The reads bypass L1, which may hold an older layer's values."""
+    state, values, fits, there = _places(part, CAPACITY, ROWS, HALF, MMA)
+    fits, there = fits & wanted, there & wanted
+    m = gl.load(state_ptr + state, mask=fits, other=float("-inf"), cache_modifier=".cg")
+    z = gl.load(state_ptr + state + CAPACITY, mask=fits, other=0.0, cache_modifier=".cg")
+    a0 = gl.load(acc_ptr + values, mask=there, other=0.0, cache_modifier=".cg")
+    a1 = gl.load(acc_ptr + values + HALF * CAPACITY, mask=there, other=0.0, cache_modifier=".cg")
     return m, gl.expand_dims(z, 0) + gl.zeros_like(a0), a0, a1
 
 
 @gluon.jit
-def _merge_kept(state_ptr, acc_ptr, at, stride, splits, in_use, AT_ONCE: gl.constexpr, ROWS: gl.constexpr,
-                HALF: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+def _merge_kept(state_ptr, acc_ptr, part, stride, splits, AT_ONCE: gl.constexpr, CAPACITY: gl.constexpr,
+                ROWS: gl.constexpr, HALF: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
     """The state of a tile from those of its splits, merged in order; AT_ONCE of them are read at once."""
     m, z, a0, a1 = _nothing(ROWS, HALF, MMA)
     for start in range(0, splits, AT_ONCE):
-        first = _kept(state_ptr, acc_ptr, at + start * stride, in_use, HALF, MMA)
+        at = part + start * stride
+        first = _kept(state_ptr, acc_ptr, at, start < splits, CAPACITY, ROWS, HALF, MMA)
         if AT_ONCE > 1:
-            wanted = in_use & (start + 1 < splits)
-            second = _kept(state_ptr, acc_ptr, at + (start + 1) * stride, wanted, HALF, MMA)
+            second = _kept(state_ptr, acc_ptr, at + stride, start + 1 < splits, CAPACITY, ROWS, HALF, MMA)
         if AT_ONCE > 2:
-            wanted = in_use & (start + 2 < splits)
-            third = _kept(state_ptr, acc_ptr, at + (start + 2) * stride, wanted, HALF, MMA)
-            wanted = in_use & (start + 3 < splits)
-            fourth = _kept(state_ptr, acc_ptr, at + (start + 3) * stride, wanted, HALF, MMA)
+            third = _kept(state_ptr, acc_ptr, at + 2 * stride, start + 2 < splits, CAPACITY, ROWS, HALF, MMA)
+            fourth = _kept(state_ptr, acc_ptr, at + 3 * stride, start + 3 < splits, CAPACITY, ROWS, HALF, MMA)
         m, z, a0, a1 = _merge(m, z, a0, a1, first[0], first[1], first[2], first[3])
         if AT_ONCE > 1:
             m, z, a0, a1 = _merge(m, z, a0, a1, second[0], second[1], second[2], second[3])
@@ -191,34 +209,41 @@ def _merge_kept(state_ptr, acc_ptr, at, stride, splits, in_use, AT_ONCE: gl.cons
 
 
 @gluon.jit
-def _store(outs, index, in_use, position, z, a0, a1, FIRST: gl.constexpr, DTYPE: gl.constexpr, HEADS: gl.constexpr,
-           HALF: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """Write the outputs of a tile's rows, rounded to DTYPE; quantised, where outputs are e4m3.
+def _store(outs, q, tile, last, head, position, z, a0, a1, FIRST: gl.constexpr, HEADS: gl.constexpr,
+           GROUP: gl.constexpr, ROWS: gl.constexpr, HALF: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+    """Write the outputs of a tile's rows, rounded to the queries' dtype; quantised, where outputs are e4m3.
 
-    outs: (outputs, scales, tokens, padded tokens); the last three are of e4m3 outputs.
+    They take the queries' place in shared memory first, so that a row's elements are stored together. outs: (outputs,
+    scales, tokens, padded tokens); the last three are of e4m3 outputs.
     """
+    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     out_ptr, scales_ptr, tokens, padded = outs
-    dims = gl.arange(0, HALF, gl.SliceLayout(1, MMA))
-    sees = (position >= FIRST)[None, :] & (dims >= 0)[:, None]
+    sees = (position >= FIRST)[None, :] & (gl.arange(0, HALF, gl.SliceLayout(1, MMA)) >= 0)[:, None]
     share = 1.0 / gl.where(sees, z, 1.0)
-    to = out_ptr + (index * (2 * HALF))[None, :] + dims[:, None]
-    there = in_use[None, :] & (dims >= 0)[:, None]
-    a0, a1 = gl.where(sees, a0 * share, 0.0).to(DTYPE), gl.where(sees, a1 * share, 0.0).to(DTYPE)
-    if out_ptr.dtype.element_ty == DTYPE:
+    block_barrier()  # all warps have multiplied the queries
+    q.index(0).permute([1, 0]).store(gl.where(sees, a0 * share, 0.0).to(q.dtype))
+    q.index(1).permute([1, 0]).store(gl.where(sees, a1 * share, 0.0).to(q.dtype))
+    block_barrier()
+    a0, a1 = q.index(0).load(BY_ROW), q.index(1).load(BY_ROW)
+    token, own, in_use = _tile_rows(tile, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(1, BY_ROW))
+    dims = gl.arange(0, HALF, gl.SliceLayout(0, BY_ROW))
+    to = out_ptr + ((token.to(gl.int64) * HEADS + own) * (2 * HALF))[:, None] + dims[None, :]
+    there = in_use[:, None] & (dims >= 0)[None, :]
+    if out_ptr.dtype.element_ty == q.dtype:
         gl.store(to, a0, mask=there)
         gl.store(to + HALF, a1, mask=there)
     else:
         a0, a1 = a0.to(gl.float32), a1.to(gl.float32)
-        largest = gl.maximum(gl.max(gl.abs(a0), 0), gl.max(gl.abs(a1), 0))
+        largest = gl.maximum(gl.max(gl.abs(a0), 1), gl.max(gl.abs(a1), 1))
         scale = gl.div_rn(gl.maximum(largest, 1e-10), 448.0)
-        at = scales_ptr + index % HEADS * padded + index // HEADS
+        at = scales_ptr + own * padded + token
         gl.store(at, scale, mask=in_use)
         _store_scaled(to, a0, scale, there, out_ptr.dtype.element_ty)
         _store_scaled(to + HALF, a1, scale, there, out_ptr.dtype.element_ty)
         for i in gl.static_range(1, 4):  # the padding, which follows the last token
-            beyond = in_use & (index // HEADS == tokens - 1) & (tokens - 1 + i < padded)
+            beyond = in_use & (token == tokens - 1) & (tokens - 1 + i < padded)
             gl.store(at + i, gl.div_rn(gl.zeros_like(scale) + 1e-10, 448.0), mask=beyond)
-            after = there & beyond[None, :]
+            after = there & beyond[:, None]
             nothing = gl.zeros_like(a0).to(out_ptr.dtype.element_ty)
             gl.store(to + i * HEADS * 2 * HALF, nothing, mask=after)
             gl.store(to + (i * HEADS * 2 + 1) * HALF, nothing, mask=after)
@@ -226,8 +251,8 @@ def _store(outs, index, in_use, position, z, a0, a1, FIRST: gl.constexpr, DTYPE:
 
 @gluon.jit
 def _store_scaled(to, value, scale, there, dtype: gl.constexpr):
-    """Values [HALF, ROWS] over their rows' scales: the bits of ``fp8_quantize.scaled_by``."""
-    scaled = gl.div_rn(value, gl.expand_dims(scale, 0) + gl.zeros_like(value))
+    """Values [ROWS, HALF] over their rows' scales: the bits of ``fp8_quantize.scaled_by``."""
+    scaled = gl.div_rn(value, gl.expand_dims(scale, 1) + gl.zeros_like(value))
     gl.store(to, gl.minimum(gl.maximum(scaled, -448.0), 448.0).to(dtype), mask=there)
 
 
@@ -239,6 +264,7 @@ def _attend_items(q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total,
     """The warp group's part: attend every item of this program, and merge a tile's splits where it is the last."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     GROUP: gl.constexpr = HEADS // KV_HEADS
+    CAPACITY: gl.constexpr = TOKENS * GROUP
     EACH: gl.constexpr = SPLIT // KEYS
     ones = gl.full([HALF, KEYS], 1.0, q.dtype, gl.DotOperandLayout(0, MMA, 2))
     turn = gl.to_tensor(0)
@@ -246,12 +272,9 @@ def _attend_items(q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total,
         entry, head, begin, end = _work_item(work_ptr, item, KV_HEADS, KEYS, SPLIT)
         length, tile, last = gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
         partial, counter = gl.load(entry + 6), gl.load(entry + 7)
-        row = gl.arange(0, ROWS, gl.SliceLayout(0, MMA))
-        token = tile + row // GROUP
-        in_use = token < last
+        token, _, in_use = _tile_rows(tile, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(0, MMA))
         position = gl.load(positions_ptr + token, mask=in_use, other=-1)
-        index = token.to(gl.int64) * HEADS + head * GROUP + row % GROUP
-        at, stride = index + (partial.to(gl.int64) * TOKENS - tile) * HEADS, TOKENS * HEADS
+        part = partial.to(gl.int64) * KV_HEADS + head  # of the workspace; the next split's is KV_HEADS further on
         _load_queries(q_ptr, q, tile, last, head, HEADS, GROUP, ROWS, HALF)
         fence_async_shared()
         block_barrier()
@@ -260,8 +283,8 @@ def _attend_items(q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total,
         for step in range(begin, end):
             if (step % EACH == 0) & (step > begin):
                 if partial >= 0:
-                    place = at + (step // EACH - 1) * stride
-                    _keep(state_ptr, acc_ptr, place, in_use, part_m, part_z, o0, o1, HALF, MMA)
+                    place = part + (step // EACH - 1) * KV_HEADS
+                    _keep(state_ptr, acc_ptr, place, part_m, part_z, o0, o1, CAPACITY, ROWS, HALF, MMA)
                 else:
                     m, z, a0, a1 = _merge(m, z, a0, a1, part_m, part_z, o0, o1)
                 part_m, part_z, o0, o1 = _nothing(ROWS, HALF, MMA)
@@ -274,17 +297,20 @@ def _attend_items(q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total,
             turn += 1
         m, z, a0, a1 = _merge(m, z, a0, a1, part_m, part_z, o0, o1)
         if partial < 0:
-            _store(outs, index, in_use, position, z, a0, a1, FIRST, q.dtype, HEADS, HALF, MMA)
+            _store(outs, q, tile, last, head, position, z, a0, a1, FIRST, HEADS, GROUP, ROWS, HALF, MMA)
         else:
-            first_split, end_split = gl.load(entry + 4), gl.load(entry + 5)
-            _keep(state_ptr, acc_ptr, at + (end_split - 1) * stride, in_use, m, z, a0, a1, HALF, MMA)
+            end_split = (end + EACH - 1) // EACH
+            place = part + (end_split - 1) * KV_HEADS
+            _keep(state_ptr, acc_ptr, place, m, z, a0, a1, CAPACITY, ROWS, HALF, MMA)
             block_barrier()  # all of the group's stores come before its arrival
-            splits, mine = (length + SPLIT - 1) // SPLIT, end_split - first_split
+            splits, mine = (length + SPLIT - 1) // SPLIT, end_split - begin // EACH
             arrivals = arrivals_ptr + counter * (TOKENS * KV_HEADS) + head
             if gl.atomic_add(arrivals, mine, sem="acq_rel", scope="gpu") + mine == splits:
                 gl.store(arrivals, 0)
-                z, a0, a1 = _merge_kept(state_ptr, acc_ptr, at, stride, splits, in_use, AT_ONCE, ROWS, HALF, MMA)
-                _store(outs, index, in_use, position, z, a0, a1, FIRST, q.dtype, HEADS, HALF, MMA)
+                z, a0, a1 = _merge_kept(
+                    state_ptr, acc_ptr, part, KV_HEADS, splits, AT_ONCE, CAPACITY, ROWS, HALF, MMA
+                )  # fmt: skip
+                _store(outs, q, tile, last, head, position, z, a0, a1, FIRST, HEADS, GROUP, ROWS, HALF, MMA)
 
 
 @gluon.jit

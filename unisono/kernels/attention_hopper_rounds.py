@@ -2,8 +2,8 @@
 
 The kernel in ``attention_gluon_rounds`` serves passes that may be cut along KV, whose tiles have up to MOST_ROWS rows,
 on Hopper, for 16-bit heads of 128, without a window, a soft cap or sinks. :func:`prove` compares its bits with the
-Triton kernel's on the present GPU. Where they differ, or were not compared, the Triton kernel serves those passes too.
-So it does by default: with UNISONO_HOPPER_ROUNDS=1 the kernel is asked for (docs/performance.md says what it brings).
+Triton kernel's on the present GPU. Where they differ, or were not compared, the Triton kernel serves those passes too;
+UNISONO_HOPPER_ROUNDS=0 asks for that.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch
 
 
 def suits(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel is asked for and can serve such heads on this device at all."""
+    """Whether the kernel can serve such heads on this device at all, and is not turned off."""
     return (
-        os.environ.get("UNISONO_HOPPER_ROUNDS") == "1"
+        os.environ.get("UNISONO_HOPPER_ROUNDS") != "0"
         and device.type == "cuda"
         and torch.cuda.get_device_capability(device) == (9, 0)
         and dtype in (torch.bfloat16, torch.float16)
@@ -65,7 +65,7 @@ def _sizes(heads: int, kv_heads: int, tile_tokens: int, keys: int, first: int) -
     """The kernel's compile-time sizes."""
     rows = max(8, triton.next_power_of_2(tile_tokens * heads // kv_heads))
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "PAGE": PAGE, "TOKENS": tile_tokens, "ROWS": rows, "HALF": HALF}
-    return sizes | {"KEYS": keys, "SPLIT": SPLIT, "FIRST": first, "AT_ONCE": min(4, 32 // rows), "STAGES": STAGES}
+    return sizes | {"KEYS": keys, "SPLIT": SPLIT, "FIRST": first, "AT_ONCE": min(4, 64 // rows), "STAGES": STAGES}
 
 
 def launch_round_attention(

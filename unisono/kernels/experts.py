@@ -296,8 +296,8 @@ def _down_cuda(h, weight, ids, experts, tile, order, tiles, bias):
 def prove_experts(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> bool:
     """Compare the bits of ``experts_gluon`` with those of the kernels here, once in a process for such stacks.
 
-    gate_up [E (+ 1), 2 I, H], down [E (+ 1), H, I], or a rank's part of either; experts: E. Where they are equal, that kernel serves prompts. False
-    where it cannot. Synchronises.
+    gate_up [E (+ 1), 2 I, H], down [E (+ 1), H, I], or a rank's part of either; experts: E. Where they are equal, that
+    kernel serves prompts. False where it cannot. Synchronises.
     """
     fits = experts_gluon.suits(gate_up) and experts_gluon.suits(down)
     key = gate_up.shape, down.shape, gate_up.dtype

@@ -61,14 +61,14 @@ def claimed_by(owner: object) -> Iterator[None]:
         _claimant = before
 
 
-def may_stay(device: torch.device) -> bool:
+def may_stay(device: torch.device, faster: bool = True) -> bool:
     """Claim the device; whether that succeeds: nobody else has it, or there is no claimant.
 
-    UNISONO_STAYING_LAUNCHES: "1": on GPUs, too; "0": nowhere, as for processes that share a GPU's multiprocessors;
-    unset: on CPUs alone, where nothing stays, until the kernels have been measured on a GPU.
+    faster: whether the launch is known to be faster on a GPU than those it replaces.
+    UNISONO_STAYING_LAUNCHES: "1": slower ones, too; "0": none, as for processes that share a GPU's multiprocessors.
     """
     asked = os.environ.get("UNISONO_STAYING_LAUNCHES", "")
-    if asked == "0" or (asked != "1" and device.type != "cpu"):
+    if asked == "0" or (asked != "1" and device.type != "cpu" and not faster):
         return False
     if device.type == "cpu" or _claimant is None:
         return True

@@ -109,12 +109,10 @@ def _tail(layer: DecoderLayer) -> FusedTail | None:
         return None
     if type(norm) is not RMSNorm or type(next_norm) not in (RMSNorm, NoneType):
         return None
-    if not may_stay(norm.weight.device):
-        return None
     reader: Any = None if layer.next_mixer is None else readers_of(layer.next_mixer)[0]
     layers: list[Any] = [getattr(mixer, "o", None), mlp.gate_up, mlp.down]
-    for fitting, make in ((_is_plain, _plain_tail), (_is_fp8, _fp8_tail)):
-        if all(fitting(each) and each.bias is None for each in layers):
+    for fitting, make, faster in ((_is_plain, _plain_tail, True), (_is_fp8, _fp8_tail, False)):
+        if all(fitting(each) and each.bias is None for each in layers) and may_stay(norm.weight.device, faster):
             return make(layers, norm, cast("RMSNorm | None", next_norm), reader if fitting(reader) else None)
     return None
 
