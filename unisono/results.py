@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 
 class FinishReason(enum.IntEnum):
     """Why a request stopped producing tokens. The device writes these numbers in ``Slots.status``."""
@@ -74,10 +76,10 @@ class TokenLogprobs:
         return entries
 
 
-@dataclass(slots=True)
-class TokenDelta:
+class TokenDelta(msgspec.Struct, omit_defaults=True):
     """New tokens of one request, one per round or more; ``finish`` is RUNNING until the last delta.
 
+    A struct, which a round of hundreds of requests makes and sends in half a dataclass's time.
     ``cached_tokens`` (prompt tokens served by the prefix cache) and ``queued_seconds`` (from the queue to the first
     pass) are set on a request's first delta.
     ``logprobs`` has an entry for each token if the request asked for them; ``prompt_logprobs``, on its first delta, one
@@ -91,7 +93,7 @@ class TokenDelta:
     """
 
     request_id: str
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = msgspec.field(default_factory=list)
     finish: FinishReason = FinishReason.RUNNING
     cached_tokens: int = 0
     error: str | None = None

@@ -50,7 +50,9 @@ def test_numbers_of_the_next_round() -> None:
     progress.launched(slots)
     progress.launched(slots)
     assert progress.going_on(slots).tolist() == [True, False], "two passes in flight bring two tokens at least"
-    progress.read(slots, np.array([3, 1]))
-    assert progress.length[slots].tolist() == [18, 16]
-    assert progress.in_flight[slots].tolist() == [1, 1]
-    assert progress.round_start[slots].tolist() == [14, 14]
+    for counts, starts in (([3, 1], [14, 14]), ([2, 0], [17, 14])):  # the second is of nothing for one of them
+        brought = np.array(counts)
+        progress.read(slots, brought, brought > 0)
+        assert progress.round_start[slots].tolist() == starts
+    assert progress.length[slots].tolist() == [20, 16]
+    assert progress.in_flight[slots].tolist() == [0, 0]

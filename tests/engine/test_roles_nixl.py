@@ -113,13 +113,13 @@ def test_memory_that_stops_to_answer(library: Any, monkeypatch: pytest.MonkeyPat
         other.engine.add(EngineRequest("a", prompt, PARAMS))
         (waiting,) = other.engine.roles.client._open  # type: ignore[union-attr]
         answer: list[int] = []
-        steps = 0  # while the read hangs
+        steps = cached = 0  # steps: while the read hangs; cached: the first delta has it
         while other.engine.has_work():
             if one.engine.has_work():
                 one.engine.step()
             for delta in other.engine.step():
                 answer += delta.token_ids
-                cached = delta.cached_tokens
+                cached += delta.cached_tokens
             steps += stuck.is_set()
             if steps == 5:
                 assert other.engine.arrivals, "no step waits for the peer"

@@ -54,6 +54,8 @@ NO_DRAFTS = np.empty(0, dtype=np.int32)
 REASONS = tuple(FinishReason)
 """By number, as the device writes them."""
 
+RUNNING = int(FinishReason.RUNNING)
+
 
 class Engine:
     """An engine in this process. Not thread-safe: one thread calls ``add``, ``abort`` and ``step``.
@@ -309,29 +311,35 @@ class Engine:
         drafts = work.drafts if isinstance(work, Round) else 0
         result = result[work.places]
         committed = self.scheduler.committed(rows, result[:, 0])
-        result = result[committed]
-        width, counts = result.shape[1] - 2, result[:, 0]
+        every = len(committed) == len(result)
+        result = result if every else result[committed]
+        counts, running = result[:, 0], result[:, 1] == RUNNING
         drafted = outputs["drafted"][committed] if drafts else NO_DRAFTS
         self.counters.generation_tokens += int(counts.sum())
         if drafts:
             asked = self.scheduler.progress.max_drafts[rows.slots[committed]] > 0
             self.counters.count_round(drafts, drafted[asked], counts[asked] - 1)
-        deltas, drafted_tokens = [], drafted.tolist()
-        brought = zip(committed.tolist(), counts.tolist(), result[:, 1].tolist(), result[:, 2:].tolist(), strict=True)
-        for index, (row, count, status, tokens) in enumerate(brought):
-            sequence = rows.sequences[row]
-            if count < width:
-                del tokens[count:]
-            delta = TokenDelta(sequence.request_id, tokens, REASONS[status], sequence.cached_tokens or 0)
-            if drafts:
-                delta.drafted_tokens, delta.accepted_tokens = drafted_tokens[index], count - 1
+        sequences = rows.sequences if every else [rows.sequences[row] for row in committed.tolist()]
+        tokens = result[:, 2:].tolist()
+        if result.shape[1] > 3:  # a round of one token brings one
+            for index in np.flatnonzero(counts < result.shape[1] - 2).tolist():
+                del tokens[index][counts[index] :]
+        deltas = [TokenDelta(sequence.request_id, new) for sequence, new in zip(sequences, tokens, strict=True)]
+        if drafts:
+            for delta, proposed, count in zip(deltas, drafted.tolist(), counts.tolist(), strict=True):
+                delta.drafted_tokens, delta.accepted_tokens = proposed, count - 1
+        ended = set() if running.all() else set(np.flatnonzero(~running).tolist())
+        for index in ended:
+            deltas[index].finish = REASONS[result[index, 1]]
+        for index, (sequence, new) in enumerate(zip(sequences, tokens, strict=True)):
             if sequence.reports:
-                self._report(sequence, delta, launched.kind, int(work.places[row]), outputs)
-            sequence.tokens += tokens
-            deltas.append(delta)
-            if delta.finish is not FinishReason.RUNNING:
-                self.scheduler.retire(sequence, delta.finish)
-                del self._sequences[sequence.request_id]
+                self._report(sequence, deltas[index], launched.kind, int(work.places[committed[index]]), outputs)
+                if deltas[index].finish is not FinishReason.RUNNING:
+                    ended.add(index)
+            sequence.tokens += new
+        for index in sorted(ended):
+            self.scheduler.retire(sequences[index], deltas[index].finish)
+            del self._sequences[sequences[index].request_id]
         return deltas
 
     def _report(
@@ -341,7 +349,7 @@ class Engine:
         position = len(sequence.tokens)
         first = position == sequence.prompt_len
         if first:
-            delta.queued_seconds = sequence.queued_seconds
+            delta.queued_seconds, delta.cached_tokens = sequence.queued_seconds, sequence.cached_tokens or 0
             self.counters.prompt_tokens += sequence.prompt_len
         for state in sequence.states.values():
             try:

@@ -63,9 +63,10 @@ class Progress:
         """A pass that commits tokens of these requests is launched."""
         self.in_flight[slots] += 1
 
-    def read(self, slots: np.ndarray, counts: np.ndarray) -> None:
-        """That pass is read: it brought ``counts`` [R] tokens."""
+    def read(self, slots: np.ndarray, counts: np.ndarray, some: np.ndarray) -> None:
+        """That pass is read: it brought ``counts`` [R] tokens; ``some`` [R]: whether that is any."""
         self.in_flight[slots] -= 1
-        brought = slots[counts > 0]
-        self.round_start[brought] = self.length[brought] - 1
-        self.length[slots] += counts
+        lengths = self.length[slots]
+        starts = lengths - 1
+        self.round_start[slots] = starts if some.all() else np.where(some, starts, self.round_start[slots])
+        self.length[slots] = lengths + counts

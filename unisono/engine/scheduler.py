@@ -144,9 +144,14 @@ class Scheduler:
         A row that ended before this pass, as the host has learnt since, brings nothing. The caller adds the tokens to
         the sequences.
         """
-        live = self.progress.owned(rows.slots, rows.owners)
-        self.progress.read(rows.slots[live], counts[live])
-        return np.flatnonzero(live & (counts > 0))
+        progress, live = self.progress, self.progress.owned(rows.slots, rows.owners)
+        some = counts > 0
+        if live.all():
+            progress.read(rows.slots, counts, some)
+        else:
+            progress.read(rows.slots[live], counts[live], some[live])
+            some &= live
+        return np.flatnonzero(some)
 
     def retire(self, sequence: Sequence, finish: FinishReason) -> None:
         """End a sequence: its committed pages go to the prefix tree, its slot is free."""
