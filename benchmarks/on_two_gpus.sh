@@ -5,7 +5,7 @@
 #
 # ranks: Qwen3-8B on one GPU and on two (with ordered sums, with EAGLE-3, bundled models with drafts), the KV cache in e4m3,
 # HTTP streams. rest: first tokens beside OLD (a folder with unisono/ of another commit), the host's share alone, loading,
-# exact runs, fp8, 9B, 35B-A3B. rounds: the kernel for Hopper's rounds alone and in the engine, beside the engine without.
+# exact runs, fp8, 9B, 35B-A3B. rounds: the kernel for Hopper's rounds alone; with tails in one launch in the engine, and without both.
 # Each step prints its figures when it ends; TAR=FILE keeps everything. PYTHON names the interpreter (python3).
 set -u
 cd "$(dirname "$0")/.."
@@ -52,12 +52,15 @@ exact() { # NAME SECONDS SHAPE FLAG…
     shift 3
     step "$name" "$limit" "differ|^\|| of " $unisono bench exact --load-format dummy --model "benchmarks/shapes/$shape" "$@"
 }
+without() { # COMMAND…   without the kernel for rounds and without tails in one launch
+    UNISONO_HOPPER_ROUNDS=0 UNISONO_STAYING_LAUNCHES=0 "$@"
+}
 http() { # NAME
     step "$1" 70 "hroughput|tokens/s|TTFT" $unisono bench serve --model tiny --num-prompts 2048 --max-concurrency 256 \
         --input-len 32 --output-len 256 --ignore-eos --num-warmups 64
 }
-head='{"method":"eagle3","model":"benchmarks/shapes/qwen3-8b-eagle3","num_speculative_tokens":3,"load_format":"dummy"}'
-mtp='{"method":"mtp","num_speculative_tokens":3,"load_format":"dummy"}'
+head='{"method":"eagle3","model":"benchmarks/shapes/qwen3-8b-eagle3","num_speculative_tokens":3,"load_format":"dummy","adaptive":false}'
+mtp='{"method":"mtp","num_speculative_tokens":3,"load_format":"dummy","adaptive":false}'
 
 one_gpu_of_ranks() {
     tp one 100 "8b" 1
@@ -83,8 +86,8 @@ ranks)
     tp two-ordered 70 "8b ordered" 2
     tp two-k3 70 "8b k=3" 2
     tp two-drafts 70 "8b k=3 whole drafts" 2
-    tp tiny-eagle3 60 tiny-eagle3 1,2 --batch 1
-    tp tiny-hybrid 70 tiny-hybrid-mtp 1,2 --batch 1
+    tp tiny-eagle3 100 tiny-eagle3 1,2 --batch 1
+    tp tiny-hybrid 170 tiny-hybrid-mtp 1,2 --batch 1
     "$python" -m benchmarks.tensor_parallel --table "$out"/one*.json "$out"/two*.json | tee "$out/ranks.txt"
     (on 0 exact exact-kv-fp8 100 qwen3-8b --requests 60 --kv-cache-dtype fp8 --speculative-config "$head") &
     (on 1 eval "http http-1; http http-2") &
@@ -103,11 +106,14 @@ rest)
     wait
     ;;
 rounds)
-    (on 0 step attention 90 "^\|" "$python" -m benchmarks.attention --rounds
-        UNISONO_HOPPER_ROUNDS=1 on 0 exact exact-rounds 130 qwen3-8b --requests 100 --speculative-config "$head") &
-    (on 1 latency without 90 qwen3-8b --batch 1,4,16,64 --prompts 2048
-        UNISONO_HOPPER_ROUNDS=1 on 1 latency with 90 qwen3-8b --batch 1,4,16,64 --prompts 2048
-        UNISONO_HOPPER_ROUNDS=1 on 1 latency with-fp8 70 qwen3-8b --batch 1,4,16,64 --prompts 2048 --quantization fp8) &
+    (on 0 step attention 130 "^\|" "$python" -m benchmarks.attention --rounds
+        on 0 exact exact-rounds 200 qwen3-8b --requests 200 --speculative-config "$head") &
+    (on 1 without latency without 90 qwen3-8b --batch 1,4,16,64 --prompts 2048
+        on 1 latency with 90 qwen3-8b --batch 1,4,16,64 --prompts 2048
+        on 1 without latency without-fp8 70 qwen3-8b --batch 1,4,16,64 --prompts 2048 --quantization fp8
+        on 1 latency with-fp8 70 qwen3-8b --batch 1,4,16,64 --prompts 2048 --quantization fp8
+        on 1 without tp without-k3 60 "8b k=3" 1
+        on 1 tp with-k3 60 "8b k=3" 1) &
     wait
     ;;
 *)
