@@ -65,7 +65,7 @@ def _sizes(heads: int, kv_heads: int, tile_tokens: int, keys: int, first: int) -
     """The kernel's compile-time sizes."""
     rows = max(8, triton.next_power_of_2(tile_tokens * heads // kv_heads))
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "PAGE": PAGE, "TOKENS": tile_tokens, "ROWS": rows, "HALF": HALF}
-    return sizes | {"KEYS": keys, "SPLIT": SPLIT, "FIRST": first, "AT_ONCE": min(4, 64 // rows), "STAGES": STAGES}
+    return sizes | {"KEYS": keys, "SPLIT": SPLIT, "FIRST": first, "AT_ONCE": min(4, 32 // rows), "STAGES": STAGES}
 
 
 def launch_round_attention(
