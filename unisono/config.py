@@ -222,11 +222,6 @@ class EngineConfig:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: give a number from 0 on; 0 offloads nothing.")
         if self.kv_offload_dir is not None and not self.offloads:
             raise ConfigError("--kv-offload-dir: files hold what waits in host memory; give --cpu-offload-gb, too.")
-        if self.kv_offload_dir is not None and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"--kv-offload-dir with --tensor-parallel-size {self.tensor_parallel_size}: files hold whole pages, "
-                "and each rank has parts of them; leave it out. --cpu-offload-gb works with both."
-            )
         if not self.kv_offload_dir_gb > 0:
             raise ConfigError(f"--kv-offload-dir-gb {self.kv_offload_dir_gb}: give GiB above 0.")
         if self.offloads and not self.enable_prefix_caching:

@@ -101,10 +101,6 @@ def test_no_tensor_is_read_whole_for_a_part(family: str, tmp_path: Path, monkeyp
             {"model": "tiny-hybrid", "tensor_parallel_size": 3, "enable_expert_parallel": True},
             "cannot be divided among 3 ranks",
         ),
-        (
-            {"tensor_parallel_size": 2, "cpu_offload_gb": 1, "kv_offload_dir": "/tmp"},
-            "--kv-offload-dir with --tensor-parallel-size 2: .* leave it out. --cpu-offload-gb works with both",
-        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_told_before_a_process_starts(

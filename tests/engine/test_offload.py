@@ -10,14 +10,13 @@ import pytest
 
 from tests.engine.bundled import SETUPS
 from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
+from tests.engine.host_files import HOST, run_with_files
 from tests.engine.late_pages import LatePages, arrive_late
 from unisono.llm import LLM
-from unisono.state.page_files import MAGIC
+from unisono.state.part_files import MAGIC
 from unisono.state.prefix_tree import page_digest, page_keys
 from unisono.state.specs import PAGE_SIZE
 from unisono.types import ConfigError, EngineRequest, SamplingParams
-
-HOST: dict[str, Any] = {"num_pages": 44, "cpu_offload_ratio": 6, "snapshot_share": 0.02}
 
 
 def shared_prompts(count: int, documents: int = 8, seed: int = 5) -> list[list[int]]:
@@ -222,17 +221,6 @@ def test_what_cannot_be(flags: dict[str, Any], words: str) -> None:
 
 
 # ---- files -------------------------------------------------------------------------------------------
-
-
-def run_with_files(directory: Path, prompt: list[int], model: str = "tiny", **flags: Any) -> tuple[list[int], Any]:
-    """The answer of a new engine to a prompt that it does not know, and its figures. Its files stay."""
-    params = SamplingParams(temperature=0.9, seed=3, max_tokens=8, ignore_eos=True)
-    with engine(model, enforce_eager=True, kv_offload_dir=str(directory), **{**HOST, **flags}) as llm:
-        (output,) = llm.generate([prompt], params)
-        tokens(llm, prompts(5, 250, low=180, high=200, seed=3), params)
-        llm.engine.check_integrity()
-        figures: Any = llm.engine.info()["kv_offload"]
-        return output.outputs[0].token_ids, {**figures, "cached": output.num_cached_tokens}
 
 
 @pytest.mark.parametrize("model", ["tiny", pytest.param("tiny-hybrid", marks=pytest.mark.full)])

@@ -142,7 +142,7 @@ class Build:
             self._fuse_tails()
         with self.stage("size the KV cache"):
             self._size()
-            self.config = hold_host_pages(self.config, self.worker)
+            self.config = hold_host_pages(self.config, self.worker, self._group)
         self.worker.graphs.programs = self._programs()
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "Arrived",
     "Capture",
     "Command",
+    "FileOutcomes",
     "KeepAdapters",
     "Launch",
     "LoadTail",
@@ -27,12 +28,15 @@ __all__ = [
     "MoveOut",
     "PackPages",
     "ReadAdapter",
+    "ReadFile",
     "Release",
+    "RemoveFiles",
     "ResetSlots",
     "ResetTail",
     "SaveTail",
     "UnpackPages",
     "WriteAdapter",
+    "WriteFile",
     "WritePages",
     "WriteSlot",
     "decode",
@@ -114,6 +118,36 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
 OffloadCommand = MoveOut | MoveIn | Arrived
 
 
+class WriteFile(msgspec.Struct, frozen=True, tag=True):
+    """Begin to write a host slot to the file of a part of a prefix, see ``state/part_files.py``."""
+
+    part: tuple[int, bytes]
+    slot: int
+    complete: bool
+
+
+class ReadFile(msgspec.Struct, frozen=True, tag=True):
+    """Begin to read a part's file into a host slot."""
+
+    part: tuple[int, bytes]
+    slot: int
+
+
+class RemoveFiles(msgspec.Struct, frozen=True, tag=True):
+    """Remove the files of parts."""
+
+    parts: list[tuple[int, bytes]]
+
+
+class FileOutcomes(msgspec.Struct, frozen=True, tag=True):
+    """Tell what came of files: parts, and whether they were written. No command, but a question: it changes nothing."""
+
+    asked: list[tuple[tuple[int, bytes], bool]]
+
+
+FileCommand = WriteFile | ReadFile | RemoveFiles
+
+
 class PackPages(msgspec.Struct, frozen=True, tag=True):
     """Read pages and snapshots into bytes, for another engine: see ``engine/page_bytes.py``. parts: kind, numbers."""
 
@@ -139,6 +173,7 @@ Command = (
     | LoadTail
     | ResetSlots
     | OffloadCommand
+    | FileCommand
     | PageCommand
     | AdapterCommand
 )
@@ -165,14 +200,14 @@ def _decode_array(code: int, data: memoryview) -> np.ndarray:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_decoder = msgspec.msgpack.Decoder(Command, ext_hook=_decode_array, dec_hook=lambda kind, value: value)
+_decoder = msgspec.msgpack.Decoder(Command | FileOutcomes, ext_hook=_decode_array, dec_hook=lambda kind, value: value)
 
 
-def encode(command: Command) -> bytes:
+def encode(command: Command | FileOutcomes) -> bytes:
     """The command as bytes for another rank."""
     return _encoder.encode(command)
 
 
-def decode(data: bytes) -> Command:
+def decode(data: bytes) -> Command | FileOutcomes:
     """The command that :func:`encode` made these bytes of. Raises msgspec.DecodeError for anything else."""
     return _decoder.decode(data)

@@ -90,7 +90,7 @@ class Engine:
         windows = {lifetime: count for lifetime, count in worker.num_pages.items() if lifetime != ALL}
         snapshots = worker.snapshots if worker.store.tails else None
         hits = self.config.asked.enable_prefix_caching
-        self._offload = make_offload(self.config, worker, runner.send, self._offload)
+        self._offload = make_offload(self.config, worker, runner.send, runner.ask, self._offload)
         self.pool = PagePool(worker.num_pages[ALL], windows, snapshots, hits, self._offload)
         budget = PromptBudget(
             self.config.asked.max_stall_ms,
@@ -425,7 +425,8 @@ class Engine:
         self._in_flight = None
         self.roles.close()
         if self._offload is not None:
-            self._offload.close()
+            with suppress(EngineDead):
+                self._offload.close()
         self.runner.close()
 
 

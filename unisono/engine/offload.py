@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from unisono.config import ResolvedConfig
-from unisono.engine.commands import Arrived, MoveIn, MoveOut
+from unisono.distributed.group import Group
+from unisono.engine.commands import Arrived, FileOutcomes, MoveIn, MoveOut, ReadFile, RemoveFiles, WriteFile
 from unisono.engine.identity import engine_identity
 from unisono.engine.worker import Worker
 from unisono.passes.features.base import Metric
-from unisono.state.host_index import HostIndex
+from unisono.state.host_index import HostIndex, Part
 from unisono.state.host_pages import STAGING_BYTES, HostPages, Move, kind_bytes, make_host_pages
 from unisono.state.offload import PAUSE_SECONDS, Offload
 from unisono.state.page_files import PageFiles
+from unisono.state.part_files import Done, PartFiles
 from unisono.state.specs import ALL, TAILS
 from unisono.types import ConfigError
 
 Send = Callable[..., object]
+Ask = Callable[[FileOutcomes], list[list[int]]]
 
 
 class CommandMover:
@@ -40,11 +44,34 @@ class CommandMover:
         self._send(Arrived(ticket))
 
 
-def hold_host_pages(config: ResolvedConfig, worker: Worker) -> ResolvedConfig:
-    """Give a worker the host memory that the configuration asks for; returns it with the decision.
+class CommandFiles:
+    """The files of all ranks, by commands."""
 
-    Of each kind of state host memory holds the same multiple of what the device holds. Raises ConfigError where it
-    holds nothing, or where the memory cannot be had.
+    def __init__(self, own: PartFiles, ranks: int, send: Send, ask: Ask) -> None:
+        self._own, self._send, self._ask = own, send, ask
+        self.folder, self.ranks = own.folder, ranks
+
+    def write(self, part: Part, slot: int, complete: bool) -> None:
+        self._send(WriteFile(part, slot, complete))
+
+    def read(self, part: Part, slot: int) -> None:
+        self._send(ReadFile(part, slot))
+
+    def remove(self, parts: Sequence[Part]) -> None:
+        self._send(RemoveFiles(list(parts)))
+
+    def poll(self) -> Iterator[Done]:
+        return self._own.poll()
+
+    def outcomes(self, asked: Sequence[tuple[Part, bool]]) -> list[list[int]]:
+        return self._ask(FileOutcomes(list(asked)))
+
+
+def hold_host_pages(config: ResolvedConfig, worker: Worker, group: Group) -> ResolvedConfig:
+    """Give a worker the host memory and files that the configuration asks for; returns it with the decision.
+
+    All ranks call it together. Of each kind of state host memory holds the same multiple of what the device holds.
+    Raises ConfigError where it holds nothing, or where the memory cannot be had.
     """
     asked = config.asked
     if not asked.offloads:
@@ -64,8 +91,27 @@ def hold_host_pages(config: ResolvedConfig, worker: Worker) -> ResolvedConfig:
         worker.host_pages = make_host_pages(worker.store, counts)
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(f"--cpu-offload-gb: {size >> 20} MiB of host memory cannot be had: {error}.") from None
+    _hold_files(config, worker, group)
     reason = f"{ratio:.3g} times what the device holds: evicted pages wait there, and come back when a prompt has them"
     return config.decide("KV offload", f"{size >> 20} MiB, {counts[ALL]} pages", reason)
+
+
+def _hold_files(config: ResolvedConfig, worker: Worker, group: Group) -> None:
+    """Give a worker the files of its rank that go with its host memory. Raises ConfigError where they cannot be had."""
+    if (directory := config.asked.kv_offload_dir) is None:
+        return
+    assert worker.host_pages is not None
+    identity, rank = engine_identity(config, worker), group.ranks.index
+    if rank:  # which may hold the same weights as another one
+        identity = hashlib.blake2b(identity + rank.to_bytes(4, "little"), digest_size=16).digest()
+    try:
+        worker.files = files = PartFiles(Path(directory) / identity.hex(), identity, worker.host_pages)
+        own = files.sizes()
+    except OSError as error:
+        raise ConfigError(f"--kv-offload-dir {directory}: {error.strerror}; name a directory to write to.") from None
+    everywhere = set.intersection(*map(set, group.exchange(list(own))))
+    files.remove(part for part in own if part not in everywhere)
+    worker.file_sizes = {part: size for part, size in own.items() if part in everywhere}
 
 
 def staging_bytes(config: ResolvedConfig, largest: int) -> int:
@@ -73,7 +119,9 @@ def staging_bytes(config: ResolvedConfig, largest: int) -> int:
     return 3 * max(STAGING_BYTES, largest) if config.asked.offloads and config.device.type == "cuda" else 0
 
 
-def make_offload(config: ResolvedConfig, worker: Worker, send: Send, before: Offload | None) -> Offload | None:
+def make_offload(
+    config: ResolvedConfig, worker: Worker, send: Send, ask: Ask, before: Offload | None
+) -> Offload | None:
     """The bookkeeping of what waits in a worker's host memory; None where it has none.
 
     before: the one that this one follows; what it began has to end first.
@@ -88,14 +136,10 @@ def make_offload(config: ResolvedConfig, worker: Worker, send: Send, before: Off
     if before is not None:
         before.close()
     index, files = HostIndex(counts), None
-    if (directory := config.asked.kv_offload_dir) is not None:
-        budget = int(config.asked.kv_offload_dir_gb * (1 << 30))
-        try:
-            files = PageFiles(Path(directory), engine_identity(config, worker), budget, index, host)
-        except OSError as error:
-            raise ConfigError(
-                f"--kv-offload-dir {directory}: {error.strerror}; name a directory to write to."
-            ) from None
+    if worker.files is not None:
+        budget, ranks = int(config.asked.kv_offload_dir_gb * (1 << 30)), config.asked.tensor_parallel_size
+        known = worker.file_sizes if before is None or before.files is None else before.files.sizes
+        files = PageFiles(CommandFiles(worker.files, ranks, send, ask), known, budget, index)
     offload = Offload(index, sizes, CommandMover(send, host), files)
     if before is not None:
         offload.sent = offload.arrived = before.sent

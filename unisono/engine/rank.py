@@ -18,7 +18,7 @@ from unisono.config import ResolvedConfig
 from unisono.distributed.group import Refused
 from unisono.distributed.processes import Gone, Rank
 from unisono.engine.build import Build
-from unisono.engine.commands import ANSWERED, Command, decode
+from unisono.engine.commands import ANSWERED, Command, FileOutcomes, decode
 from unisono.engine.page_bytes import RankPages
 from unisono.engine.ranks import close_carrying, open_carrying
 from unisono.engine.worker import Worker
@@ -57,7 +57,9 @@ def _serve(rank: Rank) -> None:
     rank.exchange("ready")
     for data in rank.commands():
         command = decode(data)
-        if isinstance(command, ANSWERED):
+        if isinstance(command, FileOutcomes):
+            rank.answer(worker.answer(command))
+        elif isinstance(command, ANSWERED):
             rank.answer(_attempted(worker, command))
         else:
             worker.execute(command)

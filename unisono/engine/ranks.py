@@ -21,7 +21,7 @@ from unisono.distributed.gather import Ranks, close_transport, open_transport
 from unisono.distributed.group import Group, first_error
 from unisono.distributed.processes import CAPTURE_LAG, LAG, Peers
 from unisono.distributed.shared_memory import SharedMemory
-from unisono.engine.commands import ANSWERED, Command, Measure, encode
+from unisono.engine.commands import ANSWERED, Command, FileOutcomes, Measure, encode
 from unisono.engine.worker import Worker
 from unisono.models.config import DecoderConfig
 from unisono.program import PendingOutputs
@@ -115,6 +115,19 @@ class Team:
             if not fits:
                 raise torch.OutOfMemoryError("a rank has no room for this graph")
         return None if pending is None else Guarded(**vars(pending), team=self)
+
+    def ask(self, command: FileOutcomes, worker: Worker) -> list[list[int]]:
+        """Every rank's answer to a command. Raises EngineDead where a rank has failed."""
+        peers = self._peers
+        with self._busy():
+            peers.lag = LAG
+            peers.send(encode(command))
+            own = worker.answer(command)
+            peers.memory.executed()
+            replies = peers.replies()
+        if (error := first_error([None, *replies])) is not None:
+            raise error
+        return [own, *replies]
 
     def check(self) -> None:
         """Raise EngineDead where a rank has failed."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from unisono.config import ResolvedConfig
 from unisono.engine.buckets import CPU_COST, check_full
 from unisono.engine.build import Build
-from unisono.engine.commands import Command, ResetSlots
+from unisono.engine.commands import Command, FileOutcomes, ResetSlots
 from unisono.engine.page_bytes import PageBytes, SharedPages
 from unisono.engine.ranks import Team, ranks_of
 from unisono.engine.sequence import Extend
@@ -83,6 +83,10 @@ class Runner:
         if self.team is None:
             return self.worker.execute(command)
         return self.team.send(command, self.worker)
+
+    def ask(self, command: FileOutcomes) -> list[list[int]]:
+        """Every rank's answer to a command. Raises EngineDead where another rank has failed."""
+        return [self.worker.answer(command)] if self.team is None else self.team.ask(command, self.worker)
 
     def share_pages(self) -> SharedPages:
         """Pages as bytes on all ranks, for an engine that exchanges them."""

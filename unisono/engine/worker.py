@@ -17,17 +17,22 @@ from unisono.drafters.base import Drafter
 from unisono.engine.commands import (
     Arrived,
     Command,
+    FileCommand,
+    FileOutcomes,
     KeepAdapters,
     LoadTail,
     MoveIn,
     MoveOut,
     PackPages,
     ReadAdapter,
+    ReadFile,
+    RemoveFiles,
     ResetSlots,
     ResetTail,
     SaveTail,
     UnpackPages,
     WriteAdapter,
+    WriteFile,
     WritePages,
     WriteSlot,
 )
@@ -41,7 +46,9 @@ from unisono.models.held_adapters import HeldAdapters
 from unisono.models.vision.tower import VisionTower
 from unisono.passes.settle import settle_tails
 from unisono.program import PendingOutputs
+from unisono.state.host_index import Part
 from unisono.state.host_pages import HostPages
+from unisono.state.part_files import PartFiles
 from unisono.state.store import StateStore
 
 
@@ -51,6 +58,8 @@ class Worker:
     tower: what encodes pictures for the model; None where it sees nothing.
     num_pages: pages of the pool by lifetime; path_pages: of each lifetime beside these, for the paths of trees.
     snapshots: how many snapshots of tails there is room for. host_pages: where evicted pages wait; None: nowhere.
+    files: what they are written to; None: nothing. file_sizes: bytes of this rank's files of the parts that all ranks
+    had at the start, least recently used first.
     adapters: what may be put into the model's room for adapters; None: it has none. page_bytes: what reads and writes
     pages for other engines; None: no engine exchanges pages with this one.
     """
@@ -69,6 +78,8 @@ class Worker:
         self.num_pages: Mapping[int, int] = {}
         self.path_pages = self.snapshots = 0
         self.host_pages: HostPages | None = None
+        self.files: PartFiles | None = None
+        self.file_sizes: Mapping[Part, int] = {}
         self.adapters: HeldAdapters | None = None
         self.page_bytes: PageBytes | None = None
 
@@ -97,6 +108,8 @@ class Worker:
             self.store.reset_tail(command.slot)
         elif isinstance(command, MoveOut | MoveIn | Arrived):
             self._move(command)
+        elif isinstance(command, WriteFile | ReadFile | RemoveFiles):
+            self._execute_on_files(command)
         elif isinstance(command, PackPages | UnpackPages):
             assert self.page_bytes is not None
             self.page_bytes.execute(command)
@@ -119,6 +132,20 @@ class Worker:
         else:
             self.host_pages.arrived(command.ticket)
 
+    def _execute_on_files(self, command: FileCommand) -> None:
+        assert self.files is not None
+        if isinstance(command, WriteFile):
+            self.files.write(command.part, command.slot, command.complete)
+        elif isinstance(command, ReadFile):
+            self.files.read(command.part, command.slot)
+        else:
+            self.files.remove(command.parts)
+
+    def answer(self, command: FileOutcomes) -> list[int]:
+        """What this rank has to say."""
+        assert self.files is not None
+        return self.files.outcomes(command.asked)
+
     def modules(self) -> Iterator[nn.Module]:
         """Every module of the target."""
         yield from self.model.modules()
@@ -131,6 +158,8 @@ class Worker:
         if on_gpu:
             torch.cuda.synchronize()  # the drafter's part of the last pass may still run
             release(self)
+        if self.files is not None:
+            self.files.close()
         if self.host_pages is not None:
             self.host_pages.close()
         self.graphs.close()
