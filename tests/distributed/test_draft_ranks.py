@@ -76,10 +76,9 @@ def test_what_cannot_be(ranks: int, spec: dict[str, Any], says: str, monkeypatch
     [
         ({}, 4, "divided among 2 ranks, by default"),
         ({}, 1, "whole on every rank, by default"),
-        ({"draft_tensor_parallel_size": 1}, 4, "whole on every rank, draft_tensor_parallel_size=1"),
         ({"method": "standalone", "model": "tiny-draft"}, 0, "whole on every rank, by default"),
     ],
-    ids=["EAGLE-3", "heads that cannot be divided", "asked for whole", "draft model"],
+    ids=["EAGLE-3", "heads that cannot be divided", "draft model"],
 )
 def test_what_is_divided_by_default(given: dict[str, Any], heads: int, says: str, tmp_path: Path) -> None:
     if heads:

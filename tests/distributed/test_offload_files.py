@@ -22,7 +22,8 @@ def test_files_of_ranks_outlive_the_engine(model: str, ranks: int, tmp_path: Pat
     alone, _ = run_with_files(tmp_path / "alone", PROMPT, model)
     directory, second = tmp_path / "ranks", page_digest(page_digest(b"", tuple(PROMPT[:16])), tuple(PROMPT[16:32]))
     own = ""
-    for damage, read, bad in ((None, 0, 0), (None, 9, 0), (_change, 9, 1), (Path.unlink, 1, 0)):
+    steps = [(None, 0, 0), (None, 9, 0), (_change, 9, 1), (Path.unlink, 1, 0)]
+    for damage, read, bad in steps if model != "tiny" else steps[:1] + steps[2:]:
         if damage is not None:
             damage(max(folder for folder in directory.iterdir() if str(folder) != own) / f"0-{second.hex()}.kv")
         answer, figures = run_with_files(directory, PROMPT, model, tensor_parallel_size=ranks)

@@ -81,7 +81,7 @@ def test_deltas_that_pile_up_keep_everything() -> None:
     delta = TokenDelta("r", [7], queued_seconds=0.5)
     delta.absorb(TokenDelta("r", [8]))
     assert delta.queued_seconds == 0.5, "of the first one"
-    fields = [f.name for f in dataclasses.fields(TokenDelta)]
+    fields = list(TokenDelta.__struct_fields__)
     assert len(fields) == 14, "a new field: does absorb() merge it?"
 
 
