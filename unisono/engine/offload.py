@@ -105,7 +105,7 @@ def _hold_files(config: ResolvedConfig, worker: Worker, group: Group) -> None:
     if rank:  # which may hold the same weights as another one
         identity = hashlib.blake2b(identity + rank.to_bytes(4, "little"), digest_size=16).digest()
     try:
-        worker.files = files = PartFiles(Path(directory) / identity.hex(), identity, worker.host_pages)
+        worker.files = files = PartFiles(Path(directory) / identity.hex(), identity, worker.host_pages, polled=not rank)
         own = files.sizes()
     except OSError as error:
         raise ConfigError(f"--kv-offload-dir {directory}: {error.strerror}; name a directory to write to.") from None

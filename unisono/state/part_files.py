@@ -45,13 +45,15 @@ class Done:
 
 
 class PartFiles:
-    """folder: made where it is missing; raises OSError where it cannot be. identity: of the engine's rank, 16 bytes."""
+    """folder: made where it is missing; raises OSError where it cannot be. identity: of the engine's rank, 16 bytes.
+    polled: whether :meth:`poll` is called, as on rank 0."""
 
-    def __init__(self, folder: Path, identity: bytes, host: HostPages) -> None:
-        self.folder, self._identity, self._host = folder, identity, host
+    def __init__(self, folder: Path, identity: bytes, host: HostPages, polled: bool = True) -> None:
+        self.folder, self._identity, self._host, self._polled = folder, identity, host, polled
         folder.mkdir(parents=True, exist_ok=True)
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self._begun: dict[tuple[Part, bool], Future[Done]] = {}  # by part and whether it is written
+        self._told: set[tuple[Part, bool]] = set()  # of these, whose outcomes the last answer had
         self._writer = ThreadPoolExecutor(1, "kv-write")
         self._readers = ThreadPoolExecutor(READERS, "kv-read")
 
@@ -70,11 +72,15 @@ class PartFiles:
 
     def write(self, part: Part, slot: int, complete: bool) -> None:
         """Begin to write a host slot to the part's file."""
-        self._begun[part, True] = self._writer.submit(self._write, part, slot, complete)
+        self._begin((part, True), self._writer.submit(self._write, part, slot, complete))
 
     def read(self, part: Part, slot: int) -> None:
         """Begin to read the part's file into a host slot."""
-        self._begun[part, False] = self._readers.submit(self._read, part, slot)
+        self._begin((part, False), self._readers.submit(self._read, part, slot))
+
+    def _begin(self, what: tuple[Part, bool], begun: Future[Done]) -> None:
+        self._begun[what] = begun
+        self._told.discard(what)
 
     def remove(self, parts: Iterable[Part]) -> None:
         """Remove files, after what is being written."""
@@ -87,13 +93,16 @@ class PartFiles:
                 yield self._done.get_nowait()
 
     def outcomes(self, asked: Sequence[tuple[Part, bool]]) -> list[int]:
-        """Of each part and whether it was written, what came of it; PENDING where a thread still works on it."""
+        """Of each part and whether it was written, what came of it; PENDING where a thread still works on it.
+
+        Rank 0 asks again for what another rank has not done. What it asks for no more is forgotten.
+        """
+        for heard in self._told.difference(asked):
+            del self._begun[heard]
         begun = [self._begun[each] for each in asked]
         wait(begun, WAIT_SECONDS)
         found = [each.result().outcome if each.done() else PENDING for each in begun]
-        for each, outcome in zip(asked, found, strict=True):
-            if outcome != PENDING:
-                del self._begun[each]
+        self._told = {each for each, outcome in zip(asked, found, strict=True) if outcome != PENDING}
         return found
 
     def close(self) -> None:
@@ -139,7 +148,8 @@ class PartFiles:
         return self._tell(Done(part, False, complete, time.perf_counter() - began))
 
     def _tell(self, done: Done) -> Done:
-        self._done.put(done)
+        if self._polled:
+            self._done.put(done)
         return done
 
     def _remove(self, parts: list[Part]) -> None:
