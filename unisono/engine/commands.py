@@ -140,7 +140,7 @@ class RemoveFiles(msgspec.Struct, frozen=True, tag=True):
 
 
 class FileOutcomes(msgspec.Struct, frozen=True, tag=True):
-    """Tell what came of files: parts, and whether they were written. No command, but a question: it changes nothing."""
+    """Tell what came of files: parts, and whether they were written. No command, but a question to every rank."""
 
     asked: list[tuple[tuple[int, bytes], bool]]
 
