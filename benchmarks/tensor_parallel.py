@@ -30,6 +30,7 @@ EAGLE3 = {
     "method": "eagle3", "model": str(SHAPES / "qwen3-8b-eagle3"), "num_speculative_tokens": 3, "load_format": "dummy",
     "adaptive": False,
 }  # fmt: skip
+MTP = {"method": "mtp", "num_speculative_tokens": 3, "load_format": "dummy", "adaptive": False}
 MOE, MOE_FP8 = ({"model": str(SHAPES / f"qwen3.5-35b-a3b{kind}")} for kind in ("", "-fp8"))
 CASES: dict[str, dict[str, Any]] = {
     "8b": DENSE,
@@ -41,6 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
     "35b-ep": {**MOE, "enable_expert_parallel": True},
     "8b-fp8 k=3": {**DENSE, "quantization": "fp8", "speculative": EAGLE3, "synthetic_acceptance_length": 2.5},
     "35b-fp8-ep": {**MOE_FP8, "enable_expert_parallel": True},
+    "35b-mtp": {**MOE, "speculative": MTP},
+    "35b-fp8-mtp": {**MOE_FP8, "speculative": MTP},
     "8b-fp8-eagle3": {**DENSE, "quantization": "fp8", "speculative": EAGLE3},
     "8b ordered k=3": {**DENSE, "tp_reduce": "ordered", "speculative": EAGLE3, "synthetic_acceptance_length": 2.5},
     "8b-eagle3": {**DENSE, "speculative": EAGLE3},
