@@ -276,8 +276,8 @@ class Machine:
         """The modules with these classes in place of Gluon's, and with functions in place of kernels."""
         fakes, before = self._gluon(), [dict(vars(module)) for module in self.modules]
         for module, names in zip(self.modules, before, strict=True):
-            given = {n: v.value for n, v in names.items() if isinstance(v, tl.constexpr)} | fakes
-            given |= {n: v.fn for n, v in names.items() if hasattr(v, "fn") and hasattr(v, "arg_names")}
+            given = {n: v.value for n, v in names.items() if isinstance(v, tl.constexpr)}
+            given |= {n: v.fn for n, v in names.items() if hasattr(v, "fn") and hasattr(v, "arg_names")} | fakes
             vars(module).update({name: fake for name, fake in given.items() if name in names})
         try:
             yield
@@ -319,6 +319,8 @@ class Machine:
             "fence_async_shared": lambda: None, "block_barrier": lambda: None,
             "HALF": 32, "WIDTH": 128,
             "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
+            "over": lambda value, scale, inverse: value / scale, "reciprocal": lambda scale: 1 / scale,
+            "scale_for": lambda largest: largest.clamp(min=1e-10) / 448.0,
         }  # fmt: skip
 
     def _language(self) -> types.SimpleNamespace:
@@ -350,7 +352,7 @@ class Machine:
             allocate_shared_memory=allocate, load=load, store=store, atomic_add=self._atomic_add,
             inline_asm_elementwise=nothing, warp_specialize=self._specialize,
             rsqrt=torch.rsqrt, exp=torch.exp, sum=lambda value, axis: value.sum(axis), abs=torch.abs,
-            max=lambda value, axis: value.amax(axis), div_rn=lambda a, b: a / b, fma=lambda a, b, c: a * b + c,
+            max=lambda value, axis: value.amax(axis), fma=lambda a, b, c: a * b + c,
             maximum=lambda a, b: a.clamp(min=b) if isinstance(a, torch.Tensor) else Number(max(a, b)),
             where=either, zeros_like=torch.zeros_like,
             static_assert=lambda *_: None,

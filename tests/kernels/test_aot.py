@@ -35,6 +35,9 @@ TAILS = ("layer_tail_kernel", "layer_tail_fp8_kernel", "_gather_norm_kernel")
 APART = ("_adapter_expand_kernel", "_adapter_silu_kernel", "_adapted_linear_kernel")
 """Kernels that add a product to a base. Left to itself the compiler begins the product's sum with the base."""
 
+PUBLISHING = ("plan_kernel",)
+"""Kernels whose writes the kernel just after them reads before its turn."""
+
 PARTS = 4
 
 OLDEST = Path(sys.prefix) / "oldest-triton"
@@ -76,8 +79,12 @@ def _compile(case) -> dict:
     wait = compiled.asm["ptx"].find("griddepcontrol.wait")
     touches = WRITES if case.kernel.fn.__name__ in READ_EARLY else TOUCHES
     checked = case.kernel.fn.__name__ not in BESIDE
-    if checked and wait >= 0 and touches.search(compiled.asm["ptx"], 0, wait):
+    if checked and wait >= 0 and _touched_early(compiled.asm["ptx"], touches):
         raise ValueError("touches memory before it waits for the kernel before it")
+    if case.kernel.fn.__name__ in PUBLISHING:
+        *_, last = WRITES.finditer(compiled.asm["ptx"])
+        if compiled.asm["ptx"].rfind("fence.acq_rel.gpu") < last.start():
+            raise ValueError("writes what is read early and does not publish it at its end")
     old = "mma.sync" in compiled.asm["ptx"]
     fused = compiled.asm["ptx"].count("fma.rn.f32")
     if case.kernel.fn.__name__ in (*NORMS, *BY_HEADS, *TAILS):
@@ -88,6 +95,38 @@ def _compile(case) -> dict:
     code = compiled.asm.get("ttgir", "")
     fed = sorted(set(re.findall(r"kWidth = (\d+)", code)))
     return found | {"sums": _sums(code), "apart": "math.fma" in code, "fed": fed}
+
+
+def _touched_early(ptx: str, touches: re.Pattern) -> bool:
+    """Whether some way through the code has a match of ``touches`` before it waits for the kernel before it."""
+    lines = [line.strip() for line in ptx[ptx.index(".entry") :].splitlines()]
+    marks = [number for number, line in enumerate(lines) if re.match(r"[$\w]+:", line)]
+    labels = {lines[number].partition(":")[0]: number for number in marks}
+    ways, seen = [0], set[int]()
+    while ways:
+        at = ways.pop()
+        while at < len(lines) and at not in seen:
+            seen.add(at)
+            line = lines[at]
+            if touches.search(line):
+                return True
+            jump = re.match(r"(@!?[%\w]+\s+)?bra(?:\.uni)?\s+([$\w]+);", line)
+            if jump and jump[2].startswith("$"):  # others are loops of inline code, which wait for one thing
+                ways.append(labels[jump[2]])
+            targets = re.search(r"\.branchtargets\s+(.*);", line)  # of an indirect jump just below
+            ways += [labels[name.strip()] for name in targets[1].split(",")] if targets else []
+            if "griddepcontrol.wait" in line or re.match(r"(ret|exit);", line) or (jump and not jump[1]):
+                break
+            at += 1
+    return False
+
+
+def test_ways_through_the_code() -> None:
+    """A write after the wait may stand before it in the text, and one before it after it."""
+    fine = [".entry f()", "bra.uni $B;", "$A:", "st.global.b32 [x], y;", "ret;", "$B:", "griddepcontrol.wait;"]
+    early = [".entry f()", "@%p1 bra $B;", "griddepcontrol.wait;", "ret;", "$B:", "st.global.b32 [x], y;"]
+    assert not _touched_early("\n".join(fine), WRITES)
+    assert _touched_early("\n".join(early), WRITES)
 
 
 def _sums(code: str) -> list[str]:

@@ -31,9 +31,17 @@ def test_chooses_as_softmax_and_top_k(choose, normalize, rows, _, experts, top_k
 
 @pytest.mark.parametrize("choose", [launch_choose, choose_cpu])
 def test_ties_go_to_the_lower_id(choose, device):
-    logits = torch.tensor([[1.0, 2, 2, 0, 2, 1], [0, 0, 0, 0, 0, 0], [3, 1, 3, 1, 3, 1]]).to(device)
+    logits = torch.tensor(
+        [
+            [1.0, 2, 2, 0, 2, 1],
+            [0, 0, 0, 0, 0, 0],
+            [3, 1, 3, 1, 3, 1],
+            [-0.0, 0, -0.0, 0, -1, 0],
+            [-3, -2, -2, -1, -2, -9],
+        ]
+    ).to(device)
     ids, weights, _ = choose(logits, None, None, 6, 4, True)
-    assert ids.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3], [0, 2, 4, 1]]
+    assert ids.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3], [0, 2, 4, 1], [0, 1, 2, 3], [3, 1, 2, 4]]
     assert torch.equal(weights[1].cpu(), torch.full((4,), 0.25))
 
 

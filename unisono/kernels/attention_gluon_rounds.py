@@ -25,9 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from unisono.kernels.fp8_quantize import over, reciprocal, scale_for
 from unisono.kernels.hopper import block_barrier, order_loads, stage_barriers
-from unisono.kernels.overlap import follow
 
 STAGES = 3
 """Steps whose keys and values are held at once: two programs fit on a multiprocessor."""
@@ -35,25 +36,35 @@ STAGES = 3
 
 @gluon.jit
 def _work_item(work_ptr, item, KV_HEADS: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr):
-    """An item's entry of the work list, its KV head, and its first and end step."""
+    """An item's entry of the work list, its KV head, its length, and its first and end step. The reads bypass L1."""
     entry = work_ptr + item // KV_HEADS * 8
-    begin = gl.load(entry + 4) * (SPLIT // KEYS)
-    end = gl.minimum(gl.load(entry + 5) * (SPLIT // KEYS), (gl.load(entry + 1) + KEYS - 1) // KEYS)
-    return entry, item % KV_HEADS, begin, end
+    length = gl.load(entry + 1, cache_modifier=".cg")
+    begin = gl.load(entry + 4, cache_modifier=".cg") * (SPLIT // KEYS)
+    end = gl.minimum(gl.load(entry + 5, cache_modifier=".cg") * (SPLIT // KEYS), (length + KEYS - 1) // KEYS)
+    return entry, item % KV_HEADS, length, begin, end
+
+
+@gluon.jit
+def _take_turn(OVERLAP: gl.constexpr):
+    """Wait for the kernel ahead and allow the next one to start; nothing where both are done."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @gluon.jit
 def _load_pages(which, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages,
                 KV_HEADS: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
-                STAGES: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
+                STAGES: gl.constexpr, HALF: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """One warp's part: read page ``which`` of every step's keys and values into its stage, as stages come free."""
     each: gl.constexpr = KEYS // PAGE
     order_loads()
     turn = gl.to_tensor(0)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
-        entry, head, begin, end = _work_item(work_ptr, item, KV_HEADS, KEYS, SPLIT)
-        pages_ptr = table_ptr + gl.load(entry).to(gl.int64) * max_pages
-        upcoming = gl.load(pages_ptr + gl.minimum(begin * each + which, max_pages - 1))
+        entry, head, _, begin, end = _work_item(work_ptr, item, KV_HEADS, KEYS, SPLIT)
+        pages_ptr = table_ptr + gl.load(entry, cache_modifier=".cg").to(gl.int64) * max_pages
+        upcoming = gl.load(pages_ptr + gl.minimum(begin * each + which, max_pages - 1), cache_modifier=".cg")
+        _take_turn(OVERLAP)
         for step in range(begin, end):
             row = (upcoming * KV_HEADS + head) * PAGE
             upcoming = gl.load(pages_ptr + gl.minimum((step + 1) * each + which, max_pages - 1))  # a step ahead
@@ -67,6 +78,7 @@ def _load_pages(which, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, to
                 tma.async_copy_global_to_shared(k_desc, at, bar, k.index(place).slice(which * PAGE, PAGE))
                 tma.async_copy_global_to_shared(v_desc, at, bar, v.index(place).slice(which * PAGE, PAGE))
             turn += 1
+    _take_turn(OVERLAP)
 
 
 @gluon.jit
@@ -235,14 +247,14 @@ def _store(outs, q, tile, last, head, position, z, a0, a1, FIRST: gl.constexpr, 
     else:
         a0, a1 = a0.to(gl.float32), a1.to(gl.float32)
         largest = gl.maximum(gl.max(gl.abs(a0), 1), gl.max(gl.abs(a1), 1))
-        scale = gl.div_rn(gl.maximum(largest, 1e-10), 448.0)
+        scale = scale_for(largest)
         at = scales_ptr + own * padded + token
         gl.store(at, scale, mask=in_use)
         _store_scaled(to, a0, scale, there, out_ptr.dtype.element_ty)
         _store_scaled(to + HALF, a1, scale, there, out_ptr.dtype.element_ty)
         for i in gl.static_range(1, 4):  # the padding, which follows the last token
             beyond = in_use & (token == tokens - 1) & (tokens - 1 + i < padded)
-            gl.store(at + i, gl.div_rn(gl.zeros_like(scale) + 1e-10, 448.0), mask=beyond)
+            gl.store(at + i, scale_for(gl.zeros_like(scale)), mask=beyond)
             after = there & beyond[:, None]
             nothing = gl.zeros_like(a0).to(out_ptr.dtype.element_ty)
             gl.store(to + i * HEADS * 2 * HALF, nothing, mask=after)
@@ -252,7 +264,8 @@ def _store(outs, q, tile, last, head, position, z, a0, a1, FIRST: gl.constexpr, 
 @gluon.jit
 def _store_scaled(to, value, scale, there, dtype: gl.constexpr):
     """Values [ROWS, HALF] over their rows' scales: the bits of ``fp8_quantize.scaled_by``."""
-    scaled = gl.div_rn(value, gl.expand_dims(scale, 1) + gl.zeros_like(value))
+    nothing = gl.zeros_like(value)
+    scaled = over(value, gl.expand_dims(scale, 1) + nothing, gl.expand_dims(reciprocal(scale), 1) + nothing)
     gl.store(to, gl.minimum(gl.maximum(scaled, -448.0), 448.0).to(dtype), mask=there)
 
 
@@ -260,7 +273,7 @@ def _store_scaled(to, value, scale, there, dtype: gl.constexpr):
 def _attend_items(q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total, arrivals_ptr, state_ptr, acc_ptr,
                   outs, scale, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr,
                   KEYS: gl.constexpr, SPLIT: gl.constexpr, FIRST: gl.constexpr, AT_ONCE: gl.constexpr,
-                  ROWS: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+                  ROWS: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """The warp group's part: attend every item of this program, and merge a tile's splits where it is the last."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     GROUP: gl.constexpr = HEADS // KV_HEADS
@@ -269,9 +282,10 @@ def _attend_items(q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total,
     ones = gl.full([HALF, KEYS], 1.0, q.dtype, gl.DotOperandLayout(0, MMA, 2))
     turn = gl.to_tensor(0)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
-        entry, head, begin, end = _work_item(work_ptr, item, KV_HEADS, KEYS, SPLIT)
-        length, tile, last = gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
-        partial, counter = gl.load(entry + 6), gl.load(entry + 7)
+        entry, head, length, begin, end = _work_item(work_ptr, item, KV_HEADS, KEYS, SPLIT)
+        tile, last = gl.load(entry + 2, cache_modifier=".cg"), gl.load(entry + 3, cache_modifier=".cg")
+        partial, counter = gl.load(entry + 6, cache_modifier=".cg"), gl.load(entry + 7, cache_modifier=".cg")
+        _take_turn(OVERLAP)
         token, _, in_use = _tile_rows(tile, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(0, MMA))
         position = gl.load(positions_ptr + token, mask=in_use, other=-1)
         part = partial.to(gl.int64) * KV_HEADS + head  # of the workspace; the next split's is KV_HEADS further on
@@ -311,6 +325,7 @@ def _attend_items(q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total,
                     state_ptr, acc_ptr, part, KV_HEADS, splits, AT_ONCE, CAPACITY, ROWS, HALF, MMA
                 )  # fmt: skip
                 _store(outs, q, tile, last, head, position, z, a0, a1, FIRST, HEADS, GROUP, ROWS, HALF, MMA)
+    _take_turn(OVERLAP)
 
 
 @gluon.jit
@@ -324,9 +339,9 @@ def round_attention_kernel(
     """A fixed number of programs share the work list × KV heads; see ``attention_triton.attention_kernel``.
 
     scales_ptr, tokens, padded: of e4m3 outputs, else unread. ``_attend_items`` runs on a warp group, ``_load_pages`` on
-    a warp for each page of a step.
+    a warp for each page of a step. The work list and page tables are read before the kernel ahead has ended: see
+    ``kernels/overlap.py``.
     """
-    follow(OVERLAP)
     gl.static_assert(KEYS == 4 * PAGE, "a warp for each page of a step")
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -337,21 +352,21 @@ def round_attention_kernel(
     full, free = stage_barriers(STAGES, KEYS // PAGE, 1)
     fence_async_shared()
     block_barrier()
-    total = gl.load(count_ptr) * KV_HEADS
+    total = gl.load(count_ptr, cache_modifier=".cg") * KV_HEADS
     outs = out_ptr, scales_ptr, tokens, padded
     gl.warp_specialize(
         [
             (_attend_items, (
                 q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total, arrivals_ptr, state_ptr, acc_ptr,
-                outs, scale, HEADS, KV_HEADS, TOKENS, KEYS, SPLIT, FIRST, AT_ONCE, ROWS, HALF, STAGES)),
+                outs, scale, HEADS, KV_HEADS, TOKENS, KEYS, SPLIT, FIRST, AT_ONCE, ROWS, HALF, STAGES, OVERLAP)),
             (_load_pages, (0, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages, KV_HEADS, PAGE,
-                           KEYS, SPLIT, STAGES, HALF)),
+                           KEYS, SPLIT, STAGES, HALF, OVERLAP)),
             (_load_pages, (1, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages, KV_HEADS, PAGE,
-                           KEYS, SPLIT, STAGES, HALF)),
+                           KEYS, SPLIT, STAGES, HALF, OVERLAP)),
             (_load_pages, (2, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages, KV_HEADS, PAGE,
-                           KEYS, SPLIT, STAGES, HALF)),
+                           KEYS, SPLIT, STAGES, HALF, OVERLAP)),
             (_load_pages, (3, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages, KV_HEADS, PAGE,
-                           KEYS, SPLIT, STAGES, HALF)),
+                           KEYS, SPLIT, STAGES, HALF, OVERLAP)),
         ],
         [1, 1, 1, 1],
         [24, 24, 24, 24],

@@ -11,7 +11,7 @@ import triton.language as tl
 from unisono.kernels.attention_e4m3 import begin_e4m3, factors, finish_e4m3, in_order, side_by_side, walk_halves
 from unisono.kernels.attention_split import LOG2_E, find_keys, hide, keep, merge, nothing, tiles, values, weigh
 from unisono.kernels.fp8_quantize import scaled_by, scales_of
-from unisono.kernels.overlap import follow
+from unisono.kernels.overlap import follow, publish
 
 
 @triton.jit
@@ -248,12 +248,13 @@ def attention_kernel(
 
     Splits of a whole tile are merged in registers. Those of a cut tile go to the workspace, and the program that
     completes the tile's count merges them in order. Without CUT a tile needs no masks for keys that all its rows see.
+    What the plan wrote is read before the kernel ahead has ended (:data:`unisono.kernels.overlap.READ_EARLY`).
     """
-    follow(OVERLAP)
     outs = out_ptr, sinks_ptr, scales_ptr, q_ptr, tokens, padded
     GROUP: tl.constexpr = HEADS // KV_HEADS
     upcoming = _work_item(work_ptr, tl.program_id(0) // (PARTS * KV_HEADS))  # read ahead, here and below
-    total = tl.load(count_ptr) * (PARTS * KV_HEADS)
+    total = tl.load(count_ptr, volatile=True) * (PARTS * KV_HEADS)
+    follow(OVERLAP)
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         slot, length, tile, tile_end, first_split, end_split, partial, counter = upcoming
         upcoming = _work_item(work_ptr, tl.minimum(item + tl.num_programs(0), total - 1) // (PARTS * KV_HEADS))
@@ -345,3 +346,4 @@ def plan_kernel(
     for base in range(at * TOKENS * KV_HEADS, (at + count) * TOKENS * KV_HEADS, 128):
         i = base + tl.arange(0, 128)
         tl.store(arrivals_ptr + i, tl.zeros_like(i), mask=i < (at + count) * TOKENS * KV_HEADS)
+    publish()

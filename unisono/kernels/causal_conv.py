@@ -96,14 +96,15 @@ def _conv_round_kernel(
     W, w_channel, w_tap, J: tl.constexpr, RING: tl.constexpr, HV: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_J: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    follow(OVERLAP)
+    """What says where a row is was written before the kernel ahead, and is read before that has ended."""
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK_W)
+    slot, seen, begin = tl.load(rows + row), tl.load(since + row), tl.load(first + row)
+    stop, goal = tl.where(begin < 0, -1, tl.load(end + row)), tl.load(until + row)
+    follow(OVERLAP)
     if tl.program_id(1) * BLOCK_C >= C:  # the last program of a row
         _gates(ba, a_log, dt_bias, gates, row * W + i, i < W, ba_stride, HV, BLOCK_H)
     else:
-        slot, seen, begin = tl.load(rows + row), tl.load(since + row), tl.load(first + row)
-        stop = tl.where(begin < 0, -1, tl.load(end + row))
         channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
         inside = (channel < C)[None, :]
         live = (i < stop - begin)[:, None] & inside
@@ -121,7 +122,7 @@ def _conv_round_kernel(
         y = _silu(acc)
         token = (row * W + i).to(tl.int64)[:, None] * C + channel[None, :]
         tl.store(out + token, y.to(out.dtype.element_ty), mask=(i < W)[:, None] & inside)
-        _keep(u, snapshot, ring, slot, seen, begin, tl.load(until + row), stop, row * W, channel, u_stride, C,
+        _keep(u, snapshot, ring, slot, seen, begin, goal, stop, row * W, channel, u_stride, C,
               J, RING, BLOCK_W, BLOCK_J)  # fmt: skip
 
 

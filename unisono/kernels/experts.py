@@ -64,13 +64,13 @@ class Tiles:
 
 
 TILES: dict[float, Tiles] = {  # below this average number of pairs per expert
-    0.5: Tiles(16, Tile(16, 256, 4, 4, True), Tile(32, 128, 4, 4, True)),
+    0.5: Tiles(16, Tile(32, 128, 4, 4, True), Tile(64, 256, 4, 2, True)),
     2: Tiles(16, Tile(32, 128, 4, 4, True), Tile(64, 128, 4, 4, True)),
     16: Tiles(16, Tile(64, 128, 4, 4, True), Tile(128, 128, 4, 4, True)),
     64: Tiles(32, Tile(64, 64, 4, 4, False), Tile(128, 64, 4, 4, False)),
     float("inf"): Tiles(128, Tile(128, 64, 8, 4, True), Tile(256, 64, 8, 4, True)),
 }
-"""For 16-bit weights on an H200 (benchmarks/experts.py, *tune*)."""
+"""For 16-bit weights on an H200 (benchmarks/experts.py, *tune*); the first in a whole layer, on an H100."""
 
 _PROOF_TOKENS = 300
 """Tokens that kernels are compared on: some 150 pairs for each expert that has any."""

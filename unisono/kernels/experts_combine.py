@@ -18,6 +18,7 @@ from unisono.kernels.norm import (
     columns_of,
     quantised_norm,
     rms_norm_cpu,
+    rounded_before_weight,
     row_warps,
     square,
     with_fp8_cpu,
@@ -41,9 +42,11 @@ def _combine_kernel(y, weights, shared, gates, residual, norm_weight, total, nor
                     BLOCK_H: tl.constexpr, KEEP: tl.constexpr, COLUMNS: tl.constexpr,
                     OVERLAP: tl.constexpr):  # fmt: skip
     """KEEP: the norm is stored. COLUMNS: columns that share a scale in x8, where it is quantised; 0: it is not."""
-    follow(OVERLAP)
     row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H)
     inside = cols < H
+    if NORM:
+        w_norm = tl.load(norm_weight + cols, mask=inside, other=0.0)
+    follow(OVERLAP)
     real = row >= 0
     if COLUMNS > 0:
         real = row < M
@@ -68,9 +71,7 @@ def _combine_kernel(y, weights, shared, gates, residual, norm_weight, total, nor
     if NORM:
         value = rounded.to(tl.float32)
         value = value * tl.rsqrt(tl.sum(square(value), axis=0) / H + eps)
-        w_norm = tl.load(norm_weight + cols, mask=inside, other=0.0)
-        if w_norm.dtype != tl.float32:  # as in rms_norm
-            value = value.to(dtype).to(tl.float32)
+        value = rounded_before_weight(value, w_norm.dtype, dtype)
         if KEEP:
             tl.store(normed + row * H + cols, (value * w_norm.to(tl.float32)).to(dtype), mask=inside)
         if COLUMNS > 0:

@@ -27,7 +27,7 @@ from torch import Tensor
 from unisono.kernels.fp8_gluon import launch_fp8_rows, suits
 from unisono.kernels.fp8_quantize import GROUP, Quantised, launch_quantize, quantize_cpu, widened_activations
 from unisono.kernels.library import AotCase, define, fixed_rows_matmul, register
-from unisono.kernels.linear import launch_add, store_sums
+from unisono.kernels.linear import launch_add, residual_tile, store_sums
 from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import agreed
 
@@ -166,7 +166,8 @@ def _fp8_linear_kernel(x8, x_scales, w8, w_scales, bias, residual, out, M, N, K,
     follow(OVERLAP)
     acc = e4m3_product(x_ptrs, row_ok, x_scales + rows, w_ptrs, ws_ptrs, K, PADDED,
                        BLOCK_M, BLOCK_N, AHEAD, BY_BLOCK, False, EVEN_K)  # fmt: skip
-    store_sums(tl.trans(acc), out, bias, residual, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
+    r = residual_tile(residual, rows, cols, M, N, HAS_RESIDUAL)
+    store_sums(tl.trans(acc), out, bias, r, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
 
 
 def launch_fp8_product(

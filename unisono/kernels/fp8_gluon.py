@@ -142,21 +142,38 @@ def _add(acc, product, scale, BY_BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _store(acc, out, bias, residual, first, token0, M, N, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+def _outputs(first, token0, M, N, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDE: gl.constexpr, SIDE: gl.constexpr):
+    """Of a tile [WIDE, ROWS], of which OUTPUTS count: its columns, which of them exist, places in [M, N], mask."""
+    at_col = gl.arange(0, WIDE, gl.SliceLayout(1, SIDE))
+    col, row = first + at_col, token0 + gl.arange(0, ROWS, gl.SliceLayout(0, SIDE))
+    col_ok = (at_col < OUTPUTS) & (col < N)
+    return col, col_ok, row.to(gl.int64)[None, :] * N + col[:, None], (row < M)[None, :] & col_ok[:, None]
+
+
+@gluon.jit
+def _residual(residual, first, token0, M, N, HAS_RESIDUAL: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
+              WIDE: gl.constexpr):  # fmt: skip
+    """The residual that :func:`_store` adds, or nothing."""
+    SIDE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
+    if HAS_RESIDUAL:
+        _, _, at, inside = _outputs(first, token0, M, N, ROWS, OUTPUTS, WIDE, SIDE)
+        r = gl.load(residual + at, mask=inside, other=0.0)
+    else:
+        r = gl.to_tensor(0)
+    return r
+
+
+@gluon.jit
+def _store(acc, out, bias, r, first, token0, M, N, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
            ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDE: gl.constexpr):  # fmt: skip
     """``kernels/linear.py``'s ``store_sums`` of products [WIDE, ROWS], of which OUTPUTS count."""
     SIDE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
     y = gl.convert_layout(acc.to(out.dtype.element_ty), SIDE)
-    at_col = gl.arange(0, WIDE, gl.SliceLayout(1, SIDE))
-    col, row = first + at_col, token0 + gl.arange(0, ROWS, gl.SliceLayout(0, SIDE))
-    col_ok = (at_col < OUTPUTS) & (col < N)
+    col, col_ok, at, inside = _outputs(first, token0, M, N, ROWS, OUTPUTS, WIDE, SIDE)
     if HAS_BIAS:
         b = gl.load(bias + col, mask=col_ok, other=0.0)
         y = (y.to(gl.float32) + b.to(gl.float32)[:, None]).to(y.dtype)
-    at = row.to(gl.int64)[None, :] * N + col[:, None]
-    inside = (row < M)[None, :] & col_ok[:, None]
     if HAS_RESIDUAL:
-        r = gl.load(residual + at, mask=inside, other=0.0)
         y = (y.to(gl.float32) + r.to(gl.float32)).to(y.dtype)
     gl.store(out + at, y, mask=inside)
 
@@ -203,6 +220,7 @@ def _multiply(x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, P
         token = token0 + gl.arange(0, ROWS, gl.SliceLayout(0, MMA))
         x_ok = token < PADDED
         of_w = w_scales + first // 128 * steps if BY_BLOCK else w_scales
+        r = _residual(residual, first, token0, M, N, HAS_RESIDUAL, ROWS, OUTPUTS, WIDE)
         acc = gl.zeros([WIDE, ROWS], gl.float32, MMA)
         acc = _sum(acc, w, x, full, free, x_scales + token, x_ok, of_w, item, groups, steps - 1 if BY_BLOCK else 0,
                    PADDED, STAGES, ROWS, WIDE, BY_BLOCK, MMA)  # fmt: skip
@@ -211,7 +229,7 @@ def _multiply(x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, P
             xs = gl.load(x_scales + token, mask=x_ok, other=0.0)
             acc = acc * xs[None, :] * gl.load(w_scales + col)[:, None]
         item += groups
-        _store(acc, out, bias, residual, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, OUTPUTS, WIDE)
+        _store(acc, out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, OUTPUTS, WIDE)
 
 
 @gluon.jit

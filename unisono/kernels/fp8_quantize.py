@@ -3,9 +3,9 @@
 Called by the fp8 products. Kernels whose results such products read quantise them themselves, by
 :func:`store_quantised`: that saves a launch, and a row's bits are the same. :class:`Quantised` is what they hand on.
 
-A value is divided by its group's scale (one IEEE division in fp32), clamped to e4m3's largest value and rounded to
-nearest even. The scale is the group's largest magnitude / 448, or one that the checkpoint fixes. Both depend on the row
-alone, so they are the same in any batch; the CPU gives the GPU's bits.
+A value is divided by its group's scale (an IEEE division in fp32, see :func:`over`), clamped to e4m3's largest value
+and rounded to nearest even. The scale is the group's largest magnitude / 448, or one that the checkpoint fixes. Both
+depend on the row alone, so they are the same in any batch; the CPU gives the GPU's bits.
 
 Shapes: M rows, K columns, G = ceil(K / group) groups.
 """
@@ -36,6 +36,9 @@ GROUP = 128
 ROWS_OF_FOUR = 4
 """Rows are padded to a multiple of this: torch's blockwise product takes no other numbers of rows."""
 
+FUSED = tl.constexpr(not triton.knobs.runtime.interpret)
+"""Whether fused multiply-adds are fused: the interpreter rounds twice."""
+
 _COLUMNS = 1024
 """Columns of one program where groups are smaller than that."""
 
@@ -62,15 +65,50 @@ def handed_on(pair: Sequence[torch.Tensor], like: torch.Tensor, group: int, x: t
 
 
 @triton.jit
+def reciprocal(scale):
+    """1 / scale, for :func:`over`: to nearest in all but few cases, where it is next to that."""
+    rough = 1.0 / scale
+    return tl.fma(tl.fma(-scale, rough, 1.0), rough, rough)
+
+
+@triton.jit
+def over(value, scale, inverse):
+    """``value / scale`` as IEEE rounds it, for equal shapes or numbers; inverse: :func:`reciprocal`'s. For Gluon, too.
+
+    The scale is a finite one of :func:`scale_for`, so a quotient is LARGEST at most, but for its rounding. There the
+    division needs no cases: two corrections of ``value * inverse`` give its bits (Markstein, IBM J. Res. Dev. 34,
+    1990). The compiler's division branches for each element, so one waits for the other.
+    """
+    if FUSED:
+        quotient = value * inverse
+        quotient = tl.fma(tl.fma(-scale, quotient, value), inverse, quotient)
+        quotient = tl.fma(tl.fma(-scale, quotient, value), inverse, quotient)
+        return tl.where(value == 0.0, value, quotient)  # the corrections lose the sign of -0
+    else:
+        return tl.div_rn(value, scale)
+
+
+@triton.jit
+def scale_for(largest):
+    """The scale of groups whose largest magnitudes are these."""
+    return over(tl.maximum(largest, 1e-10), 448.0, 1.0 / 448.0)
+
+
+@triton.jit
 def scales_of(value):
     """The scales of groups [groups, columns], by their largest magnitudes."""
-    return tl.div_rn(tl.maximum(tl.max(tl.abs(value), axis=1), 1e-10), 448.0)
+    return scale_for(tl.max(tl.abs(value), axis=1))
 
 
 @triton.jit
 def scaled_by(value, scale):
     """Values of groups [groups, columns] over their scales, within e4m3's range."""
-    scaled = tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape))
+    inverse = tl.broadcast_to(reciprocal(scale)[:, None], value.shape)
+    return _clamped(over(value, tl.broadcast_to(scale[:, None], value.shape), inverse))
+
+
+@triton.jit
+def _clamped(scaled):
     return tl.minimum(tl.maximum(scaled, -448.0), 448.0)
 
 
@@ -111,9 +149,10 @@ def _quantize_kernel(x, fixed, x8, scales, M, K, PADDED,
         scale = tl.full((GROUPS,), 0.0, tl.float32)
         for i in tl.static_range(FIXED):
             scale = tl.maximum(scale, tl.load(fixed + i))
+        scaled = _clamped(tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape)))  # may be of any size
     else:
         scale = scales_of(value)
-    scaled = scaled_by(value, scale)
+        scaled = scaled_by(value, scale)
     tl.store(x8 + at, scaled.to(x8.dtype.element_ty), mask=inside)
     tl.store(scales + groups.to(tl.int64) * PADDED + row, scale, mask=groups * WIDTH < K)
 

@@ -123,15 +123,23 @@ def _of_head(qkv, kv_ring, h, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexp
 
 
 @triton.jit
-def _gate(gates, gates_ring, position, begin, first, stop, slot, h, HV: tl.constexpr, RING: tl.constexpr):
-    """(g, beta) of head h at ``position``, a number or [N]; zero where there is no token."""
-    present = position < stop
-    new, old = present & (position >= first), present & (position < first)
-    row = (begin + position - first).to(tl.int64) * (2 * HV) + h
-    kept = (slot.to(tl.int64) * RING + position % RING) * (2 * HV) + h
-    g = tl.where(old, tl.load(gates_ring + kept, mask=old, other=0.0), tl.load(gates + row, mask=new, other=0.0))
-    beta = tl.load(gates + row + HV, mask=new, other=0.0)
-    return g, tl.where(old, tl.load(gates_ring + kept + HV, mask=old, other=0.0), beta)
+def _remembered(kv_ring, gates_ring, kept, old, d, h, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+                V: tl.constexpr):  # fmt: skip
+    """(k [CHUNK, K], g [CHUNK], beta [CHUNK]) of value head h at the places ``kept`` of the ring, zeros if not old."""
+    KV: tl.constexpr = HK * K + HV * V
+    k = tl.load(kv_ring + (kept * KV)[:, None] + h // (HV // HK) * K + d[None, :], mask=old[:, None], other=0.0)
+    g = tl.load(gates_ring + kept * (2 * HV) + h, mask=old, other=0.0)
+    return k, g, tl.load(gates_ring + kept * (2 * HV) + HV + h, mask=old, other=0.0)
+
+
+@triton.jit
+def _fresh(qkv, gates, token, fresh, d, h, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """(q, k [CHUNK, K], g, beta [CHUNK]) of value head h and tokens of the pass, zeros where they are not fresh."""
+    q_row = qkv + (token * (2 * HK * K + HV * V))[:, None] + h // (HV // HK) * K + d[None, :]
+    q = tl.load(q_row, mask=fresh[:, None], other=0.0)
+    k = tl.load(q_row + HK * K, mask=fresh[:, None], other=0.0)
+    g = tl.load(gates + token * (2 * HV) + h, mask=fresh, other=0.0)
+    return q, k, g, tl.load(gates + token * (2 * HV) + HV + h, mask=fresh, other=0.0)
 
 
 # ---- what of a chunk does not depend on the state ---------------------------------------------------
@@ -167,8 +175,12 @@ def _prepare_kernel(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr, SCALE: tl.constexpr,
     EXTRA: tl.constexpr, ROUND: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk, value head). EXTRA: of a round, chunks of a row; else see :func:`first_chunk` of the launch."""
-    follow(OVERLAP)
+    """Program (chunk, value head). EXTRA: of a round, chunks of a row; else see :func:`first_chunk` of the launch.
+
+    In a round what is remembered is read before the kernel ahead has ended: see ``kernels/overlap.py``.
+    """
+    if not ROUND:
+        follow(OVERLAP)
     c, h = tl.program_id(0), tl.program_id(1)
     if ROUND:
         row = c // EXTRA
@@ -182,20 +194,22 @@ def _prepare_kernel(
     start, at, stop, slot = tl.load(since + row), tl.load(first + row), tl.load(end + row), tl.load(rows + row)
     start += chunk * CHUNK
     limit = at + W if ROUND else stop
-    if (at >= 0) & (start < limit):
-        i, d = tl.arange(0, CHUNK), tl.arange(0, K)
-        position = start + i
-        G: tl.constexpr = HV // HK
-        C: tl.constexpr = 2 * HK * K + HV * V
-        KV: tl.constexpr = HK * K + HV * V
-        hk = h // G
-        k = _tile(qkv + HK * K + hk * K, C, kv_ring + hk * K, KV, position, begin, at, stop, slot, d, RING, True)
-        q = _tile(qkv + hk * K, C, kv_ring, KV, position, begin, at, stop, slot, d, RING, False)
-        g, beta = _gate(gates, gates_ring, position, begin, at, stop, slot, h, HV, RING)
+    used = (at >= 0) & (start < limit)
+    i, d = tl.arange(0, CHUNK), tl.arange(0, K)
+    position = start + i
+    old = used & (position < stop) & (position < at)
+    kept = slot.to(tl.int64) * RING + position % RING
+    k_old, g_old, beta_old = _remembered(kv_ring, gates_ring, kept, old, d, h, HK, HV, K, V)
+    if ROUND:
+        follow(OVERLAP)
+    if used:
+        fresh, token = (position >= at) & (position < stop), (begin + position - at).to(tl.int64)
+        q, k, g, beta = _fresh(qkv, gates, token, fresh, d, h, HK, HV, K, V)
+        k, g, beta = tl.where(old[:, None], k_old, k), tl.where(old, g_old, g), tl.where(old, beta_old, beta)
         if ROUND:  # the ring has room for the pass's tokens beside those that are read
-            fresh = (position >= at) & (position < stop)
-            kept = slot.to(tl.int64) * RING + position % RING
-            tl.store(kv_ring + kept[:, None] * KV + hk * K + d[None, :], k, mask=fresh[:, None] & (h % G == 0))
+            G: tl.constexpr = HV // HK
+            key = kv_ring + kept[:, None] * (HK * K + HV * V) + h // G * K + d[None, :]
+            tl.store(key, k, mask=fresh[:, None] & (h % G == 0))
             tl.store(gates_ring + kept * (2 * HV) + h, g, mask=fresh)
             tl.store(gates_ring + kept * (2 * HV) + HV + h, beta, mask=fresh)
         sums, sums_row = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)

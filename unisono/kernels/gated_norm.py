@@ -30,10 +30,11 @@ def _gated_norm_kernel(
     COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS: out is e4m3, and that many columns share one of ``scales``; 0: out is of o's dtype."""
-    follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dim = tl.arange(0, V)
+    w = tl.load(weight + dim)
+    follow(OVERLAP)
     at = head[:, None] * V + dim[None, :]
     inside = (head < HEADS)[:, None]
     if COLUMNS > 0:
@@ -41,7 +42,6 @@ def _gated_norm_kernel(
     x = tl.load(o + row * HEADS * V + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(z + row * z_stride + at, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(square(x), axis=1) / V + eps)
-    w = tl.load(weight + dim)
     y = (x * scale[:, None]) * w[None, :] * (gate / (1.0 + tl.exp(-gate)))
     if COLUMNS > 0:
         first = tl.program_id(1) * (BLOCK * V)

@@ -87,7 +87,8 @@ def _gather_norm_kernel(x, heard, parts, residual, weight, total, out, x8, scale
     r = tl.load(residual + row + cols, mask=there, other=0.0).to(tl.float32)
     rounded = (value + r).to(total.dtype.element_ty)
     tl.store(total + row + cols, rounded, mask=there)
-    store_norm(rounded.to(tl.float32), weight, out, x8, scales, cols, there, eps, H, PADDED, KEEP, GROUP)
+    w = tl.load(weight + cols, mask=there, other=0.0)
+    store_norm(rounded.to(tl.float32), w, out, x8, scales, cols, there, eps, H, PADDED, KEEP, GROUP)
 
 
 def norm_parts(rows: int, words: int) -> int:

@@ -23,7 +23,15 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.library import AotCase, define, register
-from unisono.kernels.linear import launch_linear, linear_cpu, linear_cuda, prove_exact, rehearse_proof, store_sums
+from unisono.kernels.linear import (
+    launch_linear,
+    linear_cpu,
+    linear_cuda,
+    prove_exact,
+    rehearse_proof,
+    residual_tile,
+    store_sums,
+)
 from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import agreeing, proven
 
@@ -120,7 +128,8 @@ def _int4_linear_kernel(x, weight, scales, zeros, bias, residual, out, M, N, K, 
     z_ptrs = zeros + weight_rows * G if HAS_ZEROS else zeros
     acc = int4_product(x_ptrs, row_ok, w_ptrs, scales + weight_rows * G, z_ptrs, K, group,
                        BLOCK_M, BLOCK_N, WIDTH, STEPS, EVEN_K, HAS_ZEROS)  # fmt: skip
-    store_sums(acc, out, bias, residual, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
+    r = residual_tile(residual, rows, cols, M, N, HAS_RESIDUAL)
+    store_sums(acc, out, bias, r, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit

@@ -81,8 +81,18 @@ def _config(rows: int, n: int, dtype: torch.dtype) -> Tile:
 
 
 @triton.jit
-def store_sums(acc, out, bias, residual, rows, cols, M, N, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
-    """Store fp32 products [rows, cols] of out [M, N], plus the bias, plus the residual.
+def residual_tile(residual, rows, cols, M, N, HAS_RESIDUAL: tl.constexpr):
+    """The residual [rows, cols] that :func:`store_sums` adds, or nothing."""
+    if HAS_RESIDUAL:
+        inside = (rows < M)[:, None] & (cols < N)[None, :]
+        return tl.load(residual + rows.to(tl.int64)[:, None] * N + cols[None, :], mask=inside, other=0.0)
+    else:
+        return 0
+
+
+@triton.jit
+def store_sums(acc, out, bias, r, rows, cols, M, N, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+    """Store fp32 products [rows, cols] of out [M, N], plus the bias, plus the residual r.
 
     They are rounded before every addition: these are the bits of the unfused path, which serves large M.
     """
@@ -94,7 +104,6 @@ def store_sums(acc, out, bias, residual, rows, cols, M, N, HAS_BIAS: tl.constexp
     at = rows.to(tl.int64)[:, None] * N + cols[None, :]
     inside = row_ok[:, None] & col_ok[None, :]
     if HAS_RESIDUAL:
-        r = tl.load(residual + at, mask=inside, other=0.0)
         y = (y.to(tl.float32) + r.to(tl.float32)).to(y.dtype)
     tl.store(out + at, y, mask=inside)
 
@@ -144,8 +153,9 @@ def _linear_kernel(x, weight, bias, residual, out, M, N, K,
     # The last weight tile repeats the last row: that is cheaper than a mask, and the result is not stored.
     w_rows = weight + tl.minimum(cols, N - 1).to(tl.int64) * K
     follow(OVERLAP)
+    r = residual_tile(residual, rows, cols, M, N, HAS_RESIDUAL)  # while the product is computed
     acc = tile_product(x_rows, w_rows, row_ok, K, BLOCK_M, BLOCK_N, BLOCK_K, SWAPPED, EVEN_K)
-    store_sums(acc, out, bias, residual, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
+    store_sums(acc, out, bias, r, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit

@@ -33,20 +33,23 @@ def square(x):
 
 
 @triton.jit
-def rounded_before_weight(normed, weight, dtype: tl.constexpr):
-    """The normalised value, in fp32, as a weight multiplies it: rounded to the dtype, unless the weight is fp32."""
-    if weight.dtype.element_ty != tl.float32:
+def rounded_before_weight(normed, kind: tl.constexpr, dtype: tl.constexpr):
+    """The normalised value, in fp32, as a weight of this kind multiplies it: rounded to the dtype, but not for fp32."""
+    if kind != tl.float32:
         normed = normed.to(dtype).to(tl.float32)
     return normed
 
 
 @triton.jit
-def store_norm(value, weight, out, x8, scales, cols, inside, eps, H, PADDED, KEEP: tl.constexpr, GROUP: tl.constexpr):
-    """Store the norm of this program's row, ``value`` fp32 with zeros beyond H; see :func:`_rms_norm_kernel`."""
+def store_norm(value, w, out, x8, scales, cols, inside, eps, H, PADDED, KEEP: tl.constexpr, GROUP: tl.constexpr):
+    """Store the norm of this program's row, ``value`` fp32 with zeros beyond H, by the weight w, which was read before.
+
+    See :func:`_rms_norm_kernel`.
+    """
     row = tl.program_id(0).to(tl.int64) * H
     scale = tl.rsqrt(tl.sum(square(value), axis=0) / H + eps)
-    w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
-    normed = rounded_before_weight(value * scale, weight, out.dtype.element_ty)
+    normed = rounded_before_weight(value * scale, w.dtype, out.dtype.element_ty)
+    w = w.to(tl.float32)
     if KEEP:
         tl.store(out + row + cols, (normed * w).to(out.dtype.element_ty), mask=inside)
     if GROUP > 0:
@@ -59,8 +62,9 @@ def _rms_norm_kernel(x, residual, weight, total, out, x8, scales, eps, H, M, PAD
                      BLOCK_H: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr,
                      OVERLAP: tl.constexpr):  # fmt: skip
     """KEEP: the norm is stored. GROUP: columns that share a scale in x8, where it is quantised; 0: it is not."""
-    follow(OVERLAP)
     cols = tl.arange(0, BLOCK_H)
+    w = tl.load(weight + cols, mask=cols < H, other=0.0)
+    follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * H
     inside = cols < H
     if GROUP > 0:
@@ -71,7 +75,7 @@ def _rms_norm_kernel(x, residual, weight, total, out, x8, scales, eps, H, M, PAD
         rounded = (value + r).to(total.dtype.element_ty)
         tl.store(total + row + cols, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    store_norm(value, weight, out, x8, scales, cols, inside, eps, H, PADDED, KEEP, GROUP)
+    store_norm(value, w, out, x8, scales, cols, inside, eps, H, PADDED, KEEP, GROUP)
 
 
 def row_warps(block: int) -> int:

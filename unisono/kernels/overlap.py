@@ -16,8 +16,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+
 READ_EARLY = frozenset(
     {
+        "_prepare_kernel",
+        "_rms_norm_kernel",
+        "_combine_kernel",
+        "_gated_norm_kernel",
+        "_conv_round_kernel",
+        "attention_kernel",
+        "round_attention_kernel",
         "_round_kernel",
         "fp8_rows_kernel",
         "layer_tail_kernel",
@@ -30,7 +39,8 @@ READ_EARLY = frozenset(
 """Kernels that read, and only read, before they follow.
 
 They read what the kernel before them neither writes nor overwrites, and what was written before that kernel: it has
-itself waited for it before it allowed the next one to start.
+itself waited for it before it allowed the next one to start. Attention also reads what the kernel just before it may
+have written, the plan, which ends with :func:`publish`; such reads bypass L1.
 """
 
 
@@ -47,6 +57,18 @@ def follow(OVERLAP: tl.constexpr):
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def publish():
+    """End a kernel whose writes are read early: they are seen by all kernels from now on, not only once it has ended.
+
+    Such a kernel allows no kernel to start before its programs have ended.
+    """
+    if COMPILED:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @functools.cache

@@ -141,7 +141,7 @@ def _store_e4m3(
 def _scaled(x, scale, weight, inside, dtype: tl.constexpr):
     """RMSNorm's last step with rms_norm's roundings, in fp32."""
     w = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-    return (rounded_before_weight(x * scale, weight, dtype) * w).to(dtype).to(tl.float32)
+    return (rounded_before_weight(x * scale, weight.dtype.element_ty, dtype) * w).to(dtype).to(tl.float32)
 
 
 def _blocks(head_dim: int, rot_dim: int) -> dict[str, int]:

@@ -20,8 +20,24 @@ Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(ids [M, top_k] i32, weights [M, top_k] fp32, gates [M] fp32)."""
 
 
+LOWEST = tl.constexpr(-(2**31))
+"""Below every logit's :func:`_ordered`."""
+
 _SEEN = 512
 """Positions that a row of padding looks at together."""
+
+
+@triton.jit
+def _ordered(x):
+    """Numbers, but no NaN, as integers of the same order, above LOWEST. A warp compares these in one instruction."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0 is 0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _logit(ordered):
+    """What :func:`_ordered` was given."""
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -34,6 +50,9 @@ def _choose_kernel(logits, positions, ids, weights, gates, counts, stride, E,
     row = tl.program_id(0).to(tl.int64)
     e, k = tl.arange(0, EXPERTS), tl.arange(0, CHOSEN)
     x = tl.load(logits + row * stride + e, mask=e < E, other=float("-inf"))
+    if GATE:
+        gate = tl.load(logits + row * stride + E)
+        tl.store(gates + row, 1.0 / (1.0 + tl.exp(-gate)))
     x = tl.where(x == x, x, float("-inf"))  # of padding anything may come: its experts must still be experts
     # Padding has no expert, unless there is nothing else: a pass on padding is run to be measured, and is to cost what
     # others do. So its rows have the experts in turns.
@@ -44,26 +63,25 @@ def _choose_kernel(logits, positions, ids, weights, gates, counts, stride, E,
             at = start + tl.arange(0, SEEN)
             seen = tl.load(positions + at, mask=at < tl.num_programs(0), other=-1)
             furthest = tl.maximum(furthest, tl.max(seen, 0))
-    free = e < E
-    top = tl.max(x, 0)
+    free = tl.where(e < E, _ordered(x), LOWEST)
+    top = _logit(tl.max(free, 0))
     chosen = tl.zeros([CHOSEN], tl.float32)
+    own = tl.zeros([CHOSEN], tl.int32)
     total = 0.0
-    for slot in range(TOP_K):
-        best = tl.max(tl.where(free, x, float("-inf")), 0)
-        at = tl.min(tl.where(free & (x == best), e, EXPERTS), 0)
-        share = tl.exp(best - top)
+    for slot in tl.static_range(TOP_K):
+        best = tl.max(free, 0)
+        at = tl.min(tl.where(free == best, e, EXPERTS), 0)
+        free = tl.where(e == at, LOWEST, free)
+        share = tl.exp(_logit(best) - top)
         total += share
-        chosen = tl.where(k == slot, share, chosen)
-        padding = tl.where(furthest < 0, (row * TOP_K + slot) % E, E).to(tl.int32)
-        tl.store(ids + row * TOP_K + slot, tl.where(real, at, padding))
-        if COUNT:  # of integers, so their order does not matter
-            tl.atomic_add(counts + at, 1, mask=real, sem="relaxed")
-        free = free & (e != at)
+        chosen, own = tl.where(k == slot, share, chosen), tl.where(k == slot, at, own)
     if not NORMALIZE:
         total = tl.sum(tl.where(e < E, tl.exp(x - top), 0.0), 0)
+    padding = tl.where(furthest < 0, (row * TOP_K + k) % E, E).to(tl.int32)
+    tl.store(ids + row * TOP_K + k, tl.where(real, own, padding), mask=k < TOP_K)
     tl.store(weights + row * TOP_K + k, tl.where(real, chosen / total, 0.0), mask=k < TOP_K)
-    if GATE:
-        tl.store(gates + row, 1.0 / (1.0 + tl.exp(-tl.load(logits + row * stride + E))))
+    if COUNT:  # of integers, so their order does not matter
+        tl.atomic_add(counts + own, 1, mask=real & (k < TOP_K), sem="relaxed")
 
 
 def launch_choose(
