@@ -5,8 +5,9 @@
     python -m benchmarks.chain --model benchmarks/shapes/qwen3.5-35b-a3b --batch 1 --prompts 2048
 
 Kernels of a round depend on each other and are launched early (``kernels/overlap.py``), so what a profiler calls a
-kernel's time has waiting in it. These times have none, and add up to the round. A line is a kernel with one grid; a
-round's first kernel is measured from its own start. Random weights.
+kernel's time has waiting in it. These times have none, and add up to the time of the device. A line is a kernel with
+one grid, means over all rounds or prompts. The kernel after a pause of the device is measured from its own start.
+Random weights.
 """
 
 from __future__ import annotations
@@ -27,42 +28,41 @@ from unisono.types import SpeculativeConfig
 
 ROUNDS = 10
 
+PAUSE = 30.0
+"""µs without a kernel from which on the device is taken to have waited for the host."""
+
 Added = tuple[str, str, float]
 """(kernel, grid, µs)."""
 
 
-def added(events: list[dict[str, Any]], gap: float = 30.0) -> list[list[Added]]:
-    """What each kernel of each round adds, from a trace's kernels; more than ``gap`` µs without one part two rounds."""
-    kernels = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])
-    rounds, last = list[list[Added]](), float("-inf")
-    for each in kernels:
+def added(events: list[dict[str, Any]]) -> list[Added]:
+    """What each kernel of a trace adds, in order."""
+    found, last = list[Added](), float("-inf")
+    for each in sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"]):
         end = each["ts"] + each["dur"]
-        if each["ts"] > last + gap:
-            rounds.append([])
-            last = each["ts"]
-        grid = "×".join(str(n) for n in each["args"]["grid"])
-        rounds[-1].append((each["name"], grid, max(0.0, end - last)))
+        last = each["ts"] if each["ts"] > last + PAUSE else last
+        found.append((each["name"], "×".join(str(n) for n in each["args"]["grid"]), max(0.0, end - last)))
         last = max(last, end)
-    return rounds
+    return found
 
 
-def table(seen: list[list[Added]]) -> str:
-    """Markdown: kernels by what they add to a round, medians of whole rounds."""
-    usual = statistics.mode(len(each) for each in seen)
-    seen = [each for each in seen if len(each) == usual]
+def table(kernels: list[Added]) -> str:
+    """Markdown: kernels by what they add to one of ROUNDS rounds."""
     found = defaultdict[tuple[str, str], list[float]](list)
-    for place in range(usual):
-        name, grid, _ = seen[0][place]
-        found[name, grid].append(statistics.median(each[place][2] for each in seen))
-    whole = sum(sum(times) for times in found.values())
+    for name, grid, us in kernels:
+        found[name, grid].append(us)
+    whole = sum(us for _, _, us in kernels)
     lines = ["| kernel | grid | launches | µs each | µs a round | share |", "|" + "---|" * 6]
     for (name, grid), times in sorted(found.items(), key=lambda item: -sum(item[1])):
-        mean, total = statistics.mean(times), sum(times)
-        lines.append(f"| {name[:60]} | {grid} | {len(times)} | {mean:.2f} | {total:.0f} | {total / whole:.3f} |")
-    return "\n".join([*lines, f"| all | | {usual} | | {whole:.0f} | 1 |"])
+        launches, total = len(times) / ROUNDS, sum(times)
+        mean = statistics.mean(times)
+        lines.append(
+            f"| {name[:60]} | {grid} | {launches:g} | {mean:.2f} | {total / ROUNDS:.1f} | {total / whole:.3f} |"
+        )
+    return "\n".join([*lines, f"| all | | {len(kernels) / ROUNDS:g} | | {whole / ROUNDS:.0f} | 1 |"])
 
 
-def rounds(llm: Any, batch: int, context: int) -> list[list[Added]]:
+def rounds(llm: Any, batch: int, context: int) -> list[Added]:
     """Of ROUNDS rounds of ``batch`` requests."""
     names = running(llm, batch, context)
     found = traced(lambda: llm.engine.step())
@@ -70,7 +70,7 @@ def rounds(llm: Any, batch: int, context: int) -> list[list[Added]]:
     return found
 
 
-def prompts(llm: Any, tokens: int) -> list[list[Added]]:
+def prompts(llm: Any, tokens: int) -> list[Added]:
     """Of the passes of ROUNDS prompts, one after the other."""
     rng, params = random.Random(tokens), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
@@ -82,7 +82,7 @@ def prompts(llm: Any, tokens: int) -> list[list[Added]]:
     return traced(one)
 
 
-def traced(run: Callable[[], object]) -> list[list[Added]]:
+def traced(run: Callable[[], object]) -> list[Added]:
     """A trace of ``run``, ROUNDS times."""
     from torch.profiler import ProfilerActivity, profile
 

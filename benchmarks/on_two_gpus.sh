@@ -1,15 +1,16 @@
 #!/bin/sh
 # What two H200s of one machine measure in ten minutes, one-GPU work on both at once:
 #
-#   sh benchmarks/on_two_gpus.sh PART OUT      PART: ranks, rest, rounds; OUT: a folder for results
+#   sh benchmarks/on_two_gpus.sh PART OUT      PART: ranks, rest, rounds, bytes; OUT: a folder for results
 #
 # ranks: Qwen3-8B on one GPU and on two (with ordered sums, with EAGLE-3, bundled models with drafts), the KV cache in e4m3,
 # HTTP streams. rest: first tokens beside OLD (a folder with unisono/ of another commit), the host's share alone, loading,
 # exact runs, fp8, 9B, 35B-A3B. rounds: the kernel for Hopper's rounds alone; with tails in one launch in the engine, and without both.
+# bytes: what a change of kernels asks for: 200 requests of the 8B in every way, without drafts and with EAGLE-3, and on two ranks.
 # Each step prints its figures when it ends; TAR=FILE keeps everything. PYTHON names the interpreter (python3).
 set -u
 cd "$(dirname "$0")/.."
-part=${1:?PART: ranks, rest or rounds}
+part=${1:?PART: ranks, rest, rounds or bytes}
 out=${2:?OUT: a folder for results}
 python=${PYTHON:-python3}
 unisono="$python -m unisono"
@@ -123,8 +124,18 @@ rounds)
         on 1 tp with-k3 60 "8b k=3" 1) &
     wait
     ;;
+bytes)
+    (on 0 eval 'exact exact-none 130 qwen3-8b --requests 200
+        tp eagle3-one 90 8b-eagle3 1 --exact 200
+        step chain 70 "^\|" "$python" -m benchmarks.chain --model benchmarks/shapes/qwen3-8b --quantization fp8') &
+    (on 1 exact exact-eagle3 280 qwen3-8b --requests 200 --speculative-config "$head") &
+    wait
+    tp eagle3-two 140 8b-eagle3 2 --exact 200
+    tp 35b-two 100 35b 2 --exact 200
+    "$python" -m benchmarks.tensor_parallel --table "$out"/eagle3-*.json "$out"/35b-two.json | tee "$out/bytes.txt"
+    ;;
 *)
-    echo "PART $part is not one of ranks, rest, rounds." >&2
+    echo "PART $part is not one of ranks, rest, rounds, bytes." >&2
     exit 2
     ;;
 esac
