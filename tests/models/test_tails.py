@@ -15,6 +15,7 @@ from tests.engine.helpers import engine
 from tests.models.count_launches import DENSE
 from tests.models.harness import Session, load
 from tests.models.make import make_checkpoint
+from unisono.models import tails
 from unisono.models.decoder import Decoder
 from unisono.models.tails import fuse_tails
 
@@ -107,6 +108,20 @@ def test_the_last_layer_of_a_prompt_has_few_rows(decoder: Decoder) -> None:
     with Ops() as ops:
         Session(decoder, 1, 64).extend({0: range(40)}, last_tokens=True)
     assert ops.found["layer_tail"] + ops.found["layer_tail_fp8"] == min(fused, 1)
+
+
+def test_the_last_of_many_layers_has_none(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be the only one of its kernels; the bits are the same."""
+    _, fused, _ = fuse_tails(decoder.modules())
+    before, *_ = passes(decoder)
+    monkeypatch.setattr(tails, "MANY", len(decoder.layers) - 1)
+    layers, without_last, possible = fuse_tails(decoder.modules())
+    assert without_last == possible == max(fused - 1, 0)
+    assert layers == len(decoder.layers)
+    assert decoder.layers[-1].tail is None
+    after, _, round_ = passes(decoder)
+    assert all(map(torch.equal, before, after))
+    assert round_["layer_tail"] + round_["layer_tail_fp8"] == without_last
 
 
 @pytest.mark.parametrize(

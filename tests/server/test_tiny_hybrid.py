@@ -151,20 +151,24 @@ def test_a_thinking_budget(line: Server, plain: Server) -> None:
         assert streamed(line, **asked) == (message["reasoning_content"] or "", message["content"])
 
 
-def test_a_tool_call_after_a_thought(line: Server, plain: Server) -> None:
+@pytest.mark.parametrize(
+    "choice",
+    ["required", pytest.param({"type": "function", "function": {"name": "tell"}}, marks=pytest.mark.full)],
+    ids=["required", "named"],
+)
+def test_a_tool_call_after_a_thought(choice: object, line: Server, plain: Server) -> None:
     parameters = {"type": "object", "properties": {"pens": {"type": "integer", "maximum": 99}}, "required": ["pens"]}
     tools = [{"type": "function", "function": {"name": "tell", "parameters": parameters}}]
-    for choice in ("required", {"type": "function", "function": {"name": "tell"}}):
-        asked = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
-        asked |= {"thinking_token_budget": 12, "max_tokens": 80}
-        found = chat(line, **asked)
-        assert found["finish_reason"] == "tool_calls"
-        assert found["message"]["reasoning_content"]
-        assert found["message"]["content"] is None
-        (call,) = found["message"]["tool_calls"]
-        assert call["function"]["name"] == "tell"
-        assert json.loads(call["function"]["arguments"])["pens"] <= 99
-        assert found == chat(plain, **asked)
+    asked = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    asked |= {"thinking_token_budget": 12, "max_tokens": 80}
+    found = chat(line, **asked)
+    assert found["finish_reason"] == "tool_calls"
+    assert found["message"]["reasoning_content"]
+    assert found["message"]["content"] is None
+    (call,) = found["message"]["tool_calls"]
+    assert call["function"]["name"] == "tell"
+    assert json.loads(call["function"]["arguments"])["pens"] <= 99
+    assert found == chat(plain, **asked)
 
 
 @pytest.mark.full

@@ -33,6 +33,9 @@ from unisono.layers.mlp import GatedMLP
 from unisono.layers.norm import RMSNorm
 from unisono.models.blocks import DecoderLayer, Stream
 
+MANY = 8
+"""Layers with a projection after them from which on those without one have no tail."""
+
 
 @dataclass(frozen=True)
 class FusedTail:
@@ -87,8 +90,7 @@ def fuse_tails(modules: Iterable[nn.Module]) -> tuple[int, int, int]:
 
     Returns how many layers there are, how many have one, and how many could if their bits were equal.
     """
-    layers = [m for m in modules if isinstance(m, DecoderLayer)]
-    possible = {id(layer): tail for layer in layers if (tail := _tail(layer)) is not None}
+    layers, possible = _possible(modules)
     for layer in layers:
         tail = possible.get(id(layer))
         layer.tail = tail if tail is not None and tail.prove() else None
@@ -97,9 +99,21 @@ def fuse_tails(modules: Iterable[nn.Module]) -> tuple[int, int, int]:
 
 def rehearse_tails(modules: Iterable[nn.Module]) -> None:
     """Launch what :func:`fuse_tails` will launch and learn nothing: for compiling it ahead."""
-    tails = [tail.weights for m in modules if isinstance(m, DecoderLayer) and (tail := _tail(m)) is not None]
+    tails = [tail.weights for tail in _possible(modules)[1].values()]
     for weights in {tail.shape: tail for tail in tails}.values():
         _kernels(weights).rehearse(weights)
+
+
+def _possible(modules: Iterable[nn.Module]) -> tuple[list[DecoderLayer], dict[int, FusedTail]]:
+    """The decoder layers, and by id what each could do in one launch.
+
+    The last of many layers, which no projection follows, would need kernels of its own: an empty start would compile
+    twice as many, for one layer.
+    """
+    layers = [m for m in modules if isinstance(m, DecoderLayer)]
+    possible = {id(layer): tail for layer in layers if (tail := _tail(layer)) is not None}
+    followed = {at: tail for at, tail in possible.items() if tail.reader is not None}
+    return layers, followed if len(followed) >= MANY else possible
 
 
 def _tail(layer: DecoderLayer) -> FusedTail | None:
