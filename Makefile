@@ -2,7 +2,8 @@
 # make test    set up, lint, type-check and test; make test-all adds the long matrix
 # make clients installs 15 clients of the field in an environment of their own, and talks with each
 VENV ?= .venv
-WORKERS ?= 2
+# One more than CI has cores: tests of servers wait a third of their time.
+WORKERS ?= 3
 # A test that waited in vain is tried once more, and the summary names it: a machine may stand still for a minute. Nothing else is.
 RETRY := --reruns 1 -rR --only-rerun "TimeoutError|TimeoutExpired|ReadTimeout|ConnectTimeout|it did not happen|did not start"
 BIN := $(VENV)/bin

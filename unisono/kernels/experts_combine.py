@@ -51,6 +51,8 @@ def _combine_kernel(y, weights, shared, gates, residual, norm_weight, total, nor
     if COLUMNS > 0:
         real = row < M
         inside = inside & real
+        if NORM:
+            w_norm = tl.where(inside, w_norm, tl.zeros_like(w_norm))  # padding becomes 0, not -0
     sum_ = tl.zeros([BLOCK_H], tl.float32)
     for slot in tl.static_range(TOP_K):
         w = _weight(weights + row * TOP_K + slot, real, COLUMNS > 0) + tl.zeros([BLOCK_H], tl.float32)

@@ -196,7 +196,7 @@ def _prepare_kernel(
     limit = at + W if ROUND else stop
     used = (at >= 0) & (start < limit)
     i, d = tl.arange(0, CHUNK), tl.arange(0, K)
-    position = start + i
+    position, G = start + i, HV // HK
     old = used & (position < stop) & (position < at)
     kept = slot.to(tl.int64) * RING + position % RING
     k_old, g_old, beta_old = _remembered(kv_ring, gates_ring, kept, old, d, h, HK, HV, K, V)
@@ -207,7 +207,6 @@ def _prepare_kernel(
         q, k, g, beta = _fresh(qkv, gates, token, fresh, d, h, HK, HV, K, V)
         k, g, beta = tl.where(old[:, None], k_old, k), tl.where(old, g_old, g), tl.where(old, beta_old, beta)
         if ROUND:  # the ring has room for the pass's tokens beside those that are read
-            G: tl.constexpr = HV // HK
             key = kv_ring + kept[:, None] * (HK * K + HV * V) + h // G * K + d[None, :]
             tl.store(key, k, mask=fresh[:, None] & (h % G == 0))
             tl.store(gates_ring + kept * (2 * HV) + h, g, mask=fresh)

@@ -45,6 +45,7 @@ def _gated_norm_kernel(
     y = (x * scale[:, None]) * w[None, :] * (gate / (1.0 + tl.exp(-gate)))
     if COLUMNS > 0:
         first = tl.program_id(1) * (BLOCK * V)
+        y = tl.where(inside, y, 0.0)  # padding becomes 0, not -0
         store_quantised(y.to(o.dtype.element_ty), out, scales, tl.program_id(0), first, HEADS * V, PADDED, COLUMNS)
     else:
         tl.store(out + row * HEADS * V + at, y.to(out.dtype.element_ty), mask=inside)

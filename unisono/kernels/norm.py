@@ -69,6 +69,7 @@ def _rms_norm_kernel(x, residual, weight, total, out, x8, scales, eps, H, M, PAD
     inside = cols < H
     if GROUP > 0:
         inside = inside & (tl.program_id(0) < M)
+        w = tl.where(inside, w, tl.zeros_like(w))  # padding becomes 0, not -0
     value = tl.load(x + row + cols, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         r = tl.load(residual + row + cols, mask=inside, other=0.0).to(tl.float32)
