@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+"""Whether kernels are machine code; else Triton's interpreter runs them one after the other."""
 
 READ_EARLY = frozenset(
     {
