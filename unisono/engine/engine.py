@@ -324,19 +324,24 @@ class Engine:
         if result.shape[1] > 3:  # a round of one token brings one
             for index in np.flatnonzero(counts < result.shape[1] - 2).tolist():
                 del tokens[index][counts[index] :]
-        deltas = [TokenDelta(sequence.request_id, new) for sequence, new in zip(sequences, tokens, strict=True)]
+        deltas, reporting = list[TokenDelta](), list[int]()
+        for sequence, new in zip(sequences, tokens, strict=True):
+            if sequence.reports:  # of what it had before, too
+                reporting.append(len(deltas))
+            else:
+                sequence.tokens += new
+            deltas.append(TokenDelta(sequence.request_id, new))
         if drafts:
             for delta, proposed, count in zip(deltas, drafted.tolist(), counts.tolist(), strict=True):
                 delta.drafted_tokens, delta.accepted_tokens = proposed, count - 1
         ended = set() if running.all() else set(np.flatnonzero(~running).tolist())
         for index in ended:
             deltas[index].finish = REASONS[result[index, 1]]
-        for index, (sequence, new) in enumerate(zip(sequences, tokens, strict=True)):
-            if sequence.reports:
-                self._report(sequence, deltas[index], launched.kind, int(work.places[committed[index]]), outputs)
-                if deltas[index].finish is not FinishReason.RUNNING:
-                    ended.add(index)
-            sequence.tokens += new
+        for index in reporting:
+            self._report(sequences[index], deltas[index], launched.kind, int(work.places[committed[index]]), outputs)
+            if deltas[index].finish is not FinishReason.RUNNING:
+                ended.add(index)
+            sequences[index].tokens += tokens[index]
         for index in sorted(ended):
             self.scheduler.retire(sequences[index], deltas[index].finish)
             del self._sequences[sequences[index].request_id]
