@@ -173,7 +173,7 @@ def test_aborts_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
                 leaving.discard(i)
                 answers[str(i)] = expected[i]
         assert [answers[str(i)] for i in range(24)] == expected
-        assert offloaded(llm).requests > 5
+        assert offloaded(llm).requests > 2
         llm.engine.check_integrity()
 
 
