@@ -34,7 +34,6 @@ COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.split
 
 @pytest.mark.parametrize("line", [c for c in COMMANDS if not re.search(" (serve|train-draft) ", c)])
 def test_commands(line: str) -> None:
-    line = line.replace("--problems 20", "--problems 4")
     assert shell(line.replace(".venv/bin/unisono", UNISONO), input="Hello\n").strip()
 
 
