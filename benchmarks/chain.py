@@ -54,8 +54,7 @@ def table(kernels: list[Added]) -> str:
     whole = sum(us for _, _, us in kernels)
     lines = ["| kernel | grid | launches | µs each | µs a round | share |", "|" + "---|" * 6]
     for (name, grid), times in sorted(found.items(), key=lambda item: -sum(item[1])):
-        launches, total = len(times) / ROUNDS, sum(times)
-        mean = statistics.mean(times)
+        launches, total, mean = len(times) / ROUNDS, sum(times), statistics.mean(times)
         lines.append(
             f"| {name[:60]} | {grid} | {launches:g} | {mean:.2f} | {total / ROUNDS:.1f} | {total / whole:.3f} |"
         )
@@ -65,7 +64,7 @@ def table(kernels: list[Added]) -> str:
 def rounds(llm: Any, batch: int, context: int) -> list[Added]:
     """Of ROUNDS rounds of ``batch`` requests."""
     names = running(llm, batch, context)
-    found = traced(lambda: llm.engine.step())
+    found = traced(llm.engine.step)
     stop(llm, names)
     return found
 
@@ -109,8 +108,9 @@ def main() -> None:
         "max_num_seqs": max(args.batch),
         "max_model_len": max([2 * args.context, *(n + 64 for n in args.prompts)]),
         "quantization": args.quantization,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "load_format": "dummy",
     }
-    flags |= {"gpu_memory_utilization": args.gpu_memory_utilization, "load_format": "dummy"}
     with LLM(args.model, speculative=SpeculativeConfig.parse(args.speculative_config), **flags) as llm:
         for batch in args.batch:
             print(f"\n{batch} requests: {step_ms(llm, batch, args.context):.3f} ms a step, not traced\n")

@@ -319,8 +319,9 @@ class Machine:
             "fence_async_shared": lambda: None, "block_barrier": lambda: None,
             "HALF": 32, "WIDTH": 128,
             "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
-            "over": lambda value, scale, inverse: value / scale, "reciprocal": lambda scale: 1 / scale,
             "scale_for": lambda largest: largest.clamp(min=1e-10) / 448.0,
+            "scales_of": lambda value: value.abs().amax(1).clamp(min=1e-10) / 448.0,
+            "scaled_by": lambda value, scale: (value / scale[:, None]).clamp(-448.0, 448.0),
         }  # fmt: skip
 
     def _language(self) -> types.SimpleNamespace:

@@ -43,7 +43,7 @@ def test_quotients_and_scales_are_ieees(monkeypatch: pytest.MonkeyPatch) -> None
     fused = lambda a, b, c: (torch.as_tensor(a).double() * torch.as_tensor(b).double() + c).float()  # noqa: E731
     names = {"fma": fused, "where": torch.where, "maximum": lambda a, b: a.clamp(min=b)}
     monkeypatch.setattr(fp8_quantize, "tl", SimpleNamespace(**names))
-    monkeypatch.setattr(fp8_quantize, "FUSED", True)
+    monkeypatch.setattr(fp8_quantize, "COMPILED", True)
     monkeypatch.setattr(fp8_quantize, "over", fp8_quantize.over.fn)
     mantissas, below = 1 + torch.arange(128) / 128, torch.exp2(-torch.arange(26.0))
     every = (below[:, None] * mantissas).flatten()

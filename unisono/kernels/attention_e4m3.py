@@ -14,13 +14,11 @@ two, and nothing that is scaled leaves the exact range of its type.
 from __future__ import annotations
 
 import triton
-import triton.knobs
 import triton.language as tl
 
 from unisono.kernels.attention_split import find_keys, hide, keep, merge, nothing, tiles, weigh
 from unisono.kernels.kv_e4m3 import LOWEST
-
-COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+from unisono.kernels.library import COMPILED
 
 RAISED = tl.constexpr(2.0**-LOWEST)
 """What weights are multiplied by beside their value's scale, so that the lowest scale makes none of them smaller."""

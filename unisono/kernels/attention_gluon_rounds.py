@@ -25,10 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from unisono.kernels.fp8_quantize import over, reciprocal, scale_for
+from unisono.kernels.fp8_quantize import scale_for, scaled_by
 from unisono.kernels.hopper import block_barrier, order_loads, stage_barriers
+from unisono.kernels.overlap import follow
 
 STAGES = 3
 """Steps whose keys and values are held at once: two programs fit on a multiprocessor."""
@@ -45,14 +45,6 @@ def _work_item(work_ptr, item, KV_HEADS: gl.constexpr, KEYS: gl.constexpr, SPLIT
 
 
 @gluon.jit
-def _take_turn(OVERLAP: gl.constexpr):
-    """Wait for the kernel ahead and allow the next one to start; nothing where both are done."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
-
-
-@gluon.jit
 def _load_pages(which, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages,
                 KV_HEADS: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
                 STAGES: gl.constexpr, HALF: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
@@ -64,7 +56,7 @@ def _load_pages(which, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, to
         entry, head, _, begin, end = _work_item(work_ptr, item, KV_HEADS, KEYS, SPLIT)
         pages_ptr = table_ptr + gl.load(entry, cache_modifier=".cg").to(gl.int64) * max_pages
         upcoming = gl.load(pages_ptr + gl.minimum(begin * each + which, max_pages - 1), cache_modifier=".cg")
-        _take_turn(OVERLAP)
+        follow(OVERLAP)
         for step in range(begin, end):
             row = (upcoming * KV_HEADS + head) * PAGE
             upcoming = gl.load(pages_ptr + gl.minimum((step + 1) * each + which, max_pages - 1))  # a step ahead
@@ -78,7 +70,7 @@ def _load_pages(which, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, to
                 tma.async_copy_global_to_shared(k_desc, at, bar, k.index(place).slice(which * PAGE, PAGE))
                 tma.async_copy_global_to_shared(v_desc, at, bar, v.index(place).slice(which * PAGE, PAGE))
             turn += 1
-    _take_turn(OVERLAP)
+    follow(OVERLAP)
 
 
 @gluon.jit
@@ -264,9 +256,7 @@ def _store(outs, q, tile, last, head, position, z, a0, a1, FIRST: gl.constexpr, 
 @gluon.jit
 def _store_scaled(to, value, scale, there, dtype: gl.constexpr):
     """Values [ROWS, HALF] over their rows' scales: the bits of ``fp8_quantize.scaled_by``."""
-    nothing = gl.zeros_like(value)
-    scaled = over(value, gl.expand_dims(scale, 1) + nothing, gl.expand_dims(reciprocal(scale), 1) + nothing)
-    gl.store(to, gl.minimum(gl.maximum(scaled, -448.0), 448.0).to(dtype), mask=there)
+    gl.store(to, scaled_by(value, scale).to(dtype), mask=there)
 
 
 @gluon.jit
@@ -285,7 +275,7 @@ def _attend_items(q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total,
         entry, head, length, begin, end = _work_item(work_ptr, item, KV_HEADS, KEYS, SPLIT)
         tile, last = gl.load(entry + 2, cache_modifier=".cg"), gl.load(entry + 3, cache_modifier=".cg")
         partial, counter = gl.load(entry + 6, cache_modifier=".cg"), gl.load(entry + 7, cache_modifier=".cg")
-        _take_turn(OVERLAP)
+        follow(OVERLAP)
         token, _, in_use = _tile_rows(tile, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(0, MMA))
         position = gl.load(positions_ptr + token, mask=in_use, other=-1)
         part = partial.to(gl.int64) * KV_HEADS + head  # of the workspace; the next split's is KV_HEADS further on
@@ -325,7 +315,7 @@ def _attend_items(q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total,
                     state_ptr, acc_ptr, part, KV_HEADS, splits, AT_ONCE, CAPACITY, ROWS, HALF, MMA
                 )  # fmt: skip
                 _store(outs, q, tile, last, head, position, z, a0, a1, FIRST, HEADS, GROUP, ROWS, HALF, MMA)
-    _take_turn(OVERLAP)
+    follow(OVERLAP)
 
 
 @gluon.jit

@@ -12,15 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.fp8_quantize import GROUP, Quantised, empty_quantised, store_quantised
+from unisono.kernels.fp8_quantize import GROUP, Quantised, empty_quantised
 from unisono.kernels.library import AotCase, define, register
 from unisono.kernels.norm import (
     columns_of,
     quantised_norm,
     rms_norm_cpu,
-    rounded_before_weight,
     row_warps,
-    square,
+    store_norm,
     with_fp8_cpu,
     with_fp8_meta,
 )
@@ -51,8 +50,6 @@ def _combine_kernel(y, weights, shared, gates, residual, norm_weight, total, nor
     if COLUMNS > 0:
         real = row < M
         inside = inside & real
-        if NORM:
-            w_norm = tl.where(inside, w_norm, tl.zeros_like(w_norm))  # padding becomes 0, not -0
     sum_ = tl.zeros([BLOCK_H], tl.float32)
     for slot in tl.static_range(TOP_K):
         w = _weight(weights + row * TOP_K + slot, real, COLUMNS > 0) + tl.zeros([BLOCK_H], tl.float32)
@@ -71,14 +68,7 @@ def _combine_kernel(y, weights, shared, gates, residual, norm_weight, total, nor
     rounded = (sum_.to(dtype).to(tl.float32) + r).to(dtype)
     tl.store(total + row * H + cols, rounded, mask=inside)
     if NORM:
-        value = rounded.to(tl.float32)
-        value = value * tl.rsqrt(tl.sum(square(value), axis=0) / H + eps)
-        value = rounded_before_weight(value, w_norm.dtype, dtype)
-        if KEEP:
-            tl.store(normed + row * H + cols, (value * w_norm.to(tl.float32)).to(dtype), mask=inside)
-        if COLUMNS > 0:
-            out = (value * w_norm.to(tl.float32)).to(dtype)
-            store_quantised(out, x8, scales, tl.program_id(0), 0, H, PADDED, COLUMNS)
+        store_norm(rounded.to(tl.float32), w_norm, normed, x8, scales, cols, inside, eps, H, PADDED, KEEP, COLUMNS)
 
 
 Combined = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

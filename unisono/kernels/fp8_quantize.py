@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import COMPILED, AotCase, define, register
 from unisono.kernels.overlap import follow, overlapped
 
 E4M3 = torch.float8_e4m3fn
@@ -35,9 +35,6 @@ GROUP = 128
 
 ROWS_OF_FOUR = 4
 """Rows are padded to a multiple of this: torch's blockwise product takes no other numbers of rows."""
-
-FUSED = tl.constexpr(not triton.knobs.runtime.interpret)
-"""Whether fused multiply-adds are fused: the interpreter rounds twice."""
 
 _COLUMNS = 1024
 """Columns of one program where groups are smaller than that."""
@@ -79,7 +76,7 @@ def over(value, scale, inverse):
     division needs no cases: two corrections of ``value * inverse`` give its bits (Markstein, IBM J. Res. Dev. 34,
     1990). The compiler's division branches for each element, so one waits for the other.
     """
-    if FUSED:
+    if COMPILED:
         quotient = value * inverse
         quotient = tl.fma(tl.fma(-scale, quotient, value), inverse, quotient)
         quotient = tl.fma(tl.fma(-scale, quotient, value), inverse, quotient)

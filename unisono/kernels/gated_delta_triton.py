@@ -24,11 +24,11 @@ import triton.language as tl
 
 from unisono.kernels.gated_delta_cpu import CHUNK as CHUNK_TOKENS
 from unisono.kernels.gated_delta_cpu import EPS as LENGTH_EPS
+from unisono.kernels.library import COMPILED
 from unisono.kernels.overlap import follow
 
 CHUNK = tl.constexpr(CHUNK_TOKENS)
 EPS = tl.constexpr(LENGTH_EPS)
-GUARDED = tl.constexpr(not triton.knobs.runtime.interpret)
 NEVER = tl.constexpr(2**31 - 1)
 
 
@@ -48,7 +48,7 @@ def _split(x, dtype: tl.constexpr):
     The move keeps the compiler from fusing the product that x may be into the subtraction, in one kernel and not in
     another.
     """
-    if GUARDED:
+    if COMPILED:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     return high.to(dtype), (x - high).to(dtype)
@@ -123,23 +123,10 @@ def _of_head(qkv, kv_ring, h, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexp
 
 
 @triton.jit
-def _remembered(kv_ring, gates_ring, kept, old, d, h, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-                V: tl.constexpr):  # fmt: skip
-    """(k [CHUNK, K], g [CHUNK], beta [CHUNK]) of value head h at the places ``kept`` of the ring, zeros if not old."""
-    KV: tl.constexpr = HK * K + HV * V
-    k = tl.load(kv_ring + (kept * KV)[:, None] + h // (HV // HK) * K + d[None, :], mask=old[:, None], other=0.0)
-    g = tl.load(gates_ring + kept * (2 * HV) + h, mask=old, other=0.0)
-    return k, g, tl.load(gates_ring + kept * (2 * HV) + HV + h, mask=old, other=0.0)
-
-
-@triton.jit
-def _fresh(qkv, gates, token, fresh, d, h, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
-    """(q, k [CHUNK, K], g, beta [CHUNK]) of value head h and tokens of the pass, zeros where they are not fresh."""
-    q_row = qkv + (token * (2 * HK * K + HV * V))[:, None] + h // (HV // HK) * K + d[None, :]
-    q = tl.load(q_row, mask=fresh[:, None], other=0.0)
-    k = tl.load(q_row + HK * K, mask=fresh[:, None], other=0.0)
-    g = tl.load(gates + token * (2 * HV) + h, mask=fresh, other=0.0)
-    return q, k, g, tl.load(gates + token * (2 * HV) + HV + h, mask=fresh, other=0.0)
+def _gate(gates, token, there, h, HV: tl.constexpr):
+    """(g, beta) [N] of head h of tokens, in the pass or in the ring; zeros where they are not ``there``."""
+    row = gates + token * (2 * HV) + h
+    return tl.load(row, mask=there, other=0.0), tl.load(row + HV, mask=there, other=0.0)
 
 
 # ---- what of a chunk does not depend on the state ---------------------------------------------------
@@ -167,6 +154,20 @@ def _squares(kk, qk, qq, sums, sums_row, beta, SCALE: tl.constexpr):
     end = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, sums, 0.0), 0)
     decay = tl.exp(sums)
     return T, P, -(decay * k_col), decay * q_col, tl.exp(end - sums) * k_col, tl.exp(end)
+
+
+@triton.jit
+def _store_chunk(squares, factors, place, T, P, w_k, w_q, w_s, whole):
+    """What :func:`_within` reads of a chunk and head, whose place this is. Squares are stored by columns."""
+    i = tl.arange(0, CHUNK)
+    own, square = place * (4 * CHUNK * CHUNK), i[None, :] * CHUNK + i[:, None]
+    _store_split(squares + own, T, square, CHUNK * CHUNK)
+    _store_split(squares + own + 2 * CHUNK * CHUNK, P, square, CHUNK * CHUNK)
+    f = factors + place * (4 * CHUNK) + i
+    tl.store(f, w_k)
+    tl.store(f + CHUNK, w_q)
+    tl.store(f + 2 * CHUNK, w_s)
+    tl.store(f + 3 * CHUNK, tl.zeros([CHUNK], tl.float32) + whole)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -199,16 +200,21 @@ def _prepare_kernel(
     position, G = start + i, HV // HK
     old = used & (position < stop) & (position < at)
     kept = slot.to(tl.int64) * RING + position % RING
-    k_old, g_old, beta_old = _remembered(kv_ring, gates_ring, kept, old, d, h, HK, HV, K, V)
+    q_new, k_new, _, k_ring, _ = _of_head(qkv, kv_ring, h, HK, HV, K, V)
+    ring = k_ring + (kept * (HK * K + HV * V))[:, None] + d[None, :]
+    k_old = tl.load(ring, mask=old[:, None], other=0.0)
+    g_old, beta_old = _gate(gates_ring, kept, old, h, HV)
     if ROUND:
         follow(OVERLAP)
     if used:
-        fresh, token = (position >= at) & (position < stop), (begin + position - at).to(tl.int64)
-        q, k, g, beta = _fresh(qkv, gates, token, fresh, d, h, HK, HV, K, V)
+        C: tl.constexpr = 2 * HK * K + HV * V
+        fresh = (position >= at) & (position < stop)
+        k = _tile(k_new, C, k_new, C, position, begin, at, stop, slot, d, RING, False)
+        q = _tile(q_new, C, q_new, C, position, begin, at, stop, slot, d, RING, False)
+        g, beta = _gate(gates, (begin + position - at).to(tl.int64), fresh, h, HV)
         k, g, beta = tl.where(old[:, None], k_old, k), tl.where(old, g_old, g), tl.where(old, beta_old, beta)
         if ROUND:  # the ring has room for the pass's tokens beside those that are read
-            key = kv_ring + kept[:, None] * (HK * K + HV * V) + h // G * K + d[None, :]
-            tl.store(key, k, mask=fresh[:, None] & (h % G == 0))
+            tl.store(ring, k, mask=fresh[:, None] & (h % G == 0))
             tl.store(gates_ring + kept * (2 * HV) + h, g, mask=fresh)
             tl.store(gates_ring + kept * (2 * HV) + HV + h, beta, mask=fresh)
         sums, sums_row = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
@@ -221,15 +227,7 @@ def _prepare_kernel(
         qk = tl.dot(q, tl.trans(k), zero, input_precision="ieee")
         qq = tl.dot(q, tl.trans(q), zero, input_precision="ieee")
         T, P, w_k, w_q, w_s, whole = _squares(kk, qk, qq, sums, sums_row, beta, SCALE)
-        own = (c.to(tl.int64) * HV + h) * (4 * CHUNK * CHUNK)
-        square = i[None, :] * CHUNK + i[:, None]  # stored by columns
-        _store_split(squares + own, T * beta[None, :], square, CHUNK * CHUNK)
-        _store_split(squares + own + 2 * CHUNK * CHUNK, P, square, CHUNK * CHUNK)
-        f = factors + (c.to(tl.int64) * HV + h) * (4 * CHUNK) + i
-        tl.store(f, w_k)
-        tl.store(f + CHUNK, w_q)
-        tl.store(f + 2 * CHUNK, w_s)
-        tl.store(f + 3 * CHUNK, tl.zeros([CHUNK], tl.float32) + whole)
+        _store_chunk(squares, factors, c.to(tl.int64) * HV + h, T * beta[None, :], P, w_k, w_q, w_s, whole)
 
 
 # ---- the walk over a row's chunks -------------------------------------------------------------------

@@ -11,6 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton
+import triton.knobs
+import triton.language as tl
+
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+"""Whether kernels are machine code; else Triton's interpreter runs them, and rounds a fused multiply-add twice."""
 
 ROW_TILE = 16
 """Rows per matrix product in CPU twins. A fixed count makes a row's bits independent of the batch."""

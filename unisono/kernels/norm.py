@@ -53,7 +53,7 @@ def store_norm(value, w, out, x8, scales, cols, inside, eps, H, PADDED, KEEP: tl
     if KEEP:
         tl.store(out + row + cols, (normed * w).to(out.dtype.element_ty), mask=inside)
     if GROUP > 0:
-        value = (normed * w).to(out.dtype.element_ty)
+        value = tl.where(inside, normed * w, 0.0).to(out.dtype.element_ty)  # padding becomes 0, not -0
         store_quantised(value, x8, scales, tl.program_id(0), 0, H, PADDED, GROUP)
 
 
@@ -69,7 +69,6 @@ def _rms_norm_kernel(x, residual, weight, total, out, x8, scales, eps, H, M, PAD
     inside = cols < H
     if GROUP > 0:
         inside = inside & (tl.program_id(0) < M)
-        w = tl.where(inside, w, tl.zeros_like(w))  # padding becomes 0, not -0
     value = tl.load(x + row + cols, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         r = tl.load(residual + row + cols, mask=inside, other=0.0).to(tl.float32)

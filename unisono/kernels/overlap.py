@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
-"""Whether kernels are machine code; else Triton's interpreter runs them one after the other."""
+from unisono.kernels.library import COMPILED
 
 READ_EARLY = frozenset(
     {

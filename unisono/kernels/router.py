@@ -15,29 +15,17 @@ import triton.language as tl
 from unisono.kernels.library import AotCase, define, fixed_rows_matmul, ints, register
 from unisono.kernels.linear import launch_linear
 from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.sampling import order_key, order_value
 
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(ids [M, top_k] i32, weights [M, top_k] fp32, gates [M] fp32)."""
 
 
 LOWEST = tl.constexpr(-(2**31))
-"""Below every logit's :func:`_ordered`."""
+"""Below the key of every logit."""
 
 _SEEN = 512
 """Positions that a row of padding looks at together."""
-
-
-@triton.jit
-def _ordered(x):
-    """Numbers, but no NaN, as integers of the same order, above LOWEST. A warp compares these in one instruction."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0 is 0
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _logit(ordered):
-    """What :func:`_ordered` was given."""
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -63,8 +51,9 @@ def _choose_kernel(logits, positions, ids, weights, gates, counts, stride, E,
             at = start + tl.arange(0, SEEN)
             seen = tl.load(positions + at, mask=at < tl.num_programs(0), other=-1)
             furthest = tl.maximum(furthest, tl.max(seen, 0))
-    free = tl.where(e < E, _ordered(x), LOWEST)
-    top = _logit(tl.max(free, 0))
+    # As integers a warp compares them in one instruction; -0 is 0.
+    free = tl.where(e < E, order_key(tl.where(x == 0.0, 0.0, x)), LOWEST)
+    top = order_value(tl.max(free, 0))
     chosen = tl.zeros([CHOSEN], tl.float32)
     own = tl.zeros([CHOSEN], tl.int32)
     total = 0.0
@@ -72,7 +61,7 @@ def _choose_kernel(logits, positions, ids, weights, gates, counts, stride, E,
         best = tl.max(free, 0)
         at = tl.min(tl.where(free == best, e, EXPERTS), 0)
         free = tl.where(e == at, LOWEST, free)
-        share = tl.exp(_logit(best) - top)
+        share = tl.exp(order_value(best) - top)
         total += share
         chosen, own = tl.where(k == slot, share, chosen), tl.where(k == slot, at, own)
     if not NORMALIZE:

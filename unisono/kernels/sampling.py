@@ -55,6 +55,12 @@ def order_key(value):
 
 
 @triton.jit
+def order_value(key):
+    """The fp32 values of an :func:`order_key`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _grid_key(value, UNUSED: tl.constexpr):
     """:func:`order_key` counted in steps of the storage type. int64, so that differences cannot overflow."""
     return order_key(value).to(tl.int64) >> UNUSED
@@ -64,8 +70,7 @@ def _grid_key(value, UNUSED: tl.constexpr):
 def _grid_value(key, UNUSED: tl.constexpr):
     """The fp32 value of a :func:`_grid_key`."""
     low = tl.where(key < 0, (1 << UNUSED) - 1, 0)
-    image = ((key << UNUSED) | low).to(tl.int32)
-    return (image ^ ((image >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return order_value(((key << UNUSED) | low).to(tl.int32))
 
 
 @triton.jit

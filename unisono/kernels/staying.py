@@ -21,7 +21,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
-from unisono.kernels.fp8_quantize import over, reciprocal, scale_for
+from unisono.kernels.fp8_quantize import scaled_by, scales_of
 from unisono.kernels.hopper import WIDTH, block_barrier, order_loads, stage_barriers
 
 LINE = 16
@@ -257,10 +257,8 @@ def store_quantised(value, x8, scales, row, first, K, PADDED, COLUMNS: gl.conste
     grouped = gl.convert_layout(value.to(gl.float32).reshape([COLUMNS // GROUP, GROUP]), GROUPED)
     groups = first // GROUP + gl.arange(0, COLUMNS // GROUP, gl.SliceLayout(1, GROUPED))
     cols = groups[:, None] * GROUP + gl.arange(0, GROUP, gl.SliceLayout(0, GROUPED))[None, :]
-    scale, nothing = scale_for(gl.max(gl.abs(grouped), axis=1)), gl.zeros_like(grouped)
-    scaled = over(grouped, nothing + scale[:, None], nothing + reciprocal(scale)[:, None])
-    scaled = gl.minimum(gl.maximum(scaled, -448.0), 448.0)
-    gl.store(x8 + row * K + cols, scaled.to(x8.dtype.element_ty), mask=cols < K)
+    scale = scales_of(grouped)
+    gl.store(x8 + row * K + cols, scaled_by(grouped, scale).to(x8.dtype.element_ty), mask=cols < K)
     gl.store(scales + groups * PADDED + row, scale, mask=groups * GROUP < K)
 
 
