@@ -55,7 +55,7 @@ exact() { # NAME SECONDS SHAPE FLAG…
 }
 empty() { # NAME PROCESSES   a start with no compiled kernel
     step "$1" 90 "^Start" env UNISONO_COMPILE_PROCESSES="$2" TRITON_CACHE_DIR="$out/cache-$1" $unisono bench latency --load-format dummy \
-        --model benchmarks/shapes/qwen3-8b --batch 1 --prompts 128 --output-len 8 --max-model-len 9000
+        --model benchmarks/shapes/qwen3-8b --batch 1 --prompts 128 --output-len 16 --max-model-len 9000
     rm -rf "$out/cache-$1"
 }
 without() { # COMMAND…   without the kernel for rounds and without tails in one launch

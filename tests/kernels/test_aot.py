@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.kernel_source import overlapped_kernels
-from unisono.kernels.overlap import BESIDE, READ_EARLY
+from unisono.kernels.overlap import BESIDE, LEADING, READ_EARLY
 
 TOUCHES = re.compile(r"\b(ld|st|atom|red|cp)\.[\w.:]*global")
 """An access to the device's memory, in PTX."""
@@ -31,6 +31,9 @@ NORMS = ("_rms_norm_kernel", "_combine_kernel", "_gated_norm_kernel")
 
 TAILS = ("layer_tail_kernel", "layer_tail_fp8_kernel", "_gather_norm_kernel")
 """Kernels with norms between their products, or after a gather. They are in the same part."""
+
+OF_ATTENTION = ("_rope_and_cache_kernel", "attention_kernel", "round_attention_kernel")
+"""Kernels that lead where UNISONO_EARLY_ATTENTION says so."""
 
 APART = ("_adapter_expand_kernel", "_adapter_silu_kernel", "_adapted_linear_kernel")
 """Kernels that add a product to a base. Left to itself the compiler begins the product's sum with the base."""
@@ -87,14 +90,19 @@ def _compile(case) -> dict:
             raise ValueError("writes what is read early and does not publish it at its end")
     old = "mma.sync" in compiled.asm["ptx"]
     fused = compiled.asm["ptx"].count("fma.rn.f32")
-    if case.kernel.fn.__name__ in (*NORMS, *BY_HEADS, *TAILS):
-        apart = compile(made, target=target, options=options | {"enable_fp_fusion": False})
-        if apart.asm["ptx"].count("fma.rn.f32") != fused:
-            raise ValueError("leaves it to the compiler which product it fuses with a sum")
+    if case.kernel.fn.__name__ in (*NORMS, *BY_HEADS, *TAILS) and _written_fused(compiled.asm["llir"]) != fused:
+        raise ValueError("leaves it to the compiler which product it fuses with a sum")
     found = {"shared": compiled.metadata.shared, "cubin": len(compiled.asm["cubin"]), "waits": wait >= 0, "old": old}
+    found["leads"] = -1 < compiled.asm["ptx"].find("griddepcontrol.launch_dependents") < wait
     code = compiled.asm.get("ttgir", "")
     fed = sorted(set(re.findall(r"kWidth = (\d+)", code)))
-    return found | {"sums": _sums(code), "apart": "math.fma" in code, "fed": fed}
+    saturates = "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
+    return found | {"sums": _sums(code), "apart": "math.fma" in code, "fed": fed, "saturates": saturates}
+
+
+def _written_fused(code: str) -> int:
+    """Multiply-adds in a kernel's LLVM code. PTX is made of it next, where the compiler may fuse more of them."""
+    return sum(int(width or 1) for width in re.findall(r"call [^@\n]*@llvm\.fma\.(?:v(\d+))?f32\(", code))
 
 
 def _touched_early(ptx: str, touches: re.Pattern) -> bool:
@@ -173,8 +181,10 @@ def main(part: str, every: bool) -> None:
             new = brings_something(case, seen.setdefault(kernel, set()))
             line["chosen"] = every or new or kernel in (*NORMS, *BY_HEADS)  # compared with each other
             line["gluon"] = case.kernel.is_gluon()
-            if part == "first":
-                wanted = first and not line["gluon"]
+            kinds = {case.signature.get(name) for name in ("x8", "out")}
+            line["quantises"] = "*fp8e4nv" in kinds and "scales" in case.signature
+            if part in ("first", "early"):
+                wanted = first and (kernel in OF_ATTENTION if part == "early" else not line["gluon"])
             else:
                 wanted = line["chosen"] and (line["gluon"] if part == "gluon" else part_of(kernel) == int(part))
             if wanted:
@@ -185,9 +195,9 @@ def main(part: str, every: bool) -> None:
             print(json.dumps(line), flush=True)
 
 
-def compiled(part, every, *paths):
+def compiled(part, every, *paths, **variables):
     """The version of Triton, imported from ``paths`` where it is there, and a line for each configuration."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
     environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *(path for path in sys.path if path)])
     command = [sys.executable, __file__, str(part), *(["every"] if every else [])]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
@@ -219,6 +229,11 @@ def test_a_configuration_of_every_kernel_compiles_with_the_oldest_triton():
     assert len(made) > 60
 
 
+def test_attention_leads_where_that_is_asked_for():
+    _, lines = compiled("early", False, UNISONO_EARLY_ATTENTION="1")
+    assert {line["kernel"] for line in lines if line.get("leads")} == set(OF_ATTENTION)
+
+
 @EVERY
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_kernel_compiles_for_hopper(part, every):
@@ -230,6 +245,8 @@ def test_every_kernel_compiles_for_hopper(part, every):
     assert {line["kernel"] for line in lines} == {k for line in listed if part_of(k := line["kernel"]) == part} != set()
     assert all("cubin" in line for line in lines)
     assert not [line for line in quantised if line.get("old")], "not wgmma: its bits differ from those of larger tiles"
+    unclamped = [line["is"] for line in lines if line["quantises"] and not line["saturates"]]
+    assert not unclamped, "what is beyond e4m3's range does not become its largest value"
     together = [line["is"] for line in lines if line["kernel"] in APART and not line["apart"]]
     assert not together, "a product's sum begins with what it is to be added to"
     other = [line["is"] for line in lines if line["kernel"] == "attention_kernel" and line["fed"] != ["2"]]
@@ -237,6 +254,8 @@ def test_every_kernel_compiles_for_hopper(part, every):
     waiting = {line["kernel"] for line in lines if line["waits"]}
     overlapped = {name for name in overlapped_kernels() if part_of(name) == part}
     assert waiting == overlapped, "who waits is who is launched before its turn"
+    leading = {line["kernel"] for line in lines if line["leads"]}
+    assert leading == {name for name in LEADING if part_of(name) == part}, "who may start the next one before its turn"
     if part == part_of(BY_HEADS[0]):
         heads_add_in_one_order([line for line in lines if line["kernel"] in BY_HEADS])
     if part == part_of(NORMS[0]):

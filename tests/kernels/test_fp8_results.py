@@ -59,7 +59,7 @@ def assert_quantised(got: Pair, plain: torch.Tensor, group: int) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 200), (4, 1024)])
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 200), (4, 1024), (3, 2300), (65, 1200)])
 @pytest.mark.parametrize("centred", [False, True])
 def test_norms(rows, size, group, centred, dtype, device):
     x, residual = (rows_of(rows, size, dtype=dtype, device=device) for _ in range(2))

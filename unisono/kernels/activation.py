@@ -66,7 +66,7 @@ def gated_product(gate, up, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
 def _silu_mul_kernel(x, out, scales, I, M, PADDED,  # noqa: E741
                      BLOCK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """COLUMNS: out is e4m3, and that many columns share one of ``scales``; 0: out is of x's dtype."""
-    follow(OVERLAP)
+    follow(OVERLAP, COLUMNS > 0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(0).to(tl.int64)
     inside = cols < I
@@ -168,7 +168,7 @@ def silu_mul_fp8(x: torch.Tensor, group: int) -> Quantised:
 def _sigmoid_gate_kernel(x, qkv, out, scales, stride, HEADS, M, PADDED, D: tl.constexpr,
                          BLOCK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """COLUMNS: see :func:`_silu_mul_kernel`."""
-    follow(OVERLAP)
+    follow(OVERLAP, COLUMNS > 0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, inside = tl.program_id(0).to(tl.int64), cols < HEADS * D
     if COLUMNS > 0:

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from unisono.kernels.fp8_quantize import scale_for, scaled_by
 from unisono.kernels.hopper import block_barrier, order_loads, stage_barriers
-from unisono.kernels.overlap import follow
+from unisono.kernels.overlap import EARLY_ATTENTION, follow
 
 STAGES = 3
 """Steps whose keys and values are held at once: two programs fit on a multiprocessor."""
@@ -45,21 +45,30 @@ def _work_item(work_ptr, item, KV_HEADS: gl.constexpr, KEYS: gl.constexpr, SPLIT
 
 
 @gluon.jit
-def _load_pages(which, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages,
+def _load_pages(which, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages, tokens,
                 KV_HEADS: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
                 STAGES: gl.constexpr, HALF: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
-    """One warp's part: read page ``which`` of every step's keys and values into its stage, as stages come free."""
+    """One warp's part: read page ``which`` of every step's keys and values into its stage, as stages come free.
+
+    tokens: of the pass. Steps from the one on that may hold their keys wait for the kernel that writes these.
+    """
     each: gl.constexpr = KEYS // PAGE
     order_loads()
     turn = gl.to_tensor(0)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
-        entry, head, _, begin, end = _work_item(work_ptr, item, KV_HEADS, KEYS, SPLIT)
+        entry, head, length, begin, end = _work_item(work_ptr, item, KV_HEADS, KEYS, SPLIT)
         pages_ptr = table_ptr + gl.load(entry, cache_modifier=".cg").to(gl.int64) * max_pages
         upcoming = gl.load(pages_ptr + gl.minimum(begin * each + which, max_pages - 1), cache_modifier=".cg")
-        follow(OVERLAP)
+        if not EARLY_ATTENTION:
+            follow(OVERLAP)
+        written = gl.maximum(length - tokens, 0) // KEYS
         for step in range(begin, end):
+            if EARLY_ATTENTION:  # noqa: SIM102 — decided by the compiler
+                if step >= written:
+                    follow(OVERLAP, True)
             row = (upcoming * KV_HEADS + head) * PAGE
-            upcoming = gl.load(pages_ptr + gl.minimum((step + 1) * each + which, max_pages - 1))  # a step ahead
+            ahead = gl.minimum((step + 1) * each + which, max_pages - 1)
+            upcoming = gl.load(pages_ptr + ahead, cache_modifier=".cg")
             stage = turn % STAGES
             mbarrier.wait(free.index(stage), (turn // STAGES & 1) ^ 1)
             bar = full.index(stage)
@@ -70,7 +79,7 @@ def _load_pages(which, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, to
                 tma.async_copy_global_to_shared(k_desc, at, bar, k.index(place).slice(which * PAGE, PAGE))
                 tma.async_copy_global_to_shared(v_desc, at, bar, v.index(place).slice(which * PAGE, PAGE))
             turn += 1
-    follow(OVERLAP)
+    follow(OVERLAP, EARLY_ATTENTION)
 
 
 @gluon.jit
@@ -275,7 +284,7 @@ def _attend_items(q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total,
         entry, head, length, begin, end = _work_item(work_ptr, item, KV_HEADS, KEYS, SPLIT)
         tile, last = gl.load(entry + 2, cache_modifier=".cg"), gl.load(entry + 3, cache_modifier=".cg")
         partial, counter = gl.load(entry + 6, cache_modifier=".cg"), gl.load(entry + 7, cache_modifier=".cg")
-        follow(OVERLAP)
+        follow(OVERLAP, EARLY_ATTENTION)
         token, _, in_use = _tile_rows(tile, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(0, MMA))
         position = gl.load(positions_ptr + token, mask=in_use, other=-1)
         part = partial.to(gl.int64) * KV_HEADS + head  # of the workspace; the next split's is KV_HEADS further on
@@ -315,7 +324,7 @@ def _attend_items(q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total,
                     state_ptr, acc_ptr, part, KV_HEADS, splits, AT_ONCE, CAPACITY, ROWS, HALF, MMA
                 )  # fmt: skip
                 _store(outs, q, tile, last, head, position, z, a0, a1, FIRST, HEADS, GROUP, ROWS, HALF, MMA)
-    follow(OVERLAP)
+    follow(OVERLAP, EARLY_ATTENTION)
 
 
 @gluon.jit
@@ -328,9 +337,9 @@ def round_attention_kernel(
 ):  # fmt: skip
     """A fixed number of programs share the work list × KV heads; see ``attention_triton.attention_kernel``.
 
-    scales_ptr, tokens, padded: of e4m3 outputs, else unread. ``_attend_items`` runs on a warp group, ``_load_pages`` on
-    a warp for each page of a step. The work list and page tables are read before the kernel ahead has ended: see
-    ``kernels/overlap.py``.
+    tokens: of the pass. scales_ptr, padded: of e4m3 outputs, else unread. ``_attend_items`` runs on a warp group,
+    ``_load_pages`` on a warp for each page of a step. The work list and page tables are read before the kernel ahead
+    has ended: see ``kernels/overlap.py``.
     """
     gl.static_assert(KEYS == 4 * PAGE, "a warp for each page of a step")
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
@@ -349,14 +358,14 @@ def round_attention_kernel(
             (_attend_items, (
                 q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total, arrivals_ptr, state_ptr, acc_ptr,
                 outs, scale, HEADS, KV_HEADS, TOKENS, KEYS, SPLIT, FIRST, AT_ONCE, ROWS, HALF, STAGES, OVERLAP)),
-            (_load_pages, (0, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages, KV_HEADS, PAGE,
-                           KEYS, SPLIT, STAGES, HALF, OVERLAP)),
-            (_load_pages, (1, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages, KV_HEADS, PAGE,
-                           KEYS, SPLIT, STAGES, HALF, OVERLAP)),
-            (_load_pages, (2, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages, KV_HEADS, PAGE,
-                           KEYS, SPLIT, STAGES, HALF, OVERLAP)),
-            (_load_pages, (3, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages, KV_HEADS, PAGE,
-                           KEYS, SPLIT, STAGES, HALF, OVERLAP)),
+            (_load_pages, (0, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages, tokens,
+                           KV_HEADS, PAGE, KEYS, SPLIT, STAGES, HALF, OVERLAP)),
+            (_load_pages, (1, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages, tokens,
+                           KV_HEADS, PAGE, KEYS, SPLIT, STAGES, HALF, OVERLAP)),
+            (_load_pages, (2, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages, tokens,
+                           KV_HEADS, PAGE, KEYS, SPLIT, STAGES, HALF, OVERLAP)),
+            (_load_pages, (3, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages, tokens,
+                           KV_HEADS, PAGE, KEYS, SPLIT, STAGES, HALF, OVERLAP)),
         ],
         [1, 1, 1, 1],
         [24, 24, 24, 24],

@@ -45,7 +45,7 @@ def _combine_kernel(y, weights, shared, gates, residual, norm_weight, total, nor
     inside = cols < H
     if NORM:
         w_norm = tl.load(norm_weight + cols, mask=inside, other=0.0)
-    follow(OVERLAP)
+    follow(OVERLAP, COLUMNS > 0)
     real = row >= 0
     if COLUMNS > 0:
         real = row < M

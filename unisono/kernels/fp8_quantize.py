@@ -78,9 +78,9 @@ def over(value, scale, inverse):
     """
     if COMPILED:
         quotient = value * inverse
-        quotient = tl.fma(tl.fma(-scale, quotient, value), inverse, quotient)
-        quotient = tl.fma(tl.fma(-scale, quotient, value), inverse, quotient)
-        return tl.where(value == 0.0, value, quotient)  # the corrections lose the sign of -0
+        negative, back = value * -1.0, inverse * -1.0  # Triton's minus is 0 - x, which has not the sign of -0
+        quotient = tl.fma(tl.fma(scale, quotient, negative), back, quotient)
+        return tl.fma(tl.fma(scale, quotient, negative), back, quotient)
     else:
         return tl.div_rn(value, scale)
 
@@ -106,7 +106,11 @@ def scaled_by(value, scale):
 
 @triton.jit
 def _clamped(scaled):
-    return tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+    """Within e4m3's range, where the conversion to it does not see to that: a GPU's does (``cvt.satfinite``)."""
+    if COMPILED:
+        return scaled
+    else:
+        return tl.minimum(tl.maximum(scaled, -448.0), 448.0)
 
 
 @triton.jit
@@ -134,7 +138,7 @@ def _quantize_kernel(x, fixed, x8, scales, M, K, PADDED,
 
     FIXED: how many scales there are in ``fixed``, of which the largest serves; 0: scales are computed.
     """
-    follow(OVERLAP)
+    follow(OVERLAP, True)
     row = tl.program_id(0)
     first = tl.program_id(1) * GROUPS
     groups = first + tl.arange(0, GROUPS)

@@ -34,7 +34,7 @@ def _gated_norm_kernel(
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dim = tl.arange(0, V)
     w = tl.load(weight + dim)
-    follow(OVERLAP)
+    follow(OVERLAP, COLUMNS > 0)
     at = head[:, None] * V + dim[None, :]
     inside = (head < HEADS)[:, None]
     if COLUMNS > 0:

@@ -64,7 +64,7 @@ def _rms_norm_kernel(x, residual, weight, total, out, x8, scales, eps, H, M, PAD
     """KEEP: the norm is stored. GROUP: columns that share a scale in x8, where it is quantised; 0: it is not."""
     cols = tl.arange(0, BLOCK_H)
     w = tl.load(weight + cols, mask=cols < H, other=0.0)
-    follow(OVERLAP)
+    follow(OVERLAP, GROUP > 0)
     row = tl.program_id(0).to(tl.int64) * H
     inside = cols < H
     if GROUP > 0:

@@ -3,13 +3,14 @@
 A round of an 8B model has about 330 kernels of a few microseconds, and the device would drain and fill again between
 two of them. A kernel launched with ``**overlapped(device)`` may start before the previous one has ended. It calls
 :func:`follow` before any read or write: the call waits until the previous kernel has ended and its writes are visible,
-and allows the next kernel to start. :data:`READ_EARLY` and :data:`BESIDE` have the exceptions. A kernel launched
-without these options waits as kernels always do, so both kinds can be mixed. No bit depends on it.
+and allows the next kernel to start. :data:`READ_EARLY`, :data:`BESIDE` and :data:`LEADING` have the exceptions. A
+kernel launched without these options waits as kernels always do, so both kinds can be mixed. No bit depends on it.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 import triton
@@ -39,8 +40,8 @@ READ_EARLY = frozenset(
 """Kernels that read, and only read, before they follow.
 
 They read what the kernel before them neither writes nor overwrites, and what was written before that kernel: it has
-itself waited for it before it allowed the next one to start. Attention also reads what the kernel just before it may
-have written, the plan, which ends with :func:`publish`; such reads bypass L1.
+itself waited for it before it allowed the next one to start (or leads: see :data:`LEADING`). Attention also reads what
+the kernel just before it may have written, the plan, which ends with :func:`publish`; such reads bypass L1.
 """
 
 
@@ -51,12 +52,38 @@ The one before them has waited for its turn before it allowed them to start, and
 """
 
 
+LEADING = frozenset(
+    {
+        "_rms_norm_kernel",
+        "_silu_mul_kernel",
+        "_sigmoid_gate_kernel",
+        "_gated_norm_kernel",
+        "_combine_kernel",
+        "_quantize_kernel",
+    }
+)
+"""Kernels that may allow the next one to start before their own turn has come, so before the kernel ahead has ended.
+
+They do where they quantise: the product that follows then loads the first parts of its weight while the last programs
+of the product before it still run. Several such kernels may follow each other, but none is a product, and products come
+between all others: a kernel that begins early begins when all has ended that is ahead of the last product. What kernels
+read early is older than that, or is a weight.
+"""
+
+EARLY_ATTENTION = tl.constexpr(os.environ.get("UNISONO_EARLY_ATTENTION") == "1")
+"""Whether rotary's kernel and attention lead, too, and attention of rounds reads early the keys and values of tokens
+before the pass, which rotary's kernel, just before it, never writes."""
+
+
 @triton.jit
-def follow(OVERLAP: tl.constexpr):
-    """Wait for what earlier kernels wrote; see the module's docstring."""
+def follow(OVERLAP: tl.constexpr, LEADS: tl.constexpr = False):
+    """Wait for what earlier kernels wrote; see the module's docstring. LEADS: see :data:`LEADING`."""
     if OVERLAP:
+        if LEADS:
+            gdc_launch_dependents()
         gdc_wait()
-        gdc_launch_dependents()
+        if not LEADS:
+            gdc_launch_dependents()
 
 
 @triton.jit
