@@ -53,8 +53,8 @@ exact() { # NAME SECONDS SHAPE FLAG…
     shift 3
     step "$name" "$limit" "differ|^\|| of " $unisono bench exact --load-format dummy --model "benchmarks/shapes/$shape" "$@"
 }
-empty() { # NAME PROCESSES   a start with no compiled kernel
-    step "$1" 90 "^Start" env UNISONO_COMPILE_PROCESSES="$2" TRITON_CACHE_DIR="$out/cache-$1" $unisono bench latency --load-format dummy \
+empty() { # NAME   a start with no compiled kernel
+    step "$1" 90 "^Start" env TRITON_CACHE_DIR="$out/cache-$1" $unisono bench latency --load-format dummy \
         --model benchmarks/shapes/qwen3-8b --batch 1 --prompts 128 --output-len 16 --max-model-len 9000
     rm -rf "$out/cache-$1"
 }
@@ -118,8 +118,7 @@ rounds)
         on 1 latency with 90 qwen3-8b --batch 1,4,16,64 --prompts 2048
         on 1 without latency without-fp8 70 qwen3-8b --batch 1,4,16,64 --prompts 2048 --quantization fp8
         on 1 latency with-fp8 70 qwen3-8b --batch 1,4,16,64 --prompts 2048 --quantization fp8
-        on 1 empty empty-0 0
-        on 1 empty empty-6 6
+        on 1 empty empty
         on 1 without tp without-k3 60 "8b k=3" 1
         on 1 tp with-k3 60 "8b k=3" 1) &
     wait
