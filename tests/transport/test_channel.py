@@ -111,6 +111,15 @@ def test_silence_ends_a_message_that_has_begun() -> None:
     channel.close()
 
 
+def test_an_end_that_was_closed_here_says_so(ends: tuple[Channel, Channel]) -> None:
+    """Not what the system makes of a descriptor that is gone, whichever thread closed it."""
+    ours, _ = ends
+    ours.close()
+    for use in (lambda: ours.send(b"pages", [b"x"]), ours.receive, ours.ended):
+        with pytest.raises(ChannelError, match="the connection is closed"):
+            use()
+
+
 def test_addresses() -> None:
     assert str(Address.parse("tcp://h:5", "--x")) == str(Address.parse("h:5", "--x")) == "tcp://h:5"
     assert Address.parse("tcp://[::1]:5", "--x").host == "::1"

@@ -38,6 +38,7 @@ class Channel:
     """
 
     transport = "tcp"
+    _closes = False
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self._socket, self._timeout = connection, timeout
@@ -48,13 +49,13 @@ class Channel:
     def send(self, message: Buffer, payload: Sequence[Buffer] = ()) -> None:
         """Raises ChannelError."""
         size = sum(memoryview(part).nbytes for part in payload)
-        with self._sending, _channel_errors():
+        with self._sending, self._errors():
             self._socket.sendall(HEADER.pack(len(message), size) + bytes(message))
             self._send_payload(payload, size)
 
     def receive(self, wait: float | None = None) -> tuple[bytes, Buffer]:
         """The next message and its payload. wait: seconds for it to begin; None: for ever. Raises ChannelError."""
-        with _channel_errors():
+        with self._errors():
             if not self.arrives(wait):  # the socket's own timeout is also that of a thread that sends
                 raise TimeoutError
             first = self._socket.recv(1)
@@ -67,18 +68,19 @@ class Channel:
 
     def arrives(self, wait: float | None) -> bool:
         """Whether a message begins, or the connection ends, within this number of seconds. Raises ChannelError."""
-        with _channel_errors():
+        with self._errors():
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)
             return bool(poll.poll(None if wait is None else wait * 1000))
 
     def ended(self) -> bool:
         """Whether the peer closed the connection and everything from it was read. Raises ChannelError."""
-        with _channel_errors():
+        with self._errors():
             return self.arrives(0) and not self._socket.recv(1, socket.MSG_PEEK)
 
     def close(self) -> None:
         """End the connection; a thread that waits in :meth:`receive` gets ChannelError. Any thread may call it."""
+        self._closes = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -86,6 +88,16 @@ class Channel:
     @property
     def closed(self) -> bool:
         return self._socket.fileno() < 0
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """What goes wrong with the socket, as ChannelError."""
+        try:
+            yield
+        except TimeoutError:
+            raise ChannelError("the peer is silent") from None
+        except (OSError, ValueError) as error:
+            raise ChannelError("the connection is closed" if self._closes else str(error)) from None
 
     def release(self) -> None:
         """Free what payloads went through; by the thread that sent or received them, as its last act."""
@@ -182,13 +194,3 @@ def listen(address: Address) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-@contextlib.contextmanager
-def _channel_errors() -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError:
-        raise ChannelError("the peer is silent") from None
-    except (OSError, ValueError) as error:
-        raise ChannelError(str(error)) from None
