@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-import unisono.kernels  # noqa: F401  (registers the ops)
+import unisono.kernels.attention
+import unisono.kernels.norm  # noqa: F401  (both register ops)
 from tests.graphs.programs import LonePlanner
+from unisono.graphs import recorder
 from unisono.graphs.buckets import Buckets
+from unisono.graphs.recorder import Recorder
 from unisono.graphs.tape import Tape
 from unisono.program import (
     Buffers,
@@ -213,3 +216,30 @@ def test_what_may_be_a_view_is_recorded_where_it_copies() -> None:
     graph.buffers.load({"x": [[1, 2], [3, 4]], "scale": ()})
     graph.replay()
     assert graph.buffers.fetch().wait()["result"][:2].tolist() == [[2, 1], [4, 3]]
+
+
+@pytest.mark.parametrize("outlined", [True, False])
+def test_kernels_may_compute_nothing_while_they_are_recorded(outlined: bool) -> None:
+    """But what makes a plan does run, for the host may read it in a break."""
+
+    def run(b: Buffers) -> None:
+        rows = torch.zeros(4, dtype=torch.int32)
+        plan = torch.ops.unisono.attention_plan(rows, rows + 1, None, 4, 1, 1, 0, 1)
+        b.scale.copy_(plan[1].expand(4))
+        b.result.copy_(torch.ops.unisono.rms_norm(b.x.float(), torch.ones(2), 0.0))
+
+    buffers = Buffers(SCHEMA, Shape(4), CPU)
+    steps = Recorder(splits=False, outlined=outlined).record(run, buffers)
+    assert buffers.result.any() != outlined
+    assert buffers.scale.tolist() == [4.0] * 4
+    for step in steps:
+        step.replay()
+    assert buffers.result.all()
+    assert tape(run).buffers.result.all(), "a capture replays once"
+
+
+def test_a_shape_function_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {"rms_norm": lambda x, weight, eps: x.new_empty(x.shape[0], 1)}
+    monkeypatch.setattr(recorder, "SHAPES", wrong)
+    with pytest.raises(CaptureError, match=r"unisono.rms_norm.default makes torch.float32 \[4, 2\], .* \[4, 1\]"):
+        tape(lambda b: b.result.copy_(torch.ops.unisono.rms_norm(b.x.float(), torch.ones(2), 0.0)))

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from unisono.graphs.segments import Break, refusal, storages
-from unisono.program import Buffers, capturing
+from unisono.kernels.library import SHAPES
+from unisono.program import Buffers, CaptureError, capturing
 
 _HOST = torch.ops.aten
 _FORBIDDEN = {
@@ -54,6 +55,11 @@ class Call:
         out = self.op(*self.args, **self.kwargs)
         for recorded, fresh in zip(self.results, _tensors(out), strict=True):
             if fresh is not recorded:
+                if fresh.shape != recorded.shape or fresh.dtype != recorded.dtype:
+                    raise CaptureError(
+                        f"{self.op} makes {fresh.dtype} {list(fresh.shape)}, where its shape function says "
+                        f"{recorded.dtype} {list(recorded.shape)}"
+                    )
                 recorded.copy_(fresh)
 
 
@@ -94,10 +100,16 @@ def _unrecorded() -> Iterator[None]:
         yield
 
 
-class Recorder(TorchDispatchMode):
-    """Records what a pass dispatches, as it runs; a capture (:class:`unisono.program.Capture`) of its own.
+def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
-    ``steps`` are the calls and breaks in order.
+
+class Outlined(TorchDispatchMode):
+    """In this mode kernels that make floating-point numbers compute nothing: their outputs are zeros, and what else
+    they would change stays as it is.
+
+    All else runs, what makes indices and plans too. So a pass makes all that it makes once, and goes the way that it
+    always goes, in little time.
     """
 
     @classmethod
@@ -105,9 +117,37 @@ class Recorder(TorchDispatchMode):
         """No: nothing is compiled under this mode, and torch would enter and leave its compiler at each op."""
         return False
 
-    def __init__(self, splits: bool) -> None:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return _outlined(func, args, kwargs or {})
+
+
+def _outlined(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What an op returns under :class:`Outlined`."""
+    shapes = SHAPES.get(func._opname) if func.namespace == "unisono" else None
+    out = shapes(*args, **kwargs) if shapes else None
+    made, given = _tensors(out), storages(args, kwargs)
+    if not made or not all(t.is_floating_point() and t.untyped_storage().data_ptr() not in given for t in made):
+        return func(*args, **kwargs)
+    for tensor in made:
+        tensor.zero_()
+    return out
+
+
+class Recorder(TorchDispatchMode):
+    """Records what a pass dispatches, as it runs; a capture (:class:`unisono.program.Capture`) of its own.
+
+    ``steps`` are the calls and breaks in order. outlined: the pass's kernels compute nothing meanwhile, as under
+    :class:`Outlined`.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """See :class:`Outlined`."""
+        return False
+
+    def __init__(self, splits: bool, outlined: bool = False) -> None:
         super().__init__()
-        self.splits = splits
+        self.splits, self._run = splits, _outlined if outlined else _run
         self.steps: list[Call | Break] = []
 
     def record(self, run: Callable[[Buffers], None], buffers: Buffers) -> list[Call | Break]:
@@ -136,7 +176,7 @@ class Recorder(TorchDispatchMode):
         if why is not None:
             raise refusal(func, why)
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
         results = _tensors(out)
         self.steps.append(Call(func, args, kwargs, results, _is_view(func, args, results)))
         return out

@@ -1,18 +1,20 @@
 """Graph semantics without a GPU: a tape of dispatched ops, replayed into the same storages.
 
 Capture runs the program once under a dispatch mode and records every op with the very tensors it
-touched. Replay runs them again and writes each result where the first run put it. So a frozen scalar,
-a rebound input or a missing copy goes wrong here as it would in a CUDA graph, and a host
-synchronisation is refused at capture. Eager breaks cut the tape as they cut a CUDA graph.
+touched. Kernels compute nothing then, as in a CUDA graph's capture. Replay runs them and writes each
+result where the first run put it. So a frozen scalar, a rebound input or a missing copy goes wrong
+here as it would in a CUDA graph, and a host synchronisation is refused at capture. Eager breaks cut
+the tape as they cut a CUDA graph.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import torch
 
-from unisono.graphs.recorder import Call, Recorder
+from unisono.graphs.recorder import Call, Outlined, Recorder
 from unisono.graphs.segments import Break, Segmented, storages
 from unisono.program import Buffers, Key, Program
 
@@ -38,8 +40,9 @@ class Tape(Segmented):
         self.key = key
         run = program.run
         if not warm:
-            run(buffers)  # outside the tape, as a CUDA graph's capture does
-        recorder = Recorder(splits)
+            with contextlib.nullcontext() if compile else Outlined():
+                run(buffers)  # outside the tape, as a CUDA graph's capture does
+        recorder = Recorder(splits, outlined=not compile)
         if compile:
             from unisono.graphs.compiled import compile_program  # a second to import: torch._inductor
 
