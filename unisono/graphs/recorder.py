@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
-from unisono.graphs.segments import Break, refusal, storages
-from unisono.kernels.library import SHAPES
+from unisono.graphs.segments import Break, refusal, storages, tensors
 from unisono.program import Buffers, CaptureError, capturing
 
 _HOST = torch.ops.aten
@@ -123,14 +123,32 @@ class Outlined(TorchDispatchMode):
 
 def _outlined(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What an op returns under :class:`Outlined`."""
-    shapes = SHAPES.get(func._opname) if func.namespace == "unisono" else None
-    out = shapes(*args, **kwargs) if shapes else None
-    made, given = _tensors(out), storages(args, kwargs)
-    if not made or not all(t.is_floating_point() and t.untyped_storage().data_ptr() not in given for t in made):
+    if func.namespace != "unisono" or not all(r.alias_info is None for r in func._schema.returns):
         return func(*args, **kwargs)
-    for tensor in made:
-        tensor.zero_()
-    return out
+    key = func, _described(args), _described(tuple(kwargs.items()))
+    if key not in _shapes:
+        given = tree_map_only(torch.Tensor, _shape_of, (args, kwargs))
+        _shapes[key] = func(*given[0], **given[1])
+    made = _tensors(_shapes[key])
+    if not made or not all(tensor.is_floating_point() for tensor in made):
+        return func(*args, **kwargs)
+    device = next(tensors((args, kwargs))).device
+    return tree_map_only(torch.Tensor, lambda tensor: torch.zeros_like(tensor, device=device), _shapes[key])
+
+
+_shapes: dict[tuple, Any] = {}
+"""By an op and what it was given: its outputs on torch's device for shapes. Layers ask for the same ones."""
+
+
+def _described(value: Any) -> Any:
+    """A tensor's shape, strides and dtype, and so for all in a sequence; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    return tuple(map(_described, value)) if isinstance(value, (tuple, list)) else value
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 class Recorder(TorchDispatchMode):

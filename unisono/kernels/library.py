@@ -29,9 +29,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 _library = torch.library.Library("unisono", "DEF")
 
-SHAPES: dict[str, Callable] = {}
-"""By op, what makes its outputs without computing them: ``meta`` of :func:`register`."""
-
 
 def define(schema: str) -> None:
     """Declare an op, e.g. ``"silu_mul(Tensor x) -> Tensor"``; mutated arguments are ``Tensor(a!)``."""
@@ -43,7 +40,6 @@ def register(name: str, *, cuda: Callable, cpu: Callable, meta: Callable) -> Non
     _library.impl(name, cuda, "CUDA")
     _library.impl(name, cpu, "CPU")
     torch.library.register_fake(f"unisono::{name}", meta, lib=_library)
-    SHAPES[name] = meta
 
 
 def differentiable(name: str, formula: Callable) -> None:
