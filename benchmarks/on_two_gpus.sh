@@ -124,7 +124,7 @@ rounds)
     wait
     ;;
 bytes)
-    (on 0 eval 'exact exact-none 130 qwen3-8b --requests 200
+    (on 0 eval 'exact exact-none 150 qwen3-8b --requests 200
         tp eagle3-one 90 8b-eagle3 1 --exact 200
         step chain 70 "^\|" "$python" -m benchmarks.chain --model benchmarks/shapes/qwen3-8b --quantization fp8') &
     (on 1 exact exact-eagle3 280 qwen3-8b --requests 200 --speculative-config "$head") &
