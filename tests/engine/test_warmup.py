@@ -9,9 +9,10 @@ import torch
 from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import KernelInterface
 
-from unisono.engine.warmup import compiling_only, run_on_padding, warmup_passes
+from unisono.engine.build import Build
+from unisono.engine.warmup import compiling_only, run_on_padding
 from unisono.llm import LLM
-from unisono.types import SpeculativeConfig
+from unisono.types import SamplingParams, SpeculativeConfig
 
 CPU = torch.device("cpu")
 
@@ -91,11 +92,29 @@ SPECULATION = {
 
 
 @pytest.mark.parametrize("given", SPECULATION.values(), ids=SPECULATION)
-def test_every_pass_that_is_compiled_at_start_runs_on_padding(given: dict[str, Any] | None) -> None:
-    """On a GPU the start runs them dry; what they would do wrong is seen there first, or here."""
+def test_every_pass_that_is_compiled_at_start_runs_on_padding(
+    given: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the start runs them dry; what they would do wrong is seen there first, or here.
+
+    Those that are measured after that are among them, with masks, or their kernels would be compiled one by one.
+    """
+    size, seen = Build._size, []
+
+    def compiled_first(build: Build) -> None:
+        programs = build._programs()
+        passes = build._needing_every_kernel(programs)
+        run_on_padding(passes, build.config.device)
+        assert {program.name for program, _ in passes} >= {"round", "extend", "verify"}
+        kinds = {(program.name, program.schema.features, shape) for program, shape in passes}
+        measured = {(program.name, program.schema.features, shape) for program, shape in build._largest(programs)}
+        assert measured <= kinds
+        assert any(features.masks for _, features, _ in measured)
+        seen.append(len(measured))
+        size(build)
+
+    monkeypatch.setattr(Build, "_size", compiled_first)
     spec = None if given is None else SpeculativeConfig.parse(given)
     with LLM("tiny", speculative=spec, max_num_seqs=4, max_model_len=256) as llm:
-        runner = llm.engine.runner
-        passes = warmup_passes(runner.buckets(), (runner.features,))
-        run_on_padding(passes, runner.config.device)
-        assert {program.name for program, _ in passes} >= {"round", "extend", "verify"}
+        assert seen
+        assert llm.generate(["2 + 3 ="], SamplingParams(max_tokens=4))[0].outputs[0].token_ids

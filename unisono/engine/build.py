@@ -328,11 +328,27 @@ class Build:
         launched = "while the one before it ends" if overlaps(config.device) else "when its turn comes"
         self.decide("a layer's kernel is launched", launched, "ahead of its turn from compute capability 9.0 on")
         with compiling_only(config.device):
-            own = {own.program.name for own in self._own_programs}
-            features = worker.drafter.features
-            run_on_padding(
-                warmup_passes(self.buckets(programs), (features, features | self._whole), own), config.device
-            )
+            run_on_padding(self._needing_every_kernel(programs), config.device)
+
+    def _needing_every_kernel(self, programs: dict[str, Program]) -> list[tuple[Program, Shape]]:
+        """Passes that together need the kernels of all passes, those that are measured next included."""
+        own, features = {own.program.name for own in self._own_programs}, self.worker.drafter.features
+        usual = warmup_passes(self.buckets(programs), (features, features | self._whole), own)
+        return [*usual, *self._largest(programs)]
+
+    def _largest(self, programs: dict[str, Program]) -> list[tuple[Program, Shape]]:
+        """The passes that take most memory, with all that requests may ask for."""
+        config, masked = self.config, replace(self.worker.drafter.features | self._whole, masks=True)
+        prompts = functools.reduce(operator.or_, self._expected, masked)
+        largest = [(programs["extend"].of(prompts), Shape(config.max_num_batched_tokens))]
+        if self.paths > 1:  # the rounds of a tree may be larger than any prompt pass
+            largest.append((programs["round"].of(masked), Shape(config.max_num_seqs, self.width)))
+        if self.decode_sizes:
+            rows = self.decode_sizes[-1]
+            mixed = programs["mixed"]  # with all fields
+            mixed = replace(mixed, schema=replace(mixed.schema, features=masked))
+            largest.append((mixed, Shape(config.max_num_batched_tokens, 1 + rows)))
+        return [*largest, *((own.program, Shape(own.most)) for own in self._own_programs)]
 
     def _prove_exact(self) -> None:
         """Check, for each shape of product, that the BLAS of long passes gives the same bits as the Triton kernel."""
@@ -375,18 +391,7 @@ class Build:
         )
 
         def measure() -> int:
-            passes, masked = self._programs(), replace(worker.drafter.features | self._whole, masks=True)
-            prompts = functools.reduce(operator.or_, self._expected, masked)
-            largest = [(passes["extend"].of(prompts), Shape(config.max_num_batched_tokens))]
-            if self.paths > 1:  # the rounds of a tree may be larger than any prompt pass
-                largest.append((passes["round"].of(masked), Shape(config.max_num_seqs, self.width)))
-            if self.decode_sizes:
-                rows = self.decode_sizes[-1]
-                mixed = passes["mixed"]  # with all fields
-                mixed = replace(mixed, schema=replace(mixed.schema, features=masked))
-                largest.append((mixed, Shape(config.max_num_batched_tokens, 1 + rows)))
-            largest += [(own.program, Shape(own.most)) for own in self._own_programs]
-            return max(self._group.exchange(peak_bytes(largest, config.device)))
+            return max(self._group.exchange(peak_bytes(self._largest(self._programs()), config.device)))
 
         pages, snapshots, self.config = fit_pages(config, demand, measure)
         pages, snapshots, of_first = decided(self._group, (pages, snapshots, self.config))
