@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import unisono.kernels.attention
 import unisono.kernels.norm  # noqa: F401  (both register ops)
 from tests.graphs.programs import LonePlanner
 from unisono.graphs.buckets import Buckets
-from unisono.graphs.recorder import Recorder
+from unisono.graphs.recorder import Outlined, Recorder
 from unisono.graphs.tape import Tape
 from unisono.program import (
     Buffers,
@@ -228,7 +229,8 @@ def test_kernels_may_compute_nothing_while_they_are_recorded(outlined: bool) -> 
         b.result.copy_(torch.ops.unisono.rms_norm(b.x.float(), torch.ones(2), 0.0))
 
     buffers = Buffers(SCHEMA, Shape(4), CPU)
-    steps = Recorder(splits=False, outlined=outlined).record(run, buffers)
+    with Outlined() if outlined else nullcontext():
+        steps = Recorder(splits=False).record(run, buffers)
     assert buffers.result.any() != outlined
     assert buffers.scale.tolist() == [4.0] * 4
     for step in steps:

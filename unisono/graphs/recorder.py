@@ -100,22 +100,22 @@ def _unrecorded() -> Iterator[None]:
         yield
 
 
-def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
+class _Uncompiled(TorchDispatchMode):
+    """A mode under which torch compiles nothing."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would enter and leave its compiler at each op."""
+        return False
 
 
-class Outlined(TorchDispatchMode):
+class Outlined(_Uncompiled):
     """In this mode kernels that make floating-point numbers compute nothing: their outputs are zeros, and what else
     they would change stays as it is.
 
     All else runs, what makes indices and plans too. So a pass makes all that it makes once, and goes the way that it
-    always goes, in little time.
+    always goes, in little time. A :class:`Recorder` inside records the ops as they are, and runs breaks outside of both.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: nothing is compiled under this mode, and torch would enter and leave its compiler at each op."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return _outlined(func, args, kwargs or {})
@@ -151,21 +151,15 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(_Uncompiled):
     """Records what a pass dispatches, as it runs; a capture (:class:`unisono.program.Capture`) of its own.
 
-    ``steps`` are the calls and breaks in order. outlined: the pass's kernels compute nothing meanwhile, as under
-    :class:`Outlined`.
+    ``steps`` are the calls and breaks in order.
     """
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """See :class:`Outlined`."""
-        return False
-
-    def __init__(self, splits: bool, outlined: bool = False) -> None:
+    def __init__(self, splits: bool) -> None:
         super().__init__()
-        self.splits, self._run = splits, _outlined if outlined else _run
+        self.splits = splits
         self.steps: list[Call | Break] = []
 
     def record(self, run: Callable[[Buffers], None], buffers: Buffers) -> list[Call | Break]:
@@ -194,7 +188,7 @@ class Recorder(TorchDispatchMode):
         if why is not None:
             raise refusal(func, why)
         kwargs = kwargs or {}
-        out = self._run(func, args, kwargs)
+        out = func(*args, **kwargs)
         results = _tensors(out)
         self.steps.append(Call(func, args, kwargs, results, _is_view(func, args, results)))
         return out

@@ -39,17 +39,17 @@ class Tape(Segmented):
         super().__init__(program, buffers)
         self.key = key
         run = program.run
-        if not warm:
-            with contextlib.nullcontext() if compile else Outlined():
+        recorder = Recorder(splits)
+        with contextlib.nullcontext() if compile else Outlined():
+            if not warm:
                 run(buffers)  # outside the tape, as a CUDA graph's capture does
-        recorder = Recorder(splits, outlined=not compile)
-        if compile:
-            from unisono.graphs.compiled import compile_program  # a second to import: torch._inductor
+            if compile:
+                from unisono.graphs.compiled import compile_program  # a second to import: torch._inductor
 
-            pieces = compile_program(run, buffers, splits)
-            recorder.record(lambda b: pieces.run(recorder.call), buffers)
-        else:
-            recorder.record(run, buffers)
+                pieces = compile_program(run, buffers, splits)
+                recorder.record(lambda b: pieces.run(recorder.call), buffers)
+            else:
+                recorder.record(run, buffers)
         self.parts = recorder.steps
         self.kind = self.kind_of("tape", "tape-segmented", "tape-compiled", compile)
         self.cost_bytes = sum(t.untyped_storage().nbytes() for t in self.intermediates())
