@@ -114,7 +114,7 @@ class Outlined(_Uncompiled):
     they would change stays as it is.
 
     All else runs, what makes indices and plans too. So a pass makes all that it makes once, and goes the way that it
-    always goes, in little time. A :class:`Recorder` inside records the ops as they are, and runs breaks outside of both.
+    always goes, in little time. A :class:`Recorder` inside records the ops as they are, and breaks run without both.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
