@@ -57,7 +57,7 @@ ALLOWED = {
     },
     "engine": {
         "types", "program", "catalog", "config", "kernels", "layers", "attention", "models", "drafters", "passes",
-        "sampling", "graphs", "state", "distributed", "request_checks", "transport",
+        "sampling", "graphs", "state", "distributed", "request_checks", "transport", "channel", "forks",
     },
     "flag_table": {"types"},
     "llm_arguments": {"types", "config", "flag_table", "lora"},

@@ -10,6 +10,7 @@ from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import KernelInterface
 
 from unisono.engine.build import Build
+from unisono.engine.compile_processes import CompileProcesses
 from unisono.engine.warmup import compiling_only, run_on_padding
 from unisono.llm import LLM
 from unisono.types import SamplingParams, SpeculativeConfig
@@ -46,7 +47,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_launch_only_queues_its_compilation() -> None:
     kernel = Kernel()
-    with compiling_only(CPU):
+    with compiling_only(CPU, CompileProcesses(0)):
         kernel[(3,)](1)
         kernel[(4,)](1)
         kernel[(3,)](2)
@@ -59,7 +60,7 @@ def test_a_launch_only_queues_its_compilation() -> None:
 def test_what_kernels_would_have_filled_is_zero() -> None:
     table = torch.arange(4)
     empty, new = torch.empty, torch.Tensor.new_empty
-    with torch.inference_mode(), compiling_only(CPU):
+    with torch.inference_mode(), compiling_only(CPU, CompileProcesses(0)):
         dirty = [
             torch.empty(64),
             table.new_empty(64),
@@ -79,7 +80,7 @@ def test_a_kernel_that_does_not_compile_stops_the_start() -> None:
 
             return active_mode.get().submit(args, fails, self.compiled.append)  # type: ignore[union-attr]
 
-    with pytest.raises(ValueError, match="no such instruction"), compiling_only(CPU):
+    with pytest.raises(ValueError, match="no such instruction"), compiling_only(CPU, CompileProcesses(0)):
         Broken()[(1,)](1)
     assert active_mode.get() is None, "the next engine of this process would not start"
 

@@ -31,6 +31,7 @@ from unisono.engine.buckets import (
     max_unobserved_tokens,
     own_buckets,
 )
+from unisono.engine.compile_processes import CompileProcesses, sensible
 from unisono.engine.device_state import StateSizes
 from unisono.engine.memory import PageDemand, fit_pages, peak_bytes
 from unisono.engine.offload import hold_host_pages, staging_bytes
@@ -88,11 +89,16 @@ class Build:
         self, config: ResolvedConfig, checkpoint: Checkpoint, progress: Progress, group: Group | None = None
     ) -> None:
         self.config, self.seconds, self._group = config, dict[str, float](), group or Alone()
+        compile_kernels = sensible(self._group.ranks.count) if config.device.type == "cuda" else 0
+        with CompileProcesses(compile_kernels) as self._processes:
+            self._build(checkpoint, progress)
+
+    def _build(self, checkpoint: Checkpoint, progress: Progress) -> None:
+        config, c = self.config, checkpoint.config
         if config.device.type == "cuda":
             torch.cuda.set_device(config.device)
         elif "OMP_NUM_THREADS" not in os.environ:
             self._leave_a_core()
-        c = checkpoint.config
         make_attention = functools.cache(self._attention)
         ranks = self._group.ranks
         attention = {shape: make_attention(*shape[:2]) for shape in c.attention_shapes_of(ranks)}
@@ -310,7 +316,7 @@ class Build:
         """
         config, worker = self.config, self.worker
         plain_pages = config.kv_dtype == config.dtype
-        with compiling_only(config.device):
+        with compiling_only(config.device, self._processes):
             rehearse_proofs(worker.modules())
             rehearse_experts(worker.modules())
             rehearse_tails(worker.modules())
@@ -327,7 +333,7 @@ class Build:
                 self.decide(name + which, what, why)
         launched = "while the one before it ends" if overlaps(config.device) else "when its turn comes"
         self.decide("a layer's kernel is launched", launched, "ahead of its turn from compute capability 9.0 on")
-        with compiling_only(config.device):
+        with compiling_only(config.device, self._processes):
             run_on_padding(self._needing_every_kernel(programs), config.device)
 
     def _needing_every_kernel(self, programs: dict[str, Program]) -> list[tuple[Program, Shape]]:

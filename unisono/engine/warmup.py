@@ -2,7 +2,8 @@
 
 Triton compiles a kernel when it is first launched, one after the other, which took most of the first start with a
 model. So passes of every size class first run in a mode in which a launch only queues its compilation; threads do most
-of a compilation without the GIL. Kernels in Triton's cache are only loaded.
+of a compilation without the GIL, and processes the rest (``compile_processes.py``). Kernels in Triton's cache are only
+loaded.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel, active_mode
 from triton.runtime.jit import KernelInterface
 
+from unisono.engine.compile_processes import CompileProcesses
 from unisono.graphs.buckets import Buckets
 from unisono.program import Buffers, Features, Program, Shape
 
@@ -32,8 +34,19 @@ _ZEROED = {
 """Memory that kernels would have filled holds zeros, so that indices in it are valid for the ops that do run."""
 
 
+class _Ahead(AsyncCompileMode):
+    """Sends what is queued to processes first."""
+
+    def __init__(self, pool: ThreadPoolExecutor, processes: CompileProcesses) -> None:
+        super().__init__(pool)
+        self._processes = processes
+
+    def submit(self, key: str, compile_fn: Any, finalize_fn: Any) -> Any:
+        return super().submit(key, self._processes.ahead(key, compile_fn), finalize_fn)
+
+
 @contextmanager
-def compiling_only(device: torch.device) -> Iterator[None]:
+def compiling_only(device: torch.device, processes: CompileProcesses) -> Iterator[None]:
     """In this context launching a Triton kernel only queues its compilation. Leaving it waits until all are loaded."""
     kernels: dict[int, Any] = {}
 
@@ -50,10 +63,10 @@ def compiling_only(device: torch.device) -> Iterator[None]:
         torch.cuda.set_device(device)
         (kernel.result() if isinstance(kernel, FutureKernel) else kernel)._init_handles()  # builds the launcher too
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) + processes.count) as pool:
         with ExitStack() as undo:
             undo.callback(active_mode.set, None)  # which Triton leaves set where a kernel does not compile
-            undo.enter_context(AsyncCompileMode(pool))
+            undo.enter_context(_Ahead(pool, processes))
             undo.enter_context(patch.object(KernelInterface, "__getitem__", queue))
             for (owner, name), zeros in _ZEROED.items():
                 undo.enter_context(patch.object(owner, name, zeros))

@@ -1,0 +1,86 @@
+"""Kernels that other processes compile: this one finds them in the cache, and compiles itself what they cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import json, os, sys, threading
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.cache import get_cache_key
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from unisono import forks
+from unisono.engine import compile_processes as ours
+from unisono.kernels import activation, attention_hopper_rounds
+
+target, compiled = GPUTarget("cuda", 90, 32), []
+backend, env_vars = make_backend(target), get_cache_invalidating_env_vars()
+
+def queued(case, kind, target=target):
+    # as triton.runtime.jit does
+    signature = {**case.signature, **dict.fromkeys(case.constexprs, "constexpr")}
+    src = kind(case.kernel, signature, dict(case.constexprs), {})
+    asked = {name: getattr(case, name) for name in ("num_warps", "num_stages", "maxnreg")}
+    options = backend.parse_options(asked)
+    key = get_cache_key(src, backend, options, env_vars)
+
+    def async_compile():
+        here = not ours.is_cached(key, src.name)
+        kernel = triton.compile(src, target=target, options=options.__dict__, _env_vars=env_vars)
+        if here:
+            compiled.append(src.name)
+        return kernel
+
+    return key, async_compile
+
+cases = [(activation.AOT[0], ASTSource), (attention_hopper_rounds.AOT[0], GluonASTSource)]
+
+def who(mode):
+    compiled.clear()
+    jobs = [queued(*case) for case in cases]
+    if mode == "cannot travel":
+        jobs = [(key, (lambda run: lambda: run())(run)) for key, run in jobs]
+    with ours.CompileProcesses(0 if mode == "none" else 2) as processes:
+        early = processes._template is not None and mode != "do not start"  # it is not known how soon that is seen
+        if mode in ("processes", "die at work"):
+            processes._at_home = threading.Semaphore(0 if mode == "processes" else 1)
+        if mode == "die at work":
+            processes._begin()
+            while processes._living < 2:
+                pass
+            for channel in (processes._idle.get(), processes._idle.get()):
+                channel.socket.shutdown(2)
+                processes._idle.put(channel)
+        kernels = [processes.ahead(key, run)() for key, run in jobs]
+    assert all(len(kernel.asm["cubin"]) > 1000 for kernel in kernels)
+    return processes.compiled, len(compiled), early
+
+found = {}
+for mode in ("processes", "in the cache", "cannot travel", "none", "die at work", "do not start"):
+    if mode != "in the cache":
+        os.environ["TRITON_CACHE_DIR"] = os.path.join(sys.argv[1], mode)
+    if mode == "do not start":
+        forks.sys.executable = "/bin/false"
+    found[mode] = who(mode)
+print(json.dumps(found))
+"""
+
+
+def test_who_compiles(tmp_path: Path) -> None:
+    """(By processes, here, whether they start before the first kernel.)"""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "processes": [2, 0, True], "in the cache": [0, 0, False], "cannot travel": [0, 2, True], "none": [0, 2, False],
+        "die at work": [0, 2, True], "do not start": [0, 2, False],
+    }  # fmt: skip
