@@ -32,9 +32,6 @@ NORMS = ("_rms_norm_kernel", "_combine_kernel", "_gated_norm_kernel")
 TAILS = ("layer_tail_kernel", "layer_tail_fp8_kernel", "_gather_norm_kernel")
 """Kernels with norms between their products, or after a gather. They are in the same part."""
 
-OF_ATTENTION = ("_rope_and_cache_kernel", "attention_kernel", "round_attention_kernel")
-"""Kernels that lead where UNISONO_EARLY_ATTENTION says so."""
-
 APART = ("_adapter_expand_kernel", "_adapter_silu_kernel", "_adapted_linear_kernel")
 """Kernels that add a product to a base. Left to itself the compiler begins the product's sum with the base."""
 
@@ -183,8 +180,8 @@ def main(part: str, every: bool) -> None:
             line["gluon"] = case.kernel.is_gluon()
             kinds = {case.signature.get(name) for name in ("x8", "out")}
             line["quantises"] = "*fp8e4nv" in kinds and "scales" in case.signature
-            if part in ("first", "early"):
-                wanted = first and (kernel in OF_ATTENTION if part == "early" else not line["gluon"])
+            if part == "first":
+                wanted = first and not line["gluon"]
             else:
                 wanted = line["chosen"] and (line["gluon"] if part == "gluon" else part_of(kernel) == int(part))
             if wanted:
@@ -195,9 +192,9 @@ def main(part: str, every: bool) -> None:
             print(json.dumps(line), flush=True)
 
 
-def compiled(part, every, *paths, **variables):
+def compiled(part, every, *paths):
     """The version of Triton, imported from ``paths`` where it is there, and a line for each configuration."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *(path for path in sys.path if path)])
     command = [sys.executable, __file__, str(part), *(["every"] if every else [])]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
@@ -227,11 +224,6 @@ def test_a_configuration_of_every_kernel_compiles_with_the_oldest_triton():
     made = {line["kernel"] for line in lines if "cubin" in line}
     assert made == {line["kernel"] for line in lines if not line["gluon"]}
     assert len(made) > 60
-
-
-def test_attention_leads_where_that_is_asked_for():
-    _, lines = compiled("early", False, UNISONO_EARLY_ATTENTION="1")
-    assert {line["kernel"] for line in lines if line.get("leads")} == set(OF_ATTENTION)
 
 
 @EVERY

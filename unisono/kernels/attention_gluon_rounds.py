@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from unisono.kernels.fp8_quantize import scale_for, scaled_by
 from unisono.kernels.hopper import block_barrier, order_loads, stage_barriers
-from unisono.kernels.overlap import EARLY_ATTENTION, follow
+from unisono.kernels.overlap import follow
 
 STAGES = 3
 """Steps whose keys and values are held at once: two programs fit on a multiprocessor."""
@@ -59,13 +59,10 @@ def _load_pages(which, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, to
         entry, head, length, begin, end = _work_item(work_ptr, item, KV_HEADS, KEYS, SPLIT)
         pages_ptr = table_ptr + gl.load(entry, cache_modifier=".cg").to(gl.int64) * max_pages
         upcoming = gl.load(pages_ptr + gl.minimum(begin * each + which, max_pages - 1), cache_modifier=".cg")
-        if not EARLY_ATTENTION:
-            follow(OVERLAP)
         written = gl.maximum(length - tokens, 0) // KEYS
         for step in range(begin, end):
-            if EARLY_ATTENTION:  # noqa: SIM102 — decided by the compiler
-                if step >= written:
-                    follow(OVERLAP, True)
+            if step >= written:
+                follow(OVERLAP, True)
             row = (upcoming * KV_HEADS + head) * PAGE
             ahead = gl.minimum((step + 1) * each + which, max_pages - 1)
             upcoming = gl.load(pages_ptr + ahead, cache_modifier=".cg")
@@ -79,7 +76,7 @@ def _load_pages(which, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, to
                 tma.async_copy_global_to_shared(k_desc, at, bar, k.index(place).slice(which * PAGE, PAGE))
                 tma.async_copy_global_to_shared(v_desc, at, bar, v.index(place).slice(which * PAGE, PAGE))
             turn += 1
-    follow(OVERLAP, EARLY_ATTENTION)
+    follow(OVERLAP, True)
 
 
 @gluon.jit
@@ -284,7 +281,7 @@ def _attend_items(q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total,
         entry, head, length, begin, end = _work_item(work_ptr, item, KV_HEADS, KEYS, SPLIT)
         tile, last = gl.load(entry + 2, cache_modifier=".cg"), gl.load(entry + 3, cache_modifier=".cg")
         partial, counter = gl.load(entry + 6, cache_modifier=".cg"), gl.load(entry + 7, cache_modifier=".cg")
-        follow(OVERLAP, EARLY_ATTENTION)
+        follow(OVERLAP, True)
         token, _, in_use = _tile_rows(tile, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(0, MMA))
         position = gl.load(positions_ptr + token, mask=in_use, other=-1)
         part = partial.to(gl.int64) * KV_HEADS + head  # of the workspace; the next split's is KV_HEADS further on
@@ -324,7 +321,7 @@ def _attend_items(q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total,
                     state_ptr, acc_ptr, part, KV_HEADS, splits, AT_ONCE, CAPACITY, ROWS, HALF, MMA
                 )  # fmt: skip
                 _store(outs, q, tile, last, head, position, z, a0, a1, FIRST, HEADS, GROUP, ROWS, HALF, MMA)
-    follow(OVERLAP, EARLY_ATTENTION)
+    follow(OVERLAP, True)
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 from unisono.kernels.attention_e4m3 import begin_e4m3, factors, finish_e4m3, in_order, side_by_side, walk_halves
 from unisono.kernels.attention_split import LOG2_E, find_keys, hide, keep, merge, nothing, tiles, values, weigh
 from unisono.kernels.fp8_quantize import scaled_by, scales_of
-from unisono.kernels.overlap import EARLY_ATTENTION, follow, publish
+from unisono.kernels.overlap import follow, publish
 
 
 @triton.jit
@@ -254,7 +254,7 @@ def attention_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     upcoming = _work_item(work_ptr, tl.program_id(0) // (PARTS * KV_HEADS))  # read ahead, here and below
     total = tl.load(count_ptr, volatile=True) * (PARTS * KV_HEADS)
-    follow(OVERLAP, EARLY_ATTENTION)
+    follow(OVERLAP, True)
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         slot, length, tile, tile_end, first_split, end_split, partial, counter = upcoming
         upcoming = _work_item(work_ptr, tl.minimum(item + tl.num_programs(0), total - 1) // (PARTS * KV_HEADS))

@@ -10,7 +10,6 @@ kernel launched without these options waits as kernels always do, so both kinds 
 from __future__ import annotations
 
 import functools
-import os
 
 import torch
 import triton
@@ -40,8 +39,9 @@ READ_EARLY = frozenset(
 """Kernels that read, and only read, before they follow.
 
 They read what the kernel before them neither writes nor overwrites, and what was written before that kernel: it has
-itself waited for it before it allowed the next one to start (or leads: see :data:`LEADING`). Attention also reads what
-the kernel just before it may have written, the plan, which ends with :func:`publish`; such reads bypass L1.
+itself waited for it before it allowed the next one to start (or leads: see :data:`LEADING`). Attention of rounds reads
+keys and values so, those of tokens before the pass, which rotary's kernel just before it does not write. Attention also
+reads what the kernel just before it may have written, the plan, which ends with :func:`publish`; such reads bypass L1.
 """
 
 
@@ -60,19 +60,18 @@ LEADING = frozenset(
         "_gated_norm_kernel",
         "_combine_kernel",
         "_quantize_kernel",
+        "_rope_and_cache_kernel",
+        "attention_kernel",
+        "round_attention_kernel",
     }
 )
 """Kernels that may allow the next one to start before their own turn has come, so before the kernel ahead has ended.
 
-They do where they quantise: the product that follows then loads the first parts of its weight while the last programs
-of the product before it still run. Several such kernels may follow each other, but none is a product, and products come
-between all others: a kernel that begins early begins when all has ended that is ahead of the last product. What kernels
-read early is older than that, or is a weight.
+Those of attention do, others where they quantise: the product that follows then loads the first parts of its weight
+while the last programs of the product before it still run. Several such kernels may follow each other, but none is a
+product, and products come between all others: a kernel that begins early begins when all has ended that is ahead of the
+last product. What kernels read early is older than that, or is a weight.
 """
-
-EARLY_ATTENTION = tl.constexpr(os.environ.get("UNISONO_EARLY_ATTENTION") == "1")
-"""Whether rotary's kernel and attention lead, too, and attention of rounds reads early the keys and values of tokens
-before the pass, which rotary's kernel, just before it, never writes."""
 
 
 @triton.jit

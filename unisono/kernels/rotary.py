@@ -18,7 +18,7 @@ import triton.language as tl
 from unisono.kernels.kv_e4m3 import as_e4m3, exponent_of, largest_bits, quantised
 from unisono.kernels.library import AotCase, define, differentiable, register
 from unisono.kernels.norm import rms_norm_cpu, rms_norm_formula, rounded_before_weight, square
-from unisono.kernels.overlap import EARLY_ATTENTION, follow, overlapped
+from unisono.kernels.overlap import follow, overlapped
 
 GROUP = 8
 """Heads of a program, all of one kind."""
@@ -34,7 +34,7 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
     # head is three runs of dimensions: ``first`` and ``second`` rotate together, element by element; ``rest`` does not
     # rotate (absent if BLOCK_REST is 0). No sum of a product is left to the compiler, which fuses one of two products
     # and chooses it anew for each number of heads. With scales the caches are e4m3 (kv_e4m3.py).
-    follow(OVERLAP, EARLY_ATTENTION)
+    follow(OVERLAP, True)
     QUERIES: tl.constexpr = (HQ + GROUP - 1) // GROUP
     KEYS: tl.constexpr = (HKV + GROUP - 1) // GROUP
     token, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
