@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from unisono.kernels.hopper import block_barrier, box_type, boxes, stage_barriers
+from unisono.kernels.hopper import block_barrier, box_type, boxes, next_group, next_stage, stage_barriers
 from unisono.kernels.library import AotCase
 from unisono.kernels.overlap import overlapped
 from unisono.kernels.staying import processors
@@ -83,31 +83,42 @@ def _load_group(desc, held, bar, stage, group, first, STEP: gl.constexpr, EACH: 
 
 
 @gluon.jit
+def _first_of(tile, row_tiles, OUTPUTS: gl.constexpr, ROWS: gl.constexpr):
+    """A tile's first output and its first token. row_tiles: tiles of tokens, one or two."""
+    return (tile >> (row_tiles - 1)) * OUTPUTS, (tile & (row_tiles - 1)) * ROWS
+
+
+@gluon.jit
 def _load(x_desc, w_desc, x, w, full, free, tiles, row_tiles, groups, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
           STAGES: gl.constexpr, STEP: gl.constexpr, EACH: gl.constexpr, BYTES: gl.constexpr,
           OVERLAP: gl.constexpr):  # fmt: skip
     """One warp's part: load all groups of the program's tiles. The weight's first ones do not wait."""
     programs = gl.num_programs(0)
     items = (tiles - gl.program_id(0) + programs - 1) // programs * groups
+    tile, group = gl.program_id(0), gl.to_tensor(0)
+    of_tile, of_group = tile, group
     for item in gl.static_range(STAGES):
         if item < items:
-            tile = gl.program_id(0) + item // groups * programs
             mbarrier.expect(full.index(item), BYTES)
-            _load_group(
-                w_desc, w, full.index(item), item, item % groups, tile // row_tiles * OUTPUTS, STEP, EACH, OUTPUTS
-            )
+            first, _ = _first_of(tile, row_tiles, OUTPUTS, ROWS)
+            _load_group(w_desc, w, full.index(item), item, group, first, STEP, EACH, OUTPUTS)
+        tile, group = next_group(tile, group, groups)
     if OVERLAP:
         gdc_wait()
     for item in gl.static_range(STAGES):
         if item < items:
-            tile = gl.program_id(0) + item // groups * programs
-            _load_group(x_desc, x, full.index(item), item, item % groups, tile % row_tiles * ROWS, STEP, EACH, ROWS)
-    for item in range(STAGES, items):
-        stage, group, tile = item % STAGES, item % groups, gl.program_id(0) + item // groups * programs
-        mbarrier.wait(free.index(stage), (item // STAGES & 1) ^ 1)
+            _, token0 = _first_of(of_tile, row_tiles, OUTPUTS, ROWS)
+            _load_group(x_desc, x, full.index(item), item, of_group, token0, STEP, EACH, ROWS)
+        of_tile, of_group = next_group(of_tile, of_group, groups)
+    stage, phase = gl.to_tensor(0), gl.to_tensor(1)
+    for _ in range(STAGES, items):
+        mbarrier.wait(free.index(stage), phase ^ 1)
         mbarrier.expect(full.index(stage), BYTES)
-        _load_group(w_desc, w, full.index(stage), stage, group, tile // row_tiles * OUTPUTS, STEP, EACH, OUTPUTS)
-        _load_group(x_desc, x, full.index(stage), stage, group, tile % row_tiles * ROWS, STEP, EACH, ROWS)
+        first, token0 = _first_of(tile, row_tiles, OUTPUTS, ROWS)
+        _load_group(w_desc, w, full.index(stage), stage, group, first, STEP, EACH, OUTPUTS)
+        _load_group(x_desc, x, full.index(stage), stage, group, token0, STEP, EACH, ROWS)
+        tile, group = next_group(tile, group, groups)
+        stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -183,9 +194,9 @@ def _sum(acc, w, x, full, free, x_scales, x_ok, w_scales, item, groups, last, PA
          ROWS: gl.constexpr, WIDE: gl.constexpr, BY_BLOCK: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
     """The products of a tile's groups from ``item`` on, added to acc [WIDE, ROWS] in one sequence."""
     s0, s1, s2, s3 = _scales(x_scales, x_ok, w_scales, 0, last, PADDED)
+    stage, phase = item % STAGES, item // STAGES & 1
     for group in range(groups):
-        stage = (item + group) % STAGES
-        mbarrier.wait(full.index(stage), (item + group) // STAGES & 1)
+        mbarrier.wait(full.index(stage), phase)
         p0 = step_product(w, x, stage * 4, ROWS, WIDE, MMA)
         p1 = step_product(w, x, stage * 4 + 1, ROWS, WIDE, MMA)
         p2 = step_product(w, x, stage * 4 + 2, ROWS, WIDE, MMA)
@@ -199,6 +210,7 @@ def _sum(acc, w, x, full, free, x_scales, x_ok, w_scales, item, groups, last, PA
         acc = _add(acc, warpgroup_mma_wait(1, [p2]), s2, BY_BLOCK)
         acc = _add(acc, warpgroup_mma_wait(0, [p3]), s3, BY_BLOCK)
         mbarrier.arrive(free.index(stage))
+        stage, phase = next_stage(stage, phase, STAGES)
         s0, s1, s2, s3 = n0, n1, n2, n3
     return acc
 
@@ -216,7 +228,7 @@ def _multiply(x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, P
         gdc_launch_dependents()
     item = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        first, token0 = tile // row_tiles * OUTPUTS, tile % row_tiles * ROWS
+        first, token0 = _first_of(tile, row_tiles, OUTPUTS, ROWS)
         token = token0 + gl.arange(0, ROWS, gl.SliceLayout(0, MMA))
         x_ok = token < PADDED
         of_w = w_scales + first // 128 * steps if BY_BLOCK else w_scales

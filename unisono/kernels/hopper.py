@@ -45,6 +45,20 @@ def stage_barriers(STAGES: gl.constexpr, FULL: gl.constexpr, FREE: gl.constexpr)
 
 
 @gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """The stage after this one and its phase, 0 or 1, without the division that an item's number would take."""
+    last = stage + 1 == STAGES
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def next_group(tile, group, groups):
+    """The group after this one, in the order in which a program loads its tiles: (its tile, its number there)."""
+    last = group + 1 == groups
+    return gl.where(last, tile + gl.num_programs(0), tile), gl.where(last, 0, group + 1)
+
+
+@gluon.jit
 def order_loads():
     """Order this thread's accesses to memory with those of the tensor memory accelerator, both ways."""
     gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

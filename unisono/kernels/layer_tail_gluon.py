@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from unisono.kernels.hopper import next_stage
 from unisono.kernels.staying import arrive, gated, load_layer, norm, stages, store_tile, wait
 
 WIDE = 64
@@ -41,15 +42,16 @@ def _sum(w, x, full, free, item, groups, STAGES: gl.constexpr, EACH: gl.constexp
          WIDE: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
     """The products [WIDE, ROWS] of a tile's groups from ``item`` on, added in one sequence."""
     acc = gl.zeros([WIDE, ROWS], gl.float32, MMA)
-    for group in range(groups):
-        stage = (item + group) % STAGES
-        mbarrier.wait(full.index(stage), (item + group) // STAGES & 1)
+    stage, phase = item % STAGES, item // STAGES & 1
+    for _ in range(groups):
+        mbarrier.wait(full.index(stage), phase)
         product = warpgroup_mma_init(acc)
         for j in gl.static_range(EACH):
             at = stage * EACH + j
             product = warpgroup_mma(w.index(at), x.index(at).permute([1, 0]), product, is_async=True)
         acc = warpgroup_mma_wait(0, [product])
         mbarrier.arrive(free.index(stage))
+        stage, phase = next_stage(stage, phase, STAGES)
     return acc
 
 

@@ -77,6 +77,8 @@ def _config(rows: int, n: int, dtype: torch.dtype) -> Tile:
     for most, tiles in _TILES.items():
         if rows <= most:
             return tiles[bisect.bisect_left(_OUTPUTS, n)]
+    if n <= 512:  # a router's: tiles of 128 × 128 would leave multiprocessors without one
+        return Tile(64, 32, 128, 4, 4) if rows <= 1024 else Tile(128, 64, 64, 4, 4)
     return Tile(128, 128, 64, 8, 4)
 
 
@@ -340,7 +342,7 @@ def _aot_linear(dtype: str, rows: int, n: int, even_k: bool, bias: bool, residua
 
 AOT: list[AotCase] = [
     *(_aot_linear("bf16", rows, n, True, False, True) for rows in _TILES for n in (2048, 4096, 6144, 12288, 151936)),
-    _aot_linear("bf16", 256, 4096, True, False, True),
+    *(_aot_linear("bf16", rows, n, True, False, True) for rows, n in ((256, 4096), (256, 257), (2048, 257))),
     *(_aot_linear(dtype, rows, 4096, False, True, True) for dtype in DTYPES for rows in (1, 64)),
     AotCase(
         _add_kernel,

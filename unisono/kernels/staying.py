@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_wait
 
 from unisono.kernels.fp8_quantize import scaled_by, scales_of
-from unisono.kernels.hopper import WIDTH, block_barrier, order_loads, stage_barriers
+from unisono.kernels.hopper import WIDTH, block_barrier, next_group, next_stage, order_loads, stage_barriers
 
 LINE = 16
 """Counters (int64) in a cache line of 128 bytes: each has a line of its own."""
@@ -101,12 +101,11 @@ def box_of(tile: int) -> int:
 
 
 @gluon.jit
-def _load_weight(desc, w, full, item, tile, group, second, ROWS: gl.constexpr, STAGES: gl.constexpr,
-                 EACH: gl.constexpr, STEP: gl.constexpr, OUTPUTS: gl.constexpr, PAIR: gl.constexpr):  # fmt: skip
-    """Start to load a group of a weight's tile into the item's stage. PAIR: with that of rows ``second`` further on."""
+def _load_weight(desc, w, full, stage, tile, group, second, ROWS: gl.constexpr, EACH: gl.constexpr,
+                 STEP: gl.constexpr, OUTPUTS: gl.constexpr, PAIR: gl.constexpr):  # fmt: skip
+    """Start to load a group of a weight's tile into a stage. PAIR: with that of rows ``second`` further on."""
     BOX: gl.constexpr = desc.block_shape[0]
     COPIES: gl.constexpr = 2 if PAIR else 1
-    stage = item % STAGES
     mbarrier.expect(full.index(stage), EACH * (COPIES * OUTPUTS + ROWS) * WIDTH)
     for j in gl.static_range(EACH):
         column = (group * EACH + j) * STEP
@@ -118,19 +117,17 @@ def _load_weight(desc, w, full, item, tile, group, second, ROWS: gl.constexpr, S
 
 
 @gluon.jit
-def _load_rows(desc, x, full, item, group, STAGES: gl.constexpr, EACH: gl.constexpr, STEP: gl.constexpr):
+def _load_rows(desc, x, full, stage, group, EACH: gl.constexpr, STEP: gl.constexpr):
     """Start to load the same group of all rows."""
-    stage = item % STAGES
     for j in gl.static_range(EACH):
         column = (group * EACH + j) * STEP
         tma.async_copy_global_to_shared(desc, [0, column], full.index(stage), x.index(stage * EACH + j))
 
 
 @gluon.jit
-def _wait_free(free, item, STAGES: gl.constexpr):
-    """Wait until the stage's item before this one has been multiplied."""
-    if item >= STAGES:
-        mbarrier.wait(free.index(item % STAGES), (item // STAGES & 1) ^ 1)
+def _wait_free(free, stage, phase):
+    """Wait until what a stage held in the phase before this one has been multiplied."""
+    mbarrier.wait(free.index(stage), phase ^ 1)
 
 
 @gluon.jit
@@ -146,22 +143,29 @@ def load_product(w_desc, x_desc, w, x, full, free, ready, turn: gl.constexpr, it
     tiles, groups = (N + OUTPUTS - 1) // OUTPUTS, (K + STEP * EACH - 1) // (STEP * EACH)
     items = (tiles - gl.program_id(0) + programs - 1) // programs * groups
     early = gl.minimum(items, STAGES)
-    for i in range(early):
-        _wait_free(free, item + i, STAGES)
-        tile = gl.program_id(0) + i // groups * programs
-        _load_weight(w_desc, w, full, item + i, tile, i % groups, second, ROWS, STAGES, EACH, STEP, OUTPUTS, PAIR)
+    tile, group = gl.program_id(0), gl.to_tensor(0)
+    stage, phase = item % STAGES, item // STAGES & 1
+    of_rows, row_stage, row_phase = group, stage, phase
+    for _ in range(early):
+        _wait_free(free, stage, phase)
+        _load_weight(w_desc, w, full, stage, tile, group, second, ROWS, EACH, STEP, OUTPUTS, PAIR)
+        tile, group = next_group(tile, group, groups)
+        stage, phase = next_stage(stage, phase, STAGES)
     if turn > 0:
         mbarrier.wait(ready.index(turn - 1), 0)
     elif OVERLAP:
         gdc_wait()
     order_loads()
-    for i in range(early):
-        _load_rows(x_desc, x, full, item + i, i % groups, STAGES, EACH, STEP)
-    for i in range(early, items):
-        _wait_free(free, item + i, STAGES)
-        tile = gl.program_id(0) + i // groups * programs
-        _load_weight(w_desc, w, full, item + i, tile, i % groups, second, ROWS, STAGES, EACH, STEP, OUTPUTS, PAIR)
-        _load_rows(x_desc, x, full, item + i, i % groups, STAGES, EACH, STEP)
+    for _ in range(early):
+        _load_rows(x_desc, x, full, row_stage, of_rows, EACH, STEP)
+        _, of_rows = next_group(tile, of_rows, groups)
+        row_stage, row_phase = next_stage(row_stage, row_phase, STAGES)
+    for _ in range(early, items):
+        _wait_free(free, stage, phase)
+        _load_weight(w_desc, w, full, stage, tile, group, second, ROWS, EACH, STEP, OUTPUTS, PAIR)
+        _load_rows(x_desc, x, full, stage, group, EACH, STEP)
+        tile, group = next_group(tile, group, groups)
+        stage, phase = next_stage(stage, phase, STAGES)
     return item + items
 
 
