@@ -84,8 +84,8 @@ def _load_group(desc, held, bar, stage, group, first, STEP: gl.constexpr, EACH: 
 
 @gluon.jit
 def _first_of(tile, row_tiles, OUTPUTS: gl.constexpr, ROWS: gl.constexpr):
-    """A tile's first output and its first token. row_tiles: tiles of tokens, one or two."""
-    return (tile >> (row_tiles - 1)) * OUTPUTS, (tile & (row_tiles - 1)) * ROWS
+    """A tile's first output and its first token. row_tiles: tiles of tokens."""
+    return tile // row_tiles * OUTPUTS, tile % row_tiles * ROWS
 
 
 @gluon.jit
@@ -111,10 +111,12 @@ def _load(x_desc, w_desc, x, w, full, free, tiles, row_tiles, groups, ROWS: gl.c
             _load_group(x_desc, x, full.index(item), item, of_group, token0, STEP, EACH, ROWS)
         of_tile, of_group = next_group(of_tile, of_group, groups)
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
+    first, token0 = _first_of(tile, row_tiles, OUTPUTS, ROWS)
     for _ in range(STAGES, items):
+        if group == 0:
+            first, token0 = _first_of(tile, row_tiles, OUTPUTS, ROWS)
         mbarrier.wait(free.index(stage), phase ^ 1)
         mbarrier.expect(full.index(stage), BYTES)
-        first, token0 = _first_of(tile, row_tiles, OUTPUTS, ROWS)
         _load_group(w_desc, w, full.index(stage), stage, group, first, STEP, EACH, OUTPUTS)
         _load_group(x_desc, x, full.index(stage), stage, group, token0, STEP, EACH, ROWS)
         tile, group = next_group(tile, group, groups)
