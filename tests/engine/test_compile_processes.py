@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+OLDEST = Path(sys.prefix) / "oldest-triton"
 
 SCRIPT = """
 import json, os, sys, threading
@@ -63,7 +68,7 @@ def who(mode):
     return processes.compiled, len(compiled), early
 
 found = {}
-for mode in ("processes", "in the cache", "cannot travel", "none", "die at work", "do not start"):
+for mode in sys.argv[2:]:
     if mode != "in the cache":
         os.environ["TRITON_CACHE_DIR"] = os.path.join(sys.argv[1], mode)
     if mode == "do not start":
@@ -73,14 +78,29 @@ print(json.dumps(found))
 """
 
 
+def run(folder: Path, *modes: str, **variables: str) -> str:
+    """What the script prints."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
+    command = [sys.executable, "-c", SCRIPT, str(folder), *modes]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_who_compiles(tmp_path: Path) -> None:
     """(By processes, here, whether they start before the first kernel.)"""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], env=env, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {
+    done = run(tmp_path, "processes", "in the cache", "cannot travel", "none", "die at work", "do not start")
+    assert json.loads(done.splitlines()[-1]) == {
         "processes": [2, 0, True], "in the cache": [0, 0, False], "cannot travel": [0, 2, True], "none": [0, 2, False],
         "die at work": [0, 2, True], "do not start": [0, 2, False],
     }  # fmt: skip
+
+
+@pytest.mark.skipif(not OLDEST.is_dir() or shutil.which("gcc") is None, reason="a C compiler and the oldest Triton")
+def test_what_launches_a_kernel_is_compiled_with_it(tmp_path: Path) -> None:
+    """Triton 3.6 does that when it loads a kernel. A library with nothing in it stands in for the GPU's."""
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["gcc", "-shared", "-x", "c", os.devnull, "-o", library], check=True)
+    paths = os.pathsep.join([str(OLDEST), *filter(None, sys.path)])
+    run(tmp_path, "processes", PYTHONPATH=paths, TRITON_LIBCUDA_PATH=str(tmp_path), LD_LIBRARY_PATH=str(tmp_path))
+    assert len(list(tmp_path.glob("processes/*/__triton_launcher*.so"))) == 2

@@ -25,6 +25,8 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
+from triton.compiler import CompiledKernel
 from triton.runtime.cache import get_cache_manager
 
 from unisono import kernels
@@ -145,10 +147,8 @@ def job_of(compile: Callable[[], Any]) -> tuple[str, bytes] | None:
         kernel = src.fn
         if getattr(import_module(kernel.module), kernel.__name__) is not kernel:
             return None
-        which = kernel.module, kernel.__name__, kernel.cache_key
-        source = type(src), src.signature, src.constants, src.attrs
-        named = target.backend, target.arch, target.warp_size
-        return src.name, pickle.dumps((which, source, named, options.__dict__))
+        source = type(src), kernel.module, kernel.__name__, src.signature, src.constants, src.attrs
+        return src.name, pickle.dumps((source, (target.backend, target.arch, target.warp_size), options.__dict__))
     except (KeyError, AttributeError, TypeError, ImportError, pickle.PicklingError):
         return None
 
@@ -178,12 +178,17 @@ def _compile(channel: Channel, message: Any) -> None:
     """Compile what comes until the channel ends; each is answered by whether it compiles."""
     while True:
         job, _ = channel.receive()
-        (module, name, key), (kind, *source), target, options = pickle.loads(job)
+        (kind, module, name, *source), target, options = pickle.loads(job)
         try:
             kernel = getattr(import_module(module), name)
-            kernel.hash = key  # Triton's depends on which kernels a process has hashed before (3.6 and 3.7)
-            triton.compile(kind(kernel, *source), target=GPUTarget(*target), options=options)
+            _build_launcher(triton.compile(kind(kernel, *source), target=GPUTarget(*target), options=options))
             compiles = True
         except Exception:  # the process that asked compiles it itself and says what is wrong
             compiles = False
         channel.send(compiles)
+
+
+def _build_launcher(kernel: CompiledKernel) -> None:
+    """Put what launches a kernel into the cache, too: Triton 3.6 compiles it as C when the kernel is loaded."""
+    with suppress(Exception):  # the process that asked does it when it loads the kernel, and says what is wrong
+        CudaLauncher(kernel.src, kernel.metadata)

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.knobs
 import triton.language as tl
+from triton.runtime.jit import DependenciesFinder
 
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 """Whether kernels are machine code; else Triton's interpreter runs them, and rounds a fused multiply-add twice."""
@@ -23,6 +24,22 @@ ROW_TILE = 16
 
 COLUMN_TILE = 16
 """Columns per matrix product in CPU twins, at least."""
+
+_update_hash = DependenciesFinder._update_hash
+
+
+def _hash_callee_first(self: DependenciesFinder, func: Any) -> None:
+    """Triton's own, after the callee has been hashed.
+
+    A kernel's key, by which compiled code is kept, covers the constants that its callees read, but only of callees that
+    were hashed before (Triton 3.6 and 3.7). So it depended on which kernels a process had met, and a start with other
+    settings, or another process, compiled anew what was there.
+    """
+    func.cache_key  # noqa: B018 — a property that hashes
+    _update_hash(self, func)
+
+
+DependenciesFinder._update_hash = _hash_callee_first
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """By Triton's names."""
