@@ -39,6 +39,7 @@ SIZES = {  # rows, h, q, i, f, programs, EACH, STAGES
     "the last layer": (7, 128, 128, 256, 0, 8, 2, 3),
     "as many rows as programs": (4, 128, 64, 96, 32, 4, 1, 2),
     "one program": (1, 64, 64, 64, 64, 1, 1, 2),
+    "many tiles of other sizes": (2, 320, 192, 352, 736, 3, 1, 3),
 }
 
 
