@@ -31,7 +31,7 @@ from unisono.engine.buckets import (
     max_unobserved_tokens,
     own_buckets,
 )
-from unisono.engine.compile_processes import CompileProcesses, sensible
+from unisono.engine.compile_processes import CompileProcesses, forks_for
 from unisono.engine.device_state import StateSizes
 from unisono.engine.memory import PageDemand, fit_pages, peak_bytes
 from unisono.engine.offload import hold_host_pages, staging_bytes
@@ -89,11 +89,12 @@ class Build:
         self, config: ResolvedConfig, checkpoint: Checkpoint, progress: Progress, group: Group | None = None
     ) -> None:
         self.config, self.seconds, self._group = config, dict[str, float](), group or Alone()
-        compile_kernels = sensible(self._group.ranks.count) if config.device.type == "cuda" else 0
-        with CompileProcesses(compile_kernels) as self._processes:
+        forks = forks_for(self._group.ranks.count) if config.device.type == "cuda" else 0
+        with CompileProcesses(forks) as self._processes:
             self._build(checkpoint, progress)
 
     def _build(self, checkpoint: Checkpoint, progress: Progress) -> None:
+        """What the constructor does."""
         config, c = self.config, checkpoint.config
         if config.device.type == "cuda":
             torch.cuda.set_device(config.device)

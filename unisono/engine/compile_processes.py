@@ -43,7 +43,7 @@ VARIABLE = "UNISONO_COMPILE_PROCESSES"
 """How many forks there are, in place of as many as there are other cores; 0: none."""
 
 
-def sensible(ranks: int = 1) -> int:
+def forks_for(ranks: int) -> int:
     """How many forks compile for this process, one of ``ranks`` on this machine: as many as there are other cores."""
     asked = os.environ.get(VARIABLE, "")
     if asked.isdecimal():
@@ -104,6 +104,7 @@ class CompileProcesses:
             threading.Thread(target=self._fork, args=[self._template, self.count], daemon=True).start()
 
     def _fork(self, template: Template, count: int) -> None:
+        """Have the forks made; each is idle at first."""
         with suppress(Gone):
             for _ in range(count):
                 channel, _ = template.fork()
@@ -164,18 +165,18 @@ def is_cached(key: str, name: str) -> bool:
 
 def main(descriptor: int) -> None:
     """Serve as the template."""
-    serve(descriptor, _begin)
+    serve(descriptor, _import_kernels)
 
 
-def _begin(first: list[Any]) -> Callable[[Channel, Any], None]:
-    """Import all kernels."""
+def _import_kernels(first: list[Any]) -> Callable[[Channel, Any], None]:
+    """What the template does before it forks; returns what the forks do. first: empty."""
     for module in iter_modules(kernels.__path__, f"{kernels.__name__}."):
         import_module(module.name)
     return _compile
 
 
 def _compile(channel: Channel, message: Any) -> None:
-    """Compile what comes until the channel ends; each is answered by whether it compiles."""
+    """Compile what comes until the channel ends; each is answered by whether it compiles. message: none."""
     while True:
         job, _ = channel.receive()
         (kind, module, name, *source), target, options = pickle.loads(job)
