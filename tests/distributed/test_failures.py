@@ -17,7 +17,7 @@ from tests.distributed.processes_ import SECONDS, gone, wait_until
 from tests.distributed.requests_ import ROOMY
 from tests.engine.helpers import engine
 from tests.models.make import make_checkpoint
-from unisono.types import EngineDead, SamplingParams
+from unisono.types import EngineDead, EngineRequest, SamplingParams
 
 LONG = SamplingParams(max_tokens=3000, ignore_eos=True, seed=1)
 FLAGS = ROOMY | {"max_model_len": 4000, "tensor_parallel_size": 2, "enforce_eager": True}
@@ -63,6 +63,24 @@ def test_a_rank_that_dies_while_nothing_runs(path: Path) -> None:
     wait_until(lambda: llm.engine.runner.team._peers.failure is not None)
     with pytest.raises(EngineDead, match="ended with exit code -9"):
         llm.generate([[1, 2, 3]], LONG)
+    llm.shutdown()
+
+
+def test_a_rank_that_dies_while_a_request_is_given_its_slot(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no longer among those that wait and not yet among those that run; the engine ends all the same."""
+    llm = engine(path, **FLAGS)
+    team = llm.engine.runner.team
+    (pid,) = team.pids
+
+    def dies(*given: Any) -> None:
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: team._peers.failure is not None)
+        team.check()  # as sending the slot's contents may find out
+
+    monkeypatch.setattr(llm.engine.scheduler.slots, "claim", dies)
+    llm.engine.add(EngineRequest("one", [1, 2, 3], LONG))
+    with pytest.raises(EngineDead, match="ended with exit code -9"):
+        llm.engine.step()
     llm.shutdown()
 
 

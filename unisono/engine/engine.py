@@ -423,6 +423,7 @@ class Engine:
     def shutdown(self) -> None:
         """Drop every request and free the device."""
         with suppress(EngineDead):  # of a rank that has failed: what is in flight never ends
+            self.check_ranks()  # a step may have stopped amid its bookkeeping
             for request_id in list(self._sequences):
                 self.abort(request_id)
             if self._in_flight is not None:
