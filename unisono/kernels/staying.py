@@ -145,7 +145,7 @@ def load_product(w_desc, x_desc, w, x, full, free, ready, turn: gl.constexpr, it
     early = gl.minimum(items, STAGES)
     tile, group = gl.program_id(0), gl.to_tensor(0)
     stage, phase = item % STAGES, item // STAGES & 1
-    of_rows, row_stage, row_phase = group, stage, phase
+    of_rows, row_stage = group, stage
     for _ in range(early):
         _wait_free(free, stage, phase)
         _load_weight(w_desc, w, full, stage, tile, group, second, ROWS, EACH, STEP, OUTPUTS, PAIR)
@@ -159,7 +159,7 @@ def load_product(w_desc, x_desc, w, x, full, free, ready, turn: gl.constexpr, it
     for _ in range(early):
         _load_rows(x_desc, x, full, row_stage, of_rows, EACH, STEP)
         _, of_rows = next_group(tile, of_rows, groups)
-        row_stage, row_phase = next_stage(row_stage, row_phase, STAGES)
+        row_stage, _ = next_stage(row_stage, phase, STAGES)
     for _ in range(early, items):
         _wait_free(free, stage, phase)
         _load_weight(w_desc, w, full, stage, tile, group, second, ROWS, EACH, STEP, OUTPUTS, PAIR)
