@@ -179,8 +179,9 @@ def test_the_kernel_of_prompts_waits_for_what_it_reads(rides, programs):
         out, (_, n, k) = torch.full_like(wanted, torch.nan), weight.shape
         sizes = experts_gluon._sizes(Shapes(rows, 0, 0, experts, top_k, rides > 0), k, n // (1 + gated), gated)
         Machine((experts_gluon, hopper), programs).run(
-            experts_gluon.expert_rows_kernel, x=given, w_desc=Descriptor(weight.view(-1, k), [128, 64]), out=out,
-            order=plan.order, tiles=plan.tiles, M=rows, count=plan.listed, **sizes,
+            experts_gluon.expert_rows_kernel, x=given, w_desc=Descriptor(weight.view(-1, k), [128, 64]), x_scales=None,
+            w_scales=None, out=out, out8=None, out_scales=None, order=plan.order, tiles=plan.tiles, M=rows,
+            count=plan.listed, PADDED=0, padded=0, **sizes,
         )  # fmt: skip
         written = torch.ones(len(out), dtype=torch.bool)
         written[(rows - 1) * top_k : rows * top_k] = False  # those of padding are not

@@ -8,12 +8,19 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from unisono.kernels import silu_mul
-from unisono.kernels.experts_fp8 import expert_fp8_down, expert_fp8_gate_up, launch_fp8_down, launch_fp8_gate_up
+from tests.kernels.gluon_threads import Descriptor, Machine
+from unisono.kernels import experts_fp8, experts_gluon, hopper, silu_mul
+from unisono.kernels.experts_fp8 import (
+    expert_fp8_down,
+    expert_fp8_gate_up,
+    expert_fp8_gate_up_fp8,
+    launch_fp8_down,
+    launch_fp8_gate_up,
+)
 from unisono.kernels.experts_int4 import expert_int4_down, expert_int4_gate_up, launch_int4_down, launch_int4_gate_up
-from unisono.kernels.experts_plan import Plan, launch_sort_pairs, sort_pairs_cpu
+from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, Shapes, launch_sort_pairs, sort_pairs_cpu
 from unisono.kernels.fp8 import fp8_linear
-from unisono.kernels.fp8_quantize import E4M3
+from unisono.kernels.fp8_quantize import E4M3, GROUP, quantize, quantize_cpu, widened_activations
 from unisono.kernels.int4 import int4_linear
 
 KINDS = ["fp8 by block", "fp8 by output", "int4", "int4 with zeros"]
@@ -131,6 +138,92 @@ def test_plans_and_tiles_have_the_same_bits(kind, device):
         assert torch.equal(launch_project(h, *down, plan=plan), y), (plan.tile, plan.tiles is None)
     alone = launch_up(x[3:4], *up, plan=Plan(ids[3:4], experts, 16))
     assert torch.equal(alone, torch.cat([h[3 * top_k : 4 * top_k], h[rows * top_k + 3 :][:1]]))
+
+
+def both_groups_and_one(rows: int, experts: int, top_k: int, tile: int) -> Plan:
+    """Choices with a row of padding, whose tiles have pairs for both warp groups of a program, for one, for none."""
+    ids = torch.cat((torch.tensor([[0, 1, 2]]).repeat(rows - 4, 1), choice(4, experts - 1, top_k))).int()
+    ids[-1] = experts
+    ids[:30, 1] = 0  # 96 pairs and more
+    plan = Plan(ids, experts, tile, *sort_pairs_cpu(ids, experts, tile))
+    assert {(n > 0) + (n > 64) for n in plan.tiles[2].tolist()} == {0, 1, 2}
+    return plan
+
+
+@pytest.mark.parametrize("programs", [1, 2])
+@pytest.mark.parametrize("made", ["fp8 by block", "fp8 by output", "quantised"])
+def test_the_kernel_of_prompts_waits_for_what_it_reads(made, programs):
+    """As threads (``gluon_threads``): other scales in each step and half of a tile, outputs beyond the last."""
+    rows, experts, top_k, rides = 70, 5, 3, programs - 1
+    kind = "fp8 by output" if made == "fp8 by output" else "fp8 by block"
+    plan = both_groups_and_one(rows, experts, top_k, experts_gluon.TILE_PAIRS)
+    written = torch.ones(rows * (top_k + rides), dtype=torch.bool)
+    written[(rows - 1) * top_k : rows * top_k] = False  # rows of padding are not
+    for gated, k, n in ((True, 256, 192), (False, 384, 320)):  # the last blocks of outputs are in a tile alone
+        weight, scales = stack_of(kind, experts + rides, [n, n] if gated else [n], k)
+        x = torch.randn(rows if gated else len(written), k).half()
+        wanted = (expert_fp8_gate_up if gated else expert_fp8_down)(x, weight, scales, plan)
+        x8, x_scales = quantize_cpu(x, GROUP if kind == "fp8 by block" else None)
+        out = torch.full_like(wanted, torch.nan)
+        out8, out_scales = (torch.full_like(t.float(), torch.nan) for t in quantize_cpu(wanted, GROUP))
+        shapes, quantised = Shapes(rows, 0, 0, experts, top_k, rides > 0), gated and made == "quantised"
+        sizes = experts_gluon._sizes(shapes, k, n, gated, scales.dim() - 1, quantised)
+        Machine((experts_gluon, hopper), programs).run(
+            experts_gluon.expert_rows_kernel, x=x8, w_desc=Descriptor(weight.view(-1, k), [128, 128]),
+            x_scales=x_scales, w_scales=scales, out=out, out8=out8, out_scales=out_scales, order=plan.order,
+            tiles=plan.tiles, M=rows, count=plan.listed, PADDED=len(x8), padded=len(out8), **sizes,
+        )  # fmt: skip
+        got = widened_activations(out8, out_scales) if quantised else out
+        near = {"rtol": 0.08, "atol": 0.02} if quantised else {"rtol": 0.01, "atol": 0.01}
+        torch.testing.assert_close(got[written].to(wanted.dtype), wanted[written], **near)
+        assert got[~written].isnan().all()
+        if quantised:
+            torch.testing.assert_close(
+                out_scales[:, written], quantize_cpu(wanted, GROUP)[1][:, written], rtol=0.01, atol=0
+            )
+
+
+@pytest.mark.parametrize("kind", ["fp8 by block", "fp8 by output"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_quantised_result_is_the_results(kind, shape):
+    """Both kinds of operand of ``down`` give the same rows, and gate and up with a quantised result make it."""
+    rows, hidden, inner, experts, top_k, rides = shape
+    up, down = stack_of(kind, experts + rides, [inner, inner], hidden), stack_of(kind, experts + rides, [hidden], inner)
+    x, plan = torch.randn(rows, hidden), Plan(choice(rows, experts, top_k), experts, 16)
+    h = expert_fp8_gate_up(x, *up, plan)
+    by_block = kind == "fp8 by block"
+    h8 = expert_fp8_gate_up_fp8(x, *up, plan) if by_block else quantize(h, 0)
+    assert h8.rows == len(h)
+    assert torch.equal(h8.x8[: len(h)].float(), quantize(h, GROUP if by_block else 0).x8[: len(h)].float())
+    assert torch.equal(expert_fp8_down(h8, *down, plan), expert_fp8_down(h, *down, plan))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wgmma needs a Hopper GPU")
+@pytest.mark.parametrize("kind", ["fp8 by block", "fp8 by output"])
+@pytest.mark.parametrize("shape", [(2048, 512, 64, 8, 1), (2048, 768, 16, 8, 0), (384, 640, 8, 2, 1)])
+def test_the_kernel_of_prompts_has_the_tritons_bits(shape, kind, device):
+    hidden, inner, experts, top_k, rides = shape
+    up, down = stack_of(kind, experts + rides, [inner, inner], hidden), stack_of(kind, experts + rides, [hidden], inner)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert experts_fp8._same_bits(on(device, up), on(device, down), dtype, experts, top_k)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_prompts_run_on_the_kernel_that_is_proven(same, monkeypatch):
+    """Its tiles have 128 pairs; a stack of other scales, or activations of another dtype, need a proof of their own."""
+    experts, pairs = 8, 8 * experts_fp8.FEWEST
+    for name in ("_proven", "_serving"):
+        monkeypatch.setattr(experts_fp8, name, type(getattr(experts_fp8, name))())
+    monkeypatch.setattr(experts_fp8, "_same_bits", lambda *_: same)
+    up, down = stack_of("fp8 by block", experts, [128, 128], 128), stack_of("fp8 by block", experts, [128], 128)
+    assert experts_fp8.prove_fp8_experts(up, down, torch.bfloat16, experts, 2) is same
+    ours = experts_fp8.fp8_tile_rows(pairs, experts)
+    tile = lambda stack, count, dtype=torch.bfloat16: experts_fp8.fp8_expert_tile(count, experts, stack, dtype)  # noqa: E731
+    assert tile(up, pairs) == (experts_gluon.TILE_PAIRS if same else ours)
+    assert tile(up, pairs - 1) == experts_fp8.fp8_tile_rows(pairs - 1, experts) != experts_gluon.TILE_PAIRS
+    assert tile(up, pairs, torch.float16) == ours
+    assert tile(stack_of("fp8 by output", experts, [128, 128], 128), pairs) == ours
+    assert experts_fp8.fp8_expert_tile(LEAD_PAIRS, 1, up, torch.bfloat16) != experts_gluon.TILE_PAIRS  # not sorted
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from tests.models.harness import load, whole
@@ -141,6 +142,36 @@ def test_the_text_depends_on_the_weights_alone(name: str, plain: Path, tmp_path:
     assert answers(tmp_path / "model", prompts[1:2]) == together[1:2]
     drafts = SpeculativeConfig("ngram", num_speculative_tokens=3)
     assert answers(tmp_path / "model", prompts, speculative=drafts) == together
+
+
+class Seen(TorchDispatchMode):
+    """The names of all ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Everything:
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "compressed-fp8-channel"])
+def test_experts_of_prompts_hand_on_e4m3(name: str, plain: Path, tmp_path: Path, monkeypatch) -> None:
+    """Where the kernel of prompts is proven, and scales are of blocks: the same bits."""
+    quantise(plain, tmp_path / "model", LAYOUTS[name])
+    decoder, prompt = load(tmp_path / "model"), [7 * i % 251 for i in range(70)]
+    (want,) = whole(decoder, [prompt])
+    monkeypatch.setattr("unisono.kernels.experts_fp8._serving", Everything())
+    with Seen() as seen:
+        (got,) = whole(decoder, [prompt])
+    assert any("expert_fp8_gate_up_fp8" in op for op in seen.names) is (name == "fp8-blocks")
+    assert torch.equal(got, want)
 
 
 def test_fixed_scales_of_activations_are_refused(plain: Path, tmp_path: Path) -> None:

@@ -366,7 +366,7 @@ class Build:
         self.decide(f"products above {TRITON_ROWS} rows", value, reason)
         if of_experts := prove_experts(self.worker.modules()):
             value = "a kernel of their own" if all(of_experts) else "the kernel of rounds"
-            reason = "on Hopper, 16-bit weights without biases; bits compared with the kernel of rounds"
+            reason = "on Hopper, weights of 16 bits or e4m3 without biases; bits compared with the kernel of rounds"
             self.decide("experts of prompts", value, reason)
 
     def _fuse_tails(self) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -314,23 +315,48 @@ def rehearse_experts_proof(gate_up: torch.Tensor, down: torch.Tensor, experts: i
 
 
 def _same_bits(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> bool:
-    """Both products of random rows by either kernel: full tiles, and others with few pairs and with none.
+    ours = Products(
+        expert_tiles(_PROOF_TOKENS * top_k, experts, gate_up.dtype).rows,
+        lambda x, plan: launch_gate_up(x, gate_up, plan),
+        lambda h, plan: launch_down(h, down, plan),
+    )
+    prompts = Products(
+        experts_gluon.TILE_PAIRS,
+        lambda x, plan: experts_gluon.launch_expert_rows(x, gate_up, plan, gated=True),
+        lambda h, plan: experts_gluon.launch_expert_rows(h, down, plan, gated=False),
+    )
+    return same_products(ours, prompts, gate_up, down, gate_up.dtype, experts, top_k)
 
-    A rank makes a part of what ``down`` reads: its rows are made up, too.
+
+class Products(NamedTuple):
+    """Both products by some kernels: (rows of a plan's tile, x and the plan -> h, h and the plan -> y)."""
+
+    tile: int
+    gate_up: Callable[[torch.Tensor, Plan], torch.Tensor]
+    down: Callable[[torch.Tensor, Plan], torch.Tensor]
+
+
+def same_products(
+    one: Products, other: Products, gate_up: torch.Tensor, down: torch.Tensor, dtype: torch.dtype, experts: int,
+    top_k: int,
+) -> bool:  # fmt: skip
+    """Whether both give random rows the same bits: in full tiles, and in others with few pairs and with none.
+
+    gate_up, down: the stacks' weights. dtype: of the rows. A rank makes a part of what ``down`` reads: its rows are
+    made up, too.
     """
     device = gate_up.device
     generator = torch.Generator(device).manual_seed(0)
     random = functools.partial(torch.randn, generator=generator, device=device)
-    x = random(_PROOF_TOKENS, gate_up.shape[2]).to(gate_up.dtype)
+    x = random(_PROOF_TOKENS, gate_up.shape[2]).to(dtype)
     chosen = (_PROOF_TOKENS, top_k)
     ids = torch.randint(min(experts, 2 * top_k), chosen, generator=generator, device=device, dtype=torch.int32)
-    tile = expert_tiles(ids.numel(), experts, gate_up.dtype).rows
-    plans = [plan_experts(ids, experts, rows) for rows in (tile, experts_gluon.TILE_PAIRS)]
-    h = launch_gate_up(x, gate_up, plans[0])
-    if not torch.equal(h, experts_gluon.launch_expert_rows(x, gate_up, plans[1], gated=True)):
+    plans = [plan_experts(ids, experts, kernels.tile) for kernels in (one, other)]
+    h = one.gate_up(x, plans[0])
+    if not torch.equal(h, other.gate_up(x, plans[1])):
         return False
-    h = random(len(h), down.shape[2]).to(down.dtype)
-    return torch.equal(launch_down(h, down, plans[0]), experts_gluon.launch_expert_rows(h, down, plans[1], gated=False))
+    h = random(len(h), down.shape[2]).to(dtype)
+    return torch.equal(one.down(h, plans[0]), other.down(h, plans[1]))
 
 
 def expert_gate_up_cpu(

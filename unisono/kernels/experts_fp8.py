@@ -1,9 +1,11 @@
-"""The matrix products of experts whose weights are e4m3. Owns ``expert_fp8_gate_up`` and ``expert_fp8_down``.
+"""The matrix products of experts whose weights are e4m3. Owns ``expert_fp8_gate_up``, the same with a quantised
+result, ``expert_fp8_gate_up_fp8``, and ``expert_fp8_down``.
 
 They are ``kernels/experts.py`` with the arithmetic of ``kernels/fp8.py``: a token's activations are quantised once, by
 128 columns or by row as the weight's scales are, and a pair's row is the product of e4m3 values over K in steps of 128
 and in order. So a row's bits are fixed by that row and its expert's weight. Weights are the tile's rows, tokens its
-columns, at any number of tokens. The inner activations are quantised the same way before ``down``.
+columns. The inner activations are quantised the same way before ``down``. On Hopper prompts' products run on
+``experts_gluon``'s kernel, where :func:`prove_fp8_experts` found the same bits in it.
 
 Shapes: M tokens, H features, I of an expert, E experts in the stack with one that rides along, P = M * top_k pairs,
 B(n) = ceil(n / 128). Scales: w_scales of gate and up fp32 [E, 2 B(I), B(H)], gate's rows first, or [E, 2 I]; of down
@@ -18,8 +20,17 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.experts import down_cpu, down_rows, gate_up_cpu, gate_up_rows, store_gated
+from unisono.kernels import experts_gluon
+from unisono.kernels.experts import (
+    Products,
+    down_cpu,
+    gate_up_cpu,
+    gate_up_rows,
+    same_products,
+    store_gated,
+)
 from unisono.kernels.experts_plan import (
+    LEAD_PAIRS,
     Plan,
     Shapes,
     product_case,
@@ -32,9 +43,30 @@ from unisono.kernels.experts_plan import (
     tokens_of,
 )
 from unisono.kernels.fp8 import e4m3_product, widened_weight
-from unisono.kernels.fp8_quantize import GROUP, Quantised, launch_quantize, quantize, quantize_cpu, widened_activations
+from unisono.kernels.fp8_quantize import (
+    GROUP,
+    Quantised,
+    empty_quantised,
+    launch_quantize,
+    padded_quantize_cpu,
+    quantize,
+    widened_activations,
+)
 from unisono.kernels.library import AotCase, define, register
 from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.proofs import proven, rehearsed
+
+Operands = tuple[torch.Tensor, torch.Tensor]
+"""A stack's weight and its scales."""
+
+_Key = tuple[torch.Size, int, torch.dtype]
+"""(shape of a stack, dimensions of its scales, dtype of activations)."""
+
+_proven: dict[tuple[_Key, _Key], bool] = {}
+"""Keys of the stacks of gate and up and of down -> whether :func:`prove_fp8_experts` saw the same bits."""
+
+_serving: set[_Key] = set()
+"""Stacks of the proven ones."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +94,9 @@ _TILES = {  # by rows of a plan's tile
     64: Tiles(Tile(128, 4, 3, False), Tile(128, 4, 3, False), True),
 }
 """For an H200: the best of those tried at 1, 16, 64, 2048 and 8192 tokens of 35B-A3B. Larger tiles were slower."""
+
+FEWEST = 24
+"""From this average number of pairs per expert on ``experts_gluon``'s kernel is faster (H200)."""
 
 
 @triton.jit
@@ -124,8 +159,61 @@ def _fp8_down_kernel(h8, h_scales, weight, w_scales, y, ids, order, tiles, M, co
 
 
 def fp8_tile_rows(pairs: int, experts: int) -> int:
-    """Rows of a tile of a pass with this number of pairs."""
+    """Rows of a tile of a pass with this number of pairs, for the kernels here."""
     return min(tile_of(pairs, experts), max(_TILES))
+
+
+def fp8_expert_tile(pairs: int, experts: int, gate_up: Operands, dtype: torch.dtype) -> int:
+    """Rows of a tile in both products of a pass: those of ``experts_gluon`` if it serves this one, which is sorted.
+
+    gate_up: that stack; dtype: of activations.
+    """
+    if pairs > LEAD_PAIRS and pairs >= FEWEST * experts and _key(gate_up, dtype) in _serving:
+        return experts_gluon.TILE_PAIRS
+    return fp8_tile_rows(pairs, experts)
+
+
+def _key(operands: Operands, dtype: torch.dtype) -> _Key:
+    weight, w_scales = operands
+    return weight.shape, w_scales.dim(), dtype
+
+
+def prove_fp8_experts(gate_up: Operands, down: Operands, dtype: torch.dtype, experts: int, top_k: int) -> bool:
+    """See ``experts.prove_experts``; of e4m3 stacks, for activations in ``dtype``."""
+    keys = _key(gate_up, dtype), _key(down, dtype)
+    same = proven(_proven, keys, lambda: _same_bits(gate_up, down, dtype, experts, top_k))
+    if same:
+        _serving.update(keys)
+    return same
+
+
+def rehearse_fp8_experts(gate_up: Operands, down: Operands, dtype: torch.dtype, experts: int, top_k: int) -> None:
+    """Launch what :func:`prove_fp8_experts` will launch and ignore the result: this compiles the kernels."""
+    keys = _key(gate_up, dtype), _key(down, dtype)
+    rehearsed(_proven, keys, lambda: _same_bits(gate_up, down, dtype, experts, top_k))
+
+
+def _same_bits(gate_up: Operands, down: Operands, dtype: torch.dtype, experts: int, top_k: int) -> bool:
+    """Of both products, and with scales by block of the first one's quantised result, too."""
+    if not (experts_gluon.suits(gate_up[0]) and experts_gluon.suits(down[0])):
+        return False
+
+    def products(tile: int, quantises: bool) -> Products:
+        def first(x: torch.Tensor, plan: Plan) -> torch.Tensor:
+            if not quantises:
+                return launch_fp8_gate_up(x, *gate_up, plan)
+            x8, x_scales = launch_quantize(x, GROUP)
+            h8, scales = _gate_up_fp8_cuda(x8, x_scales, dtype, *gate_up, *plan)
+            rows = experts_gluon.result_rows(gate_up[0], plan)
+            return torch.cat((h8[:rows].float(), scales.t()[:rows]), 1)
+
+        return Products(tile, first, lambda h, plan: launch_fp8_down(h, *down, plan))
+
+    for quantises in (False, True) if gate_up[1].dim() == 3 else (False,):
+        ours, prompts = (products(tile, quantises) for tile in (max(_TILES), experts_gluon.TILE_PAIRS))
+        if not same_products(ours, prompts, gate_up[0], down[0], dtype, experts, top_k):
+            return False
+    return True
 
 
 def _blocking(tile: Tile, by_block: bool) -> dict[str, int]:
@@ -140,8 +228,11 @@ def launch_fp8_gate_up(
     x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
 ) -> torch.Tensor:
     """The kernels of :func:`expert_fp8_gate_up`."""
-    inner, tiles, by_block = weight.shape[1] // 2, _TILES[plan.tile], w_scales.dim() == 3
+    inner, by_block = weight.shape[1] // 2, w_scales.dim() == 3
     x8, x_scales = launch_quantize(x, GROUP if by_block else None) if isinstance(x, torch.Tensor) else x[:2]
+    if plan.tile == experts_gluon.TILE_PAIRS:
+        return experts_gluon.launch_expert_rows(x8, weight, plan, True, x_scales, w_scales, x.dtype)
+    tiles = _TILES[plan.tile]
     parts = triton.cdiv(inner, tiles.up.n // 2)
     grid, results, options = product_launch(plan, len(weight), x8.shape[1], inner, parts, tiles.across)
     h = x8.new_empty(results, inner, dtype=x.dtype)
@@ -152,26 +243,44 @@ def launch_fp8_gate_up(
     return h
 
 
-def launch_fp8_down(h: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan) -> torch.Tensor:
+def launch_fp8_down(
+    h: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
+) -> torch.Tensor:
     """The kernels of :func:`expert_fp8_down`."""
-    hidden, tiles, by_block = weight.shape[1], _TILES[plan.tile], w_scales.dim() == 3
-    h8, h_scales = launch_quantize(h, GROUP if by_block else None)
+    hidden, by_block = weight.shape[1], w_scales.dim() == 3
+    h8, h_scales = launch_quantize(h, GROUP if by_block else None) if isinstance(h, torch.Tensor) else h[:2]
+    if plan.tile == experts_gluon.TILE_PAIRS:
+        return experts_gluon.launch_expert_rows(h8, weight, plan, False, h_scales, w_scales, h.dtype)
+    tiles = _TILES[plan.tile]
     parts = triton.cdiv(hidden, tiles.down.n)
-    grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tiles.across)
-    y = h.new_empty(results, hidden)
+    grid, results, options = product_launch(plan, len(weight), hidden, h8.shape[1], parts, tiles.across)
+    y = h8.new_empty(results, hidden, dtype=h.dtype)
     _fp8_down_kernel[grid](
         h8, h_scales, weight, w_scales, y, *plan.operands,
-        h8.shape[0], **options, **_blocking(tiles.down, by_block), **overlapped(h.device),
+        h8.shape[0], **options, **_blocking(tiles.down, by_block), **overlapped(h8.device),
     )  # fmt: skip
     return y
 
 
+def _given(x8, x_scales, dtype, w_scales, rows):
+    return Quantised(x8, x_scales, GROUP if w_scales.dim() == 3 else 0, rows, dtype)
+
+
 def _gate_up_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
-    x = Quantised(x8, x_scales, GROUP if w_scales.dim() == 3 else 0, len(ids), dtype)
+    x = _given(x8, x_scales, dtype, w_scales, len(ids))
     return launch_fp8_gate_up(x, weight, w_scales, Plan(ids, experts, tile, order, tiles))
 
 
-def _down_cuda(h, weight, w_scales, ids, experts, tile, order, tiles):
+def _gate_up_fp8_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
+    plan = Plan(ids, experts, tile, order, tiles)
+    if tile == experts_gluon.TILE_PAIRS:
+        return experts_gluon.launch_quantised_rows(x8, x_scales, weight, w_scales, plan, dtype)
+    x = _given(x8, x_scales, dtype, w_scales, len(ids))
+    return launch_quantize(launch_fp8_gate_up(x, weight, w_scales, plan), GROUP)
+
+
+def _down_cuda(h8, h_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
+    h = _given(h8, h_scales, dtype, w_scales, 0)
     return launch_fp8_down(h, weight, w_scales, Plan(ids, experts, tile, order, tiles))
 
 
@@ -184,25 +293,46 @@ def expert_fp8_gate_up_cpu(x8, x_scales, dtype, weight, w_scales, ids, experts, 
     return gate_up_cpu(h, widened_activations(x8, x_scales), widened, ids, experts, len(weight))
 
 
-def expert_fp8_down_cpu(h, weight, w_scales, ids, experts, *plan):
-    values = widened_activations(*quantize_cpu(h, GROUP if w_scales.dim() == 3 else None))
+def expert_fp8_down_cpu(h8, h_scales, dtype, weight, w_scales, ids, experts, *plan):
     widened = lambda expert: widened_weight(weight[expert], w_scales[expert])  # noqa: E731
-    return down_cpu(down_rows(h, weight), values, widened, ids, experts, len(weight))
+    y = _down_meta(h8, h_scales, dtype, weight, w_scales, ids, experts)
+    return down_cpu(y, widened_activations(h8, h_scales), widened, ids, experts, len(weight))
 
 
 def _gate_up_meta(x8, x_scales, dtype, weight, w_scales, *plan):
     return gate_up_rows(x8, weight, *plan, dtype=dtype)
 
 
-for _name, _x, _cuda, _cpu, _meta in (
-    ("gate_up", "Tensor x8, Tensor x_scales, ScalarType dtype", _gate_up_cuda, expert_fp8_gate_up_cpu, _gate_up_meta),
-    ("down", "Tensor h", _down_cuda, expert_fp8_down_cpu, down_rows),
+def _down_meta(h8, h_scales, dtype, weight, w_scales, ids, experts, *plan):
+    return h8.new_empty(experts_gluon.result_rows(weight, Plan(ids, experts, 0)), weight.shape[1], dtype=dtype)
+
+
+def _quantised(product, quantised):
+    """An implementation of gate and up with a quantised result, of one without."""
+    return lambda *given: quantised(product(*given))
+
+
+for _name, _result, _cuda, _cpu, _meta in (
+    ("gate_up", "Tensor", _gate_up_cuda, expert_fp8_gate_up_cpu, _gate_up_meta),
+    (
+        "gate_up_fp8",
+        "(Tensor, Tensor)",
+        _gate_up_fp8_cuda,
+        _quantised(expert_fp8_gate_up_cpu, lambda h: padded_quantize_cpu(h, GROUP)),
+        _quantised(_gate_up_meta, lambda h: empty_quantised(h, h.shape[0], h.shape[1], GROUP)),
+    ),
+    ("down", "Tensor", _down_cuda, expert_fp8_down_cpu, _down_meta),
 ):
     define(
-        f"expert_fp8_{_name}({_x}, Tensor weight, Tensor w_scales, Tensor ids, int experts, int tile, Tensor? order,"
-        " Tensor? tiles) -> Tensor"
+        f"expert_fp8_{_name}(Tensor x8, Tensor x_scales, ScalarType dtype, Tensor weight, Tensor w_scales, Tensor ids,"
+        f" int experts, int tile, Tensor? order, Tensor? tiles) -> {_result}"
     )
     register(f"expert_fp8_{_name}", cuda=_cuda, cpu=_cpu, meta=_meta)
+
+
+def _operand(x: torch.Tensor | Quantised, w_scales: torch.Tensor) -> Quantised:
+    """x quantised as the weight's scales ask, if it is not yet."""
+    return quantize(x, GROUP if w_scales.dim() == 3 else 0) if isinstance(x, torch.Tensor) else x
 
 
 def expert_fp8_gate_up(
@@ -214,14 +344,31 @@ def expert_fp8_gate_up(
 
     Rounded after the products, after SiLU and after its product. Rows of pairs without an expert are not written.
     """
-    if isinstance(x, torch.Tensor):
-        x = quantize(x, GROUP if w_scales.dim() == 3 else 0)
+    x = _operand(x, w_scales)
     return torch.ops.unisono.expert_fp8_gate_up(x.x8, x.scales, x.dtype, weight, w_scales, *plan)
 
 
-def expert_fp8_down(h: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """h [P (+ M), I] -> each row times its own expert's weight, [P (+ M), H] in h's dtype; weight e4m3 [E, H, I]."""
-    return torch.ops.unisono.expert_fp8_down(h, weight, w_scales, *plan)
+def expert_fp8_gate_up_fp8(
+    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
+) -> Quantised:
+    """:func:`expert_fp8_gate_up` of a weight with scales by block, quantised for :func:`expert_fp8_down`.
+
+    Rows of padding, and of pairs without an expert, may hold anything.
+    """
+    x = _operand(x, w_scales)
+    h8, scales = torch.ops.unisono.expert_fp8_gate_up_fp8(x.x8, x.scales, x.dtype, weight, w_scales, *plan)
+    return Quantised(h8, scales, GROUP, experts_gluon.result_rows(weight, plan), x.dtype)
+
+
+def expert_fp8_down(
+    h: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
+) -> torch.Tensor:
+    """h [P (+ M), I] -> each row times its own expert's weight, [P (+ M), H] in h's dtype; weight e4m3 [E, H, I].
+
+    h may be quantised already, as the weight's scales ask.
+    """
+    h = _operand(h, w_scales)
+    return torch.ops.unisono.expert_fp8_down(h.x8, h.scales, h.dtype, weight, w_scales, *plan)
 
 
 def _aot(shapes: Shapes, by_block: bool) -> list[AotCase]:

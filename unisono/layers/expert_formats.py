@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -34,7 +34,8 @@ from unisono.kernels.experts import (
     rehearse_experts_proof,
 )
 from unisono.kernels.experts_plan import Plan
-from unisono.layers.formats import FLOATS, PLAIN, Stored, WeightFormat
+from unisono.layers.activations import Operand
+from unisono.layers.formats import FLOATS, PLAIN, Share, Stored, WeightFormat
 from unisono.types import CheckpointError
 
 
@@ -42,13 +43,14 @@ class Stack(Protocol):
     """What a format reads of a stack, beside the other parameters that it named.
 
     dtype: of activations. inputs: K. outputs: N, of gate and up together. bias: [E (+ 1), N], where the experts have
-    biases. gate: how their gate and up become one.
+    biases. gate: how their gate and up become one. rows: what this rank holds of each projection's outputs.
     """
 
     dtype: torch.dtype
     inputs: int
     outputs: int
     gate: Gate
+    rows: Share
 
     @property
     def bias(self) -> torch.Tensor | None: ...
@@ -81,14 +83,15 @@ class ExpertFormat(Protocol):
         """Rows of a tile, in both products of a pass with this number of pairs. stack: of gate and up."""
         ...
 
-    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> Operand:
         """x [M, H] -> ``silu(gate(x)) * up(x)`` of each pair, in x's dtype: [P, I], or [P + M, I] with a shared expert.
 
-        Rounded after each product, after SiLU and after its product with the other half.
+        Rounded after each product, after SiLU and after its product with the other half. Where a rank has all of
+        gate's outputs it may be quantised, as :meth:`down` reads it.
         """
         ...
 
-    def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def down(self, stack: Stack, h: Any, plan: Plan) -> torch.Tensor:
         """What :meth:`gate_up` returned -> each row times its own expert's weight, [P (+ M), H] in h's dtype."""
         ...
 

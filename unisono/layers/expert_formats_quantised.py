@@ -8,14 +8,22 @@ from typing import Any, Protocol
 
 import torch
 
-from unisono.kernels.experts_fp8 import expert_fp8_down, expert_fp8_gate_up, fp8_tile_rows
+from unisono.kernels.experts_fp8 import (
+    expert_fp8_down,
+    expert_fp8_gate_up,
+    expert_fp8_gate_up_fp8,
+    fp8_expert_tile,
+    prove_fp8_experts,
+    rehearse_fp8_experts,
+)
+from unisono.kernels.experts_gluon import TILE_PAIRS
 from unisono.kernels.experts_int4 import expert_int4_down, expert_int4_gate_up, packed_tile_rows
 from unisono.kernels.experts_mxfp4 import expert_mxfp4_down, expert_mxfp4_gate_up
 from unisono.kernels.experts_plan import Plan
 from unisono.kernels.fp8_quantize import GROUP
 from unisono.layers.activations import Operand, Wish
 from unisono.layers.expert_formats import Stack
-from unisono.layers.formats import Stored
+from unisono.layers.formats import WHOLE, Stored
 
 
 class Weights(Protocol):
@@ -73,12 +81,25 @@ class Fp8Experts(_Stacks):
         return Wish(GROUP if self.weights.operands(stack)[1].dim() == 3 else 0)
 
     def tile(self, stack: Stack, pairs: int, experts: int) -> int:
-        return fp8_tile_rows(pairs, experts)
+        return fp8_expert_tile(pairs, experts, self.weights.operands(stack), stack.dtype)
 
-    def gate_up(self, stack: Stack, x: Operand, plan: Plan) -> torch.Tensor:
-        return expert_fp8_gate_up(x, *self.weights.operands(stack), plan)
+    def prove(self, gate_up: Stack, down: Stack, experts: int, top_k: int) -> bool:
+        """See :func:`unisono.kernels.experts_fp8.prove_fp8_experts`."""
+        stacks = self.weights.operands(gate_up), self.weights.operands(down)
+        return prove_fp8_experts(*stacks, gate_up.dtype, experts, top_k)
 
-    def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def rehearse(self, gate_up: Stack, down: Stack, experts: int, top_k: int) -> None:
+        stacks = self.weights.operands(gate_up), self.weights.operands(down)
+        rehearse_fp8_experts(*stacks, gate_up.dtype, experts, top_k)
+
+    def gate_up(self, stack: Stack, x: Operand, plan: Plan) -> Operand:
+        """Quantised where the kernel of prompts can, and the ranks' parts are not gathered."""
+        weight, scales = self.weights.operands(stack)
+        if plan.tile == TILE_PAIRS and scales.dim() == 3 and stack.rows == WHOLE:
+            return expert_fp8_gate_up_fp8(x, weight, scales, plan)
+        return expert_fp8_gate_up(x, weight, scales, plan)
+
+    def down(self, stack: Stack, h: Operand, plan: Plan) -> torch.Tensor:
         return expert_fp8_down(h, *self.weights.operands(stack), plan)
 
 

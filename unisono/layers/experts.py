@@ -318,7 +318,7 @@ class Experts(nn.Module):
         plan = plan_experts(own, held, format.tile(gate_up, pairs, held))
         h = format.gate_up(gate_up, fitting(x, gate_up.wish), plan)  # type: ignore[arg-type]
         if gate_up.rows != WHOLE:
-            h = self.ranks.gather(h)
+            h = self.ranks.gather(plain(h))
         y = format.down(down, h, plan)
         shared = y[pairs:] if gate_up.rides else None
         if own is not ids:
@@ -408,9 +408,9 @@ def rehearse_experts(modules: Iterable[nn.Module]) -> None:
 
 
 def _provable(modules: Iterable[nn.Module]) -> Iterable[tuple[tuple[Any, Any], tuple[int, int]]]:
-    """(stacks, (experts that a rank holds, top_k)), once for each shape."""
+    """(stacks, (experts that a rank holds, top_k)), once for each kind of stacks."""
     layers = [m for m in modules if isinstance(m, Experts) and hasattr(m.stacks[0].format, "prove")]
-    found = {(*(stack.weight.shape for stack in m.stacks), m.top_k): m for m in layers}
+    found = {(*((p.shape, p.dtype) for stack in m.stacks for p in stack.parameters()), m.top_k): m for m in layers}
     return [(m.stacks, (m.stacks[0].holds_all, m.top_k)) for m in found.values()]
 
 
