@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.make_mtp import norm, rotate
+from tests.ops import Ops
 from unisono.kernels import linear, linear_norm, rms_norm, rope_and_cache, silu_mul
 from unisono.kernels.concat_norm import concat_norm
 
@@ -112,24 +112,16 @@ def test_rope_and_cache(norms: bool) -> None:
     compare(op, oracle, (draw(tokens, (heads + 2 * kv_heads) * dim), *weights))
 
 
-class Seen(TorchDispatchMode):
-    """Names of the ops that are dispatched."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names = [*getattr(self, "names", []), str(func)]
-        return func(*args, **(kwargs or {}))
-
-
 def test_without_a_gradient_the_op_runs() -> None:
     x, weight = draw(5, 8), draw(3, 8)
     trained = weight.clone().requires_grad_(True)
-    with Seen() as seen:
+    with Ops() as seen:
         linear(x, weight)
         with torch.no_grad():
             linear(x, trained)
         with torch.inference_mode():
             linear(x, trained)
-    assert seen.names.count("unisono.linear.default") == 3
-    with Seen() as seen:
+    assert seen.found["unisono.linear.default"] == 3
+    with Ops() as seen:
         linear(x, trained)
-    assert "unisono.linear.default" not in seen.names
+    assert "unisono.linear.default" not in seen.found

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from tests.models.harness import load, whole
 from tests.models.make import make_checkpoint
 from tests.models.quantised import LAYOUTS, Activations, Dequantised, quantise
+from tests.ops import Ops
 from unisono import LLM, SamplingParams
 from unisono.types import CheckpointError, SpeculativeConfig
 
@@ -144,18 +144,6 @@ def test_the_text_depends_on_the_weights_alone(name: str, plain: Path, tmp_path:
     assert answers(tmp_path / "model", prompts, speculative=drafts) == together
 
 
-class Seen(TorchDispatchMode):
-    """The names of all ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 class Everything:
     def __contains__(self, _: object) -> bool:
         return True
@@ -168,9 +156,9 @@ def test_experts_of_prompts_hand_on_e4m3(name: str, plain: Path, tmp_path: Path,
     decoder, prompt = load(tmp_path / "model"), [7 * i % 251 for i in range(70)]
     (want,) = whole(decoder, [prompt])
     monkeypatch.setattr("unisono.kernels.experts_fp8._serving", Everything())
-    with Seen() as seen:
+    with Ops() as seen:
         (got,) = whole(decoder, [prompt])
-    assert any("expert_fp8_gate_up_fp8" in op for op in seen.names) is (name == "fp8-blocks")
+    assert ("expert_fp8_gate_up_fp8" in seen.ours) is (name == "fp8-blocks")
     assert torch.equal(got, want)
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.helpers import engine
 from tests.models.count_launches import DENSE
 from tests.models.harness import Session, load
 from tests.models.make import make_checkpoint
+from tests.ops import Ops
 from unisono.models import tails
 from unisono.models.decoder import Decoder
 from unisono.models.tails import fuse_tails
@@ -37,19 +37,6 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return load(path, quantization=quantization or None)
 
 
-class Ops(TorchDispatchMode):
-    """Counts the project's ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, op: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if op.namespace == "unisono":
-            self.found[op.overloadpacket.__name__] += 1
-        return op(*args, **(kwargs or {}))
-
-
 def passes(decoder: Decoder) -> tuple[list[torch.Tensor], Counter[str], Counter[str]]:
     """Logits of a long prompt, a short one and a round; the ops of the first and of the last."""
     session, prompt = Session(decoder, 2, 64), [7 * i % 251 for i in range(40)]
@@ -58,7 +45,7 @@ def passes(decoder: Decoder) -> tuple[list[torch.Tensor], Counter[str], Counter[
     logits.append(session.extend({1: prompt[:9]})[1])
     with Ops() as round_:
         logits += session.round(2, {0: prompt[:2], 1: prompt[:1]}, padding=1).values()
-    return logits, long.found, round_.found
+    return logits, long.ours, round_.ours
 
 
 def of_gates(decoder: Decoder) -> int:
@@ -107,7 +94,7 @@ def test_the_last_layer_of_a_prompt_has_few_rows(decoder: Decoder) -> None:
     fused = fuse_tails(decoder.modules())[1]
     with Ops() as ops:
         Session(decoder, 1, 64).extend({0: range(40)}, last_tokens=True)
-    assert ops.found["layer_tail"] + ops.found["layer_tail_fp8"] == min(fused, 1)
+    assert ops.ours["layer_tail"] + ops.ours["layer_tail_fp8"] == min(fused, 1)
 
 
 def test_the_last_of_many_layers_has_none(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

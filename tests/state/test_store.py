@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.state.helpers import WINDOW, made, tensors
+from tests.ops import Ops
+from tests.state.helpers import TAIL, WINDOW, made, tensors
 from unisono.state.specs import ALL, PAGE_SIZE, TAILS, leaves, whole_requests
 from unisono.state.store import StateStore
 from unisono.state.transfer import pack, unpack
@@ -86,6 +87,23 @@ def test_a_page_moves_to_another_store_bit_by_bit() -> None:
         for mine, theirs, old in zip(one.parts(kind), other.parts(kind), before, strict=True):
             assert torch.equal(theirs[1:3], torch.stack([mine[2], mine[1]]))
             assert torch.equal(theirs[[0, *range(3, len(old))]], old[[0, *range(3, len(old))]])
+
+
+def test_snapshots_of_all_layers_are_copied_at_once() -> None:
+    """A launch for each dtype: a hybrid has some thirty recurrent layers, and a request waits for its first state."""
+
+    def ops(layers: int) -> list[int]:
+        store = StateStore(slots=2, paths=1, max_model_len=32, width=4, device=torch.device("cpu"))
+        store.declare("target", [TAIL] * layers)
+        store.allocate({}, snapshots=2)
+        counts = []
+        for run in (lambda: store.reset_tail(0), lambda: store.save_tail(0, 1), lambda: store.load_tail(1, 1, 16)):
+            with Ops() as seen:
+                run()
+            counts.append(sum(n for name, n in seen.found.items() if not name.startswith("aten.select")))
+        return counts
+
+    assert ops(5) == ops(1)
 
 
 def test_snapshots_bring_a_tail_back() -> None:

@@ -12,7 +12,7 @@ each slot), MP pages per row, NP pages of a group.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -183,19 +183,17 @@ class StateStore:
     def reset_tail(self, slot: int) -> None:
         """Begin a slot's recurrences at position 0."""
         self.tail_positions[slot] = 0
-        for live in self._live_snapshots():
-            live[slot].zero_()
+        for live in _by_dtype(self._live_snapshots(), slot):
+            torch._foreach_zero_(live)
 
     def save_tail(self, slot: int, snapshot: int) -> None:
         """Keep a slot's snapshots under an id."""
-        for live, saved in zip(self._live_snapshots(), self._snapshots, strict=True):
-            saved[snapshot].copy_(live[slot])
+        self._copy(self._snapshots, snapshot, self._live_snapshots(), slot)
 
     def load_tail(self, slot: int, snapshot: int, position: int) -> None:
         """Go on from the snapshots of an id, which were taken after ``position`` tokens."""
         self.tail_positions[slot] = position
-        for live, saved in zip(self._live_snapshots(), self._snapshots, strict=True):
-            live[slot].copy_(saved[snapshot])
+        self._copy(self._live_snapshots(), slot, self._snapshots, snapshot)
 
     def parts(self, kind: int) -> list[torch.Tensor]:
         """The bytes of every page of a lifetime, or with TAILS of every snapshot.
@@ -245,11 +243,25 @@ class StateStore:
         """[NR, *shape], of each tail and name."""
         return [tensor for tail in self._tail_views() for tensor in tail.snapshot.values()]
 
+    @staticmethod
+    def _copy(to: Sequence[torch.Tensor], row: int, source: Sequence[torch.Tensor], source_row: int) -> None:
+        """Copy row ``source_row`` of each tensor to row ``row`` of the one in its place: a launch for each dtype."""
+        for those, these in zip(_by_dtype(to, row), _by_dtype(source, source_row), strict=True):
+            torch._foreach_copy_(those, these)
+
     def _zeros(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, torch.Tensor]:
         return {name: torch.zeros(dims, dtype=dtype, device=self.device) for name, (dims, dtype) in shapes.items()}
 
     def _ints(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=self.device)
+
+
+def _by_dtype(tensors: Sequence[torch.Tensor], row: int) -> list[list[torch.Tensor]]:
+    """A row of each tensor, those of one dtype together: torch then takes them in one launch."""
+    found = defaultdict[torch.dtype, list[torch.Tensor]](list)
+    for tensor in tensors:
+        found[tensor.dtype].append(tensor[row])
+    return list(found.values())
 
 
 def _words(pages: torch.Tensor) -> torch.Tensor:
