@@ -20,8 +20,8 @@ from unisono.kernels.library import AotCase, define, differentiable, register
 from unisono.kernels.norm import rms_norm_cpu, rms_norm_formula, rounded_before_weight, square
 from unisono.kernels.overlap import follow, overlapped
 
-GROUP = 8
-"""Heads of a program, all of one kind."""
+AT_ONCE = tl.constexpr(4)
+"""Elements that a thread loads or stores at once, of all dtypes: see :func:`_warps`."""
 
 
 @triton.jit
@@ -31,9 +31,9 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
                            BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, HAS_NORM: tl.constexpr,
                            OVERLAP: tl.constexpr):  # fmt: skip
     # A program's heads are all queries, all keys or all values; the last of a kind may have room for more heads. A
-    # head is three runs of dimensions: ``first`` and ``second`` rotate together, element by element; ``rest`` does not
-    # rotate (absent if BLOCK_REST is 0). No sum of a product is left to the compiler, which fuses one of two products
-    # and chooses it anew for each number of heads. With scales the caches are e4m3 (kv_e4m3.py).
+    # head is four runs of dimensions: ``first`` and ``second`` rotate together, element by element; ``third`` and
+    # ``fourth`` do not rotate (absent if BLOCK_REST is 0). No sum of a product is left to the compiler, which fuses one
+    # of two products and chooses it anew for each number of heads. With scales the caches are e4m3 (kv_e4m3.py).
     follow(OVERLAP, True)
     QUERIES: tl.constexpr = (HQ + GROUP - 1) // GROUP
     KEYS: tl.constexpr = (HKV + GROUP - 1) // GROUP
@@ -42,34 +42,39 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
     head = (program - tl.where(is_query, 0, tl.where(is_value, QUERIES + KEYS, QUERIES))) * GROUP
     each = head + tl.arange(0, GROUP)[:, None]
     exists = each < tl.where(is_query, HQ, HKV)
-    h = tl.arange(0, BLOCK_HALF)[None, :]
-    inside = (h < HALF) & exists
+    every = tl.zeros([GROUP, 1], tl.int32)
+    h, r = every + tl.arange(0, BLOCK_HALF)[None, :], None
+    if BLOCK_REST > 0:
+        r = 2 * HALF + every + tl.arange(0, BLOCK_REST)[None, :]
     dtype = qkv.dtype.element_ty
     # With gates a query head is followed by its gate.
     before = tl.where(is_query, each * GATED, (1 + GATED) * HQ + tl.where(is_value, HKV, 0))
     x = qkv + (token * ((1 + GATED) * HQ + 2 * HKV) + each + before) * D
-    first = tl.load(x + h, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + HALF + h, mask=inside, other=0.0).to(tl.float32)
-    rest, r, in_rest = None, None, None
-    if BLOCK_REST > 0:
-        r = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
-        in_rest = (r < D) & exists
-        rest = tl.load(x + r, mask=in_rest, other=0.0).to(tl.float32)
+    # All loads come first: none waits for another one's sum.
+    position, slot = tl.load(positions + token), tl.load(slot_mapping + token).to(tl.int64)
+    first, second, third, fourth = _loaded(x, h, r, exists, D, HALF, BLOCK_REST)
+    turns = (h < HALF) & (is_value == 0)
+    angles = cos_sin + tl.maximum(position, 0).to(tl.int64) * (2 * HALF) + h
+    cos = tl.load(angles, mask=turns, other=1.0)
+    sin = tl.load(angles + HALF, mask=turns, other=0.0)
+    weights = None, None, None, None
+    if HAS_NORM:
+        weight = q_norm
+        if not is_query:
+            weight = k_norm
+        weights = _loaded(weight, h, r, is_value == 0, D, HALF, BLOCK_REST)
 
     if not is_value:
         if HAS_NORM:
-            scale = _inverse_rms(first, second, rest, eps, D)[:, None]
-            weight = q_norm
-            if not is_query:
-                weight = k_norm
-            first = _scaled(first, scale, weight + h, h < HALF, dtype)
-            second = _scaled(second, scale, weight + HALF + h, h < HALF, dtype)
+            scale = _inverse_rms(first, second, third, fourth, eps, D, BLOCK_REST)[:, None]
+            kind = q_norm.dtype.element_ty
+            first = _scaled(first, scale, weights[0], kind, dtype)
+            second = _scaled(second, scale, weights[1], kind, dtype)
             if BLOCK_REST > 0:
-                rest = _scaled(rest, scale, weight + r, r < D, dtype)
-        angles = cos_sin + tl.maximum(tl.load(positions + token), 0).to(tl.int64) * (2 * HALF) + h
-        first, second = _turned(first, second, angles, h < HALF, HALF)
+                third = _scaled(third, scale, weights[2], kind, dtype)
+                fourth = _scaled(fourth, scale, weights[3], kind, dtype)
+        first, second = tl.fma(first, cos, second * -sin), tl.fma(second, cos, first * sin)
 
-    slot = tl.load(slot_mapping + token).to(tl.int64)
     cached = ((slot // PAGE * HKV + each) * PAGE + slot % PAGE) * D
     out = q_out + (token * HQ + each) * D
     if k_scales is None:
@@ -77,86 +82,100 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
             out = v_cache + cached
         elif not is_query:
             out = k_cache + cached
-        _store(out, first, second, rest, h, r, inside, in_rest, dtype, HALF)
+        _store(out, first, second, third, fourth, h, r, exists, dtype, D, HALF, BLOCK_REST)
     elif is_query:
-        _store(out, first, second, rest, h, r, inside, in_rest, dtype, HALF)
+        _store(out, first, second, third, fourth, h, r, exists, dtype, D, HALF, BLOCK_REST)
     else:
         rows, scales = k_cache + cached, k_scales + cached // D
         if is_value:
             rows, scales = v_cache + cached, v_scales + cached // D
-        _store_e4m3(rows, scales, exists, first, second, rest, h, r, inside, in_rest, dtype, HALF)
+        _store_e4m3(rows, scales, exists, first, second, third, fourth, h, r, dtype, D, HALF, BLOCK_REST)
 
 
 @triton.jit
-def _inverse_rms(first, second, rest, eps, D: tl.constexpr):
-    """1 / the root of the mean square of each head [heads]; rest None: there is none."""
+def _loaded(at, h, r, there, D: tl.constexpr, HALF: tl.constexpr, BLOCK_REST: tl.constexpr):
+    """The four runs of heads, or of a weight, that are at ``at``, in fp32; without BLOCK_REST the first two, twice."""
+    inside = (h < HALF) & there
+    first = tl.load(at + h, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF + h, mask=inside, other=0.0).to(tl.float32)
+    third, fourth = first, second
+    if BLOCK_REST > 0:
+        third = tl.load(_narrow(at + r), mask=(r < D) & there, other=0.0).to(tl.float32)
+        fourth = tl.load(_narrow(at + BLOCK_REST + r), mask=(r + BLOCK_REST < D) & there, other=0.0).to(tl.float32)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _narrow(at):
+    """Addresses of which a thread takes AT_ONCE neighbours, whatever the dtype."""
+    return tl.max_contiguous(at, [1, AT_ONCE])
+
+
+@triton.jit
+def _inverse_rms(first, second, third, fourth, eps, D: tl.constexpr, BLOCK_REST: tl.constexpr):
+    """1 / the root of the mean square of each head [heads]."""
     squares = tl.sum(square(first), axis=1) + tl.sum(square(second), axis=1)
-    if rest is not None:
-        squares += tl.sum(square(rest), axis=1)
+    if BLOCK_REST > 0:
+        squares += tl.sum(square(third), axis=1) + tl.sum(square(fourth), axis=1)
     return tl.rsqrt(squares / D + eps)
 
 
 @triton.jit
-def _turned(first, second, angles, inside, HALF: tl.constexpr):
-    """Both halves of heads, rotated by the cosines at ``angles`` and the sines HALF after them."""
-    cos = tl.load(angles, mask=inside, other=1.0)
-    sin = tl.load(angles + HALF, mask=inside, other=0.0)
-    return tl.fma(first, cos, second * -sin), tl.fma(second, cos, first * sin)
-
-
-@triton.jit
-def _store(out, first, second, rest, h, r, inside, in_rest, dtype: tl.constexpr, HALF: tl.constexpr):
-    """Write heads, rounded to ``dtype``; rest None: they rotate whole."""
+def _store(out, first, second, third, fourth, h, r, exists, dtype: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+           BLOCK_REST: tl.constexpr):  # fmt: skip
+    """Write heads, rounded to ``dtype``."""
+    inside = (h < HALF) & exists
     tl.store(out + h, first.to(dtype), mask=inside)
     tl.store(out + HALF + h, second.to(dtype), mask=inside)
-    if rest is not None:
-        tl.store(out + r, rest.to(dtype), mask=in_rest)
+    if BLOCK_REST > 0:
+        tl.store(_narrow(out + r), third.to(dtype), mask=(r < D) & exists)
+        tl.store(_narrow(out + BLOCK_REST + r), fourth.to(dtype), mask=(r + BLOCK_REST < D) & exists)
 
 
 @triton.jit
-def _store_e4m3(
-    out, scales, exists, first, second, rest, h, r, inside, in_rest, dtype: tl.constexpr, HALF: tl.constexpr
-):  # fmt: skip
-    """Write heads, rounded to ``dtype`` and then to e4m3, and the exponents of their scales.
-
-    Stores take as many elements at once as those of ``dtype``: wider ones would change the layout of all tiles, and
-    with it the order of the norms' sums.
-    """
+def _store_e4m3(out, scales, exists, first, second, third, fourth, h, r, dtype: tl.constexpr, D: tl.constexpr,
+                HALF: tl.constexpr, BLOCK_REST: tl.constexpr):  # fmt: skip
+    """Write heads, rounded to ``dtype`` and then to e4m3, and the exponents of their scales."""
     e4m3: tl.constexpr = out.dtype.element_ty
-    AT_ONCE: tl.constexpr = 128 // dtype.primitive_bitwidth
     first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
     bits = tl.maximum(largest_bits(first), largest_bits(second))
-    if rest is not None:
-        bits = tl.maximum(bits, largest_bits(rest))
+    if BLOCK_REST > 0:
+        third, fourth = third.to(dtype).to(tl.float32), fourth.to(dtype).to(tl.float32)
+        bits = tl.maximum(bits, tl.maximum(largest_bits(third), largest_bits(fourth)))
     exponent = exponent_of(bits)
     tl.store(scales, exponent[:, None].to(tl.uint8), mask=exists)
-    first, second = as_e4m3(first, exponent, e4m3), as_e4m3(second, exponent, e4m3)
-    tl.store(tl.max_contiguous(out + h, [1, AT_ONCE]), first, mask=inside)
-    tl.store(tl.max_contiguous(out + HALF + h, [1, AT_ONCE]), second, mask=inside)
-    if rest is not None:
-        tl.store(tl.max_contiguous(out + r, [1, AT_ONCE]), as_e4m3(rest, exponent, e4m3), mask=in_rest)
+    inside = (h < HALF) & exists
+    tl.store(_narrow(out + h), as_e4m3(first, exponent, e4m3), mask=inside)
+    tl.store(_narrow(out + HALF + h), as_e4m3(second, exponent, e4m3), mask=inside)
+    if BLOCK_REST > 0:
+        tl.store(_narrow(out + r), as_e4m3(third, exponent, e4m3), mask=(r < D) & exists)
+        tl.store(_narrow(out + BLOCK_REST + r), as_e4m3(fourth, exponent, e4m3), mask=(r + BLOCK_REST < D) & exists)
 
 
 @triton.jit
-def _scaled(x, scale, weight, inside, dtype: tl.constexpr):
-    """RMSNorm's last step with rms_norm's roundings, in fp32."""
-    w = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-    return (rounded_before_weight(x * scale, weight.dtype.element_ty, dtype) * w).to(dtype).to(tl.float32)
+def _scaled(x, scale, weight, kind: tl.constexpr, dtype: tl.constexpr):
+    """RMSNorm's last step with rms_norm's roundings, in fp32. kind: the dtype that the weight is stored in."""
+    return (rounded_before_weight(x * scale, kind, dtype) * weight).to(dtype).to(tl.float32)
 
 
 def _blocks(head_dim: int, rot_dim: int) -> dict[str, int]:
-    """Block sizes, from the size of a head alone: they are part of the norms' summation order, and a rank of several
-    has fewer heads."""
+    """Heads of a program, all of one kind, and block sizes; from the size of a head alone: they are part of the norms'
+    summation order, and a rank of several has fewer heads."""
+    rest = head_dim - rot_dim
     return {
-        "GROUP": GROUP,
+        "GROUP": 4 if rest else 8,
         "BLOCK_HALF": triton.next_power_of_2(rot_dim // 2),
-        "BLOCK_REST": triton.next_power_of_2(head_dim - rot_dim) if head_dim > rot_dim else 0,
+        "BLOCK_REST": triton.next_power_of_2(triton.cdiv(rest, 2)) if rest else 0,
     }
 
 
 def _warps(blocks: dict[str, int]) -> int:
-    """Four consecutive elements per thread: all tiles then have one layout, and none passes through shared memory."""
-    return max(1, blocks["GROUP"] * blocks["BLOCK_HALF"] // 128)
+    """Heads that rotate whole: AT_ONCE elements of a tile for each thread; others: a warp for each head.
+
+    A head's tiles then have their rows in the same threads, and none passes through shared memory.
+    """
+    heads = blocks["GROUP"]
+    return heads if blocks["BLOCK_REST"] else max(1, heads * blocks["BLOCK_HALF"] // (32 * AT_ONCE.value))
 
 
 def launch_rope_and_cache(
@@ -183,7 +202,7 @@ def launch_rope_and_cache(
     if num_kv_heads == 0:
         k_cache = v_cache = q  # nothing is written there, and they have the dtype of what is compiled
     blocks = _blocks(head_dim, rot_dim)
-    programs = triton.cdiv(num_heads, GROUP) + 2 * triton.cdiv(num_kv_heads, GROUP)
+    programs = triton.cdiv(num_heads, blocks["GROUP"]) + 2 * triton.cdiv(num_kv_heads, blocks["GROUP"])
     _rope_and_cache_kernel[(tokens, programs)](
         qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, q, k_cache, v_cache, k_scales, v_scales,
         HQ=num_heads, HKV=num_kv_heads, D=head_dim, GATED=int(has_gates(qkv, num_heads, num_kv_heads, head_dim)),
