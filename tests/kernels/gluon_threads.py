@@ -310,7 +310,8 @@ class Machine:
         return {
             "gl": self._language(),
             "mbarrier": types.SimpleNamespace(
-                init=init, expect=expect, wait=Barrier.wait, arrive=lambda barrier: barrier.step(arrivals=1),
+                init=init, expect=expect, arrive=lambda barrier, pred=True: barrier.step(arrivals=1) if pred else None,
+                wait=lambda barrier, parity, pred=True: barrier.wait(parity) if pred else None,
                 MBarrierLayout=lambda: "barrier",
             ),
             "async_copy": self.grouped, "mma_v2": multiplied,

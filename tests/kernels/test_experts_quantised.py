@@ -159,7 +159,7 @@ def test_the_kernel_of_prompts_waits_for_what_it_reads(made, programs):
     plan = both_groups_and_one(rows, experts, top_k, experts_gluon.TILE_PAIRS)
     written = torch.ones(rows * (top_k + rides), dtype=torch.bool)
     written[(rows - 1) * top_k : rows * top_k] = False  # rows of padding are not
-    for gated, k, n in ((True, 256, 192), (False, 384, 320)):  # the last blocks of outputs are in a tile alone
+    for gated, k, n in ((True, 640, 192), (False, 384, 320)):  # the last blocks of outputs are in a tile alone
         weight, scales = stack_of(kind, experts + rides, [n, n] if gated else [n], k)
         x = torch.randn(rows if gated else len(written), k).half()
         wanted = (expert_fp8_gate_up if gated else expert_fp8_down)(x, weight, scales, plan)
@@ -211,7 +211,7 @@ def test_the_kernel_of_prompts_has_the_tritons_bits(shape, kind, device):
 @pytest.mark.parametrize("same", [True, False])
 def test_prompts_run_on_the_kernel_that_is_proven(same, monkeypatch):
     """Its tiles have 128 pairs; a stack of other scales, or activations of another dtype, need a proof of their own."""
-    experts, pairs = 8, 8 * experts_fp8.FEWEST
+    experts, pairs = 8, 8 * experts_gluon.FEWEST
     for name in ("_proven", "_serving"):
         monkeypatch.setattr(experts_fp8, name, type(getattr(experts_fp8, name))())
     monkeypatch.setattr(experts_fp8, "_same_bits", lambda *_: same)

@@ -95,9 +95,6 @@ _TILES = {  # by rows of a plan's tile
 }
 """For an H200: the best of those tried at 1, 16, 64, 2048 and 8192 tokens of 35B-A3B. Larger tiles were slower."""
 
-FEWEST = 24
-"""From this average number of pairs per expert on ``experts_gluon``'s kernel is faster (H200)."""
-
 
 @triton.jit
 def _fp8_gate_up_kernel(x8, x_scales, weight, w_scales, h, ids, order, tiles, M, count, PADDED,
@@ -168,7 +165,7 @@ def fp8_expert_tile(pairs: int, experts: int, gate_up: Operands, dtype: torch.dt
 
     gate_up: that stack; dtype: of activations.
     """
-    if pairs > LEAD_PAIRS and pairs >= FEWEST * experts and _key(gate_up, dtype) in _serving:
+    if pairs > LEAD_PAIRS and pairs >= experts_gluon.FEWEST * experts and _key(gate_up, dtype) in _serving:
         return experts_gluon.TILE_PAIRS
     return fp8_tile_rows(pairs, experts)
 

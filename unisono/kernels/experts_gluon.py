@@ -2,7 +2,8 @@
 ``kernels/experts.py`` and ``kernels/experts_fp8.py``, in less time.
 
 There is a program for each multiprocessor, which takes tiles in turn: 128 pairs of an expert, and 256 outputs. Two warp
-groups multiply, 64 pairs each; a group without pairs leaves its half out. A third one loads. The weight is loaded by
+groups multiply, 64 pairs each. They take tiles of no more than that by turns: one stores its results while the other
+multiplies. A third group loads. The weight is loaded by
 the tensor memory accelerator. The pairs' rows lie anywhere, so they are copied row by row, asynchronously; Triton has
 no way to mix both. Stages fill while a tile's results are stored, which are the next tile's first ones.
 
@@ -55,7 +56,8 @@ _REGISTERS = 168
 """Of a thread, on average: those that multiply take them from those that load."""
 
 FEWEST = 16
-"""From this average number of pairs per expert on the kernel is faster than Triton's (H200, benchmarks/experts.py)."""
+"""From this average number of pairs per expert on the kernel is faster than Triton's (H200, benchmarks/experts.py), of
+e4m3, too."""
 
 
 @gluon.jit
@@ -150,21 +152,33 @@ def _store_quantised(out8, out_scales, y, pair, there, part, padded, N: gl.const
 
 
 @gluon.jit
-def _sums(rows, weights, full, free, step, group: gl.constexpr, K: gl.constexpr, STEP: gl.constexpr):
-    """Both sums [PAIRS, COLUMNS] of the K / STEP steps from ``step`` on: the next step's product follows at once."""
+def _leave(free, stage, alone):
+    """Let a stage be loaded again: one of two groups, or one that has the tile for itself."""
+    mbarrier.arrive(free.index(stage))
+    mbarrier.arrive(free.index(stage), pred=alone)
+
+
+@gluon.jit
+def _sums(rows, weights, full, free, before, phase, waits, step, half, alone, K: gl.constexpr, STEP: gl.constexpr):
+    """Both sums [PAIRS, COLUMNS] of the K / STEP steps from ``step`` on: the next step's product follows at once.
+
+    before, phase, waits: the barrier to wait at first, if at all. half: which of a step's rows they are. alone: no
+    other group has a half of the tile.
+    """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * COLUMNS, 16])
     acc = gl.zeros([PAIRS, 2 * COLUMNS], gl.float32, layout)
+    mbarrier.wait(before, phase, pred=waits)
     for k in range(0, K, STEP):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         weight = weights.index(stage).permute([1, 0])
-        acc = warpgroup_mma(rows.index(2 * stage + group), weight, acc, use_acc=k > 0, is_async=True)
+        acc = warpgroup_mma(rows.index(2 * stage + half), weight, acc, use_acc=k > 0, is_async=True)
         acc = warpgroup_mma_wait(1, [acc])
         if k > 0:
-            mbarrier.arrive(free.index((step - 1) % STAGES))
+            _leave(free, (step - 1) % STAGES, alone)
         step += 1
     acc = warpgroup_mma_wait(0, [acc])
-    mbarrier.arrive(free.index((step - 1) % STAGES))
+    _leave(free, (step - 1) % STAGES, alone)
     return gl.split(acc.reshape([PAIRS, 2, COLUMNS]).permute([0, 2, 1]))
 
 
@@ -200,13 +214,13 @@ def _add_product(acc, rows, weight, scale, BY_BLOCK: gl.constexpr, LAYOUT: gl.co
 
 
 @gluon.jit
-def _scaled_sums(x_scales, w_scales, order, rows, weights, full, free, listed, e, first, n, step, part,
-                 group: gl.constexpr, M, PADDED, K: gl.constexpr, STEP: gl.constexpr, N: gl.constexpr,
+def _scaled_sums(x_scales, w_scales, order, rows, weights, full, free, before, phase, waits, listed, e, first, n, step,
+                 part, half, alone, M, PADDED, K: gl.constexpr, STEP: gl.constexpr, N: gl.constexpr,
                  TOP_K: gl.constexpr, GATED: gl.constexpr, BY_BLOCK: gl.constexpr):  # fmt: skip
     """:func:`_sums` of e4m3, whose steps are multiplied by their scales, or with scales of outputs all at the end."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     STEPS: gl.constexpr = K // STEP
-    r = group * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(1, LAYOUT))
+    r = half * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(1, LAYOUT))
     there = r < n
     x_scales += _inputs(order, listed, first, n, r, M, TOP_K, GATED)
     xs = gl.load(x_scales, mask=there, other=0.0)
@@ -218,16 +232,17 @@ def _scaled_sums(x_scales, w_scales, order, rows, weights, full, free, listed, e
         scale, other = xs, xs
     left = gl.zeros([PAIRS, COLUMNS], gl.float32, LAYOUT)
     right = gl.zeros([PAIRS, COLUMNS], gl.float32, LAYOUT)
+    mbarrier.wait(before, phase, pred=waits)
     for k in range(STEPS):
         stage = (step + k) % STAGES
         weight = weights.index(stage)
         if BY_BLOCK:  # two steps ahead, for their way is longer than a step
             xs2, left2, right2 = _scales(x_scales, there, of_left, of_right, k + 2, STEPS, PADDED)
         mbarrier.wait(full.index(stage), (step + k) // STAGES & 1)
-        of_group = rows.index(2 * stage + group)
+        of_group = rows.index(2 * stage + half)
         left = _add_product(left, of_group, weight.slice(0, COLUMNS), scale, BY_BLOCK, LAYOUT)
         right = _add_product(right, of_group, weight.slice(COLUMNS, COLUMNS), other, BY_BLOCK, LAYOUT)
-        mbarrier.arrive(free.index(stage))
+        _leave(free, stage, alone)
         if BY_BLOCK:
             scale, other = xs1 * left1, xs1 * right1
             xs1, left1, right1 = xs2, left2, right2
@@ -242,25 +257,33 @@ def _scaled_sums(x_scales, w_scales, order, rows, weights, full, free, listed, e
 
 @gluon.jit
 def _multiply(group: gl.constexpr, x_scales, w_scales, out, out8, out_scales, order, tiles, rows, weights, full, free,
-              M, count, items, PADDED, padded, K: gl.constexpr, STEP: gl.constexpr, N: gl.constexpr, E: gl.constexpr,
-              TOP_K: gl.constexpr, RIDES: gl.constexpr, GATED: gl.constexpr, PARTS: gl.constexpr,
+              own, others, M, count, items, PADDED, padded, K: gl.constexpr, STEP: gl.constexpr, N: gl.constexpr,
+              E: gl.constexpr, TOP_K: gl.constexpr, RIDES: gl.constexpr, GATED: gl.constexpr, PARTS: gl.constexpr,
               SCALES: gl.constexpr, QUANTISED: gl.constexpr):  # fmt: skip
-    """A warp group's part: its half of the tiles' pairs."""
+    """A warp group's part: its half of the tiles' pairs, and every second tile that has one half only.
+
+    own, others: barriers that complete a phase when this group, or the other one, has multiplied a tile alone. A group
+    that left a tile out waits for that, for otherwise it might take what the tile's stages hold for a later tile's.
+    """
     EACH: gl.constexpr = 16 if QUANTISED else 8
     layout: gl.constexpr = gl.BlockedLayout([1, EACH], [EACH // 4, 128 // EACH], [4, 1], [1, 0])
     dtype: gl.constexpr = out.dtype.element_ty
-    r = group * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(1, layout))
-    step = 0
+    step, halves = 0, 0  # halves: how many tiles there were that had one half
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         listed, e, first, n = _tile(tiles, item // PARTS, M, count, E, TOP_K, RIDES)
-        if n > group * PAIRS:
+        alone = n <= PAIRS
+        if (n > PAIRS) | ((n > 0) & (halves % 2 == group)):
+            half = gl.where(alone, 0, group)
+            r = half * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(1, layout))
             pair = _pairs(order, listed, first, n, r)
+            phase, waits = (halves - 1) // 2 & 1, (halves > 0) & ((halves + 1) % 2 != group)
             if SCALES == 0:
-                left, right = _sums(rows, weights, full, free, step, group, K, STEP)
+                left, right = _sums(rows, weights, full, free, others, phase, waits, step, half, alone, K, STEP)
             else:
                 left, right = _scaled_sums(
-                    x_scales, w_scales, order, rows, weights, full, free, listed, e, first, n, step, item % PARTS,
-                    group, M, PADDED, K, STEP, N, TOP_K, GATED, SCALES == 2)  # fmt: skip
+                    x_scales, w_scales, order, rows, weights, full, free, others, phase, waits, listed, e, first, n,
+                    step, item % PARTS, half, alone, M, PADDED, K, STEP, N, TOP_K, GATED, SCALES == 2)  # fmt: skip
+            mbarrier.arrive(own, pred=alone)
             left, right = left.to(dtype), right.to(dtype)
             if GATED:  # activation.silu_product
                 gate, up = left.to(gl.float32), right.to(gl.float32)
@@ -273,12 +296,9 @@ def _multiply(group: gl.constexpr, x_scales, w_scales, out, out8, out_scales, or
             else:
                 _store(out, left, pair, r < n, item % PARTS * (2 * COLUMNS), N, layout)
                 _store(out, right, pair, r < n, item % PARTS * (2 * COLUMNS) + COLUMNS, N, layout)
-        elif n > 0:
-            for i in range(K // STEP):
-                mbarrier.wait(full.index((step + i) % STAGES), (step + i) // STAGES & 1)
-                mbarrier.arrive(free.index((step + i) % STAGES))
         if n > 0:
             step += K // STEP
+            halves += alone.to(gl.int32)
 
 
 @gluon.jit(do_not_specialize=["M", "count", "PADDED", "padded"])
@@ -296,16 +316,19 @@ def expert_rows_kernel(x, w_desc, x_scales, w_scales, out, out8, out_scales, ord
     rows = gl.allocate_shared_memory(w_desc.dtype, [2 * STAGES, PAIRS, STEP], w_desc.layout)
     weights = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 2 * COLUMNS, STEP], w_desc.layout)
     full, free = stage_barriers(STAGES, LOADERS + 1, 2)
+    upper, lower = stage_barriers(1, 1, 1)
     fence_async_shared()
     block_barrier()
     gl.warp_specialize(
         [
             (_multiply, (
-                0, x_scales, w_scales, out, out8, out_scales, order, tiles, rows, weights, full, free, M, count, items,
-                PADDED, padded, K, STEP, N, E, TOP_K, RIDES, GATED, PARTS, SCALES, QUANTISED)),
+                0, x_scales, w_scales, out, out8, out_scales, order, tiles, rows, weights, full, free,
+                upper.index(0), lower.index(0), M, count, items, PADDED, padded, K, STEP, N, E, TOP_K, RIDES,
+                GATED, PARTS, SCALES, QUANTISED)),
             (_multiply, (
-                1, x_scales, w_scales, out, out8, out_scales, order, tiles, rows, weights, full, free, M, count, items,
-                PADDED, padded, K, STEP, N, E, TOP_K, RIDES, GATED, PARTS, SCALES, QUANTISED)),
+                1, x_scales, w_scales, out, out8, out_scales, order, tiles, rows, weights, full, free,
+                lower.index(0), upper.index(0), M, count, items, PADDED, padded, K, STEP, N, E, TOP_K, RIDES,
+                GATED, PARTS, SCALES, QUANTISED)),
             (_load, (
                 x, w_desc, order, tiles, rows, weights, full, free, M, count, items, K, STEP, N, E, TOP_K, RIDES,
                 GATED, PARTS)),
