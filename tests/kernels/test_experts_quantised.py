@@ -211,7 +211,7 @@ def test_the_kernel_of_prompts_has_the_tritons_bits(shape, kind, device):
 @pytest.mark.parametrize("same", [True, False])
 def test_prompts_run_on_the_kernel_that_is_proven(same, monkeypatch):
     """Its tiles have 128 pairs; a stack of other scales, or activations of another dtype, need a proof of their own."""
-    experts, pairs = 8, 8 * experts_gluon.FEWEST
+    experts, pairs = 16, 16 * experts_gluon.FEWEST
     for name in ("_proven", "_serving"):
         monkeypatch.setattr(experts_fp8, name, type(getattr(experts_fp8, name))())
     monkeypatch.setattr(experts_fp8, "_same_bits", lambda *_: same)
