@@ -24,8 +24,8 @@ import torch
 
 from benchmarks.experts import differing, graph_us
 from unisono.kernels import configure_exact_blas, linear, prove_exact
-from unisono.kernels.experts import expert_down, expert_gate_up, expert_tiles
-from unisono.kernels.experts_fp8 import expert_fp8_down, expert_fp8_gate_up, fp8_tile_rows
+from unisono.kernels.experts import expert_down, expert_gate_up, expert_tile, prove_experts
+from unisono.kernels.experts_fp8 import expert_fp8_down, expert_fp8_gate_up, fp8_expert_tile, prove_fp8_experts
 from unisono.kernels.experts_int4 import expert_int4_down, expert_int4_gate_up, packed_tile_rows
 from unisono.kernels.experts_plan import plan_experts
 from unisono.kernels.fp8 import Tile, _scaled_mm, fp8_linear, launch_fp8_product, prove_fp8, widened_weight
@@ -203,8 +203,8 @@ def tune(name: str, n: int, k: int) -> Iterator[list[object]]:
             yield [name, kind, m, ", ".join(times)]
 
 
-def expert_layers(device: str, sizes: tuple[int, int, int, int]) -> dict[str, tuple[Callable, Callable]]:
-    """By kind: (rows of a plan's tile for this number of pairs, both products)."""
+def expert_layers(device: str, sizes: tuple[int, int, int, int], top_k: int) -> dict[str, tuple[Callable, Callable]]:
+    """By kind: (rows of a plan's tile for this number of pairs, both products). sizes: H, I, E, shared experts."""
     hidden, inner, experts, rides = sizes
     stack = experts + rides
     fp8 = [
@@ -213,14 +213,17 @@ def expert_layers(device: str, sizes: tuple[int, int, int, int]) -> dict[str, tu
     int4 = [Weight.random("int4", stack * n, k, device).operands for n, k in ((2 * inner, hidden), (hidden, inner))]
     plain = [torch.randn(stack, n, k, device=device).bfloat16() / 50 for n, k in ((2 * inner, hidden), (hidden, inner))]
     up8, down8 = ((w.view(stack, -1, w.shape[1]), s.view(stack, -1, s.shape[1])) for w, s in fp8)
+    if device == "cuda":  # prompts then run on the kernels that are proven, as when an engine has started
+        prove_experts(*plain, experts, top_k)
+        prove_fp8_experts(up8, down8, torch.bfloat16, experts, top_k)
     up4, down4 = ((w.view(stack, -1, w.shape[1]), s.view(stack, -1, s.shape[1]), None, GROUP) for w, s, *_ in int4)
     return {
         "bf16": (
-            lambda pairs: expert_tiles(pairs, experts, torch.bfloat16).rows,
+            lambda pairs: expert_tile(pairs, experts, plain[0]),
             lambda x, plan: expert_down(expert_gate_up(x, plain[0], plan), plain[1], plan),
         ),
         "fp8": (
-            lambda pairs: fp8_tile_rows(pairs, experts),
+            lambda pairs: fp8_expert_tile(pairs, experts, up8, torch.bfloat16),
             lambda x, plan: expert_fp8_down(expert_fp8_gate_up(x, *up8, plan), *down8, plan),
         ),
         "int4": (
@@ -237,7 +240,7 @@ def experts(device: str) -> Iterator[list[object]]:
     x = batch(most, sizes[0], device)
     generator = torch.Generator(device).manual_seed(2)
     ids = torch.rand(most, sizes[2], generator=generator, device=device).topk(top_k).indices.int()
-    for kind, (tile, run) in expert_layers(device, sizes).items():
+    for kind, (tile, run) in expert_layers(device, sizes, top_k).items():
 
         def layer(m: int, first: int = 0, tile=tile, run=run) -> torch.Tensor:
             chosen = ids[first : first + m].contiguous()

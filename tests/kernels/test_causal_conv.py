@@ -15,17 +15,20 @@ CHANNELS, HEADS, TOKENS = 40, 3, 21
 
 def run(op: Callable[..., Any], u: torch.Tensor, ba: torch.Tensor, weight: torch.Tensor, **gates: torch.Tensor) -> Any:
     """One text of all tokens."""
-    device, taps = ba.device, weight.shape[-1]
+    device, taps, tokens = ba.device, weight.shape[-1], len(u)
     snapshot = torch.zeros(1, taps - 1, u.shape[1], dtype=u.dtype, device=device)
     ring = torch.full((1, taps + 1, u.shape[1]), torch.nan, dtype=u.dtype, device=device)
-    ints = [torch.tensor(n, dtype=torch.int32, device=device) for n in ([0], [0], [0], [16], [TOKENS], [0, TOKENS])]
+    ints = [torch.tensor(n, dtype=torch.int32, device=device) for n in ([0], [0], [0], [16], [tokens], [0, tokens])]
     return op(u, weight, ba, gates["a_log"], gates["dt_bias"], snapshot, ring, *ints), snapshot
 
 
 @pytest.mark.parametrize("op", [launch_causal_conv, causal_conv])
-@pytest.mark.parametrize("taps", [2, 3, 4])
-def test_matches_float64(op: Any, taps: int, dtype: torch.dtype, device: torch.device, assert_close: Any) -> None:
-    u, ba = torch.randn(TOKENS, CHANNELS).to(device, dtype), torch.randn(TOKENS, 2 * HEADS).to(device, dtype)
+@pytest.mark.parametrize(("taps", "tokens"), [(2, TOKENS), (3, TOKENS), (4, TOKENS), (4, 53), (3, 53)])
+def test_matches_float64(
+    op: Any, taps: int, tokens: int, dtype: torch.dtype, device: torch.device, assert_close: Any
+) -> None:
+    """Of 53 tokens a tile has all its earlier inputs in the pass."""
+    u, ba = torch.randn(tokens, CHANNELS).to(device, dtype), torch.randn(tokens, 2 * HEADS).to(device, dtype)
     weight = torch.randn(CHANNELS, 1, taps).to(device, dtype)
     gates = {"a_log": torch.rand(HEADS, device=device) * 2, "dt_bias": torch.randn(HEADS, device=device) - 3}
     (out, both), snapshot = run(op, u, ba, weight, **gates)

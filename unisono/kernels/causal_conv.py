@@ -25,6 +25,8 @@ from unisono.kernels.overlap import follow, overlapped
 NEVER, LOG2_E = tl.constexpr(2**31 - 1), tl.constexpr(math.log2(math.e))
 _CHANNELS, _TOKENS = 256, 16
 """Channels and tokens of a program."""
+_PROMPTS = {"num_warps": 4, "maxnreg": 80}
+"""Tiles with a row's beginning spill, so that more of the others, which need half as many registers, run at once."""
 
 
 @triton.jit
@@ -127,15 +129,51 @@ def _conv_round_kernel(
 
 
 @triton.jit
-def _inner_tile(u, weight, t, channel, inside, u_stride, w_channel, w_tap, J: tl.constexpr):
-    """The convolution of a tile of tokens that all have their J - 1 earlier inputs in the pass. [tokens, channels]"""
-    acc = tl.zeros([t.shape[0], channel.shape[0]], tl.float32)
-    first = u + t.to(tl.int64)[:, None] * u_stride + channel[None, :]
-    for j in tl.static_range(J):
-        x = tl.load(first + (j - (J - 1)) * u_stride, mask=inside[None, :], other=0.0).to(tl.float32)
-        w = tl.load(weight + channel * w_channel + j * w_tap, mask=inside, other=0.0).to(tl.float32)
-        acc = tl.fma(x, tl.zeros_like(acc) + w[None, :], acc)
-    return acc
+def _four(first, stride, inside):
+    """A channel's inputs of four tokens [channels], the first ones at ``first``."""
+    return (
+        tl.load(first, mask=inside, other=0.0).to(tl.float32),
+        tl.load(first + stride, mask=inside, other=0.0).to(tl.float32),
+        tl.load(first + 2 * stride, mask=inside, other=0.0).to(tl.float32),
+        tl.load(first + 3 * stride, mask=inside, other=0.0).to(tl.float32),
+    )
+
+
+@triton.jit
+def _store_four(out, stride, inside, a, b, c, x, w0, w1, w2, w3):
+    """The convolution of four tokens, x their inputs; a, b, c: the three before them. Four taps."""
+    _store_one(out, inside, a, b, c, x[0], w0, w1, w2, w3)
+    _store_one(out + stride, inside, b, c, x[0], x[1], w0, w1, w2, w3)
+    _store_one(out + 2 * stride, inside, c, x[0], x[1], x[2], w0, w1, w2, w3)
+    _store_one(out + 3 * stride, inside, x[0], x[1], x[2], x[3], w0, w1, w2, w3)
+
+
+@triton.jit
+def _store_one(out, inside, a, b, c, d, w0, w1, w2, w3):
+    acc = tl.fma(d, w3, tl.fma(c, w2, tl.fma(b, w1, tl.fma(a, w0, tl.zeros_like(a)))))
+    tl.store(out, _silu(acc).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _inner_tile(u, weight, out, begin, channel, inside, u_stride, C, w_channel, w_tap, BLOCK_T: tl.constexpr):
+    """Store the convolution, of four taps, of a tile of tokens that all have their earlier inputs in the pass.
+
+    A thread has all tokens of its channels, so it loads each input once, those of four tokens ahead of their turn.
+    """
+    w = _four(weight + channel * w_channel, w_tap, inside)
+    first = u + begin.to(tl.int64) * u_stride + channel
+    out += begin.to(tl.int64) * C + channel
+    x = _four(first, u_stride, inside)
+    a = tl.load(first - 3 * u_stride, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(first - 2 * u_stride, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(first - u_stride, mask=inside, other=0.0).to(tl.float32)
+    for i in tl.static_range(0, BLOCK_T, 4):
+        ahead = x
+        if i + 4 < BLOCK_T:
+            ahead = _four(first + (i + 4) * u_stride, u_stride, inside)
+        _store_four(out + i * C, C, inside, a, b, c, x, w[0], w[1], w[2], w[3])
+        a, b, c = x[1], x[2], x[3]
+        x = ahead
 
 
 @triton.jit
@@ -181,13 +219,13 @@ def _conv_prompt_kernel(
         starts = tl.load(query_start + r, mask=r < R, other=NEVER)
         ends = tl.load(query_start + r + 1, mask=r < R, other=NEVER)
         whole = (starts + (J - 1) <= begin) & (begin + BLOCK_T <= ends) & (r < R)
-        if tl.max(whole.to(tl.int32), axis=0) > 0:
-            acc = _inner_tile(u, weight, t, channel, inside, u_stride, w_channel, w_tap, J)
+        if (J == 4) & (tl.max(whole.to(tl.int32), axis=0) > 0):
+            _inner_tile(u, weight, out, begin, channel, inside, u_stride, C, w_channel, w_tap, BLOCK_T)
         else:
             acc = _outer_tile(u, weight, snapshot, ring, rows, since, first, query_start, t, channel, inside, ends,
                               u_stride, C, T, R, w_channel, w_tap, J, RING)  # fmt: skip
-        token = t.to(tl.int64)[:, None] * C + channel[None, :]
-        tl.store(out + token, _silu(acc).to(out.dtype.element_ty), mask=(t < T)[:, None] & inside[None, :])
+            token = t.to(tl.int64)[:, None] * C + channel[None, :]
+            tl.store(out + token, _silu(acc).to(out.dtype.element_ty), mask=(t < T)[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -231,7 +269,7 @@ def launch_causal_conv(
     if tokens:
         _conv_prompt_kernel[(triton.cdiv(tokens, _TOKENS), blocks + 1)](
             *inputs, query_start, u.stride(0), ba.stride(0), channels, tokens, rows_, *w_strides, HV=heads,
-            BLOCK_T=_TOKENS, BLOCK_H=heads_block, BLOCK_R=triton.next_power_of_2(rows_), **options, num_warps=4,
+            BLOCK_T=_TOKENS, BLOCK_H=heads_block, BLOCK_R=triton.next_power_of_2(rows_), **options, **_PROMPTS,
             **overlapped(u.device),
         )  # fmt: skip
     _conv_keep_kernel[(rows_, blocks)](
@@ -285,7 +323,7 @@ def _cases(dtype: str, heads: int, width: int) -> list[AotCase]:
     keep |= ints("rows since first until end query_start", "u_stride C")
     return [
         AotCase(_conv_round_kernel, rounds, both | {"BLOCK_W": triton.next_power_of_2(width), "BLOCK_J": 4}),
-        AotCase(_conv_prompt_kernel, prompts, both | {"BLOCK_T": _TOKENS, "BLOCK_R": 32}),
+        AotCase(_conv_prompt_kernel, prompts, both | {"BLOCK_T": _TOKENS, "BLOCK_R": 32}, **_PROMPTS),
         AotCase(_conv_keep_kernel, keep, block | {"BLOCK_N": triton.next_power_of_2(2 + width), "BLOCK_J": 4}),
     ]
 
