@@ -53,10 +53,7 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
     # All loads come first: none waits for another one's sum.
     position, slot = tl.load(positions + token), tl.load(slot_mapping + token).to(tl.int64)
     first, second, third, fourth = _loaded(x, h, r, exists, D, HALF, BLOCK_REST)
-    turns = (h < HALF) & (is_value == 0)
-    angles = cos_sin + tl.maximum(position, 0).to(tl.int64) * (2 * HALF) + h
-    cos = tl.load(angles, mask=turns, other=1.0)
-    sin = tl.load(angles + HALF, mask=turns, other=0.0)
+    cos, sin = _turns(cos_sin, position, h, (h < HALF) & (is_value == 0), HALF)
     weights = None, None, None, None
     if HAS_NORM:
         weight = q_norm
@@ -66,13 +63,8 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
 
     if not is_value:
         if HAS_NORM:
-            scale = _inverse_rms(first, second, third, fourth, eps, D, BLOCK_REST)[:, None]
-            kind = q_norm.dtype.element_ty
-            first = _scaled(first, scale, weights[0], kind, dtype)
-            second = _scaled(second, scale, weights[1], kind, dtype)
-            if BLOCK_REST > 0:
-                third = _scaled(third, scale, weights[2], kind, dtype)
-                fourth = _scaled(fourth, scale, weights[3], kind, dtype)
+            first, second, third, fourth = _normed(first, second, third, fourth, weights, eps,
+                                                   q_norm.dtype.element_ty, dtype, D, BLOCK_REST)  # fmt: skip
         first, second = tl.fma(first, cos, second * -sin), tl.fma(second, cos, first * sin)
 
     cached = ((slot // PAGE * HKV + each) * PAGE + slot % PAGE) * D
@@ -106,18 +98,30 @@ def _loaded(at, h, r, there, D: tl.constexpr, HALF: tl.constexpr, BLOCK_REST: tl
 
 
 @triton.jit
+def _turns(cos_sin, position, h, turned, HALF: tl.constexpr):
+    """Cosines and sines of a token's rotation."""
+    angles = cos_sin + tl.maximum(position, 0).to(tl.int64) * (2 * HALF) + h
+    return tl.load(angles, mask=turned, other=1.0), tl.load(angles + HALF, mask=turned, other=0.0)
+
+
+@triton.jit
 def _narrow(at):
     """Addresses of which a thread takes AT_ONCE neighbours, whatever the dtype."""
     return tl.max_contiguous(at, [1, AT_ONCE])
 
 
 @triton.jit
-def _inverse_rms(first, second, third, fourth, eps, D: tl.constexpr, BLOCK_REST: tl.constexpr):
-    """1 / the root of the mean square of each head [heads]."""
+def _normed(first, second, third, fourth, weights, eps, kind: tl.constexpr, dtype: tl.constexpr, D: tl.constexpr,
+            BLOCK_REST: tl.constexpr):  # fmt: skip
+    """The four runs over the root of each head's mean square, times the weights, which are stored in ``kind``."""
     squares = tl.sum(square(first), axis=1) + tl.sum(square(second), axis=1)
     if BLOCK_REST > 0:
         squares += tl.sum(square(third), axis=1) + tl.sum(square(fourth), axis=1)
-    return tl.rsqrt(squares / D + eps)
+    scale = tl.rsqrt(squares / D + eps)[:, None]
+    first, second = _scaled(first, scale, weights[0], kind, dtype), _scaled(second, scale, weights[1], kind, dtype)
+    if BLOCK_REST > 0:
+        third, fourth = _scaled(third, scale, weights[2], kind, dtype), _scaled(fourth, scale, weights[3], kind, dtype)
+    return first, second, third, fourth
 
 
 @triton.jit
