@@ -3,9 +3,9 @@
 
 There is a program for each multiprocessor, which takes tiles in turn: 128 pairs of an expert, and 256 outputs. Two warp
 groups multiply, 64 pairs each. They take tiles of no more than that by turns: one stores its results while the other
-multiplies. A third group loads. The weight is loaded by
-the tensor memory accelerator. The pairs' rows lie anywhere, so they are copied row by row, asynchronously; Triton has
-no way to mix both. Stages fill while a tile's results are stored, which are the next tile's first ones.
+multiplies. A third group loads. The weight is loaded by the tensor memory accelerator. The pairs' rows lie anywhere, so
+they are copied row by row, asynchronously; Triton has no way to mix both. Stages fill while a tile's results are
+stored, which are the next tile's first ones.
 
 K is summed in one sequence, as in Triton's kernels: by products of 16; of e4m3 in steps of 128, each of which is
 multiplied by its scales and added (``kernels/fp8.py``). ``experts.prove_experts`` and ``experts_fp8.prove_fp8_experts``
@@ -44,7 +44,8 @@ TILE_PAIRS = 128
 """Of the plan's tiles: those of both groups."""
 
 COLUMNS = gl.constexpr(GROUP)
-"""Outputs of either half of a tile: those of gate and those of up, or the first and the second ones of down."""
+"""Outputs of either half of a tile: those of gate and those of up, or the first and the second ones of down. As many as
+share a scale in e4m3."""
 
 STAGES = gl.constexpr(4)
 """Steps that are held at once: 192 KiB. A step is STEP inputs: WIDTH bytes of a row, the widest swizzle."""
