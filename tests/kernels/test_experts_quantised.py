@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from unisono.kernels.experts_fp8 import (
 from unisono.kernels.experts_int4 import expert_int4_down, expert_int4_gate_up, launch_int4_down, launch_int4_gate_up
 from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, Shapes, launch_sort_pairs, sort_pairs_cpu
 from unisono.kernels.fp8 import fp8_linear
-from unisono.kernels.fp8_quantize import E4M3, GROUP, quantize, quantize_cpu, widened_activations
+from unisono.kernels.fp8_quantize import E4M3, GROUP, Quantised, quantize, quantize_cpu, widened_activations
 from unisono.kernels.int4 import int4_linear
+from unisono.layers.expert_formats_quantised import Fp8Experts
+from unisono.layers.formats import WHOLE, Share
 
 KINDS = ["fp8 by block", "fp8 by output", "int4", "int4 with zeros"]
 SHAPES = [(3, 136, 40, 4, 2, 1), (1, 160, 136, 4, 2, 0), (9, 128, 96, 3, 1, 1)]  # M, H, I, E, top_k, riding along
@@ -206,6 +209,16 @@ def test_the_kernel_of_prompts_has_the_tritons_bits(shape, kind, device):
     up, down = stack_of(kind, experts + rides, [inner, inner], hidden), stack_of(kind, experts + rides, [hidden], inner)
     for dtype in (torch.bfloat16, torch.float16):
         assert experts_fp8._same_bits(on(device, up), on(device, down), dtype, experts, top_k)
+
+
+def test_what_ranks_gather_is_not_quantised() -> None:
+    """A rank that has some of gate's outputs makes plain rows, which are gathered; one that has all may quantise."""
+    up = stack_of("fp8 by block", 4, [128, 128], 128)
+    format = Fp8Experts(SimpleNamespace(operands=lambda _: up))
+    x, plan = torch.randn(3, 128), Plan(choice(3, 4, 2), 4, experts_gluon.TILE_PAIRS)
+    whole, part = (format.gate_up(SimpleNamespace(rows=rows), x, plan) for rows in (WHOLE, Share(0, 2)))
+    assert isinstance(whole, Quantised)
+    assert torch.equal(whole.x8[: len(part)].float(), quantize(part, GROUP).x8[: len(part)].float())
 
 
 @pytest.mark.parametrize("same", [True, False])
