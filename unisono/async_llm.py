@@ -10,7 +10,7 @@ import weakref
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from unisono.engine.loop import EngineLoop, Inbox
+from unisono.engine.loop import Bell, EngineLoop, Inbox
 from unisono.frontend.collector import Collector
 from unisono.frontend.input_processor import PromptType
 from unisono.llm import LLM, Metric
@@ -207,7 +207,7 @@ class _Driver:
             self._thread.join()
 
     def _run(self) -> None:
-        own = threading.Event()
+        own = Bell()
         while not self._stopping:
             self._work.wait()
             self._work.clear()

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,32 @@ T = TypeVar("T")
 NO_MODEL = "This model was shut down and its memory freed (shutdown(), or the end of its `with`); make a new one."
 
 
+class Bell:
+    """What one caller waits for, and any thread rings. Ctrl-C may end a wait.
+
+    A ``threading.Event`` is none: where Ctrl-C comes while it wakes up, it lets go of the lock of a thread that sets it
+    at that moment, and there ``set`` raises RuntimeError (CPython 3.11).
+    """
+
+    def __init__(self) -> None:
+        self._rung: SimpleQueue[None] = SimpleQueue()
+
+    def ring(self) -> None:
+        """End the present or the next :meth:`wait`."""
+        if self._rung.empty():
+            self._rung.put(None)
+
+    def clear(self) -> None:
+        """Forget that it rang."""
+        with contextlib.suppress(Empty):
+            while True:
+                self._rung.get_nowait()
+
+    def wait(self) -> None:
+        """Return once it has rung since :meth:`clear` or the last wait."""
+        self._rung.get()
+
+
 class Inbox:
     """The deltas of one caller's requests, in order, each with the time when its step ended (``time.monotonic``).
 
@@ -38,11 +65,11 @@ class Inbox:
     """
 
     def __init__(self, requests: Sequence[EngineRequest], notify: Callable[[], object] | None = None) -> None:
-        self.event = threading.Event()
+        self.bell = Bell()
         self.deltas: deque[tuple[TokenDelta, float]] = deque()
         self.open = {request.request_id for request in requests}
         self.error: BaseException | None = None
-        self.notify = notify or self.event.set
+        self.notify = notify or self.bell.ring
 
     @property
     def has_news(self) -> bool:
@@ -62,7 +89,7 @@ class _Job:
     def __init__(self, work: Callable[[Engine], Any]) -> None:
         self._work = work
         self.done = False
-        self.event = threading.Event()
+        self.bell = Bell()
         self._result: Any = None
         self._error: BaseException | None = None
 
@@ -74,7 +101,7 @@ class _Job:
         except Exception as failure:
             self._error = failure
         self.done = True
-        self.event.set()
+        self.bell.ring()
 
     def result(self) -> Any:
         if self._error is not None:
@@ -95,7 +122,7 @@ class EngineLoop:
         self._lead = threading.Lock()
         self._jobs: deque[_Job] = deque()
         self._inboxes: dict[str, Inbox] = {}
-        self._waiting: set[threading.Event] = set()
+        self._waiting: set[Bell] = set()
         self._error: BaseException | None = None
 
     @property
@@ -119,7 +146,7 @@ class EngineLoop:
         """``work(engine)``, while no step runs. Raises what it raises, and EngineDead."""
         job = _Job(work)
         self._jobs.append(job)
-        self.wait(lambda: job.done, job.event)
+        self.wait(lambda: job.done, job.bell)
         return job.result()
 
     def submit(self, requests: Sequence[EngineRequest], notify: Callable[[], object] | None = None) -> Inbox:
@@ -171,7 +198,7 @@ class EngineLoop:
     def read(self, inbox: Inbox) -> list[tuple[TokenDelta, float]]:
         """Wait for news of ``inbox``, stepping the engine if nobody else does. Empty once all its requests ended."""
         if not inbox.has_news:
-            self.wait(lambda: inbox.has_news, inbox.event)
+            self.wait(lambda: inbox.has_news, inbox.bell)
         return inbox.take()
 
     def abort(self, *request_ids: str) -> None:
@@ -189,18 +216,18 @@ class EngineLoop:
         self._jobs.append(_Job(work))
         self._do_jobs()
 
-    def wait(self, ready: Callable[[], bool], event: threading.Event) -> None:
-        """Return once ``ready()``. ``event`` is this caller's own; it is set when ``ready`` may have changed."""
-        self._waiting.add(event)
+    def wait(self, ready: Callable[[], bool], bell: Bell) -> None:
+        """Return once ``ready()``. ``bell`` is this caller's own; it rings when ``ready`` may have changed."""
+        self._waiting.add(bell)
         try:
             while True:
-                event.clear()
+                bell.clear()
                 if ready():
                     return
                 if not self._led(ready):
-                    event.wait()
+                    bell.wait()
         finally:
-            self._waiting.discard(event)
+            self._waiting.discard(bell)
 
     def shutdown(self) -> None:
         """Free the device. Requests of other callers end with an error."""
@@ -280,8 +307,8 @@ class EngineLoop:
     def _hand_over(self) -> None:
         """Leave the lead. Callers that wait try to take it; a job that came too late for the leader is done now."""
         self._lead.release()
-        for event in tuple(self._waiting):
-            event.set()
+        for bell in tuple(self._waiting):
+            bell.ring()
         if self._jobs and not self._waiting:
             self._do_jobs()
 
