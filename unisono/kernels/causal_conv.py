@@ -130,7 +130,7 @@ def _conv_round_kernel(
 
 @triton.jit
 def _four(first, stride, inside):
-    """A channel's inputs of four tokens [channels], the first ones at ``first``."""
+    """Four rows of a number for each channel, in fp32, the first at ``first``: tokens' inputs, or taps."""
     return (
         tl.load(first, mask=inside, other=0.0).to(tl.float32),
         tl.load(first + stride, mask=inside, other=0.0).to(tl.float32),
@@ -140,17 +140,18 @@ def _four(first, stride, inside):
 
 
 @triton.jit
-def _store_four(out, stride, inside, a, b, c, x, w0, w1, w2, w3):
-    """The convolution of four tokens, x their inputs; a, b, c: the three before them. Four taps."""
-    _store_one(out, inside, a, b, c, x[0], w0, w1, w2, w3)
-    _store_one(out + stride, inside, b, c, x[0], x[1], w0, w1, w2, w3)
-    _store_one(out + 2 * stride, inside, c, x[0], x[1], x[2], w0, w1, w2, w3)
-    _store_one(out + 3 * stride, inside, x[0], x[1], x[2], x[3], w0, w1, w2, w3)
+def _store_four(out, stride, inside, a, b, c, x, w):
+    """The convolution of four tokens, x their inputs, a, b, c those of the three before them, by four taps w."""
+    _store_one(out, inside, a, b, c, x[0], w)
+    _store_one(out + stride, inside, b, c, x[0], x[1], w)
+    _store_one(out + 2 * stride, inside, c, x[0], x[1], x[2], w)
+    _store_one(out + 3 * stride, inside, x[0], x[1], x[2], x[3], w)
 
 
 @triton.jit
-def _store_one(out, inside, a, b, c, d, w0, w1, w2, w3):
-    acc = tl.fma(d, w3, tl.fma(c, w2, tl.fma(b, w1, tl.fma(a, w0, tl.zeros_like(a)))))
+def _store_one(out, inside, a, b, c, d, w):
+    """The convolution of the token whose input is d, after three others' a, b, c."""
+    acc = tl.fma(d, w[3], tl.fma(c, w[2], tl.fma(b, w[1], tl.fma(a, w[0], tl.zeros_like(a)))))
     tl.store(out, _silu(acc).to(out.dtype.element_ty), mask=inside)
 
 
@@ -171,7 +172,7 @@ def _inner_tile(u, weight, out, begin, channel, inside, u_stride, C, w_channel, 
         ahead = x
         if i + 4 < BLOCK_T:
             ahead = _four(first + (i + 4) * u_stride, u_stride, inside)
-        _store_four(out + i * C, C, inside, a, b, c, x, w[0], w[1], w[2], w[3])
+        _store_four(out + i * C, C, inside, a, b, c, x, w)
         a, b, c = x[1], x[2], x[3]
         x = ahead
 

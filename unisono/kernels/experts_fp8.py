@@ -221,12 +221,22 @@ def _blocking(tile: Tile, by_block: bool) -> dict[str, int]:
     }  # fmt: skip
 
 
+def _group(w_scales: torch.Tensor) -> int:
+    """Columns of activations that share a scale, by the kind of the weight's scales; 0: all."""
+    return GROUP if w_scales.dim() == 3 else 0
+
+
+def _launched(x: torch.Tensor | Quantised, w_scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in e4m3 and its scales; they are made here if x is not quantised yet."""
+    return launch_quantize(x, _group(w_scales) or None) if isinstance(x, torch.Tensor) else x[:2]
+
+
 def launch_fp8_gate_up(
     x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
 ) -> torch.Tensor:
     """The kernels of :func:`expert_fp8_gate_up`."""
     inner, by_block = weight.shape[1] // 2, w_scales.dim() == 3
-    x8, x_scales = launch_quantize(x, GROUP if by_block else None) if isinstance(x, torch.Tensor) else x[:2]
+    x8, x_scales = _launched(x, w_scales)
     if plan.tile == experts_gluon.TILE_PAIRS:
         return experts_gluon.launch_expert_rows(x8, weight, plan, True, x_scales, w_scales, x.dtype)
     tiles = _TILES[plan.tile]
@@ -245,7 +255,7 @@ def launch_fp8_down(
 ) -> torch.Tensor:
     """The kernels of :func:`expert_fp8_down`."""
     hidden, by_block = weight.shape[1], w_scales.dim() == 3
-    h8, h_scales = launch_quantize(h, GROUP if by_block else None) if isinstance(h, torch.Tensor) else h[:2]
+    h8, h_scales = _launched(h, w_scales)
     if plan.tile == experts_gluon.TILE_PAIRS:
         return experts_gluon.launch_expert_rows(h8, weight, plan, False, h_scales, w_scales, h.dtype)
     tiles = _TILES[plan.tile]
@@ -260,7 +270,7 @@ def launch_fp8_down(
 
 
 def _given(x8, x_scales, dtype, w_scales, rows):
-    return Quantised(x8, x_scales, GROUP if w_scales.dim() == 3 else 0, rows, dtype)
+    return Quantised(x8, x_scales, _group(w_scales), rows, dtype)
 
 
 def _gate_up_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
@@ -329,7 +339,7 @@ for _name, _result, _cuda, _cpu, _meta in (
 
 def _operand(x: torch.Tensor | Quantised, w_scales: torch.Tensor) -> Quantised:
     """x quantised as the weight's scales ask, if it is not yet."""
-    return quantize(x, GROUP if w_scales.dim() == 3 else 0) if isinstance(x, torch.Tensor) else x
+    return quantize(x, _group(w_scales)) if isinstance(x, torch.Tensor) else x
 
 
 def expert_fp8_gate_up(

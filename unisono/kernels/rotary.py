@@ -21,7 +21,8 @@ from unisono.kernels.norm import rms_norm_cpu, rms_norm_formula, rounded_before_
 from unisono.kernels.overlap import follow, overlapped
 
 AT_ONCE = tl.constexpr(4)
-"""Elements that a thread loads or stores at once, of all dtypes: see :func:`_warps`."""
+"""Elements that a thread loads or stores at once, of all dtypes: another number for one of them would change the layout
+of all tiles, and with it the order of the norms' sums. See :func:`_warps`."""
 
 
 @triton.jit
@@ -174,10 +175,8 @@ def _blocks(head_dim: int, rot_dim: int) -> dict[str, int]:
 
 
 def _warps(blocks: dict[str, int]) -> int:
-    """Heads that rotate whole: AT_ONCE elements of a tile for each thread; others: a warp for each head.
-
-    A head's tiles then have their rows in the same threads, and none passes through shared memory.
-    """
+    """Heads that rotate whole: AT_ONCE elements of a tile for each thread, so that all tiles have one layout and none
+    passes through shared memory. Others: a warp for each head, so that hardly anything passes from warp to warp."""
     heads = blocks["GROUP"]
     return heads if blocks["BLOCK_REST"] else max(1, heads * blocks["BLOCK_HALF"] // (32 * AT_ONCE.value))
 
