@@ -1,5 +1,6 @@
 # make serve   serve the bundled model on port 8000 (sets up .venv first, on a fresh machine)
 # make test    set up, lint, type-check and test; make test-all adds the long matrix
+# make same BASE=COMMIT  compares tokens, PTX, HTTP schema, flags and wheel with those of a commit, for refactorings
 # make clients installs 15 clients of the field in an environment of their own, and talks with each
 VENV ?= .venv
 # One more than CI has cores: tests of servers wait a third of their time.
@@ -9,7 +10,7 @@ RETRY := --reruns 1 -rR --only-rerun "TimeoutError|TimeoutExpired|ReadTimeout|Co
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: serve test test-all clients lint clean
+.PHONY: serve test test-all same clients lint clean
 
 serve: $(VENV)/.ready
 	exec env -u OMP_NUM_THREADS $(BIN)/unisono serve
@@ -19,6 +20,9 @@ test: $(VENV)/.ready $(VENV)/oldest-triton lint
 
 test-all: $(VENV)/.ready $(VENV)/oldest-triton lint
 	$(BIN)/python -m pytest -n $(WORKERS) --durations=25 $(RETRY)
+
+same: $(VENV)/.ready
+	$(BIN)/python scripts/same.py $(or $(BASE),main)
 
 clients: .venv-clients/.ready
 	.venv-clients/bin/python -m pytest -v tests/server/test_clients.py
