@@ -33,6 +33,7 @@ clients: .venv-clients/.ready
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/words.py
 	$(BIN)/mypy
 
 # The oldest Triton that pyproject.toml allows: kernels in Gluon have to compile with it, too.
