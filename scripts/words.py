@@ -4,8 +4,8 @@
 * classes: class names that are defined more than once in the package.
 * lines: lines of docs/ and README.md over 200 characters, tables and links apart.
 
-``scripts/words.json`` has the counts that are tolerated until they are mended. A count above it fails; ``--update`` lowers
-it to what is left.
+``scripts/words.json`` has the counts that are tolerated until they are mended. A count above it fails.
+``--update`` lowers it to what is left.
 """
 
 from __future__ import annotations
