@@ -74,7 +74,7 @@ ALLOWED = {
     "cli_output": {"types"},
     "cli_values": {"types", "catalog"},
     "cli_engine_flags": {"catalog"},
-    "cli_commands": {"types", "cli_output", "frontend", "llm", "tools"},
+    "cli_commands": {"types", "heap", "cli_output", "frontend", "llm", "tools"},
     "cli": {
         "types", "catalog", "config", "cli_aliases", "cli_commands", "cli_config", "cli_engine_flags",
         "cli_output", "cli_values", "lora",

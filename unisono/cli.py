@@ -172,12 +172,20 @@ def _parameters(*groups: Callable[..., None]) -> dict[str, inspect.Parameter]:
     return {name: p for group in groups for name, p in inspect.signature(group, eval_str=True).parameters.items()}
 
 
-def _engine_command(command: Callable[..., None], **groups: Callable[..., None]) -> Callable[..., None]:
+ONE_REQUEST = {"graph_capture": "lazy", "max_num_seqs": 1}
+"""Defaults of commands that run one request at a time, and end soon."""
+
+
+def _engine_command(
+    command: Callable[..., None], defaults: Mapping[str, Any] | None = None, **groups: Callable[..., None]
+) -> Callable[..., None]:
     """Adds the engine's flags to a command; it receives them, checked, as its first argument, a dict.
 
-    groups: more flags; each group is a dict that the command takes under the group's name.
+    defaults: of flags, where they differ. groups: more flags; each group is a dict that the command takes under the
+    group's name.
     """
     flags = _parameters(engine_flags, memory_flags, adapter_flags, model_flags, speculative_flags)
+    flags |= {name: flags[name].replace(default=value) for name, value in (defaults or {}).items()}
     more = {name: _parameters(group) for name, group in groups.items()}
     own = [p for name, p in list(_parameters(command).items())[1:] if name not in groups]
 
@@ -374,8 +382,10 @@ app.command(cls=_EngineCommand)(
         scale=_scale_flags,
     )
 )
-for _name, _command in (("generate", generate), ("chat", chat), ("explain", explain), ("eval", evaluate)):
-    app.command(name=_name, cls=_EngineCommand)(_engine_command(_command))
+app.command(cls=_EngineCommand)(_engine_command(generate, ONE_REQUEST))
+app.command(cls=_EngineCommand)(_engine_command(chat, ONE_REQUEST))
+app.command(cls=_EngineCommand)(_engine_command(explain))
+app.command(name="eval", cls=_EngineCommand)(_engine_command(evaluate))
 app.command()(compare)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unisono.cli_output import print_tables, show_progress, stderr
+from unisono.heap import uncollected
 from unisono.types import BadRequest, ConfigError, FinishReason, SamplingParams, UnisonoError
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def _params(llm: LLM, asked: dict[str, Any]) -> SamplingParams:
 
 @contextlib.contextmanager
 def _load(path: str, flags: dict[str, Any]) -> Iterator[LLM]:
-    with show_progress() as progress:
+    with show_progress() as progress, uncollected():
         progress("start", 0.0)
         from unisono.llm import LLM
 

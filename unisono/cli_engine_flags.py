@@ -46,6 +46,9 @@ def engine_flags(
     graphs: Annotated[
         str, typer.Option(help="auto, full, segmented or off; or per program: extend=segmented,round=full.")
     ] = "auto",
+    graph_capture: Annotated[
+        str, typer.Option(help="start: capture graphs before the first request; lazy: each before its first pass.")
+    ] = "start",
     compile: Annotated[bool, typer.Option("--compile", help="torch.compile pieces of captured passes.")] = False,
     graph_memory: Annotated[float | None, typer.Option(help="GiB that graphs may take.")] = None,
     logprobs_mode: Annotated[

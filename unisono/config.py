@@ -54,6 +54,8 @@ class EngineConfig:
     graphs: auto, full, segmented or off, for all passes or for some: "extend=segmented,round=full". auto captures
     whole where the attention backend allows it, and prompt passes only in sizes where a graph pays; full and segmented
     replay every pass. off captures nothing; every pass runs eagerly and is counted.
+    graph_capture: start: graphs are captured before the first request. lazy: each graph before the first pass that
+    replays it, for programs that end soon; the self-test of drafts is skipped.
     compile: pieces of every captured pass go through torch.compile first.
     graph_memory: GiB that graphs may take; None: a share of what is free before the KV cache is sized.
     speculative: how drafts are made; None: with the MTP modules that the checkpoint carries, and not at all where it
@@ -108,6 +110,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     enforce_eager: bool = False
     graphs: str = "auto"
+    graph_capture: Literal["start", "lazy"] = "start"
     compile: bool = False
     graph_memory: float | None = None
     device: str = "auto"
@@ -274,6 +277,7 @@ class EngineConfig:
             raise ConfigError(f"--lora-dtype {self.lora_dtype}: adapters have the model's dtype; give auto.")
 
     def _check_graphs(self) -> None:
+        _one_of("--graph-capture", self.graph_capture, ("start", "lazy"))
         modes = parse_graphs(self.graphs)
         if self.enforce_eager and self.graphs not in ("auto", "off"):
             raise ConfigError(f"--enforce-eager captures no graph, --graphs {self.graphs} does: drop one of them.")

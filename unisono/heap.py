@@ -25,3 +25,15 @@ def frozen_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection inside: imports and loading make objects that stay, and collections would walk them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

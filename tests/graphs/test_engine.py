@@ -29,6 +29,7 @@ CUDA = torch.cuda.is_available()
         ({"graphs": "full", "enforce_eager": True}, "--enforce-eager captures no graph, --graphs full does"),
         ({"compile": True, "enforce_eager": True}, "--compile compiles what graphs capture, and graphs are off"),
         ({"compile": True, "graphs": "off"}, "--compile compiles what graphs capture, and graphs are off"),
+        ({"graph_capture": "never"}, "--graph-capture 'never' is unknown; choose one of start, lazy"),
         ({"graph_memory": 0.0}, "--graph-memory 0.0: give GiB above 0"),
         ({"graph_memory": float("nan")}, "--graph-memory nan: give GiB above 0"),
     ],
@@ -100,6 +101,29 @@ def test_graphs_beyond_the_memory_budget_run_eagerly_and_say_so(qwen3: Path) -> 
         samples = {name: value for name, _, _, value, _ in llm.engine.metrics()}
         assert samples["graph_bytes"] <= 0.5 * largest
         assert any(r["advice"] == "raise --graph-memory" for r in llm.engine.info()["graphs"])  # type: ignore[attr-defined]
+
+
+def test_lazy_capture_captures_what_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass replays a graph, each graph serves a pass, and a long answer learns what other rounds cost."""
+    from unisono.engine import draft_controller
+
+    monkeypatch.setattr(draft_controller, "ROUNDS_PER_CHOICE", 3)
+    asking = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM("tiny", graph_capture="lazy", max_num_seqs=2, max_model_len=256) as llm:
+        planner = llm.engine.runner.planner
+        assert list(planner.graphs()) == []
+        (skipped,) = [d for d in llm.engine.info()["decisions"] if d["name"] == "draft self-test"]  # type: ignore[attr-defined]
+        assert (skipped["value"], skipped["reason"]) == ("skipped", "--graph-capture lazy starts without it")
+        llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
+        first = {(g.key.program, g.key.shape.rows, g.key.shape.width) for g in planner.graphs()}
+        assert first == {("extend", 16, 1), ("round", 1, 4)}
+        lazy = tokens(llm, [[5, 6, 7]], asking)
+        widths = {g.key.shape.width for g in planner.graphs() if g.key.program == "round"}
+        assert {3, 4} <= widths
+        assert {reason for _, _, reason in counted(llm)} == {""}
+    plain = {"enforce_eager": True, "speculative_config": {"method": "none"}}
+    with LLM("tiny", max_num_seqs=2, max_model_len=256, **plain) as llm:
+        assert tokens(llm, [[5, 6, 7]], asking) == lazy
 
 
 def test_prompt_logprobs_replay_graphs(qwen3: Path) -> None:

@@ -80,6 +80,8 @@ def test_generate_repeats_with_its_seed() -> None:
     seed = first.stderr.split("seed ")[1].strip()
     assert run("generate", *flags, "--seed", seed, stdin=PROMPT).stdout == first.stdout
     assert len(first.stdout) > 10
+    assert "Loading the model" in first.stderr
+    assert "Capturing graphs" not in first.stderr, "a command of one request captures what it replays"
 
 
 def test_chat_with_piped_input() -> None:

@@ -202,6 +202,23 @@ def engine_buckets(
     return [*buckets, *of_parts]
 
 
+def captured_lazily(buckets: Buckets, config: ResolvedConfig) -> Buckets:
+    """These buckets for ``graph_capture="lazy"``: no graph at start or while idle, and no measured costs.
+
+    On a GPU the sizes lie a factor of two apart: fewer captures matter more than padding.
+    """
+    lazy = replace(
+        buckets, on_demand=True, measured=False, later=False, like=None, kept_ms=(0.0, 0.0), when_idle=frozenset()
+    )
+    if config.device.type != "cuda":
+        return lazy
+    shapes: list[Shape] = []
+    for shape in buckets.shapes:
+        if not shapes or shape.rows >= 2 * shapes[-1].rows or shape is buckets.shapes[-1]:
+            shapes.append(shape)
+    return replace(lazy, shapes=tuple(shapes))
+
+
 def part_buckets(
     programs: Mapping[str, Program], config: ResolvedConfig, choices: Sequence[int], features: Features
 ) -> list[Buckets]:

@@ -24,6 +24,7 @@ from unisono.distributed.gather import ALONE, Ranks, described
 from unisono.distributed.group import Alone, Group, agreement, decided
 from unisono.drafters.base import DivisibleDrafter, Drafter, DrafterContext, PausableDrafter, TreeDrafter
 from unisono.engine.buckets import (
+    captured_lazily,
     decode_sizes,
     draft_choices,
     engine_buckets,
@@ -174,7 +175,10 @@ class Build:
         usual_rounds = [each for each in usual if each != NO_FEATURES]
         sizes = self.choices, features, self.max_unobserved
         buckets = engine_buckets(programs, self.config, *sizes, self._expected, usual_rounds, self._whole)
-        return [*buckets, *(own_buckets(own, self.config) for own in self._own_programs)]
+        buckets += [own_buckets(own, self.config) for own in self._own_programs]
+        if self.config.asked.graph_capture == "lazy":
+            buckets = [captured_lazily(each, self.config) for each in buckets]
+        return buckets
 
     def _tell_ranks(self, model: Decoder) -> None:
         """Add how the model is divided, where it is."""

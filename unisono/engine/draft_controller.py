@@ -24,6 +24,9 @@ from unisono.types import FinishReason
 if TYPE_CHECKING:
     from unisono.engine.runner import Runner
 
+ROUNDS_PER_CHOICE = 16
+"""Rounds before rounds with another number of drafts are captured, where graphs are captured lazily."""
+
 
 class DraftController:
     """Chooses for the rounds of one engine. ``pinned``: a fixed number of drafts; None: adapt.
@@ -45,6 +48,8 @@ class DraftController:
         self._launched: Round | None = None  # the round launched last, unless another pass came after it
         self._read_at: float | None = None  # when the pass read last was over
         self._put_off: dict[bool, int] = {}  # by kind of round: drafts that wait for a drafter to catch up
+        lazy = runner.config.asked.graph_capture == "lazy"
+        self._until_next_choice = ROUNDS_PER_CHOICE if lazy else None
 
     def padding_ms(self, rows: int, drafts: int) -> float | None:
         """What a round's graph took on padding; None where no graph serves it."""
@@ -105,9 +110,25 @@ class DraftController:
             self._progress.unobserved[rows.slots] += 1
 
     def _choose(self, rows: Rows) -> int:
+        self._add_choice(len(rows))
         policy = self._reading_policy if rows.sequences[0].reads_drafts else self.policy
         most = self._progress.most_drafts(rows.slots)
         return policy.choose(rows.slots, most, self._catch_up_ms(rows), self._standby_ms(len(rows)))
+
+    def _add_choice(self, rows: int) -> None:
+        """Where graphs are captured lazily: capture rounds with another number of drafts, now and then.
+
+        The policy chooses among captured rounds, so a short answer needs one graph, and a long one adapts.
+        """
+        if self._until_next_choice is None:
+            return
+        self._until_next_choice -= 1
+        if self._until_next_choice > 0:
+            return
+        self._until_next_choice = ROUNDS_PER_CHOICE
+        missing = [k for k in self._runner.choices if self.padding_ms(rows, k) is None]
+        if missing and len(missing) < len(self._runner.choices):
+            self._runner.planner.capture_for(self._runner.round_key(rows, missing[-1]))
 
     def _know(self, rows: Rows) -> None:
         new = rows.slots[self._owners[rows.slots] != rows.owners]

@@ -101,6 +101,8 @@ def _prompts(engine: Tested) -> list[list[int]] | str:
         return "the target's weights are random (--load-format dummy)"
     if config.asked.synthetic:
         return "acceptance is synthetic"
+    if config.asked.graph_capture == "lazy":
+        return "--graph-capture lazy starts without it"
     prompts = encode(engine.checkpoint.path, TEXTS)
     if prompts is None:
         return "the checkpoint has no tokenizer, so there is no text"

@@ -348,19 +348,21 @@ class Planner:
 
     def _launch_plan(self, key: Key, waited: bool) -> Replay | Eager:
         """:meth:`plan`, after the capture on demand of a graph for this key."""
-        buckets = self._buckets(key)
-        if buckets.on_demand:
-            self._capture_on_demand(buckets, key.shape.rows)
+        self.capture_for(key)
         answer = self.plan(key, waited)
         if len(self._launchable) >= KEPT_ANSWERS:
             self._launchable.clear()
         self._launchable[key, waited] = answer
         return answer
 
-    def _capture_on_demand(self, buckets: Buckets, rows: int) -> None:
-        """Capture the smallest shape that holds this number of rows, unless it was captured or dropped."""
-        shape = next((s for s in buckets.shapes if s.rows >= rows), None)
-        if shape is None or not self.enabled or not self._captures(buckets):
+    def capture_for(self, key: Key) -> None:
+        """Where graphs are captured on demand: capture the smallest shape that holds this key's rows.
+
+        Does nothing for a shape that was captured or dropped.
+        """
+        buckets = self._buckets(key)
+        shape = next((s for s in buckets.shapes if s.rows >= key.shape.rows), None)
+        if shape is None or not (buckets.on_demand and self.enabled and self._captures(buckets)):
             return
         key = buckets.key(shape)
         if key in self._dropped or self.graph_set.get(key) is not None:

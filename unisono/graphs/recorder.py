@@ -133,7 +133,12 @@ def _outlined(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not made or not all(tensor.is_floating_point() for tensor in made):
         return func(*args, **kwargs)
     device = next(tensors((args, kwargs))).device
-    return tree_map_only(torch.Tensor, lambda tensor: torch.zeros_like(tensor, device=device), _shapes[key])
+    return tree_map_only(torch.Tensor, lambda tensor: _zeros(tensor, device), _shapes[key])
+
+
+def _zeros(shape: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Zeros on ``device`` like a meta tensor. ``torch.zeros_like`` of one imports sympy and takes longer."""
+    return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device=device).zero_()
 
 
 _shapes: dict[tuple, Any] = {}

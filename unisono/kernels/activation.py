@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.fp8_quantize import GROUP, Quantised, empty_quantised, handed_on, quantised_cpu, store_quantised
-from unisono.kernels.library import AotCase, define, differentiable, register
+from unisono.kernels.library import AotCase, define, differentiable, empty_like, register
 from unisono.kernels.overlap import follow, overlapped
 
 _BLOCK = 1024
@@ -225,9 +225,7 @@ def _gates(x: torch.Tensor, qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 define("sigmoid_gate(Tensor x, Tensor qkv, int num_heads) -> Tensor")
-register(
-    "sigmoid_gate", cuda=launch_sigmoid_gate, cpu=sigmoid_gate_cpu, meta=lambda x, qkv, num_heads: torch.empty_like(x)
-)
+register("sigmoid_gate", cuda=launch_sigmoid_gate, cpu=sigmoid_gate_cpu, meta=lambda x, qkv, num_heads: empty_like(x))
 differentiable("sigmoid_gate", _sigmoid_gate_formula)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from unisono.kernels.fp8_quantize import Quantised
-from unisono.kernels.library import define, register
+from unisono.kernels.library import define, empty_like, register
 from unisono.kernels.norm import (
     Normed,
     launch_add_rms_norm,
@@ -33,7 +33,7 @@ def _cpu(
 def _meta(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), torch.empty_like(x)
+    return empty_like(x), empty_like(x)
 
 
 define("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)")
@@ -57,7 +57,7 @@ def _fp8_cpu(
 def _fp8_meta(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int, keep: bool
 ) -> tuple[torch.Tensor, *Normed]:
-    return torch.empty_like(x), *with_fp8_meta(x, group, keep)
+    return empty_like(x), *with_fp8_meta(x, group, keep)
 
 
 define(

@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from unisono.kernels.activation import launch_silu_mul, silu_mul_cpu
 from unisono.kernels.hopper import box_type, boxes
 from unisono.kernels.layer_tail_gluon import EACH, MOST_ROWS, REGISTERS, STEP, WARPS, WIDE, layer_tail_kernel
-from unisono.kernels.library import AotCase, define, ints, register
+from unisono.kernels.library import AotCase, define, empty_like, ints, register
 from unisono.kernels.linear import launch_linear, linear_cpu
 from unisono.kernels.norm import launch_rms_norm, rms_norm_cpu, row_warps
 from unisono.kernels.overlap import overlapped
@@ -193,7 +193,7 @@ def empty(residual: torch.Tensor, t: Tail) -> Made:
     """For results."""
     nothing, rows = residual.new_empty(0), residual.shape[0]
     product = nothing if t.following is None else residual.new_empty(rows, t.following.shape[0])
-    return torch.empty_like(residual), torch.empty_like(residual) if t.keeps else nothing, product
+    return empty_like(residual), empty_like(residual) if t.keeps else nothing, product
 
 
 define(

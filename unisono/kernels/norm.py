@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.fp8_quantize import GROUP, Quantised, empty_quantised, handed_on, quantised_cpu, store_quantised
-from unisono.kernels.library import AotCase, define, differentiable, register
+from unisono.kernels.library import AotCase, define, differentiable, empty_like, register
 from unisono.kernels.overlap import follow, overlapped
 
 
@@ -148,7 +148,7 @@ def rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
 
 
 def _rms_norm_meta(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.empty_like(x)
+    return empty_like(x)
 
 
 def rms_norm_formula(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

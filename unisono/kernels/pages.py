@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, ints, register
+from unisono.kernels.library import AotCase, define, empty_like, ints, register
 
 NEVER = tl.constexpr(2**31 - 1)
 
@@ -107,7 +107,7 @@ register(
     "group_slot_mapping",
     cuda=launch_group_slot_mapping,
     cpu=group_slot_mapping_cpu,
-    meta=lambda page_table, tables, positions, *_: torch.empty_like(positions),
+    meta=lambda page_table, tables, positions, *_: empty_like(positions),
 )
 
 

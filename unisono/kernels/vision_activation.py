@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, define, empty_like, register
 from unisono.kernels.overlap import follow, overlapped
 
 _BLOCK = 1024
@@ -52,7 +52,7 @@ def gelu_cpu(x: torch.Tensor, exact: bool) -> torch.Tensor:
 
 
 define("gelu(Tensor x, bool exact) -> Tensor")
-register("gelu", cuda=launch_gelu, cpu=gelu_cpu, meta=lambda x, exact: torch.empty_like(x))
+register("gelu", cuda=launch_gelu, cpu=gelu_cpu, meta=lambda x, exact: empty_like(x))
 
 
 def gelu(x: torch.Tensor, exact: bool) -> torch.Tensor:

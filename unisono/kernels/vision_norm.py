@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, define, empty_like, register
 from unisono.kernels.norm import row_warps
 from unisono.kernels.overlap import follow, overlapped
 
@@ -49,7 +49,7 @@ def layer_norm_cpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, ep
 
 
 def _layer_norm_meta(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.empty_like(x)
+    return empty_like(x)
 
 
 define("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor")

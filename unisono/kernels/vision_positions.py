@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, define, empty_like, register
 from unisono.kernels.overlap import follow, overlapped
 
 _BLOCK = 1024
@@ -59,7 +59,7 @@ register(
     "add_positions",
     cuda=launch_add_positions,
     cpu=add_positions_cpu,
-    meta=lambda x, table, sources, weights: torch.empty_like(x),
+    meta=lambda x, table, sources, weights: empty_like(x),
 )
 
 

@@ -53,7 +53,7 @@ class Side:
         """An engine of this configuration."""
         from unisono.llm import LLM
 
-        return LLM(self.model, **{**self.flags, **more})
+        return LLM(self.model, **{"graph_capture": "lazy", **self.flags, **more})
 
 
 @dataclass(frozen=True)
