@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +66,47 @@ def test_streams_read_by_turns_get_all_their_tokens(llm: LLM, expected: list[lis
         pass
     assert got == expected
     idle(llm)
+
+
+def test_a_bar_in_a_notebook_needs_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unisono import bars
+
+    ipython = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace(kernel=object()))
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with bars.prompts_bar(True, 3) as advance:
+        advance(1, 10)
+    assert "1/3" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+
+
+def test_what_objects_show(llm: LLM) -> None:
+    """What a person sees who types a name: the facts, in a line."""
+    facts = "'tiny': Qwen3ForCausalLM, float32 on cpu, context 128 tokens"
+    assert repr(llm).startswith(f"LLM({facts}")
+    assert repr(AsyncLLM(llm=llm)).startswith(f"AsyncLLM({facts}")
+    assert repr(unisono.AsyncEngineArgs("tiny", dtype="float32")) == "AsyncEngineArgs('tiny', dtype='float32')"
+    assert repr(SamplingParams(temperature=0, stop="a")) == "SamplingParams(temperature=0, stop=('a',))"
+    assert repr(SamplingParams()) == "SamplingParams()"
+    asking = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, seed=1, return_hidden_states=True)
+    (output,) = llm.generate([5] * 60, asking)
+    shown = repr(output)
+    assert "prompt_token_ids=[5, 5, 5, 5, 5, 5, 5, 5, … (60 in all)]" in shown
+    assert f"text={output.outputs[0].text[:200]!r}" in shown
+    assert "prompt_hidden_states=<tensor [60, 256] float32>" in shown
+    assert "seed=1" in shown
+    assert len(shown) < 1200
+    with LLM("tiny", enforce_eager=True, max_model_len=64) as gone:
+        pass
+    assert repr(gone) == "LLM('tiny': shut down)"
+
+
+def test_public_names_are_listed() -> None:
+    """Also before anything was imported: completion in a shell asks ``dir``."""
+    code = "import unisono; print(sorted(set(unisono.__all__) - set(dir(unisono))), 'LLM' in dir(unisono))"
+    code += "\nimport rlcompleter; print(rlcompleter.Completer(vars()).attr_matches('unisono.Samp'))"
+    code += "\nimport sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == ["[] True", "['unisono.SamplingParams(']", "False"]
 
 
 def test_generate_inside_a_stream(llm: LLM, expected: list[list[int]]) -> None:
@@ -407,6 +452,35 @@ def test_chat_options(llm: LLM) -> None:
         llm.generate(PROMPTS[0], GREEDY, priority=[3])
     with pytest.raises(BadRequest, match="lora_request is a object; give a LoRARequest"):
         llm.chat(messages, lora_request=object())
+
+
+class Terminal(io.StringIO):
+    """A standard error that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bars_on_a_terminal(llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    params, small = SamplingParams(max_tokens=3, ignore_eos=True), {"enforce_eager": True, "max_model_len": 64}
+    with LLM("tiny", **small) as quiet:
+        quiet.generate(PROMPTS[:2], params)
+    assert capsys.readouterr().err == "", "no terminal, no bar"
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with LLM("tiny", **small):
+        shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "Loading the model" in shown
+    assert shown.endswith("\r"), "the bar of a start is gone when it ends"
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with LLM("tiny", use_tqdm_on_load=False, **small):
+        assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
+    llm.generate(PROMPTS[:2], params, use_tqdm=False)
+    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
+    llm.generate(PROMPTS[:2], params)
+    shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "Prompts: 100%" in shown
+    assert "2/2" in shown
+    assert "tokens/s" in shown
 
 
 def test_a_bar_counts_prompts(llm: LLM) -> None:

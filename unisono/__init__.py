@@ -56,6 +56,11 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    """The public names, those that are imported on first use included."""
+    return sorted({*globals(), *__all__} - {"Any", "TYPE_CHECKING", "annotations"})
+
+
 def __getattr__(name: str) -> Any:
     """Import on first use: ``import unisono`` stays quick, and the command line with it."""
     if name not in _HOMES:

@@ -24,6 +24,10 @@ class AsyncEngineArgs:
     def __init__(self, model: str = "tiny", **flags: Any) -> None:
         self.model, self.flags = model, flags
 
+    def __repr__(self) -> str:
+        flags = "".join(f", {name}={value!r}" for name, value in self.flags.items())
+        return f"AsyncEngineArgs({self.model!r}{flags})"
+
 
 class AsyncLLM:
     """A model for asyncio programs. Takes what :class:`unisono.llm.LLM` takes; ``llm`` shares the engine of an LLM.
@@ -40,6 +44,9 @@ class AsyncLLM:
         self.llm = llm or LLM(model, **flags)
         self._driver = _Driver(self.llm.loop)
         self._active: dict[str, list[Inbox]] = {}
+
+    def __repr__(self) -> str:
+        return f"Async{self.llm!r}"
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs, **ignored: Any) -> AsyncLLM:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from unisono import __version__, catalog, hub
 from unisono.cli_aliases import translate
 from unisono.cli_commands import ModelPath, chat, compare, evaluate, explain, generate
 from unisono.cli_config import with_config
 from unisono.cli_engine_flags import adapter_flags, engine_flags, memory_flags, model_flags, speculative_flags
+from unisono.cli_help import HelpfulCommand, group_of
 from unisono.cli_output import Commands, note, show_progress
 from unisono.cli_values import (
     API_KEY,
@@ -36,10 +36,12 @@ from unisono.lora import read_modules
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
 
 
-class _EngineCommand(TyperCommand):
+class _EngineCommand(HelpfulCommand):
     """A command that starts an engine: it also takes a file of flags, and other engines' names of flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:  # a shell completes the line
+            return super().parse_args(ctx, args)
         options = [p for p in self.get_params(ctx) if p.param_type_name == "option"]
         known = {name for p in options for name in (*p.opts, *p.secondary_opts)}
         switches = {name for p in options if getattr(p, "is_flag", False) for name in (*p.opts, *p.secondary_opts)}
@@ -50,45 +52,76 @@ class _EngineCommand(TyperCommand):
         return super().parse_args(ctx, translation.arguments)
 
 
+def _bench() -> typer.Typer:
+    from unisono.tools.bench import app
+
+    return app
+
+
+def _train_draft() -> typer.Typer:
+    from unisono.tools.draft_training.command import app
+
+    return app
+
+
+LAZY: Mapping[str, Callable[[], typer.Typer]] = {"bench": _bench, "train-draft": _train_draft}
+"""Commands that are imported when they run, or are completed."""
+
+
+class _Root(Commands):
+    """The program's commands."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        lazy = LAZY.get(name or "")
+        return name, typer.main.get_command(lazy()) if lazy else command, rest
+
+
 app = typer.Typer(
-    cls=Commands,
+    cls=_Root,
     help="Unisono serves language models. Speculative decoding and CUDA graphs always compose.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
 )
 
 
 def _http_flags(
     ssl_keyfile: Annotated[str | None, typer.Option(help="PEM file of the server's private key.")] = None,
-    ssl_certfile: Annotated[str | None, typer.Option(help="PEM file of its certificate: serve HTTPS.")] = None,
-    ssl_ca_certs: Annotated[
-        str | None, typer.Option(help="PEM file that clients' certificates are checked by.")
+    ssl_certfile: Annotated[
+        str | None, typer.Option(help="PEM file of the server's certificate; serves HTTPS.")
     ] = None,
-    ssl_cert_reqs: Annotated[int, typer.Option(help="Clients' certificates: 0 none, 1 optional, 2 required.")] = 0,
-    allowed_origins: Annotated[str, typer.Option(help="Of pages that may call the server (CORS), JSON.")] = '["*"]',
-    allowed_methods: Annotated[str, typer.Option(help="That such pages may use, JSON.")] = '["*"]',
-    allowed_headers: Annotated[str, typer.Option(help="That such pages may send, JSON.")] = '["*"]',
+    ssl_ca_certs: Annotated[
+        str | None, typer.Option(help="PEM file of authorities that clients' certificates are checked against.")
+    ] = None,
+    ssl_cert_reqs: Annotated[int, typer.Option(help="Client certificates: 0 none, 1 optional, 2 required.")] = 0,
+    allowed_origins: Annotated[str, typer.Option(help="CORS: allowed origins, a JSON list.")] = '["*"]',
+    allowed_methods: Annotated[str, typer.Option(help="CORS: allowed methods, a JSON list.")] = '["*"]',
+    allowed_headers: Annotated[str, typer.Option(help="CORS: allowed headers, a JSON list.")] = '["*"]',
     allow_credentials: Annotated[
-        bool, typer.Option("--allow-credentials", help="Such pages may send cookies; needs --allowed-origins.")
+        bool, typer.Option("--allow-credentials", help="CORS: allow cookies; needs --allowed-origins.")
     ] = False,
-    root_path: Annotated[str, typer.Option(help="Prefix of the paths that a proxy in front of the server takes.")] = "",
+    root_path: Annotated[str, typer.Option(help="Path prefix that a proxy in front of the server removes.")] = "",
 ) -> None:
     """The server's flags that are fields of ``unisono.server.http_settings.HttpSettings``."""
 
 
 def _answer_flags(
     reasoning_parser: Annotated[
-        str | None, typer.Option(help="How answers tell thinking from content: qwen3, …; none: not at all.")
+        str | None,
+        typer.Option(help="Format of reasoning in answers: qwen3, …; none: no parsing. Default: by the chat template."),
     ] = None,
     tool_call_parser: Annotated[
-        str | None, typer.Option(help="How the model writes tool calls: hermes, mistral, …; default: by its template.")
+        str | None, typer.Option(help="Format of tool calls: hermes, mistral, …; default: by the chat template.")
     ] = None,
     enable_auto_tool_choice: Annotated[
-        bool, typer.Option("--enable-auto-tool-choice", help="Accepted: tools may always be called.")
+        bool, typer.Option("--enable-auto-tool-choice", help="Accepted for vLLM's sake: tool_choice auto always works.")
     ] = False,
     trust_request_chat_template: Annotated[
-        bool, typer.Option("--trust-request-chat-template", help="Render bodies' chat_template in a sandbox.")
+        bool,
+        typer.Option(
+            "--trust-request-chat-template", help="Accept chat_template in requests; it is rendered in a sandbox."
+        ),
     ] = False,
 ) -> None:
     """The server's flags that say how chat requests are read, and answers."""
@@ -96,73 +129,81 @@ def _answer_flags(
 
 def _media_flags(
     allowed_media_domains: Annotated[
-        list[str] | None, typer.Option(help="Hosts that pictures are fetched from, *.example.com or *; default: none.")
+        list[str] | None, typer.Option(help="Hosts that images may be fetched from, *.example.com or *; default: none.")
     ] = None,
     allowed_local_media_path: Annotated[
-        str | None, typer.Option(help="Directory of files that requests may name as file:// URLs.")
+        str | None, typer.Option(help="Directory of files that requests may read with file:// URLs.")
     ] = None,
     limit_mm_per_prompt: Annotated[
-        str | None, typer.Option(help='Pictures and videos of a prompt, JSON; default: {"image": 32, "video": 4}.')
+        str | None, typer.Option(help='Images and videos per prompt, JSON; default: {"image": 32, "video": 4}.')
     ] = None,
     mm_processor_kwargs: Annotated[
-        str | None, typer.Option(help='Settings for pictures, JSON: {"max_pixels": 1000000}; requests may set others.')
+        str | None,
+        typer.Option(help='Image processor settings, JSON: {"max_pixels": 1000000}; a request may override them.'),
     ] = None,
     media_io_kwargs: Annotated[
-        str | None, typer.Option(help='Settings for decoding, JSON: {"video": {"fps": 1}}; requests may set others.')
+        str | None, typer.Option(help='Decoder settings, JSON: {"video": {"fps": 1}}; a request may override them.')
     ] = None,
-    media_max_mb: Annotated[int | None, typer.Option(help="MiB of an encoded picture or video; default: 32.")] = None,
+    media_max_mb: Annotated[int | None, typer.Option(help="Largest encoded image or video, MiB; default: 32.")] = None,
     media_max_pixels: Annotated[
-        int | None, typer.Option(help="Pixels of a decoded picture or frame; default: 67108864.")
+        int | None, typer.Option(help="Largest decoded image or frame, pixels; default: 67108864.")
     ] = None,
-    media_max_frames: Annotated[int | None, typer.Option(help="Frames of a video; default: 256.")] = None,
-    media_timeout: Annotated[float | None, typer.Option(help="Seconds to fetch a picture; default: 10.")] = None,
+    media_max_frames: Annotated[int | None, typer.Option(help="Frames per video at most; default: 256.")] = None,
+    media_timeout: Annotated[float | None, typer.Option(help="Seconds to fetch an image at most; default: 10.")] = None,
     mm_processor_cache_gb: Annotated[
-        float | None, typer.Option(help="GiB of preprocessed pictures that are kept; default: 1.")
+        float | None, typer.Option(help="Cache of preprocessed images, GiB; default: 1.")
     ] = None,
-    media_processes: Annotated[int | None, typer.Option(help="Pictures that are decoded at once; default: 2.")] = None,
+    media_processes: Annotated[int | None, typer.Option(help="Processes that decode images; default: 2.")] = None,
 ) -> None:
     """The server's flags for pictures: fields of ``unisono.frontend.media.settings.MediaSettings``."""
 
 
 def _load_flags(
-    max_queued_requests: Annotated[int, typer.Option(help="Sequences that may wait; more get 503.")] = 4096,
+    max_queued_requests: Annotated[int, typer.Option(help="Sequences that may wait; further requests get 503.")] = 4096,
     max_concurrent_requests_per_key: Annotated[
-        int | None, typer.Option(help="Of a key, or without keys of an address; more get 429.")
+        int | None,
+        typer.Option(help="Concurrent requests per API key, or per client address without keys; further ones get 429."),
     ] = None,
-    max_requests_per_minute_per_key: Annotated[int | None, typer.Option(help="As above, on average.")] = None,
+    max_requests_per_minute_per_key: Annotated[
+        int | None, typer.Option(help="Requests per minute, per API key or client address; further ones get 429.")
+    ] = None,
 ) -> None:
     """The server's flags that say what it takes on: fields of ``unisono.server.overload.LoadLimits``."""
 
 
 def _operation_flags(
-    metrics_prefix: Annotated[str, typer.Option(help="Of names in /metrics: unisono, vllm or both.")] = "unisono",
-    otlp_traces_endpoint: Annotated[str | None, typer.Option(help="URL for spans: http://HOST:4318/v1/traces.")] = None,
-    allowed_lora_path: Annotated[
-        Path | None, typer.Option(help="Directory below which adapters may be loaded while serving; default: none.")
+    metrics_prefix: Annotated[
+        str, typer.Option(help="Prefix of metric names in /metrics: unisono, vllm or both.")
+    ] = "unisono",
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(help="OTLP endpoint for traces: http://HOST:4318/v1/traces.")
     ] = None,
-    profile_dir: Annotated[Path | None, typer.Option(help="Where /stop_profile writes its traces.")] = None,
+    allowed_lora_path: Annotated[
+        Path | None, typer.Option(help="Directory whose adapters may be loaded at run time; default: none.")
+    ] = None,
+    profile_dir: Annotated[Path | None, typer.Option(help="Directory for the traces of /stop_profile.")] = None,
     restart_engine: Annotated[
         bool | None,
         typer.Option(
-            "--restart-engine/--no-restart-engine", help="Start an engine that died again; default: with several."
+            "--restart-engine/--no-restart-engine", help="Restart an engine that died; default: if there are several."
         ),
     ] = None,
-    max_engine_restarts: Annotated[int, typer.Option(help="That often within --engine-restart-window.")] = 5,
-    engine_restart_window: Annotated[float, typer.Option(help="Seconds; what dies more often is given up.")] = 600.0,
+    max_engine_restarts: Annotated[int, typer.Option(help="Restarts within --engine-restart-window at most.")] = 5,
+    engine_restart_window: Annotated[float, typer.Option(help="Window for --max-engine-restarts, seconds.")] = 600.0,
     heartbeat_timeout: Annotated[
-        float, typer.Option(help="Seconds without a heartbeat after which the engine counts as dead; 0: never.")
+        float, typer.Option(help="Seconds without a heartbeat until the engine counts as dead; 0: no limit.")
     ] = 30.0,
 ) -> None:
     """The server's flags for those who run it."""
 
 
 def _scale_flags(
-    data_parallel_size: Annotated[int, typer.Option(help="Engines of one server, each with a copy of the model.")] = 1,
+    data_parallel_size: Annotated[int, typer.Option(help="Engines of this server, each with a copy of the model.")] = 1,
     distributed_executor_backend: Annotated[
-        str, typer.Option(help="Where they run: mp, processes of this machine, or ray, actors of a Ray cluster.")
+        str, typer.Option(help="mp: engines are processes of this machine; ray: actors of a Ray cluster.")
     ] = "mp",
     ray_address: Annotated[
-        str | None, typer.Option(help="Of the Ray cluster, HOST:PORT or auto; implies the backend ray.")
+        str | None, typer.Option(help="Address of the Ray cluster, HOST:PORT or auto; implies the backend ray.")
     ] = None,
 ) -> None:
     """The server's flags that say how many engines there are: fields of ``ReplicaSettings``."""
@@ -177,17 +218,24 @@ ONE_REQUEST = {"graph_capture": "lazy", "max_num_seqs": 1}
 
 
 def _engine_command(
-    command: Callable[..., None], defaults: Mapping[str, Any] | None = None, **groups: Callable[..., None]
+    command: Callable[..., None],
+    own_group: str,
+    defaults: Mapping[str, Any] | None = None,
+    **groups: Callable[..., None],
 ) -> Callable[..., None]:
     """Adds the engine's flags to a command; it receives them, checked, as its first argument, a dict.
 
-    defaults: of flags, where they differ. groups: more flags; each group is a dict that the command takes under the
-    group's name.
+    own_group: help group of the command's own flags. defaults: of flags, where they differ. groups: more flags; each
+    group is a dict that the command takes under the group's name.
     """
     flags = _parameters(engine_flags, memory_flags, adapter_flags, model_flags, speculative_flags)
     flags |= {name: flags[name].replace(default=value) for name, value in (defaults or {}).items()}
     more = {name: _parameters(group) for name, group in groups.items()}
     own = [p for name, p in list(_parameters(command).items())[1:] if name not in groups]
+    for parameter in own:
+        parameter.annotation.__metadata__[0].rich_help_panel = group_of(parameter.name, own_group)
+    for parameter in (*flags.values(), *own):
+        _add_completion(parameter)
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
@@ -205,6 +253,28 @@ def _engine_command(
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapper
+
+
+def _add_completion(parameter: inspect.Parameter) -> None:
+    """Let shells complete the values of a parameter, where they are known."""
+    named = {
+        "path": lambda: [name for name, home in catalog.bundled.items() if (home / "tokenizer.json").exists()],
+        "speculative_method": lambda: catalog.drafters.names,
+        "attention_backend": lambda: ("auto", *catalog.attention.names),
+        "quantization": lambda: catalog.formats.names,
+        "dtype": lambda: ("auto", "bfloat16", "float16", "float32"),
+        "kv_cache_dtype": lambda: ("auto", "fp8", "fp8_e4m3"),
+        "load_format": lambda: ("auto", "dummy"),
+        "graphs": lambda: ("auto", "full", "segmented", "off"),
+        "graph_capture": lambda: ("start", "lazy"),
+        "scheduling_policy": lambda: ("fcfs", "priority"),
+        "role": lambda: ("prefill", "decode", "both"),
+        "device": lambda: ("auto", "cpu", "cuda"),
+        "log_level": lambda: LOG_LEVELS,
+    }
+    if (values := named.get(parameter.name)) is not None:
+        info = parameter.annotation.__metadata__[0]
+        info.autocompletion = lambda incomplete: [one for one in values() if one.startswith(incomplete)]
 
 
 def _refuse_engine_flags(given: dict[str, Any], flags: Mapping[str, inspect.Parameter]) -> None:
@@ -273,8 +343,8 @@ def _speculative(text: str | None, **short: Any) -> SpeculativeConfig | None:
     return SpeculativeConfig.parse(given) if given else None
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(ctx: typer.Context, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
         print(f"unisono {__version__}")
         raise typer.Exit
 
@@ -282,7 +352,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass
@@ -325,18 +395,20 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="What clients call the model: one name or several; default: PATH as given.")
+        list[str] | None, typer.Option(help="Model name in the API, one or several; default: PATH.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of dummy weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of dummy weights.")] = 0,
     api_key: Annotated[
-        str | None, typer.Option(envvar=API_KEY, help="Require Authorization: Bearer KEY on /v1.")
+        str | None, typer.Option(envvar=API_KEY, help="Require the header Authorization: Bearer KEY.")
     ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="File of keys: lines of NAME sha256:DIGEST.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File of API keys, lines NAME sha256:DIGEST.")] = None,
     chat_template: Annotated[
-        str | None, typer.Option(help="A Jinja file, or a template itself, instead of the checkpoint's.")
+        str | None, typer.Option(help="Chat template: a Jinja file or the template itself; default: the checkpoint's.")
     ] = None,
-    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests to end on Ctrl-C.")] = 30.0,
-    log_level: Annotated[str, typer.Option(help=f"{', '.join(LOG_LEVELS)}.")] = "info",
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds that running requests get to finish after Ctrl-C.")
+    ] = 30.0,
+    log_level: Annotated[str, typer.Option(help=f"Log level: {', '.join(LOG_LEVELS)}.")] = "info",
 ) -> None:
     """Serve the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models."""
     from unisono.frontend.media.settings import MediaSettings
@@ -374,6 +446,7 @@ def serve(
 app.command(cls=_EngineCommand)(
     _engine_command(
         serve,
+        "server",
         http=_http_flags,
         answers=_answer_flags,
         load=_load_flags,
@@ -382,24 +455,18 @@ app.command(cls=_EngineCommand)(
         scale=_scale_flags,
     )
 )
-app.command(cls=_EngineCommand)(_engine_command(generate, ONE_REQUEST))
-app.command(cls=_EngineCommand)(_engine_command(chat, ONE_REQUEST))
-app.command(cls=_EngineCommand)(_engine_command(explain))
-app.command(name="eval", cls=_EngineCommand)(_engine_command(evaluate))
-app.command()(compare)
+app.command(cls=_EngineCommand)(_engine_command(generate, "request", ONE_REQUEST))
+app.command(cls=_EngineCommand)(_engine_command(chat, "request", ONE_REQUEST))
+app.command(cls=_EngineCommand)(_engine_command(explain, "output"))
+app.command(name="eval", cls=_EngineCommand)(_engine_command(evaluate, "output"))
+app.command(cls=HelpfulCommand)(compare)
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
-def bench(context: typer.Context) -> None:
+@app.command()
+def bench() -> None:
     """Measure latency and throughput: see `unisono bench --help`."""
-    from unisono.tools.bench import app as bench_app
-
-    bench_app(args=context.args, prog_name="unisono bench")
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
-def train_draft(context: typer.Context) -> None:
+@app.command()
+def train_draft() -> None:
     """Train a draft head for a model from its own outputs: see `unisono train-draft --help`."""
-    from unisono.tools.draft_training.command import app as train_app
-
-    train_app(args=context.args, prog_name="unisono train-draft")

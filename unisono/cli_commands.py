@@ -27,12 +27,16 @@ ModelPath = Annotated[
     str,
     typer.Argument(metavar="[PATH]", help="A Hugging Face checkpoint directory, a bundled name, or a Hub id."),
 ]
-MaxTokens = Annotated[int | None, typer.Option(help="Tokens to generate at most; default: to the context's end.")]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: the checkpoint's.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Tokens to generate at most; default: what the context leaves.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="Sampling temperature, 0 is greedy; default: the checkpoint's.")
+]
 TopK = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]
 TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")]
 MinP = Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")]
-SampleSeed = Annotated[int | None, typer.Option(help="Repeats an answer; default: a new one, printed.")]
+SampleSeed = Annotated[
+    int | None, typer.Option(help="Seed that repeats an answer; default: a new one, which is printed.")
+]
 
 
 def generate(
@@ -64,9 +68,11 @@ def chat(
         str | None,
         typer.Argument(metavar="[PATH]", help="As for generate, default tiny; with --url the name of a model there."),
     ] = None,
-    url: Annotated[str | None, typer.Option(help="A server with OpenAI's API to talk to; loads no model here.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="For --url; default: UNISONO_API_KEY or OPENAI_API_KEY.")] = None,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    url: Annotated[str | None, typer.Option(help="URL of a server with OpenAI's API; no model is loaded here.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="API key for --url; default: UNISONO_API_KEY or OPENAI_API_KEY.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_k: TopK = None,

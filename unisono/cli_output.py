@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from typer.core import TyperGroup
 
+from unisono.bars import STAGES
+from unisono.cli_help import Page
 from unisono.types import ConfigError, UnisonoError
 
 stdout = Console()
@@ -37,9 +40,19 @@ class Commands(TyperGroup):
         except UsageError as error:
             if type(error).__name__ == "NoArgsIsHelpError":
                 raise
-            where = error.ctx.command_path if error.ctx is not None else ctx.command_path
-            complain(f"{error.format_message().rstrip('.')}. See {where} --help.")
+            here = " ".join(filter(None, (ctx.command_path, ctx.invoked_subcommand)))
+            where = error.ctx.command_path if error.ctx is not None else here
+            complain(f"{sentence(error.format_message())} See {where} --help.")
             ctx.exit(error.exit_code)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        Page(self, ctx).commands()
+
+
+def sentence(text: str) -> str:
+    """The text with one mark at its end."""
+    text = text.rstrip().rstrip(".")
+    return text if text.endswith(("?", "!")) else text + "."
 
 
 def complain(error: UnisonoError | str) -> None:
@@ -50,15 +63,6 @@ def complain(error: UnisonoError | str) -> None:
 def note(text: str) -> None:
     """Print what a user may want to know, on one line."""
     stderr.print(f"[dim]{escape(text)}[/]", soft_wrap=True, highlight=False)
-
-
-STAGES = {
-    "start": "Starting the engine",
-    "load": "Loading the model",
-    "load draft": "Loading the drafter",
-    "capture": "Capturing graphs",
-}
-"""What is said while a stage of an engine's start lasts."""
 
 
 class _Stages:
@@ -135,20 +139,35 @@ def print_tables(info: Mapping[str, Any]) -> None:
             _print(title, columns, [[row.get(c, "") for c in columns] for row in rows])
 
 
+MOST_FIXED, LEAST_WRAPPED = 20, 24
+"""Columns whose cells are at most this long are never wrapped; others are, down to this width."""
+
+
 def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table as wide as it is. A terminal that is narrower gets a record for each row instead."""
+    """Print a table within the terminal's width, or that of COLUMNS; in a pipe without it, as wide as it is.
+
+    Long texts wrap. Where the other columns do not fit, each row is a record.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
     table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    for row in rows:
-        table.add_row(*(escape(str(cell)) for cell in row))
+    narrowest = 1
+    for place, column in enumerate(columns):
+        longest = max((len(row[place]) for row in cells), default=0)
+        wraps = longest > MOST_FIXED and any(" " in row[place] for row in cells)
+        table.add_column(column, no_wrap=not wraps, overflow="fold")
+        narrowest += 3 + (LEAST_WRAPPED if wraps else max(longest, len(column)))
+    for row in cells:
+        table.add_row(*map(escape, row))
     width = Measurement.get(stdout, stdout.options.update(width=100_000), table).maximum
-    if not stdout.is_terminal:
-        Console(width=max(width, 80), file=stdout.file, color_system=None).print(table)
-    elif width <= stdout.width:
-        stdout.print(table)
+    limit = stdout.width if stdout.is_terminal or "COLUMNS" in os.environ else max(width, 80)
+    if min(width, narrowest) <= limit:
+        Console(width=limit, file=stdout.file, color_system=_colours()).print(table)
     else:
         _print_records(title, columns, rows)
+
+
+def _colours() -> Any:
+    return "auto" if stdout.is_terminal else None
 
 
 def _print_records(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

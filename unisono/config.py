@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from unisono.types import MAX_LOGPROBS, ConfigError, SpeculativeConfig
+from unisono.types import MAX_LOGPROBS, Concise, ConfigError, SpeculativeConfig
 from unisono.vectors import DTYPES, dtype_of
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ GRAPH_PROGRAMS = ("extend", "round", "score")
 """What ``--graphs`` may name: prompt passes, rounds, prompt passes that report prompt log-probabilities."""
 
 
-@dataclass(frozen=True)
-class EngineConfig:
+@dataclass(frozen=True, repr=False)
+class EngineConfig(Concise):
     """The engine's flags; names are vLLM's and SGLang's. ``None`` and ``"auto"`` are resolved.
 
     model: a checkpoint directory or the name of a bundled one.

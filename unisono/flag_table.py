@@ -144,6 +144,8 @@ NOTED_SWITCHES = {
     "--no-async-scheduling": "the host always works while the device does; the text is the same",
     "--no-enable-chunked-prefill": _ALWAYS_CHUNKED,
     "--no-trust-remote-code": "code of a checkpoint is never run",
+    "--use-tqdm-on-load": "the stages of a start are shown",
+    "--no-use-tqdm-on-load": "the stages of a start are shown as plain lines where standard error is no terminal",
     "--skip-server-warmup": "graphs are captured before the server is ready",
 }
 """Settings without a value that change nothing here, and what happens instead."""

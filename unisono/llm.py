@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from unisono.bars import Bar, prompts_bar, start_bars
 from unisono.config import EngineConfig
 from unisono.engine.engine import Engine
 from unisono.engine.loop import EngineLoop, Inbox
@@ -42,9 +41,6 @@ Conversation = Sequence[Mapping[str, Any]]
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 """``lora_request``: of all prompts, or of each."""
 
-Bar = bool | Callable[..., Any]
-"""``use_tqdm``: whether a terminal shows a progress bar, or what makes one (called as ``tqdm`` is)."""
-
 
 @dataclass(frozen=True)
 class Metric:
@@ -62,7 +58,8 @@ class LLM:
 
     ``chat_template`` stands in for the checkpoint's, ``revision`` picks one of a checkpoint on the Hugging Face hub.
     A keyword of vLLM is honoured, accepted where it changes nothing, or refused with the reason (docs/offline.md).
-    ``progress(stage, share)`` is called while loading and capturing. Use as a context manager, or call
+    The start shows a progress bar on a terminal and in a notebook; ``use_tqdm_on_load=False`` shows none, and
+    ``progress(stage, share)`` is called in place of it. Use as a context manager, or call
     :meth:`shutdown`, to free the device. Every method may be called in any thread, and several at once: all share one
     engine (``engine/loop.py``), and the text of a request does not depend on the others. Ctrl-C ends a call after the
     engine's step in flight; the model stays usable.
@@ -71,12 +68,18 @@ class LLM:
     """
 
     def __init__(
-        self, model: str = "tiny", *, progress: Callable[[str, float], None] = lambda stage, share: None, **flags: Any
+        self,
+        model: str = "tiny",
+        *,
+        progress: Callable[[str, float], None] | None = None,
+        use_tqdm_on_load: bool = True,
+        **flags: Any,
     ) -> None:
         model, revision, template = str(model), flags.pop("revision", None), flags.pop("chat_template", None)
         media = MediaSettings.of(**media_arguments(flags))
         config = EngineConfig(f"{model}@{revision}" if revision else model, **engine_arguments(flags))
-        engine = Engine(config, progress)
+        with start_bars(use_tqdm_on_load and progress is None) as report:
+            engine = Engine(config, progress or report)
         try:
             self.tokenizer = Tokenizer.load(config.tokenizer or engine.checkpoint.path)
         except BaseException:
@@ -85,6 +88,7 @@ class LLM:
         if template is not None and self.tokenizer is not None:
             self.tokenizer.backend.chat_template = template
         self.loop = EngineLoop(engine)
+        self._model, self._facts = model, _facts(engine)
         facts, directory = ModelFacts.of(engine.info(), self.tokenizer), engine.checkpoint.path
         loader = MediaLoader(facts.vision, Path(directory), media, facts.dtype, facts.max_model_len - 1)
         self._inputs = InputProcessor(self.tokenizer, facts, loader)
@@ -92,6 +96,10 @@ class LLM:
         self.eos_token_ids = self._inputs.model.eos_token_ids
         self._ids = itertools.count()
         self._loading, self._adapters = threading.Lock(), dict[str, LoRARequest]()
+
+    def __repr__(self) -> str:
+        facts = self._facts if self.loop.alive else "shut down"
+        return f"{type(self).__name__}({self._model!r}: {facts})"
 
     @property
     def engine(self) -> Engine:
@@ -342,35 +350,28 @@ class LLM:
         inbox: Inbox | None = None
         try:
             inbox = self.loop.submit(requests)
-            with _progress_bar(use_tqdm, len(collectors)) as advance:
+            with prompts_bar(use_tqdm, len(collectors)) as advance:
                 while deltas := self.loop.read(inbox):
                     for delta, now in deltas:
                         owner = owners[delta.request_id]
                         if early := owner.take(delta, now):
                             self.loop.abort(delta.request_id)
                         if (early or delta.finish is not FinishReason.RUNNING) and not owner.open:
-                            advance(1)
+                            advance(1, owner.metrics.num_generation_tokens)
         finally:
             if inbox is not None:
                 self.loop.abort(*inbox.open)
 
 
-@contextlib.contextmanager
-def _progress_bar(wanted: Bar, total: int) -> Iterator[Callable[[int], object]]:
-    """What counts finished prompts: a bar on a terminal, nothing elsewhere."""
-    if not wanted or (wanted is True and not sys.stderr.isatty()):
-        yield lambda count: None
-        return
-    make: Any = wanted
-    if wanted is True:
-        from tqdm import tqdm
-
-        make = tqdm
-    bar = make(total=total, desc="Prompts", dynamic_ncols=True)
-    try:
-        yield bar.update
-    finally:
-        bar.close()
+def _facts(engine: Engine) -> str:
+    """Architecture, dtype, device, context and drafter."""
+    info: Any = engine.info()
+    settings, speculation = info["settings"], info["speculation"]
+    facts = f"{info['architecture']}, {settings['dtype']} on {settings['device']}"
+    facts += f", context {settings['max_model_len']} tokens"
+    if speculation["drafter"] != "none":
+        facts += f", speculates with {speculation['drafter']}, k={speculation['num_speculative_tokens']}"
+    return facts
 
 
 def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:

@@ -5,12 +5,57 @@ Imports nothing of the project; everybody has these names from ``types``.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+
+
+class _Shortened(reprlib.Repr):
+    """``repr`` with long texts, lists and tensors cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 200
+        self.maxlist = self.maxtuple = self.maxdict = 8
+
+    def repr1(self, x: Any, level: int) -> str:
+        if dataclasses.is_dataclass(x):
+            return repr(x)  # which cuts its own parts
+        if hasattr(x, "shape") and hasattr(x, "dtype"):
+            return f"<tensor {list(x.shape)} {str(x.dtype).removeprefix('torch.')}>"
+        return super().repr1(x, level)
+
+    def repr_str(self, x: str, level: int) -> str:
+        return repr(x) if len(x) <= self.maxstring else f"{x[: self.maxstring]!r}… ({len(x)} characters)"
+
+    def repr_list(self, x: list[Any], level: int) -> str:
+        if len(x) <= self.maxlist:
+            return super().repr_list(x, level)
+        first = ", ".join(self.repr1(each, level - 1) for each in x[: self.maxlist])
+        return f"[{first}, … ({len(x)} in all)]"
+
+
+_shortened = _Shortened()
+
+
+class Concise:
+    """Base of dataclasses with a short ``repr``: fields that differ from their default, long values cut."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        shown = []
+        for each in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            made = each.default_factory() if each.default_factory is not dataclasses.MISSING else each.default
+            if made is dataclasses.MISSING or value != made:
+                shown.append(f"{each.name}={_shortened.repr(value)}")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class FinishReason(enum.IntEnum):
@@ -50,8 +95,8 @@ class Vectors:
         return Vectors(self.dtype, self.size, self.data + later.data)
 
 
-@dataclass(slots=True)
-class Logprob:
+@dataclass(slots=True, repr=False)
+class Logprob(Concise):
     """One token's log-probability at a position, its rank there (1 is the likeliest) and its text."""
 
     logprob: float
@@ -161,8 +206,8 @@ class RequestMetrics:
     num_generation_tokens: int = 0
 
 
-@dataclass(slots=True)
-class CompletionOutput:
+@dataclass(slots=True, repr=False)
+class CompletionOutput(Concise):
     """One generated sequence: ``token_ids`` (EOS included), ``text`` (stop string excluded unless asked for).
 
     ``stop_reason``: the stop string, or the id of ``stop_token_ids``, that ended it; None for EOS and everything else.
@@ -189,8 +234,8 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-@dataclass(slots=True)
-class RequestOutput:
+@dataclass(slots=True, repr=False)
+class RequestOutput(Concise):
     """What ``LLM.generate`` returns for one prompt; ``seed`` reproduces it: seed + i its output i.
 
     ``prompt_logprobs`` has an entry for each prompt token, None for the first and those before ``logprob_start_len``.

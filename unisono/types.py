@@ -1,7 +1,6 @@
-"""The words every room shares: requests, sampling parameters, results and errors.
+"""The words every room shares: requests, sampling parameters, results and errors. It holds no tensors.
 
-Everything may import this module; of the project it imports ``errors``, ``media``, ``token_tree``,
-``structured_outputs`` and ``results`` only, whose names it passes on. It holds no tensors.
+Of the project it imports ``errors``, ``media``, ``token_tree``, ``structured_outputs`` and ``results``.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from unisono.errors import EngineDead as EngineDead
 from unisono.errors import UnisonoError as UnisonoError
 from unisono.media import MediaItem as MediaItem
 from unisono.results import CompletionOutput as CompletionOutput
+from unisono.results import Concise as Concise
 from unisono.results import FinishReason as FinishReason
 from unisono.results import Logprob as Logprob
 from unisono.results import RequestMetrics as RequestMetrics
@@ -70,8 +70,8 @@ MAX_DRAFTS = 15
 """Drafts per round at most."""
 
 
-@dataclass(frozen=True)
-class SpeculativeConfig:
+@dataclass(frozen=True, repr=False)
+class SpeculativeConfig(Concise):
     """How drafts are made; the JSON of ``--speculative-config`` has vLLM's names.
 
     method: a drafter of the catalog. model: its checkpoint, if it has one. num_speculative_tokens: k, drafts per
@@ -170,8 +170,8 @@ def _tree(what: str, make: Callable[..., tuple[Node, ...]], *given: Any) -> tupl
         raise ConfigError(f"{what}: {error}.") from None
 
 
-@dataclass(frozen=True, slots=True)
-class StructuredOutputs:
+@dataclass(frozen=True, slots=True, repr=False)
+class StructuredOutputs(Concise):
     """What the output must be: exactly one of these. Names are vLLM's.
 
     json: a JSON schema, as data or text (kept as text). json_object: any JSON object. regex: a regular expression that
@@ -242,8 +242,8 @@ class Thinking:
 THINKING_STATES = ("begin", "thinking", "content")
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+@dataclass(frozen=True, slots=True, repr=False)
+class SamplingParams(Concise):
     """How one request picks its tokens. Names and defaults are vLLM's.
 
     temperature: 0 is greedy (ties to the lowest id); otherwise logits are divided by it.

@@ -140,7 +140,7 @@ def test_the_image_starts_a_command_that_there_is() -> None:
 
     (command,) = [json.loads(a) for name, a in dockerfile() if name == "CMD"]
     assert [json.loads(a) for name, a in dockerfile() if name == "ENTRYPOINT"] == [["unisono"]]
-    shown = CliRunner().invoke(app, [command[0], "--help"], env={"COLUMNS": "300"}).output
+    shown = CliRunner().invoke(app, [command[0], "--help=all"], env={"COLUMNS": "300"}).output
     assert all(flag in shown for flag in command if flag.startswith("--"))
 
 

@@ -133,6 +133,11 @@ class EngineLoop:
         return self._engine
 
     @property
+    def alive(self) -> bool:
+        """False after :meth:`shutdown`."""
+        return self._engine is not None
+
+    @property
     def error(self) -> BaseException | None:
         """What ended the loop; None while it lives."""
         return self._error

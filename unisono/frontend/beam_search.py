@@ -15,7 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from unisono.tokenizer import Tokenizer
-from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, FinishReason, SamplingParams, TokenLogprobs
+from unisono.types import (
+    MAX_LOGPROBS,
+    BadRequest,
+    Concise,
+    EngineRequest,
+    FinishReason,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 UNUSED = (
     "stop", "stop_regex", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "repetition_penalty",
@@ -74,8 +82,8 @@ def check_beams(params: SamplingParams, most: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class BeamSearchParams:
+@dataclass(frozen=True, repr=False)
+class BeamSearchParams(Concise):
     """What ``LLM.beam_search`` takes; names are vLLM's. temperature: nothing is drawn, so it has no effect."""
 
     beam_width: int
@@ -94,8 +102,8 @@ class BeamSearchParams:
         )
 
 
-@dataclass(frozen=True)
-class BeamSearchSequence:
+@dataclass(frozen=True, repr=False)
+class BeamSearchSequence(Concise):
     """One beam. tokens: the prompt's, then the answer's (vLLM's form). text: the answer's, None without a tokenizer."""
 
     tokens: list[int]
@@ -104,8 +112,8 @@ class BeamSearchSequence:
     finish_reason: str
 
 
-@dataclass(frozen=True)
-class BeamSearchOutput:
+@dataclass(frozen=True, repr=False)
+class BeamSearchOutput(Concise):
     """The beams of one prompt, best first."""
 
     sequences: list[BeamSearchSequence]

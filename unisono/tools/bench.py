@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from unisono import catalog
+from unisono.cli_help import HelpfulCommand
 from unisono.cli_output import Commands
 from unisono.cli_values import speculative, whole_numbers, writable
 from unisono.tools.adaptive_bench import adaptive, plot, versions
@@ -41,12 +42,14 @@ ALL_PROMPTS_FIRST = 1e6
 LEAST_ROUNDS = 8
 """Rounds that a batch is timed for, at least."""
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, help="Benchmarks.", pretty_exceptions_enable=False)
-app.command()(exact)
-app.command()(adaptive)
-app.command()(drafters)
-app.command()(plot)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(soak)
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="Benchmarks.", add_completion=False, pretty_exceptions_enable=False
+)
+app.command(cls=HelpfulCommand)(exact)
+app.command(cls=HelpfulCommand)(adaptive)
+app.command(cls=HelpfulCommand)(drafters)
+app.command(cls=HelpfulCommand)(plot)
+app.command(cls=HelpfulCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(soak)
 app.command(cls=load_flags.SeveralValues, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     load_flags.grouped(
         serve,
@@ -58,7 +61,7 @@ app.command(cls=load_flags.SeveralValues, context_settings={"allow_extra_args": 
         scene=load_flags.stall_flags,
     )
 )
-app.command()(
+app.command(cls=HelpfulCommand)(
     load_flags.grouped(
         throughput, engine=load_flags.engine_flags, mix=load_flags.mix_flags, scene=load_flags.stall_flags
     )
@@ -138,7 +141,7 @@ class Report:
         return "\n".join(lines)
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def latency(
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from unisono.cli_help import HelpfulCommand
 from unisono.llm import LLM
 from unisono.models.checkpoint import Checkpoint
 from unisono.tokenizer import Tokenizer
@@ -145,7 +146,7 @@ def train(
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def train_draft(
     method: Annotated[str, typer.Argument(metavar="METHOD", help=f"One of {', '.join(METHODS)}.")],
     target: Annotated[str, typer.Option(help="The model to draft for: a checkpoint directory or a bundled name.")],

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from unisono.cli_help import HelpfulCommand
 from unisono.cli_values import whole_numbers
 from unisono.tools.load.mixes import MIXES, MixFlags
 from unisono.tools.load.stall import Scene
@@ -22,7 +22,7 @@ LISTS = ("--goodput", "--header", "--metadata")
 """Flags that take one value or several, as ``--goodput ttft:200 tpot:20``."""
 
 
-class SeveralValues(TyperCommand):
+class SeveralValues(HelpfulCommand):
     """A command whose LISTS take several values."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -191,7 +191,11 @@ def grouped(command: Callable[..., None], **groups: Callable[..., None]) -> Call
             values[group] = {name: values.pop(name) for name in flags}
         command(**values)
 
-    added = [p for flags in groups.values() for p in inspect.signature(flags, eval_str=True).parameters.values()]
+    added = []
+    for group, flags in groups.items():
+        for parameter in inspect.signature(flags, eval_str=True).parameters.values():
+            parameter.annotation.__metadata__[0].rich_help_panel = group
+            added.append(parameter)
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in added]
     positional = [p for p in own if p.annotation is typer.Context]
     parameters += [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p not in positional]
