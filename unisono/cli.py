@@ -20,7 +20,7 @@ from unisono import __version__, catalog, hub
 from unisono.cli_aliases import translate
 from unisono.cli_commands import ModelPath, chat, compare, evaluate, explain, generate
 from unisono.cli_config import with_config
-from unisono.cli_engine_flags import adapter_flags, engine_flags, memory_flags, model_flags, speculative_flags
+from unisono.cli_engine_flags import ENGINE_FLAGS
 from unisono.cli_help import HelpfulCommand, group_of
 from unisono.cli_output import Commands, note, show_progress
 from unisono.cli_values import (
@@ -228,7 +228,7 @@ def _engine_command(
     own_group: help group of the command's own flags. defaults: of flags, where they differ. groups: more flags; each
     group is a dict that the command takes under the group's name.
     """
-    flags = _parameters(engine_flags, memory_flags, adapter_flags, model_flags, speculative_flags)
+    flags = _parameters(*ENGINE_FLAGS)
     flags |= {name: flags[name].replace(default=value) for name, value in (defaults or {}).items()}
     more = {name: _parameters(group) for name, group in groups.items()}
     own = [p for name, p in list(_parameters(command).items())[1:] if name not in groups]
@@ -309,7 +309,7 @@ def _engine_settings(given: dict[str, Any], path: str) -> str:
 
 
 def _check_names(given: dict[str, Any]) -> None:
-    """Whether the catalog has what flags name; asked before anything slow is imported. Raises ConfigError."""
+    """Raise ConfigError for a name that the catalog lacks, before anything slow is imported."""
     speculative, backend = given["speculative"], given["attention_backend"]
     named = {
         "--quantization": (given["quantization"], catalog.formats),
@@ -322,7 +322,7 @@ def _check_names(given: dict[str, Any]) -> None:
 
 
 def _check_files(path: str, given: dict[str, Any]) -> None:
-    """Whether what flags name is there, also asked before anything slow is imported. Raises CheckpointError."""
+    """Raise CheckpointError for a missing file or directory, before anything slow is imported."""
     catalog.find_directory(path)
     if (tokenizer := given["tokenizer"]) is not None:
         if not catalog.resolve_name(tokenizer).exists():

@@ -1,4 +1,4 @@
-"""The flags of every command that starts an engine, by group; ``cli.py`` gives them to its commands."""
+"""Flags of every command that starts an engine, in groups. ``cli.py`` adds them to its commands."""
 
 from __future__ import annotations
 
@@ -9,19 +9,13 @@ import typer
 from unisono import catalog
 
 
-def engine_flags(
-    dtype: Annotated[
-        str, typer.Option(help="Dtype of weights and activations: auto, bfloat16, float16 (half) or float32.")
-    ] = "auto",
+def cache_flags(
     kv_cache_dtype: Annotated[
         str,
         typer.Option(
             help="Dtype of keys and values: auto (the model's), fp8 or fp8_e4m3 (half the memory and traffic)."
         ),
     ] = "auto",
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Context length: tokens of prompt and output together; default: the model's.")
-    ] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Fraction of the GPU's memory to use.")] = 0.9,
     snapshot_share: Annotated[
         float, typer.Option(help="Models with recurrent layers: fraction of the KV cache for prefix snapshots.")
@@ -29,10 +23,19 @@ def engine_flags(
     mm_encoder_cache_gb: Annotated[
         float | None, typer.Option(help="Cache of encoded images on the device, GiB; default: 1, on a CPU 0.25.")
     ] = None,
+    num_pages: Annotated[int | None, typer.Option(help="KV cache pages of 16 tokens; default: as many as fit.")] = None,
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse KV pages of common prefixes."),
+    ] = True,
+) -> None:
+    """Flags of the KV cache: fields of ``unisono.config.EngineConfig``."""
+
+
+def scheduling_flags(
     max_num_seqs: Annotated[
         int | None, typer.Option(help="Requests that run at once; default: 256, on a CPU 16.")
     ] = None,
-    num_pages: Annotated[int | None, typer.Option(help="KV cache pages of 16 tokens; default: as many as fit.")] = None,
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Prompt tokens per pass at most; default: 8192, on a CPU 512.")
     ] = None,
@@ -46,16 +49,14 @@ def engine_flags(
             help="Decode running requests in prompt passes of others, where rounds draft nothing; default: on a GPU.",
         ),
     ] = None,
-    load_format: Annotated[
-        str, typer.Option(help="auto, or dummy: random weights, which need config.json only.")
-    ] = "auto",
-    quantization: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Weight format: {', '.join(catalog.formats.names)}; default: the checkpoint's. "
-            "fp8 quantises plain weights."
-        ),
-    ] = None,
+    scheduling_policy: Annotated[
+        str, typer.Option(help="Order of waiting requests: fcfs, or priority (lower values first).")
+    ] = "fcfs",
+) -> None:
+    """Flags of scheduling: fields of ``unisono.config.EngineConfig``."""
+
+
+def graph_flags(
     attention_backend: Annotated[
         str, typer.Option(help=f"Attention kernels: auto, {', '.join(catalog.attention.names)}.")
     ] = "auto",
@@ -75,6 +76,11 @@ def engine_flags(
     graph_memory: Annotated[
         float | None, typer.Option(help="Memory for graphs, GiB; default: a share of what is free.")
     ] = None,
+) -> None:
+    """Flags of graphs and kernels: fields of ``unisono.config.EngineConfig``."""
+
+
+def feature_flags(
     logprobs_mode: Annotated[
         str,
         typer.Option(
@@ -82,22 +88,14 @@ def engine_flags(
         ),
     ] = "raw_logprobs",
     max_logprobs: Annotated[int, typer.Option(help="Log-probabilities per token at most; -1: no limit.")] = 20,
-    scheduling_policy: Annotated[
-        str, typer.Option(help="Order of waiting requests: fcfs, or priority (lower values first).")
-    ] = "fcfs",
     enable_prompt_embeds: Annotated[
         bool, typer.Option("--enable-prompt-embeds", help="Accept prompt_embeds and embedding_overrides.")
     ] = False,
     enable_return_hidden_states: Annotated[
         bool, typer.Option("--enable-return-hidden-states", help="Accept return_hidden_states.")
     ] = False,
-    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")] = "auto",
-    enable_prefix_caching: Annotated[
-        bool,
-        typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse KV pages of common prefixes."),
-    ] = True,
 ) -> None:
-    """The flags of every command that starts an engine: fields of ``unisono.config.EngineConfig``."""
+    """Flags of request features: fields of ``unisono.config.EngineConfig``."""
 
 
 def memory_flags(
@@ -145,7 +143,7 @@ def memory_flags(
         float, typer.Option(help="Seconds without news of a prefill engine until prompts are computed here.")
     ] = 10.0,
 ) -> None:
-    """The same, of more than one GPU's memory, and of engines that share the work."""
+    """Flags of several GPUs, host memory, and engines that share the work: fields of ``EngineConfig``."""
 
 
 def adapter_flags(
@@ -158,10 +156,27 @@ def adapter_flags(
     ] = None,
     lora_dtype: Annotated[str, typer.Option(help="Dtype of adapters: auto, the model's.")] = "auto",
 ) -> None:
-    """The flags of every engine that say what adapters it serves."""
+    """Flags of adapters: fields of ``EngineConfig``."""
 
 
 def model_flags(
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of weights and activations: auto, bfloat16, float16 (half) or float32.")
+    ] = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Context length: tokens of prompt and output together; default: the model's.")
+    ] = None,
+    load_format: Annotated[
+        str, typer.Option(help="auto, or dummy: random weights, which need config.json only.")
+    ] = "auto",
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Weight format: {', '.join(catalog.formats.names)}; default: the checkpoint's. "
+            "fp8 quantises plain weights."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")] = "auto",
     tokenizer: Annotated[str | None, typer.Option(help="Directory of the tokenizer; default: the checkpoint.")] = None,
     generation_config: Annotated[
         str, typer.Option(help="Sampling defaults: auto (the checkpoint's), vllm (neutral ones) or a directory.")
@@ -169,7 +184,7 @@ def model_flags(
     revision: Annotated[str | None, typer.Option(help="Revision of a checkpoint on the Hugging Face hub.")] = None,
     config: Annotated[str | None, typer.Option(help="YAML file of flags; the command line wins.")] = None,
 ) -> None:
-    """The flags of every engine that say what the model is made of."""
+    """Flags of the model and its files: fields of ``EngineConfig``, and what they are read from."""
 
 
 def speculative_flags(
@@ -188,4 +203,17 @@ def speculative_flags(
         str | None, typer.Option(help="Weight format of the draft model: auto, fp8 or none.")
     ] = None,
 ) -> None:
-    """The flags of every engine that say how drafts are made."""
+    """Flags of speculation: parts of ``EngineConfig.speculative``."""
+
+
+ENGINE_FLAGS = (
+    model_flags,
+    cache_flags,
+    scheduling_flags,
+    graph_flags,
+    feature_flags,
+    memory_flags,
+    adapter_flags,
+    speculative_flags,
+)
+"""Every group, in the order of ``--help=all``."""

@@ -136,13 +136,13 @@ MOST_USED = (
     "max_concurrency", "batch", "output_len", "speculative_method", "speculative_config", "reasoning_parser",
     "tool_call_parser", "config", "json",
 )  # fmt: skip
-"""What ``--help`` shows beside the list of groups."""
+"""Parameters that ``--help`` shows above the list of groups."""
 
 FEW = 16
 """Up to this number of flags ``--help`` shows all."""
 
 COLUMN = 34
-"""Where descriptions begin on lines that are wide enough."""
+"""Column of descriptions, where lines are wide enough."""
 
 _KINDS = {"str": "TEXT", "int": "INT", "float": "FLOAT", "bool": "", "path": "PATH", "list[str]": "TEXT"}
 

@@ -1,4 +1,4 @@
-"""What the command line prints: errors, notes, the stages of a start, and tables that are never cut."""
+"""Output of the command line: errors, notes, the stages of a start, and tables that are never cut."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
@@ -146,21 +147,24 @@ MOST_FIXED, LEAST_WRAPPED = 20, 24
 def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print a table within the terminal's width, or that of COLUMNS; in a pipe without it, as wide as it is.
 
-    Long texts wrap. Where the other columns do not fit, each row is a record.
+    One column may wrap. Where that is not enough, each row is a record.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     table = Table(title=title, title_justify="left")
-    narrowest = 1
+    narrowest, wrapping = 1, 0
     for place, column in enumerate(columns):
         longest = max((len(row[place]) for row in cells), default=0)
         wraps = longest > MOST_FIXED and any(" " in row[place] for row in cells)
         table.add_column(column, no_wrap=not wraps, overflow="fold")
+        wrapping += wraps
         narrowest += 3 + (LEAST_WRAPPED if wraps else max(longest, len(column)))
     for row in cells:
         table.add_row(*map(escape, row))
     width = Measurement.get(stdout, stdout.options.update(width=100_000), table).maximum
     limit = stdout.width if stdout.is_terminal or "COLUMNS" in os.environ else max(width, 80)
-    if min(width, narrowest) <= limit:
+    if width > limit:
+        table.box = SIMPLE_HEAD  # without lines between columns, a wrapped cell can be read and copied
+    if width <= limit or (wrapping == 1 and narrowest <= limit):
         Console(width=limit, file=stdout.file, color_system=_colours()).print(table)
     else:
         _print_records(title, columns, rows)

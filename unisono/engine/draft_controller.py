@@ -116,7 +116,7 @@ class DraftController:
         return policy.choose(rows.slots, most, self._catch_up_ms(rows), self._standby_ms(len(rows)))
 
     def _add_choice(self, rows: int) -> None:
-        """Where graphs are captured lazily: capture rounds with another number of drafts, now and then.
+        """Capture rounds with another number of drafts, now and then, if graphs are captured lazily.
 
         The policy chooses among captured rounds, so a short answer needs one graph, and a long one adapts.
         """

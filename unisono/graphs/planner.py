@@ -356,7 +356,7 @@ class Planner:
         return answer
 
     def capture_for(self, key: Key) -> None:
-        """Where graphs are captured on demand: capture the smallest shape that holds this key's rows.
+        """Capture the smallest shape that holds this key's rows, if its graphs are captured on demand.
 
         Does nothing for a shape that was captured or dropped.
         """
