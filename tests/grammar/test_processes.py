@@ -19,6 +19,7 @@ from tests.models.make import END, make_tokenizer
 from unisono.grammar import compiler
 from unisono.grammar.compiler import Compiled, Grammars
 from unisono.grammar.matcher import GrammarError, Matcher, fill
+from unisono.grammar.vocabulary import describe
 from unisono.types import BadRequest, SamplingParams, StructuredOutputs
 
 VOCAB = 263
@@ -49,13 +50,11 @@ def wide(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gramma
     """With a vocabulary of all words of a few letters."""
     words = ["".join(word) for n in range(1, 9) for word in itertools.product("abcd", repeat=n)][: WIDE - VOCAB]
 
-    def vocabulary(kind: Any, tokenizer: Any, size: int, eos: Sequence[int]) -> Any:
-        own = [""] * VOCAB
-        for text, i in TOKENIZER.get_vocab().items():
-            own[i] = text
-        return kind(own + words, vocab_size=size, stop_token_ids=list(eos))
+    def described(tokenizer: Any, size: int, eos: Sequence[int]) -> Any:
+        own = describe(tokenizer, VOCAB, eos)
+        return {**own, "texts": own["texts"] + [word.encode() for word in words]}
 
-    monkeypatch.setattr(compiler, "_vocabulary", vocabulary)
+    monkeypatch.setattr(compiler, "describe", described)
     wide = Grammars(grammars._directory, WIDE, [END])
     wide.get(StructuredOutputs(choice=("warm",)))
     yield wide
