@@ -6,7 +6,6 @@ The random checkpoints' tokens are bytes, so a form that the model would never f
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -22,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from tests.drafters.ledger import acceptance
 from tests.engine.helpers import counted, draw_drafts, engine, note_launches, tokens
 from tests.engine.matrix import DRAFTERS, GRAPH, SCARCE, Checkpoints, Way, with_modules
-from tests.engine.structured import CHUNKS, FORMS, METHODS, PARAMS, PROMPTS, QUICK, SCHEMA, WAYS, Said, drafting, said
+from tests.engine.structured import CHUNKS, FORMS, METHODS, PARAMS, PROMPTS, QUICK, WAYS, Said, drafting, said
 from tests.models.make import END, make_tokenizer
 from unisono.drafters.base import PausableDrafter
 from unisono.engine.scheduler import Scheduler

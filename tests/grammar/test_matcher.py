@@ -142,7 +142,9 @@ def test_an_expression_that_takes_ever_longer_fails_before_it_holds_up_everybody
             masks(following, [])
             following.accept([a])
 
-    with pytest.raises(GrammarError, match=r"too ambiguous after \d+ tokens: (its masks have|a mask took|it meets a limit)"):
+    with pytest.raises(
+        GrammarError, match=r"too ambiguous after \d+ tokens: (its masks have|a mask took|it meets a limit)"
+    ):
         write()
 
 

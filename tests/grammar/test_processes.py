@@ -153,17 +153,17 @@ def test_hard_grammars_hold_up_nobody_and_end_when_nobody_waits(wide: Grammars) 
 
 
 def test_one_waits_on_where_another_has_left(wide: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "SECONDS", 1.0)
+    monkeypatch.setattr(compiler, "SECONDS", 0.05)
     first, second = wide.prepare(regex(HARD)), wide.prepare(regex(HARD))
     assert first.cancel()
-    with pytest.raises(BadRequest, match="compiling it takes more than 1 s"):
+    with pytest.raises(BadRequest, match=r"compiling it takes more than 0\.05 s"):
         second.result(60)
 
 
 def test_memory_is_limited(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "MEMORY", 64 << 20)
     grammars = Grammars(directory, VOCAB, [END])
-    with pytest.raises(BadRequest, match="it takes more than 64 MiB"):
+    with pytest.raises(BadRequest, match="it takes more than 64 MiB, or"):
         grammars.get(regex("a?" * 20_000))
     grammars.close()
 

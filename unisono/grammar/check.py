@@ -52,7 +52,9 @@ class TextCheck:
 
     def accepts(self, text: str) -> bool:
         """Whether ``text`` is a whole answer in this form."""
-        tokens = list(text.encode()) if self._tokenizer is None else self._tokenizer.encode(text, add_special_tokens=False)
+        tokens = (
+            list(text.encode()) if self._tokenizer is None else self._tokenizer.encode(text, add_special_tokens=False)
+        )
         matcher = self._matcher.deep_copy()
         return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 

@@ -264,7 +264,7 @@ class Grammars:
             kind, text = "bad", (
                 f"compiling it takes more than {SECONDS:g} s or {MEMORY >> 20} MiB"
                 if computed > SECONDS / 2
-                else "its compilation fails: it is nested too deeply, or too large"
+                else f"its compilation fails: it takes more than {MEMORY >> 20} MiB, or is nested too deeply"
             )  # fmt: skip
         self._finish(job, Compiled(process, self._ends, self._words) if kind == "ok" else _refusal(job.asked, text))
 

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 ROOT = "root"
 LAST = 0x10FFFF
@@ -79,7 +80,9 @@ def ebnf_to_lark(text: str) -> str:
                 raise GrammarTextError(f'rule "{name}" uses "{used}", which is not defined')
     rules = _without_endless(rules)
     writer = _Writer(rules)
-    return "%llguidance {}\n" + "".join(f"{writer.name(name)}: {writer.written(body)}\n" for name, body in rules.items())
+    return "%llguidance {}\n" + "".join(
+        f"{writer.name(name)}: {writer.written(body)}\n" for name, body in rules.items()
+    )
 
 
 # ---- reading ----------------------------------------------------------------------------------------
@@ -366,7 +369,7 @@ def _split_literals(bodies: Iterable[Node]) -> set[str]:
     long = sorted(text for text in literals if len(text) > 1)
     begins = {text[0] for text in literals if len(text) == 1}
     split = {text for text in long if text[0] in begins or inside(text[0])}
-    for one, other in zip(long, long[1:], strict=False):
+    for one, other in pairwise(long):
         if other.startswith(one):  # sorted: literals that ``one`` begins follow it
             split |= {one, *(text for text in long if text.startswith(one))}
     while True:  # a literal of which the first character is a terminal now

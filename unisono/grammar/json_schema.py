@@ -48,7 +48,9 @@ def normalised(schema: Any) -> Normalised:
     root = made.schema(made.references.root)
     root, definitions = without_empty(root, made.definitions)
     if root is False:
-        raise SchemaRefusedError("type" if not isinstance(schema, Mapping) else _first(schema), "", "no value satisfies it")
+        raise SchemaRefusedError(
+            "type" if not isinstance(schema, Mapping) else _first(schema), "", "no value satisfies it"
+        )
     body: dict[str, Any] = {} if root is True else dict(root)
     if definitions:
         body["$defs"] = definitions
@@ -79,10 +81,14 @@ class Normaliser:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, Mapping):
-            raise SchemaRefusedError(place.pointer.rpartition("/")[2], place.pointer, "a schema is an object or a boolean")
+            raise SchemaRefusedError(
+                place.pointer.rpartition("/")[2], place.pointer, "a schema is an object or a boolean"
+            )
         self._nodes += 1
         if self._nodes > MAX_NODES:
-            raise SchemaRefusedError(_first(schema), place.pointer, f"it has more than {MAX_NODES} parts when written out")
+            raise SchemaRefusedError(
+                _first(schema), place.pointer, f"it has more than {MAX_NODES} parts when written out"
+            )
         self._check(place)
         if "enum" in schema or "const" in schema:
             return self._values(place)
@@ -344,5 +350,3 @@ def disjunction(options: list[Any]) -> Any:
     if not kept:
         return False
     return kept[0] if len(kept) == 1 else {"anyOf": kept}
-
-

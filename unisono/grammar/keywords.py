@@ -17,8 +17,8 @@ Status = Literal["enforced", "partly", "approximated", "refused"]
 class Keyword:
     """A keyword that decides which values are valid. when: the forms that are enforced. instead: what to write.
 
-    An answer is valid under every keyword that is taken. ``partly``: some forms of it are refused. ``approximated``: some
-    valid values cannot be written.
+    An answer is valid under every keyword that is taken. ``partly``: some forms of it are refused. ``approximated``:
+    some valid values cannot be written.
     """
 
     status: Status
@@ -50,8 +50,8 @@ KEYWORDS: Mapping[str, Keyword] = {
         "use anyOf, or give each branch a required property with a const of its own",
     ),
     "not": Keyword(
-        "partly", "of types, numbers' bounds, const and enum, lengths, required, properties, and combinations of these; "
-        "of the type integer, numbers with a fraction are not written either",
+        "partly", "of types, bounds, const, enum, lengths, required, properties, and combinations of these; of the "
+        "type integer, numbers with a fraction are not written either",
         "write the values that are allowed",
     ),
     "if": Keyword("partly", "where its negation can be written (see not)", "use anyOf of the two cases"),
@@ -83,7 +83,7 @@ KEYWORDS: Mapping[str, Keyword] = {
     "minProperties": Keyword(
         "partly", "0 and 1; more where additionalProperties is false", "name the properties in required"
     ),
-    "maxProperties": Keyword("partly", "where few combinations of optional properties are possible", "list the properties"),
+    "maxProperties": Keyword("partly", "up to 100 combinations of optional properties", "list the properties"),
     "dependentRequired": Keyword("enforced"),
     "dependentSchemas": Keyword("enforced"),
     "dependencies": Keyword("enforced", "as dependentRequired and dependentSchemas"),

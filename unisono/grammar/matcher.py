@@ -40,9 +40,7 @@ LONGEST_WAIT = 5.0
 NOTHING = "no token of the vocabulary that the request allows continues its structured output after {} tokens"
 
 
-AMBIGUOUS = (
-    "its structured output is too ambiguous after {} tokens: {}. Avoid repetitions within repetitions"
-)
+AMBIGUOUS = "its structured output is too ambiguous after {} tokens: {}. Avoid repetitions within repetitions"
 
 
 class GrammarError(UnisonoError):

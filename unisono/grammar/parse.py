@@ -16,7 +16,13 @@ from unisono.grammar.structural_tag import TagWriter, Vocabulary
 BLANKS = 20
 """Blanks in a row between the parts of a JSON text: a small model may write nothing else till its tokens are spent."""
 
-_LARK = re.compile(r"^[ \t]*[?!]{0,2}[A-Za-z_][\w-]*(?:\[[^\]\n]*\])?(?:::\w+)?(?:\.-?\d+)?[ \t]*:(?![:=])", re.MULTILINE)
+_LARK = re.compile(
+    r"^[ \t]*[?!]{0,2}[A-Za-z_][\w-]*(?:\[[^\]\n]*\])?(?:::\w+)?(?:\.-?\d+)?[ \t]*:(?![:=])", re.MULTILINE
+)
+
+
+_PRIORITY = re.compile(r"^([ \t]*[?!]{0,2}[A-Za-z_]\w*)\.-?\d+(?=[ \t]*:)", re.MULTILINE)
+"""A rule with a priority, which chooses between ways to read a text and changes no text."""
 
 
 class RefusedError(ValueError):
@@ -54,7 +60,7 @@ def _lark(text: str) -> str:
     if not is_lark(text):
         return ebnf_to_lark(text)
     check_ends(text)
-    return text
+    return _PRIORITY.sub(r"\1", text)
 
 
 def _regex(pattern: str) -> str:

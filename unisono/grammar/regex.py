@@ -42,7 +42,7 @@ class RegexError(ValueError):
 
 @dataclass(frozen=True)
 class Rewritten:
-    """Expressions in Rust's syntax for whole texts: a text matches ``body`` and all of ``also``, and none of ``never``."""
+    """Expressions in Rust's syntax: a whole text matches ``body`` and all of ``also``, and none of ``never``."""
 
     body: str
     also: tuple[str, ...] = ()

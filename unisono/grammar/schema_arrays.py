@@ -72,7 +72,9 @@ class Arrays:
         counts = [least] if limit is None else range(least, min(int(limit), places) + 1)
         chosen = [one for count in counts for one in combinations(range(places), count)]
         if len(chosen) > MAX_COMBINATIONS:
-            raise self._to.refuse("contains", place, f"more than {MAX_COMBINATIONS} placements of the items are possible")
+            raise self._to.refuse(
+                "contains", place, f"more than {MAX_COMBINATIONS} placements of the items are possible"
+            )
         options = [
             {
                 "type": "array",
@@ -90,16 +92,20 @@ class Arrays:
         schema = place.schema
         first, rest = positional(schema)
         try:
-            own = [inlined(place.child(first, i), self._to.references, Size()) for i in range(len(schema.get(first, ())))]
+            own = [
+                inlined(place.child(first, i), self._to.references, Size()) for i in range(len(schema.get(first, ())))
+            ]
             items = inlined(place.child(rest), self._to.references, Size()) if rest in schema else True
         except NoExactForm:
             own, items = [True, True], True
-        if own and most is not None and most <= len(own):
-            if all(disjoint(a, b) for i, a in enumerate(own) for b in own[:i]):
-                return []
+        bounded = bool(own) and most is not None and most <= len(own)
+        if bounded and all(disjoint(a, b) for i, a in enumerate(own) for b in own[:i]):
+            return []
         values = None if own else finite(items)
         if values is None or len(values) > MAX_VALUES:
-            why = f"its items may have more than {MAX_VALUES} different values, and no grammar tells whether they repeat"
+            why = (
+                f"its items may have more than {MAX_VALUES} different values, and no grammar tells whether they repeat"
+            )
             raise self._to.refuse("uniqueItems", place, why)
         sizes = range(int(schema.get("minItems", 0)), min(len(values), most if most is not None else len(values)) + 1)
         arrays = [list(one) for size in sizes for one in permutations(values, size)]
@@ -123,7 +129,9 @@ class Arrays:
             return None
         for name in ("contains", *_COMBINATORS):
             if name in schema and (name == "contains" or _evaluates(schema[name])):
-                raise SchemaRefusedError("unevaluatedItems", asking.pointer, f"{name!r} decides which items are evaluated")
+                raise SchemaRefusedError(
+                    "unevaluatedItems", asking.pointer, f"{name!r} decides which items are evaluated"
+                )
         count = len(schema.get(first, ()))
         inner = [place.child("allOf", i) for i in range(len(schema.get("allOf", ())))]
         inner += [self._to.references.resolved(place, name) for name in ("$ref", "$dynamicRef") if name in schema]

@@ -31,7 +31,9 @@ def _filled(schema: Any, filled: set[str]) -> bool:
     kinds = ALL_TYPES if types is None else set(types if isinstance(types, list) else [types])
     if kinds - {"array", "object"}:
         return True
-    return ("object" in kinds and _object_filled(schema, filled)) or ("array" in kinds and _array_filled(schema, filled))
+    return ("object" in kinds and _object_filled(schema, filled)) or (
+        "array" in kinds and _array_filled(schema, filled)
+    )
 
 
 def _object_filled(schema: Mapping[str, Any], filled: set[str]) -> bool:

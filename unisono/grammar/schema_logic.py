@@ -229,7 +229,7 @@ def disjoint(a: Any, b: Any) -> bool:
 
 
 def _flat(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema with the keywords of its allOf beside its own, where they do not clash; required and properties add up."""
+    """A schema with the keywords of its allOf beside its own; required and properties add up, others are its own."""
     made = {name: value for name, value in schema.items() if name != "allOf"}
     for part in schema.get("allOf", ()):
         if isinstance(part, bool):

@@ -121,7 +121,9 @@ class Objects:
         low, high = place.schema.get("minProperties", 0), place.schema.get("maxProperties")
         required = main.get("required", [])
         need, left = max(0, int(low) - len(required)), None if high is None else int(high) - len(required)
-        optional = [name for name, own in main.get("properties", {}).items() if own is not False and name not in required]
+        optional = [
+            name for name, own in main.get("properties", {}).items() if own is not False and name not in required
+        ]
         more = main.get("additionalProperties", True) is not False or any(
             own is not False for own in main.get("patternProperties", {}).values()
         )
@@ -132,7 +134,9 @@ class Objects:
         if not need and left is None:
             return []
         if more and need > 1:
-            raise self._to.refuse("minProperties", place, "keys of additional properties may repeat, so it is not exact")
+            raise self._to.refuse(
+                "minProperties", place, "keys of additional properties may repeat, so it is not exact"
+            )
         if not optional:
             return [_object([], [], int(low), None if high is None else int(high))] if more else [False] if need else []
         return [{"anyOf": list(self._combinations(optional, need, left, more, place))}]
@@ -160,7 +164,9 @@ class Objects:
 
     def _limit(self, keyword: str, count: int, place: Place) -> None:
         if count > MAX_COMBINATIONS:
-            raise self._to.refuse(keyword, place, f"more than {MAX_COMBINATIONS} combinations of properties are possible")
+            raise self._to.refuse(
+                keyword, place, f"more than {MAX_COMBINATIONS} combinations of properties are possible"
+            )
 
     # ---- dependencies, unevaluated --------------------------------------------------------------
 
@@ -188,7 +194,11 @@ class Objects:
             return []
         own = self._to.schema(place.child("unevaluatedProperties"))
         names, patterns = evaluated
-        found: dict[str, Any] = {"type": "object", "properties": dict.fromkeys(names, True), "additionalProperties": own}
+        found: dict[str, Any] = {
+            "type": "object",
+            "properties": dict.fromkeys(names, True),
+            "additionalProperties": own,
+        }
         if patterns:
             found["patternProperties"] = dict.fromkeys(patterns, True)
         return [found]
@@ -240,4 +250,3 @@ def _object(required: list[str], absent: list[str], low: int, high: int | None) 
     if high is not None:
         made["maxProperties"] = high + len(required)
     return made
-

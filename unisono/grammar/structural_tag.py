@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.grammar.ebnf import UNBOUNDED, counted, quoted
+from unisono.grammar.python_arguments import keyword_arguments
 from unisono.grammar.regex import ANYTHING, rewritten
 from unisono.grammar.xml_parameters import STYLES, parameters
 
@@ -29,7 +30,7 @@ class TagError(ValueError):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens that a tag may name. specials: the special ones that may be part of an answer. size: of the vocabulary."""
+    """The tokens that a tag may name. specials: those that may be part of an answer. size: of the vocabulary."""
 
     size: int
     ids: Mapping[str, int]
@@ -114,8 +115,12 @@ class TagWriter:
         if style == "json":
             most = _whole(tag, "max_whitespace_cnt") if tag.get("max_whitespace_cnt") is not None else None
             return _Piece(self._embedded("json", schema, most))
+        if style == "python":
+            return self._piece(keyword_arguments(schema))
         if style not in STYLES:
-            raise TagError(f"json_schema.style {style!r} is not supported; choose one of json, {', '.join(STYLES)}")
+            raise TagError(
+                f"json_schema.style {style!r} is not supported; choose one of json, python, {', '.join(STYLES)}"
+            )
         return self._piece(parameters(schema, STYLES[style]))
 
     def _qwen_xml_parameter(self, tag: Tag) -> _Piece:
@@ -199,7 +204,10 @@ class TagWriter:
 
     def _tags_with_separator(self, tag: Tag) -> _Piece:
         one = _either([_sequence(_tag_parts(part)) for part in _list(tag, "tags")])
-        more = {"type": "star", "content": _sequence([{"type": "const_string", "value": _string(tag, "separator")}, one])}
+        more = {
+            "type": "star",
+            "content": _sequence([{"type": "const_string", "value": _string(tag, "separator")}, one]),
+        }
         some = one if tag.get("stop_after_first") else _sequence([one, more])
         return self._piece(some if tag.get("at_least_one") else {"type": "optional", "content": some})
 

@@ -1,7 +1,7 @@
 """The bytes that each token of a vocabulary spells, and llguidance's tokenizer made from them.
 
-The engine's process reads the checkpoint's tokenizer (:func:`describe`); a process of ``worker.py`` makes an LLTokenizer
-of the description (:func:`build`), without importing transformers.
+The engine's process reads the checkpoint's tokenizer (:func:`describe`); a process of ``worker.py`` makes an
+LLTokenizer of the description (:func:`build`), without importing transformers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One output's way through a compiled grammar, in the process that follows it: masks for what may be sampled next.
 
-Imports nothing of llguidance by itself: it is given matchers. It knows committed tokens only: what it walks over to make
-masks of drafts, it walks back.
+Imports nothing of llguidance by itself: it is given matchers. It knows committed tokens only: what it walks over to
+make masks of drafts, it walks back.
 
 Shapes: P paths of drafts (1 for a chain), k drafts each, W = 1 + k positions, words = ceil(vocabulary / 32).
 """

@@ -179,7 +179,7 @@ class _Member:
         self._spent = 0.0
 
     def answer(self) -> None:
-        """Handle one message: tokens to take in, drafts to make masks for. The answer has the tokens that are forced."""
+        """Handle one message: tokens to take in, drafts to make masks for. The answer tells forced tokens, too."""
         (limit, ends, tokens, drafts, shape), descriptors = self.channel.receive()
         if descriptors:
             size = os.fstat(descriptors[0]).st_size

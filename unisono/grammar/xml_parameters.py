@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.grammar.formats import FORMATS
+from unisono.grammar.schema_flat import Arguments, alternatives
 
 Tag = dict[str, Any]
 
@@ -51,28 +52,19 @@ TEXT_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
 
 
 def parameters(schema: Any, style: Style) -> Tag:
-    """The parameters that a normalised schema of an object allows."""
-    if not isinstance(schema, Mapping):
-        return _others(style)
-    if isinstance(options := schema.get("anyOf"), list):
-        shared = {name: schema[name] for name in ("$defs",) if name in schema}
-        return _either([parameters({**shared, **option}, style) for option in options if isinstance(option, Mapping)])
-    properties = schema.get("properties") or {}
-    required = schema.get("required") or ()
-    definitions = {name: schema[name] for name in ("$defs",) if name in schema}
+    """The parameters that a schema of an object allows."""
+    return _either([_parameters(one, style) for one in alternatives(schema)])
+
+
+def _parameters(own: Arguments, style: Style) -> Tag:
     parts: list[Tag] = []
-    for name, own in properties.items():
-        if own is False:
-            continue
-        own = {**definitions, **own} if isinstance(own, Mapping) else own
-        one = _sequence([_opening(style, name), _value(own, style), *_closing(style)])
-        parts.append(one if name in required else {"type": "optional", "content": one})
-    parts += [
-        _sequence([_opening(style, name), _value(True, style), *_closing(style)])
-        for name in required
-        if name not in properties
-    ]
-    if not properties and schema.get("additionalProperties") is not False:
+    names = [*own.properties, *(name for name in own.required if name not in own.properties)]
+    for name in names:
+        schema = own.schema(name)
+        if schema is not False:
+            one = _sequence([_opening(style, name), _value(schema, style), *_closing(style)])
+            parts.append(one if name in own.required else {"type": "optional", "content": one})
+    if not names and own.others is not False:
         parts.append(_others(style))
     return _sequence(parts)
 
@@ -108,7 +100,9 @@ def _value(schema: Any, style: Style) -> Tag:
         return text  # any text is a value of it
     exact = [_sequence([_GAP, _exact(one, style), _GAP]) for one in texts]
     definitions = {name: schema[name] for name in ("$defs",) if name in schema}
-    jsons = [_sequence([_GAP, _json({**definitions, **one} if isinstance(one, Mapping) else one), _GAP]) for one in others]
+    jsons = [
+        _sequence([_GAP, _json({**definitions, **one} if isinstance(one, Mapping) else one), _GAP]) for one in others
+    ]
     return _either([*exact, *jsons]) if exact or jsons else _sequence([_GAP, _json(schema), _GAP])
 
 
@@ -171,5 +165,3 @@ def _sequence(elements: Sequence[Tag]) -> Tag:
 
 def _either(tags: Sequence[Tag]) -> Tag:
     return tags[0] if len(tags) == 1 else {"type": "or", "elements": list(tags)}
-
-
