@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.grammar.parse import RefusedError, parse, reason
+from unisono.grammar.parse import NOTHING, RefusedError, parse, reason
 from unisono.grammar.structural_tag import Vocabulary
 from unisono.grammar.vocabulary import SPECIAL, build, describe
-from unisono.structured_outputs import checked
 from unisono.tokenizer import Tokenizer
-from unisono.types import BadRequest
+from unisono.types import BadRequest, StructuredOutputs
 
 END = 256
 _BYTES: dict[str, Any] = {
@@ -34,6 +33,7 @@ class TextCheck:
     def __init__(self, kind: str, value: Any, compact: bool = False, tokenizer: Tokenizer | None = None) -> None:
         import llguidance
 
+        asked = StructuredOutputs(**{kind: value})
         described = _BYTES if tokenizer is None else describe(tokenizer, tokenizer.size, tokenizer.eos_token_ids)
         self._tokenizer = tokenizer
         made, _ = build(described)
@@ -41,12 +41,16 @@ class TextCheck:
         eos = frozenset(described["eos"])
         vocabulary = Vocabulary(len(described["texts"]), ids, frozenset(described["specials"]) - eos, eos)
         try:
-            grammar = parse(kind, checked(kind, value), compact, vocabulary)
+            grammar = parse(kind, getattr(asked, kind), compact, vocabulary)
             self._matcher: Any = llguidance.LLMatcher(
                 made, grammar, log_level=0, limits=llguidance.LLParserLimits(verbose_errors=False)
             )
             if self._matcher.is_error():
                 raise RefusedError(self._matcher.get_error())
+            first = self._matcher.deep_copy()
+            first.compute_bitmask()
+            if first.is_error():
+                raise RefusedError(NOTHING)
         except ValueError as error:
             raise BadRequest(f"structured_outputs.{kind} cannot be compiled: {reason(error)}.", kind) from None
 

@@ -369,9 +369,9 @@ def _split_literals(bodies: Iterable[Node]) -> set[str]:
     long = sorted(text for text in literals if len(text) > 1)
     begins = {text[0] for text in literals if len(text) == 1}
     split = {text for text in long if text[0] in begins or inside(text[0])}
-    for one, other in pairwise(long):
-        if other.startswith(one):  # sorted: literals that ``one`` begins follow it
-            split |= {one, *(text for text in long if text.startswith(one))}
+    for begin, other in pairwise(long):
+        if other.startswith(begin):  # sorted: literals that ``begin`` begins follow it
+            split |= {begin, *(text for text in long if text.startswith(begin))}
     while True:  # a literal of which the first character is a terminal now
         begins = {text[0] for text in split}
         more = {text for text in long if text[0] in begins} - split

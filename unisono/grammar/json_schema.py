@@ -8,6 +8,7 @@ the table of what is enforced.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from unisono.grammar.formats import FORMATS, REFUSED
 from unisono.grammar.json_values import Validator
 from unisono.grammar.keywords import KEYWORDS, SchemaRefusedError
-from unisono.grammar.regex import RegexError, rewritten
+from unisono.grammar.regex import ANYTHING, RegexError, rewritten
 from unisono.grammar.schema_arrays import Arrays
 from unisono.grammar.schema_empty import without_empty
 from unisono.grammar.schema_logic import TYPES, NoExactForm, Size, disjoint, inlined, negated
@@ -23,6 +24,7 @@ from unisono.grammar.schema_objects import Objects
 from unisono.grammar.schema_refs import Place, References
 
 EXACT = 2**53
+_NAMED = ("properties", "patternProperties")
 MAX_NODES = 50_000
 MAX_BRANCHES = 12
 """Branches of a oneOf that overlap."""
@@ -51,6 +53,8 @@ def normalised(schema: Any) -> Normalised:
         raise SchemaRefusedError(
             "type" if not isinstance(schema, Mapping) else _first(schema), "", "no value satisfies it"
         )
+    if made.controls:
+        root, definitions = guarded(root), {name: guarded(own) for name, own in definitions.items()}
     body: dict[str, Any] = {} if root is True else dict(root)
     if definitions:
         body["$defs"] = definitions
@@ -104,7 +108,7 @@ class Normaliser:
 
     def text(self, text: str) -> str:
         """Note a text that answers may hold: a name or a value."""
-        self.controls = self.controls or any(char < " " and char not in "\n\r\t\b\f" for char in text)
+        self.controls = self.controls or any(is_control(ord(char)) for char in text)
         return text
 
     # ---- keywords -------------------------------------------------------------------------------
@@ -258,7 +262,9 @@ class Normaliser:
             raise self.refuse(keyword, place, f"{pattern[:60]!r}: {error}") from None
         if made.never:
             raise self.refuse(keyword, place, f"{pattern[:60]!r}: a negative lookahead is not supported")
-        self.controls = self.controls or "\\x{0" in made.body
+        for one in (made.body, *made.also):
+            codes = re.findall(r"\\x\{([0-9A-F]+)\}", re.sub(r"\[[^\]]*\]", "", one))
+            self.controls = self.controls or any(is_control(int(code, 16)) for code in codes)
         return [f"^(?:{one})$" for one in (made.body, *made.also)]
 
     # ---- combinators ----------------------------------------------------------------------------
@@ -330,6 +336,29 @@ def _apart(a: Any, b: Any, around: Mapping[str, Any]) -> bool:
         return False
     outer = {name: value for name, value in around.items() if name in ("type", "properties", "required", "allOf")}
     return bool(outer) and disjoint({"allOf": [a, outer]}, {"allOf": [b, outer]})
+
+
+def is_control(code: int) -> bool:
+    """Whether JSON writes a character as \\u and four digits."""
+    return (code < 0x20 and chr(code) not in "\n\r\t\b\f") or code == 0x7F
+
+
+def guarded(schema: Any) -> Any:
+    """A schema whose additional properties cannot be a listed one that is spelt with \\u escapes."""
+    if isinstance(schema, list):
+        return [guarded(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made = {name: own if name == "enum" else guarded(own) for name, own in schema.items() if name not in _NAMED}
+    made |= {name: {key: guarded(own) for key, own in schema[name].items()} for name in _NAMED if name in schema}
+    if ("properties" in made or "required" in made) and made.get("additionalProperties", True) is not False:
+        if made.get("patternProperties"):
+            raise SchemaRefusedError(
+                "patternProperties", "", "it stands beside additional properties in a schema with control characters"
+            )
+        made["patternProperties"] = {f"^{ANYTHING}$": made.get("additionalProperties", True)}
+        made["additionalProperties"] = False
+    return made
 
 
 def conjunction(parts: list[Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -117,7 +117,7 @@ class Validator:
             if bound not in (None, False) and (value - bound) * sign <= 0:
                 return False
         step = schema.get("multipleOf")
-        return step is None or Decimal(repr(value)) % Decimal(repr(step)) == 0
+        return step is None or (math.isfinite(value) and Fraction(repr(value)) % Fraction(repr(step)) == 0)
 
     def _string(self, value: str, schema: Mapping[str, Any], place: Place) -> bool:
         if not schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", math.inf):
@@ -127,7 +127,7 @@ class Validator:
         name = schema.get("format")
         if name in REFUSED:
             raise SchemaRefusedError("format", place.pointer, f"the format {name!r} is not supported")
-        return name not in FORMATS or re.fullmatch(FORMATS[name], value) is not None
+        return not isinstance(name, str) or name not in FORMATS or re.fullmatch(FORMATS[name], value) is not None
 
     def _array(self, value: list[Any], place: Place, depth: int) -> bool:
         schema = place.schema

@@ -10,6 +10,7 @@ from typing import Any
 from unisono.grammar.ebnf import ebnf_to_lark, quoted
 from unisono.grammar.endless import check_ends
 from unisono.grammar.json_schema import normalised
+from unisono.grammar.keywords import KEYWORDS
 from unisono.grammar.regex import rewritten
 from unisono.grammar.structural_tag import TagWriter, Vocabulary
 
@@ -25,6 +26,9 @@ _PRIORITY = re.compile(r"^([ \t]*[?!]{0,2}[A-Za-z_]\w*)\.-?\d+(?=[ \t]*:)", re.M
 """A rule with a priority, which chooses between ways to read a text and changes no text."""
 
 
+NOTHING = "no text matches it, or none that this model's tokens spell"
+
+
 class RefusedError(ValueError):
     """A structured output that cannot be enforced; says which part and why."""
 
@@ -32,6 +36,16 @@ class RefusedError(ValueError):
 def is_lark(text: str) -> bool:
     """True for a grammar in Lark's notation, False for EBNF."""
     return "::=" not in text and _LARK.search(text) is not None
+
+
+_ENGINE = (
+    ("patternProperty regexes", "patternProperties", "a name may match several expressions"),
+    ("circular references", "$ref", "it refers to itself, with other keywords beside the reference"),
+    ("min/maxProperties", "minProperties", "the combinations of properties cannot be written out"),
+    ("Unable to determine if regex is empty", "pattern", "it is too complex beside the other keywords of the string"),
+    ("schema too large", "allOf", "its alternatives, multiplied, are too many"),
+)
+"""What llguidance says of schemas that pass ``json_schema.py``: the keyword in question, and why."""
 
 
 def parse(kind: str, given: Any, compact: bool, vocabulary: Vocabulary) -> str:
@@ -101,5 +115,15 @@ def _structural_tag(given: str, compact: bool, vocabulary: Vocabulary) -> str:
 
 def reason(error: BaseException) -> str:
     """An error's message on one line, without a full stop and without the grammar that llguidance shows with it."""
-    text = re.split(r"\n\s*\d+ \| |\n<state>|\n\nBacktrace", str(error))[0]
-    return " ".join(text.split())[:400].rstrip(". ") or type(error).__name__
+    said = str(error)
+    if "Unsatisfiable schema" in said:
+        return "no value satisfies it: " + _line(said.rpartition("Unsatisfiable schema:")[2])
+    for sign, keyword, why in _ENGINE:
+        if sign in said:
+            return f"keyword {keyword!r}: {why}; {KEYWORDS[keyword].instead or 'simplify it'}"
+    return _line(said) or type(error).__name__
+
+
+def _line(text: str) -> str:
+    text = re.split(r"\n\s*\d+ \| |\n<state>|\n\nBacktrace", text)[0]
+    return " ".join(text.split())[:400].rstrip(". ")

@@ -402,7 +402,9 @@ class _Reader:
 
     def _class(self) -> str:
         """After ``[``: the class, written out."""
-        negated, ranges, properties = self._take("^"), [], []
+        negated = self._take("^")
+        ranges: list[tuple[int, int]] = []
+        properties: list[str] = []
         first = True
         while True:
             if self._at >= len(self._pattern):

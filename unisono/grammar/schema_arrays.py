@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import combinations, permutations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unisono.grammar.json_values import has_type
 from unisono.grammar.keywords import SchemaRefusedError
 from unisono.grammar.schema_logic import NoExactForm, Size, disjoint, inlined
 from unisono.grammar.schema_refs import Place
-
-if TYPE_CHECKING:
-    from unisono.grammar.json_schema import Normaliser
+from unisono.grammar.schema_rewriter import Rewriter
 
 MAX_PLACES = 8
 """The items that ``contains`` asks for are among this many first ones of an array."""
@@ -29,10 +27,10 @@ _EVALUATING = frozenset({
 
 
 class Arrays:
-    """Rewrites the array keywords of a schema for a Normaliser."""
+    """Rewrites the array keywords of a schema for a Rewriter."""
 
-    def __init__(self, normaliser: Normaliser) -> None:
-        self._to = normaliser
+    def __init__(self, rewriter: Rewriter) -> None:
+        self._to = rewriter
 
     def keywords(self, place: Place) -> tuple[dict[str, Any], list[Any]]:
         """(keywords that llguidance knows, further conjuncts for arrays)."""

@@ -274,8 +274,8 @@ def _ranges_apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     for low, high in (("minimum", "exclusiveMaximum"), ("exclusiveMinimum", "maximum"),
                       ("exclusiveMinimum", "exclusiveMaximum")):  # fmt: skip
         for one, other in ((a, b), (b, a)):
-            bounds = one.get(low), other.get(high)
-            if not any(bound is None or isinstance(bound, bool) for bound in bounds) and bounds[0] >= bounds[1]:
+            bounds = [bound for bound in (one.get(low), other.get(high)) if not isinstance(bound, (bool, type(None)))]
+            if len(bounds) == 2 and bounds[0] >= bounds[1]:
                 return True
     return False
 

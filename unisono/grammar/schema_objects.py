@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 from math import comb
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unisono.grammar.json_values import Validator
 from unisono.grammar.keywords import SchemaRefusedError
 from unisono.grammar.schema_logic import NoExactForm, Size, inlined
 from unisono.grammar.schema_refs import Place
-
-if TYPE_CHECKING:
-    from unisono.grammar.json_schema import Normaliser
+from unisono.grammar.schema_rewriter import Rewriter
 
 MAX_COMBINATIONS = 100
 """Combinations of optional properties that minProperties or maxProperties is written out as."""
@@ -27,10 +25,10 @@ _EVALUATING = frozenset({
 
 
 class Objects:
-    """Rewrites the object keywords of a schema for a Normaliser."""
+    """Rewrites the object keywords of a schema for a Rewriter."""
 
-    def __init__(self, normaliser: Normaliser) -> None:
-        self._to = normaliser
+    def __init__(self, rewriter: Rewriter) -> None:
+        self._to = rewriter
 
     def keywords(self, place: Place) -> tuple[dict[str, Any], list[Any]]:
         """(keywords that llguidance knows, further conjuncts for objects)."""

@@ -99,7 +99,7 @@ class TagWriter:
     def _any_text(self, tag: Tag) -> _Piece:
         least = _whole(tag, "min_chars") if tag.get("min_chars") is not None else 0
         most = _whole(tag, "max_chars") if tag.get("max_chars") is not None else UNBOUNDED
-        bodies, never = [f"(?s:.){counted(least, most)}"], []
+        bodies, never = [f"(?s:.){counted(least, most)}"], list[str]()
         for pattern in _strings(tag, "patterns"):
             found = rewritten(pattern, search=True)
             bodies += [found.body, *found.also]
@@ -319,7 +319,7 @@ def _format(given: Tag) -> Tag:
     if given.get("type") != "structural_tag":
         raise TagError('type must be "structural_tag"')
     if isinstance(given.get("format"), Mapping):
-        return given["format"]  # type: ignore[no-any-return]
+        return dict(given["format"])
     if "structures" in given and "triggers" in given:
         tags = []
         for one in _list(given, "structures"):

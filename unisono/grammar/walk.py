@@ -71,6 +71,8 @@ class Walk:
 
     def forced(self) -> list[int]:
         """The tokens that the grammar forces next, as the checkpoint's tokenizer writes them; at most FORCED."""
+        if self._tokens and self._tokens[-1] in self._ends.eos:
+            return []
         if not self._canonical or self._matcher.is_stopped():
             return self._end() if self._matcher.stop_reason() == "NoExtension" else []
         tokens = list(self._matcher.compute_ff_tokens())[:FORCED]

@@ -29,7 +29,7 @@ import numpy as np
 
 from unisono.channel import Channel, Gone, pair
 from unisono.forks import in_child, limit_memory, limit_time, serve
-from unisono.grammar.parse import RefusedError, parse, reason
+from unisono.grammar.parse import NOTHING, RefusedError, parse, reason
 from unisono.grammar.structural_tag import Vocabulary
 from unisono.grammar.vocabulary import SPECIAL, build
 from unisono.grammar.walk import Ends, Unfollowable, Walk
@@ -141,7 +141,7 @@ class _Compiler:
         for step in range(TRIAL_STEPS):
             before = time.process_time()
             if walk.masks([[]], mask) and not step:
-                raise RefusedError("no text matches it, or none that this model's tokens spell")
+                raise RefusedError(NOTHING)
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
             (allowed,) = np.nonzero(bits)
             token = int(allowed[chance.randrange(len(allowed))])
