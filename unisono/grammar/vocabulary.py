@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from unisono.grammar.structural_tag import Vocabulary
 from unisono.tokenizer import Tokenizer
 
 SPECIAL = b"\xff"
@@ -95,6 +96,13 @@ def describe(tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> dict[
     return {"texts": texts, "specials": specials, "eos": list(eos), "tokenizer": _fast_json(tokenizer)}
 
 
+def nameable(described: Mapping[str, Any]) -> Vocabulary:
+    """The tokens of a description that a structural tag may name."""
+    texts, eos = described["texts"], frozenset(described["eos"])
+    ids = {text.removeprefix(SPECIAL).decode(errors="replace"): i for i, text in enumerate(texts)}
+    return Vocabulary(len(texts), ids, frozenset(described["specials"]) - eos, eos)
+
+
 class _Wrapper:
     """The object that LLTokenizer reads a vocabulary from. Called with a text it returns its token ids."""
 
@@ -136,7 +144,8 @@ class _Wrapper:
 
     def _greedy(self, data: bytes) -> list[int]:
         """The longest token that fits, again and again."""
-        ids, at = [], 0
+        ids: list[int] = []
+        at = 0
         while at < len(data):
             sizes = range(min(self._longest, len(data) - at), 0, -1)
             size = next((n for n in sizes if data[at : at + n] in self._by_text), 0)

@@ -30,8 +30,7 @@ import numpy as np
 from unisono.channel import Channel, Gone, pair
 from unisono.forks import in_child, limit_memory, limit_time, serve
 from unisono.grammar.parse import NOTHING, RefusedError, parse, reason
-from unisono.grammar.structural_tag import Vocabulary
-from unisono.grammar.vocabulary import SPECIAL, build
+from unisono.grammar.vocabulary import build, nameable
 from unisono.grammar.walk import Ends, Unfollowable, Walk
 
 TRIAL_STEPS, TRIAL_SECONDS = 16, 0.05
@@ -67,10 +66,7 @@ class _Tools:
 
         self.matcher: Any = llguidance.LLMatcher
         self.tokenizer, self.canonical = build(described)
-        specials = frozenset(described["specials"])
-        ids = {text.removeprefix(SPECIAL).decode(errors="replace"): i for i, text in enumerate(described["texts"])}
-        eos = frozenset(described["eos"])
-        self.vocabulary = Vocabulary(len(described["texts"]), ids, specials - eos, eos)
+        self.vocabulary = nameable(described)
         self.limits = llguidance.LLParserLimits(verbose_errors=False)
 
     def compile(self, grammar: str) -> Any:
