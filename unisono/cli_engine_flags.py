@@ -28,6 +28,10 @@ def engine_flags(
     max_stall_ms: Annotated[
         float, typer.Option(help="Milliseconds of prompt passes between two rounds of running requests.")
     ] = 50.0,
+    max_forced_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens that a grammar leaves no choice about, drafted in a round at most; 0: none."),
+    ] = None,
     enable_mixed_chunk: Annotated[
         bool | None,
         typer.Option(

@@ -54,6 +54,7 @@ class Follower(Protocol):
     def accept(self, tokens: Sequence[int]) -> None: ...
     def ask(self, drafts: np.ndarray, out: np.ndarray) -> None: ...
     def collect(self) -> bool: ...
+    def forced(self) -> Sequence[int]: ...
 
 
 class Matcher:
@@ -91,6 +92,9 @@ class Matcher:
             if self._failure:
                 raise GrammarError(self._failure)
         self._tokens += tokens
+
+    def forced(self) -> Sequence[int]:
+        return ()
 
     def masks(self, drafts: np.ndarray, out: np.ndarray) -> None:
         """Fill ``out [P, W, words]`` int32, contiguous, for the positions after ``drafts [P, k]`` (-1: none).

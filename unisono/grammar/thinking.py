@@ -204,6 +204,9 @@ class ThinkingMatcher:
         if self._inner is not None and inner:
             self._inner.accept(inner)
 
+    def forced(self) -> Sequence[int]:
+        return ()
+
     def masks(self, drafts: np.ndarray, out: np.ndarray) -> None:
         """Fill ``out [P, W, words]`` int32, contiguous, for the positions after ``drafts [P, k]`` (-1: none)."""
         self.ask(drafts, out)
