@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,12 +35,22 @@ def rounds(entries: Sequence[Entry]) -> int:
 
 
 @pytest.fixture(scope="module")
-def unforced(qwen3: Path) -> Any:
-    """What three requests get, round by round, without forced drafts."""
-    with engine(qwen3, max_forced_tokens=0) as llm:
-        entries = play(llm, PROMPTS[:3], [replace(FORM, seed=i) for i in range(3)])
-        assert llm.engine.counters.forced_tokens == 0
-        return entries
+def unforced_of() -> Any:
+    """Target -> what three requests get, round by round, without forced drafts."""
+
+    @functools.cache
+    def run(target: Path) -> list[Entry]:
+        with engine(target, max_forced_tokens=0) as llm:
+            entries = play(llm, PROMPTS[:3], [replace(FORM, seed=i) for i in range(3)])
+            assert llm.engine.counters.forced_tokens == 0
+            return entries
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def unforced(qwen3: Path, unforced_of: Any) -> Any:
+    return unforced_of(qwen3)
 
 
 def played(llm: LLM, expected: Sequence[Entry]) -> list[Entry]:
@@ -50,13 +61,14 @@ def played(llm: LLM, expected: Sequence[Entry]) -> list[Entry]:
 
 
 def test_fixed_keys_take_few_rounds_without_a_drafter(qwen3: Path, unforced: Sequence[Entry]) -> None:
-    """This tokenizer has a token a byte, so what the grammar forces has one spelling: every forced token is accepted,
-    but for those after an answer's last token."""
+    """This tokenizer has a token a byte, so forced text has one spelling and every forced token is accepted. An answer's
+    last token counts as the round's own."""
     with engine(qwen3) as llm:
         entries = played(llm, unforced)
         counters = llm.engine.counters
         assert 2 * rounds(entries) <= rounds(unforced)
-        assert counters.forced_tokens == counters.accepted_forced_tokens > 0
+        assert 0 <= counters.forced_tokens - counters.accepted_forced_tokens <= len(entries)
+        assert counters.accepted_forced_tokens > sum(len(entry.tokens) for entry in entries) / 2
         assert max(max(entry.rounds) for entry in entries) == 8
         settings = llm.engine.info()["speculation"]
         assert isinstance(settings, dict)
@@ -74,9 +86,10 @@ def test_a_request_may_refuse_drafts(qwen3: Path, unforced: Sequence[Entry]) -> 
 @pytest.mark.parametrize("method", ["ngram", "eagle3"])
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_forced_tokens_come_before_a_drafters_own(
-    method: str, adaptive: bool, checkpoints_of: Any, unforced: Sequence[Entry]
+    method: str, adaptive: bool, checkpoints_of: Any, unforced_of: Any
 ) -> None:
     """The drafter does not run in rounds that forced tokens fill."""
+    unforced = unforced_of(checkpoints_of(method)[0])
     with drafting(checkpoints_of(method), method, {"num_speculative_tokens": 3}, adaptive=adaptive) as llm:
         launched: list[str] = []
         with pytest.MonkeyPatch.context() as patch:

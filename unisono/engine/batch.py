@@ -80,9 +80,9 @@ class Launcher:
 
     def _verify(self, work: Round, drafts: np.ndarray) -> PendingOutputs:
         rows, features = len(work.rows), self._runner.features
-        more, fields = _asked(work.rows.asked, "verify", rows, drafts=drafts[:rows])
+        more, fields = _asked(work.rows.asked, "verify", rows, drafts=drafts)
         key = Key("verify", Shape(rows, 1 + work.drafts), features | more)
-        return self._launch(key, self._round_batch(work) | {"drafts": drafts[:rows]} | fields)
+        return self._launch(key, self._round_batch(work) | {"drafts": drafts} | fields)
 
     def _round_batch(self, work: Round) -> Batch:
         """``slots``, and for each page lifetime columns and pages [rows, most pages added]; column -1 where fewer.

@@ -135,9 +135,10 @@ class Scheduler:
         self._drafting = work
 
     def drafted(self, drafts: np.ndarray) -> None:
-        """That pass is read: drafts [rows, P, k]."""
-        assert self._drafting is not None
-        self._verify = Verify(self._drafting, merged(drafts, self._drafting.forced))
+        """That pass is read: drafts [rows or more, P, k]; rows of padding are last."""
+        work = self._drafting
+        assert work is not None
+        self._verify = Verify(work, merged(drafts[: len(work.rows)], work.forced))
         self._drafting = None
 
     def committed(self, rows: Rows, counts: np.ndarray) -> np.ndarray:
