@@ -61,8 +61,10 @@ def played(llm: LLM, expected: Sequence[Entry]) -> list[Entry]:
 
 
 def test_fixed_keys_take_few_rounds_without_a_drafter(qwen3: Path, unforced: Sequence[Entry]) -> None:
-    """This tokenizer has a token a byte, so forced text has one spelling and every forced token is accepted. An answer's
-    last token counts as the round's own."""
+    """This tokenizer has a token a byte, so forced text has one spelling and every forced token is accepted.
+
+    An answer's last token counts as the round's own.
+    """
     with engine(qwen3) as llm:
         entries = played(llm, unforced)
         counters = llm.engine.counters
