@@ -42,6 +42,10 @@ def scheduling_flags(
     max_stall_ms: Annotated[
         float, typer.Option(help="Longest wait of running requests for prompt passes, milliseconds.")
     ] = 50.0,
+    max_forced_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens that a grammar leaves no choice about, drafted in a round at most; 0: none."),
+    ] = None,
     enable_mixed_chunk: Annotated[
         bool | None,
         typer.Option(

@@ -62,7 +62,7 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "Drafts",
         (
             "speculative_config", "speculative_method", "speculative_model", "num_speculative_tokens",
-            "speculative_topk", "speculative_tree_nodes", "speculative_draft_quantization",
+            "speculative_topk", "speculative_tree_nodes", "speculative_draft_quantization", "max_forced_tokens",
         ),
     ),
     "graphs": (

@@ -27,6 +27,9 @@ GPU_SIZES, CPU_SIZES = ("a GPU", 256, 8192), ("a CPU", 16, 512)
 KV_DTYPES = ("auto", "fp8", "fp8_e4m3", *DTYPES)
 """What ``--kv-cache-dtype`` may name: the model's dtype, or e4m3 with a scale for each token and KV head."""
 
+MAX_FORCED_TOKENS = 15
+"""The largest ``max_forced_tokens``."""
+
 GRAPH_MODES = ("auto", "full", "segmented", "off")
 GRAPH_PROGRAMS = ("extend", "round", "score")
 """What ``--graphs`` may name: prompt passes, rounds, prompt passes that report prompt log-probabilities."""
@@ -45,6 +48,8 @@ class EngineConfig(Concise):
     max_num_seqs: requests that run at once. max_num_batched_tokens: prompt tokens per extend pass.
     max_stall_ms: milliseconds between two rounds of running requests, at most: prompt passes between them are as large
     as fits, by what passes cost.
+    max_forced_tokens: tokens of a round, at most, that are drafted because a request's grammar leaves no choice about
+    them; 0: none. None: the drafter's k, or 7 without a drafter.
     enable_mixed_chunk: running requests decode in prompt passes, where their rounds would draft nothing. None: on GPUs.
     mm_encoder_cache_gb: GiB of the device that encoded pictures may take; None: a default of 1 GiB, less on a CPU.
     load_format: auto, or dummy for random weights (needs config.json only).
@@ -102,6 +107,7 @@ class EngineConfig(Concise):
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_stall_ms: float = 50.0
+    max_forced_tokens: int | None = None
     enable_mixed_chunk: bool | None = None
     mm_encoder_cache_gb: float | None = None
     load_format: Literal["auto", "dummy"] = "auto"
@@ -174,6 +180,8 @@ class EngineConfig(Concise):
             raise ConfigError(f"--max-logprobs {self.max_logprobs}: give a whole number, or -1 for no limit.")
         if not self.max_stall_ms > 0:
             raise ConfigError(f"--max-stall-ms {self.max_stall_ms}: give milliseconds above 0.")
+        if self.max_forced_tokens is not None and not 0 <= self.max_forced_tokens <= MAX_FORCED_TOKENS:
+            raise ConfigError(f"--max-forced-tokens {self.max_forced_tokens}: give 0 to {MAX_FORCED_TOKENS}.")
         self._check_files()
         self._check_graphs()
         self._check_offload()
@@ -357,7 +365,8 @@ class ResolvedConfig:
     """An :class:`EngineConfig` with nothing left open.
 
     kv_dtype: of the KV cache. graphs: the mode of each program. graph_bytes: what graphs may take, once the memory is
-    known. speculative: None where nothing drafts.
+    known. speculative: None where nothing drafts. forced_drafts: numbers of forced tokens that a round may propose,
+    ascending; empty: none (``max_forced_tokens``).
     """
 
     asked: EngineConfig
@@ -372,6 +381,7 @@ class ResolvedConfig:
     graphs: Mapping[str, str] = field(default_factory=dict)
     graph_bytes: int = 0
     speculative: SpeculativeConfig | None = None
+    forced_drafts: tuple[int, ...] = ()
     decisions: tuple[Decision, ...] = ()
 
     def decide(self, name: str, value: object, reason: str, **changes: Any) -> ResolvedConfig:

@@ -48,11 +48,11 @@ def checkpoints_of(
 
 @pytest.fixture(scope="module")
 def plain() -> Callable[[Path], Said]:
-    """What a target says without speculation."""
+    """What a target says without speculation and without forced drafts."""
 
     @functools.cache
     def run(target: Path) -> Said:
-        with engine(target, logprobs_mode="processed_logprobs") as llm:
+        with engine(target, logprobs_mode="processed_logprobs", max_forced_tokens=0) as llm:
             return said(llm, PROMPTS, PARAMS)
 
     return run

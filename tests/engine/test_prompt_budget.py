@@ -15,7 +15,7 @@ from tests.engine.helpers import engine, mixed_params, prompts, tokens
 from unisono.engine.device_state import DeviceState, StateSizes
 from unisono.engine.prompt_budget import PromptBudget
 from unisono.engine.scheduler import Scheduler
-from unisono.engine.sequence import NO_ROWS, Chunk, Extend, Pass, Round, Sequence, Verify
+from unisono.engine.sequence import NO_ROWS, Chunk, Extend, Pass, Round, RoundWidths, Sequence, Verify
 from unisono.engine.slots import SlotPool
 from unisono.graphs.graph_set import Launch
 from unisono.program import PendingOutputs
@@ -47,7 +47,7 @@ class Device:
         budget = PromptBudget(self.max_stall_ms, MOST, table)
         pool = PagePool(40_000)
         device = DeviceState(pool, StateSizes(1, MOST, 65536), lambda command: None)
-        self.scheduler = Scheduler(pool, self.slots, device, 1, 8, budget)
+        self.scheduler = Scheduler(pool, self.slots, device, RoundWidths(1, 1), 8, budget)
 
     def add(self, prompt: int, output: int) -> Sequence:
         self._order += 1

@@ -52,6 +52,7 @@ class StandaloneDrafter:
     features = Features()
     unlimited = True  # what is pending is tokens
     drafts_trees = True
+    keeps_drafts = True  # keys and values of accepted drafts are those that propose() wrote
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
         self._load_format = read_options(spec, LOAD_FORMAT, takes_model=True)["load_format"]

@@ -64,6 +64,8 @@ class Launcher:
         rows, paths = len(work.rows), self._runner.paths
         if not work.drafts:
             return Launched(work, "verify", self._verify(work, np.empty((rows, paths, 0), dtype=np.int32)))
+        if work.forced is not None and not work.proposes:
+            return Launched(work, "verify", self._verify(work, work.forced[:, None]))
         key = Key("draft", Shape(rows, 1 + work.drafts), self._runner.features)
         return Launched(work, "draft", self._launch(key, self._round_batch(work)))
 
@@ -78,9 +80,9 @@ class Launcher:
 
     def _verify(self, work: Round, drafts: np.ndarray) -> PendingOutputs:
         rows, features = len(work.rows), self._runner.features
-        more, fields = _asked(work.rows.asked, "verify", rows, drafts=drafts[:rows])
+        more, fields = _asked(work.rows.asked, "verify", rows, drafts=drafts)
         key = Key("verify", Shape(rows, 1 + work.drafts), features | more)
-        return self._launch(key, self._round_batch(work) | fields)
+        return self._launch(key, self._round_batch(work) | {"drafts": drafts} | fields)
 
     def _round_batch(self, work: Round) -> Batch:
         """``slots``, and for each page lifetime columns and pages [rows, most pages added]; column -1 where fewer.

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from unisono.attention.base import AttentionBackend
 from unisono.config import GRAPH_PROGRAMS, ResolvedConfig, parse_graphs
+from unisono.engine.forced_drafts import forced_rows
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.cost import PassCost, candidates
 from unisono.kernels.linear import ROW_TILES
@@ -190,9 +191,10 @@ def engine_buckets(
     for more in expected_rounds:
         usual_rounds = round_buckets(programs["round"], config, choices, features | more)
         buckets += [replace(each, on_demand=config.device.type == "cpu") for each in usual_rounds]
-    for drafts in {choices[0], choices[-1]}:
+    for drafts in sorted({choices[0], choices[-1], *config.forced_drafts}):
         for more in (masked, *(masked | more for more in expected_rounds)):
-            buckets.append(buckets_of(programs["verify"], config, 1 + drafts, more))
+            verify = buckets_of(programs["verify"], config, 1 + drafts, more)
+            buckets.append(verify if drafts in choices else _up_to(verify, forced_rows(drafts)))
     if "draft" in programs:
         buckets.append(buckets_of(programs["draft"], config, 1 + choices[-1], features))
     if "mixed" in programs:
@@ -333,6 +335,12 @@ def catch_up_buckets(program: Program, config: ResolvedConfig, width: int) -> Bu
         share=SHARES["catch_up"],
     )
     return _sparse(buckets, config.max_num_seqs)
+
+
+def _up_to(buckets: Buckets, rows: int) -> Buckets:
+    """Keep the shapes up to the first one that holds ``rows`` rows."""
+    least = min((shape.rows for shape in buckets.shapes if shape.rows >= rows), default=rows)
+    return replace(buckets, shapes=tuple(shape for shape in buckets.shapes if shape.rows <= least))
 
 
 def _sparse(buckets: Buckets, limit: int) -> Buckets:

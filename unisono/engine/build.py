@@ -34,8 +34,10 @@ from unisono.engine.buckets import (
 )
 from unisono.engine.compile_processes import CompileProcesses, forks_for
 from unisono.engine.device_state import StateSizes
+from unisono.engine.forced_drafts import MAX_VERIFIED, with_forced_drafts
 from unisono.engine.memory import PageDemand, fit_pages, peak_bytes
 from unisono.engine.offload import hold_host_pages, staging_bytes
+from unisono.engine.sequence import RoundWidths
 from unisono.engine.slots import Slots, slot_schema
 from unisono.engine.synthetic import acceptance_rule
 from unisono.engine.warmup import compiling_only, run_on_padding, warmup_passes
@@ -61,12 +63,12 @@ from unisono.models.tails import fuse_tails, rehearse_tails
 from unisono.passes.extend import extend_program, mixed_program
 from unisono.passes.features.base import Feature, FeatureContext, OwnProgram
 from unisono.passes.modules import Modules
-from unisono.passes.round import catch_up_program, draft_program, held_drafts, round_program, verify_program
+from unisono.passes.round import catch_up_program, draft_program, round_program, verify_program
 from unisono.passes.slot_tensors import rotary_positions
 from unisono.passes.tree import Tree, path_pages
 from unisono.program import NO_FEATURES, Features, Hidden, Program, Shape
 from unisono.sampling.pipeline import DraftSampler
-from unisono.state.specs import ALL, PAGE_SIZE
+from unisono.state.specs import ALL, PAGE_SIZE, has_tails
 from unisono.state.store import StateStore
 from unisono.state.window_pages import WindowPool
 from unisono.types import ConfigError, SpeculativeConfig
@@ -121,14 +123,19 @@ class Build:
             self.decide(*passed_over)
         self.decide("weights", *checkpoint.quantization.decision())
         self._tell_ranks(model)
-        self.width, self.paths = 1 + drafter.num_drafts, max(1, len(spec.paths))
+        self.paths, k = max(1, len(spec.paths)), drafter.num_drafts
+        specs = model.state_specs()
+        self.config = config = with_forced_drafts(config, drafter, self.paths, recurrent=has_tails(specs))
+        self.widths = RoundWidths(1 + k, 1 + max(k, *config.forced_drafts, 0))
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
         self.decode_sizes = decode_sizes(config)
-        store = StateStore(config.max_num_seqs + 1, self.paths, config.max_model_len, self.width, config.device)
+        store = StateStore(
+            config.max_num_seqs + 1, self.paths, config.max_model_len, self.widths.reading, config.device
+        )
         listed = [catalog.features.load(name) for name in catalog.features.listed]
         schema = slot_schema([field for feature in listed for field in feature.slot_fields(c)])
         slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, store, schema)
-        store.declare("target", model.state_specs())
+        store.declare("target", specs)
         self.worker = Worker(model, drafter, store, slots, GraphSet(config.device, {}, config.asked.compile), tower)
         self.choices, why = draft_choices(self.config, drafter.num_drafts)
         if drafter.num_drafts:
@@ -287,14 +294,13 @@ class Build:
     def _lent(self, spec: SpeculativeConfig, sampler: DraftSampler) -> Callable[[], Modules]:
         """Makes what passes work on, over the pages that the worker holds at the time of the call."""
         w, config = self.worker, self.config
-        held = held_drafts(config.max_num_seqs, self.paths, self.width, config.device)
         rule = acceptance_rule(config.asked, w.slots)
 
         def modules() -> Modules:
             tree = None
             if isinstance(w.drafter, TreeDrafter) and spec.paths:
                 tree = Tree.of(spec.paths, w.drafter, w.slots, w.store, w.num_pages)
-            return Modules(w.model, w.drafter, w.slots, sampler, w.store, self.request_features, rule, tree, held)
+            return Modules(w.model, w.drafter, w.slots, sampler, w.store, self.request_features, rule, tree)
 
         return modules
 
@@ -305,7 +311,7 @@ class Build:
         programs += [extend_program(modules, self.max_extend_rows, name) for name in ("extend", "score")]
         if self.decode_sizes:
             programs.append(mixed_program(modules, self.max_extend_rows))
-        if self.width > 1:
+        if self.widths.plain > 1:
             programs.append(draft_program(modules))
         if self.max_unobserved and isinstance(drafter, PausableDrafter):
             programs.append(catch_up_program(drafter, self.worker.slots))
@@ -353,7 +359,7 @@ class Build:
         prompts = functools.reduce(operator.or_, self._expected, masked)
         largest = [(programs["extend"].of(prompts), Shape(config.max_num_batched_tokens))]
         if self.paths > 1:  # the rounds of a tree may be larger than any prompt pass
-            largest.append((programs["round"].of(masked), Shape(config.max_num_seqs, self.width)))
+            largest.append((programs["round"].of(masked), Shape(config.max_num_seqs, self.widths.plain)))
         if self.decode_sizes:
             rows = self.decode_sizes[-1]
             mixed = programs["mixed"]  # with all fields
@@ -387,8 +393,9 @@ class Build:
         config, worker = self.config, self.worker
         held, dtype = worker.store.token_bytes("target"), str(config.kv_dtype).removeprefix("torch.")
         self.config = config = config.decide("KV cache", f"{held} bytes a token", f"{dtype}, the target's layers")
-        reserved = path_pages(self.paths, self.width - 1, config.max_num_seqs)
-        logits = 4 * config.max_num_seqs * self.width * worker.model.config.vocab_size
+        reserved = path_pages(self.paths, self.widths.plain - 1, config.max_num_seqs)
+        sampled = max(config.max_num_seqs * self.widths.plain, MAX_VERIFIED)
+        logits = 4 * sampled * worker.model.config.vocab_size
         demand = PageDemand(
             page_bytes={lifetime: worker.store.page_bytes(lifetime) for lifetime in worker.store.lifetimes},
             windows=self._window_pages(),
@@ -412,7 +419,7 @@ class Build:
     def _window_pages(self) -> dict[int, int]:
         """Pages of each window lifetime that all requests together may need, and as many again for cached prefixes."""
         config, worker = self.config, self.worker
-        sizes = StateSizes(self.width, config.max_num_batched_tokens, config.max_model_len)
+        sizes = StateSizes(self.widths.reading, config.max_num_batched_tokens, config.max_model_len)
         windows = {w: WindowPool(w, 1) for w in worker.store.lifetimes if w != ALL}
         prompt, after = (sizes.quota(windows, prompt=each) for each in (True, False))
         return {w: 1 + prompt[w] + 2 * config.max_num_seqs * after[w] for w in windows}

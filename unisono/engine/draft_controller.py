@@ -17,6 +17,7 @@ import numpy as np
 
 from unisono.engine.adaptive import Acceptance, AdaptiveK, RoundCosts
 from unisono.engine.buckets import CPU_COST
+from unisono.engine.forced_drafts import ForcedDrafts
 from unisono.engine.progress import NOBODY, Progress
 from unisono.engine.sequence import Extend, Pass, Preparation, Round, Rows, Sequence
 from unisono.types import FinishReason
@@ -45,6 +46,7 @@ class DraftController:
         self._reading_policy = AdaptiveK(sorted({choices[0], choices[-1]}), acceptance, self.policy.costs)
         self._limit = None if getattr(drafter, "unlimited", False) else runner.max_unobserved
         self._owners = np.full_like(progress.owner, NOBODY)  # [slots]: whom ``acceptance`` knows
+        self._forced = ForcedDrafts(runner.config, drafter.num_drafts, progress)
         self._launched: Round | None = None  # the round launched last, unless another pass came after it
         self._read_at: float | None = None  # when the pass read last was over
         self._put_off: dict[bool, int] = {}  # by kind of round: drafts that wait for a drafter to catch up
@@ -90,7 +92,8 @@ class DraftController:
         drafts = self._choose(work.rows) if wanted is None else wanted
         if drafts and work.reads_drafts:
             drafts = self._runner.choices[-1]  # their passes have no widths between
-        work = self._with_catch_up(work if drafts == work.drafts else replace(work, drafts=drafts))
+        work = work if drafts == work.drafts else replace(work, drafts=drafts)
+        work = self._with_catch_up(self._forced.added(work) if work.reads_drafts else work)
         self.rounds[work.drafts] += 1
         self._launched = work
         return work
@@ -167,7 +170,7 @@ class DraftController:
             work = replace(work, catching_up=work.rows.where(pending > 0))
             self._progress.unobserved[work.rows.slots] = np.maximum(0, pending - each)
             if most > each:
-                self._put_off[work.reads_drafts], work = work.drafts, replace(work, drafts=0)
+                self._put_off[work.reads_drafts], work = work.drafts, replace(work, drafts=0, forced=None)
         if not work.drafts:
             self._undrafted(work.rows)
         return work
@@ -193,6 +196,8 @@ class DraftController:
             # What ended was cut short, and has a slot that may be another's by now.
             going_on = (result[:, 1] == FinishReason.RUNNING) & self._progress.owned(rows.slots, rows.owners)
             known = (asked > 0) & (result[:, 0] > 0) & going_on
+            if work.forced is not None:  # forced drafts tell nothing about the drafter
+                known &= work.forced[:, 0] < 0
             if known.any():
                 self.policy.acceptance.count(rows.slots[known], asked[known], result[known, 0] - 1)
 

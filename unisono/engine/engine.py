@@ -102,14 +102,14 @@ class Engine:
         vocab_size, schema = self.checkpoint.config.vocab_size, worker.slots.schema
         slots = SlotPool(self.config.max_num_seqs, vocab_size, runner.send, schema)
         self.draft_controller = DraftController(runner, slots.progress)
-        sizes = StateSizes(runner.width, self.config.max_num_batched_tokens, self.config.max_model_len)
+        sizes = StateSizes(runner.widths.reading, self.config.max_num_batched_tokens, self.config.max_model_len)
         device = DeviceState(self.pool, sizes, runner.send)
         by_priority = self.config.asked.scheduling_policy == "priority"
         self.scheduler = Scheduler(
             self.pool,
             slots,
             device,
-            runner.width,
+            runner.widths,
             runner.max_extend_rows,
             budget,
             by_priority,
@@ -122,7 +122,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: Launched | None = None
         self._order = itertools.count()
-        self.counters = report.Counters.of(self.runner.width - 1)
+        self.counters = report.Counters.of(runner.widths.reading - 1)
 
     @property
     def config(self) -> ResolvedConfig:
@@ -319,6 +319,8 @@ class Engine:
         if drafts:
             asked = self.scheduler.progress.max_drafts[rows.slots[committed]] > 0
             self.counters.count_round(drafts, drafted[asked], counts[asked] - 1)
+            if isinstance(work, Round) and work.forced is not None:
+                self.counters.count_forced((work.forced[committed] >= 0).sum(1), counts - 1)
         sequences = rows.sequences if every else [rows.sequences[row] for row in committed.tolist()]
         tokens = result[:, 2:].tolist()
         if result.shape[1] > 3:  # a round of one token brings one

@@ -41,6 +41,8 @@ class Counters:
     accepted_per_position: list[int] = field(default_factory=list)
     rounds_per_position: list[int] = field(default_factory=list)
     drafts_per_position: list[int] = field(default_factory=list)
+    forced_tokens: int = 0
+    accepted_forced_tokens: int = 0
 
     @classmethod
     def of(cls, num_drafts: int) -> Counters:
@@ -61,6 +63,11 @@ class Counters:
             self.rounds_per_position[place] += requests
             self.drafts_per_position[place] += drafting
             self.accepted_per_position[place] += int(longer[place + 1])
+
+    def count_forced(self, forced: np.ndarray, accepted: np.ndarray) -> None:
+        """A round with forced drafts. forced, accepted [requests]: forced drafts, and accepted drafts of any kind."""
+        self.forced_tokens += int(forced.sum())
+        self.accepted_forced_tokens += int(np.minimum(forced, accepted).sum())
 
     @property
     def accept_length(self) -> float:
@@ -106,6 +113,7 @@ def info(engine: Reported) -> dict[str, object]:
     speculation = {
         "drafter": worker.drafter.name,
         "num_speculative_tokens": runner.width - 1,
+        "max_forced_tokens": max(engine.config.forced_drafts, default=0),
         "paths": runner.paths,
         "tree_nodes": len(spec.token_tree) if spec is not None else 0,
         "adaptive": len(runner.choices) > 1,
@@ -199,6 +207,8 @@ def metrics(engine: Reported) -> list[Metric]:
         ("spec_decode_num_drafts", c.drafts, "Drafts: one per request and round that had any."),
         ("spec_decode_num_draft_tokens", c.drafted_tokens, "Tokens drafted."),
         ("spec_decode_num_accepted_tokens", c.accepted_tokens, "Drafted tokens that were accepted."),
+        ("forced_tokens", c.forced_tokens, "Drafted tokens that a grammar left no choice about."),
+        ("forced_tokens_accepted", c.accepted_forced_tokens, "Forced tokens that were accepted."),
     ]
     samples: list[Metric] = [(name, "gauge", {}, value, text) for name, value, text in gauges]
     samples += [(name, "counter", {}, value, text) for name, value, text in counters]

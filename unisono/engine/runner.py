@@ -53,7 +53,8 @@ class Runner:
         if self.team is not None:
             self.team.exchange("ready")
         self.worker, self.seconds, self.decide = build.worker, build.seconds, build.decide
-        self.choices, self.width, self.paths = build.choices, build.width, build.paths
+        self.choices, self.width, self.paths = build.choices, build.widths.plain, build.paths
+        self.widths = build.widths
         self.max_unobserved, self.max_extend_rows = build.max_unobserved, build.max_extend_rows
         self.decode_sizes = build.decode_sizes
         self.features = self.worker.drafter.features

@@ -22,6 +22,7 @@ from functools import partial
 import numpy as np
 
 from unisono.engine.device_state import DeviceState
+from unisono.engine.forced_drafts import merged
 from unisono.engine.mixing import Mixing
 from unisono.engine.progress import NOBODY
 from unisono.engine.prompt_budget import PromptBudget
@@ -32,6 +33,7 @@ from unisono.engine.sequence import (
     Pass,
     Preparation,
     Round,
+    RoundWidths,
     RowGrowth,
     Rows,
     Running,
@@ -63,7 +65,7 @@ class Scheduler:
         pool: PagePool,
         slots: SlotPool,
         device: DeviceState,
-        width: int,
+        widths: RoundWidths,
         max_extend_rows: int,
         budget: PromptBudget,
         by_priority: bool = False,
@@ -71,7 +73,7 @@ class Scheduler:
         mixing: Mixing | None = None,
         filling: Callable[[int, int], int] = lambda tokens, decodes: tokens,
     ) -> None:
-        self.pool, self.slots, self.device, self.width = pool, slots, device, width
+        self.pool, self.slots, self.device, self.widths = pool, slots, device, widths
         self.max_extend_rows, self.budget, self._pass_ms = max_extend_rows, budget, pass_ms
         self.mixing, self._filling = mixing, filling
         self.waiting = Waiting(by_priority)
@@ -133,9 +135,10 @@ class Scheduler:
         self._drafting = work
 
     def drafted(self, drafts: np.ndarray) -> None:
-        """That pass is read: drafts [rows, P, k]."""
-        assert self._drafting is not None
-        self._verify = Verify(self._drafting, drafts)
+        """That pass is read: drafts [rows or more, P, k]; rows of padding are last."""
+        work = self._drafting
+        assert work is not None
+        self._verify = Verify(work, merged(drafts[: len(work.rows)], work.forced))
         self._drafting = None
 
     def committed(self, rows: Rows, counts: np.ndarray) -> np.ndarray:
@@ -279,7 +282,7 @@ class Scheduler:
         fitting = partial(self.budget.tokens, self.running, prompts)
         if self.mixing is not None and (tokens := self.mixing.prompt_tokens(self.running, prompts, fitting)):
             with suppress(_Wait):
-                return tokens, self._able(self.running.rows)
+                return tokens, self._able(self.running.rows, self.widths.plain)
         return self._filling(budget, 0) if self.running and tokens_left(prompts) > budget else budget, NO_ROWS
 
     def _next_extend(self, budget: int, decodes: Rows) -> Extend | None:
@@ -302,7 +305,7 @@ class Scheduler:
             self.waiting.served(sequence)
         if not chunks:
             return None
-        growth = self._growth(decodes) if decodes else {}
+        growth = self._growth(decodes, self.widths.plain) if decodes else {}
         for chunk in chunks:
             if chunk.last:
                 self.extending.remove(chunk.sequence)
@@ -335,29 +338,30 @@ class Scheduler:
 
     def _next_round(self, rows: Rows, reads_drafts: bool) -> Round | None:
         """A round of these, which are all that run of one kind. Raises _Wait."""
-        able = self._able(rows)
+        width = self.widths.reading if reads_drafts else self.widths.plain
+        able = self._able(rows, width)
         if not able:
             return None
         if reads_drafts or rows is self.running.rows:
             self.budget.round_launched()  # where both kinds run, prompts have the time of a turn of both
-        growth = self._growth(able)
+        growth = self._growth(able, width)
         self.progress.launched(able.slots)
-        return Round(able, growth, self.width - 1, reads_drafts=reads_drafts)
+        return Round(able, growth, self.widths.plain - 1, reads_drafts=reads_drafts)
 
-    def _able(self, rows: Rows) -> Rows:
-        """Those of the rows that may go on, with pages for the worst case. Raises _Wait."""
+    def _able(self, rows: Rows, width: int) -> Rows:
+        """Those of the rows that may go on, with pages for the worst case of ``width`` tokens. Raises _Wait."""
         able, preemptions = rows.where(self.progress.going_on(rows.slots)), self.preemptions
-        worst = self.progress.worst(able.slots, self.width)
+        worst = self.progress.worst(able.slots, width)
         for row in self.progress.outgrown(able.slots, worst):
             self._grow(able.sequences[row], int(worst[row]))
         if self.preemptions == preemptions:
             return able
         return able.where(self.progress.owned(able.slots, able.owners))  # growing one may have preempted another
 
-    def _growth(self, rows: Rows) -> dict[int, list[RowGrowth]]:
-        """By page lifetime, the page tables of these that grow in a pass that commits tokens of them."""
+    def _growth(self, rows: Rows, width: int) -> dict[int, list[RowGrowth]]:
+        """Growth of page tables, by page lifetime, for a pass that commits up to ``width`` tokens of each row."""
         progress = self.progress
-        worst = progress.worst(rows.slots, self.width)
+        worst = progress.worst(rows.slots, width)
         growth: dict[int, list[RowGrowth]] = {lifetime: [] for lifetime in (ALL, *self.pool.windows)}
         for row in progress.outgrown(rows.slots, worst):
             sequence = rows.sequences[row]

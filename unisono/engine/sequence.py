@@ -98,6 +98,10 @@ class Sequence:
             end = state.reach(self.extended, end)
         return end
 
+    def forced(self) -> Iterable[int]:
+        """Token ids that must come next, as far as a feature of the request knows."""
+        return next((tokens for state in self.states.values() if (tokens := state.forced())), ())
+
     def held_by(self) -> set[Feature]:
         """The features that keep the request from getting a slot now."""
         return {feature for feature, state in self.states.items() if not state.ready()}
@@ -279,8 +283,9 @@ class Preparation:
 class Round:
     """A round. growth: by page lifetime, the page tables that grow. drafts: of each sequence, at most.
 
-    catching_up: those whose drafter catches up before it. reads_drafts: whether it is two passes, for the host reads
-    the drafts between them.
+    catching_up: those whose drafter catches up before it. reads_drafts: whether the host reads the drafts before they
+    are verified, which takes two passes. forced [rows, drafts] int32: tokens that features know to come next, -1 after
+    them; None: none are known. proposes: whether the drafter runs; if not, the round is its second pass alone.
     """
 
     rows: Rows
@@ -288,6 +293,8 @@ class Round:
     drafts: int
     catching_up: Rows = NO_ROWS
     reads_drafts: bool = False
+    forced: np.ndarray | None = None
+    proposes: bool = True
 
     @property
     def committing(self) -> Rows:
@@ -312,6 +319,14 @@ class Verify:
 
     round: Round
     drafts: np.ndarray
+
+
+@dataclass(frozen=True)
+class RoundWidths:
+    """Tokens of a request in the widest round: plain, and of rounds whose drafts the host reads."""
+
+    plain: int
+    reading: int
 
 
 def salted(first: Token, salt: str) -> bytes:

@@ -33,7 +33,6 @@ class Modules:
 
     store: the state of requests. sampler: ``context.sample`` of drafters. features: what requests may ask for.
     tree: where rounds try several paths for each request; None for chains.
-    held_drafts: int32 [slots · paths · k], drafts between the two passes of a round (``round.draft_program``).
     """
 
     model: Decoder
@@ -44,7 +43,6 @@ class Modules:
     features: Sequence[Feature] = ()
     acceptance: AcceptanceRule = field(default_factory=ExactMatch)
     tree: Tree | None = None
-    held_drafts: torch.Tensor | None = None
 
     @property
     def width(self) -> int:

@@ -1,8 +1,8 @@
 """A round as programs: every request goes from n committed tokens to n + 1 + a, where a drafts were accepted.
 
 With k = 0 that is plain decoding. ``round`` is one pass. Where a feature needs the drafts on the host before they are
-verified (``Feature.reads_drafts``), the round is two passes: ``draft`` proposes, leaves the drafts on the device and
-shows the host a copy; ``verify`` is the rest. A request commits the same tokens either way.
+verified (``Feature.reads_drafts``), the round is two passes: ``draft`` proposes and hands the drafts to the host;
+``verify`` takes drafts from the host and is the rest. A request commits the same tokens either way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _growth_fields(modules: Modules) -> tuple[Field, ...]:
 
 def page_fields(modules: Modules, rows: str) -> tuple[Field, ...]:
     """The pages by which page tables grow, of each page lifetime. rows: the dimension of the requests."""
-    shape, fields = (rows, growth_columns(modules.width)), list[Field]()
+    shape, fields = (rows, growth_columns(modules.store.width)), list[Field]()
     for lifetime in modules.store.lifetimes:
         columns, pages = growth_names(lifetime)
         fields += [Field(columns, torch.int32, shape, pad=-1), Field(pages, torch.int32, shape)]
@@ -83,44 +83,42 @@ def round_program(modules: Modules) -> Program:
     return modules.program("round", schema, run)
 
 
-def held_drafts(max_rows: int, paths: int, width: int, device: torch.device) -> torch.Tensor:
-    """Where drafts lie between the two passes of a round; one place, for such rounds do not overlap."""
-    return torch.empty(max_rows * paths * (width - 1), dtype=torch.int32, device=device)
-
-
 def draft_program(modules: Modules) -> Program:
-    """The first pass of a round, up to its drafts; shows them to the host as ``drafts [rows, P, k]``."""
+    """First pass of a round: propose. Output: ``drafts [rows, P, k]`` int32, -1 for none."""
     drafts = Field("drafts", torch.int32, ("rows", modules.paths, "drafts"), output=True)
 
     def run(b: Buffers) -> None:
-        held = _held(modules, b).fill_(-1)
+        drafts = b.drafts.flatten(0, 1).fill_(-1)
         grow(modules, b, b.slots)
         if modules.tree is None:
-            _draft_chain(modules, b.slots, held, torch.empty_like(b.slots))
+            _draft_chain(modules, b.slots, drafts, torch.empty_like(b.slots))
         else:
-            _draft_tree(modules, modules.tree, modules.tree.fork(b.slots), held)
-        b.drafts.copy_(held.view(b.drafts.shape))
+            _draft_tree(modules, modules.tree, modules.tree.fork(b.slots), drafts)
 
     return Program("draft", Schema((*_growth_fields(modules), drafts)), run)
 
 
 def verify_program(modules: Modules) -> Program:
-    """The second pass of a round, after :func:`draft_program`. The host waits for it, so it has its outputs early.
+    """Second pass of a round: verify ``drafts [rows, P, k]`` int32, -1 for none, that the host provides.
 
-    Other rounds are read one late, so there is nothing to win; and from the outputs of one to those of the next the
-    draft controller measures what a round takes, the drafter's catching up included.
+    They come from :func:`draft_program`, or from a feature that knows the next tokens (``RequestState.forced``). The
+    host waits for this pass, so its outputs are published before the drafter catches up. Other rounds are read one
+    round late, and the draft controller measures a round from the outputs of one to those of the next, the drafter's
+    catching up included.
     """
-    schema = Schema((*_growth_fields(modules), *_outcome_fields(modules, "verify")))
+    drafts = Field("drafts", torch.int32, ("rows", modules.paths, "drafts"), pad=-1)
+    schema = Schema((*_growth_fields(modules), drafts, *_outcome_fields(modules, "verify")))
 
     def run(b: Buffers) -> None:
-        slots, held = modules.slots, _held(modules, b)
         grow(modules, b, b.slots)
-        if modules.tree is None or b.shape.width == 1:
-            if b.shape.width > 1:
-                limit_drafts(held, b.slots, slots.max_drafts, b.drafted)  # they are limited: it counts them
-            verify_chain(modules, b, held, early=True)
+        if b.shape.width == 1:  # without drafts all paths are one
+            verify_chain(modules, b, b.drafts[:, 0], early=True)
+        elif modules.tree is None:
+            drafts = b.drafts[:, 0]
+            limit_drafts(drafts, b.slots, modules.slots.max_drafts, b.drafted)
+            verify_chain(modules, b, drafts, early=True)
         else:
-            verify_tree(modules, modules.tree, b, modules.tree.rows(b.slots), held, early=True)
+            verify_tree(modules, modules.tree, b, modules.tree.rows(b.slots), b.drafts.flatten(0, 1), early=True)
 
     return modules.program("verify", schema, run)
 
@@ -129,15 +127,6 @@ def catch_up_program(drafter: PausableDrafter, slots: SlotTensors) -> Program:
     """Have the drafter catch up with up to ``width`` unobserved tokens of ``rows`` requests."""
     schema = Schema((Field("slots", torch.int32, ("rows",), pad=slots.padding),))
     return Program("catch_up", schema, lambda b: drafter.resume(b.slots))
-
-
-def _held(modules: Modules, b: Buffers) -> torch.Tensor:
-    """The drafts [R · P, k] of this pass's rows. Row by row, so that the two passes may be padded to different R."""
-    drafts, rows = b.shape.width - 1, b.shape.rows * modules.paths
-    if drafts == 0:  # all paths are one
-        return torch.empty((b.shape.rows, 0), dtype=torch.int32, device=b.device)
-    assert modules.held_drafts is not None
-    return modules.held_drafts[: rows * drafts].view(rows, drafts)
 
 
 def _draft_chain(modules: Modules, slots: torch.Tensor, drafts: torch.Tensor, drafted: torch.Tensor) -> None:

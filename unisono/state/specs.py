@@ -114,6 +114,11 @@ def leaves(tree: Tree) -> Iterator[Spec]:
     return iter(found)
 
 
+def has_tails(tree: Tree) -> bool:
+    """True if some state of the tree is a recurrence's."""
+    return any(isinstance(spec, Tail) for spec in leaves(tree))
+
+
 def map_tree(tree: Tree, change: Callable[[Spec], Any]) -> Tree:
     """The same tree with ``change(spec)`` in place of each spec. Raises TypeError for anything else."""
     if isinstance(tree, (Paged, PerSlot, Tail)):

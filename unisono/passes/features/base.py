@@ -173,6 +173,10 @@ class RequestState:
         """Of ``known`` leading tokens those that may come from the prefix cache, which has no outputs of passes."""
         return known
 
+    def forced(self) -> Sequence[int]:
+        """Token ids that must come next, as far as known. A round proposes them as drafts. Empty: none are known."""
+        return ()
+
     def deliver(self, delta: TokenDelta, committed: Committed) -> None:
         """Complete ``delta``, which brings the request's new tokens, by what the pass reported of them."""
 

@@ -6,6 +6,7 @@ requests are two passes (``round.draft_program``, ``round.verify_program``): the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
@@ -110,6 +111,9 @@ class _State(RequestState):
 
     def __init__(self, matcher: Follower, eos: tuple[int, ...]) -> None:
         self.stop_ids, self.matcher = eos, matcher
+
+    def forced(self) -> Sequence[int]:
+        return self.matcher.forced()
 
     def deliver(self, delta: TokenDelta, committed: Committed) -> None:
         try:
