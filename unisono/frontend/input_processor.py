@@ -17,6 +17,7 @@ from unisono.frontend.media.placeholders import expanded
 from unisono.frontend.media.settings import MediaSettings
 from unisono.frontend.media.sources import Loaded, MediaSource
 from unisono.frontend.media.templates import MediaTemplate, has_media
+from unisono.frontend.role_templates import RoleTemplate, merged_leading
 from unisono.frontend.stop_regex import StopRegex
 from unisono.frontend.tool_templates import NO_TOOLS, ToolTemplate
 from unisono.request_checks import check_request
@@ -181,16 +182,20 @@ class InputProcessor:
     ) -> Prompt:
         """Write one conversation as a prompt. Raises BadRequest.
 
-        tools: definitions in OpenAI's form, arguments of calls in ``messages`` are objects. truncates, media: see
-        :meth:`prompt`. A picture or video stands in a list of content parts as ``{"type": "image"}`` or
-        ``{"type": "video"}``; without ``media`` its placeholder stays. ``options``: see
-        ``Tokenizer.apply_chat_template``.
+        tools: definitions in OpenAI's form. Arguments of calls in ``messages`` are objects, or text: an object in JSON
+        is decoded. System messages at the beginning are written as one; :class:`RoleTemplate` says what is rewritten
+        for a template that cannot write it. truncates, media: see :meth:`prompt`. A picture or video stands in a list
+        of content parts as ``{"type": "image"}`` or ``{"type": "video"}``; without ``media`` its placeholder stays.
+        ``options``: see ``Tokenizer.apply_chat_template``.
         """
         tokenizer = self.require_tokenizer("messages")
+        messages = merged_leading(messages)
         if has_media(messages):
             messages = self.media_template.messages(messages, self.tool_template.calls)
         if tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
             messages, tools = self.tool_template.messages(messages, tools)
+        if len(messages) > 1 and options.get("chat_template") is None:
+            messages = self.role_template.messages(messages)
         text = tokenizer.apply_chat_template(messages, tools=tools, **options)
         ids = self._encode(text, "messages", add_special_tokens, truncates)
         return self._with_media(Prompt(ids, text, param="messages"), media)
@@ -205,6 +210,14 @@ class InputProcessor:
         tokens = {kind: str(tokenizer.backend.convert_ids_to_tokens(token)) for kind, token in names.items()}
         start = str(tokenizer.backend.convert_ids_to_tokens(vision.vision_start_token_id))
         return MediaTemplate.of(tokens, start, lambda messages: tokenizer.apply_chat_template(messages))
+
+    @cached_property
+    def role_template(self) -> RoleTemplate:
+        """The sequences of roles that the chat template can write."""
+        tokenizer = self.tokenizer
+        if tokenizer is None or tokenizer.chat_template is None:
+            return RoleTemplate()
+        return RoleTemplate.of(lambda messages: tokenizer.apply_chat_template(messages))
 
     @cached_property
     def tool_template(self) -> ToolTemplate:
