@@ -227,19 +227,23 @@ class InputProcessor:
             return NO_TOOLS
         return ToolTemplate.of(tokenizer.chat_template, lambda m, t: tokenizer.apply_chat_template(m, tools=t))
 
-    def truncated(self, prompt: Prompt, params: SamplingParams) -> Prompt:
-        """The part of a prompt that ``params.truncate_prompt_tokens`` keeps. Raises BadRequest."""
+    def truncated(self, prompt: Prompt, params: SamplingParams, prompt_only: bool = False) -> Prompt:
+        """The part of a prompt that ``params.truncate_prompt_tokens`` keeps. Raises BadRequest.
+
+        prompt_only: no token follows it.
+        """
         kept, name = params.truncate_prompt_tokens, "truncate_prompt_tokens"
         if kept is None:
             return prompt
         context = self.model.max_model_len
-        if kept >= context:
+        new = 0 if prompt_only else params.max_tokens or 1
+        if kept > context - min(new, 1):
             raise BadRequest(
-                f"{name}={kept} leaves no room in the context of {context} tokens; give at most {context - 1}, or -1 "
-                "for what fits.",
+                f"{name}={kept} leaves no room in the context of {context} tokens; give at most "
+                f"{context - min(new, 1)}, or -1 for what fits.",
                 name,
             )
-        kept = max(1, context - (params.max_tokens or 1)) if kept == -1 else kept
+        kept = max(1, context - new) if kept == -1 else kept
         if len(prompt.token_ids) <= kept:
             return prompt
         if prompt.overrides is not None or prompt.media:
@@ -249,13 +253,20 @@ class InputProcessor:
         return replace(prompt, token_ids=ids, text=None)
 
     def request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, wanted: str = "logprobs"
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        wanted: str = "logprobs",
+        prompt_only: bool = False,
     ) -> EngineRequest:
         """Prepare and check a request. ``EngineRequest.sequences`` splits it where ``params.n`` is above 1.
 
-        A request without a seed gets one. wanted: the caller's name of ``logprobs``. Raises BadRequest.
+        A request without a seed gets one. wanted: the caller's name of ``logprobs``. prompt_only: as in EngineRequest.
+        Raises BadRequest.
         """
-        prompt = self.truncated(prompt, params)
+        prompt = self.truncated(prompt, params, prompt_only)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(SEED_BITS))
         for name in ("stop", "stop_regex"):
@@ -269,7 +280,12 @@ class InputProcessor:
         stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
         request = EngineRequest(request_id, prompt.token_ids, params, stop_ids, bad_words)
         request = replace(
-            request, overrides=prompt.overrides, priority=priority, cache_salt=prompt.cache_salt, media=prompt.media
+            request,
+            overrides=prompt.overrides,
+            priority=priority,
+            cache_salt=prompt.cache_salt,
+            media=prompt.media,
+            prompt_only=prompt_only,
         )
         check_request(request, model.max_model_len, model.vocab_size, model.hidden_size, prompt.param)
         return request
