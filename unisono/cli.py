@@ -117,6 +117,10 @@ def _answer_flags(
     enable_auto_tool_choice: Annotated[
         bool, typer.Option("--enable-auto-tool-choice", help="Accepted for vLLM's sake: tool_choice auto always works.")
     ] = False,
+    ignore_hosted_tools: Annotated[
+        bool,
+        typer.Option("--ignore-hosted-tools", help="Leave web_search and the like out of requests; warn."),
+    ] = False,
     trust_request_chat_template: Annotated[
         bool,
         typer.Option(

@@ -20,7 +20,14 @@ def check_request(
     prompt, params, overrides = request.prompt_token_ids, request.params, request.overrides
     if not prompt:
         raise BadRequest(f"{param} has no tokens; give at least 1.", param)
-    if len(prompt) >= max_model_len:
+    if request.prompt_only and len(prompt) > max_model_len:
+        raise BadRequest(
+            f"the prompt has {len(prompt)} tokens; the model's context is {max_model_len} tokens. Shorten it, or raise "
+            "--max-model-len.",
+            param,
+            "context_length_exceeded",
+        )
+    if len(prompt) >= max_model_len and not request.prompt_only:
         raise BadRequest(
             f"the prompt has {len(prompt)} tokens; the context of {max_model_len} leaves room for {max_model_len - 1} "
             "and one new token. Shorten it, or raise --max-model-len.",

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import inspect
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,22 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
 
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+"""A token of one byte, of tokenizers that fall back to bytes."""
+SPACE = "▁"
+"""A space in the vocabulary of a tokenizer like sentencepiece's."""
 HARMONY_ENDS = {"<|call|>", "<|return|>"}
+
+
+def _byte_level() -> dict[str, int]:
+    """The bytes that the characters of a byte-level vocabulary stand for, as GPT-2 defined them."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_LEVEL = _byte_level()
 
 
 class Tokenizer:
@@ -35,6 +52,7 @@ class Tokenizer:
         # Whether more tokens only add to a text: cleaning up spaces changes what stands before them.
         self.appends = backend.is_fast and not backend.clean_up_tokenization_spaces
         # The fast decoder without transformers' wrapper: it runs twice for every generated token.
+        self._token_bytes: dict[int, bytes] = {}
         self._decode: Callable[..., Any] = backend._tokenizer.decode if self.appends else backend.decode
 
     @classmethod
@@ -106,6 +124,45 @@ class Tokenizer:
                 a, b = (self.backend.convert_ids_to_tokens(i) for i in (first, second))
                 text = text.replace(f"{a} {b}", f"{a}{b}")
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text: a part of a character's where several tokens share one."""
+        if (found := self._token_bytes.get(token_id)) is None:
+            found = self._token_bytes[token_id] = self._bytes_of(token_id)
+        return found
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        text = self.decode([token_id], skip_special_tokens=False)
+        piece = self.backend.convert_ids_to_tokens(token_id) if token_id < self.size else None
+        if not isinstance(piece, str) or token_id in self.special_ids:
+            return text.encode()
+        if "ByteLevel" in self._decoders and BYTE_LEVEL.keys() >= set(piece):
+            return bytes(BYTE_LEVEL[char] for char in piece)
+        if "ByteFallback" in self._decoders and (match := BYTE_TOKEN.fullmatch(piece)) is not None:
+            return bytes.fromhex(match[1])
+        return text.encode() if REPLACEMENT in text or SPACE not in piece else piece.replace(SPACE, " ").encode()
+
+    @cached_property
+    def _decoders(self) -> set[str]:
+        """The types of the fast tokenizer's decoders; none for a slow one."""
+        if not self.backend.is_fast or (decoder := self.backend.backend_tokenizer.decoder) is None:
+            return set()
+        state = json.loads(decoder.__getstate__())
+        return {one["type"] for one in [state, *state.get("decoders", [])]}
+
+    def offsets(self, text: str, token_ids: Sequence[int]) -> list[int] | None:
+        """Return the characters of ``text`` before each of its tokens; None where the ids are not its tokens.
+
+        Tokens that share a character begin where it does; special tokens that are not in the text, where the next does.
+        """
+        if not self.backend.is_fast:
+            return None
+        for special in (True, False):
+            encoded = self.backend(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+            if list(encoded["input_ids"]) == list(token_ids):
+                spans = [len(text) if begin == end == 0 else begin for begin, end in encoded["offset_mapping"]]
+                return list(accumulate(reversed(spans), min))[::-1]
+        return None
 
     def is_silent(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether the token never adds text: it pads the vocabulary, or is special and those are skipped."""

@@ -13,7 +13,16 @@ from transformers import AutoModelForCausalLM
 from tests.engine.helpers import counted, draw_drafts, engine, idle, mixed_params, prompts, tokens
 from tests.engine.matrix import DRAFTERS
 from unisono.llm import LLM
-from unisono.types import BadRequest, RequestOutput, SamplingParams, SpeculativeConfig, StructuredOutputs
+from unisono.types import (
+    BadRequest,
+    EngineRequest,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    SpeculativeConfig,
+    StructuredOutputs,
+    TokenDelta,
+)
 
 PROMPTS = prompts(9, 250, low=3, high=70)
 FORM = StructuredOutputs(regex="([a-d]{2}-){3}")  # so that rounds without masks follow
@@ -140,6 +149,48 @@ def test_drafted(
     for one, other, params in zip(plain, drafted, narrow, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
         assert not params.return_hidden_states or torch.equal(states(one), states(other))
+
+
+@pytest.mark.parametrize(
+    "method", [one if one == "eagle3" else pytest.param(one, marks=pytest.mark.full) for one in DRAFTERS]
+)
+@pytest.mark.parametrize("context", [64, pytest.param(60, marks=pytest.mark.full)])
+def test_a_prompt_that_fills_the_context(
+    method: str, context: int, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """It ends without a token, with all its states and scores; drafters are a position ahead of it."""
+    target, model = DRAFTERS[method](checkpoints, tmp_path)
+    path = {} if model is None else {"model": str(model)}
+    spec = SpeculativeConfig.parse({"method": method, "num_speculative_tokens": 3, **path})
+    prompt = prompts(1, 250, low=context, high=context + 1)[0]
+    params = SamplingParams(temperature=0, max_tokens=1, seed=1, return_hidden_states=True, prompt_logprobs=0)
+    with engine(target, speculative=spec, max_model_len=context, max_num_batched_tokens=48) as llm:
+        whole = [EngineRequest(f"whole {i}", prompt, params, prompt_only=True) for i in range(2)]
+        for request in (*whole, EngineRequest("shorter", prompt[:-1], params)):
+            llm.engine.add(request)
+        deltas: dict[str, TokenDelta] = {}
+        while llm.engine.has_work():
+            for delta in llm.engine.step():
+                deltas[delta.request_id] = delta
+        llm.engine.check_integrity()
+        with pytest.raises(BadRequest, match=f"the context of {context} leaves room for {context - 1}"):
+            llm.engine.add(EngineRequest("with a token", prompt, params))
+        with pytest.raises(BadRequest, match=f"{context + 1} tokens; the model's context is {context} tokens"):
+            llm.engine.add(EngineRequest("too long", [*prompt, 1], params, prompt_only=True))
+        assert (
+            len(llm.generate([prompt[:-9]], SamplingParams(max_tokens=9, ignore_eos=True))[0].outputs[0].token_ids) == 9
+        )
+    first, again, shorter = (deltas[name] for name in ("whole 0", "whole 1", "shorter"))
+    assert (first.token_ids, first.finish) == ([], FinishReason.LENGTH)
+    assert (len(shorter.token_ids), shorter.finish) == (1, FinishReason.LENGTH)
+    for delta, count in ((first, context), (again, context), (shorter, context - 1)):
+        assert delta.prompt_hidden_states is not None
+        assert delta.prompt_logprobs is not None
+        assert len(delta.prompt_logprobs) == count - 1
+        states = delta.prompt_hidden_states
+        assert len(states.data) % count == 0
+        assert states.data[: len(shorter.prompt_hidden_states.data)] == shorter.prompt_hidden_states.data  # type: ignore[union-attr]
+    assert first.prompt_hidden_states == again.prompt_hidden_states
 
 
 def test_a_prefix_hit_would_leave_them_out(qwen3: Path) -> None:

@@ -214,6 +214,32 @@ def test_embeddings_need_no_flag_and_hidden_states_do(generative: Server) -> Non
     assert refused(generative, "/v1/completions", body)["param"] == "return_hidden_states"
 
 
+def test_a_prompt_that_fills_the_context(generative: Server) -> None:
+    """512 tokens: embeddings and scores take them all, a completion needs room for one more."""
+    full, long = [7] * 512, [7] * 513
+    found = generative.http.post("/v1/embeddings", json={"input": [full, [7]], "normalize": False}).json()
+    assert [one["embedding"] for one in found["data"]] == [state(7, 511), state(7, 0)]
+    for kept in (512, -1):
+        body = {"input": [[9, *full]], "truncate_prompt_tokens": kept, "normalize": False}
+        assert generative.http.post("/v1/embeddings", json=body).json()["data"][0]["embedding"] == state(7, 511)
+    assert refused(generative, "/v1/embeddings", {"input": full, "truncate_prompt_tokens": 513})["param"] == (
+        "truncate_prompt_tokens"
+    )
+    error = refused(generative, "/v1/embeddings", {"input": [long]})
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+    assert "513 tokens; the model's context is 512 tokens" in error["message"]
+    scored = {"prompt": full, "echo": True, "max_tokens": 0, "logprobs": 0}
+    choice = generative.http.post("/v1/completions", json=scored).json()["choices"][0]
+    assert (len(choice["logprobs"]["token_logprobs"]), choice["finish_reason"]) == (512, "length")
+    assert refused(generative, "/v1/completions", {**scored, "prompt": long})["code"] == "context_length_exceeded"
+    for prompt, tokens in ((full, 1), (full, None), (full[1:], 2), (long, 1)):
+        error = refused(generative, "/v1/completions", {"prompt": prompt, "max_tokens": tokens})
+        assert error["code"] == "context_length_exceeded"
+        assert "512" in error["message"]
+    body = {"prompt": full[1:], "max_tokens": 1}
+    assert generative.http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 1
+
+
 def test_embedding_errors(generative: Server) -> None:
     for body, param in [
         ({}, "input"), ({"input": []}, "input"), ({"input": ""}, "input"), ({"input": {}}, "input"),

@@ -190,7 +190,7 @@ def test_a_stream_whose_client_leaves_is_cancelled(slow: Server) -> None:
         ({"input": []}, 400, "input", "at least one item"),
         ({"input": 3}, 400, "input", "input=3"),
         ({"input": [3]}, 400, "input[0]", "object"),
-        ({"input": [{"type": "web_search_call"}]}, 400, "input[0].type", "function_call_output"),
+        ({"input": [{"type": "wibble_call"}]}, 400, "input[0].type", "function_call_output"),
         ({"input": [{"role": "robot", "content": "a"}]}, 400, "input[0].role", '"robot"'),
         ({"input": ["a", {"role": "user"}][1:]}, 400, "input[0].content", "null"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, 400, "input[0].content[0]", "input_text"),

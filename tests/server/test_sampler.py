@@ -14,13 +14,17 @@ import pytest
 
 from tests.server.conftest import Server, Start
 from tests.server.fake_engine import Trick
-from tests.server.tokenizers_ import byte_level
-from unisono.types import FinishReason, TokenDelta, TokenLogprobs, Vectors
+from tests.server.tokenizers_ import byte_fallback, byte_level
+from unisono.frontend.sequence_output import SequenceOutput
+from unisono.tokenizer import Tokenizer
+from unisono.types import EngineRequest, FinishReason, SamplingParams, TokenDelta, TokenLogprobs, Vectors
 
 TEXT = "naïve 🙂 fox"
 TOKENIZER = byte_level()
 IDS = TOKENIZER.encode(TEXT)
 NAMES = [TOKENIZER.decode([i]) for i in IDS]
+OFFSETS = [0, 2, 5, 6, 6, 7, 10]
+"""Characters before each token: "na" and half of "ï"; its other half and "ve"; a space and half of the emoji; …"""
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 
 
@@ -31,7 +35,7 @@ def test_completion_logprobs(server: Server) -> None:
     assert got is not None
     assert got.tokens == NAMES
     assert got.token_logprobs == [-0.25] * len(IDS)
-    assert got.text_offset == [sum(map(len, NAMES[:i])) for i in range(len(IDS))]
+    assert got.text_offset == OFFSETS
     second = [TOKENIZER.decode([i + 1]) for i in IDS]
     assert got.top_logprobs == [{a: -0.25} | {b: -0.75} for a, b in zip(NAMES, second, strict=True)]
     assert create(model="fake", prompt=TEXT, max_tokens=3, logprobs=0).choices[0].logprobs.tokens == NAMES[:3]
@@ -51,7 +55,7 @@ def test_chat_logprobs(server: Server) -> None:
     assert content is not None
     assert len(content) == 5
     for entry in content:
-        assert entry.bytes == list(entry.token.encode())
+        assert entry.bytes == entry.top_logprobs[0].bytes == list(entry.token.encode())
         assert [top.logprob for top in entry.top_logprobs] == [-0.25, -0.75, -1.25]
         assert (entry.top_logprobs[0].token, entry.logprob) == (entry.token, -0.25)
     bare = create(model="fake", messages=MESSAGES, max_tokens=2, logprobs=True).choices[0].logprobs
@@ -99,6 +103,64 @@ def test_streamed_logprobs_are_the_whole_ones(server: Server) -> None:
     assert [x for c in stream for p in [c.choices[0].logprobs] if p for x in p.content] == expected
 
 
+def test_bytes_of_tokens_join_to_the_text(server: Server) -> None:
+    """Tokens that have a part of a character have its bytes, not those of a replacement character."""
+    messages: list[Any] = [{"role": "user", "content": TEXT}]
+    answer = server.openai.chat.completions.create(
+        model="fake", messages=messages, max_tokens=40, logprobs=True, top_logprobs=2
+    )
+    entries = answer.choices[0].logprobs.content
+    text = b"".join(bytes(entry.bytes) for entry in entries).decode()
+    assert text.startswith(f"<|im_start|>user\n{TEXT}")
+    assert any("\ufffd" in entry.token for entry in entries)
+    assert [top.bytes for entry in entries for top in entry.top_logprobs[:1]] == [entry.bytes for entry in entries]
+    include: Any = ["message.output_text.logprobs"]
+    response = server.openai.responses.create(model="fake", input=TEXT, include=include, max_output_tokens=40)
+    part: Any = response.output[0].content[0]  # type: ignore[union-attr, index]
+    assert b"".join(bytes(one.bytes) for one in part.logprobs).decode().startswith(text[: len(TEXT)])
+
+
+def test_offsets_after_special_tokens_and_stops(server: Server) -> None:
+    create = server.openai.completions.create
+    start, end = TOKENIZER.encode("<|im_start|>")[0], TOKENIZER.encode("<|endoftext|>")[0]
+    prompt = [start, *IDS[:3], end, *IDS[5:]]
+    skipped = [0, 0, 2, 5, 6, 7, 10]  # a part of the emoji that no token completes is one character
+    text = TOKENIZER.decode(prompt, skip_special_tokens=True)
+    for stream in (False, True):
+
+        def found(stream: bool = stream, **more: Any) -> tuple[str, list[int]]:
+            given = create(**{"model": "fake", "prompt": prompt, "logprobs": 0, "stream": stream, **more})
+            choices = [chunk.choices[0] for chunk in (given if stream else [given])]
+            offsets = [x for one in choices if one.logprobs is not None for x in one.logprobs.text_offset]
+            return "".join(one.text for one in choices), offsets
+
+        assert found(max_tokens=len(prompt)) == (text, skipped)
+        echoed, offsets = found(max_tokens=len(prompt), echo=True)
+        assert echoed == text * 2
+        assert offsets == [*skipped, *(len(text) + one for one in skipped)]
+        shown = found(max_tokens=2, extra_body={"skip_special_tokens": False})
+        assert shown == ("<|im_start|>na\ufffd", [0, len("<|im_start|>")])
+        stopped, offsets = found(max_tokens=len(prompt), stop=["ve"])
+        assert (stopped, offsets) == ("naï", skipped[:3]), "the stop string's tokens begin where they did"
+        echoed, offsets = found(prompt=f"<|im_start|>{TEXT}", max_tokens=0, echo=True)
+        assert (echoed, offsets) == (f"<|im_start|>{TEXT}", [0, *(12 + one for one in OFFSETS)])
+
+
+def test_bytes_and_offsets_of_byte_fallback() -> None:
+    """As Llama 2: spaces are part of the words' tokens, characters without a token come in bytes."""
+    tokenizer = Tokenizer(byte_fallback())
+    text = "the 🙂é a"
+    ids = tokenizer.encode(text)
+    assert [tokenizer.token_bytes(i) for i in ids] == [
+        b" the", b" ", b"\xf0", b"\x9f", b"\x99", b"\x82", "é".encode(), b" a",
+    ]  # fmt: skip
+    assert tokenizer.offsets(text, ids) == [0, 3, 4, 4, 4, 4, 5, 6]
+    assert tokenizer.offsets(text, ids[1:]) is None
+    request = EngineRequest("r", ids, SamplingParams(), ())
+    assert SequenceOutput(request, tokenizer).prompt_offsets("other") == [0, 3, 4, 4, 4, 4, 5, 6]
+    assert Tokenizer(byte_level()).offsets("a<|im_end|>", TOKENIZER.encode("a<|im_end|>")) == [0, 1]
+
+
 def test_echo(server: Server) -> None:
     create = server.openai.completions.create
     answer = create(model="fake", prompt=TEXT, max_tokens=len(IDS), echo=True, n=2)
@@ -123,7 +185,7 @@ def test_echo_with_logprobs_scores_the_prompt(server: Server, extra: int) -> Non
     assert got.tokens == (NAMES * 2)[:count]
     assert got.token_logprobs == [None] + [-0.25] * (count - 1)
     assert got.top_logprobs[0] is None
-    assert got.text_offset == [sum(map(len, (NAMES * 2)[:i])) for i in range(count)]
+    assert got.text_offset == [*OFFSETS, *(len(TEXT) + offset for offset in OFFSETS)][:count]
     assert answer.usage.completion_tokens == extra
     stream = server.openai.completions.create(
         model="fake", prompt=TEXT, max_tokens=extra, echo=True, logprobs=1, stream=True

@@ -20,10 +20,11 @@ from unisono.types import ConfigError
 TOOLS = [Tool("get_weather", WEATHER, strict=True), Tool("now", {"type": "object", "properties": {}})]
 
 
-def read(form: str, pieces: list[str], parallel: bool = True) -> tuple[str, list[Call]]:
-    """(content, calls) of an answer that comes in pieces."""
+def read(form: str, pieces: list[str], parallel: bool = True, ends: bool = False) -> tuple[str, list[Call]]:
+    """(content, calls) of an answer that comes in pieces. ends: the last one is known to be the last."""
     reader = NAMES[form].reader(Context(TOOLS, lambda number: f"id{number}", parallel))
-    found = [reader.feed(piece) for piece in pieces] + [reader.feed("", last=True)]
+    found = [reader.feed(piece, ends and place == len(pieces) - 1) for place, piece in enumerate(pieces)]
+    found += [] if ends else [reader.feed("", last=True)]
     calls: list[list[str]] = []
     for delta in (delta for one in found for delta in one.calls):
         assert isinstance(delta, ToolDelta)
@@ -39,15 +40,16 @@ def read(form: str, pieces: list[str], parallel: bool = True) -> tuple[str, list
 @pytest.mark.parametrize("case", CASES)
 def test_wherever_pieces_are_cut(case: str) -> None:
     form, answer, expected = CASES[case]
-    assert read(form, [answer]) == expected
-    assert read(form, list(answer)) == expected
+    for ends in (False, True):
+        assert read(form, [answer], ends=ends) == expected
+        assert read(form, list(answer), ends=ends) == expected
     for place in range(len(answer)):
         assert read(form, [answer[:place], answer[place:]]) == expected
     dice = random.Random(case)
     for _ in range(200):
         cuts = sorted(dice.choices(range(len(answer)), k=dice.randint(2, 12)))
         pieces = [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
-        assert read(form, pieces) == expected
+        assert read(form, pieces, ends=dice.random() < 0.5) == expected
 
 
 @pytest.mark.parametrize("case", [name for name, (_, _, (_, calls)) in CASES.items() if len(calls) > 1])

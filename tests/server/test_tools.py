@@ -183,7 +183,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}]},
         "function.arguments",
     ),
-    "no content": ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+    "no content": ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
 }
 
 

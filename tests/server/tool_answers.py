@@ -68,6 +68,22 @@ CASES: dict[str, tuple[str, str, tuple[str, list[Call]]]] = {
         '<tool_call>{"name": "f", "arguments": {"a": 1} oops}</tool_call> Well.',
         ("Well.", [("f", '{"a": 1}oops}')]),
     ),
+    "hermes a mark twice": (
+        "hermes",
+        '\n<tool_call><tool_call>{"name": "now"}</tool_call>',
+        ("\n<tool_call>", [("now", "{}")]),
+    ),
+    "hermes broken before a call": (
+        "hermes",
+        '<tool_call>{now}\n<tool_call>{"name": "now", "arguments": null}</tool_call>',
+        ("<tool_call>{now}", [("now", "{}")]),
+    ),
+    "hermes two names": (
+        "hermes",
+        '<tool_call>{"name": "now", "arguments": {}, "name": "later", "name": 3}</tool_call>',
+        ("", [("now", "{}")]),
+    ),
+    "hermes blanks only": ("hermes", " \n\xa0", (" \n\xa0", [])),
     "plain": ("hermes", " One < two <b> \n", (" One < two <b> \n", [])),
     "qwen3_coder": (
         "qwen3_coder",
@@ -117,6 +133,12 @@ CASES: dict[str, tuple[str, str, tuple[str, list[Call]]]] = {
         '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 2}[TOOL_CALLS]get_weather{"city":"Os\\"lo }"}',
         ("", [PARIS, OSLO]),
     ),
+    "mistral broken": (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "now", "arguments": {"a": "é🙂"}}, {"name"oops',
+        ('{"name"oops', [("now", '{"a": "é🙂"}')]),
+    ),
+    "mistral a mark alone": ("mistral", "So: [TOOL_CALLS]", ("So: ", [])),
     "mistral text": ("mistral", "[TOOL_CALL] no", ("[TOOL_CALL] no", [])),
     "deepseek_v3": (
         "deepseek_v3",
@@ -157,6 +179,12 @@ CASES: dict[str, tuple[str, str, tuple[str, list[Call]]]] = {
         "<|start|>assistant<|channel|>commentary to=functions.now<|message|><|call|>",
         ("", [PARIS, OSLO, ("now", "{}")]),
     ),
+    "openai a broken mark": (
+        "openai",
+        " to=functions.now<|chan<|channel|>final<|message|>Hm.",
+        (" to=functions.now<|chan\nHm.", []),
+    ),
+    "openai blanks before a header": ("openai", "Hm. \n<|start|>assistant<|chann", ("Hm. \n", [])),
     "openai text": ("openai", "to <|channel|>final<|message|> a < b <|start|", ("to \n a < b <|start|", [])),
     "openai to others": (
         "openai",
@@ -203,6 +231,11 @@ CASES: dict[str, tuple[str, str, tuple[str, list[Call]]]] = {
         '<tool_call> {"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}',
         ("", [PARIS]),
     ),
+    "granite text after a call": (
+        "granite",
+        '<tool_call>{"name": "now", "arguments": {}}🙂 <tool_call>{"name": "now"}',
+        ("🙂", [("now", "{}"), ("now", "{}")]),
+    ),
     "granite text": ("granite", "<|tool_call|> no <tool", ("<|tool_call|>no <tool", [])),
     "internlm": (
         "internlm",
@@ -240,9 +273,11 @@ CASES: dict[str, tuple[str, str, tuple[str, list[Call]]]] = {
             ],
         ),
     ),
+    "pythonic blanks in a call": ("pythonic", "[now \n(city='x')]", ("", [("now", '{"city": "x"}')])),
     "pythonic text": ("pythonic", "[1, 2] is a list", ("[1, 2] is a list", [])),
     "pythonic other text": ("pythonic", " I say [f(x=1)]", (" I say [f(x=1)]", [])),
     "pythonic cut": ("pythonic", "[get_weather(city='Paris', da", ("", [("get_weather", '{"city": "Paris"')])),
+    "deepseek_v31 a mark alone": ("deepseek_v31", "\n<｜tool▁calls▁begin｜>", ("\n", [])),
     "deepseek_v31": (
         "deepseek_v31",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"

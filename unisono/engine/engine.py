@@ -310,7 +310,7 @@ class Engine:
         work, rows = launched.work, launched.work.committing
         drafts = work.drafts if isinstance(work, Round) else 0
         result = result[work.places]
-        committed = self.scheduler.committed(rows, result[:, 0])
+        committed = self.scheduler.committed(rows, result[:, 0], result[:, 1] == RUNNING)
         every = len(committed) == len(result)
         result = result if every else result[committed]
         counts, running = result[:, 0], result[:, 1] == RUNNING
@@ -323,7 +323,7 @@ class Engine:
                 self.counters.count_forced((work.forced[committed] >= 0).sum(1), counts - 1)
         sequences = rows.sequences if every else [rows.sequences[row] for row in committed.tolist()]
         tokens = result[:, 2:].tolist()
-        if result.shape[1] > 3:  # a round of one token brings one
+        if result.shape[1] > 3 or not counts.all():  # a round of one token brings one
             for index in np.flatnonzero(counts < result.shape[1] - 2).tolist():
                 del tokens[index][counts[index] :]
         deltas, reporting = list[TokenDelta](), list[int]()

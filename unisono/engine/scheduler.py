@@ -141,9 +141,10 @@ class Scheduler:
         self._verify = Verify(work, merged(drafts[: len(work.rows)], work.forced))
         self._drafting = None
 
-    def committed(self, rows: Rows, counts: np.ndarray) -> np.ndarray:
+    def committed(self, rows: Rows, counts: np.ndarray, running: np.ndarray) -> np.ndarray:
         """A pass was read that committed ``counts`` [rows] tokens. Returns the indices of the rows that they are for.
 
+        running: bool [rows], False where the request ended: one whose prompt fills the context ends without a token.
         A row that ended before this pass, as the host has learnt since, brings nothing. The caller adds the tokens to
         the sequences.
         """
@@ -154,7 +155,7 @@ class Scheduler:
         else:
             progress.read(rows.slots[live], counts[live], some[live])
             some &= live
-        return np.flatnonzero(some)
+        return np.flatnonzero(some | (live & ~running))
 
     def retire(self, sequence: Sequence, finish: FinishReason) -> None:
         """End a sequence: its committed pages go to the prefix tree, its slot is free."""

@@ -32,11 +32,9 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self._min_tokens, self._include_stop = params.min_tokens, params.include_stop_str_in_output
-        skip, spaces = params.skip_special_tokens, params.spaces_between_special_tokens
+        skip = params.skip_special_tokens
         self._silent = lambda token_id: tokenizer.is_silent(token_id, skip)
-        prompt = [i for i in prompt_token_ids if i >= 0][-PROMPT_CONTEXT:]  # embeddings have no text
-        context = [i for i in prompt if not self._silent(i)]
-        self._window = _Window(lambda ids: tokenizer.decode(ids, skip, spaces), context)
+        self._window = _window(tokenizer, params, prompt_token_ids)
         expressions = StopRegex(params.stop_regex) if params.stop_regex else None
         self._stops = _Stops(params.stop, self._include_stop, expressions)
         self._merges = tokenizer.appends and not params.stop and expressions is None
@@ -71,6 +69,37 @@ class Detokenizer:
         return text
 
 
+class TokenOffsets:
+    """Finds where tokens begin in a text, in characters. Parameters as of :class:`Detokenizer`; stop strings count.
+
+    Tokens that share a character begin where it does. Special tokens that are left out of the text add nothing to it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+        skip = params.skip_special_tokens
+        self._silent = lambda token_id: tokenizer.is_silent(token_id, skip)
+        self._window = _window(tokenizer, params, prompt_token_ids)
+        self._length = 0
+
+    def next(self, token_id: int) -> int:
+        """The characters before the next token."""
+        if self._silent(token_id):
+            return self._length
+        pending = self._window.pending
+        piece = self._window.push(token_id)
+        # What was pending stays if the token did not complete it: then it begins after that.
+        begin = self._length + (len(pending) if piece.startswith(pending) else 0)
+        self._length += len(piece)
+        return begin
+
+
+def _window(tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> _Window:
+    skip, spaces = params.skip_special_tokens, params.spaces_between_special_tokens
+    prompt = [i for i in prompt_token_ids if i >= 0][-PROMPT_CONTEXT:]  # embeddings have no text
+    context = [i for i in prompt if not tokenizer.is_silent(i, skip)]
+    return _Window(lambda ids: tokenizer.decode(ids, skip, spaces), context)
+
+
 class _Window:
     """Decodes the newest tokens after a few that are already text, since a token's text depends on its neighbours.
 
@@ -84,6 +113,7 @@ class _Window:
         self._context = len(context)
         text = decode(context) if context else ""
         self._given = text[: _certain(text)]
+        self.pending = text[len(self._given) :]  # uncertain text after the last push
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
@@ -96,6 +126,7 @@ class _Window:
         if whole or text.startswith(self._given):
             piece = text[len(self._given) : certain]
             self._given += piece
+        self.pending = text[certain:]
         if piece and whole:
             self._slide()
         elif len(self._ids) > MAX_WINDOW:

@@ -24,7 +24,7 @@ FUNCTIONS = "functions."
 
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*([\w-]*)")
-ROLE_GOES_ON = re.compile(r"\s*(t|to|to=\S*\s*)?")
+ROLE_GOES_ON = re.compile(r"\s*(t|to|to=[^\s<]*\s*)?")
 """What may follow the role that the prompt ends with, before a channel."""
 
 

@@ -17,6 +17,7 @@ from unisono.frontend.media.placeholders import expanded
 from unisono.frontend.media.settings import MediaSettings
 from unisono.frontend.media.sources import Loaded, MediaSource
 from unisono.frontend.media.templates import MediaTemplate, has_media
+from unisono.frontend.role_templates import RoleTemplate, merged_leading
 from unisono.frontend.stop_regex import StopRegex
 from unisono.frontend.tool_templates import NO_TOOLS, ToolTemplate
 from unisono.request_checks import check_request
@@ -181,16 +182,20 @@ class InputProcessor:
     ) -> Prompt:
         """Write one conversation as a prompt. Raises BadRequest.
 
-        tools: definitions in OpenAI's form, arguments of calls in ``messages`` are objects. truncates, media: see
-        :meth:`prompt`. A picture or video stands in a list of content parts as ``{"type": "image"}`` or
-        ``{"type": "video"}``; without ``media`` its placeholder stays. ``options``: see
-        ``Tokenizer.apply_chat_template``.
+        tools: definitions in OpenAI's form. Arguments of calls in ``messages`` are objects, or text: an object in JSON
+        is decoded. System messages at the beginning are written as one; :class:`RoleTemplate` says what is rewritten
+        for a template that cannot write it. truncates, media: see :meth:`prompt`. A picture or video stands in a list
+        of content parts as ``{"type": "image"}`` or ``{"type": "video"}``; without ``media`` its placeholder stays.
+        ``options``: see ``Tokenizer.apply_chat_template``.
         """
         tokenizer = self.require_tokenizer("messages")
+        messages = merged_leading(messages)
         if has_media(messages):
             messages = self.media_template.messages(messages, self.tool_template.calls)
         if tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
             messages, tools = self.tool_template.messages(messages, tools)
+        if len(messages) > 1 and options.get("chat_template") is None:
+            messages = self.role_template.messages(messages)
         text = tokenizer.apply_chat_template(messages, tools=tools, **options)
         ids = self._encode(text, "messages", add_special_tokens, truncates)
         return self._with_media(Prompt(ids, text, param="messages"), media)
@@ -207,6 +212,14 @@ class InputProcessor:
         return MediaTemplate.of(tokens, start, lambda messages: tokenizer.apply_chat_template(messages))
 
     @cached_property
+    def role_template(self) -> RoleTemplate:
+        """The sequences of roles that the chat template can write."""
+        tokenizer = self.tokenizer
+        if tokenizer is None or tokenizer.chat_template is None:
+            return RoleTemplate()
+        return RoleTemplate.of(lambda messages: tokenizer.apply_chat_template(messages))
+
+    @cached_property
     def tool_template(self) -> ToolTemplate:
         """What the chat template can write of tools."""
         tokenizer = self.tokenizer
@@ -214,19 +227,23 @@ class InputProcessor:
             return NO_TOOLS
         return ToolTemplate.of(tokenizer.chat_template, lambda m, t: tokenizer.apply_chat_template(m, tools=t))
 
-    def truncated(self, prompt: Prompt, params: SamplingParams) -> Prompt:
-        """The part of a prompt that ``params.truncate_prompt_tokens`` keeps. Raises BadRequest."""
+    def truncated(self, prompt: Prompt, params: SamplingParams, prompt_only: bool = False) -> Prompt:
+        """The part of a prompt that ``params.truncate_prompt_tokens`` keeps. Raises BadRequest.
+
+        prompt_only: no token follows it.
+        """
         kept, name = params.truncate_prompt_tokens, "truncate_prompt_tokens"
         if kept is None:
             return prompt
         context = self.model.max_model_len
-        if kept >= context:
+        new = 0 if prompt_only else params.max_tokens or 1
+        if kept > context - min(new, 1):
             raise BadRequest(
-                f"{name}={kept} leaves no room in the context of {context} tokens; give at most {context - 1}, or -1 "
-                "for what fits.",
+                f"{name}={kept} leaves no room in the context of {context} tokens; give at most "
+                f"{context - min(new, 1)}, or -1 for what fits.",
                 name,
             )
-        kept = max(1, context - (params.max_tokens or 1)) if kept == -1 else kept
+        kept = max(1, context - new) if kept == -1 else kept
         if len(prompt.token_ids) <= kept:
             return prompt
         if prompt.overrides is not None or prompt.media:
@@ -236,13 +253,20 @@ class InputProcessor:
         return replace(prompt, token_ids=ids, text=None)
 
     def request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, wanted: str = "logprobs"
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        wanted: str = "logprobs",
+        prompt_only: bool = False,
     ) -> EngineRequest:
         """Prepare and check a request. ``EngineRequest.sequences`` splits it where ``params.n`` is above 1.
 
-        A request without a seed gets one. wanted: the caller's name of ``logprobs``. Raises BadRequest.
+        A request without a seed gets one. wanted: the caller's name of ``logprobs``. prompt_only: as in EngineRequest.
+        Raises BadRequest.
         """
-        prompt = self.truncated(prompt, params)
+        prompt = self.truncated(prompt, params, prompt_only)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(SEED_BITS))
         for name in ("stop", "stop_regex"):
@@ -256,7 +280,12 @@ class InputProcessor:
         stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
         request = EngineRequest(request_id, prompt.token_ids, params, stop_ids, bad_words)
         request = replace(
-            request, overrides=prompt.overrides, priority=priority, cache_salt=prompt.cache_salt, media=prompt.media
+            request,
+            overrides=prompt.overrides,
+            priority=priority,
+            cache_salt=prompt.cache_salt,
+            media=prompt.media,
+            prompt_only=prompt_only,
         )
         check_request(request, model.max_model_len, model.vocab_size, model.hidden_size, prompt.param)
         return request

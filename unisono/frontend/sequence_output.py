@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from unisono.frontend.detokenizer import Detokenizer
+from unisono.frontend.detokenizer import Detokenizer, TokenOffsets
 from unisono.tokenizer import Tokenizer
 from unisono.types import EngineRequest, FinishReason, Logprob, TokenDelta, TokenLogprobs, Vectors
 
@@ -38,6 +39,7 @@ class SequenceOutput:
         self._tokenizer = tokenizer = tokenizer if request.params.detokenize else None
         prompt, params = request.prompt_token_ids, request.params
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params, prompt)
+        self._offsets: TokenOffsets | None = None
         self._hidden: list[Vectors] = []
         self._prompt_hidden = Vectors("float32", 0, b"")
 
@@ -58,6 +60,31 @@ class SequenceOutput:
         self.num_tokens += len(ids)
         logprobs = None if delta.logprobs is None else delta.logprobs[: len(ids)]
         return NewTokens(text, ids, logprobs, finish if stop is None else FinishReason.STOP, stop)
+
+    def offsets(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the characters of the output before each of the next tokens. Call it for every delta in turn.
+
+        See :class:`TokenOffsets`.
+        """
+        if self._tokenizer is None:
+            return [0] * len(token_ids)
+        if self._offsets is None:
+            self._offsets = TokenOffsets(self._tokenizer, self.request.params, self.request.prompt_token_ids)
+        return [self._offsets.next(token_id) for token_id in token_ids]
+
+    def prompt_offsets(self, text: str) -> list[int]:
+        """Return the characters of the prompt's ``text`` before each of its tokens."""
+        ids = self.request.prompt_token_ids
+        if self._tokenizer is None:
+            return [0] * len(ids)
+        if (found := self._tokenizer.offsets(text, ids)) is not None:
+            return found
+        offsets = TokenOffsets(self._tokenizer, self.request.params, [])
+        return [offsets.next(token_id) for token_id in ids]
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token by itself; None without a tokenizer."""
+        return None if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
 
     def token_text(self, token_id: int) -> str | None:
         """The text of a token by itself; None without a tokenizer."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -22,6 +22,12 @@ HARMONY = "<|channel|>commentary"
 """What the template of gpt-oss has, and no other."""
 
 NAME, KEY, VALUE, ID, RESULT = "probe_function", "probe_key", "probe_value", "call12345", "probe_result"
+BROKEN_TEXT = "probe_broken"
+BROKEN = f'{{"{KEY}": "{BROKEN_TEXT}'
+"""Arguments that were cut."""
+ENCODINGS = 3
+"""JSON encodings of a call's arguments that are undone."""
+USER = {"role": "user", "content": "Hi."}
 TOOL = {
     "type": "function",
     "function": {
@@ -45,37 +51,35 @@ To call one, answer with its name and arguments as JSON between tags, one pair o
 
 @dataclass(frozen=True)
 class ToolTemplate:
-    """What a template can write. tools: definitions. calls: calls and results; objects: their arguments as objects;
-    empty: a call's content as an empty string in place of null. short_ids: ids must have nine letters and digits.
-    harmony: gpt-oss's, which writes one call for each message and takes thoughts as ``thinking``."""
+    """The parts of a conversation with tools that a template can write.
+
+    tools: definitions. calls: calls and results; objects: their arguments as objects; empty: a call's content as an
+    empty string in place of null. raw: arguments that are no object, as the text that a model has cut or broken;
+    without it they become ``{}``. short_ids: ids must have nine letters and digits. harmony: gpt-oss, which writes one
+    call for each message and takes thoughts as ``thinking``.
+    """
 
     tools: bool = False
     calls: bool = False
     objects: bool = True
     empty: bool = False
+    raw: bool = True
     short_ids: bool = False
     harmony: bool = False
 
     @classmethod
     def of(cls, text: str, render: Render) -> ToolTemplate:
         """Try what a template with this text can do."""
-        user = {"role": "user", "content": "Hi."}
-        tools = NAME in _try(render, [user], [TOOL])
+        tools = NAME in _try(render, [USER], [TOOL])
         short, harmony = "length 9" in text, HARMONY in text
         for objects in (True, False):
             for empty in (False, True):
-                given = cls(tools, True, objects, empty, short, harmony)
-                call = {"name": NAME, "arguments": {KEY: VALUE}}
-                calls = [{"id": ID, "type": "function", "function": call}]
-                messages: list[Message] = [
-                    user,
-                    {"role": "assistant", "content": None, "tool_calls": calls},
-                    {"role": "tool", "content": RESULT, "tool_call_id": ID, "name": NAME},
-                ]
-                written = _try(render, given.messages(messages, None)[0], [TOOL] if tools else None)
+                found = cls(tools, True, objects, empty, short_ids=short, harmony=harmony)
+                written = _try(render, found.messages(_probe({KEY: VALUE}), None)[0], [TOOL] if tools else None)
                 ok = VALUE in written and RESULT in written
                 if ok and f"{{'{KEY}" not in written and f'\\"{KEY}' not in written:
-                    return given
+                    broken = _try(render, found.messages(_probe(BROKEN), None)[0], [TOOL] if tools else None)
+                    return replace(found, raw=BROKEN_TEXT in broken and RESULT in broken)
         return cls(tools, short_ids=short)
 
     def messages(
@@ -99,8 +103,12 @@ class ToolTemplate:
 
     def _call(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
         function = dict(call["function"])
-        if not self.objects and not isinstance(function["arguments"], str):
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        arguments = arguments_object(function.get("arguments"))
+        if isinstance(arguments, str) and not self.raw:
+            arguments = {}
+        if not self.objects and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        function["arguments"] = arguments
         written = {**call, "function": function}
         if "id" in call and self.short_ids:
             written["id"] = _short(call["id"])
@@ -108,6 +116,36 @@ class ToolTemplate:
 
 
 NO_TOOLS = ToolTemplate()
+
+
+def arguments_object(arguments: Any) -> dict[str, Any] | str:
+    """A call's arguments as an object, or their text where they are none: a model may have cut or broken them.
+
+    Text of JSON is decoded, and so is an object that a client encoded more than once. Nothing, and null, is ``{}``.
+    """
+    value = arguments
+    for _ in range(ENCODINGS):
+        if not isinstance(value, str):
+            break
+        try:
+            value = json.loads(value or "{}")
+        except (ValueError, RecursionError):
+            break
+    if isinstance(value, Mapping):
+        return dict(value)
+    if value is None:
+        return {}
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _probe(arguments: Any) -> list[Message]:
+    """A conversation with a call and its result."""
+    calls = [{"id": ID, "type": "function", "function": {"name": NAME, "arguments": arguments}}]
+    return [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": RESULT, "tool_call_id": ID, "name": NAME},
+    ]
 
 
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
@@ -163,7 +201,8 @@ def _plain(messages: Sequence[Message]) -> list[Message]:
         elif message.get("tool_calls"):
             texts = [message["content"]] if message.get("content") else []
             for call in message["tool_calls"]:
-                given = {name: call["function"][name] for name in ("name", "arguments")}
+                arguments = arguments_object(call["function"].get("arguments"))
+                given = {"name": call["function"]["name"], "arguments": arguments}
                 texts.append(f"<tool_call>\n{json.dumps(given, ensure_ascii=False)}\n</tool_call>")
             rest = {name: value for name, value in message.items() if name != "tool_calls"}
             written.append({**rest, "content": "\n".join(texts)})

@@ -181,9 +181,9 @@ class Builder:
         return self._backends[heads]
 
     def rotary(self, spec: RotarySpec) -> torch.Tensor:
-        """The table of a spec, [max_positions, elements that turn] fp32: one for each distinct spec."""
+        """The table of a spec, [max_positions + 1, elements that turn] fp32: one for each distinct spec."""
         if spec not in self._tables:
-            self._tables[spec] = spec.table(self.max_positions, self.device)
+            self._tables[spec] = spec.table(self.max_positions + 1, self.device)  # drafters are a position ahead
         return self._tables[spec]
 
     def rotary_axes(self, spec: RotarySpec) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from unisono.frontend.input_processor import InputProcessor, Prompt
 from unisono.frontend.reasoning import OFF, Parser, parser_named, parser_of
+from unisono.server.hosted_tools import HostedTools
 from unisono.server.protocol import ChatRequest
 from unisono.server.reader import AnswerReader
 from unisono.server.tools.base import Context, Format
@@ -74,15 +75,23 @@ class ChatFormat:
     """How this server's model thinks and calls.
 
     known: whether the template's form of tool calls is known; if it is not, requests with tools are refused.
+    hosted: the rule for tools that are not functions.
     """
 
     parser: Parser | None = None
     form: Format = DEFAULT
     known: bool = True
     specials: Mapping[str, int] = field(default_factory=dict)
+    hosted: HostedTools = field(default_factory=HostedTools)
 
     @classmethod
-    def of(cls, inputs: InputProcessor, reasoning_parser: str | None, tool_call_parser: str | None) -> ChatFormat:
+    def of(
+        cls,
+        inputs: InputProcessor,
+        reasoning_parser: str | None,
+        tool_call_parser: str | None,
+        hosted: HostedTools | None = None,
+    ) -> ChatFormat:
         """By the flags; where these say nothing, by the chat template. Raises ConfigError for unknown names."""
         parser, form = parser_named(reasoning_parser), format_named(tool_call_parser)
         tokenizer = inputs.tokenizer
@@ -92,11 +101,16 @@ class ChatFormat:
         if form is None and (found := format_of(template)) is not None:
             form = found
         known = form is not None or not inputs.tool_template.tools
-        return cls(parser, form or DEFAULT, known, {} if tokenizer is None else tokenizer.special_tokens)
+        specials = {} if tokenizer is None else tokenizer.special_tokens
+        return cls(parser, form or DEFAULT, known, specials, hosted or HostedTools())
 
     def plan(self, request: ChatRequest, params: SamplingParams) -> ChatPlan:
         """Read a request's tools. Raises BadRequest."""
-        use = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
+        tools, ignored = request.tools, self.hosted.request()
+        if tools:
+            tools = ignored.functions(tools)
+            self.hosted.tell(ignored)
+        use = tool_use(tools, request.tool_choice, request.parallel_tool_calls)
         if use is not None and not self.known:
             raise BadRequest(
                 "tools: this model's chat template writes calls in a form that this server does not read; name the "

@@ -63,10 +63,12 @@ class Echo:
 
 @dataclass(frozen=True)
 class Style:
-    """What is told of an answer, and how. scored: the likely tokens of each position in ``prompt_logprobs``, which are
-    there when the sequence has ended; None where the request asked for none. reports: whether the answer has
-    log-probabilities. ids: whether these name tokens by id. hides: whether thinking is left out. drafts: whether each
-    token is a piece of its own that says whether it was drafted.
+    """The parts of an answer that the request asks for.
+
+    scored: the likely tokens of each position in ``prompt_logprobs``, which are there when the sequence has ended; None
+    where the request asked for none. reports: whether the answer has log-probabilities; offsets: whether these tell
+    where tokens begin in the text. ids: whether these name tokens by id. hides: whether thinking is left out. drafts:
+    whether each token is a piece of its own that says whether it was drafted.
     """
 
     scored: int | None = None
@@ -74,6 +76,7 @@ class Style:
     ids: bool = False
     hides: bool = False
     drafts: bool = False
+    offsets: bool = False
 
 
 class Generation:
@@ -113,7 +116,7 @@ class Generation:
         self.key = ""  # the name of its key
         self._drafted = self._accepted = self._rounds = 0
         self._thought = self._written = 0  # characters: of thinking, of all
-        self._offset = 0
+        self._echoed = 0  # characters of the prompt with which the answer begins
         self._cancelled = False
 
     def hidden_states(self) -> tuple[HiddenStates, HiddenStates | None] | None:
@@ -206,6 +209,7 @@ class Generation:
                 scores = None if self._scores is None else await self._prompt_scores(delta)
                 if self._echo is not None:
                     echo, self._echo = self._echo, None
+                    self._echoed = len(echo.text)
                     reason = FinishReason.LENGTH if echo.alone else reason
                     yield self._prompt_piece(echo, scores)
                     if echo.alone:
@@ -233,7 +237,7 @@ class Generation:
         if new.logprobs is not None:
             self.cumulative_logprob += sum(one.logprob for one in new.logprobs)
         wanted = new.logprobs if self._style.reports else None
-        reports = None if wanted is None else self._reports(new.token_ids, wanted)
+        reports = None if wanted is None else self._reports(new.token_ids, wanted, self._offsets(new.token_ids))
         finish = None if new.finish is FinishReason.RUNNING else new.finish.text
         said = Said(content=new.text)
         if self._reader is not None:
@@ -302,19 +306,25 @@ class Generation:
         reports, most = None, self._request.params.logprobs if self._style.reports else None
         if scores is not None and most is not None:
             ids = self._request.prompt_token_ids
-            reports = [TokenReport(self._text(ids[0]), None, 0, [])]
-            self._offset = len(reports[0].text)
-            reports += self._reports(ids[1:], [replace(score, top=score.top[:most]) for score in scores])
+            first, *offsets = self._output.prompt_offsets(echo.text)
+            reports = [TokenReport(self._text(ids[0]), None, first, [], data=self._output.token_bytes(ids[0]))]
+            reports += self._reports(ids[1:], [replace(score, top=score.top[:most]) for score in scores], offsets)
         return Piece(self.index, echo.text, [], FinishReason.LENGTH.text if echo.alone else None, None, reports)
 
-    def _reports(self, token_ids: list[int], given: list[TokenLogprobs]) -> list[TokenReport]:
+    def _reports(self, token_ids: list[int], given: list[TokenLogprobs], offsets: list[int]) -> list[TokenReport]:
         reports = []
-        for token_id, one in zip(token_ids, given, strict=True):
-            text = self._text(token_id)
+        for token_id, one, offset in zip(token_ids, given, offsets, strict=True):
             top = [(self._text(alternative), logprob) for alternative, logprob in one.top]
-            reports.append(TokenReport(text, one.logprob, self._offset, top, [token for token, _ in one.top]))
-            self._offset += len(text)
+            ids = [token for token, _ in one.top]
+            data, others = self._output.token_bytes(token_id), [self._output.token_bytes(token) for token in ids]
+            reports.append(TokenReport(self._text(token_id), one.logprob, offset, top, ids, data, others))
         return reports
+
+    def _offsets(self, token_ids: list[int]) -> list[int]:
+        """Characters of the answer before each of the new tokens."""
+        if not self._style.offsets:
+            return [0] * len(token_ids)
+        return [self._echoed + offset for offset in self._output.offsets(token_ids)]
 
     def _text(self, token_id: int) -> str:
         """A token by itself; its id where that is asked for or nothing can name it, in vLLM's form."""

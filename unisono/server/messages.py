@@ -7,12 +7,12 @@ unless it is one that clients send back empty with an assistant's message.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unisono.frontend.media.parts import READERS, is_media, source_of
 from unisono.frontend.media.sources import MediaSource
+from unisono.frontend.tool_templates import arguments_object
 from unisono.server.errors import show
 from unisono.types import BadRequest
 
@@ -25,6 +25,8 @@ ROLE_FIELDS: Mapping[str, frozenset[str]] = {
     "tool": frozenset({"tool_call_id"}),
 }
 """Fields that belong to one role only."""
+OPTIONAL_CONTENT = ("assistant", "tool")
+"""Roles whose messages may have no content."""
 EMPTY_FIELDS = frozenset(
     {"refusal", "audio", "annotations", "function_call", "tool_calls", "tool_call_id", "parsed",
      "provider_specific_fields"}
@@ -67,7 +69,9 @@ def _message(message: Any, where: str, sources: list[MediaSource]) -> Message:
             raise BadRequest(f"{where}.{name}={show(value)} is not supported; {way_out}.", f"{where}.{name}")
     result: Message = {"role": ROLES[role]}
     calls = _calls(message.get("tool_calls"), f"{where}.tool_calls") if "tool_calls" in own else []
-    result["content"] = _content(message.get("content"), f"{where}.content", bool(calls), role, sources)
+    result["content"] = _content(message.get("content"), f"{where}.content", role, sources)
+    if result["content"] is None and not calls:
+        result["content"] = ""  # an answer that was cut inside its reasoning, a tool that returned nothing
     for name in TEXT_FIELDS:
         if (value := message.get(name)) is not None:
             result["reasoning_content" if name == "reasoning" else name] = _text(value, f"{where}.{name}")
@@ -84,14 +88,16 @@ def _text(value: Any, where: str) -> str:
     return value
 
 
-def _content(content: Any, where: str, optional: bool, role: str, sources: list[MediaSource]) -> Any:
-    """Text of a string or of a list of text parts, joined by newlines as vLLM joins them; None where it may be.
+def _content(content: Any, where: str, role: str, sources: list[MediaSource]) -> Any:
+    """Text of a string or of a list of text parts, joined by newlines as vLLM joins them.
+
+    None where there is none, which only messages of the assistant and of tools may lack.
 
     With pictures or videos among them, a list of parts of the types text, image and video; these go to ``sources``.
     """
     if isinstance(content, str):
         return content
-    if optional and content in (None, []):
+    if content in (None, []) and role in OPTIONAL_CONTENT:
         return None
     if not isinstance(content, list) or not content:
         raise BadRequest(f"{where}={show(content)} is not valid: it must be a string or a list of text parts.", where)
@@ -139,18 +145,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         )
     written: dict[str, Any] = {
         "type": "function",
-        "function": {"name": function["name"], "arguments": _object(arguments)},
+        "function": {"name": function["name"], "arguments": arguments_object(arguments)},
     }
     if call.get("id") is not None:
         written["id"] = _text(call["id"], f"{where}.id")
     return written
-
-
-def _object(arguments: str | dict[str, Any] | None) -> dict[str, Any] | str:
-    if not isinstance(arguments, str):
-        return arguments or {}
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments

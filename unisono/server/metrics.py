@@ -112,6 +112,8 @@ class ServerMetrics:
             self._refused.labels(**self._labels, reason=reason, key="")
         text = "Requests by the name of the key that they came with."
         self._by_key = self._counter("requests_by_key", text, "key", "status")
+        text = "Requests that hosted tools, or what they left in a conversation, were left out of, by type."
+        self._ignored = self._counter("ignored_tools", text, "type")
         text = "The KV cache: tokens of a page, and pages."
         self._cache = Gauge("cache_config_info", text, ("engine", *CACHE_LABELS), registry=self._registry)
         self._cache_values: dict[str, tuple[str, ...]] = {}
@@ -142,6 +144,10 @@ class ServerMetrics:
     def refused(self, reason: str, key: str = "") -> None:
         """A request or connection was refused. reason: the error's code. key: the key's name, if it had one."""
         self._refused.labels(**self._labels, reason=reason, key=key).inc()
+
+    def ignored_tool(self, kind: str) -> None:
+        """A hosted tool of this type was left out of a request."""
+        self._ignored.labels(**self._labels, type=kind).inc()
 
     def key_request(self, key: str, status: int) -> None:
         """A request that came with a valid key was answered."""

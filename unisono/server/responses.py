@@ -72,18 +72,34 @@ class Usage(msgspec.Struct):
 
 @dataclass(frozen=True)
 class TokenReport:
-    """One token of an answer: its text by itself, where that begins in the answer, its log-probability, and the
-    likeliest tokens there with theirs, and their ids. A prompt's first token has no log-probability."""
+    """One token of an answer, with the likeliest tokens at its place.
+
+    text: of the token by itself. logprob: None for a prompt's first token. offset: characters of the answer before the
+    token. top, top_ids: the likeliest tokens' texts with log-probabilities, and ids. data, top_data: the bytes of the
+    tokens, None where only their names are known.
+    """
 
     text: str
     logprob: float | None
     offset: int
     top: list[tuple[str, float]]
     top_ids: Sequence[int] = ()
+    data: bytes | None = None
+    top_data: Sequence[bytes | None] = ()
+
+    def alternatives(self) -> list[Alternative]:
+        """The token's own entry, then those of the likeliest tokens."""
+        assert self.logprob is not None
+        own = Alternative.of(self.text, self.logprob, self.data)
+        pairs = zip(self.top, self.top_data or [None] * len(self.top), strict=True)
+        return [own, *(Alternative.of(text, logprob, data) for (text, logprob), data in pairs)]
 
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks; vLLM's number."""
+
+
+Data = bytes  # the name is a field of the next class
 
 
 class Alternative(msgspec.Struct):
@@ -92,8 +108,8 @@ class Alternative(msgspec.Struct):
     bytes: list[int]
 
     @classmethod
-    def of(cls, text: str, logprob: float) -> Alternative:
-        return cls(text, max(logprob, LEAST_LOGPROB), list(text.encode()))
+    def of(cls, text: str, logprob: float, data: Data | None = None) -> Alternative:
+        return cls(text, max(logprob, LEAST_LOGPROB), list(text.encode() if data is None else data))
 
 
 class ChatLogprob(Alternative):
@@ -308,9 +324,7 @@ class ChatShape:
     def logprobs(self, reports: list[TokenReport]) -> ChatLogprobs:
         content = []
         for report in reports:
-            assert report.logprob is not None  # chat answers do not begin with the prompt
-            own = Alternative.of(report.text, report.logprob)
-            top = [Alternative.of(*pair) for pair in report.top]
+            own, *top = report.alternatives()  # chat answers do not begin with the prompt
             content.append(ChatLogprob(own.token, own.logprob, own.bytes, top))
         return ChatLogprobs(content)
 

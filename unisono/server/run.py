@@ -37,6 +37,7 @@ from unisono.server.chat import ChatFormat
 from unisono.server.client import HEARTBEAT_TIMEOUT, EngineClient
 from unisono.server.engine_handle import Progress
 from unisono.server.engines import Engines
+from unisono.server.hosted_tools import HostedTools
 from unisono.server.http_settings import HttpSettings
 from unisono.server.key_file import keys_of, reread
 from unisono.server.limits import LimitedProtocol, Limits, open_files
@@ -81,6 +82,7 @@ class ServerSettings:
     limits: what a connection may cost before its key is looked at. load: what the server takes on.
     reasoning_parser, tool_call_parser: how thinking and tool calls are told from what is said in chat answers
     (``reasoning.PARSERS``, ``tools.formats.FORMATS``); None: as the chat template says.
+    ignore_hosted_tools: whether tools that an API's provider would run itself are left out of requests, not refused.
     media: where pictures may come from, how large and how many.
     trust_request_chat_template: whether bodies may bring a chat template, which is rendered in a sandbox.
     restart_engine: whether an engine that died is started again, ``max_engine_restarts`` times within
@@ -110,6 +112,7 @@ class ServerSettings:
     reasoning_parser: str | None = None
     restart_engine: bool | None = None
     tool_call_parser: str | None = None
+    ignore_hosted_tools: bool = False
     trust_request_chat_template: bool = False
     engine: str = ENGINE
     http: HttpSettings = field(default_factory=HttpSettings)
@@ -254,7 +257,8 @@ async def _prepare(client: Engines, config: Any, settings: ServerSettings) -> Se
     media = MediaLoader(facts.vision, settings.model_path, settings.media, facts.dtype, facts.max_model_len - 1)
     await _in_daemon(media.prepare)
     inputs = InputProcessor(tokenizer, facts, media)
-    chat = ChatFormat.of(inputs, settings.reasoning_parser, settings.tool_call_parser)
+    hosted = HostedTools(settings.ignore_hosted_tools, metrics.ignored_tool)
+    chat = ChatFormat.of(inputs, settings.reasoning_parser, settings.tool_call_parser, hosted)
     return Service(
         client=client,
         serving=Serving(client, inputs, metrics, chat, settings.trust_request_chat_template, adapters),
@@ -263,6 +267,7 @@ async def _prepare(client: Engines, config: Any, settings: ServerSettings) -> Se
         names=settings.names,
         root=str(settings.model_path),
         fingerprint=_fingerprint(config),
+        hosted=hosted,
         settings=_public(settings, facts) | {"keys": keys.names},
         drain_timeout=settings.drain_timeout,
         profile_dir=settings.profile_dir,

@@ -19,6 +19,7 @@ from unisono.server.auth import Keys
 from unisono.server.engines import Engines
 from unisono.server.errors import ApiError, show, unavailable
 from unisono.server.generation import Generation
+from unisono.server.hosted_tools import HostedTools
 from unisono.server.metrics import ServerMetrics
 from unisono.server.overload import Admission
 from unisono.server.pooling import Pooling
@@ -50,6 +51,7 @@ class Service:
     keys: Keys = field(default_factory=Keys)
     adapters: Adapters = field(default_factory=Adapters)
     admission: Admission = field(default_factory=Admission)
+    hosted: HostedTools = field(default_factory=HostedTools)
     drain_timeout: float = 30.0
     profile_dir: Path | None = None
     pooling: Pooling = field(default_factory=Pooling)

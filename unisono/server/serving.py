@@ -81,8 +81,8 @@ class Serving:
         generations: list[Generation] = []
         items = [await self._media.load(self.inputs.with_settings(sources), ticket) for sources in media]
         for number, prompt in enumerate(await self._prompts(request, items)):
-            prompt = self.inputs.truncated(prompt, params)
-            one = self._request(f"{request_id}-{number}", prompt, params, request, pooled)
+            prompt = self.inputs.truncated(prompt, params, pooled or prompt_only)
+            one = self._request(f"{request_id}-{number}", prompt, params, request, pooled, pooled or prompt_only)
             echo = self._echo(prompt, params, prompt_only) if request.echo else None
             generations += self._generations(one, request, len(generations), echo)
         return generations
@@ -129,7 +129,13 @@ class Serving:
         return plan, await self._prepared(size, lambda: self.inputs.chat(conversation, plan.tools, **options))
 
     def _request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, body: GenerationRequest, pooled: bool = False
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        body: GenerationRequest,
+        pooled: bool = False,
+        prompt_only: bool = False,
     ) -> EngineRequest:
         """Prepare the engine's request for a prompt. Raises BadRequest."""
         salt = (body.cache_salt or "") + (body.extra_key or "")
@@ -146,7 +152,7 @@ class Serving:
             )
         wanted = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
         params = self._within_limits(prompt, params, pooled)
-        request = self.inputs.request(request_id, prompt, params, body.priority or 0, wanted)
+        request = self.inputs.request(request_id, prompt, params, body.priority or 0, wanted, prompt_only)
         return replace(request, adapter=body.model if body.model in self._adapters else None)
 
     async def _prompts(self, request: CompletionRequest, media: Sequence[list[Loaded]] = ()) -> list[Prompt]:
@@ -236,6 +242,7 @@ class Serving:
             reports=body.alternatives() is not None,
             ids=bool(body.return_tokens_as_token_ids),
             drafts=bool(body.return_drafts),
+            offsets=not isinstance(body, ChatRequest),
             hides=isinstance(body, ChatRequest) and body.include_reasoning is False,
         )
         return [

@@ -78,7 +78,8 @@ class StateStore:
 
     def __init__(self, slots: int, paths: int, max_model_len: int, width: int, device: torch.device) -> None:
         self.slots, self.paths, self.max_model_len, self.width, self.device = slots, paths, max_model_len, width, device
-        self.max_pages = -(-max_model_len // PAGE_SIZE)
+        # A drafter's entries are a position ahead. After a prompt that fills the context, the last one goes to padding.
+        self.max_pages = max_model_len // PAGE_SIZE + 1
         self.num_pages: dict[int, int] = {}  # by lifetime, those of tree paths included
         self.page_tables: dict[int, torch.Tensor] = {}  # by lifetime, [NR, MP] int32
         self.tail_positions = self._ints(slots * paths).zero_()  # [NR]: tokens that each row's snapshots have seen

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.server.errors import show
+from unisono.server.hosted_tools import Ignored
 from unisono.server.protocol import ChatRequest
 from unisono.server.translation import Renames, has_kind, passed_on, text_of
 from unisono.types import BadRequest
@@ -51,7 +52,7 @@ class CountRequest(BaseModel):
     output_format: dict[str, Any] | None = Field(None, description="an object of type json_schema")
     context_management: dict[str, Any] | None = Field(None, description="an object with edits")
     cache_control: dict[str, Any] | None = Field(None, description="an object")
-    mcp_servers: list[Any] | None = Field(None, max_length=0, description="absent: this server calls no tools itself")
+    mcp_servers: list[Any] | None = Field(None, description="absent; --ignore-hosted-tools leaves them out")
 
 
 class MessagesRequest(CountRequest):
@@ -68,10 +69,19 @@ class MessagesRequest(CountRequest):
     container: None = Field(None, description="absent: there are no containers")
 
 
-def chat_body(request: CountRequest, data: Mapping[str, Any]) -> tuple[dict[str, Any], Renames]:
-    """The chat body of a request, and where its parts come from. Raises BadRequest and ApiError."""
+def chat_body(
+    request: CountRequest, data: Mapping[str, Any], ignored: Ignored | None = None
+) -> tuple[dict[str, Any], Renames]:
+    """The chat body of a request, and where its parts come from. ignored: records the hosted tools.
+
+    Raises BadRequest and ApiError.
+    """
+    ignored = ignored or Ignored()
+    if request.mcp_servers:
+        ignored.other("mcp", "mcp_servers")
     body = passed_on(data, MessagesRequest.model_fields.keys(), ELSEWHERE)
-    made = _messages(request)
+    # Claude Code sends system messages between others; models follow them best in the system prompt (vLLM #44048).
+    made = sorted(_messages(request, ignored), key=lambda one: one.message["role"] != "system")
     messages = [one.message for one in made]
     body |= {"messages": messages, "model": request.model}
     if isinstance(request, MessagesRequest):
@@ -85,10 +95,10 @@ def chat_body(request: CountRequest, data: Mapping[str, Any]) -> tuple[dict[str,
     body["reasoning_effort"] = config.get("effort")
     if (form := config.get("format") or request.output_format) is not None:
         body["response_format"] = _response_format(form)
-    if request.tools:
-        body |= _tools(request.tools, request.tool_choice or {})
+    if tools := _functions(request.tools or [], ignored):
+        body |= _tools(tools, request.tool_choice or {})
     elif (request.tool_choice or {}).get("type") in ("any", "tool"):
-        raise BadRequest(f"tool_choice={show(request.tool_choice)} needs tools; give some.", "tool_choice")
+        raise ignored.no_tools(request.tool_choice)
     present = {name: value for name, value in body.items() if value is not None}
     return present, Renames({**RENAMED, **_sources(made)})
 
@@ -110,7 +120,7 @@ class _Made:
     places: list[str] = field(default_factory=list)
 
 
-def _messages(request: CountRequest) -> list[_Made]:
+def _messages(request: CountRequest, ignored: Ignored) -> list[_Made]:
     """The chat's messages."""
     made: list[_Made] = []
     if request.system:
@@ -130,17 +140,19 @@ def _messages(request: CountRequest) -> list[_Made]:
                 f"{where}.content",
             )
         elif role == "assistant":
-            made.append(_Made(_assistant(content, f"{where}.content"), where))
+            made.append(_Made(_assistant(content, f"{where}.content", ignored), where))
         else:
-            made += _user(role, content, where)
+            made += _user(role, content, where, ignored)
     return made
 
 
-def _assistant(blocks: list[Any], where: str) -> dict[str, Any]:
+def _assistant(blocks: list[Any], where: str, ignored: Ignored) -> dict[str, Any]:
     """An assistant's blocks as one message."""
     message: dict[str, Any] = {"role": "assistant", "content": None}
     thoughts, texts, calls = [], [], []
     for i, block in enumerate(blocks):
+        if isinstance(block, dict) and ignored.part(block.get("type"), f"{where}[{i}].type"):
+            continue
         kind = _kind(block, f"{where}[{i}]", ("text", "thinking", "redacted_thinking", "tool_use"))
         if kind == "text":
             texts.append(_text(block, "text", f"{where}[{i}]"))
@@ -158,11 +170,13 @@ def _assistant(blocks: list[Any], where: str) -> dict[str, Any]:
     return message
 
 
-def _user(role: str, blocks: list[Any], source: str) -> list[_Made]:
+def _user(role: str, blocks: list[Any], source: str, ignored: Ignored) -> list[_Made]:
     """A user's blocks as messages: one for each tool's result, and one of the text and pictures between them."""
     made: list[_Made] = []
     for i, block in enumerate(blocks):
         place = f"{source}.content[{i}]"
+        if isinstance(block, dict) and ignored.part(block.get("type"), f"{place}.type"):
+            continue
         kind = _kind(block, place, ("text", "image", "tool_result"))
         if kind == "tool_result":
             parts, places = _result(block.get("content"), f"{place}.content")
@@ -262,11 +276,13 @@ def _response_format(form: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"], "strict": True}}
 
 
-def _tools(given: list[Any], choice: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat body's tools, tool_choice and parallel_tool_calls."""
+def _functions(given: list[Any], ignored: Ignored) -> list[dict[str, Any]]:
+    """The chat body's tools, without hosted ones. Raises BadRequest."""
     tools = []
     for i, tool in enumerate(given):
         kind = tool.get("type", "custom") if isinstance(tool, dict) else None
+        if kind != "custom" and ignored.tool(kind, f"tools[{i}].type"):
+            continue
         if kind not in ("custom", None) or not isinstance(tool, dict):
             raise BadRequest(
                 f"tools[{i}].type={show(kind)} is not supported: this server calls no tools itself; give tools with "
@@ -276,6 +292,11 @@ def _tools(given: list[Any], choice: Mapping[str, Any]) -> dict[str, Any]:
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
         function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
         tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _tools(tools: list[dict[str, Any]], choice: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat body's tools, tool_choice and parallel_tool_calls."""
     kind = choice.get("type", "auto")
     kinds: dict[Any, Any] = {"auto": "auto", "any": "required", "none": "none"}
     kinds["tool"] = {"type": "function", "function": {"name": choice.get("name")}}

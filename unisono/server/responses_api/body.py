@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.server.errors import show
+from unisono.server.hosted_tools import ITEMS, Ignored, hosted_type
 from unisono.server.translation import Renames, has_kind, passed_on, text_of
 from unisono.types import BadRequest
 
@@ -52,7 +53,9 @@ class ResponsesRequest(BaseModel):
     top_p: float | None = Field(None, description="a number")
     top_logprobs: int | None = Field(None, description="a whole number")
     include: list[str] | None = Field(None, description=f"a list of {', '.join(sorted(INCLUDABLE))}")
-    tools: list[Any] | None = Field(None, description="a list of tools of type function")
+    tools: list[Any] | None = Field(
+        None, description="a list of tools of type function; with --ignore-hosted-tools also others, which are left out"
+    )
     tool_choice: str | dict[str, Any] | None = Field(None, description="auto, none, required, or an object")
     parallel_tool_calls: bool | None = Field(None, description="true or false")
     reasoning: dict[str, Any] | None = Field(None, description="an object with effort")
@@ -130,16 +133,19 @@ def to_messages(
     earlier: int,
     before: str = "previous_response_id",
     name: str = "input",
+    ignored: Ignored | None = None,
 ) -> Messages:
     """The messages of a conversation. earlier: how many items come of the field ``before``, the others of ``name``.
 
-    Raises BadRequest.
+    ignored: records the items of hosted tools. Raises BadRequest.
     """
-    made = Messages()
+    made, ignored = Messages(), ignored or Ignored()
     if instructions:
         made.add({"role": "system", "content": instructions}, "instructions")
     for i, item in enumerate(items):
         where = before if i < earlier else f"{name}[{i - earlier}]"
+        if ignored.part(item["type"], f"{where}.type"):
+            continue
         reader = READERS.get(item["type"]) if isinstance(item["type"], str) else None
         if reader is None:
             raise BadRequest(
@@ -153,7 +159,7 @@ def _message(made: Messages, item: Item, where: str) -> None:
     role = item.get("role")
     content = _content(item.get("content"), f"{where}.content")
     if role == "assistant":
-        made.assistant(where, "content", "tool_calls")["content"] = content
+        made.assistant(where, "content")["content"] = content
     else:
         made.add({"role": role, "content": content}, where)
 
@@ -174,13 +180,20 @@ def _reasoning(made: Messages, item: Item, where: str) -> None:
     parts = item.get("content") or item.get("summary") or []
     text = text_of(parts, f"{where}.content", {"reasoning_text", "summary_text"})
     if text:
-        made.assistant(where, "content", "tool_calls", "reasoning_content")["reasoning_content"] = text
+        message = made.assistant(where, "content", "tool_calls")
+        before = message.get("reasoning_content")
+        message["reasoning_content"] = f"{before}\n{text}" if before else text
 
 
 def _call(made: Messages, item: Item, where: str) -> None:
     function = {"name": item.get("name"), "arguments": item.get("arguments")}
     call = {"id": item.get("call_id"), "type": "function", "function": function}
     made.assistant(where).setdefault("tool_calls", []).append(call)
+
+
+def _custom_call(made: Messages, item: Item, where: str) -> None:
+    """A call of a tool whose argument is text, made elsewhere."""
+    _call(made, {**item, "arguments": {"input": item.get("input")}}, where)
 
 
 def _output(made: Messages, item: Item, where: str) -> None:
@@ -194,16 +207,24 @@ READERS: Mapping[str, Callable[[Messages, Item, str], None]] = {
     "reasoning": _reasoning,
     "function_call": _call,
     "function_call_output": _output,
+    "custom_tool_call": _custom_call,
+    "custom_tool_call_output": _output,
 }
 """What each type of item does to the messages."""
 
 
-def chat_body(request: ResponsesRequest, data: Mapping[str, Any], made: Messages) -> tuple[dict[str, Any], Renames]:
-    """The chat body of a request, and where its parts come from. Raises BadRequest and ApiError."""
+def chat_body(
+    request: ResponsesRequest, data: Mapping[str, Any], made: Messages, ignored: Ignored | None = None
+) -> tuple[dict[str, Any], Renames]:
+    """The chat body of a request, and where its parts come from. ignored: records the hosted tools.
+
+    Raises BadRequest and ApiError.
+    """
+    ignored = ignored or Ignored()
     body = passed_on(data, ResponsesRequest.model_fields.keys(), ELSEWHERE)
     body |= {"messages": made.messages, "model": request.model, "temperature": request.temperature}
     body |= {"top_p": request.top_p, "max_completion_tokens": request.max_output_tokens}
-    _check_choices(request)
+    _check_choices(request, ignored)
     include = request.include or []
     if LOGPROBS in include or request.top_logprobs:
         body |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
@@ -211,12 +232,12 @@ def chat_body(request: ResponsesRequest, data: Mapping[str, Any], made: Messages
         body["reasoning_effort"] = effort
     if (form := _response_format((request.text or {}).get("format"))) is not None:
         body["response_format"] = form
-    tools, choice = _tools(request.tools or []), request.tool_choice
+    tools, choice = _tools(request.tools or [], ignored), request.tool_choice
     if tools:
         body["tools"], body["tool_choice"] = _chosen(tools, choice)
         body["parallel_tool_calls"] = request.parallel_tool_calls
     elif choice not in (None, "auto", "none"):
-        raise BadRequest(f"tool_choice={show(choice)} needs tools; give some.", "tool_choice")
+        raise ignored.no_tools(choice)
     present = {name: value for name, value in body.items() if value is not None}
     return present, Renames({**RENAMED, **made.renames()})
 
@@ -241,10 +262,12 @@ def shortened(items: list[Item]) -> list[list[Item]]:
     return [items, *(one for one in left if len(one) < len(items))]
 
 
-def _check_choices(request: ResponsesRequest) -> None:
+def _check_choices(request: ResponsesRequest, ignored: Ignored) -> None:
     """Raises BadRequest for values of this API's own fields that are not honoured."""
     for value in request.include or []:
-        if value not in INCLUDABLE:
+        if (kind := value.partition(".")[0]) in ITEMS:
+            ignored.other(kind, "include")
+        elif value not in INCLUDABLE:
             raise BadRequest(f"include={show(value)} is not supported; use {', '.join(sorted(INCLUDABLE))}.", "include")
     if request.truncation not in (None, "auto", "disabled"):
         raise BadRequest(f"truncation={show(request.truncation)} is not valid: use auto or disabled.", "truncation")
@@ -278,10 +301,12 @@ def _response_format(given: Any) -> Any:
     return given
 
 
-def _tools(given: list[Any]) -> list[dict[str, Any]]:
+def _tools(given: list[Any], ignored: Ignored) -> list[dict[str, Any]]:
     tools = []
     for i, tool in enumerate(given):
         kind = tool.get("type") if isinstance(tool, dict) else None
+        if ignored.tool(kind, f"tools[{i}].type"):
+            continue
         if kind != "function":
             raise BadRequest(
                 f"tools[{i}].type={show(kind)} is not supported; this server calls no tools itself, give functions.",
@@ -301,7 +326,8 @@ def _chosen(tools: list[dict[str, Any]], choice: Any) -> tuple[list[dict[str, An
     if choice.get("type") == "allowed_tools":
         given, mode = choice.get("tools"), choice.get("mode")
         known = [tool["function"].get("name") for tool in tools]
-        names = [one.get("name") for one in given if isinstance(one, dict)] if isinstance(given, list) else []
+        ones = [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
+        names = [one.get("name") for one in ones if hosted_type(one.get("type")) is None]
         if mode not in ("auto", "required") or not names or any(name not in known for name in names):
             rule = "its mode must be auto or required, and its tools a list of objects with names of functions in tools"
             raise BadRequest(f"tool_choice={show(choice)} is not valid: {rule}.", "tool_choice")

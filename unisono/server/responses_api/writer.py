@@ -14,7 +14,7 @@ import msgspec
 
 from unisono.server.errors import ApiError
 from unisono.server.generation import Piece
-from unisono.server.responses import Alternative, TokenReport, Usage
+from unisono.server.responses import TokenReport, Usage
 
 Event = dict[str, Any]
 Item = dict[str, Any]
@@ -190,7 +190,6 @@ def _logprobs(reports: Sequence[TokenReport]) -> list[dict[str, Any]]:
     """Log-probabilities as output_text has them."""
     found = []
     for report in reports:
-        assert report.logprob is not None
-        own, *top = (Alternative.of(*pair) for pair in [(report.text, report.logprob), *report.top])
+        own, *top = report.alternatives()
         found.append({**msgspec.to_builtins(own), "top_logprobs": [msgspec.to_builtins(one) for one in top]})
     return found

@@ -66,8 +66,10 @@ def add(app: FastAPI, service: Service) -> None:
         data = load_object(await read_json_body(request))
         body = checked(data, MessagesRequest, only=False)
         model, message_id = service.model(body.model), new_id("msg_")
-        fields, renames = chat_body(body, data)
+        ignored = service.hosted.request()
+        fields, renames = chat_body(body, data, ignored)
         chat = chat_request(fields, renames)
+        service.hosted.tell(ignored)
         blank: dict[str, Any] = {
             "id": message_id,
             "type": "message",
@@ -76,6 +78,7 @@ def add(app: FastAPI, service: Service) -> None:
             "content": [],
         }
         blank |= {"stop_reason": None, "stop_sequence": None, "usage": None}
+        blank |= {"ignored_tools": list(ignored.tools)} if ignored.tools else {}
 
         async def prepare() -> list[Generation]:
             with renames.errors():
@@ -91,7 +94,7 @@ def add(app: FastAPI, service: Service) -> None:
         data = load_object(await read_json_body(request))
         body = checked(data, CountRequest, only=False)
         service.model(body.model)
-        fields, renames = chat_body(body, data)
+        fields, renames = chat_body(body, data, service.hosted.request())
         with renames.errors():
             prompt = await service.serving.chat_prompt(chat_request(fields, renames), ticket_of(request))
         return json_response({"input_tokens": len(prompt.token_ids)})

@@ -54,7 +54,7 @@ def add(app: FastAPI, service: Service, store: ConversationStore) -> None:
     async def create(request: Request) -> Response:
         data = await read_json_body(request)
         body = checked(load_object(data) if data.strip() else {}, ConversationBody)
-        items = _items(body.items or [])
+        items = _items(body.items or [], service)
         made = Conversation(new_id("conv_"), service.keys.owner(request), now(), body.metadata or {}, items)
         store.put(made)
         return json_response(made.public())
@@ -93,7 +93,7 @@ def _add_items(app: FastAPI, service: Service, store: ConversationStore) -> None
         store.get(conversation_id, service.keys.owner(request))
         if not body.items:
             raise ApiError(400, "items is empty; give at least one item.", param="items")
-        items = _items(body.items)
+        items = _items(body.items, service)
         store.append(conversation_id, items)
         return json_response(_listed(items, False))
 
@@ -136,10 +136,12 @@ def _listed(items: list[Item], more: bool) -> dict[str, Any]:
     return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": more}
 
 
-def _items(given: list[Any]) -> list[Item]:
+def _items(given: list[Any], service: Service) -> list[Item]:
     """Items with ids, of types that a response can go on with. Raises BadRequest and ApiError."""
     if len(given) > MOST_ITEMS:
         raise ApiError(400, f"items has {len(given)} entries; at most {MOST_ITEMS} are taken.", param="items")
     items = to_items(given, new_id, lambda _: None, "items") if given else []
-    to_messages(items, None, 0, "items", "items")
+    ignored = service.hosted.request()
+    to_messages(items, None, 0, "items", "items", ignored)
+    service.hosted.tell(ignored)
     return items

@@ -17,6 +17,7 @@ from unisono.server.answers import EventReply, stream_error
 from unisono.server.body import load_object
 from unisono.server.errors import ApiError, as_api_error
 from unisono.server.generation import Generation, merge, start_all
+from unisono.server.hosted_tools import Ignored, hosted_type
 from unisono.server.note import note
 from unisono.server.protocol import ChatRequest
 from unisono.server.responses_api.body import (
@@ -54,7 +55,7 @@ logger = logging.getLogger(__name__)
 class Asked:
     """A checked body. items: of the whole conversation; earlier: how many are of previous responses.
 
-    conversation: the id of the one that the response goes on with.
+    conversation: the id of the one that the response goes on with. ignored: hosted tools that are left out.
     """
 
     request: ResponsesRequest
@@ -64,6 +65,7 @@ class Asked:
     earlier: int
     model: str
     conversation: str | None
+    ignored: Ignored
 
 
 @dataclass
@@ -211,8 +213,11 @@ async def _asked(service: Service, store: ResponseStore, kept: ConversationStore
     if (conversation := conversation_of(body)) is not None:
         before, earlier = "conversation", kept.get(conversation, who, "conversation").items
     items = [*earlier, *to_items(body.input, new_id, partial(store.item, owner=who))]
-    chat, renames = chat_body(body, data, to_messages(items, body.instructions, len(earlier), before))
-    asked = Asked(body, chat_request(chat, renames), renames, items, len(earlier), model, conversation)
+    ignored = service.hosted.request()
+    messages = to_messages(items, body.instructions, len(earlier), before, ignored=ignored)
+    chat, renames = chat_body(body, data, messages, ignored)
+    asked = Asked(body, chat_request(chat, renames), renames, items, len(earlier), model, conversation, ignored)
+    service.hosted.tell(ignored)
     return await _fitting(service, asked, data, request) if body.truncation == "auto" else asked
 
 
@@ -228,7 +233,8 @@ async def _fitting(service: Service, asked: Asked, data: Mapping[str, Any], requ
     async def fits(choice: int) -> bool:
         items = choices[choice]
         earlier = max(0, len(items) - (len(asked.items) - asked.earlier))
-        chat, renames = chat_body(asked.request, data, to_messages(items, asked.request.instructions, earlier))
+        messages = to_messages(items, asked.request.instructions, earlier, ignored=asked.ignored)
+        chat, renames = chat_body(asked.request, data, messages, asked.ignored)
         made[choice] = replace(asked, chat=chat_request(chat, renames), renames=renames)
         try:
             with renames.errors():
@@ -279,7 +285,8 @@ def _blank(asked: Asked, service: Service) -> dict[str, Any]:
         "temperature": _given(body.temperature, defaults, "temperature"),
         "text": {"format": {"type": "text"}, **(body.text or {})},
         "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools or [],
+        "tools": [tool for tool in body.tools or [] if hosted_type(tool.get("type")) is None],
+        **({"ignored_tools": list(asked.ignored.tools)} if asked.ignored.tools else {}),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": _given(body.top_p, defaults, "top_p"),
         "truncation": body.truncation or "disabled",

@@ -93,7 +93,15 @@ class Reader:
         self.held += text
         while self.step():
             pass
+        if last:
+            self.end()
         return self._found
+
+    def end(self) -> None:
+        """No more text comes. White space at the end of an answer without calls is content."""
+        if not self.count:
+            self._found.content += self._blanks
+        self._blanks = ""
 
     def outside(self) -> bool:
         """Read text that belongs to no call."""
@@ -106,7 +114,7 @@ class Reader:
         text = self._blanks + text
         if self.count and not self._said:
             text = text.lstrip()
-        kept = text if self.last and not self.held and not self.count else text.rstrip()
+        kept = text.rstrip()
         self._blanks = text[len(kept) :]
         if kept and self.count and not self._said and self._spoke:
             kept = "\n" + kept
@@ -296,7 +304,7 @@ class JsonCall:
             self._key = value
         elif streams and self._raw.startswith('"'):  # some models write arguments as a string of JSON
             self._argued, self._pending = True, self._pending + value
-        elif self._key == "name":
+        elif self._key == "name" and self.name is None:  # a second one comes too late for a stream
             self.name, self.broken = (value, False) if isinstance(value, str) else (None, True)
 
 

@@ -18,17 +18,26 @@ class GraniteReader(MistralReader):
     """Some versions write the mark as plain text, and one call without a list."""
 
     marks = (MARK, PLAIN_MARK)
+    _alone = False  # one call without a list
 
     def _begin(self) -> bool:
         if not self.skip():
             return False
+        self._alone = False
         if self.takes("["):
             self.step = self._list
         elif self.held.startswith("{"):
+            self._alone = True
             self._call, self._named, self.step = JsonCall(), False, self._object
         else:
             self.step = self._broken
         return True
+
+    def _end_object(self) -> None:
+        if self._alone:
+            self.finish_call()
+        else:
+            self.step = self._list
 
 
 class Granite(Format):

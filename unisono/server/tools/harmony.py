@@ -40,8 +40,8 @@ class HarmonyReader(Reader):
         for part in self._messages.feed(text, last):
             if self.context.parallel or self._goes_on(part):
                 self._read(part)
-        if last and not (self.count and not self.context.parallel):
-            self.say("")
+        if last:
+            self.end()
         return self._found
 
     def outside(self) -> bool:

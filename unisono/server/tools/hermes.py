@@ -56,13 +56,12 @@ class HermesReader(Reader):
         return False
 
     def _rest(self) -> bool:
-        """Of a broken call the text up to the mark is arguments all the same; without a name all of it is content."""
-        text, mark = self.until(self.closing)
+        """Read on after a broken call: text up to the mark is arguments. Without a name, what was read is content."""
         if self._body:
-            self._body, text = "", self._body + text
-            self.say(text + (mark or ""))
-            self.step = self.outside
+            text, self._body, self.step = self._body, "", self.outside
+            self.say(text)
             return True
+        text, mark = self.until(self.closing)
         self.argue(text)
         if mark:
             self.finish_call()

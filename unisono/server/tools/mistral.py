@@ -55,14 +55,17 @@ class MistralReader(Reader):
         if not self._named:
             self._body += piece
             if self._call.name is not None:
-                self._named = True
+                self._body, self._named = "", True
                 self.begin_call(self._call.name)
         self.argue(self._call.take())
         if self._call.done and not self._call.broken:
-            self.step = self._list
+            self._end_object()
         elif self._call.broken or (self.last and not self._named):
             self.step = self._broken
         return self.step != self._object
+
+    def _end_object(self) -> None:
+        self.step = self._list
 
     def _broken(self) -> bool:
         if self._named:

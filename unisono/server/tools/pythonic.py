@@ -85,7 +85,7 @@ class PythonicReader(Reader):
     def _name(self) -> bool:
         self._body += self._blanks_of()
         place = self.held.find("(")
-        name = self.held if place < 0 else self.held[:place].rstrip()
+        name = (self.held if place < 0 else self.held[:place]).rstrip()
         if place >= 0 and NAME.fullmatch(name):
             self.held, self._body, self._given = self.held[place + 1 :], "", []
             self._tool = next((tool for tool in self.context.tools if tool.name == name), None)
