@@ -93,7 +93,7 @@ class LLM:
         model = str(model)
         media = MediaSettings.of(**media_arguments(flags))
         config = EngineConfig(f"{model}@{revision}" if revision else model, **engine_arguments(flags))
-        check_engine_model(config)
+        check_engine_model(config, headers=False)  # the engine reads them after it has checked its flags
         with start_bars(use_tqdm_on_load and progress is None) as report:
             engine = Engine(config, progress or report)
         try:

@@ -100,13 +100,18 @@ class EngineFlags(Protocol):
     def lora_modules(self) -> tuple[tuple[str, str], ...]: ...
 
 
-def check_engine_model(config: EngineFlags, needs_text: bool = False, weights: bool = True) -> Path:
+def check_engine_model(
+    config: EngineFlags, needs_text: bool = False, weights: bool = True, headers: bool = True
+) -> Path:
     """Check the model, drafter and adapters that an engine's flags name; returns the model's directory.
 
-    needs_text, weights: as of :func:`check_model`. Raises CheckpointError and ConfigError.
+    needs_text, weights: as of :func:`check_model`. headers: the weights' files are looked at. Raises
+    CheckpointError and ConfigError.
     """
     names = ("quantization", "load_format", "tensor_parallel_size", "device", "hf_overrides", "tokenizer")
     flags = {name: getattr(config, name) for name in names}
+    if not headers:
+        flags["load_format"] = "dummy"
     directory = check_model(config.model, needs_text=needs_text, weights=weights, **flags)
     check_drafter(config.speculative)
     check_adapters(config.lora_modules)
@@ -114,15 +119,16 @@ def check_engine_model(config: EngineFlags, needs_text: bool = False, weights: b
 
 
 def check_drafter(speculative: SpeculativeConfig | None) -> None:
-    """Check the directory of ``--speculative-model`` by its files. Raises CheckpointError."""
+    """Check the checkpoint of ``--speculative-model`` by its files. Raises CheckpointError.
+
+    Methods of other packages, and options, are left to the drafter itself.
+    """
     if speculative is None or speculative.model is None:
         return
     if speculative.method == "standalone":
         check_model(speculative.model, load_format=str(speculative.options.get("load_format", "auto")))
-        return
-    directory = catalog.resolve_name(speculative.model)
-    if not directory.is_dir():
-        raise CheckpointError(f"--speculative-model {speculative.model} is not a directory: give that of the drafter.")
+    elif speculative.method in ("eagle", "eagle3") and not speculative.options:
+        catalog.find_directory(speculative.model)
 
 
 def check_adapters(modules: Iterable[tuple[str, str]]) -> None:
