@@ -23,6 +23,7 @@ from unisono.config import EngineConfig, ResolvedConfig
 from unisono.distributed.gather import ALONE, Ranks, described
 from unisono.distributed.group import Alone, Group, agreement, decided
 from unisono.drafters.base import DivisibleDrafter, Drafter, DrafterContext, PausableDrafter, TreeDrafter
+from unisono.drafters.carried import carried_speculation
 from unisono.engine.buckets import (
     captured_lazily,
     decode_sizes,
@@ -439,3 +440,20 @@ def _drafter(spec: SpeculativeConfig, target: DecoderConfig) -> Drafter:
             "that could be divided so; leave it out."
         )
     return drafter
+
+
+def with_carried_drafts(config: ResolvedConfig, checkpoint: Checkpoint) -> ResolvedConfig:
+    """Speculation by what the checkpoint carries, or by a bundled model's head, unless flags say how to speculate or
+    the weights are not read."""
+    if config.asked.speculative is not None or config.asked.load_format == "dummy":
+        return config
+    if (head := catalog.drafts_of(checkpoint.path)) is not None:
+        value = f"{head.method} ({head.model}), k = {head.num_speculative_tokens}"
+        reason = f"the bundled head {head.model}; --speculative-method none turns it off"
+        return config.decide("speculative", value, reason, speculative=head)
+    found = carried_speculation(checkpoint.path, checkpoint.config)
+    if found is None:
+        return config
+    spec, reason = found
+    value = "none" if spec is None else f"{spec.method}, k = {spec.num_speculative_tokens}"
+    return config.decide("speculative", value, reason, speculative=spec)

@@ -23,7 +23,7 @@ import zmq
 from unisono.heap import freeze_heap
 from unisono.server import curve, heartbeat, ipc
 from unisono.server.commands import CommandError, Commands
-from unisono.types import BadRequest, EngineRequest, TokenDelta, UnisonoError
+from unisono.types import BadRequest, EngineRequest, FinishReason, TokenDelta, UnisonoError
 
 IDLE_MS = 1000
 """Milliseconds without work after which the engine checks its bookkeeping, once, and captures missing graphs."""
@@ -146,7 +146,25 @@ class _Loop:
                 deltas = self.engine.step()
                 checked, quiet = False, IDLE_MS
                 if deltas:
-                    self.send(ipc.Deltas(deltas))
+                    self.send_deltas(deltas)
+
+    def send_deltas(self, deltas: list[TokenDelta]) -> None:
+        """Send what a step brought. A delta that no message can carry ends its request."""
+        try:
+            data = ipc.encode(ipc.Deltas(deltas))
+        except (TypeError, ValueError, OverflowError):
+            data = ipc.encode(ipc.Deltas([self.sendable(delta) for delta in deltas]))
+        self.socket.send(data)
+
+    def sendable(self, delta: TokenDelta) -> TokenDelta:
+        try:
+            ipc.encode(ipc.Deltas([delta]))
+        except (TypeError, ValueError, OverflowError) as error:
+            traceback.print_exception(error)
+            self.engine.abort(delta.request_id)
+            why = f"the engine failed on this request (result): {type(error).__name__}: {_one_line(error)}"
+            return TokenDelta(delta.request_id, [], FinishReason.ABORT, error=f"{why[:500]}.")
+        return delta
 
     def receive(self) -> None:
         """Handle every message that is waiting."""
