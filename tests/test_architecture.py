@@ -22,6 +22,7 @@ ALLOWED = {
     "results": set(),
     "errors": set(),
     "request_limits": set(),
+    "torch_archive": set(),
     "media": {"results"},
     "types": {"errors", "media", "token_tree", "structured_outputs", "results", "request_limits"},
     "program": set(),
@@ -65,7 +66,9 @@ ALLOWED = {
     "llm_arguments": {"types", "config", "flag_table", "lora"},
     "llm": {"types", "bars", "config", "engine", "tokenizer", "frontend", "llm_arguments", "lora"},
     "async_llm": {"types", "engine", "frontend", "llm", "lora"},
-    "server": {"types", "heap", "vectors", "tokenizer", "frontend", "request_limits", "structured_outputs"},
+    "server": {
+        "types", "heap", "vectors", "tokenizer", "frontend", "request_limits", "structured_outputs", "torch_archive",
+    },
     "tools": {
         "types", "heap", "catalog", "config", "llm", "tokenizer", "state", "models", "attention", "cli_help",
         "cli_output", "cli_values", "frontend",

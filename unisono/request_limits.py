@@ -266,7 +266,7 @@ SAMPLING: Mapping[str, Limit] = {
     "min_p": Real(0, 1, "0 drops none"),
     "seed": Whole(0, MAX_SEED),
     "max_tokens": Whole(1),
-    "min_tokens": Whole(0),
+    "min_tokens": Whole(0, note="from 0 to max_tokens"),
     "max_drafts": Whole(0, note="0 turns speculation off"),
     "n": Whole(1, MAX_SEQUENCES),
     "stop": Items(MAX_STOPS, Chars(MAX_STOP_CHARS)),

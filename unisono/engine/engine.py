@@ -69,6 +69,8 @@ RUNNING = int(FinishReason.RUNNING)
 class Engine:
     """An engine in this process. Not thread-safe: one thread calls ``add``, ``abort`` and ``step``.
 
+    ``admitted`` is called with the ids of requests that have got a slot, before the first pass that may compute them.
+
     Raises CheckpointError and ConfigError for what cannot be served.
     """
 
@@ -81,6 +83,7 @@ class Engine:
         self.checkpoint = checkpoint
         self._offload: Offload | None = None
         self.roles = Roles()
+        self.admitted: Callable[[list[str]], None] = lambda request_ids: None
         with torch.inference_mode():
             self.runner = Runner(resolved, checkpoint, progress)
             self.worker = self.runner.worker
@@ -297,7 +300,11 @@ class Engine:
 
     def _next_pass(self) -> Pass | None:
         """The next pass to launch, if any. Where no request is left it is not looked for: tokens are to be returned."""
-        return self.draft_controller.launching(self.scheduler.schedule() if self.scheduler.has_work else None)
+        work = self.scheduler.schedule() if self.scheduler.has_work else None
+        if self.scheduler.started:
+            self.admitted(self.scheduler.started)
+            self.scheduler.started = []
+        return self.draft_controller.launching(work)
 
     def _launch(self, work: Pass) -> Launched:
         dropped: frozenset[int] = frozenset()

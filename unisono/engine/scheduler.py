@@ -85,6 +85,7 @@ class Scheduler:
         self.extending: list[Sequence] = []
         self.running = Running()
         self.progress = slots.progress
+        self.started: list[str] = []  # ids of requests that have got their first slot since the caller looked
         self.preemptions = 0
         self.prefix_queries = 0  # prompt tokens looked up, and of these found
         self.prefix_hits = 0
@@ -282,6 +283,7 @@ class Scheduler:
             sequence.queued_seconds = time.monotonic() - sequence.added
             self.prefix_queries += len(tokens)
             self.prefix_hits += pages.cached_tokens
+            self.started.append(sequence.request_id)
         self.extending.append(sequence)
         self.extending.sort(key=self.waiting.rank)
 

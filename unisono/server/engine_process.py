@@ -36,6 +36,9 @@ PARENT_GONE_MS = 1000
 class EngineLike(Protocol):
     """What this process needs of an engine: ``unisono.engine.engine.Engine``, or a fake in tests."""
 
+    admitted: Callable[[list[str]], None]
+    """Called with ids of requests that have got slots, before the first pass that may compute them."""
+
     def prepare(self, request: EngineRequest) -> Future[Any] | None: ...
     def add(self, request: EngineRequest) -> None: ...
     def abort(self, request_id: str) -> None: ...
@@ -107,6 +110,7 @@ class _Loop:
         self.commands = Commands(engine)
         self.stopping = False
         self.preparing: dict[str, tuple[EngineRequest, Future[Any]]] = {}
+        engine.admitted = lambda request_ids: self.send(ipc.Started(request_ids))
         self.poller = zmq.Poller()
         self.poller.register(socket, zmq.POLLIN)
         wakes = getattr(engine, "wakes", None)  # of an engine that other engines ask for something
