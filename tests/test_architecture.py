@@ -48,6 +48,7 @@ ALLOWED = {
     "attention": {"types", "program", "state", "kernels", "layers"},
     "models": {
         "types", "program", "state", "catalog", "kernels", "layers", "attention", "distributed", "untrusted",
+        "torch_archive",
     },
     "drafters": {"types", "program", "state", "kernels", "distributed", "layers", "attention", "models"},
     "sampling": {"types", "kernels", "distributed"},

@@ -188,6 +188,27 @@ class Entries:
 
 
 @dataclass(frozen=True)
+class Fields:
+    """An object of at most ``most`` entries, with limits for those of some names."""
+
+    limits: Mapping[str, Limit]
+    most: int = 16
+
+    def problem(self, value: Any) -> str | None:
+        if not isinstance(value, Mapping):
+            return None
+        if len(value) > self.most:
+            return f"it has {len(value)} entries; at most {self.most} are taken"
+        for name, limit in self.limits.items():
+            if (problem := limit.problem(value.get(name))) is not None:
+                return f"{name}={shown(value[name])}: {problem}"
+        return None
+
+    def __str__(self) -> str:
+        return "; ".join(f"`{name}`: {limit}" for name, limit in self.limits.items()) or f"{self.most} entries"
+
+
+@dataclass(frozen=True)
 class Data:
     """Any JSON of at most ``most`` characters, by :func:`weight`."""
 

@@ -2,7 +2,8 @@
 
 The archive's pickle is a list of opcodes. Those that describe tensors are followed here, on a stack of plain values;
 any other opcode, and any other function, is an error. Nothing is imported or called, and nothing is allocated by a
-number that the archive claims: tensors are views of the bytes that are there. So no tensor has memory that nobody wrote.
+number that the archive claims: tensors are views of the bytes that are there, so no tensor has memory that nobody
+wrote.
 
 Imports nothing of the project.
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import io
 import math
+import mmap
 import pickletools
 import struct
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +28,8 @@ MAX_DIRECTORY_BYTES = 1 << 16
 """Bytes of the archive's list of files: zipfile reads all of it."""
 MAX_PICKLE_BYTES = 1 << 14
 """Bytes of the pickle of one tensor; some 200 are usual."""
+MAX_STATE_BYTES = 1 << 24
+"""Bytes of the pickle, and of the list of files, of a checkpoint's state dict."""
 MAX_DIMENSIONS = 8
 
 DTYPES = {
@@ -82,8 +87,50 @@ def read_tensor(data: bytes, limit: int) -> torch.Tensor:
         raise ArchiveError("is not what torch.save writes; send base64 of that") from error
 
 
-def _check_directory(data: bytes) -> None:
-    """Raise ArchiveError for a list of files that is not the archive's end, or too long."""
+def read_state_dict(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a state dict in an archive, by name, as views of the mapped file. Raises ArchiveError."""
+    import torch
+
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        opened.seek(max(0, size - END_BYTES - COMMENT_BYTES - LOCATOR64_BYTES - END64_BYTES))
+        _check_directory(opened.read(), MAX_STATE_BYTES)
+        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            files, found = _opened(archive, MAX_STATE_BYTES)
+    except ArchiveError:
+        raise
+    except Exception as error:  # zipfile raises anything from BadZipFile to a struct.error
+        raise ArchiveError("is not what torch.save writes") from error
+    if not isinstance(found, dict) or not all(isinstance(one, _Tensor) for one in found.values()):
+        raise ArchiveError("does not hold named tensors")
+    tensors = {}
+    for name, one in found.items():
+        entry = files.get(f"data/{one.storage.key}")
+        if entry is None:
+            raise ArchiveError(f"does not hold the numbers of {name}")
+        names, extra = struct.unpack_from("<2H", mapped, entry.header_offset + 26)
+        start = entry.header_offset + 30 + names + extra
+        if start + entry.file_size > size:
+            raise ArchiveError(f"ends within the numbers of {name}")
+        dtype = getattr(torch, one.storage.dtype)
+        tensors[name] = _view(one, dtype, _placed(one, entry.file_size, dtype.itemsize), mapped, start)
+    return tensors
+
+
+def _view(found: _Tensor, dtype: torch.dtype, shape: tuple[int, ...], data: Any, start: int = 0) -> torch.Tensor:
+    """The tensor in the storage that begins at byte ``start`` of ``data``."""
+    import torch
+
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    whole = torch.frombuffer(data, dtype=dtype, count=found.storage.count, offset=start)
+    return whole.as_strided(shape, found.stride, found.offset)
+
+
+def _check_directory(data: bytes, most: int = MAX_DIRECTORY_BYTES) -> None:
+    """Raise ArchiveError for a list of files that is not the archive's end, or has more than ``most`` bytes."""
     at = data.rfind(END, max(0, len(data) - END_BYTES - COMMENT_BYTES))
     if at < 0 or len(data) - at < END_BYTES:
         raise ArchiveError("is not what torch.save writes; send base64 of that")
@@ -93,31 +140,36 @@ def _check_directory(data: bytes) -> None:
         if not data.startswith(END64, locator - END64_BYTES):
             raise ArchiveError("is not what torch.save writes; send base64 of that")
         (size,) = struct.unpack_from("<Q", data, locator - END64_BYTES + 40)
-    if size > MAX_DIRECTORY_BYTES:
-        raise ArchiveError(f"has a list of files of {size} bytes; {MAX_DIRECTORY_BYTES} are the most for one tensor")
+    if size > most:
+        raise ArchiveError(f"has a list of files of {size} bytes; {most} are the most")
 
 
 def _read(archive: zipfile.ZipFile, limit: int) -> torch.Tensor:
-    entries = archive.infolist()
-    unpacked = sum(entry.file_size for entry in entries)
+    unpacked = sum(entry.file_size for entry in archive.infolist())
     if unpacked > limit:
         raise ArchiveError(f"unpacks to {unpacked} bytes; {limit} is the most for this model's context")
+    files, found = _opened(archive, MAX_PICKLE_BYTES)
+    if not isinstance(found, _Tensor):
+        raise ArchiveError(f"holds a {type(found).__name__}; send one tensor")
+    return _tensor(found, archive.read(files[f"data/{found.storage.key}"]))
+
+
+def _opened(archive: zipfile.ZipFile, most: int) -> tuple[dict[str, zipfile.ZipInfo], Any]:
+    """The archive's files by name, and what its pickle of at most ``most`` bytes describes."""
+    entries = archive.infolist()
     if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries):
         raise ArchiveError("is compressed or encrypted, and torch.save writes neither")
     prefix = next((e.filename[: -len("data.pkl")] for e in entries if e.filename.endswith("data.pkl")), None)
     if prefix is None:
         raise ArchiveError("is not what torch.save writes; send base64 of that")
-    files = {entry.filename: entry for entry in entries}
-    order = files.get(f"{prefix}byteorder")
+    files = {entry.filename.removeprefix(prefix): entry for entry in entries}
+    order = files.get("byteorder")
     if order is not None and (order.file_size > 16 or archive.read(order) != b"little"):
         raise ArchiveError("has numbers in big-endian order; send little-endian ones")
-    pickle = files[f"{prefix}data.pkl"]
-    if pickle.file_size > MAX_PICKLE_BYTES:
-        raise ArchiveError(f"cannot be loaded: its description has {pickle.file_size} bytes; send one tensor")
-    found = described(archive.read(pickle))
-    if not isinstance(found, _Tensor):
-        raise ArchiveError(f"holds a {type(found).__name__}; send one tensor")
-    return _tensor(found, archive.read(files[f"{prefix}data/{found.storage.key}"]))
+    pickle = files["data.pkl"]
+    if pickle.file_size > most:
+        raise ArchiveError(f"cannot be loaded: its description has {pickle.file_size} bytes; at most {most} are read")
+    return files, described(archive.read(pickle))
 
 
 def _tensor(found: _Tensor, data: bytes) -> torch.Tensor:
@@ -125,22 +177,24 @@ def _tensor(found: _Tensor, data: bytes) -> torch.Tensor:
     import torch
 
     dtype = getattr(torch, found.storage.dtype)
-    count = len(data) // dtype.itemsize
+    return _view(found, dtype, _placed(found, len(data), dtype.itemsize), bytearray(data))
+
+
+def _placed(found: _Tensor, size: int, itemsize: int) -> tuple[int, ...]:
+    """The shape of a tensor that lies within ``size`` bytes. Raises ArchiveError for others."""
+    count = size // itemsize
     if found.storage.count > count:
         raise ArchiveError(f"claims {found.storage.count} numbers, of which {count} were sent")
     numbers = math.prod(found.shape)
     if numbers > count:
         raise ArchiveError(
-            f"is a tensor of shape {found.shape} that takes {numbers * dtype.itemsize} bytes, of which {len(data)} "
+            f"is a tensor of shape {found.shape} that takes {numbers * itemsize} bytes, of which {size} "
             "were sent; save a contiguous copy"
         )
     last = found.offset + sum((n - 1) * step for n, step in zip(found.shape, found.stride, strict=True))
     if numbers and last >= found.storage.count:
         raise ArchiveError(f"is a tensor of shape {found.shape} that ends beyond its {found.storage.count} numbers")
-    if not numbers:
-        return torch.empty(found.shape, dtype=dtype)
-    whole = torch.frombuffer(bytearray(data), dtype=dtype, count=found.storage.count)
-    return whole.as_strided(found.shape, found.stride, found.offset)
+    return found.shape
 
 
 # ---- the pickle -----------------------------------------------------------------------------------
@@ -183,6 +237,10 @@ def _follow(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) ->
         stack[-1].update(zip(values[::2], values[1::2], strict=True))
     elif name == "BINPERSID":
         stack.append(_storage(stack.pop()))
+    elif name == "BUILD":
+        stack.pop()  # attributes of the dict, as _metadata of a state dict
+        if not isinstance(stack[-1], dict):
+            raise ArchiveError("cannot be loaded: it sets attributes of what is no dict")
     elif name == "REDUCE":
         arguments = stack.pop()
         stack.append(_rebuilt(stack.pop(), arguments))

@@ -52,7 +52,6 @@ from unisono.types import (
     FinishReason,
     SamplingParams,
     TokenDelta,
-    UnisonoError,
 )
 
 NOTHING = np.empty((0, 2), dtype=np.int32)
@@ -147,24 +146,17 @@ class Engine:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises BadRequest for one that cannot run. Whatever it raises, the engine is as it was."""
-        try:
-            self._add(request)
-        except Exception as error:
-            if not isinstance(error, UnisonoError):
-                self.failures.count("arrival")
-            raise
-
-    def _add(self, request: EngineRequest) -> None:
-        request, states = self._checked(request)
-        limit = self.config.max_model_len
-        if request.params.max_tokens is not None:
-            limit = min(limit, len(request.prompt_token_ids) + request.params.max_tokens)
-        sequence = Sequence(request, list(request.prompt_token_ids), limit, next(self._order), states)
-        if request.shares_with is not None:
-            sequence.leader = self._sequences.get(request.shares_with)
-        self._arrive(sequence)
-        self._sequences[request.request_id] = sequence
-        self.counters.requests += 1
+        with self.failures.arriving():
+            request, states = self._checked(request)
+            limit = self.config.max_model_len
+            if request.params.max_tokens is not None:
+                limit = min(limit, len(request.prompt_token_ids) + request.params.max_tokens)
+            sequence = Sequence(request, list(request.prompt_token_ids), limit, next(self._order), states)
+            if request.shares_with is not None:
+                sequence.leader = self._sequences.get(request.shares_with)
+            self._arrive(sequence)
+            self._sequences[request.request_id] = sequence
+            self.counters.requests += 1
 
     def _arrive(self, sequence: Sequence) -> None:
         """Queue a request, once what it has to wait for is there."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from unisono.types import EngineDead, FinishReason, TokenDelta
+from unisono.types import EngineDead, FinishReason, TokenDelta, UnisonoError
 
 STAGES = ("arrival", "slot", "batch", "result")
 """Where a request may fail."""
@@ -65,6 +66,16 @@ class Failures:
     def count(self, stage: str) -> None:
         """Count a failure whose request gets its error elsewhere."""
         self.counts[stage] += 1
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Count an error of the block that is no refusal."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, UnisonoError):
+                self.count("arrival")
+            raise
 
     def add(self, request_id: str, stage: str, error: Exception) -> None:
         """Note that a request ends with ``error``. Raises ``error`` if it is the engine's own."""

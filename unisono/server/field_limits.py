@@ -22,6 +22,7 @@ from unisono.request_limits import (
     Chars,
     Data,
     Entries,
+    Fields,
     Items,
     Limit,
     Real,
@@ -81,7 +82,6 @@ VARIABLES = Both((Entries(64), Data(1 << 20)))
 TOOLS = Both((Items(128), Data(1 << 20)))
 CONVERSATION = Items(MAX_MESSAGES)
 LISTED = Items(MAX_PROMPTS)
-OBJECT = Entries(16, Items(MAX_TOKEN_IDS))
 BIGINT = Whole(-MAX_SEED - 1, MAX_SEED)
 
 _SAMPLING = {name: limit for name, limit in SAMPLING.items() if name not in ("max_drafts", "extra_args", "top_k")}
@@ -89,7 +89,7 @@ GENERATION: Mapping[str, Limit] = {
     **_SAMPLING,
     "top_k": Whole(-1, note="0 or -1 keeps all"),
     "model": ID,
-    "stream_options": OBJECT,
+    "stream_options": Fields({}),
     "max_tokens": Whole(0),
     "length_penalty": Real(-10, 10),
     "priority": BIGINT,
@@ -98,7 +98,7 @@ GENERATION: Mapping[str, Limit] = {
     **dict.fromkeys(("response_format", "structured_outputs", "guided_json", "json_schema"), SCHEMA),
     **dict.fromkeys(("guided_regex", "guided_grammar", "regex", "ebnf"), Chars(MAX_CHARS)),
     "guided_choice": Both((Items(4096), SCHEMA)),
-    "speculative": OBJECT,
+    "speculative": Fields({"num_speculative_tokens": SAMPLING["max_drafts"]}),
 }
 CHAT: Mapping[str, Limit] = {
     **{name: limit for name, limit in GENERATION.items() if name != "logprobs"},
@@ -118,7 +118,7 @@ COMPLETION: Mapping[str, Limit] = {
     **GENERATION,
     "prompt": Prompts(),
     "prompt_embeds": LISTED,
-    "embedding_overrides": OBJECT,
+    "embedding_overrides": Fields({"positions": Items(MAX_TOKEN_IDS), "embeddings": TEXT}),
     "best_of": Whole(1),
     "suffix": Chars(1 << 20),
 }
