@@ -175,6 +175,9 @@ ODD_NAMES = (
 )  # fmt: skip
 """Names that are somebody's argument, field or syntax."""
 
+MAX_CHARS = 4 << 20
+"""Characters of a body that is sent."""
+
 PICTURES = ("image_url", "input_image", "image")
 
 NEEDED = (
@@ -330,6 +333,8 @@ def bodies(count: int, seed: int) -> Iterator[tuple[str, str]]:
         if chance.random() < 0.2:
             kept = renamed(kept, chance)
         text = write(kept)
+        if len(text) > MAX_CHARS:  # an odd list in every place of another
+            continue
         if chance.random() < 0.05:
             at = chance.randrange(len(text))
             text = text[:at] + chance.choice(["", "\x00", "]", '"', "\\ud800"]) + text[at + chance.randrange(3) :]

@@ -227,9 +227,7 @@ class EngineClient:
     def _heard(self, message: ipc.FromEngine) -> None:
         match message:
             case ipc.Started(request_ids):
-                for request_id in request_ids:
-                    if (stream := self._streams.get(request_id)) is not None:
-                        stream.started = True
+                self._have_started(request_ids)
             case ipc.Deltas(deltas):
                 self.stepped(sum(self._tokens(delta) for delta in deltas), self._number)
                 for delta in deltas:
@@ -253,6 +251,11 @@ class EngineClient:
                     else:
                         call.set_exception(CommandError(problem))
 
+    def _have_started(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.started = True
+
     def _tokens(self, delta: TokenDelta) -> int:
         """The tokens that a delta stands for: its own and, with a request's first, those of the prompt."""
         prompt = 0
@@ -275,6 +278,7 @@ class EngineClient:
         if self._closing or self.restarting:
             return
         self._samples = [one for one in self._samples if one.kind == "counter"]  # it holds nothing any more
+        self._have_started(self._handle.started())
         restart = self._may_restart()
         if restart:
             self.death = str(error)

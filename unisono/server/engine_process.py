@@ -23,6 +23,7 @@ import zmq
 from unisono.heap import freeze_heap
 from unisono.server import curve, heartbeat, ipc
 from unisono.server.commands import CommandError, Commands
+from unisono.server.ledger import Ledger
 from unisono.types import BadRequest, EngineRequest, FinishReason, TokenDelta, UnisonoError
 
 IDLE_MS = 1000
@@ -82,10 +83,11 @@ def main(address: str, factory: str, config: Any, heartbeats: str | None = None,
         socket.setsockopt(zmq.SNDTIMEO, PARENT_GONE_MS)  # without a peer a send would wait for ever
         curve.join(socket, key)
         socket.connect(address)
+        ledger = Ledger(address)
         try:
             engine = load_factory(factory)(config, lambda stage, share: _send(socket, ipc.Loading(stage, share)))
             freeze_heap()
-            _Loop(engine, socket).run()
+            _Loop(engine, socket, ledger).run()
             engine.shutdown()
         except BaseException as error:  # whatever it is, the API process must learn of it
             if not isinstance(error, UnisonoError):
@@ -104,13 +106,14 @@ def _one_line(error: BaseException) -> str:
 
 
 class _Loop:
-    def __init__(self, engine: EngineLike, socket: zmq.Socket) -> None:
+    def __init__(self, engine: EngineLike, socket: zmq.Socket, ledger: Ledger | None = None) -> None:
         self.engine = engine
         self.socket = socket
         self.commands = Commands(engine)
         self.stopping = False
         self.preparing: dict[str, tuple[EngineRequest, Future[Any]]] = {}
-        engine.admitted = lambda request_ids: self.send(ipc.Started(request_ids))
+        self.ledger = ledger or Ledger("")
+        engine.admitted = self.admitted
         self.poller = zmq.Poller()
         self.poller.register(socket, zmq.POLLIN)
         wakes = getattr(engine, "wakes", None)  # of an engine that other engines ask for something
@@ -151,6 +154,11 @@ class _Loop:
                 checked, quiet = False, IDLE_MS
                 if deltas:
                     self.send_deltas(deltas)
+
+    def admitted(self, request_ids: list[str]) -> None:
+        """Tell the API process of requests that are about to begin."""
+        self.ledger.write(request_ids)
+        self.send(ipc.Started(request_ids))
 
     def send_deltas(self, deltas: list[TokenDelta]) -> None:
         """Send what a step brought. A delta that no message can carry ends its request."""
