@@ -200,11 +200,8 @@ def _operation_flags(
     ] = None,
     profile_dir: Annotated[Path | None, typer.Option(help="Directory for the traces of /stop_profile.")] = None,
     restart_engine: Annotated[
-        bool | None,
-        typer.Option(
-            "--restart-engine/--no-restart-engine", help="Restart an engine that died; default: if there are several."
-        ),
-    ] = None,
+        bool, typer.Option("--restart-engine/--no-restart-engine", help="Restart an engine that died.")
+    ] = True,
     max_engine_restarts: Annotated[int, typer.Option(help="Restarts within --engine-restart-window at most.")] = 5,
     engine_restart_window: Annotated[float, typer.Option(help="Window for --max-engine-restarts, seconds.")] = 600.0,
     heartbeat_timeout: Annotated[

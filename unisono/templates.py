@@ -70,12 +70,12 @@ class Renderer:
         """
         conversation = [{k: v for k, v in message.items() if v is not None} for message in messages]
         given = {
+            **(variables or {}),
             "conversations": [conversation],
             "chat_template": template,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
-            **(variables or {}),
         }
         with self._lock:
             kind, text = self._ask(given)

@@ -28,6 +28,9 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """A token of one byte, of tokenizers that fall back to bytes."""
 SPACE = "▁"
 """A space in the vocabulary of a tokenizer like sentencepiece's."""
+RESERVED_VARIABLES = frozenset({"self", "messages", "conversation", "conversations"})
+"""Names of the messages, beside transformers' own arguments, on their way to a template: no variable may have them."""
+
 HARMONY_ENDS = {"<|call|>", "<|return|>"}
 
 
@@ -213,11 +216,11 @@ class Tokenizer:
                 "(LLM.generate) with a prompt, or add chat_template.jinja to the checkpoint.",
                 param="messages",
             )
-        extra = dict(template_kwargs or {})
-        reserved = sorted(extra.keys() & inspect.signature(self.backend.apply_chat_template).parameters.keys())
-        if reserved:
+        variables = dict(template_kwargs or {})
+        own = inspect.signature(self.backend.apply_chat_template).parameters.keys() | RESERVED_VARIABLES
+        if (reserved := next((name for name in variables if name in own), None)) is not None:
             raise BadRequest(
-                f"chat_template_kwargs sets {reserved[0]!r}, which is not a variable of the template; remove it.",
+                f"chat_template_kwargs sets {reserved!r}, which is not a variable of the template; remove it.",
                 param="chat_template_kwargs",
             )
         try:
@@ -228,7 +231,7 @@ class Tokenizer:
                 continue_final_message=continue_final_message,
                 documents=documents,
                 chat_template=chat_template,
-                **extra,
+                variables=variables,
             )
         except (TemplateTooHard, TemplateFailed, ValueError) as error:
             whose, param = ("model's", "messages") if chat_template is None else ("request's", "chat_template")
@@ -243,7 +246,8 @@ class Tokenizer:
         chat_template: str | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
-        **variables: Any,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The backend's ``apply_chat_template`` without tokenizing, in the renderer's process.
 
@@ -260,7 +264,7 @@ class Tokenizer:
             tools=functions,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            variables={**self.backend.special_tokens_map, **variables},
+            variables={**self.backend.special_tokens_map, "documents": documents, **(variables or {})},
         )
 
     def check_template(self) -> None:

@@ -1,12 +1,12 @@
 """The words every room shares: requests, sampling parameters, results and errors. It holds no tensors.
 
-Of the project it imports ``errors``, ``media``, ``token_tree``, ``structured_outputs`` and ``results``.
+Of the project it imports ``errors``, ``media``, ``token_tree``, ``structured_outputs``, ``request_limits`` and
+``results``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,6 +16,14 @@ from unisono.errors import ConfigError as ConfigError
 from unisono.errors import EngineDead as EngineDead
 from unisono.errors import UnisonoError as UnisonoError
 from unisono.media import MediaItem as MediaItem
+from unisono.request_limits import MAX_BAD_WORD_TOKENS as MAX_BAD_WORD_TOKENS
+from unisono.request_limits import MAX_BAD_WORDS as MAX_BAD_WORDS
+from unisono.request_limits import MAX_BIASES as MAX_BIASES
+from unisono.request_limits import MAX_LOGPROB_IDS, MAX_TOKEN_IDS, SAMPLING, Real, Whole, shown
+from unisono.request_limits import MAX_LOGPROBS as MAX_LOGPROBS
+from unisono.request_limits import MAX_SEED as MAX_SEED
+from unisono.request_limits import MAX_SEQUENCES as MAX_SEQUENCES
+from unisono.request_limits import MAX_STOP_IDS as MAX_STOP_IDS
 from unisono.results import CompletionOutput as CompletionOutput
 from unisono.results import Concise as Concise
 from unisono.results import FinishReason as FinishReason
@@ -29,41 +37,36 @@ from unisono.results import Vectors as Vectors
 from unisono.structured_outputs import KINDS, checked
 from unisono.token_tree import Node, leaves, parse_nodes, promising
 
-MAX_STOP_IDS = 16
-"""Stop token ids (EOS ids included) a slot holds on the device."""
-
-MAX_BIASES = 300
-"""Entries of ``logit_bias``: as many as OpenAI takes."""
-
-MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 64, 16
-"""Token sequences that a request may forbid, and their length. A word makes up to two: with a space before it too."""
-
-MAX_LOGPROBS = 20
-"""Alternatives at each position that a kernel finds; more take the whole row of logits to the host."""
-
-MAX_LOGPROB_IDS = 128
-"""Tokens that ``logprob_token_ids`` may name; vLLM's limit."""
-
-MAX_SEQUENCES = 128
-"""``n`` at most: OpenAI's limit."""
-
-MAX_SEED = 2**63 - 1
-
 PLACEHOLDER = -1
 """Stands among a prompt's token ids where an embedding does. It is no token: nothing matches, counts or repeats it."""
 
 
 def _require(ok: bool, name: str, value: object, rule: str) -> None:
     if not ok:
-        raise BadRequest(f"{name}={value!r} is out of range: {rule}.", param=name)
+        raise BadRequest(f"{name}={shown(value)} is out of range: {rule}.", param=name)
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _within(limits: Mapping[str, Any], values: Any) -> None:
+    """Raise BadRequest for the first field of ``values`` beyond its limit, or a number of another type."""
+    for name, limit in limits.items():
+        value = getattr(values, name)
+        if value is None and name in _OPTIONAL:
+            continue
+        if isinstance(limit, (Whole, Real)):
+            _require(limit.holds(value), name, value, limit.rule)
+        elif (problem := limit.problem(value)) is not None:
+            _require(False, name, value, problem)
+
+
+_OPTIONAL = frozenset(
+    {"seed", "max_tokens", "max_drafts", "logprobs", "logprob_token_ids", "prompt_logprobs", "allowed_token_ids",
+     "truncate_prompt_tokens", "logit_bias"}
+)  # fmt: skip
+"""Limited fields of SamplingParams that may be None."""
 
 
 MAX_DRAFTS = 15
@@ -235,8 +238,9 @@ class Thinking:
             _require(isinstance(value, str) and value != "", f"thinking.{name}", value, "it must be the text of a mark")
         ok = self.state in THINKING_STATES
         _require(ok, "thinking.state", self.state, f"it must be one of {', '.join(THINKING_STATES)}")
-        ok = self.budget is None or (_is_int(self.budget) and self.budget >= 0)
-        _require(ok, "thinking_token_budget", self.budget, "it must be a whole number ≥ 0")
+        limit = Whole(0)
+        ok = self.budget is None or limit.holds(self.budget)
+        _require(ok, "thinking_token_budget", self.budget, limit.rule)
 
 
 THINKING_STATES = ("begin", "thinking", "content")
@@ -327,47 +331,40 @@ class SamplingParams(Concise):
         return None if thinking.budget is None and self.structured_outputs is None else thinking
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name in ("stop", "stop_regex", "bad_words", "stop_token_ids", "logprob_token_ids", "allowed_token_ids"):
+            self._make_tuple(name)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        ok = _is_real(self.temperature) and 0 <= self.temperature <= 100
-        _require(ok, "temperature", self.temperature, "it must be between 0 and 100; 0 is greedy")
-        ok = _is_int(self.top_k) and 0 <= self.top_k < 2**31
-        _require(ok, "top_k", self.top_k, "it must be a whole number ≥ 1, or 0 (or -1) to keep all")
-        ok = _is_real(self.top_p) and 0 < self.top_p <= 1
-        _require(ok, "top_p", self.top_p, "it must be above 0 and at most 1; 1 keeps all")
-        ok = _is_real(self.min_p) and 0 <= self.min_p <= 1
-        _require(ok, "min_p", self.min_p, "it must be between 0 and 1; 0 drops none")
-        ok = self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED)
-        _require(ok, "seed", self.seed, f"it must be a whole number from 0 to {MAX_SEED}")
-        ok = self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1)
-        _require(ok, "max_tokens", self.max_tokens, "it must be a whole number ≥ 1")
-        ok = self.max_drafts is None or (_is_int(self.max_drafts) and self.max_drafts >= 0)
-        _require(ok, "max_drafts", self.max_drafts, "it must be a whole number ≥ 0; 0 turns speculation off")
-        ok = all(isinstance(s, str) and s for s in self.stop)
-        _require(ok, "stop", self.stop, "every stop string must be a non-empty string")
-        ok = all(_is_int(t) and t >= 0 for t in self.stop_token_ids)
-        _require(ok, "stop_token_ids", self.stop_token_ids, "every id must be a whole number ≥ 0")
-        ok = _is_int(self.n) and 1 <= self.n <= MAX_SEQUENCES
-        _require(ok, "n", self.n, f"it must be a whole number from 1 to {MAX_SEQUENCES}")
-        ok = isinstance(self.return_hidden_states, bool)
-        _require(ok, "return_hidden_states", self.return_hidden_states, "it must be true or false")
-        ok = self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
-        _require(ok, "structured_outputs", self.structured_outputs, "it must be StructuredOutputs")
-        ok = self.thinking is None or isinstance(self.thinking, Thinking)
-        _require(ok, "thinking", self.thinking, "it must be Thinking")
+        _within(SAMPLING, self)
+        for name in ("stop", "stop_regex", "bad_words"):
+            ok = all(isinstance(one, str) and one for one in getattr(self, name))
+            _require(ok, name, getattr(self, name), "every entry must be a non-empty string")
+        for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids"):
+            ok = all(_is_int(one) and one >= 0 for one in getattr(self, name) or ())
+            _require(ok, name, getattr(self, name), "every id must be a whole number ≥ 0")
+        for name in ("return_hidden_states", "detokenize", "spaces_between_special_tokens"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "it must be true or false")
+        for name, kind in (("structured_outputs", StructuredOutputs), ("thinking", Thinking)):
+            ok = getattr(self, name) is None or isinstance(getattr(self, name), kind)
+            _require(ok, name, getattr(self, name), f"it must be {kind.__name__}")
         ok = isinstance(self.extra_args, Mapping) and all(isinstance(name, str) for name in self.extra_args)
         _require(ok, "extra_args", self.extra_args, "it must map names to values")
-        self._check_reports()
+        self._check_ids()
         self._check_ends()
-        self._check_edits()
+        self._check_bias()
+
+    def _make_tuple(self, name: str) -> None:
+        """Make a field a tuple: one string is a tuple of one. None stays where it means that nothing is limited."""
+        value = getattr(self, name)
+        if value is None and name in _OPTIONAL:
+            return
+        _require(value is None or isinstance(value, Iterable), name, value, "it must be a list")
+        made = (value,) if isinstance(value, str) else tuple(value or ())
+        object.__setattr__(self, name, made)
 
     @property
     def wants_wide_logprobs(self) -> bool:
-        """Whether log-probabilities are wanted that no kernel finds: more than MAX_LOGPROBS, or of tokens by id."""
+        """True if log-probabilities are requested that no kernel finds: more than MAX_LOGPROBS, or of tokens by id."""
         return self.logprob_token_ids is not None or not -1 < (self.logprobs or 0) <= MAX_LOGPROBS
 
     @property
@@ -375,67 +372,35 @@ class SamplingParams(Concise):
         """How many likely tokens the kernel is to find; None for no log-probabilities at all."""
         return 0 if self.wants_wide_logprobs else self.logprobs
 
-    def _check_reports(self) -> None:
-        """What is told of tokens."""
-        ok = self.logprobs is None or (_is_int(self.logprobs) and self.logprobs >= -1)
-        _require(ok, "logprobs", self.logprobs, "it must be a whole number ≥ 0, or -1 for the whole vocabulary")
-        value = self.prompt_logprobs
-        ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
-        _require(ok, "prompt_logprobs", value, f"it must be a whole number from 0 to {MAX_LOGPROBS}")
-        ok = _is_int(self.logprob_start_len) and self.logprob_start_len >= 0
-        _require(ok, "logprob_start_len", self.logprob_start_len, "it must be a whole number ≥ 0")
+    def _check_ids(self) -> None:
+        """Drop repeated ids of lists that must not be empty. Raises BadRequest."""
+        for name, most in (("logprob_token_ids", MAX_LOGPROB_IDS), ("allowed_token_ids", MAX_TOKEN_IDS)):
+            if (value := getattr(self, name)) is not None:
+                ids = tuple(dict.fromkeys(value))
+                _require(bool(ids), name, ids, f"it must name at least one id: 1 to {most} are taken")
+                object.__setattr__(self, name, ids)
         if self.logprob_token_ids is not None:
-            ids = tuple(dict.fromkeys(self.logprob_token_ids))
-            ok = 1 <= len(ids) <= MAX_LOGPROB_IDS and all(_is_int(t) and t >= 0 for t in ids)
-            _require(ok, "logprob_token_ids", ids, f"it must be 1 to {MAX_LOGPROB_IDS} token ids, whole numbers ≥ 0")
-            object.__setattr__(self, "logprob_token_ids", ids)
             object.__setattr__(self, "logprobs", self.logprobs or 0)
-        for name in ("detokenize", "spaces_between_special_tokens"):
-            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "it must be true or false")
 
     def _check_ends(self) -> None:
-        """Expressions that end the text, and how much of the prompt is kept."""
-        patterns = (self.stop_regex,) if isinstance(self.stop_regex, str) else tuple(self.stop_regex or ())
-        ok = all(isinstance(one, str) and one for one in patterns)
-        _require(ok, "stop_regex", patterns, "every expression must be a non-empty string")
-        object.__setattr__(self, "stop_regex", patterns)
+        """Check the fields that end the text, and those that cut the prompt. Raises BadRequest."""
         for name in ("stop", "stop_regex"):
             if getattr(self, name) and not self.detokenize:
                 raise BadRequest(f"{name} ends texts, and detokenize=False makes none; leave out one of them.", name)
-        kept = self.truncate_prompt_tokens
-        ok = kept is None or (_is_int(kept) and kept >= -1 and kept != 0)
-        rule = "it must be a whole number ≥ 1, or -1 for what the context leaves"
-        _require(ok, "truncate_prompt_tokens", kept, rule)
+        kept, rule = self.truncate_prompt_tokens, "it must be a whole number ≥ 1, or -1 for what the context leaves"
+        _require(kept != 0, "truncate_prompt_tokens", kept, rule)
         _require(self.truncation_side in ("left", "right"), "truncation_side", self.truncation_side, "left or right")
-
-    def _check_edits(self) -> None:
-        """What edits logits before the filters."""
-        ok = _is_real(self.repetition_penalty) and 0 < self.repetition_penalty <= 100
-        _require(ok, "repetition_penalty", self.repetition_penalty, "it must be above 0, at most 100; 1 is off")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(_is_real(value) and -2 <= value <= 2, name, value, "it must be between -2 and 2; 0 is off")
-        ok = _is_int(self.min_tokens) and 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens)
+        ok = self.min_tokens <= (self.max_tokens or self.min_tokens)
         _require(ok, "min_tokens", self.min_tokens, f"it must be a whole number from 0 to max_tokens={self.max_tokens}")
-        bias = {} if self.logit_bias is None else self.logit_bias
+
+    def _check_bias(self) -> None:
+        """Check the biases of tokens. Raises BadRequest."""
+        bias, limit = {} if self.logit_bias is None else self.logit_bias, Real(-100, 100)
         ok = isinstance(bias, Mapping) and all(_is_int(t) and t >= 0 for t in bias)
         _require(ok, "logit_bias", bias, "it must map token ids (whole numbers ≥ 0) to numbers")
         for token, value in bias.items():
-            ok = _is_real(value) and -100 <= value <= 100
-            _require(ok, "logit_bias", {token: value}, "a bias must be between -100 and 100")
-        if len(bias) > MAX_BIASES:
-            raise BadRequest(f"logit_bias has {len(bias)} entries; at most {MAX_BIASES} are supported.", "logit_bias")
+            _require(limit.holds(value), "logit_bias", {token: value}, f"of a bias, {limit.rule}")
         object.__setattr__(self, "logit_bias", dict(bias))
-        if self.allowed_token_ids is not None:
-            allowed = tuple(dict.fromkeys(self.allowed_token_ids))
-            ok = bool(allowed) and all(_is_int(t) and t >= 0 for t in allowed)
-            _require(ok, "allowed_token_ids", allowed, "it must name at least one id, each a whole number ≥ 0")
-            object.__setattr__(self, "allowed_token_ids", allowed)
-        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
-        _require(
-            all(isinstance(w, str) and w for w in words), "bad_words", words, "every word must be a non-empty string"
-        )
-        object.__setattr__(self, "bad_words", words)
 
     def clone(self) -> SamplingParams:
         """A copy. Fields cannot be set; ``dataclasses.replace(params, seed=1)`` makes a changed copy."""

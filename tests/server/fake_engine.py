@@ -48,8 +48,8 @@ class FakeConfig:
     """step_seconds: how long a step takes. prefill_seconds: from a request's admission to its first token, at least.
 
     queue_seconds: what it says of a request's time in its queue. tokens_per_step: what a round brings at once.
-    load_error: cannot start, ``error_file``: if this path exists. max_num_seqs: what it says of its slots; it runs
-    everything at once. hold_file: while this path exists, no request gets a token. vision: what
+    load_error: cannot start, ``error_file``: if this path exists. max_num_seqs: what it says of its slots; slots: what
+    it has, None: it runs everything at once. hold_file: while this path exists, no request gets a token. vision: what
     it says of a tower; its info then tells what pictures it got last.
     """
 
@@ -66,6 +66,7 @@ class FakeConfig:
     max_logprobs: int = 20
     scheduling_policy: str = "fcfs"
     max_num_seqs: int = 256
+    slots: int | None = None
     hold_file: str | None = None
     vision: dict[str, Any] | None = None
 
@@ -100,6 +101,8 @@ class FakeEngine:
         self.requests: dict[str, tuple[EngineRequest, int]] = {}
         self.prefilled: dict[str, float] = {}
         self.media: list[dict[str, Any]] = []
+        self.admitted: Callable[[list[str]], None] = lambda request_ids: None
+        self.started: set[str] = set()
         self.aborted = self.generated = self.steps = self.integrity_checks = self.captures = self.resets = 0
 
     def prepare(self, request: EngineRequest) -> None:
@@ -125,10 +128,14 @@ class FakeEngine:
     def step(self) -> list[TokenDelta]:
         time.sleep(self.config.step_seconds)
         self.steps += 1
+        running = list(self.requests)[: self.config.slots]
+        if new := [one for one in running if one not in self.started]:
+            self.started.update(new)
+            self.admitted(new)
         if self.config.hold_file is not None and os.path.exists(self.config.hold_file):
             return []
         now = time.monotonic()
-        ready = [item for item in self.requests.values() if self.prefilled[item[0].request_id] <= now]
+        ready = [self.requests[one] for one in running if self.prefilled[one] <= now]
         deltas = [self._advance(request, done) for request, done in ready]
         for delta in deltas:
             self.generated += len(delta.token_ids)
@@ -196,6 +203,7 @@ class FakeEngine:
             "vision": self.config.vision,
             "media": self.media,
             "requests": {"running": len(self.requests), "waiting": 0},
+            "started": len(self.started),
             "begun": sum(done > 0 for _, done in self.requests.values()),
             "generated": self.generated,
             "aborted": self.aborted,

@@ -167,6 +167,17 @@ BODIES: list[tuple[str, dict[str, Any], int]] = [
 ]  # fmt: skip
 """(path of the API, a body of it that is valid, how often it is sent compared with the others)."""
 
+ODD_NAMES = (
+    "self", "messages", "conversation", "conversations", "add_generation_prompt", "tools", "documents", "chat_template",
+    "kwargs", "args", "cls", "request", "params", "data", "body", "__class__", "__init__", "", " ", "a b", "a.b",
+    "a[0]",
+    "\x00", "é💥", "$ref", "None", "max_drafts", "prompt", "stream", "n", "text", "x" * 300, "x" * 100_000,
+)  # fmt: skip
+"""Names that are somebody's argument, field or syntax."""
+
+MAX_CHARS = 4 << 20
+"""Characters of a body that is sent."""
+
 PICTURES = ("image_url", "input_image", "image")
 
 NEEDED = (
@@ -210,6 +221,42 @@ def odd_values() -> list[Any]:
         {"type": "json_schema", "json_schema": {"schema": {"type": "wibble"}}},
         list(range(600)), ["x"] * 2000, {str(i): 1 for i in range(400)},
     ]  # fmt: skip
+
+
+def odd_lists(chance: random.Random) -> list[Any]:
+    """Numbers at powers of two ± 1, and lists whose elements, number or size is wrong."""
+    powers = [sign * (2**power + off) for power in range(1, 66) for off in (-1, 0, 1) for sign in (1, -1)]
+    numbers = chance.sample(powers, 60)
+    elements: list[Any] = [1, "a", None, {}, [], 1.5, True, Raw("NaN"), 2**63, "x" * 2000, [1, "a"], {"a": []}]
+    mixed = [[chance.choice(elements) for _ in range(chance.choice([1, 2, 17, 300, 5000]))] for _ in range(20)]
+    alike = [[element] * count for element in elements[:7] for count in (1, 257, 20_000)]
+    objects = [{f"{name}{i}": 1 for i in range(count)} for name in ("a", "x" * 300) for count in (1, 65, 5000)]
+    return [
+        *numbers,
+        *([one] for one in numbers[:20]),
+        *mixed,
+        *alike,
+        *objects,
+        "x" * 200_000,
+        Raw('"' + "\\n" * 99_999 + '"'),
+    ]
+
+
+def renamed(body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
+    """``body`` with a field of an odd name in some object, or an odd name in place of one."""
+    changed = copy.deepcopy(body)
+    found: list[dict[str, Any]] = [changed]
+    for path in places(changed):
+        inner: Any = changed
+        for key in path:
+            inner = inner[key]
+        found += [inner] if isinstance(inner, dict) else []
+    inner, name = chance.choice(found), chance.choice(ODD_NAMES)
+    if inner is changed and name in NEEDED:
+        return changed
+    value = inner.pop(chance.choice(list(inner))) if inner and inner is not changed and chance.random() < 0.5 else "x"
+    inner[name] = value
+    return changed
 
 
 def odd_tensors() -> list[Any]:
@@ -266,7 +313,8 @@ def without_pictures(value: Any) -> Any:
 
 def bodies(count: int, seed: int) -> Iterator[tuple[str, str]]:
     """(path of the API, body): each odd value in some place of a body, some bodies with several, cut or garbled."""
-    chance, values = random.Random(seed), odd_values()
+    chance = random.Random(seed)
+    values = [*odd_values(), *odd_lists(chance)]
     for tensor in odd_tensors():
         if count > len(values):
             yield "/v1/completions", json.dumps({"prompt_embeds": encoded(tensor), "max_tokens": 2})
@@ -282,7 +330,11 @@ def bodies(count: int, seed: int) -> Iterator[tuple[str, str]]:
             kept[
                 chance.choice(["tools", "wibble", "suffix", "guided_json", "guided_regex", "\x00", "response_format"])
             ] = chance.choice(values)
+        if chance.random() < 0.2:
+            kept = renamed(kept, chance)
         text = write(kept)
+        if len(text) > MAX_CHARS:  # an odd list in every place of another
+            continue
         if chance.random() < 0.05:
             at = chance.randrange(len(text))
             text = text[:at] + chance.choice(["", "\x00", "]", '"', "\\ud800"]) + text[at + chance.randrange(3) :]

@@ -35,6 +35,7 @@ def main() -> None:
         settings["load"] = LoadLimits(**settings["load"], client=client)
     scale = [field.name for field in dataclasses.fields(ReplicaSettings)]
     settings["scale"] = ReplicaSettings(**{name: options.pop(name) for name in scale if name in options})
+    settings.setdefault("restart_engine", settings["scale"].several)
     if "media" in settings:
         settings["media"] = MediaSettings.of(**settings["media"])
     if options.pop("fetches_loopback", False):  # pictures of the tests' own host

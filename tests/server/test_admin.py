@@ -86,7 +86,7 @@ def test_abort_before_the_engine_has_the_request() -> None:
         stream: TokenStream | None = None
 
         async def submit(self, request: EngineRequest, *_: object) -> TokenStream:
-            self.stream = TokenStream(request, True, lambda name: None)
+            self.stream = TokenStream(request, lambda name: None)
             return self.stream
 
         def cancel(self, request_id: str) -> None:

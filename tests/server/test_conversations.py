@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.conftest import Server
 from unisono.server.errors import ApiError
-from unisono.server.responses_api.body import shortened
+from unisono.server.responses_api.body import since, turns
 from unisono.server.responses_api.conversations import Conversation, ConversationStore
 
 WHOLE = {"ignore_eos": True, "skip_special_tokens": False}
@@ -113,9 +113,13 @@ def test_what_goes_is_whole_turns() -> None:
         for role, text in (("system", "s"), ("user", "1"), ("user", "2"), ("assistant", "a"))
     )
     items = [system, one, call, output, said, two]
-    assert shortened([one, said, *items[1:]]) == [[one, said, *items[1:]], items[1:], [two]]
-    assert shortened(items) == [items, [system, two]]
-    assert shortened([one]) == [[one]]
+
+    def shortened(given: list[Any]) -> list[list[Any]]:
+        return [since(given, start) for start in turns(given)]
+
+    assert shortened([one, said, *items[1:]]) == [items[1:], [two]]
+    assert shortened(items) == [[system, two]]
+    assert shortened([one]) == []
 
 
 def test_the_store_is_bounded() -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import base64
 import io
 import pickle
+import random
 import zipfile
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from tests.server.conftest import PLAIN, Server, Start, servers, serving
 from unisono.llm import LLM
-from unisono.types import SamplingParams
+from unisono.server.embeds import load_embeds
+from unisono.types import BadRequest, SamplingParams
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 FLAGS = ("--enable-prompt-embeds", "--enable-return-hidden-states")
@@ -180,7 +183,7 @@ ROWS = torch.zeros(2, 6)
         (encoded(torch.zeros(6)), ["shape (6,)", "[tokens, hidden]"]),
         (encoded(torch.zeros(2, 2, 6)), ["shape (2, 2, 6)"]),
         (encoded(ROWS.double()), ["dtype torch.float64", "float32, float16, bfloat16"]),
-        (encoded(ROWS.to_sparse()), ["sparse"]),
+        (encoded(ROWS.to_sparse()), ["dense"]),
         ([encoded(ROWS), "%%%"], ["not base64"]),
     ],
 )
@@ -237,9 +240,101 @@ def test_embeddings_that_do_not_fit_the_model(tiny: Server) -> None:
     assert_refused(tiny.http.post(TEXT, json=body), "prompt_logprobs", "at 1 stands an embedding")
 
 
+# ---- nothing is unpickled ---------------------------------------------------------------------------
+
+
+def archive(described: bytes, data: bytes = b"", pad: int = 0, compression: int = zipfile.ZIP_STORED) -> bytes:
+    """An archive as torch.save's, with a pickle of one's own."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", compression) as made:
+        made.writestr("archive/data.pkl", b"\x80\x02" + described + b".")
+        made.writestr("archive/byteorder", "little")
+        made.writestr("archive/data/0", data)
+        made.writestr("archive/pad", bytes(pad))
+    return file.getvalue()
+
+
+def call(module: str, name: str, arguments: bytes) -> bytes:
+    return b"c" + module.encode() + b"\n" + name.encode() + b"\n(" + arguments + b"tR"
+
+
+def number(value: int) -> bytes:
+    size = value.bit_length() // 8 + 1
+    return b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (archive(call("builtins", "bytearray", number(1 << 40))), "builtins.bytearray"),
+        (archive(call("torch", "FloatTensor", number(1) + number(6)), pad=4096), "torch.FloatTensor"),
+        (archive(call("torch", "FloatStorage", number(1 << 30))), "torch.FloatStorage"),
+        (archive(b"]" + b"q\x00h\x00" * 100 + b"2" * 9), "DUP describes no tensor"),
+        (archive(b"}", compression=zipfile.ZIP_DEFLATED), "compressed"),
+        (archive(b"N" * 20_000), "description has 20003 bytes"),
+        (archive(b"t"), "cannot be loaded"),
+    ],
+    ids=["bytearray", "FloatTensor", "FloatStorage", "DUP", "deflated", "long", "no mark"],
+)
+def test_pickles_are_followed_not_run(data: bytes, says: str) -> None:
+    with pytest.raises(BadRequest, match=says):
+        load_embeds(base64.b64encode(data).decode(), 512, 6, "prompt_embeds")
+
+
+def test_every_number_comes_from_the_body() -> None:
+    """A tensor of a changed archive is a part of its bytes, whatever it claims."""
+    rows = torch.arange(60, dtype=torch.float32).reshape(10, 6) + 1
+    plain = base64.b64decode(encoded(rows))
+    with zipfile.ZipFile(io.BytesIO(plain)) as opened:
+        described = next(opened.read(name) for name in opened.namelist() if name.endswith("data.pkl"))[2:-1]
+    chance, taken, known = random.Random(3), 0, {0.0, *rows.flatten().tolist()}
+    for _ in range(3000):
+        changed = bytearray(described)
+        for _ in range(chance.randrange(1, 4)):
+            changed[chance.randrange(len(changed))] = chance.choice(
+                [0, 1, 2, 6, 10, 60, 61, 255, chance.randrange(256)]
+            )
+        try:
+            found = load_embeds(base64.b64encode(archive(bytes(changed), rows.numpy().tobytes())).decode(), 512, 6, "p")
+        except BadRequest:
+            continue
+        taken += 1
+        assert found.numel() * found.element_size() <= rows.nbytes
+        if found.dtype is torch.float32:
+            assert set(found.flatten().tolist()) <= known
+    assert taken > 100
+
+
+def test_forms_of_tensors() -> None:
+    """safetensors, and torch.save of views, parameters and half precision."""
+    rows = torch.randn(10, 6)
+    for one in (rows, rows.half(), rows.bfloat16(), rows[2:5], torch.randn(6, 10).t(), torch.nn.Parameter(rows)):
+        written = safetensors.torch.save({"x": one.detach().contiguous()})
+        for text in (encoded(one), base64.b64encode(written).decode()):
+            found = load_embeds(text, 512, 6, "prompt_embeds")
+            assert found.dtype == one.dtype
+            assert torch.equal(found, one.detach())
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        (b'{"a":{"dtype":"F32","shape":[1000000,6],"data_offsets":[0,48]}}', r"shape \(1000000, 6\)"),
+        (b'{"a":{"dtype":"F32","shape":[2,6],"data_offsets":[0,480]}}', "48 bytes of numbers"),
+        (b'{"a":{"dtype":"F32","shape":[-2,-6],"data_offsets":[0,48]}}', "48 bytes of numbers"),
+        (b'{"a":{"dtype":"I64","shape":[6],"data_offsets":[0,48]}}', "one tensor of F32"),
+        (b'{"a":1}', "one tensor of F32"),
+        (b"{" * 60_000, "one tensor of F32"),
+    ],
+)
+def test_broken_safetensors(header: bytes, says: str) -> None:
+    data = len(header).to_bytes(8, "little") + header + bytes(48)
+    with pytest.raises(BadRequest, match=says):
+        load_embeds(base64.b64encode(data).decode(), 512, 6, "prompt_embeds")
+
+
 def test_so_many_hidden_states(fake: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono.server import serving
-    from unisono.types import BadRequest
 
     monkeypatch.setattr(serving, "MAX_HIDDEN_NUMBERS", 60)
     asked = SamplingParams(return_hidden_states=True, max_tokens=4)

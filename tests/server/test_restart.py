@@ -20,8 +20,7 @@ from tests.server.fake_engine import Trick
 from unisono.server.heartbeat import Watch
 from unisono.server.restarts import Restarts
 from unisono.server.run import ServerSettings
-from unisono.server.token_stream import TokenStream
-from unisono.types import ConfigError, EngineRequest, FinishReason, SamplingParams, TokenDelta, Vectors
+from unisono.types import ConfigError
 
 TEXT = "/v1/completions"
 WHOLE = {"prompt": [5, 6, 7], "max_tokens": 50, "return_token_ids": True, "logprobs": 2, "seed": 1}
@@ -66,9 +65,9 @@ def files(pid: int) -> int:
 
 
 def test_a_real_engine_comes_back(tmp_path: Path) -> None:
-    """After ``kill -9`` the next engine process gives the same answers."""
+    """After ``kill -9`` the next engine process gives the same answers, without a flag."""
     ask = {"model": "tiny", "prompt": "Tom has 3 boxes of", "max_tokens": 12, "temperature": 0.7, "seed": 3}
-    flags = ("--restart-engine", "--max-num-seqs", "2", "--max-model-len", "256", *PLAIN)
+    flags = ("--max-num-seqs", "2", "--max-model-len", "256", *PLAIN)
     with serving(tmp_path, "tiny", *flags) as server:
         before = server.http.post(TEXT, json=ask).json()["choices"]
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
@@ -92,20 +91,28 @@ def test_an_engine_that_dies_or_stops_is_started_again(
         heartbeat_timeout=30 if how == signal.SIGKILL else 1,
         drain_timeout=1,
         hold_file=str(hold),
+        slots=3,
     )
     quiet = server.http.post(TEXT, json=WHOLE).json()["choices"]
     engine = server.info()["pid"]
     begun = pool.submit(read_stream, server, max_tokens=400)
-    whole = pool.submit(server.http.post, TEXT, json=WHOLE)
+    whole = pool.submit(server.http.post, TEXT, json={**WHOLE, "max_tokens": 400})
     until(lambda: server.info()["begun"] == 2)  # one client has seen tokens, the other waits for all
     hold.touch()
-    waiting = pool.submit(read_stream, server)
+    fresh = pool.submit(read_stream, server)  # it has a slot and no token
     running(server, 3)
+    until(lambda: server.info()["started"] == 4)
+    waiting = pool.submit(read_stream, server)
+    queued = pool.submit(server.http.post, TEXT, json=WHOLE)
+    running(server, 5)
     os.kill(engine, how)
     events = begun.result(60)  # it ends before the engine is back, as the answers below show
     hold.unlink()
     says = "was killed by SIGKILL" if how == signal.SIGKILL else "no heartbeat for 1 s"
-    assert says in events[-1]["error"]["message"]
+    for error in (events[-1]["error"], fresh.result(60)[-1]["error"], whole.result(60).json()["error"]):
+        assert says in error["message"]
+        assert "not run again by itself" in error["message"]
+    assert whole.result().status_code == 500
     refused = [server.http.get("/health"), server.http.post(TEXT, json=WHOLE)]
     for response in refused:
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_restarting")
@@ -113,14 +120,14 @@ def test_an_engine_that_dies_or_stops_is_started_again(
         assert 1 <= int(response.headers["retry-after"]) < 60
     assert metrics(server)["engine_up"] == 0
     until(lambda: healthy(server), UP_AGAIN)
-    assert whole.result(60).json()["choices"] == quiet, "with its log-probabilities, and nothing twice"
+    assert queued.result(60).json()["choices"] == quiet
     assert tokens(waiting.result(60)) == quiet[0]["token_ids"]
     assert server.info()["pid"] != engine
     assert not alive(engine)
     assert metrics(server) == {"engine_restarts_total": 1, "request_retries_total": 2, "engine_up": 1}
     log = server.log.read_text()
     assert ("Watchdog: " in log) == (how == signal.SIGSTOP)
-    assert "1 requests ended, 2 will run again" in log
+    assert "3 requests ended, 2 will run again" in log
     assert "The engine is back after" in log
     server.signal()
     assert server.wait() == 0
@@ -152,7 +159,7 @@ def test_heartbeats_go_on_while_a_step_holds_pythons_lock(start: Start) -> None:
     assert "Watchdog" not in server.log.read_text()
 
 
-def test_a_request_that_kills_engines_is_tried_twice(start: Start) -> None:
+def test_a_request_that_kills_an_engine_is_not_tried_again(start: Start) -> None:
     server = start(restart_engine=True)
     assert server.http.post(TEXT, json=WHOLE).status_code == 200
     open_files = files(server.process.pid)
@@ -161,7 +168,7 @@ def test_a_request_that_kills_engines_is_tried_twice(start: Start) -> None:
     assert "SIGKILL" in response.json()["error"]["message"]
     until(lambda: healthy(server), UP_AGAIN)
     assert server.http.post(TEXT, json=WHOLE).status_code == 200
-    assert metrics(server) == {"engine_restarts_total": 2, "request_retries_total": 1, "engine_up": 1}
+    assert metrics(server) == {"engine_restarts_total": 1, "request_retries_total": 0, "engine_up": 1}
     assert files(server.process.pid) == open_files, "sockets and pipes of dead processes are closed"
 
 
@@ -182,10 +189,17 @@ def test_a_crash_loop_is_given_up(start: Start) -> None:
 def test_an_engine_that_cannot_start_again(start: Start, pool: ThreadPoolExecutor, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     server = start(
-        restart_engine=True, max_engine_restarts=1, step_seconds=0.05, load_error="no weights", error_file=str(broken)
+        restart_engine=True,
+        max_engine_restarts=1,
+        step_seconds=0.05,
+        slots=1,
+        load_error="no weights",
+        error_file=str(broken),
     )
+    pool.submit(server.http.post, TEXT, json={**WHOLE, "max_tokens": 400})
+    until(lambda: server.info()["begun"] == 1)
     whole = pool.submit(server.http.post, TEXT, json={**WHOLE, "max_tokens": 400})
-    running(server, 1)
+    running(server, 2)
     broken.touch()
     os.kill(server.info()["pid"], signal.SIGKILL)
     assert "no weights; it was restarted 1 times" in whole.result(60).json()["error"]["message"]
@@ -196,21 +210,26 @@ def test_an_engine_that_cannot_start_again(start: Start, pool: ThreadPoolExecuto
 
 def test_draining_while_the_engine_restarts(start: Start, pool: ThreadPoolExecutor) -> None:
     """A request that will run again is waited for."""
-    server = start(restart_engine=True, step_seconds=0.02, load_seconds=1)
+    server = start(restart_engine=True, step_seconds=0.02, load_seconds=1, slots=1)
+    long = pool.submit(server.http.post, TEXT, json={**WHOLE, "max_tokens": 400})
+    until(lambda: server.info()["begun"] == 1)
     whole = pool.submit(server.http.post, TEXT, json=WHOLE)
-    running(server, 1)
+    running(server, 2)
     os.kill(server.info()["pid"], signal.SIGKILL)
     until(lambda: not healthy(server))
     server.signal()
+    assert long.result(60).status_code == 500
     assert whole.result(60).json()["usage"]["completion_tokens"] == WHOLE["max_tokens"]
     assert server.wait() == 0
 
 
 @pytest.mark.parametrize("signals", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_ctrl_c_while_the_engine_restarts(start: Start, pool: ThreadPoolExecutor, signals: int) -> None:
-    server = start(restart_engine=True, step_seconds=0.05, load_seconds=2, drain_timeout=0.5)
+    server = start(restart_engine=True, step_seconds=0.05, load_seconds=2, drain_timeout=0.5, slots=1)
+    pool.submit(server.http.post, TEXT, json={**WHOLE, "max_tokens": 400})
+    until(lambda: server.info()["begun"] == 1)
     whole = pool.submit(server.http.post, TEXT, json={**WHOLE, "max_tokens": 400})
-    running(server, 1)
+    running(server, 2)
     os.kill(server.info()["pid"], signal.SIGKILL)
     until(lambda: not healthy(server))
     for _ in range(signals):
@@ -221,32 +240,6 @@ def test_ctrl_c_while_the_engine_restarts(start: Start, pool: ThreadPoolExecutor
         assert "--drain-timeout" in whole.result(60).json()["error"]["message"]
     assert "Traceback" not in server.log.read_text()
     until(lambda: [path.name for path in server.temp.iterdir() if path.name != "log"] == [])
-
-
-def test_what_a_second_run_brings_goes_on_where_the_first_ended() -> None:
-    """Log-probabilities, hidden states and other features' values are cut where the tokens are."""
-
-    def delta(ids: list[int], finish: FinishReason = FinishReason.RUNNING, first: bool = False) -> TokenDelta:
-        rows = len(ids) - first
-        states = Vectors("float16", 2, bytes(i for t in ids[len(ids) - rows :] for i in (t, 0, t, 0)))
-        return TokenDelta("r", ids, finish, cached_tokens=3 * first, hidden_states=states, extra={"x": ids[:]})
-
-    async def replayed(second: list[TokenDelta]) -> TokenDelta:
-        stream = TokenStream(EngineRequest("r", [1], SamplingParams(seed=0)), False, lambda request_id: None)
-        stream.push(delta([1, 2, 3], first=True))
-        await stream.take()
-        assert stream.retry()
-        assert not stream.retry(), "once"
-        for one in second:
-            stream.push(one)
-        return await stream.take()
-
-    end = FinishReason.LENGTH
-    rest = asyncio.run(replayed([delta([1], first=True), delta([2]), delta([3, 4]), delta([5], end)]))
-    assert (rest.token_ids, rest.finish, rest.extra, rest.cached_tokens) == ([4, 5], end, {"x": [4, 5]}, 0)
-    assert rest.hidden_states == Vectors("float16", 2, bytes([4, 0, 4, 0, 5, 0, 5, 0]))
-    with pytest.raises(Exception, match="brought other tokens than before"):
-        asyncio.run(replayed([delta([1, 2, 9, 4], first=True)]))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +254,8 @@ def test_what_a_second_run_brings_goes_on_where_the_first_ended() -> None:
 def test_bad_flags(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         ServerSettings(Path(), ("m",), **given).restarts()
-    assert ServerSettings(Path(), ("m",)).restarts() is None
+    assert ServerSettings(Path(), ("m",)).restarts() == Restarts(5, 600.0), "an engine is started again by default"
+    assert ServerSettings(Path(), ("m",), restart_engine=False).restarts() is None
 
 
 def test_restarts_are_counted_in_a_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_messages_without_end_leave_turns_to_responses(monkeypatch: pytest.Monke
 
 def test_deltas_that_pile_up_come_as_one() -> None:
     async def work() -> TokenDelta:
-        stream = TokenStream(EngineRequest("r", [1], SamplingParams(seed=0)), True, lambda name: None)
+        stream = TokenStream(EngineRequest("r", [1], SamplingParams(seed=0)), lambda name: None)
         for number in range(3):
             stream.push(TokenDelta("r", [number], drafted_tokens=2, accepted_tokens=number))
         stream.push(TokenDelta("r", [3, 4], FinishReason.LENGTH))

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from unisono.engine.failures import RequestErrors, culprits, is_engine_error, kept
 from unisono.engine.progress import Progress
-from unisono.engine.sequence import Chunk, Extend, Pass, Preparation, Round, RowGrowth, Verify
+from unisono.engine.sequence import Chunk, Extend, Pass, Preparation, Round, RowGrowth, Rows, Verify
 from unisono.passes.extend import prompt_program
 from unisono.passes.features.base import Feature, HostPass, PassKind, Row
 from unisono.passes.round import growth_names
@@ -34,6 +35,8 @@ class Launched:
     work: Extend | Preparation | Round
     kind: LaunchedKind
     outputs: PendingOutputs
+    dropped: frozenset[int] = frozenset()
+    """Ids of the states of requests that failed while the batch was built. They have padding in their rows."""
 
     def wait(self) -> dict[str, np.ndarray]:
         """int32 arrays: ``result [rows, width + 2]``: count, status, tokens; ``drafted [rows]``, of a round: drafts
@@ -47,16 +50,25 @@ class Launcher:
 
     def __init__(self, runner: Runner, progress: Progress) -> None:
         self._runner, self._progress = runner, progress
+        self._dropped: frozenset[int] = frozenset()
 
-    def launch(self, work: Pass) -> Launched:
-        """Put a pass on the device and return at once."""
+    def launch(self, work: Pass, dropped: frozenset[int] = frozenset()) -> Launched:
+        """Put a pass on the device and return at once.
+
+        Raises RequestErrors, with nothing launched of the pass, for requests that cannot be part of it. Once those have
+        given their slots back the pass can be launched without them: ``dropped`` has the ids of all their states.
+        """
+        self._dropped = dropped
+        return replace(self._launched(work), dropped=dropped)
+
+    def _launched(self, work: Pass) -> Launched:
         if isinstance(work, Extend):
             return Launched(work, "mixed" if work.decodes else "extend", self._extend(work))
         if isinstance(work, Preparation):
             return Launched(work, "preparation", self._launch(work.ahead.key, dict(work.ahead.batch)))
         if isinstance(work, Verify):
             return Launched(work.round, "verify", self._verify(work.round, work.drafts))
-        if work.catching_up:
+        if work.catching_up and not self._dropped:  # else it has
             slots = work.catching_up.slots
             self._launch(self._runner.catch_up_key(len(slots)), {"slots": slots})
         if not work.reads_drafts:
@@ -74,13 +86,13 @@ class Launcher:
 
     def _round(self, work: Round) -> PendingOutputs:
         rows = len(work.rows)
-        features, fields = _asked(work.rows.asked, "round", rows)
+        features, fields = self._asked(work.rows.asked, "round", rows)
         key = self._runner.round_key(rows, work.drafts)
         return self._launch(replace(key, features=key.features | features), self._round_batch(work) | fields)
 
     def _verify(self, work: Round, drafts: np.ndarray) -> PendingOutputs:
         rows, features = len(work.rows), self._runner.features
-        more, fields = _asked(work.rows.asked, "verify", rows, drafts=drafts)
+        more, fields = self._asked(work.rows.asked, "verify", rows, drafts=drafts)
         key = Key("verify", Shape(rows, 1 + work.drafts), features | more)
         return self._launch(key, self._round_batch(work) | {"drafts": drafts} | fields)
 
@@ -92,36 +104,73 @@ class Launcher:
         rows, slots, growth = len(work.rows), work.rows.slots, work.growth
         live = self._progress.owned(slots, work.rows.owners)
         if not live.all():
-            slots = np.where(live, slots, self._runner.worker.slots.padding)
+            slots = self._live(work.rows)
             growth = {lifetime: [each for each in grown if live[each[0]]] for lifetime, grown in growth.items()}
         return {"slots": slots, **_growth_batch(growth, rows)}
 
+    def _live(self, rows: Rows) -> np.ndarray:
+        """[R]: each request's slot; the padding slot for one that has ended."""
+        return np.where(self._progress.owned(rows.slots, rows.owners), rows.slots, self._runner.worker.slots.padding)
+
     def _extend(self, work: Extend) -> PendingOutputs:
         runner, chunks = self._runner, work.chunks
+        padding = runner.worker.slots.padding
+        slots = [c.sequence.slot if c.sequence.pages is not None else padding for c in chunks]
         edges = [0, *itertools.accumulate(c.end - c.start for c in chunks)]
         total = edges[-1]
         token_ids, next_ids = _token_ids(chunks)
         batch: Batch = {
             "token_ids": token_ids,
             "next_ids": next_ids,
-            "slots": [c.sequence.slot for c in chunks],
+            "slots": slots,
             # The rows that no request uses are empty: they begin where the tokens end.
             "query_start": edges + [total] * (runner.max_extend_rows - len(chunks)),
             "start": [c.start for c in chunks],
-            "sample_slots": [c.sequence.slot if c.last else runner.worker.slots.padding for c in chunks],
+            "sample_slots": [slot if c.last else padding for slot, c in zip(slots, chunks, strict=True)],
             "last": [edge - 1 for edge in edges[1:]],
         }
         if work.decodes:
-            batch |= {"decode_slots": work.decodes.slots, **_growth_batch(work.growth, len(work.decodes))}
-            features, fields = _asked(work.asked, "mixed", len(work.decodes) + len(chunks), total)
+            live = self._progress.owned(work.decodes.slots, work.decodes.owners)
+            growth = {lifetime: [each for each in grown if live[each[0]]] for lifetime, grown in work.growth.items()}
+            batch |= {"decode_slots": self._live(work.decodes), **_growth_batch(growth, len(work.decodes))}
+            features, fields = self._asked(work.asked, "mixed", len(work.decodes) + len(chunks), total)
             mixed = runner.mixed_key(total, work.room)
             key = replace(mixed, features=mixed.features | features)
         else:
-            features, fields = _asked(work.asked, "extend", len(chunks), total)
+            features, fields = self._asked(work.asked, "extend", len(chunks), total)
             features = features | runner.features if work.asked else runner.features
             key = Key(prompt_program(features), Shape(total), features)
         # The budget of prompt passes learns from the times of full ones.
         return self._launch(key, batch | fields, work.waited, timed=work.full)
+
+    def _asked(
+        self,
+        asked: Mapping[Feature, Sequence[Row]],
+        kind: PassKind,
+        count: int,
+        tokens: int = 0,
+        drafts: np.ndarray | None = None,
+    ) -> tuple[Features, Batch]:
+        """Features of a pass that its requests use, and their fields of the batch. Raises RequestErrors."""
+        features, fields = NO_FEATURES, Batch()
+        for feature, every in asked.items():
+            if not (rows := kept(every, self._dropped)):
+                continue
+            more, values = _filled(feature, HostPass(kind, rows, count, tokens, drafts))
+            features |= more
+            fields |= values
+        return features, fields
+
+
+def _filled(feature: Feature, host: HostPass) -> tuple[Features, Mapping[str, object]]:
+    """``feature.fill(host)``. Raises RequestErrors for the requests that it fails for."""
+    try:
+        return feature.fill(host)
+    except Exception as error:
+        if is_engine_error(error):
+            raise
+        found = culprits(host.rows, lambda row: feature.fill(replace(host, rows=[row])))
+        raise RequestErrors([row.state for row in found], error) from error
 
 
 def _growth_batch(growth: Mapping[int, list[RowGrowth]], rows: int) -> Batch:
@@ -138,22 +187,6 @@ def _growth_batch(growth: Mapping[int, list[RowGrowth]], rows: int) -> Batch:
     return batch
 
 
-def _asked(
-    asked: dict[Feature, list[Row]],
-    kind: PassKind,
-    count: int,
-    tokens: int = 0,
-    drafts: np.ndarray | None = None,
-) -> tuple[Features, Batch]:
-    """What a pass needs for the features that its requests ask for, and the fields of its batch."""
-    features, fields = NO_FEATURES, Batch()
-    for feature, rows in asked.items():
-        more, values = feature.fill(HostPass(kind, rows, count, tokens, drafts))
-        features |= more
-        fields |= values
-    return features, fields
-
-
 def _token_ids(chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray]:
     """The chunks' tokens and the token after each of them, int32 [total]; 0 where it is not sampled yet.
 
@@ -161,6 +194,9 @@ def _token_ids(chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray]:
     """
     ids = []
     for chunk in chunks:
+        if chunk.sequence.pages is None:  # it failed while the batch was built
+            ids.append(np.zeros(chunk.end - chunk.start + 1, dtype=np.int32))
+            continue
         tokens = chunk.sequence.tokens[chunk.start : chunk.end + 1]
         if len(tokens) == chunk.end - chunk.start:
             tokens.append(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -27,6 +27,7 @@ from unisono.engine.batch import Launched, Launcher
 from unisono.engine.default_drafts import with_default_drafts
 from unisono.engine.device_state import DeviceState, StateSizes
 from unisono.engine.draft_controller import DraftController
+from unisono.engine.failures import Failures, RequestErrors, is_engine_error, kept
 from unisono.engine.mixing import Mixing
 from unisono.engine.offload import make_offload
 from unisono.engine.prefill_client import RemotePrompt
@@ -43,7 +44,15 @@ from unisono.request_checks import check_request
 from unisono.state.offload import PAUSE_SECONDS, Offload
 from unisono.state.pages import PagePool
 from unisono.state.specs import ALL
-from unisono.types import BadRequest, ConfigError, EngineDead, EngineRequest, FinishReason, SamplingParams, TokenDelta
+from unisono.types import (
+    BadRequest,
+    ConfigError,
+    EngineDead,
+    EngineRequest,
+    FinishReason,
+    SamplingParams,
+    TokenDelta,
+)
 
 NOTHING = np.empty((0, 2), dtype=np.int32)
 """The result of a pass that commits nothing."""
@@ -59,6 +68,8 @@ RUNNING = int(FinishReason.RUNNING)
 class Engine:
     """An engine in this process. Not thread-safe: one thread calls ``add``, ``abort`` and ``step``.
 
+    ``admitted`` is called with the ids of requests that have got a slot, before the first pass that may compute them.
+
     Raises CheckpointError and ConfigError for what cannot be served.
     """
 
@@ -71,6 +82,7 @@ class Engine:
         self.checkpoint = checkpoint
         self._offload: Offload | None = None
         self.roles = Roles()
+        self.admitted: Callable[[list[str]], None] = lambda request_ids: None
         with torch.inference_mode():
             self.runner = Runner(resolved, checkpoint, progress)
             self.worker = self.runner.worker
@@ -115,8 +127,10 @@ class Engine:
             runner.pass_ms,
             Mixing(runner, self.draft_controller),
             runner.filling,
+            self._failed,
         )
         self.arrivals = Arrivals()
+        self.failures = Failures()
         self._launcher = Launcher(self.runner, slots.progress)
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: Launched | None = None
@@ -131,17 +145,18 @@ class Engine:
     # ---- requests -----------------------------------------------------------------------------
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises BadRequest, leaving the engine as it was, for one that cannot run."""
-        request, states = self._checked(request)
-        limit = self.config.max_model_len
-        if request.params.max_tokens is not None:
-            limit = min(limit, len(request.prompt_token_ids) + request.params.max_tokens)
-        sequence = Sequence(request, list(request.prompt_token_ids), limit, next(self._order), states)
-        if request.shares_with is not None:
-            sequence.leader = self._sequences.get(request.shares_with)
-        self._sequences[request.request_id] = sequence
-        self._arrive(sequence)
-        self.counters.requests += 1
+        """Queue a request. Raises BadRequest for one that cannot run. Whatever it raises, the engine is as it was."""
+        with self.failures.arriving():
+            request, states = self._checked(request)
+            limit = self.config.max_model_len
+            if request.params.max_tokens is not None:
+                limit = min(limit, len(request.prompt_token_ids) + request.params.max_tokens)
+            sequence = Sequence(request, list(request.prompt_token_ids), limit, next(self._order), states)
+            if request.shares_with is not None:
+                sequence.leader = self._sequences.get(request.shares_with)
+            self._arrive(sequence)
+            self._sequences[request.request_id] = sequence
+            self.counters.requests += 1
 
     def _arrive(self, sequence: Sequence) -> None:
         """Queue a request, once what it has to wait for is there."""
@@ -241,7 +256,8 @@ class Engine:
     def step(self) -> list[TokenDelta]:
         """Launch the next pass, then read the one before it; returns the tokens that it brought.
 
-        Where the next pass depends on what the one before it brings, it is the other way round.
+        Where the next pass depends on what the one before it brings, it is the other way round. A request whose own
+        error it meets ends with that error, the others go on (``failures.py``); what it raises ends the engine.
         """
         deltas: list[TokenDelta] = []
         self._let_in()
@@ -253,6 +269,9 @@ class Engine:
         self._in_flight = launched
         if launched is None:
             self._pause()
+        if self.failures:
+            deltas += self.failures.take()
+            self.check_integrity()
         return deltas if self.roles.service is None else self.roles.service.finished(deltas)
 
     def _pause(self) -> None:
@@ -273,13 +292,38 @@ class Engine:
 
     def _next_pass(self) -> Pass | None:
         """The next pass to launch, if any. Where no request is left it is not looked for: tokens are to be returned."""
-        return self.draft_controller.launching(self.scheduler.schedule() if self.scheduler.has_work else None)
+        work = self.scheduler.schedule() if self.scheduler.has_work else None
+        if self.scheduler.started:
+            self.admitted(self.scheduler.started)
+            self.scheduler.started = []
+        return self.draft_controller.launching(work)
 
     def _launch(self, work: Pass) -> Launched:
-        launched = self._launcher.launch(work)
+        dropped: frozenset[int] = frozenset()
+        while True:
+            try:
+                launched = self._launcher.launch(work, dropped)
+                break
+            except RequestErrors as error:
+                failing = self._owners(error.states)
+                if not failing:
+                    raise error.cause from None
+                for sequence in failing:
+                    dropped |= {id(state) for state in sequence.states.values()}
+                    self.scheduler.fail(sequence, "batch", error.cause)
         if launched.kind == "draft" and isinstance(work, Round):
             self.scheduler.drafting(work)
         return launched
+
+    def _failed(self, sequence: Sequence, stage: str, error: Exception) -> None:
+        """Note that a request ends with an error of its own. Raises it where it is the engine's."""
+        self.failures.add(sequence.request_id, stage, error)
+        self._sequences.pop(sequence.request_id, None)
+
+    def _owners(self, states: Iterable[Any]) -> list[Sequence]:
+        """The requests that have slots and one of these states."""
+        wanted = {id(state) for state in states}
+        return [one for one in self.scheduler.active if any(id(state) in wanted for state in one.states.values())]
 
     def _read_in_flight(self) -> list[TokenDelta]:
         """Read the pass in flight, if there is one."""
@@ -295,14 +339,25 @@ class Engine:
         self.draft_controller.read(work, result)
         self.scheduler.budget.read(work, launched.outputs.device_ms)
         if isinstance(work, Extend):
-            for chunk in work.chunks:
-                if chunk.sequence.finish is FinishReason.RUNNING:
-                    self.scheduler.commit_prompt(chunk)
-                    if self.roles.service is not None:
-                        self.roles.service.committed(chunk.sequence)
-            for feature, rows in work.asked.items():
-                feature.read_prompt(rows, outputs)
+            self._read_prompts(work, launched.dropped, outputs)
         return self._commit(launched, outputs, result)
+
+    def _read_prompts(self, work: Extend, dropped: Collection[int], outputs: Mapping[str, np.ndarray]) -> None:
+        """Take what a prompt pass brought of each prompt."""
+        for chunk in work.chunks:
+            if chunk.sequence.finish is FinishReason.RUNNING:
+                self.scheduler.commit_prompt(chunk)
+                if self.roles.service is not None:
+                    self.roles.service.committed(chunk.sequence)
+        for feature, every in work.asked.items():
+            rows = kept(every, dropped)
+            try:
+                feature.read_prompt(rows, outputs)
+                failing = {id(row.state): error for row in rows for error in row.errors}
+            except Exception as error:
+                failing = {id(row.state): error for row in rows}
+            for sequence in self._owners([row.state for row in rows if id(row.state) in failing]):
+                self.scheduler.fail(sequence, "result", failing[id(sequence.states[feature])])
 
     def _commit(self, launched: Launched, outputs: Mapping[str, np.ndarray], result: np.ndarray) -> list[TokenDelta]:
         """Add what a pass committed to its requests. result [rows, width + 2] int32: count, status, tokens."""
@@ -361,7 +416,10 @@ class Engine:
             try:
                 state.deliver(delta, Committed(kind, place, delta.token_ids, position, first, outputs))
             except Exception as error:  # what fails for one request ends that request
+                if is_engine_error(error):
+                    raise
                 delta.finish, delta.error = FinishReason.ABORT, f"{type(error).__name__}: {error}."
+                self.failures.count("result")
         sequence.reports = bool(sequence.states)
 
     # ---- what it tells ------------------------------------------------------------------------

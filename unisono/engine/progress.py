@@ -30,7 +30,7 @@ class Progress:
     def begin(self, slot: int, owner: int, length: int, max_length: int, max_drafts: int | None, mapped: int) -> None:
         """A request gets a slot. max_drafts: None for no limit of its own."""
         self.owner[slot], self.length[slot], self.max_length[slot] = owner, length, max_length
-        self.max_drafts[slot] = MAX_DRAFTS if max_drafts is None else max_drafts
+        self.max_drafts[slot] = MAX_DRAFTS if max_drafts is None else min(max_drafts, MAX_DRAFTS)
         self.mapped[slot] = mapped
         self.in_flight[slot] = self.unobserved[slot] = self.round_start[slot] = 0
 

@@ -11,6 +11,7 @@ from unisono.config import ResolvedConfig
 from unisono.engine import offload, roles
 from unisono.engine.arrivals import Arrivals
 from unisono.engine.draft_controller import DraftController
+from unisono.engine.failures import STAGES, Failures
 from unisono.engine.roles import Roles
 from unisono.engine.runner import Runner
 from unisono.engine.scheduler import Scheduler
@@ -92,6 +93,7 @@ class Reported(Protocol):
 
     runner: Runner
     scheduler: Scheduler
+    failures: Failures
     draft_controller: DraftController
     pool: PagePool
     arrivals: Arrivals
@@ -212,6 +214,8 @@ def metrics(engine: Reported) -> list[Metric]:
     ]
     samples: list[Metric] = [(name, "gauge", {}, value, text) for name, value, text in gauges]
     samples += [(name, "counter", {}, value, text) for name, value, text in counters]
+    text = "Requests that ended with an error of their own in the engine, by where it was met."
+    samples += [("request_failures", "counter", {"stage": one}, engine.failures.counts[one], text) for one in STAGES]
     samples += offload.metrics(engine.pool.offload, engine.runner.worker.host_pages)
     samples += roles.metrics(engine.roles)
     for place, accepted in enumerate(c.accepted_per_position):

@@ -22,6 +22,7 @@ from functools import partial
 import numpy as np
 
 from unisono.engine.device_state import DeviceState
+from unisono.engine.failures import is_engine_error
 from unisono.engine.forced_drafts import merged
 from unisono.engine.mixing import Mixing
 from unisono.engine.progress import NOBODY
@@ -43,7 +44,7 @@ from unisono.engine.sequence import (
 )
 from unisono.engine.slots import SlotPool
 from unisono.engine.waiting import Waiting
-from unisono.passes.features.base import Feature, Row
+from unisono.passes.features.base import Ahead, Feature, Room, Row
 from unisono.program import Key
 from unisono.state.pages import OutOfPages, PagePool, Reservation, pages_for
 from unisono.state.specs import ALL
@@ -51,6 +52,10 @@ from unisono.types import FinishReason
 
 MAX_PASSED = 64
 """Requests that others may pass in one step, because a feature cannot serve them yet."""
+
+
+def _raise(sequence: Sequence, stage: str, error: Exception) -> None:
+    raise error
 
 
 class _Wait(Exception):
@@ -72,14 +77,17 @@ class Scheduler:
         pass_ms: Callable[[Key], float] = lambda key: 0.0,
         mixing: Mixing | None = None,
         filling: Callable[[int, int], int] = lambda tokens, decodes: tokens,
+        failed: Callable[[Sequence, str, Exception], None] = _raise,
     ) -> None:
+        """failed: called with a request that is ended because of an error of its own, and the stage."""
         self.pool, self.slots, self.device, self.widths = pool, slots, device, widths
         self.max_extend_rows, self.budget, self._pass_ms = max_extend_rows, budget, pass_ms
-        self.mixing, self._filling = mixing, filling
+        self.mixing, self._filling, self._failed = mixing, filling, failed
         self.waiting = Waiting(by_priority)
         self.extending: list[Sequence] = []
         self.running = Running()
         self.progress = slots.progress
+        self.started: list[str] = []  # ids of requests that have got their first slot since the caller looked
         self.preemptions = 0
         self.prefix_queries = 0  # prompt tokens looked up, and of these found
         self.prefix_hits = 0
@@ -157,12 +165,17 @@ class Scheduler:
             some &= live
         return np.flatnonzero(some | (live & ~running))
 
-    def retire(self, sequence: Sequence, finish: FinishReason) -> None:
-        """End a sequence: its committed pages go to the prefix tree, its slot is free."""
+    def retire(self, sequence: Sequence, finish: FinishReason, keep: bool = True) -> None:
+        """End a sequence: its slot is free, and its committed pages go to the prefix tree if ``keep``."""
         sequence.finish = finish
         queue = self._queue_of(sequence)
-        self._give_back(sequence)
+        self._give_back(sequence, keep)
         queue.remove(sequence)
+
+    def fail(self, sequence: Sequence, stage: str, error: Exception) -> None:
+        """End a sequence because of an error of its own. What the last pass was to compute of it is not kept."""
+        self._failed(sequence, stage, error)
+        self.retire(sequence, FinishReason.ABORT, keep=False)
 
     def check_integrity(self) -> None:
         """Prove that ``progress`` is of the requests that hold slots. Raises RuntimeError naming the breach."""
@@ -186,20 +199,25 @@ class Scheduler:
             chunk.sequence.pages.commit(chunk.sequence.keys[: chunk.end])
             self.device.prompt_committed(chunk)
 
-    def _give_back(self, sequence: Sequence) -> None:
+    def _give_back(self, sequence: Sequence, keep: bool = True) -> None:
         if sequence.pages is None:
             return
-        # The last token's KV is written by the round after it, which may never come.
-        extending = sequence in self.extending
-        written = min(sequence.extended, len(sequence.tokens) - 1) if extending else len(sequence.tokens) - 1
-        # A page that the drafter has not read would be drafted from badly for good.
-        written = max(0, written - int(self.progress.unobserved[sequence.slot]))
-        sequence.pages.commit(sequence.keys[:written], complete=written if extending else written - 1)
+        if keep:
+            self._commit_pages(sequence, sequence.pages)
         self.device.end(sequence, sequence.pages, self.progress)
         sequence.pages.release()
         self.slots.free(sequence.slot)
         sequence.released()
         sequence.pages, sequence.slot, sequence.extended = None, -1, 0
+
+    def _commit_pages(self, sequence: Sequence, pages: Reservation) -> None:
+        """Offer the prefix tree the pages whose tokens are computed."""
+        # The last token's KV is written by the round after it, which may never come.
+        extending = sequence in self.extending
+        written = min(sequence.extended, len(sequence.tokens) - 1) if extending else len(sequence.tokens) - 1
+        # A page that the drafter has not read would be drafted from badly for good.
+        written = max(0, written - int(self.progress.unobserved[sequence.slot]))
+        pages.commit(sequence.keys[:written], complete=written if extending else written - 1)
 
     def _admit(self) -> None:
         """Give slots to those who wait. Who can't have one for a feature's sake, and who wants that too, is passed."""
@@ -207,11 +225,17 @@ class Scheduler:
         held: set[Feature] = set()
         while self.waiting and self.slots.available and len(passed) < MAX_PASSED:
             sequence = self.waiting.first()
-            if by := sequence.held_by() | (held & sequence.states.keys()):
+            try:
+                by = sequence.held_by() | (held & sequence.states.keys())
+                admitted = not by and self._admit_one(sequence)
+            except Exception as error:
+                self.fail(sequence, "slot", error)
+                continue
+            if by:
                 held |= by
                 self.waiting.remove(sequence)
                 passed.append(sequence)
-            elif not self._admit_one(sequence):
+            elif not admitted:
                 break
         for sequence in passed:
             self.waiting.add(sequence)
@@ -237,24 +261,33 @@ class Scheduler:
             return False
         pages.fetch()
         pages.reserve(tokens)
-        self._start(self.waiting.take(), pages)
+        self._start(sequence, pages)
         return True
 
     def _start(self, sequence: Sequence, pages: Reservation) -> None:
-        request = sequence.request
-        tokens = sequence.tokens
-        sequence.pages, sequence.extended = pages, pages.cached_tokens
-        sequence.admitted()
-        held = pages.pages
-        sequence.slot = self.slots.claim(request, tokens, sequence.max_length, held, sequence.slot_values)
-        most = request.params.max_drafts
-        self.progress.begin(sequence.slot, sequence.order, len(tokens), sequence.max_length, most, len(held))
+        request, tokens, held = sequence.request, sequence.tokens, pages.pages
+        try:
+            sequence.admitted()
+            slot = self.slots.claim(request, tokens, sequence.max_length, held, sequence.slot_values)
+            try:
+                most = request.params.max_drafts
+                self.progress.begin(slot, sequence.order, len(tokens), sequence.max_length, most, len(held))
+            except Exception:
+                self.slots.free(slot)
+                raise
+        except Exception:
+            sequence.released()
+            pages.release()
+            raise
+        self.waiting.take()
+        sequence.slot, sequence.pages, sequence.extended = slot, pages, pages.cached_tokens
         self.device.begin(sequence, pages)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = pages.cached_tokens
             sequence.queued_seconds = time.monotonic() - sequence.added
             self.prefix_queries += len(tokens)
             self.prefix_hits += pages.cached_tokens
+            self.started.append(sequence.request_id)
         self.extending.append(sequence)
         self.extending.sort(key=self.waiting.rank)
 
@@ -272,9 +305,25 @@ class Scheduler:
             budget -= end - start
         room = self.budget.room(self.running, self._pass_ms)
         for feature, rows in wanted.items():
-            if (ahead := feature.pass_ahead([row for row in rows if row.start < row.end], room)) is not None:
+            if (ahead := self._pass_ahead(feature, [row for row in rows if row.start < row.end], room)) is not None:
                 self.budget.prepared(self._pass_ms(ahead.key))
                 return Preparation(ahead)
+        return None
+
+    def _pass_ahead(self, feature: Feature, rows: list[Row], room: Room) -> Ahead | None:
+        """What the feature wants before these prompts can go on. Where it fails they are tried one by one."""
+        try:
+            return feature.pass_ahead(rows, room)
+        except Exception as error:
+            if is_engine_error(error):
+                raise
+        owners = {id(state): sequence for sequence in self.extending for state in sequence.states.values()}
+        for row in rows:
+            try:
+                if (ahead := feature.pass_ahead([row], room)) is not None:
+                    return ahead
+            except Exception as error:
+                self.fail(owners[id(row.state)], "batch", error)
         return None
 
     def _with_decodes(self, budget: int) -> tuple[int, Rows]:
@@ -297,7 +346,11 @@ class Scheduler:
             branch = sequence.pages.branch if sequence.pages is not None else 0
             if start < branch < end:
                 end = branch  # a snapshot is taken where a chunk ends, and other prompts branch here too
-            end = sequence.reach(end)
+            try:
+                end = sequence.reach(end)
+            except Exception as error:
+                self.fail(sequence, "batch", error)
+                continue
             if end <= start:
                 continue
             chunks.append(Chunk(sequence, start, end, last=end == total))

@@ -153,8 +153,10 @@ class SlotPool:
         more: Mapping[str, int] | None = None,
     ) -> int:
         """Take a free slot and send what it begins with; see :func:`slot_write`. Returns the slot."""
-        slot = self._free.pop()
-        self._send(slot_write(slot, request, tokens, max_length, pages, self._vocab_size, self._schema, more or {}))
+        slot = self._free[-1]
+        command = slot_write(slot, request, tokens, max_length, pages, self._vocab_size, self._schema, more or {})
+        self._free.pop()  # once nothing of the request can fail any more
+        self._send(command)
         return slot
 
     def free(self, slot: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from unisono.frontend.stop_regex import StopRegex
+from unisono.frontend.stop_strings import stop_strings
 from unisono.tokenizer import Tokenizer
 from unisono.types import FinishReason, SamplingParams
 
@@ -178,46 +179,43 @@ def _certain(text: str) -> int:
 class _Stops:
     """Finds the stop string, or match of an expression, that is complete first; gives out only what none can begin in.
 
-    expressions: read each character once, so positions are counted from the text's beginning.
+    Stop strings and expressions read each character once, so positions are counted from the text's beginning.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False, expressions: StopRegex | None = None) -> None:
-        self._stops, self._include, self._expressions = tuple(stops), include, expressions
-        self._longest = max(map(len, self._stops), default=0)
+        self._strings = stop_strings(tuple(stops)) if stops else None
+        self._include, self._expressions = include, expressions
+        self._state = 0
         self._held = ""
         self._given = 0  # characters
         self.found: str | None = None
 
     def push(self, text: str, may_stop: bool = True) -> str:
         """The text that is certain now. A stop string that ends in ``text`` ends it all, if it may."""
-        if not self._stops and self._expressions is None:
+        if self._strings is None and self._expressions is None:
             return text
         if self.found is not None:
             return ""
-        new, old, text = text, len(self._held), self._held + text
-        hits = []
-        for stop in self._stops if may_stop else ():
-            start = text.find(stop, max(0, old - len(stop) + 1))  # one that ended before was not allowed to stop
-            if start >= 0:
-                hits.append((start + len(stop), start))
-        if self._expressions is not None and (match := self._expressions.feed(new)) is not None and may_stop:
-            hits.append((match[1] - self._given, match[0] - self._given))
+        new, text, begun, hits = text, self._held + text, 0, []
+        if self._strings is not None:
+            self._state, match = self._strings.feed(self._state, new, may_stop)
+            begun = self._strings.begun(self._state)
+            if match is not None:
+                hits.append((len(self._held) + match[0], len(self._held) + match[0] - match[1]))
+        if self._expressions is not None:
+            found = self._expressions.feed(new)
+            if found is not None and may_stop:
+                hits.append((found[1] - self._given, found[0] - self._given))
+            if (start := self._expressions.begun) is not None:
+                begun = max(begun, self._given + len(text) - start)
         if hits:
             end, start = min(hits)
             self.found, self._held = text[start:end], ""
             return text[: end if self._include else start]
-        self._held = text[len(text) - self._begun(text) :]
+        self._held = text[len(text) - begun :]
         self._given += len(text) - len(self._held)
         return text[: len(text) - len(self._held)]
 
     def flush(self) -> str:
         text, self._held = self._held, ""
         return text
-
-    def _begun(self, text: str) -> int:
-        """Characters at the text's end that may be the beginning of what ends it."""
-        most = min(self._longest - 1, len(text))
-        held = next((n for n in range(most, 0, -1) if any(s.startswith(text[-n:]) for s in self._stops)), 0)
-        if self._expressions is not None and (start := self._expressions.begun) is not None:
-            held = max(held, self._given + len(text) - start)
-        return held

@@ -16,9 +16,9 @@ from re import _constants as codes  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
+from unisono.request_limits import SAMPLING, shown
 from unisono.types import BadRequest
 
-MAX_PATTERNS, MAX_CHARS = 16, 1000
 MAX_STATES = 500
 """Of all expressions of a request: what a character costs at most."""
 
@@ -50,6 +50,7 @@ class _Automaton:
 
     tests: list[tuple[Test, int] | None] = field(default_factory=list)  # of a state that reads a character
     empty: list[list[int]] = field(default_factory=list)
+    shared: dict[tuple[Any, int, int], tuple[Any, Test]] = field(default_factory=dict)
 
     def state(self) -> int:
         if len(self.tests) >= MAX_STATES:
@@ -81,8 +82,15 @@ class _Automaton:
             least, most, inner = value
             return self._repeat(least, most, inner, start, flags)
         end = self.state()
-        self.tests[start] = (_test(code, value, flags), end)
+        self.tests[start] = (self._shared(code, value, flags), end)
         return end
+
+    def _shared(self, code: Any, value: Any, flags: int) -> Test:
+        """The test of an element: one for all states that a repeat makes of it."""
+        key = (code, id(value), flags)
+        if key not in self.shared:
+            self.shared[key] = (value, _test(code, value, flags))  # with the value, whose id is no other's then
+        return self.shared[key][1]
 
     def _repeat(self, least: int, most: Any, inner: Any, start: int, flags: int) -> int:
         for _ in range(least):
@@ -120,12 +128,13 @@ def _test(code: Any, value: Any, flags: int) -> Test:
 
 def _in(items: Iterable[Any]) -> Test:
     tests: list[Test] = []
+    literals: set[str] = set()
     negated = False
     for code, value in items:
         if code is codes.NEGATE:
             negated = True
         elif code is codes.LITERAL:
-            tests.append(chr(value).__eq__)
+            literals.add(chr(value))
         elif code is codes.NOT_LITERAL:
             tests.append(chr(value).__ne__)
         elif code is codes.RANGE:
@@ -135,6 +144,8 @@ def _in(items: Iterable[Any]) -> Test:
             tests.append(_CATEGORIES[value])
         else:
             raise ValueError(f"{code} is not supported")
+    if literals:
+        tests.insert(0, literals.__contains__)
     return lambda c: any(test(c) for test in tests) != negated
 
 
@@ -146,8 +157,8 @@ class StopRegex:
 
     def __init__(self, patterns: Iterable[str]) -> None:
         patterns = tuple(patterns)
-        if len(patterns) > MAX_PATTERNS:
-            raise BadRequest(f"stop_regex has {len(patterns)} expressions; at most {MAX_PATTERNS} are taken.", PARAM)
+        if (problem := SAMPLING[PARAM].problem(patterns)) is not None:
+            raise BadRequest(f"{PARAM}={shown(patterns)} is not valid: {problem}.", PARAM)
         self._automaton = _Automaton()
         self._first = self._automaton.state()
         self._ends = {_compiled(self._automaton, pattern, self._first) for pattern in patterns}
@@ -170,20 +181,38 @@ class StopRegex:
         return found
 
     def _step(self, char: str) -> tuple[int, int] | None:
+        passed: dict[int, bool] = {}  # by the test's id: states that repeat one element share its test
         alive: dict[int, int] = {}
-        ends: list[int] = []
+        first = None
         begun = dict.fromkeys(self._reached(self._first), self._position)
-        for state, start in {**begun, **self._alive}.items():
-            test = self._automaton.tests[state]
-            if test is None or not test[0](char):
+        # The earliest match first: then a state is reached once, from where its match began earliest.
+        for state, start in sorted({**begun, **self._alive}.items(), key=lambda one: one[1]):
+            found = self._automaton.tests[state]
+            if found is None:
                 continue
-            for after in self._reached(test[1]):
-                if after in self._ends:
-                    ends.append(start)
-                alive[after] = min(start, alive.get(after, start))
+            test, after = found
+            if id(test) not in passed:
+                passed[id(test)] = test(char)
+            if passed[id(test)]:
+                for one in self._spread(after, alive, start):
+                    if one in self._ends and first is None:
+                        first = start
         self._position += 1
         self._alive = {state: start for state, start in alive.items() if self._automaton.tests[state] is not None}
-        return (min(ends), self._position) if ends else None
+        return None if first is None else (first, self._position)
+
+    def _spread(self, state: int, known: dict[int, int], start: int) -> list[int]:
+        """Add ``state``, and what it is without reading more, to the ``known`` states; returns those that are new."""
+        if state in known:
+            return []
+        known[state] = start
+        new = [state]
+        for one in new:
+            for after in self._automaton.empty[one]:
+                if after not in known:
+                    known[after] = start
+                    new.append(after)
+        return new
 
     def _reached(self, state: int) -> frozenset[int]:
         """The states that ``state`` is, for nothing."""
@@ -205,8 +234,6 @@ PARAM = "stop_regex"
 def _compiled(automaton: _Automaton, pattern: str, first: int) -> int:
     """Add an expression at state ``first``; returns its last state."""
     shown = pattern if len(pattern) <= 80 else pattern[:79] + "…"
-    if len(pattern) > MAX_CHARS:
-        raise BadRequest(f"stop_regex={shown!r} has {len(pattern)} characters; at most {MAX_CHARS} are taken.", PARAM)
     try:
         parsed = parser.parse(pattern)
         start = automaton.state()

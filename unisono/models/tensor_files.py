@@ -1,6 +1,6 @@
 """Checkpoint files: which tensors they hold, and how their bytes get to a device.
 
-Owns reading of safetensors, and of the pickles of the first EAGLE repositories. On a CPU a tensor is a part of the
+Owns reading of safetensors, and of the archives of the first EAGLE repositories. On a CPU a tensor is a part of the
 mapped file. On its way to a GPU it passes through pinned memory (:mod:`unisono.models.staging`), and whole rows are
 read from the file into that memory, without pages being mapped.
 """
@@ -8,7 +8,6 @@ read from the file into that memory, without pages being mapped.
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from unisono.layers.formats import Slice, Slices
 from unisono.models.staging import FileBytes, Passing, Staging
+from unisono.torch_archive import ArchiveError, read_state_dict
 from unisono.types import CheckpointError
 
 DTYPES = {
@@ -110,11 +110,11 @@ def _header(file: Path, changed: int, size: int) -> dict[str, TensorInfo]:
 
 
 def read_pickle(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of a pickled state dict. Raises CheckpointError naming the file."""
+    """The tensors of a state dict that torch.save wrote, without unpickling. Raises CheckpointError naming the file."""
     try:
-        stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}. Download it again.") from None
+        stored = read_state_dict(file)
+    except (ArchiveError, OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: it {error}. Download it again, or convert it.") from None
     return {
         name: TensorInfo(file, name, NAMES.get(t.dtype, str(t.dtype)), tuple(t.shape), number, t)
         for number, (name, t) in enumerate(stored.items())

@@ -60,10 +60,10 @@ class BeamClient:
         self.cached_tokens = self.engine = 0
         self.cancelled = False
 
-    async def submit(self, request: EngineRequest, streamed: bool = False, wish: Wish = ANYWHERE) -> BeamStream:
+    async def submit(self, request: EngineRequest, wish: Wish = ANYWHERE) -> BeamStream:
         """Begin the search, once. Raises BadRequest if the engine refuses its first step, EngineDead.
 
-        streamed: changes nothing, for a beam comes whole. wish: of the search, whose steps all run on one engine.
+        wish: of the search, whose steps all run on one engine.
         """
         stream = BeamStream(self, request, self._submitted)
         if not self._submitted:

@@ -119,17 +119,16 @@ class EngineClient:
         )
         return [*self._samples, *(ipc.MetricSample(name, kind, {}, value, text) for name, kind, value, text in own)]
 
-    async def submit(self, request: EngineRequest, streamed: bool = False, wish: Wish = ANYWHERE) -> TokenStream:
+    async def submit(self, request: EngineRequest, wish: Wish = ANYWHERE) -> TokenStream:
         """Hand ``request`` to the engine. Raises BadRequest if it refuses, EngineDead if it is dead for good.
 
-        streamed: whether the client gets tokens as they come; then the request cannot run again once it has some.
         wish: leaves nothing to choose where there is one engine.
         """
         if self.death is not None and not self.restarting:
             raise EngineDead(self.death)
         if request.request_id in self._streams:
             raise BadRequest(f"request_id={request.request_id!r} is running already; give another.", "request_id")
-        stream = TokenStream(request, streamed, self._abort, self._number)
+        stream = TokenStream(request, self._abort, self._number)
         message = _encoded(request)
         self._streams[request.request_id] = stream
         if self.death is None:
@@ -142,7 +141,7 @@ class EngineClient:
         return stream
 
     def adopt(self, stream: TokenStream) -> None:
-        """Run a request of another engine, which has died. Its second run brings the same tokens."""
+        """Run a request that waited for another engine, which has died."""
         self._streams[stream.request.request_id] = stream
         stream.moved(self._abort, self._number)
         self._retried += 1
@@ -227,6 +226,8 @@ class EngineClient:
 
     def _heard(self, message: ipc.FromEngine) -> None:
         match message:
+            case ipc.Started(request_ids):
+                self._have_started(request_ids)
             case ipc.Deltas(deltas):
                 self.stepped(sum(self._tokens(delta) for delta in deltas), self._number)
                 for delta in deltas:
@@ -250,6 +251,11 @@ class EngineClient:
                     else:
                         call.set_exception(CommandError(problem))
 
+    def _have_started(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.started = True
+
     def _tokens(self, delta: TokenDelta) -> int:
         """The tokens that a delta stands for: its own and, with a request's first, those of the prompt."""
         prompt = 0
@@ -272,12 +278,14 @@ class EngineClient:
         if self._closing or self.restarting:
             return
         self._samples = [one for one in self._samples if one.kind == "counter"]  # it holds nothing any more
+        self._have_started(self._handle.started())
         restart = self._may_restart()
         if restart:
             self.death = str(error)
         else:
             self._give_up(error)
-        dead = EngineDead(str(self.death))
+        again = "; a request that was running is not run again by itself: send it again" if restart else ""
+        dead = EngineDead(f"{self.death}{again}")
         self._observer.died()
         ending, moved = self._part(restart)
         for stream in ending:
@@ -296,7 +304,8 @@ class EngineClient:
     def _part(self, restart: bool) -> tuple[list[TokenStream], str]:
         """Of a dead engine's requests: those that end now, and the number of those that another engine takes over.
 
-        Those that wait for the next engine stay. The number is text, empty for 0.
+        Those that wait for the next engine stay: they did not run, so they are not what it died of. The number is
+        text, empty for 0.
         """
         ending, moved = [], 0
         for request_id, stream in list(self._streams.items()):

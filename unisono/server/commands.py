@@ -48,7 +48,7 @@ class Commands:
             return self._by_name[name](**arguments)
         except UnisonoError as error:
             raise CommandError(str(error)) from None
-        except (OSError, RuntimeError) as error:  # a full disk, say, or a profiler that CUPTI refuses
+        except Exception as error:  # a full disk, say, a profiler that CUPTI refuses, a file that is no adapter
             raise CommandError(f"{name} failed: {' '.join(str(error).split())}") from error
 
     def reset_prefix_cache(self) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from unisono.server.errors import ApiError, show
+from unisono.server.field_limits import check_name
 
 CHAT, TEXT = "chat", "text"
 PATHS = {CHAT: "/v1/chat/completions", TEXT: "/v1/completions"}
@@ -235,6 +236,7 @@ def check_fields(data: Mapping[str, object], body: str, fields: Collection[str])
     for name, value in data.items():
         if name in fields or name in LABELS or (value is None and (name in REFUSED or name in HONOURED)):
             continue
+        check_name(name)
         refused = REFUSED.get(name)
         neutral = refused.neutral if refused is not None else _CHAT_ONLY.get(name, ())
         if any(_same(value, one) for one in neutral):

@@ -1,7 +1,7 @@
-"""Embeddings in request bodies: base64 of a tensor as ``torch.save`` writes it, vLLM's form.
+"""Embeddings in request bodies: base64 of a safetensors file, or of a tensor as ``torch.save`` writes it, vLLM's form.
 
-The sender is not trusted. The size is checked before anything is unpacked, only tensors are unpickled
-(``weights_only``), and a tensor may not claim more memory than the file has bytes.
+The sender is not trusted. The size is checked before anything is decoded, nothing is unpickled (``torch_archive.py``),
+and a tensor has the bytes that were sent and no others.
 
 The API process needs torch for this alone; a server that takes no embeddings imports none of its own.
 """
@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
-import zipfile
+import json
+import math
 from typing import TYPE_CHECKING
 
+from unisono.torch_archive import read_tensor
 from unisono.types import BadRequest
 
 if TYPE_CHECKING:
     import torch
 
 OVERHEAD_BYTES = 1 << 16
-"""What torch.save writes beside a tensor's numbers, at most."""
+"""What torch.save or safetensors write beside a tensor's numbers, at most."""
+SAFETENSORS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+ARCHIVE = b"PK"
+"""What the archives of torch.save begin with."""
 
 
 def get_ready() -> None:
@@ -30,8 +34,6 @@ def get_ready() -> None:
 
 def load_embeds(text: str, tokens: int, hidden_size: int, param: str) -> torch.Tensor:
     """Decode the tensor in ``text``, of up to ``tokens`` vectors. Raises BadRequest naming what is wrong."""
-    import torch
-
     limit = tokens * hidden_size * 4 + OVERHEAD_BYTES
     least = len(text) // 4 * 3 - 2
     if least > limit:
@@ -44,33 +46,38 @@ def load_embeds(text: str, tokens: int, hidden_size: int, param: str) -> torch.T
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise BadRequest(f"{param} is not base64; send base64 of what torch.save wrote.", param) from None
-    _check_archive(data, limit, param)
+        message = f"{param} is not base64; send base64 of a safetensors file, or of what torch.save wrote."
+        raise BadRequest(message, param) from None
     try:
-        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception:  # whatever a broken or hostile file leads to
-        raise BadRequest(f"{param} cannot be loaded: send one tensor, as torch.save writes it.", param) from None
-    if not isinstance(tensor, torch.Tensor):
-        raise BadRequest(f"{param} holds a {type(tensor).__name__}; send one tensor.", param)
-    if tensor.is_nested:
-        raise BadRequest(f"{param} holds a nested tensor; send a dense one.", param)
-    if tensor.layout is torch.strided and tensor.device.type == "cpu":
-        claimed = max(tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size())
-        if claimed > len(data):
-            raise BadRequest(
-                f"{param} is a tensor of shape {tuple(tensor.shape)} that takes {claimed} bytes, of which {len(data)} "
-                "were sent; save a contiguous copy.",
-                param,
-            )
-    return tensor
+        return read_safetensors(data) if _is_safetensors(data) else read_tensor(data, limit)
+    except ValueError as error:
+        raise BadRequest(f"{param} {error}.", param) from None
 
 
-def _check_archive(data: bytes, limit: int, param: str) -> None:
-    """Raises BadRequest unless ``data`` is an archive whose files, unpacked, take at most ``limit`` bytes."""
+def _is_safetensors(data: bytes) -> bool:
+    """True for bytes that begin as a safetensors file: the header's length, then an object."""
+    return not data.startswith(ARCHIVE) and data[8:9] == b"{"
+
+
+def read_safetensors(data: bytes) -> torch.Tensor:
+    """The one tensor in a safetensors file. Raises ValueError, worded to follow "it"."""
+    import torch
+
+    length = int.from_bytes(data[:8], "little")
+    if length > OVERHEAD_BYTES or 8 + length > len(data):
+        raise ValueError("is not a safetensors file: its header does not fit")
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            unpacked = sum(entry.file_size for entry in archive.infolist())
-    except Exception:
-        raise BadRequest(f"{param} is not what torch.save writes; send base64 of that.", param) from None
-    if unpacked > limit:
-        raise BadRequest(f"{param} unpacks to {unpacked} bytes; {limit} is the most for this model's context.", param)
+        header = json.loads(data[8 : 8 + length])
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        [entry] = tensors.values()
+        dtype, shape, (start, end) = SAFETENSORS[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ValueError(f"does not hold one tensor of {', '.join(SAFETENSORS)}, as safetensors files do") from None
+    sizes = all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**48 for n in shape) and len(shape) <= 8
+    kind = getattr(torch, dtype)
+    sent = len(data) - 8 - length
+    if not sizes or start != 0 or end != sent or math.prod(shape) * kind.itemsize != sent:
+        raise ValueError(f"has {sent} bytes of numbers, which is not a tensor of shape {shape} and dtype {dtype}")
+    if not sent:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(bytearray(data[8 + length :]), dtype=kind).view(shape)

@@ -26,6 +26,7 @@ import zmq.asyncio
 from unisono import types
 from unisono.server import curve, engine_process, ipc
 from unisono.server.heartbeat import Watch
+from unisono.server.ledger import Ledger
 from unisono.types import ConfigError, EngineDead, UnisonoError
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Handle(Protocol):
     def start(self) -> None: ...
     def send(self, message: bytes) -> None: ...
     def hide(self) -> None: ...
+    def started(self) -> list[str]: ...
     async def stop(self, gently: bool) -> None: ...
     def kill(self) -> None: ...
 
@@ -120,6 +122,7 @@ class EngineHandle:
         self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.over = False
         self._directory = ""
+        self._ledger: Ledger | None = None
         self._process: Any = None
         self._watch: Watch | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -130,6 +133,7 @@ class EngineHandle:
         self._directory = socket_directory()
         address = f"ipc://{self._directory}/engine"
         try:
+            self._ledger = Ledger(address)
             self._bind(address, f"{address}.beat")
             self._spawn(address, self._watch.endpoint if self._watch is not None else None)
         except BaseException:
@@ -168,12 +172,18 @@ class EngineHandle:
         """Close the sockets."""
         self._socket.close(linger=0)
         self._context.term()
+        if self._ledger is not None:
+            self._ledger.close()
         if self._watch is not None:
             self._watch.close()
 
     def send(self, message: bytes) -> None:
         """Hand an encoded message to the engine."""
         self._socket.send(message)  # no high-water mark: it is queued at once, so no await
+
+    def started(self) -> list[str]:
+        """Ids of the requests that the engine has begun last, as far as it could write them down."""
+        return [] if self._ledger is None else self._ledger.read()
 
     def hide(self) -> None:
         """Remove the sockets' names. The engine is connected: nobody needs them any more."""

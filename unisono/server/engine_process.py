@@ -23,7 +23,8 @@ import zmq
 from unisono.heap import freeze_heap
 from unisono.server import curve, heartbeat, ipc
 from unisono.server.commands import CommandError, Commands
-from unisono.types import BadRequest, EngineRequest, TokenDelta, UnisonoError
+from unisono.server.ledger import Ledger
+from unisono.types import BadRequest, EngineRequest, FinishReason, TokenDelta, UnisonoError
 
 IDLE_MS = 1000
 """Milliseconds without work after which the engine checks its bookkeeping, once, and captures missing graphs."""
@@ -35,6 +36,9 @@ PARENT_GONE_MS = 1000
 
 class EngineLike(Protocol):
     """What this process needs of an engine: ``unisono.engine.engine.Engine``, or a fake in tests."""
+
+    admitted: Callable[[list[str]], None]
+    """Called with ids of requests that have got slots, before the first pass that may compute them."""
 
     def prepare(self, request: EngineRequest) -> Future[Any] | None: ...
     def add(self, request: EngineRequest) -> None: ...
@@ -79,10 +83,11 @@ def main(address: str, factory: str, config: Any, heartbeats: str | None = None,
         socket.setsockopt(zmq.SNDTIMEO, PARENT_GONE_MS)  # without a peer a send would wait for ever
         curve.join(socket, key)
         socket.connect(address)
+        ledger = Ledger(address)
         try:
             engine = load_factory(factory)(config, lambda stage, share: _send(socket, ipc.Loading(stage, share)))
             freeze_heap()
-            _Loop(engine, socket).run()
+            _Loop(engine, socket, ledger).run()
             engine.shutdown()
         except BaseException as error:  # whatever it is, the API process must learn of it
             if not isinstance(error, UnisonoError):
@@ -101,12 +106,14 @@ def _one_line(error: BaseException) -> str:
 
 
 class _Loop:
-    def __init__(self, engine: EngineLike, socket: zmq.Socket) -> None:
+    def __init__(self, engine: EngineLike, socket: zmq.Socket, ledger: Ledger | None = None) -> None:
         self.engine = engine
         self.socket = socket
         self.commands = Commands(engine)
         self.stopping = False
         self.preparing: dict[str, tuple[EngineRequest, Future[Any]]] = {}
+        self.ledger = ledger or Ledger("")
+        engine.admitted = self.admitted
         self.poller = zmq.Poller()
         self.poller.register(socket, zmq.POLLIN)
         wakes = getattr(engine, "wakes", None)  # of an engine that other engines ask for something
@@ -146,7 +153,30 @@ class _Loop:
                 deltas = self.engine.step()
                 checked, quiet = False, IDLE_MS
                 if deltas:
-                    self.send(ipc.Deltas(deltas))
+                    self.send_deltas(deltas)
+
+    def admitted(self, request_ids: list[str]) -> None:
+        """Tell the API process of requests that are about to begin."""
+        self.ledger.write(request_ids)
+        self.send(ipc.Started(request_ids))
+
+    def send_deltas(self, deltas: list[TokenDelta]) -> None:
+        """Send what a step brought. A delta that no message can carry ends its request."""
+        try:
+            data = ipc.encode(ipc.Deltas(deltas))
+        except (TypeError, ValueError, OverflowError):
+            data = ipc.encode(ipc.Deltas([self.sendable(delta) for delta in deltas]))
+        self.socket.send(data)
+
+    def sendable(self, delta: TokenDelta) -> TokenDelta:
+        try:
+            ipc.encode(ipc.Deltas([delta]))
+        except (TypeError, ValueError, OverflowError) as error:
+            traceback.print_exception(error)
+            self.engine.abort(delta.request_id)
+            why = f"the engine failed on this request (result): {type(error).__name__}: {_one_line(error)}"
+            return TokenDelta(delta.request_id, [], FinishReason.ABORT, error=f"{why[:500]}.")
+        return delta
 
     def receive(self) -> None:
         """Handle every message that is waiting."""

@@ -81,6 +81,12 @@ class Rejected(msgspec.Struct, tag="rejected"):
     failed: bool = False
 
 
+class Started(msgspec.Struct, tag="started"):
+    """These requests have slots. Sent before the first pass that may compute them."""
+
+    request_ids: list[str]
+
+
 class Deltas(msgspec.Struct, tag="deltas"):
     """The deltas of one step, of all requests."""
 
@@ -108,7 +114,7 @@ class Fatal(msgspec.Struct, tag="fatal"):
 
 
 ToEngine = Add | Abort | Inspect | Call | Shutdown
-FromEngine = Loading | Ready | Accepted | Rejected | Deltas | Stats | Called | Fatal
+FromEngine = Loading | Ready | Accepted | Rejected | Started | Deltas | Stats | Called | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

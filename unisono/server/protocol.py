@@ -7,20 +7,20 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.frontend.media.parts import with_request
 from unisono.frontend.media.sources import MediaSource
 from unisono.server.body import load_object
 from unisono.server.compatibility import CHAT, TEXT, check_fields
-from unisono.server.errors import ApiError, show
-from unisono.server.messages import conversation
+from unisono.server.errors import show
+from unisono.server.field_limits import MAX_PROMPTS, Documents, Strings, TokenIdLists, TokenIds, validated
+from unisono.server.messages import Message, conversation
 from unisono.server.structured import GUIDED, structured_outputs
 from unisono.types import MAX_SEQUENCES, BadRequest, SamplingParams
-
-MAX_PROMPTS = 1024
 
 _WHOLE = "a whole number"
 _NUMBER = "a number"
@@ -63,7 +63,7 @@ class EmbeddingOverrides(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    positions: list[int]
+    positions: TokenIds
     embeddings: str
 
 
@@ -86,8 +86,8 @@ class GenerationRequest(BaseModel):
     min_p: float | None = Field(None, description=_NUMBER)
     n: int | None = Field(None, description=_WHOLE)
     seed: int | None = Field(None, description=_WHOLE)
-    stop: str | list[str] | None = Field(None, description="a string or a list of strings")
-    stop_token_ids: list[int] | None = Field(None, description="a list of token ids")
+    stop: str | Strings | None = Field(None, description="a string or a list of strings")
+    stop_token_ids: TokenIds | None = Field(None, description="a list of token ids")
     include_stop_str_in_output: bool | None = Field(None, description=_BOOL)
     ignore_eos: bool | None = Field(None, description=_BOOL)
     min_tokens: int | None = Field(None, description=_WHOLE)
@@ -95,9 +95,9 @@ class GenerationRequest(BaseModel):
     frequency_penalty: float | None = Field(None, description=_NUMBER)
     repetition_penalty: float | None = Field(None, description=_NUMBER)
     logit_bias: dict[str, float] | None = Field(None, description="an object from token ids to numbers")
-    allowed_token_ids: list[int] | None = Field(None, description="a list of token ids")
-    bad_words: list[str] | None = Field(None, description="a list of strings")
-    stop_regex: str | list[str] | None = Field(None, description="an expression or a list of expressions")
+    allowed_token_ids: TokenIds | None = Field(None, description="a list of token ids")
+    bad_words: Strings | None = Field(None, description="a list of strings")
+    stop_regex: str | Strings | None = Field(None, description="an expression or a list of expressions")
     no_stop_trim: bool | None = Field(None, description=_BOOL)
     use_beam_search: bool | None = Field(None, description=_BOOL)
     length_penalty: float | None = Field(None, description=_NUMBER)
@@ -115,7 +115,7 @@ class GenerationRequest(BaseModel):
     detokenize: bool | None = Field(None, description=_BOOL)
     return_tokens_as_token_ids: bool | None = Field(None, description=_BOOL)
     return_prompt_token_ids: bool | None = Field(None, description=_BOOL)
-    logprob_token_ids: list[int] | None = Field(None, description="a list of token ids")
+    logprob_token_ids: TokenIds | None = Field(None, description="a list of token ids")
     echo: bool | None = Field(None, description=_BOOL)
     prompt_logprobs: int | None = Field(None, description=_WHOLE)
     logprob_start_len: int | None = Field(None, description=_WHOLE)
@@ -128,7 +128,7 @@ class GenerationRequest(BaseModel):
     structured_outputs: dict[str, Any] | None = Field(None, description="an object that says what the answer must be")
     guided_json: dict[str, Any] | str | None = Field(None, description="a JSON schema")
     guided_regex: str | None = Field(None, description="a regular expression")
-    guided_choice: list[str] | None = Field(None, description="a list of strings")
+    guided_choice: Strings | None = Field(None, description="a list of strings")
     guided_grammar: str | None = Field(None, description="a grammar in EBNF or in Lark's notation")
     json_schema: dict[str, Any] | str | None = Field(None, description="a JSON schema")
     regex: str | None = Field(None, description="a regular expression")
@@ -199,10 +199,10 @@ def _token_id(key: str) -> int:
 class CompletionRequest(GenerationRequest):
     """Body of ``/v1/completions``."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] | None = Field(
+    prompt: str | Strings | TokenIds | TokenIdLists | None = Field(
         None, description="a string, a list of strings, a list of token ids, or a list of such lists"
     )
-    prompt_embeds: str | list[str] | None = Field(
+    prompt_embeds: str | Strings | None = Field(
         None, description="base64 of a tensor [tokens, hidden] that torch.save wrote, or a list of such strings"
     )
     embedding_overrides: EmbeddingOverrides | None = Field(
@@ -315,7 +315,7 @@ class ChatRequest(GenerationRequest):
     )
     enable_thinking: bool | None = Field(None, description=_BOOL)
     thinking_token_budget: int | None = Field(None, description=_WHOLE)
-    documents: list[dict[str, str]] | None = Field(None, description="a list of objects of strings")
+    documents: Documents | None = Field(None, description="a list of objects of strings")
     chat_template: str | None = Field(None, description=_TEXT)
     include_reasoning: bool | None = Field(None, description=_BOOL)
     separate_reasoning: bool | None = Field(None, description=_BOOL)
@@ -338,11 +338,16 @@ class ChatRequest(GenerationRequest):
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as a chat template takes them. Raises BadRequest naming the first bad one."""
-        return conversation(self.messages)[0]
+        return self.read_conversation[0]
 
     def media(self) -> list[MediaSource]:
         """The conversation's pictures and videos, in order. Raises BadRequest naming the first bad one."""
-        return with_request(conversation(self.messages)[1], self.mm_processor_kwargs, self.media_io_kwargs)
+        return with_request(self.read_conversation[1], self.mm_processor_kwargs, self.media_io_kwargs)
+
+    @cached_property
+    def read_conversation(self) -> tuple[list[Message], list[MediaSource]]:
+        """Messages and media of :meth:`conversation` and :meth:`media`, read once."""
+        return conversation(self.messages)
 
     def template_options(self) -> dict[str, Any]:
         """Keyword arguments of ``Tokenizer.apply_chat_template``. Raises BadRequest for a contradiction."""
@@ -381,15 +386,14 @@ Body = TypeVar("Body", bound=GenerationRequest)
 
 
 def parse(body: bytes, kind: type[Body]) -> Body:
-    """A request body as ``kind``. Raises ApiError (400) naming the field, its value and the rule."""
-    data = load_object(body)
+    """A request body as ``kind``. Raises ApiError and BadRequest (400) naming the field, its value and the rule."""
+    return parse_fields(load_object(body), kind)
+
+
+def parse_fields(data: Mapping[str, Any], kind: type[Body]) -> Body:
+    """The fields of a request body as ``kind``, its conversation read. Raises ApiError and BadRequest (400)."""
     check_fields(data, kind.body, kind.model_fields)
-    try:
-        return kind.model_validate({name: data[name] for name in data.keys() & kind.model_fields.keys()})
-    except ValidationError as error:
-        name = str(error.errors(include_url=False)[0]["loc"][0])
-        rule = kind.model_fields[name].description
-        if name not in data:
-            raise ApiError(400, f"{name} is missing; it must be {rule}.", param=name, code="missing_field") from None
-        message = f"{name}={show(data[name])} is not valid: it must be {rule}."
-        raise ApiError(400, message, param=name, code="invalid_type") from None
+    request = validated(data, kind)
+    if isinstance(request, ChatRequest):
+        request.conversation()  # here, for a long one is read in a thread
+    return request

@@ -26,7 +26,7 @@ class Restarts:
     def __post_init__(self) -> None:
         if self.limit < 1:
             raise ConfigError(
-                f"--max-engine-restarts {self.limit} must be 1 or more; leave out --restart-engine for none."
+                f"--max-engine-restarts {self.limit} must be 1 or more; --no-restart-engine turns restarts off."
             )
         if not self.window > 0:
             raise ConfigError(f"--engine-restart-window {self.window:g} must be more than 0 seconds.")

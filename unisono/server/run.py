@@ -85,10 +85,10 @@ class ServerSettings:
     ignore_hosted_tools: whether tools that an API's provider would run itself are left out of requests, not refused.
     media: where pictures may come from, how large and how many.
     trust_request_chat_template: whether bodies may bring a chat template, which is rendered in a sandbox.
-    restart_engine: whether an engine that died is started again, ``max_engine_restarts`` times within
+    restart_engine: an engine that died is started again, ``max_engine_restarts`` times within
     ``engine_restart_window`` seconds. heartbeat_timeout: seconds without a heartbeat of the engine process after which
     it counts as dead; 0: never.
-    scale: how many engines there are, and where. ``restart_engine`` None: several are started again, one is not.
+    scale: how many engines there are, and where.
     engine: ``"module:Class"``, called with the engine's config in the engine process.
     """
 
@@ -110,7 +110,7 @@ class ServerSettings:
     otlp_traces_endpoint: str | None = None
     profile_dir: Path | None = None
     reasoning_parser: str | None = None
-    restart_engine: bool | None = None
+    restart_engine: bool = True
     tool_call_parser: str | None = None
     ignore_hosted_tools: bool = False
     trust_request_chat_template: bool = False
@@ -126,8 +126,7 @@ class ServerSettings:
             raise ConfigError(
                 f"--heartbeat-timeout {self.heartbeat_timeout:g} must be 1 second or more; 0 turns the watchdog off."
             )
-        wanted = self.scale.several if self.restart_engine is None else self.restart_engine
-        return Restarts(self.max_engine_restarts, self.engine_restart_window) if wanted else None
+        return Restarts(self.max_engine_restarts, self.engine_restart_window) if self.restart_engine else None
 
     def client(self, config: Any, progress: Progress) -> Engines:
         """What talks to the engine or engines; makes their files and connections only once it starts them."""

@@ -19,6 +19,7 @@ from unisono.frontend.media.parts import with_request
 from unisono.frontend.media.sources import IMAGE, VIDEO, MediaSource, Options
 from unisono.server.answers import error_event
 from unisono.server.errors import show
+from unisono.server.field_limits import AdapterNames, Strings, TokenIdLists, TokenIds
 from unisono.server.generation import Generation, Piece, merge
 from unisono.server.responses import DONE, LEAST_LOGPROB
 from unisono.server.translation import Renames
@@ -35,13 +36,19 @@ SAMPLING = {
 """Names in ``sampling_params`` that a completion body calls otherwise; the others are the same."""
 
 
+MISPLACED = frozenset(
+    {"prompt", "prompt_embeds", "embedding_overrides", "model", "stream", "stream_options", "request_id", "rid"}
+)
+"""Fields of a completion body that ``sampling_params`` may not set."""
+
+
 class GenerateRequest(BaseModel):
     """Body of ``/generate``. Fields of a completion body that are not listed here are taken too."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    text: str | list[str] | None = Field(None, description="a string or a list of strings")
-    input_ids: list[int] | list[list[int]] | None = Field(None, description="a list of token ids, or of such lists")
+    text: str | Strings | None = Field(None, description="a string or a list of strings")
+    input_ids: TokenIds | TokenIdLists | None = Field(None, description="a list of token ids, or of such lists")
     sampling_params: dict[str, Any] | None = Field(None, description="an object, the same for all prompts")
     stream: bool | None = Field(None, description="true or false")
     return_logprob: bool | None = Field(None, description="true or false")
@@ -57,7 +64,7 @@ class GenerateRequest(BaseModel):
     )
     video_data: str | list[Any] | None = Field(None, description="a video as image_data has pictures")
     mm_processor_kwargs: dict[str, Any] | None = Field(None, description="an object of settings for pictures")
-    lora_path: str | list[str | None] | None = Field(
+    lora_path: str | AdapterNames | None = Field(
         None, description="the name of an adapter, or a list that names the same one for each prompt"
     )
 
@@ -84,6 +91,10 @@ def completion_body(request: GenerateRequest, data: Mapping[str, Any]) -> tuple[
     if (adapter := request.adapter) is not None:
         body["model"] = adapter
     renames = {"prompt": given, "prompt_logprobs": "logprob_start_len", "logprobs": "top_logprobs_num"}
+    misplaced = next((name for name in request.sampling_params or {} if name in MISPLACED), None)
+    if misplaced is not None:
+        message = f"sampling_params has {misplaced}, which is a field of the body; move it there."
+        raise BadRequest(message, "sampling_params")
     for name, value in {"max_new_tokens": DEFAULT_TOKENS, **(request.sampling_params or {})}.items():
         if value is not None:
             body[SAMPLING.get(name, name)] = value

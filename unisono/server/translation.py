@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import msgspec
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from unisono.server.errors import ApiError, show
-from unisono.server.protocol import ChatRequest, parse
+from unisono.server.field_limits import check_name, validated
+from unisono.server.protocol import ChatRequest, parse_fields
 from unisono.types import BadRequest
 
 
@@ -27,15 +27,16 @@ class Renames:
 
     def original(self, name: str) -> str:
         """``messages[2].content`` as the caller wrote it: by the longest known beginning."""
-        for known in sorted(self.names, key=len, reverse=True):
+        for known in sorted((one for one in self.names if name.startswith(one)), key=len, reverse=True):
             rest = name[len(known) :]
-            if name.startswith(known) and (not rest or rest[0] in ".["):
+            if not rest or rest[0] in ".[":
                 return self.names[known] + rest
         return name
 
     def reworded(self, message: str, param: str | None) -> str:
         """An error's message with the caller's names."""
-        for name in sorted({*self.names, *([param] if param else [])}, key=len, reverse=True):
+        named = {name for name in (*self.names, param) if name and name in message}
+        for name in sorted(named, key=len, reverse=True):
             # A name without a "_" or "[" may be a word of the sentence.
             place = "" if "_" in name or "[" in name else r"(?:^|(?=\w+[=.\[]\S))"
             pattern = rf"(?<![\w.]){place}{re.escape(name)}(?!\w)(?:\.[\w.\[\]]+)?"
@@ -62,7 +63,7 @@ class Renames:
 def chat_request(body: Mapping[str, Any], renames: Renames) -> ChatRequest:
     """``body`` as a checked chat request. Raises BadRequest and ApiError with the caller's names."""
     with renames.errors():
-        return parse(msgspec.json.encode(body), ChatRequest)
+        return parse_fields(body, ChatRequest)
 
 
 def passed_on(data: Mapping[str, Any], own: Collection[str], refused: Mapping[str, str]) -> dict[str, Any]:
@@ -86,20 +87,11 @@ def checked(data: Mapping[str, Any], kind: type[Body], only: bool = True) -> Bod
 
     Raises ApiError (400) naming the field, its value and the rule.
     """
-    known = {field.alias or name: field for name, field in kind.model_fields.items()}
     for name in data if only else ():
-        if name not in known:
+        check_name(name)
+        if name not in kind.model_fields:
             raise ApiError(400, f"{name} is not a known field; remove it.", param=name, code="unknown_field")
-    try:
-        return kind.model_validate({name: data[name] for name in data if name in known})
-    except ValidationError as error:
-        where = error.errors(include_url=False)[0]["loc"]
-        name = str(where[0])
-        rule = known[name].description
-        if name not in data:
-            raise ApiError(400, f"{name} is missing; it must be {rule}.", param=name, code="missing_field") from None
-        message = f"{name}={show(data[name])} is not valid: it must be {rule}."
-        raise ApiError(400, message, param=name, code="invalid_type") from None
+    return validated(data, kind)
 
 
 def has_kind(content: Any, kind: str) -> bool:

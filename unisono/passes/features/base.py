@@ -21,10 +21,10 @@ tree, T tokens of a prompt pass, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -185,8 +185,9 @@ class RequestState:
 class Row:
     """One request of a pass that asked for a feature.
 
-    index: its row in the pass. Of prompt passes only: start, end: the positions that are computed; first: the index of
-    position ``start`` among the pass's tokens; samples: whether the prompt ends here, so that a token is sampled.
+    index: its row in the pass. errors: what reading its results raised. Of prompt passes only: start, end: the
+    positions that are computed; first: the index of position ``start`` among the pass's tokens; samples: whether
+    the prompt ends here, so that a token is sampled.
     """
 
     index: int
@@ -195,6 +196,15 @@ class Row:
     end: int = 0
     first: int = 0
     samples: bool = True
+    errors: list[Exception] = field(default_factory=list, compare=False)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Note an error of the block as this request's own: it ends with it, and the others of the pass go on."""
+        try:
+            yield
+        except Exception as error:
+            self.errors.append(error)
 
 
 @dataclass(frozen=True)

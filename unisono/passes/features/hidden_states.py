@@ -59,7 +59,8 @@ class ReturnedHiddenStates(Feature):
     def read_prompt(self, rows: Sequence[Row], outputs: Mapping[str, np.ndarray]) -> None:
         if "hidden" in outputs:
             for row in rows:
-                row.state.read(row.start, outputs["hidden"][row.first : row.first + row.end - row.start])
+                with row.alone():
+                    row.state.read(row.start, outputs["hidden"][row.first : row.first + row.end - row.start])
 
 
 class HiddenStates(RequestState):

@@ -83,7 +83,8 @@ class PromptLogprobs(Feature):
         for row in rows:
             scored = row.state.scored_by(row)
             if scored:
-                row.state.take(scored, outputs["prompt_logprobs"][at : at + len(scored)])
+                with row.alone():
+                    row.state.take(scored, outputs["prompt_logprobs"][at : at + len(scored)])
                 at += len(scored)
 
 

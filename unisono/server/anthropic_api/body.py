@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.server.errors import show
+from unisono.server.field_limits import Strings
 from unisono.server.hosted_tools import Ignored
 from unisono.server.protocol import ChatRequest
 from unisono.server.translation import Renames, has_kind, passed_on, text_of
@@ -60,7 +61,7 @@ class MessagesRequest(CountRequest):
 
     max_tokens: int = Field(description="a whole number")
     stream: bool | None = Field(None, description="true or false")
-    stop_sequences: list[str] | None = Field(None, description="a list of strings")
+    stop_sequences: Strings | None = Field(None, description="a list of strings")
     temperature: float | None = Field(None, description="a number")
     top_p: float | None = Field(None, description="a number")
     top_k: int | None = Field(None, description="a whole number")

@@ -131,7 +131,7 @@ class ReplicaClient:
             ipc.MetricSample("router_matched_tokens", "counter", {}, float(router.matched[replica]), matched),
         ]
 
-    async def submit(self, request: EngineRequest, streamed: bool = False, wish: Wish = ANYWHERE) -> TokenStream:
+    async def submit(self, request: EngineRequest, wish: Wish = ANYWHERE) -> TokenStream:
         """Hand ``request`` to the replica that is to run it. Raises BadRequest, and EngineDead where none is left."""
         if request.request_id in self._homes:
             raise BadRequest(f"request_id={request.request_id!r} is running already; give another.", "request_id")
@@ -139,7 +139,7 @@ class ReplicaClient:
         home = self.router.choose(request, wish, waiting)
         self._homes[request.request_id] = home
         try:
-            return await self.clients[home].submit(request, streamed, wish)
+            return await self.clients[home].submit(request, wish)
         except BaseException:
             self._close(self._homes.get(request.request_id, home), request.request_id)
             raise

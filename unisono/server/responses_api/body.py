@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.server.errors import show
+from unisono.server.field_limits import Strings
 from unisono.server.hosted_tools import ITEMS, Ignored, hosted_type
 from unisono.server.translation import Renames, has_kind, passed_on, text_of
 from unisono.types import BadRequest
@@ -52,7 +53,7 @@ class ResponsesRequest(BaseModel):
     temperature: float | None = Field(None, description="a number")
     top_p: float | None = Field(None, description="a number")
     top_logprobs: int | None = Field(None, description="a whole number")
-    include: list[str] | None = Field(None, description=f"a list of {', '.join(sorted(INCLUDABLE))}")
+    include: Strings | None = Field(None, description=f"a list of {', '.join(sorted(INCLUDABLE))}")
     tools: list[Any] | None = Field(
         None, description="a list of tools of type function; with --ignore-hosted-tools also others, which are left out"
     )
@@ -251,15 +252,23 @@ def conversation_of(request: ResponsesRequest) -> str | None:
     return found
 
 
-def shortened(items: list[Item]) -> list[list[Item]]:
-    """The items, and what is left of them without the oldest turns, one turn fewer each time.
+def turns(items: list[Item]) -> list[int]:
+    """Where in ``items`` the turns begin that :func:`since` shortens them to, the oldest first.
 
-    A turn begins with a message of the user. The last one stays, and so do messages of the system and developer.
+    A turn begins with a message of the user.
     """
     starts = [i for i, item in enumerate(items) if item["type"] == "message" and item.get("role") == "user"]
-    kept = [[item for item in items[:start] if item.get("role") in ("system", "developer")] for start in starts]
-    left = (head + items[start:] for head, start in zip(kept, starts, strict=True))
-    return [items, *(one for one in left if len(one) < len(items))]
+    first = next((i for i, item in enumerate(items) if not _stays(item)), len(items))
+    return [start for start in starts if start > first]
+
+
+def since(items: list[Item], start: int) -> list[Item]:
+    """``items`` from ``start`` on. Messages of the system and developer before it stay."""
+    return [*(item for item in items[:start] if _stays(item)), *items[start:]]
+
+
+def _stays(item: Item) -> bool:
+    return item.get("role") in ("system", "developer")
 
 
 def _check_choices(request: ResponsesRequest, ignored: Ignored) -> None:

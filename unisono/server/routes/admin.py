@@ -12,9 +12,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from unisono.server.body import load_object
+from unisono.server.body import load_object, off_loop
 from unisono.server.commands import CommandError
 from unisono.server.errors import ApiError, unavailable
+from unisono.server.field_limits import Strings
 from unisono.server.routes.common import described, json_response, operators_only, read_json_body
 from unisono.server.service import Service
 from unisono.server.translation import checked
@@ -32,7 +33,7 @@ class AbortRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    request_ids: list[str] | None = Field(None, description="a list of ids of answers")
+    request_ids: Strings | None = Field(None, description="a list of ids of answers")
     request_id: str | None = Field(None, description="an id of an answer")
     rid: str | None = Field(None, description="an id of an answer")
     abort_all: bool | None = Field(None, description="true or false")
@@ -103,7 +104,8 @@ def _add_sleep(app: FastAPI, service: Service) -> None:
 
 async def _abort_body(request: Request) -> list[str] | None:
     """The ids to abort; None for all. Raises ApiError."""
-    body = checked(load_object(await read_json_body(request)), AbortRequest)
+    raw = await read_json_body(request)
+    body = await off_loop(len(raw), lambda: checked(load_object(raw), AbortRequest))
     ids = [*(body.request_ids or []), *(one for one in (body.request_id, body.rid) if one is not None)]
     if not ids and not body.abort_all:
         raise ApiError(400, "request_ids is missing; name answers, or set abort_all=true.", param="request_ids")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -13,9 +13,11 @@ from fastapi.responses import Response
 from unisono.server.answers import EventReply, stream_error
 from unisono.server.anthropic_api.body import CountRequest, MessagesRequest, chat_body
 from unisono.server.anthropic_api.writer import Event, Writer, error_object
-from unisono.server.body import load_object
+from unisono.server.body import load_object, off_loop
 from unisono.server.generation import Generation, merge
+from unisono.server.hosted_tools import Ignored
 from unisono.server.note import note
+from unisono.server.protocol import ChatRequest
 from unisono.server.responses import Usage
 from unisono.server.routes.common import (
     answer,
@@ -27,7 +29,9 @@ from unisono.server.routes.common import (
     when_ready,
 )
 from unisono.server.service import Service
-from unisono.server.translation import chat_request, checked
+from unisono.server.translation import Renames, chat_request, checked
+
+Body = TypeVar("Body", bound=CountRequest)
 
 PREFIX = "/v1/messages"
 """Errors under this path are worded as Anthropic's."""
@@ -57,18 +61,24 @@ class MessageReply(EventReply):
                 yield events
 
 
+def _read(raw: bytes, kind: type[Body], ignored: Ignored) -> tuple[Body, ChatRequest, Renames]:
+    """A body, the chat request that is made of it, and the names of its fields. Raises BadRequest and ApiError."""
+    data = load_object(raw)
+    body = checked(data, kind, only=False)
+    fields, renames = chat_body(body, data, ignored)
+    return body, chat_request(fields, renames), renames
+
+
 def add(app: FastAPI, service: Service) -> None:
     """Add the routes."""
     ready = when_ready(service)
 
     @app.post(PREFIX, dependencies=ready, **described("Answer a conversation.", MessagesRequest))
     async def messages(request: Request) -> Response:
-        data = load_object(await read_json_body(request))
-        body = checked(data, MessagesRequest, only=False)
-        model, message_id = service.model(body.model), new_id("msg_")
+        raw = await read_json_body(request)
         ignored = service.hosted.request()
-        fields, renames = chat_body(body, data, ignored)
-        chat = chat_request(fields, renames)
+        body, chat, renames = await off_loop(len(raw), lambda: _read(raw, MessagesRequest, ignored))
+        model, message_id = service.model(body.model), new_id("msg_")
         service.hosted.tell(ignored)
         blank: dict[str, Any] = {
             "id": message_id,
@@ -91,10 +101,10 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post(f"{PREFIX}/count_tokens", dependencies=ready, **described("Count a conversation's tokens.", CountRequest))
     async def count_tokens(request: Request) -> Response:
-        data = load_object(await read_json_body(request))
-        body = checked(data, CountRequest, only=False)
+        raw = await read_json_body(request)
+        ignored = service.hosted.request()
+        body, chat, renames = await off_loop(len(raw), lambda: _read(raw, CountRequest, ignored))
         service.model(body.model)
-        fields, renames = chat_body(body, data, service.hosted.request())
         with renames.errors():
-            prompt = await service.serving.chat_prompt(chat_request(fields, renames), ticket_of(request))
+            prompt = await service.serving.chat_prompt(chat, ticket_of(request))
         return json_response({"input_tokens": len(prompt.token_ids)})

@@ -125,7 +125,6 @@ async def answer(
     for generation in generations:
         generation.wish = wish
         generation.arrived(note(request.scope).arrival)
-        generation.streamed = bool(stream)
     reply = reply_of(generations)
     if answer_id in service.running:
         raise BadRequest(f"request_id={show(answer_id)} is running already; give another.", "request_id")

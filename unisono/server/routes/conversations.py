@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from unisono.server.body import load_object
+from unisono.server.body import load_object, off_loop
 from unisono.server.errors import ApiError
 from unisono.server.responses_api.body import to_items, to_messages
 from unisono.server.responses_api.conversations import Conversation, ConversationStore
@@ -52,8 +52,8 @@ def add(app: FastAPI, service: Service, store: ConversationStore) -> None:
 
     @app.post("/v1/conversations", dependencies=clients, **described("Begin a conversation.", ConversationBody))
     async def create(request: Request) -> Response:
-        data = await read_json_body(request)
-        body = checked(load_object(data) if data.strip() else {}, ConversationBody)
+        raw = await read_json_body(request)
+        body = await off_loop(len(raw), lambda: checked(load_object(raw) if raw.strip() else {}, ConversationBody))
         items = _items(body.items or [], service)
         made = Conversation(new_id("conv_"), service.keys.owner(request), now(), body.metadata or {}, items)
         store.put(made)
@@ -69,7 +69,8 @@ def add(app: FastAPI, service: Service, store: ConversationStore) -> None:
         **described("Set a conversation's metadata.", MetadataBody),
     )
     async def update(request: Request, conversation_id: str) -> Response:
-        body = checked(load_object(await read_json_body(request)), MetadataBody)
+        raw = await read_json_body(request)
+        body = await off_loop(len(raw), lambda: checked(load_object(raw), MetadataBody))
         found = store.get(conversation_id, service.keys.owner(request))
         found.metadata = body.metadata
         store.put(found)
@@ -89,7 +90,8 @@ def _add_items(app: FastAPI, service: Service, store: ConversationStore) -> None
 
     @app.post(path, dependencies=clients, **described("Add items to a conversation.", ItemsBody))
     async def add_items(request: Request, conversation_id: str) -> Response:
-        body = checked(load_object(await read_json_body(request)), ItemsBody)
+        raw = await read_json_body(request)
+        body = await off_loop(len(raw), lambda: checked(load_object(raw), ItemsBody))
         store.get(conversation_id, service.keys.owner(request))
         if not body.items:
             raise ApiError(400, "items is empty; give at least one item.", param="items")

@@ -8,16 +8,16 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.frontend.pooling import GENERATIVE, Pooling, encoded
-from unisono.server.body import load_object
+from unisono.server.body import load_object, off_loop
 from unisono.server.errors import ApiError, unavailable
+from unisono.server.field_limits import Strings, TokenIdLists, TokenIds
 from unisono.server.generation import Generation, merge
-from unisono.server.protocol import CompletionRequest, parse
+from unisono.server.protocol import CompletionRequest, parse_fields
 from unisono.server.routes.common import answer, described, new_id, read_json_body, when_ready
 from unisono.server.service import Service
 from unisono.server.translation import Renames, checked
@@ -29,7 +29,7 @@ class EmbeddingRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    input: str | list[str] | list[int] | list[list[int]] = Field(
+    input: str | Strings | TokenIds | TokenIdLists = Field(
         description="a string, a list of strings, a list of token ids, or a list of such lists"
     )
     model: str | None = Field(None, description="the name of a served model")
@@ -80,7 +80,8 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/embeddings", dependencies=when_ready(service), **described("Embed texts.", EmbeddingRequest))
     async def embeddings(request: Request) -> Response:
-        body = checked(load_object(await read_json_body(request)), EmbeddingRequest)
+        raw = await read_json_body(request)
+        body = await off_loop(len(raw), lambda: checked(load_object(raw), EmbeddingRequest))
         model, answer_id = service.model(body.model), new_id("embd-")
         _check(body, service)
         fields = {"prompt": body.input, "max_tokens": 1, "temperature": 0, "return_hidden_states": True, "model": model}
@@ -90,7 +91,7 @@ def add(app: FastAPI, service: Service) -> None:
 
         async def prepare() -> list[Generation]:
             with renames.errors():
-                completion = parse(msgspec.json.encode(fields), CompletionRequest)
+                completion = await off_loop(len(raw), lambda: parse_fields(fields, CompletionRequest))
                 return await service.serving.completion(completion, answer_id, pooled=True)
 
         def reply_of(generations: list[Generation]) -> EmbeddingReply:

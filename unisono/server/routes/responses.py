@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from unisono.server.answers import EventReply, stream_error
-from unisono.server.body import load_object
+from unisono.server.body import INLINE_BYTES, load_object, off_loop
 from unisono.server.errors import ApiError, as_api_error
 from unisono.server.generation import Generation, merge, start_all
 from unisono.server.hosted_tools import Ignored, hosted_type
@@ -24,9 +24,10 @@ from unisono.server.responses_api.body import (
     ResponsesRequest,
     chat_body,
     conversation_of,
-    shortened,
+    since,
     to_items,
     to_messages,
+    turns,
 )
 from unisono.server.responses_api.conversations import ConversationStore
 from unisono.server.responses_api.store import Item, ResponseStore, Stored
@@ -203,8 +204,8 @@ def _add_stored(app: FastAPI, service: Service, store: ResponseStore) -> None:
 
 async def _asked(service: Service, store: ResponseStore, kept: ConversationStore, request: Request) -> Asked:
     """The body, checked. Raises BadRequest and ApiError."""
-    data = load_object(await read_json_body(request))
-    body = checked(data, ResponsesRequest, only=False)
+    raw = await read_json_body(request)
+    data, body = await off_loop(len(raw), lambda: _read(raw))
     model, who = service.model(body.model), service.keys.owner(request)
     earlier: list[Item] = []
     if body.previous_response_id is not None:
@@ -214,11 +215,25 @@ async def _asked(service: Service, store: ResponseStore, kept: ConversationStore
         before, earlier = "conversation", kept.get(conversation, who, "conversation").items
     items = [*earlier, *to_items(body.input, new_id, partial(store.item, owner=who))]
     ignored = service.hosted.request()
-    messages = to_messages(items, body.instructions, len(earlier), before, ignored=ignored)
-    chat, renames = chat_body(body, data, messages, ignored)
-    asked = Asked(body, chat_request(chat, renames), renames, items, len(earlier), model, conversation, ignored)
+
+    def made() -> Asked:
+        messages = to_messages(items, body.instructions, len(earlier), before, ignored=ignored)
+        chat, renames = chat_body(body, data, messages, ignored)
+        return Asked(body, chat_request(chat, renames), renames, items, len(earlier), model, conversation, ignored)
+
+    asked = await off_loop(_size(raw, items), made)
     service.hosted.tell(ignored)
     return await _fitting(service, asked, data, request) if body.truncation == "auto" else asked
+
+
+def _read(raw: bytes) -> tuple[dict[str, Any], ResponsesRequest]:
+    data = load_object(raw)
+    return data, checked(data, ResponsesRequest, only=False)
+
+
+def _size(raw: bytes, items: list[Item]) -> int:
+    """Bytes for :func:`off_loop`: those of a body, and of stored items at least what makes many of them large."""
+    return len(raw) + len(items) * INLINE_BYTES // 64
 
 
 async def _fitting(service: Service, asked: Asked, data: Mapping[str, Any], request: Request) -> Asked:
@@ -227,17 +242,20 @@ async def _fitting(service: Service, asked: Asked, data: Mapping[str, Any], requ
     The stored items stay whole. Where even the last turn alone is too long it is left as it is, and refused later.
     """
     room = service.serving.inputs.model.max_model_len - (asked.request.max_output_tokens or 1)
-    choices = shortened(asked.items)
+    choices = [0, *turns(asked.items)]
     made: dict[int, Asked] = {}
 
-    async def fits(choice: int) -> bool:
-        items = choices[choice]
+    def shortened(start: int) -> Asked:
+        items = since(asked.items, start)
         earlier = max(0, len(items) - (len(asked.items) - asked.earlier))
         messages = to_messages(items, asked.request.instructions, earlier, ignored=asked.ignored)
         chat, renames = chat_body(asked.request, data, messages, asked.ignored)
-        made[choice] = replace(asked, chat=chat_request(chat, renames), renames=renames)
+        return replace(asked, chat=chat_request(chat, renames), renames=renames)
+
+    async def fits(choice: int) -> bool:
+        made[choice] = await off_loop(_size(b"", asked.items), lambda: shortened(choices[choice]))
         try:
-            with renames.errors():
+            with made[choice].renames.errors():
                 return len((await service.serving.chat_prompt(made[choice].chat, ticket_of(request))).token_ids) <= room
         except BadRequest as error:
             if error.code != "context_length_exceeded":

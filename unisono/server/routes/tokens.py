@@ -11,8 +11,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from unisono.server.body import load_object
+from unisono.server.body import load_object, off_loop
 from unisono.server.errors import ApiError
+from unisono.server.field_limits import TokenIds, check_name
+from unisono.server.protocol import ChatRequest
 from unisono.server.routes.common import clients_only, described, json_response, read_json_body, ticket_of
 from unisono.server.service import Service
 from unisono.server.translation import Renames, chat_request, checked, passed_on
@@ -36,7 +38,7 @@ class DetokenizeRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    tokens: list[int] = Field(description="a list of token ids")
+    tokens: TokenIds = Field(description="a list of token ids")
     model: str | None = Field(None, description="the name of a served model")
     skip_special_tokens: bool | None = Field(None, description="true or false; default: false")
 
@@ -48,18 +50,20 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize", dependencies=workers, **described("Token ids of a prompt.", TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        data = load_object(await read_json_body(request))
-        body = checked(data, TokenizeRequest, only=False)
+        raw = await read_json_body(request)
+        body, chat = await off_loop(len(raw), lambda: _read(raw))
         service.model(body.model)
-        ids = await _ids(service, request, body, data)
+        ids = await _ids(service, request, body, chat)
         tokenizer = inputs.require_tokenizer("prompt")
-        names = tokenizer.backend.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        spelled = tokenizer.backend.convert_ids_to_tokens
+        names = await asyncio.to_thread(spelled, ids) if body.return_token_strs else None
         context = inputs.model.max_model_len
         return json_response({"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": names})
 
     @app.post("/detokenize", dependencies=workers, **described("The text of token ids.", DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
-        body = checked(load_object(await read_json_body(request)), DetokenizeRequest)
+        raw = await read_json_body(request)
+        body = await off_loop(len(raw), lambda: checked(load_object(raw), DetokenizeRequest))
         service.model(body.model)
         size = inputs.model.vocab_size
         wrong = next((one for one in body.tokens if not 0 <= one < size), None)
@@ -81,19 +85,27 @@ def add(app: FastAPI, service: Service) -> None:
         return json_response({**config, "tokenizer_class": type(tokenizer.backend).__name__, "chat_template": template})
 
 
-async def _ids(service: Service, request: Request, body: TokenizeRequest, data: dict[str, Any]) -> list[int]:
-    """The token ids of a prompt, or of a conversation as the chat endpoint writes it."""
+def _read(raw: bytes) -> tuple[TokenizeRequest, ChatRequest | None]:
+    """A body, and its conversation as the chat endpoint reads it. Raises BadRequest and ApiError."""
+    data = load_object(raw)
+    body = checked(data, TokenizeRequest, only=False)
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("prompt and messages: give one of them.", "prompt")
     own = TokenizeRequest.model_fields.keys()
     if body.messages is not None:
         given = ("messages", "model", "add_special_tokens")
         fields = {name: data[name] for name in given if data.get(name) is not None}
-        chat = chat_request(fields | passed_on(data, own, {}), Renames({}))
-        return (await service.serving.chat_prompt(chat, ticket_of(request))).token_ids
+        return body, chat_request(fields | passed_on(data, own, {}), Renames({}))
     for name in data:
+        check_name(name)
         if name not in own:
             raise ApiError(400, f"{name} is not a known field; remove it.", param=name, code="unknown_field")
+    return body, None
+
+
+async def _ids(service: Service, request: Request, body: TokenizeRequest, chat: ChatRequest | None) -> list[int]:
+    """The token ids of a prompt, or of a conversation as the chat endpoint writes it."""
+    if chat is not None:
+        return (await service.serving.chat_prompt(chat, ticket_of(request))).token_ids
     assert body.prompt is not None
-    special = body.add_special_tokens is not False
-    return await service.serving.encode(body.prompt, special)
+    return await service.serving.encode(body.prompt, body.add_special_tokens is not False)
