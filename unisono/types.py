@@ -1,7 +1,4 @@
-"""The words every room shares: requests, sampling parameters, results and errors. It holds no tensors.
-
-Of the project it imports ``errors``, ``media``, ``token_tree``, ``structured_outputs`` and ``results``.
-"""
+"""Public data types: requests, sampling parameters, results and errors. No tensors, no imports of other rooms."""
 
 from __future__ import annotations
 
@@ -26,6 +23,7 @@ from unisono.results import RequestOutputKind as RequestOutputKind
 from unisono.results import TokenDelta as TokenDelta
 from unisono.results import TokenLogprobs as TokenLogprobs
 from unisono.results import Vectors as Vectors
+from unisono.results import part_id as part_id
 from unisono.structured_outputs import KINDS, checked
 from unisono.token_tree import Node, leaves, parse_nodes, promising
 
@@ -484,7 +482,7 @@ class EngineRequest:
 
     def sequences(self) -> list[EngineRequest]:
         """A request for each of the ``n`` sequences: seeds count up from this one's, modulo 2**63."""
-        seed, first = self.params.seed, f"{self.request_id}-0"
+        seed, first = self.params.seed, part_id(self.request_id, 0)
         assert seed is not None
         if self.params.n == 1:
             return [self]
@@ -492,7 +490,7 @@ class EngineRequest:
         return [
             replace(
                 self,
-                request_id=f"{self.request_id}-{i}",
+                request_id=part_id(self.request_id, i),
                 params=replace(self.params, seed=(seed + i) % (MAX_SEED + 1), n=1, prompt_logprobs=prompt_logprobs[i]),
                 shares_with=first if i else None,
             )

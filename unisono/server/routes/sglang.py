@@ -11,6 +11,7 @@ from unisono.server.errors import ApiError, show
 from unisono.server.generation import Generation
 from unisono.server.note import note
 from unisono.server.protocol import CompletionRequest, parse
+from unisono.server.request_ids import checked_id
 from unisono.server.routes.common import answer, described, new_id, read_json_body, ticket_of, when_ready
 from unisono.server.service import Service
 from unisono.server.sglang_api import GenerateReply, GenerateRequest, completion_body, media_sources
@@ -33,7 +34,7 @@ def add(app: FastAPI, service: Service) -> None:
             message = f"lora_path={show(body.lora_path)} names no adapter that is served; served: {names}."
             raise ApiError(404, message, "not_found_error", param="lora_path", code="model_not_found")
         service.model(completion.model)
-        answer_id = body.rid or new_id("gen-")
+        answer_id = checked_id(body.rid, "rid") if body.rid else new_id("gen-")
 
         async def prepare() -> list[Generation]:
             with renames.errors():
