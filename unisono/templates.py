@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unisono.channel import Channel, Gone
-from unisono.errors import TemporaryFailure
 from unisono.forks import Template, limit_memory, limit_time, serve
 
 SECONDS = 2.0
@@ -37,7 +36,7 @@ class TemplateTooHard(TemplateFailed):
     """The template takes too much time or memory, or writes too much."""
 
 
-class RendererBusy(TemporaryFailure):
+class RendererBusy(Exception):
     """No process to render in comes up; a later try may have one."""
 
 

@@ -11,6 +11,7 @@ from unisono.errors import BadRequest as BadRequest
 from unisono.errors import CheckpointError as CheckpointError
 from unisono.errors import ConfigError as ConfigError
 from unisono.errors import EngineDead as EngineDead
+from unisono.errors import TemporaryFailure as TemporaryFailure
 from unisono.errors import UnisonoError as UnisonoError
 from unisono.media import MediaItem as MediaItem
 from unisono.results import CompletionOutput as CompletionOutput

@@ -6,8 +6,7 @@ import json
 
 import msgspec
 
-from unisono.errors import TemporaryFailure
-from unisono.types import BadRequest, EngineDead, UnisonoError
+from unisono.types import BadRequest, EngineDead, TemporaryFailure, UnisonoError
 
 MAX_VALUE_CHARS = 80
 

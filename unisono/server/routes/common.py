@@ -115,6 +115,21 @@ async def read_json_body(request: Request) -> bytes:
         body.clear()  # a traceback may hold this frame, and the ticket gives the bytes back now
 
 
+INPUTS = ("messages", "prompt", "prompt_embeds", "embedding_overrides", "image_data", "video_data")
+"""Fields of bodies that may hold megabytes and that no answer needs once its prompt is made."""
+
+
+def forget_inputs(*bodies: Any) -> None:
+    """Empty the INPUTS of bodies (models or objects) that have been prepared: answers keep bodies until they end."""
+    for body in bodies:
+        if isinstance(body, dict):
+            body.clear()
+            continue
+        for name in INPUTS:
+            if getattr(body, name, None):
+                setattr(body, name, None)
+
+
 def ticket_of(request: Request) -> Ticket | None:
     """The ticket of a request that was taken on."""
     return note(request.scope).ticket

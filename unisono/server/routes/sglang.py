@@ -12,7 +12,7 @@ from unisono.server.generation import Generation
 from unisono.server.note import note
 from unisono.server.protocol import CompletionRequest, parse
 from unisono.server.request_ids import checked_id
-from unisono.server.routes.common import answer, described, new_id, read_json_body, ticket_of, when_ready
+from unisono.server.routes.common import answer, described, forget_inputs, new_id, read_json_body, ticket_of, when_ready
 from unisono.server.service import Service
 from unisono.server.sglang_api import GenerateReply, GenerateRequest, completion_body, media_sources
 from unisono.server.translation import checked
@@ -38,7 +38,10 @@ def add(app: FastAPI, service: Service) -> None:
 
         async def prepare() -> list[Generation]:
             with renames.errors():
-                return await service.serving.completion(completion, answer_id, media, ticket_of(request))
+                generations = await service.serving.completion(completion, answer_id, media, ticket_of(request))
+            forget_inputs(body, completion, data, fields)
+            media.clear()
+            return generations
 
         def reply_of(generations: list[Generation]) -> GenerateReply:
             several = isinstance(body.text, list) or bool(body.input_ids and isinstance(body.input_ids[0], list))
