@@ -87,9 +87,8 @@ def read_keys(path: Path) -> list[Key]:
         if name == FLAG_NAME:
             raise ConfigError(f"{where}: the name {FLAG_NAME} is that of --api-key; choose another.")
         if name in first and (own is not None or role is not None):
-            raise ConfigError(
-                f"{where}: the limits and the role of {name} stand in its first line; leave them out here."
-            )
+            given = "role" if own is None else "limits"
+            raise ConfigError(f"{where}: the {given} of {name} stand in its first line; leave them out here.")
         first.setdefault(name, (own, role))
         keys.append(Key.named(name, bytes.fromhex(match[1]), *first[name]))
     if not keys:
