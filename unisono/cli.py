@@ -114,6 +114,9 @@ def _http_flags(
     allow_credentials: Annotated[
         bool, typer.Option("--allow-credentials", help="CORS: allow cookies; needs --allowed-origins.")
     ] = False,
+    allowed_hosts: Annotated[
+        list[str] | None, typer.Option(help="Host names of the server behind a proxy, *.example.com or * for all.")
+    ] = None,
     root_path: Annotated[str, typer.Option(help="Path prefix that a proxy in front of the server removes.")] = "",
 ) -> None:
     """The server's flags that are fields of ``unisono.server.http_settings.HttpSettings``."""
@@ -396,6 +399,7 @@ def _parts(http: dict[str, Any], load: dict[str, Any], scale: dict[str, Any]) ->
     from unisono.server.overload import LoadLimits
     from unisono.server.replicas.plan import ReplicaSettings
 
+    http["allowed_hosts"] = tuple(http["allowed_hosts"] or ())
     for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
         http[name] = strings("--" + name.replace("_", "-"), http[name])
     return {

@@ -28,5 +28,9 @@ class CheckpointError(UnisonoError):
     """A checkpoint is missing, broken, truncated or of an unsupported architecture."""
 
 
+class TemporaryFailure(UnisonoError):
+    """Something that the request needs is not there now. The same request may succeed some seconds later."""
+
+
 class EngineDead(UnisonoError):
     """The engine stopped; every request it held ends with this error."""

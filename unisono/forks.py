@@ -36,8 +36,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 class Template:
     """A process that forks. module: what it runs, by ``module.main(descriptor)``. first: its first message."""
 
-    def __init__(self, module: str, first: Sequence[Any]) -> None:
+    def __init__(self, module: str, first: Sequence[Any], patience: float | None = None) -> None:
+        """patience: seconds that a fork may take, the first with its imports; then TimeoutError. None: no limit."""
         self._channel, theirs = pair()
+        self._channel.socket.settimeout(patience)
         self._ready = False
         code = "import sys; sys.path.insert(0, sys.argv[1]); __import__('unisono.forks').forks.run(*sys.argv[2:])"
         arguments = [str(Path(__file__).parents[1]), module, str(theirs.fileno())]

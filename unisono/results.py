@@ -58,6 +58,14 @@ class Concise:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
+def part_id(request_id: str, part: object) -> str:
+    """Return the id of a part of a request: a sequence, a prompt or a beam.
+
+    Ids that clients choose have no ``#`` (``server/request_ids.py``), so no client's id equals a part of another's.
+    """
+    return f"{request_id}#{part}"
+
+
 class FinishReason(enum.IntEnum):
     """Why a request stopped producing tokens. The device writes these numbers in ``Slots.status``."""
 

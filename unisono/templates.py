@@ -36,23 +36,69 @@ class TemplateTooHard(TemplateFailed):
     """The template takes too much time or memory, or writes too much."""
 
 
-class Renderer:
-    """Renders templates. Starts its process when it is first used, or at :meth:`start`; threads may share it."""
+class RendererBusy(Exception):
+    """No process to render in comes up; a later try may have one."""
+
+
+START_PATIENCE = 40.0
+"""Seconds that a process may take to start, which takes one or two on a machine that is not busy."""
+
+
+class _Forks:
+    """Forks of one process that has imported what rendering needs. Threads share it."""
 
     def __init__(self) -> None:
-        self._template: Template | None = None
-        self._channel: Channel | None = None
         self._lock = threading.Lock()
+        self._template: Template | None = None
+
+    def start(self) -> None:
+        with self._lock:
+            self._begin()
+
+    def _begin(self) -> Template:
+        if self._template is None:
+            self._template = Template("unisono.templates", [], START_PATIENCE)
+        return self._template
+
+    def fork(self) -> Channel:
+        """Return a channel to a new process. Raises RendererBusy, and starts anew at the next call."""
+        if not self._lock.acquire(timeout=START_PATIENCE):
+            raise RendererBusy(f"no process to render in has started for {START_PATIENCE:g} s")
+        try:
+            for last in (False, True):
+                try:
+                    return self._begin().fork()[0]
+                except (Gone, TimeoutError) as error:
+                    self._end()
+                    if last or isinstance(error, TimeoutError):
+                        raise RendererBusy("the process that renders chat templates does not start") from None
+            raise AssertionError
+        finally:
+            self._lock.release()
+
+    def _end(self) -> None:
+        if self._template is not None:
+            self._template.close()
+            self._template = None
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+
+class Renderer:
+    """Renders templates. Starts processes when it is first used, or at :meth:`start`.
+
+    Threads may share it. Each has a process of its own, so a template that takes long holds up its own thread only.
+    """
+
+    def __init__(self) -> None:
+        self._forks = _Forks()
+        self._own = threading.local()
 
     def start(self) -> None:
         """Begin to start the process, which takes a second or two; the first rendering waits for it."""
-        with self._lock:
-            self._start()
-
-    def _start(self) -> Template:
-        if self._template is None:
-            self._template = Template("unisono.templates", [])
-        return self._template
+        self._forks.start()
 
     def render(
         self,
@@ -64,7 +110,7 @@ class Renderer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as the template writes it. Raises TemplateFailed.
+        """The conversation as the template writes it. Raises TemplateFailed and RendererBusy.
 
         Keys of messages whose value is None are left out, as transformers does: many templates would write "None".
         """
@@ -77,19 +123,15 @@ class Renderer:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
-        with self._lock:
-            kind, text = self._ask(given)
+        kind, text = self._ask(given)
         if kind == "text":
             return text
         raise (TemplateTooHard if kind == "hard" else TemplateFailed)(text)
 
     def close(self) -> None:
-        """End the process. A later rendering starts another."""
-        with self._lock:
-            self._leave()
-            if self._template is not None:
-                self._template.close()
-                self._template = None
+        """End the processes; those of other threads end with theirs. A later rendering starts others."""
+        self._leave()
+        self._forks.close()
 
     def __del__(self) -> None:
         try:  # noqa: SIM105  at the interpreter's end this module's names are gone
@@ -98,41 +140,35 @@ class Renderer:
             pass
 
     def _ask(self, given: dict[str, Any]) -> tuple[str, str]:
-        for last in (False, True):
-            try:
-                channel = self._connected()
-                channel.send(given)
-                return tuple(channel.receive()[0])
-            except TimeoutError:
-                self._leave()
-                return "hard", f"it takes more than {PATIENCE:g} s"
-            except Gone:
-                began = self._channel is not None
-                self._leave()
-                if began:
-                    return "hard", f"it takes more than {SECONDS:g} s of processor time, or ends its process"
-                if self._template is not None:
-                    self._template.close()
-                    self._template = None
-                if last:
-                    return "hard", "its process does not start"
-            except (TypeError, ValueError, OverflowError) as error:  # what msgpack does not know
-                return "failed", f"a variable is no plain data: {error}"
-        raise AssertionError
+        channel = self._connected()
+        try:
+            channel.send(given)
+            return tuple(channel.receive()[0])
+        except TimeoutError:
+            self._leave()
+            return "hard", f"it takes more than {PATIENCE:g} s"
+        except Gone:
+            self._leave()
+            return "hard", f"it takes more than {SECONDS:g} s of processor time, or ends its process"
+        except (TypeError, ValueError, OverflowError) as error:  # what msgpack does not know
+            return "failed", f"a variable is no plain data: {error}"
 
     def _connected(self) -> Channel:
-        if self._channel is not None and self._channel.ended():  # killed while it was idle
+        """Return the channel to this thread's process."""
+        found: Channel | None = getattr(self._own, "channel", None)
+        if found is not None and found.ended():  # killed while it was idle
             self._leave()
-        if self._channel is None:
-            channel, _ = self._start().fork()
-            channel.socket.settimeout(PATIENCE)
-            self._channel = channel
-        return self._channel
+            found = None
+        if found is None:
+            found = self._own.channel = self._forks.fork()
+            found.socket.settimeout(PATIENCE)
+        return found
 
     def _leave(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        found: Channel | None = getattr(self._own, "channel", None)
+        if found is not None:
+            found.close()
+            self._own.channel = None
 
 
 @functools.cache

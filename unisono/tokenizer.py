@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.checkpoint_files import TOKENIZER_FILES
-from unisono.templates import TemplateFailed, TemplateTooHard, renderer
-from unisono.types import BadRequest, CheckpointError
+from unisono.templates import RendererBusy, TemplateFailed, TemplateTooHard, renderer
+from unisono.types import BadRequest, CheckpointError, TemporaryFailure
 from unisono.untrusted import check_directory
 
 if TYPE_CHECKING:
@@ -251,21 +251,24 @@ class Tokenizer:
     ) -> str:
         """The backend's ``apply_chat_template`` without tokenizing, in the renderer's process.
 
-        Raises TemplateFailed, and ValueError where there is no such template.
+        Raises TemplateFailed, ValueError where there is no such template, and TemporaryFailure without a process.
         """
         if not messages:
             raise ValueError("there are none: give at least one")
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         functions = [dict(tool) for tool in tools] if tools else None
-        return renderer().render(
-            self.backend.get_chat_template(chat_template, functions),
-            messages,
-            tools=functions,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables={**self.backend.special_tokens_map, "documents": documents, **(variables or {})},
-        )
+        try:
+            return renderer().render(
+                self.backend.get_chat_template(chat_template, functions),
+                messages,
+                tools=functions,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables={**self.backend.special_tokens_map, "documents": documents, **(variables or {})},
+            )
+        except RendererBusy as error:
+            raise TemporaryFailure(str(error)) from None
 
     def check_template(self) -> None:
         """Raises CheckpointError for a chat template that takes too much time or memory for two short messages.

@@ -1,8 +1,4 @@
-"""The words every room shares: requests, sampling parameters, results and errors. It holds no tensors.
-
-Of the project it imports ``errors``, ``media``, ``token_tree``, ``structured_outputs``, ``request_limits`` and
-``results``.
-"""
+"""Public data types: requests, sampling parameters, results and errors. No tensors."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from unisono.errors import BadRequest as BadRequest
 from unisono.errors import CheckpointError as CheckpointError
 from unisono.errors import ConfigError as ConfigError
 from unisono.errors import EngineDead as EngineDead
+from unisono.errors import TemporaryFailure as TemporaryFailure
 from unisono.errors import UnisonoError as UnisonoError
 from unisono.media import MediaItem as MediaItem
 from unisono.request_limits import MAX_BAD_WORD_TOKENS as MAX_BAD_WORD_TOKENS
@@ -34,6 +31,7 @@ from unisono.results import RequestOutputKind as RequestOutputKind
 from unisono.results import TokenDelta as TokenDelta
 from unisono.results import TokenLogprobs as TokenLogprobs
 from unisono.results import Vectors as Vectors
+from unisono.results import part_id as part_id
 from unisono.structured_outputs import KINDS, checked
 from unisono.token_tree import Node, leaves, parse_nodes, promising
 
@@ -451,7 +449,7 @@ class EngineRequest:
 
     def sequences(self) -> list[EngineRequest]:
         """A request for each of the ``n`` sequences: seeds count up from this one's, modulo 2**63."""
-        seed, first = self.params.seed, f"{self.request_id}-0"
+        seed, first = self.params.seed, part_id(self.request_id, 0)
         assert seed is not None
         if self.params.n == 1:
             return [self]
@@ -459,7 +457,7 @@ class EngineRequest:
         return [
             replace(
                 self,
-                request_id=f"{self.request_id}-{i}",
+                request_id=part_id(self.request_id, i),
                 params=replace(self.params, seed=(seed + i) % (MAX_SEED + 1), n=1, prompt_logprobs=prompt_logprobs[i]),
                 shares_with=first if i else None,
             )

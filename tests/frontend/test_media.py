@@ -295,6 +295,8 @@ def test_names_stand_for_pictures(inputs: InputProcessor) -> None:
         inputs.prompt({"prompt": PAD, "multi_modal_uuids": {"image": ["dog"]}})
     with pytest.raises(BadRequest, match="2 names for 1 of image"):
         inputs.prompt(given | {"multi_modal_uuids": {"image": ["a", "b"]}})
+    with pytest.raises(BadRequest, match="'cat' is not kept"):  # another API key's name of another picture
+        inputs.media.load(MediaSource("image", "a", None, uuid="cat", owner="bob"))
 
 
 def test_what_was_preprocessed_is_kept(inputs: InputProcessor) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import random
 import ssl
 import subprocess
 import threading
@@ -20,12 +22,28 @@ from unisono.frontend.media.files import read_file
 from unisono.frontend.media.settings import MediaSettings
 from unisono.types import BadRequest, ConfigError
 
-PUBLIC = ["8.8.8.8", "93.184.216.34", "2606:2800:220:1::1", "::ffff:8.8.8.8", "64:ff9b::808:808"]
+PUBLIC = [
+    "8.8.8.8", "93.184.216.34", "1.1.1.1", "168.63.129.15", "192.0.1.1", "192.88.98.255", "198.17.255.255",
+    "198.20.0.0", "223.255.255.255", "100.63.255.255", "100.128.0.0", "172.32.0.0", "2606:2800:220:1::1",
+    "2a00:1450:4001::200e", "::ffff:8.8.8.8", "64:ff9b::808:808", "2001:4860:4860::8888",
+]  # fmt: skip
+BLOCKS = [
+    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
+    "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24", "192.168.0.0/16", "192.175.48.0/24",
+    "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4",
+    "::/8", "64:ff9b:1::/48", "100::/64", "100:0:0:1::/64", "2001::/32", "2001:2::/48", "2001:10::/28", "2001:20::/28",
+    "2001:db8::/32", "2002::/16", "3fff::/20", "5f00::/16", "fc00::/7", "fe80::/10", "fec0::/10", "ff00::/8",
+]  # fmt: skip
+"""The blocks of IANA's special-purpose registries, and IPv6 ones that were given back."""
+METADATA = [
+    "169.254.169.254", "169.254.170.2", "169.254.0.23", "169.254.42.42", "100.100.100.200", "192.0.0.192",
+    "168.63.129.16", "fd00:ec2::254", "fd20:ce::254", "fd00:42::42",
+]  # fmt: skip
+"""Metadata services: AWS, ECS, Tencent, Scaleway, Alibaba, Oracle, Azure, and their IPv6 ones."""
 PRIVATE = [
-    "127.0.0.1", "127.8.9.1", "0.0.0.0", "10.0.0.1", "172.16.3.4", "192.168.1.1", "169.254.169.254", "100.64.0.1",
-    "192.0.2.1", "198.18.0.1", "224.0.0.1", "240.0.0.1", "255.255.255.255", "::1", "::", "fe80::1", "fe80::1%eth0",
-    "fc00::1", "fd00:ec2::254", "fec0::1", "ff02::1", "2001:db8::1", "::ffff:127.0.0.1", "::ffff:169.254.169.254",
-    "::ffff:10.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2002:a00:1::1", "not an address", "",
+    *METADATA, "127.8.9.1", "::1", "::", "fe80::1", "fe80::1%eth0", "8.8.8.8%eth0", "2606:2800:220:1::1%1",
+    "::8.8.8.8", "::ffff:0:8.8.8.8", "2002:808:808::1", "2001:0:808:808::1", "not an address", "", "8.8.8", "0x8.8.8.8",
+    "08.8.8.8",
 ]  # fmt: skip
 
 
@@ -37,6 +55,28 @@ def test_public(address: str) -> None:
 @pytest.mark.parametrize("address", PRIVATE)
 def test_private(address: str) -> None:
     assert not is_public(address)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_special_blocks(block: str) -> None:
+    """The first and last address of each, and some between."""
+    network = ipaddress.ip_network(block)
+    rng = random.Random(block)
+    outside = ipaddress.ip_network("::ffff:0:0/96")  # IPv4-mapped ones are judged by what they map
+    for index in (0, network.num_addresses - 1, *(rng.randrange(network.num_addresses) for _ in range(50))):
+        if network.version == 4 or network[index] not in outside:
+            assert not is_public(str(network[index])), network[index]
+
+
+@pytest.mark.parametrize("address", [*METADATA[:7], "127.0.0.1", "10.0.0.1", "192.168.1.1", "0.0.0.0"])
+def test_embedded_addresses(address: str) -> None:
+    """An IPv6 address that carries one of IPv4 is as private as that."""
+    number = int(ipaddress.IPv4Address(address))
+    for before in ("::ffff:0:0", "64:ff9b::", "64:ff9b:1::", "::", "2606:2800::5efe:0:0", "2606:2800::200:5efe:0:0"):
+        assert not is_public(str(ipaddress.IPv6Address(int(ipaddress.IPv6Address(before)) | number)))
+    assert not is_public(str(ipaddress.IPv6Address(0x2002 << 112 | number << 80)))
+    assert not is_public(str(ipaddress.IPv6Address(0x20010000 << 96 | number ^ 0xFFFFFFFF)))
+    assert not is_public(str(ipaddress.IPv6Address(0x20010000 << 96 | number << 64)))
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -17,6 +17,7 @@ def main() -> None:
     from unisono.frontend.media.fetch import Fetcher, resolve
     from unisono.frontend.media.settings import MediaSettings
     from unisono.server.auth import ClientLimits
+    from unisono.server.http_settings import HttpSettings
     from unisono.server.limits import Limits
     from unisono.server.overload import LoadLimits
     from unisono.server.replicas.plan import ReplicaSettings
@@ -36,6 +37,8 @@ def main() -> None:
     scale = [field.name for field in dataclasses.fields(ReplicaSettings)]
     settings["scale"] = ReplicaSettings(**{name: options.pop(name) for name in scale if name in options})
     settings.setdefault("restart_engine", settings["scale"].several)
+    if "http" in settings:
+        settings["http"] = HttpSettings(**{name: tuple(value) for name, value in settings["http"].items()})
     if "media" in settings:
         settings["media"] = MediaSettings.of(**settings["media"])
     if options.pop("fetches_loopback", False):  # pictures of the tests' own host

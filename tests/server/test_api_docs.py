@@ -38,7 +38,7 @@ def test_the_page_says_who_may_call() -> None:
         _, names, who, *_ = row.split("|")
         for key in re.findall(r"`(GET|POST|DELETE) ([^`]+)`", names):
             checks = [d.dependency.__qualname__.split(".")[0] for d in routes()[key].dependencies]
-            kinds = {"when_ready": "key", "clients_only": "key", "operators_only": "operator"}
+            kinds = {"when_ready": "key", "clients_only": "key", "operators_only": "operator", "owners_only": "own"}
             assert {kinds[check] for check in checks} == ({who.strip()} - {""}), key
 
 

@@ -119,6 +119,21 @@ def test_salts_and_priorities(client: openai.OpenAI) -> None:
     assert len({answer.choices[0].text for answer in answers}) == 1
 
 
+def test_salts_are_pairs(client: openai.OpenAI) -> None:
+    """cache_salt and extra_key keep prompts apart as a pair, whatever the two spell when they are joined."""
+    prompt = "Nobody else knows this one. " * 6
+    texts = ["a", "ab", "abc", "bc", "c", '["a", "bc"]', None]
+    pairs = [(salt, key) for salt in texts for key in texts if salt in (None, "a", "ab", "abc") or key is None]
+
+    def cached(salt: str | None, key: str | None) -> bool:
+        extra = {name: value for name, value in (("cache_salt", salt), ("extra_key", key)) if value is not None}
+        usage = complete(client, prompt=prompt, max_tokens=1, **extra).usage
+        return bool(usage.prompt_tokens_details.cached_tokens)
+
+    for pair in pairs:
+        assert [cached(*pair), cached(*pair)] == [False, True], pair
+
+
 def test_grammars(client: openai.OpenAI) -> None:
     assert complete(client, regex="[ab]{6}").choices[0].text.strip("ab") == ""
     assert complete(client, ebnf='root ::= "yes" | "no"').choices[0].text in ("yes", "no")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import pytest
 
 from tests.server.conftest import Server, servers, until
+from tests.server.wire import answer, connect, resident
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 SMALL = {
@@ -37,24 +36,6 @@ def still_serves(guarded: Server) -> Iterator[None]:
     key = {"authorization": "Bearer secret"}
     body = {"prompt": [1, 2], "max_tokens": 2}
     assert guarded.http.post("/v1/completions", json=body, headers=key).status_code == 200
-
-
-def connect(server: Server, source: str = "127.0.0.1") -> socket.socket:
-    host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=60, source_address=(source, 0))
-
-
-def answer(connection: socket.socket) -> bytes:
-    """All that comes till the server closes the connection."""
-    found = b""
-    with suppress(ConnectionResetError):
-        while part := connection.recv(65536):
-            found += part
-    return found
-
-
-def resident(server: Server) -> int:
-    return int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]) * 4096
 
 
 @pytest.mark.parametrize(

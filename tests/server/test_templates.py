@@ -58,12 +58,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("text", HARD.values(), ids=list(HARD))
 def test_what_would_take_all_is_ended(renderer: Renderer, text: str) -> None:
-    template = renderer._template
+    template = renderer._forks._template
     assert template is not None
     with pytest.raises((TemplateTooHard, TemplateFailed)):
         renderer.render(text, HI)
     assert renderer.render(PLAIN, HI, add_generation_prompt=True) == "<user>Hello<assistant>"
-    assert renderer._template is template, "another process is forked, not started"
+    assert renderer._forks._template is template, "another process is forked, not started"
     assert template._process.poll() is None
 
 
@@ -91,11 +91,12 @@ def test_as_transformers_renders(renderer: Renderer, model_dir: Path) -> None:
 
 
 def test_a_process_that_was_killed_is_replaced(renderer: Renderer) -> None:
-    assert renderer._channel is not None
-    assert renderer._template is not None
-    os.kill(renderer._template.fork()[1], signal.SIGKILL)
-    renderer._template._process.kill()
-    renderer._template._process.wait()
+    template = renderer._forks._template
+    assert renderer._own.channel is not None
+    assert template is not None
+    os.kill(template.fork()[1], signal.SIGKILL)
+    template._process.kill()
+    template._process.wait()
     renderer._leave()
     assert renderer.render(PLAIN, HI) == "<user>Hello"
 

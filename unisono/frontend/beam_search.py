@@ -23,6 +23,7 @@ from unisono.types import (
     FinishReason,
     SamplingParams,
     TokenLogprobs,
+    part_id,
 )
 
 UNUSED = (
@@ -141,7 +142,7 @@ class BeamSearch:
         return [
             replace(
                 request,
-                request_id=f"{request.request_id}-beam-{self._left}-{number}",
+                request_id=part_id(request.request_id, f"beam-{self._left}-{number}"),
                 prompt_token_ids=[*request.prompt_token_ids, *beam.tokens],
                 params=params,
                 stop_ids=(),

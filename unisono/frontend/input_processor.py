@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -352,3 +354,15 @@ def checked_salt(salt: Any, param: str = "cache_salt") -> str | None:
         return salt
     shown = repr(salt)[:80]
     raise BadRequest(f"{param}={shown} is not valid: it must be a string of 1 to {MAX_SALT_CHARS} characters.", param)
+
+
+def combined_salt(cache_salt: Any, extra_key: Any) -> str | None:
+    """Return one salt for the pair (vLLM's cache_salt, SGLang's extra_key), None without both. Raises BadRequest.
+
+    Different pairs give different salts. A cache_salt alone is its own salt, as in ``LLM``; a pair with an extra_key is
+    hashed as JSON, because joined strings would make ("a", "bc") and ("ab", "c") the same.
+    """
+    salt = checked_salt(cache_salt, "cache_salt")
+    if checked_salt(extra_key, "extra_key") is None:
+        return salt
+    return "pair-" + hashlib.sha256(json.dumps([cache_salt, extra_key]).encode()).hexdigest()

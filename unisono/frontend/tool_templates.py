@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from unisono.types import TemporaryFailure
+
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]] | None], str]
 """A template: messages and tools to text. Raises any exception where it refuses them."""
@@ -178,6 +180,8 @@ def _try(render: Render, messages: Sequence[Message], tools: Sequence[Mapping[st
     """What the template makes of it; nothing where it refuses."""
     try:
         return render(messages, tools)
+    except TemporaryFailure:
+        raise
     except Exception:  # the checkpoint's code
         return ""
 

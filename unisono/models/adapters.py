@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -386,6 +387,7 @@ def _digest(directory: Path) -> bytes:
     digest = hashlib.blake2b(str(directory.resolve()).encode(), digest_size=16)
     for name in (CONFIG, WEIGHTS):
         with (directory / name).open("rb") as opened:
+            digest.update(f"\0{name} {os.fstat(opened.fileno()).st_size}\0".encode())
             while block := opened.read(1 << 22):
                 digest.update(block)
     return digest.digest()

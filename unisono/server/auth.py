@@ -3,6 +3,9 @@
 A client sends its key as ``Authorization: Bearer KEY`` (OpenAI's clients) or ``x-api-key: KEY`` (Anthropic's). The
 server keeps SHA-256 digests of keys and compares them in constant time. Each key has a name, which logs, metrics and
 the queues use in its place.
+
+A server without keys tells its operators, and who may read stored answers, from web pages by addresses and headers
+(``hosts``).
 """
 
 from __future__ import annotations
@@ -10,17 +13,18 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import secrets
-import urllib.parse
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fastapi import Request
 
 from unisono.server.errors import ApiError
+from unisono.server.hosts import KnownHosts, is_foreign, is_loopback
 
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 FLAG_NAME = "api-key"
 """Name of the key of ``--api-key``."""
+OPERATOR, USER = "operator", "user"
+"""Roles of keys."""
 IPV6_NETWORK = 64
 """Bits of an IPv6 address that tell clients apart: the rest is one client's to choose."""
 
@@ -40,12 +44,14 @@ class ClientLimits:
 class Client:
     """Whose requests take turns and count together: those with keys of one name, or, without keys, of one address.
 
-    label: tells clients apart. name: the key's; empty without keys. limits: where the key has its own.
+    label: tells clients apart. name: the key's; empty without keys. limits: where the key has its own. role: OPERATOR,
+    USER, or None where the key file says nothing.
     """
 
     label: str = ""
     name: str = ""
     limits: ClientLimits | None = None
+    role: str | None = None
 
 
 @dataclass(frozen=True)
@@ -56,15 +62,21 @@ class Key:
     digest: bytes = field(repr=False)
 
     @staticmethod
-    def named(name: str, digest: bytes, limits: ClientLimits | None = None) -> Key:
-        return Key(Client(f"key {name}", name, limits), digest)
+    def named(name: str, digest: bytes, limits: ClientLimits | None = None, role: str | None = None) -> Key:
+        """Return the key of a name, with its limits and role."""
+        return Key(Client(f"key {name}", name, limits, role), digest)
 
 
 class Keys:
-    """The keys that open the server. Without any it is open. Keys are given as text, or as Key."""
+    """The keys that open the server; without any it is open. A key is text (an operator's) or a Key.
 
-    def __init__(self, keys: Iterable[str | Key] = ()) -> None:
+    hosts: names of the server, which tell its own pages from others where there are no keys.
+    """
+
+    def __init__(self, keys: Iterable[str | Key] = (), hosts: KnownHosts | None = None) -> None:
         self._keys: tuple[Key, ...] = ()
+        self._roles = False  # any key has a role
+        self._hosts = hosts or KnownHosts()
         self.replace(keys)
 
     def __bool__(self) -> bool:
@@ -78,7 +90,11 @@ class Keys:
     def replace(self, keys: Iterable[str | Key]) -> bool:
         """From now on only these keys open the server. Returns whether they are others than before."""
         before = self._keys
-        self._keys = tuple(Key.named(FLAG_NAME, digest_of(key)) if isinstance(key, str) else key for key in keys)
+        given = [(key, isinstance(key, str)) for key in keys]
+        self._roles = any(not flag and key.client.role is not None for key, flag in given)  # type: ignore[union-attr]
+        self._keys = tuple(
+            Key.named(FLAG_NAME, digest_of(key), role=OPERATOR) if isinstance(key, str) else key for key, _ in given
+        )
         return self._keys != before
 
     def check(self, request: Request) -> None:
@@ -88,19 +104,46 @@ class Keys:
             raise ApiError(401, message, "authentication_error", code="invalid_api_key")
 
     def check_operator(self, request: Request) -> None:
-        """Raises ApiError (401, 403) for who may not operate the server: without keys, all but this machine's users.
+        """Raise ApiError (401, 403) unless the client may operate the server.
 
-        A web page that a user of this machine has open is no operator: browsers say where a request comes from.
+        With keys: one whose role is operator, or any key where no key has a role. Without: users of this machine, but
+        not a web page that they have open; browsers tell its origin and the host name that it knows the server by.
         """
         if self._keys:
             self.check(request)
+            if not self.operates(request):
+                message = (
+                    f"{request.url.path} is for operators, and this key is a user's; use a key whose line in "
+                    "--api-key-file has role=operator."
+                )
+                raise ApiError(403, message, "permission_error", code="operators_only")
             return
-        if _is_foreign(request.headers.get("origin")) or not _is_loopback(request):
+        self._hosts.check(request)
+        if is_foreign(request.headers.get("origin")) or not is_loopback(request):
             message = (
                 f"{request.url.path} is for operators: send it from the server's own machine, or start the server "
                 "with --api-key and send the key."
             )
             raise ApiError(403, message, "permission_error", code="operators_only")
+
+    def check_reader(self, request: Request) -> None:
+        """Raise ApiError (403) where the server has no keys and the client does not name it by a known host.
+
+        For routes that tell stored answers: a page can have its own name mean this server's address (DNS rebinding).
+        """
+        if not self._keys:
+            self._hosts.check(request)
+
+    def operates(self, request: Request) -> bool:
+        """True for an operator's key, and for any key where the key file has no roles. False without keys."""
+        if not self._keys:
+            return False
+        found = self._found(request)
+        return found is not None and (not self._roles or found.role == OPERATOR)
+
+    def scope(self, request: Request) -> str | None:
+        """Return the name of the key whose requests a client may see and end; None: those of all."""
+        return None if not self._keys or self.operates(request) else self.client(request).name
 
     def client(self, request: Request) -> Client:
         """Whose request it is. Without keys, its address's: headers of proxies could be anybody's."""
@@ -143,23 +186,3 @@ def _network(host: str) -> str:
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
     return str(ipaddress.ip_network((address, IPV6_NETWORK), strict=False))
-
-
-def _is_foreign(origin: str | None) -> bool:
-    """Whether a page of another machine sends the request; ``null`` is any page's that hides where it is from."""
-    try:
-        return origin is not None and urllib.parse.urlsplit(origin).hostname not in LOCAL_HOSTS
-    except ValueError:
-        return True
-
-
-def _is_loopback(request: Request) -> bool:
-    """Whether the request comes from this machine, and no proxy says that it passes it on for another."""
-    if "x-forwarded-for" in request.headers or "forwarded" in request.headers:
-        return False
-    if request.client is None:  # a Unix socket
-        return True
-    try:
-        return ipaddress.ip_address(request.client.host).is_loopback
-    except ValueError:
-        return False

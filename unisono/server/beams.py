@@ -12,7 +12,7 @@ from dataclasses import replace
 from unisono.frontend.beam_search import Beam, BeamSearch
 from unisono.server.engines import ANYWHERE, Engines, Wish
 from unisono.server.token_stream import TokenStream
-from unisono.types import EngineRequest, FinishReason, TokenDelta, TokenLogprobs, UnisonoError
+from unisono.types import EngineRequest, FinishReason, TokenDelta, TokenLogprobs, UnisonoError, part_id
 
 
 class BeamStream:
@@ -67,7 +67,7 @@ class BeamClient:
         """
         stream = BeamStream(self, request, self._submitted)
         if not self._submitted:
-            self._label, self._wish = request.client, replace(wish, group=f"{request.request_id}-beams")
+            self._label, self._wish = request.client, replace(wish, group=part_id(request.request_id, "beams"))
         self._submitted += 1
         if self._started is None:
             self._started = asyncio.ensure_future(self._step())

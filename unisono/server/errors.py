@@ -7,7 +7,7 @@ import json
 
 import msgspec
 
-from unisono.types import BadRequest, EngineDead, UnisonoError
+from unisono.types import BadRequest, EngineDead, TemporaryFailure, UnisonoError
 
 MAX_VALUE_CHARS = 80
 
@@ -53,6 +53,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, BadRequest):
         return ApiError(400, str(error), param=error.param, code=error.code)
+    if isinstance(error, TemporaryFailure):
+        return unavailable(f"The request could not be prepared: {error}. Send it again later.", "try_again", 5)
     if isinstance(error, EngineDead):
         return ApiError(500, f"The request ended early: {error}.", "server_error", code="engine_dead")
     if isinstance(error, UnisonoError):

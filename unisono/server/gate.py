@@ -60,6 +60,8 @@ class Gate:
             logger.exception("A request failed [%s]", written.request_id)  # its client was told; the connection stays
         finally:
             self._service.in_flight -= counted
+            if written.error is not None:
+                forget_frames(written.error)
             if written.ticket is not None:
                 written.ticket.leave()
             self._finish(scope, method, written)
@@ -83,6 +85,15 @@ class Gate:
         message = "" if error is None else " ".join(str(error).split())[:MAX_LOGGED]
         who = f"{written.request_id}, key {written.key}" if written.key else written.request_id
         log("%s %s: %d %s %s[%s]", method, _shown(scope["path"]), status, code, f"{message} ", who)
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error and of those it was raised from: their frames hold bodies in reference cycles."""
+    todo: list[BaseException | None] = [error]
+    while todo:
+        if (one := todo.pop()) is not None:
+            todo += [one.__context__, one.__cause__]
+            one.__traceback__ = one.__context__ = one.__cause__ = None
 
 
 def _request_id(scope: Scope) -> str:

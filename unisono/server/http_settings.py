@@ -9,6 +9,7 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from unisono.server.hosts import KnownHosts
 from unisono.types import ConfigError
 
 
@@ -19,13 +20,15 @@ class HttpSettings:
     allowed_origins, allowed_methods, allowed_headers: what a browser may send from other origins; ("*",): anything.
     allow_credentials: whether it may send cookies. root_path: a proxy's prefix of the paths. ssl_keyfile, ssl_certfile:
     PEM files; with them the server speaks HTTPS only. ssl_ca_certs, ssl_cert_reqs: which clients' certificates are
-    wanted, as of Python's ssl module: 0 none, 1 if they have one, 2 always.
+    wanted, as of Python's ssl module: 0 none, 1 if they have one, 2 always. allowed_hosts: host names of the server
+    beside localhost, its --host and IP addresses (``hosts.KnownHosts``).
 
     Raises ConfigError.
     """
 
     allow_credentials: bool = False
     allowed_headers: tuple[str, ...] = ("*",)
+    allowed_hosts: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_origins: tuple[str, ...] = ("*",)
     root_path: str = ""
@@ -47,6 +50,7 @@ class HttpSettings:
             raise ConfigError(f"--ssl-cert-reqs {self.ssl_cert_reqs} needs --ssl-ca-certs to check certificates with.")
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError("--allow-credentials lets any page act for its visitors: name --allowed-origins.")
+        KnownHosts(self.allowed_hosts)
 
     @property
     def scheme(self) -> str:

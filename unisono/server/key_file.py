@@ -1,8 +1,9 @@
 """The file of ``--api-key-file``: names and digests of keys, and what each may do.
 
-A line is ``NAME sha256:DIGEST``, and the limits of this key, if it has its own: ``concurrent_requests=4``,
-``requests_per_minute=60``. Empty lines and lines that begin with ``#`` are skipped. A name may have several keys, so
-that one can follow another; its limits stand in its first line. Messages never show a line: it might be a key.
+A line is ``NAME sha256:DIGEST``, and what this key has of its own: ``concurrent_requests=4``,
+``requests_per_minute=60``, ``role=operator`` or ``role=user``. Once a line has a role, keys without one are users'.
+Empty lines and lines that begin with ``#`` are skipped. A name may have several keys, so that one can follow another;
+its limits and role stand in its first line. Messages never show a line: it might be a key.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from unisono.server.auth import FLAG_NAME, ClientLimits, Key, Keys
+from unisono.server.auth import FLAG_NAME, OPERATOR, USER, ClientLimits, Key, Keys
 from unisono.types import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ SECONDS = 2.0
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 LIMIT = re.compile(r"([a-z_]+)=([0-9]{1,9})")
+ROLE = re.compile(r"role=([a-z_]+)")
 KNOWN = tuple(one.name for one in fields(ClientLimits))
 FORM = "it must be NAME sha256:DIGEST, with the digest that `printf %s KEY | sha256sum` prints"
 
@@ -71,7 +73,7 @@ def read_keys(path: Path) -> list[Key]:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise ConfigError(f"{FLAG} {path} cannot be read: {reason}.") from None
     keys: list[Key] = []
-    limits: dict[str, ClientLimits | None] = {}
+    first: dict[str, tuple[ClientLimits | None, str | None]] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()
         if not words or words[0].startswith("#"):
@@ -80,16 +82,28 @@ def read_keys(path: Path) -> list[Key]:
         match = DIGEST.fullmatch(words[1]) if len(words) > 1 else None
         if match is None or NAME.fullmatch(words[0]) is None:
             raise ConfigError(f"{where}: {FORM}.")
-        name, own = words[0], _limits(words[2:], where)
+        name, role = words[0], _role(words[2:], where)
+        own = _limits([word for word in words[2:] if not word.startswith("role=")], where)
         if name == FLAG_NAME:
             raise ConfigError(f"{where}: the name {FLAG_NAME} is that of --api-key; choose another.")
-        if name in limits and own is not None:
-            raise ConfigError(f"{where}: the limits of {name} stand in its first line; leave them out here.")
-        limits.setdefault(name, own)
-        keys.append(Key.named(name, bytes.fromhex(match[1]), limits[name]))
+        if name in first and (own is not None or role is not None):
+            given = "role" if own is None else "limits"
+            raise ConfigError(f"{where}: the {given} of {name} stand in its first line; leave them out here.")
+        first.setdefault(name, (own, role))
+        keys.append(Key.named(name, bytes.fromhex(match[1]), *first[name]))
     if not keys:
         raise ConfigError(f"{FLAG} {path} has no key, so nobody could use the server: {FORM} on each line.")
     return keys
+
+
+def _role(words: list[str], where: str) -> str | None:
+    found = [word for word in words if word.startswith("role=")]
+    if not found:
+        return None
+    match = ROLE.fullmatch(found[0])
+    if len(found) > 1 or match is None or match[1] not in (OPERATOR, USER):
+        raise ConfigError(f"{where}: the role is role={OPERATOR} or role={USER}, once.")
+    return match[1]
 
 
 def _limits(words: list[str], where: str) -> ClientLimits | None:

@@ -1,7 +1,7 @@
-"""What a connection may cost before any key is looked at: sizes, counts and times of requests, and how many there are.
+"""Limits of a connection before any key is checked: sizes, counts and times of requests, and number of connections.
 
-:class:`LimitedProtocol` is uvicorn's HTTP protocol with these limits; ``run`` hands it to uvicorn. docs/limits.md lists
-the numbers.
+:class:`LimitedProtocol` is ``connection``'s HTTP protocol with these limits; ``run`` hands it to uvicorn.
+docs/limits.md lists the numbers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
+from unisono.server.connection import OrderedProtocol
 from unisono.server.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,8 @@ SPARE_FILES = 256
 class Limits:
     """head_bytes, headers: of a request's line and headers. head_seconds: to send them, from the connection or the
     first byte on. body_seconds, body_rate: a body has this time, and a second more for each ``body_rate`` bytes.
-    connections: open at once, idle ones included."""
+    connections: open at once, idle ones included. write_seconds: an answer may wait this long for its client to read
+    any byte of it. ahead_bytes: of pipelined requests that wait for answers, on all connections together."""
 
     head_bytes: int = 64 * 2**10
     headers: int = 128
@@ -38,6 +40,8 @@ class Limits:
     body_seconds: float = 30.0
     body_rate: int = 16 * 2**10
     connections: int = 4096
+    write_seconds: float = 300.0
+    ahead_bytes: int = 64 * 2**20
 
 
 def open_files() -> int:
@@ -55,7 +59,7 @@ class _Refused(Exception):
     """Leaves the parser from within a callback."""
 
 
-class LimitedProtocol(HttpToolsProtocol):
+class LimitedProtocol(OrderedProtocol):
     """One connection. A request beyond the limits is answered 408, 431 or 503, and its connection closed."""
 
     def __init__(
@@ -70,6 +74,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head = self._headers = self._received = self._body = 0
         self._begun = 0.0
         self._refusal: ApiError | None = None
+        self._stall: TimerHandle | None = None
+        self._unsent = 0
 
     # ---- connection -------------------------------------------------------------------------------
 
@@ -83,17 +89,16 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_stall()
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        if self._refusal is not None:
-            return
+    def feed(self, data: bytes) -> None:
         self._received += len(data)
         if self._in_head:
             self._head += len(data)
             if self._timer is None:  # the first bytes of a further request
                 self._expect_head()
-        super().data_received(data)
+        super().feed(data)
         if self._refusal is not None:
             return
         # Names and values reach the callbacks when they are whole: what has not ended is counted here.
@@ -141,7 +146,37 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
+        if self._busy:
+            super().send_400_response(msg)
+            return
         self._refuse(self._refusal or ApiError(400, "This is no HTTP request.", code="invalid_http"))
+
+    # ---- answers that are not read ------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unsent = self.transport.get_write_buffer_size()
+        self._stop_stall()
+        self._stall = self.loop.call_later(self._limits.write_seconds, self._check_write)
+
+    def resume_writing(self) -> None:
+        self._stop_stall()
+        super().resume_writing()
+
+    def _check_write(self) -> None:
+        """Close the connection unless its client has read something since the last look."""
+        before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
+        if self._unsent < before:
+            self._stall = self.loop.call_later(self._limits.write_seconds, self._check_write)
+            return
+        self._refused("answer_not_read")
+        logger.warning("A connection was closed: its client read nothing for %g s", self._limits.write_seconds)
+        self.transport.abort()
+
+    def _stop_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
 
     # ---- limits -------------------------------------------------------------------------------------
 
@@ -193,6 +228,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Answer, unless an answer has begun, and close."""
         self._refusal = error
+        self.stop()
         self._refused(error.code or error.kind)
         where = "a socket" if self.client is None else self.client[0]
         logger.warning("A connection from %s: %d %s %s", where, error.status, error.code, error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from unisono.frontend.media.loader import MediaLoader
 from unisono.frontend.media.sources import Loaded, MediaSource
@@ -31,10 +32,12 @@ class MediaQueue:
         if not sources:
             return []
         self._loader.check(sources)
+        label, owner = "", ""
         if ticket is not None:
-            ticket.turn_over()
-        label = "" if ticket is None else ticket.client.label
-        loaded = await asyncio.gather(*(self._load(one, label) for one in sources), return_exceptions=True)
+            ticket.step_aside()
+            label, owner = ticket.client.label, ticket.client.name
+        owned = [replace(one, owner=owner) for one in sources]
+        loaded = await asyncio.gather(*(self._load(one, label) for one in owned), return_exceptions=True)
         found = []
         for one in loaded:
             if isinstance(one, BaseException):

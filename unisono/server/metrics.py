@@ -45,7 +45,7 @@ OLDER_NAMES: Mapping[str, str] = {"kv_cache_usage_perc": "gpu_cache_usage_perc"}
 """Engine's gauges that dashboards for older versions of vLLM ask for by another name."""
 REFUSALS = (
     "engine_dead", "invalid_api_key", "operators_only", "queue_full", "rate_limit_exceeded", "shutting_down",
-    "sleeping", "too_many_bytes", "too_many_concurrent_requests",
+    "sleeping", "too_many_bytes", "too_many_concurrent_requests", "unknown_host",
 )  # fmt: skip
 """Codes of errors of requests that are refused for what the server or the client is, not for what they ask."""
 FINISHED = ("stop", "length", "abort", "error")

@@ -152,6 +152,8 @@ class Admission:
         self._bytes, usage.bytes, ticket.bytes = total, own, ticket.bytes + count
 
     def _shrink(self, ticket: Ticket) -> None:
+        if not ticket.bytes:
+            return
         self._bytes -= ticket.bytes
         self._usage[ticket.client.label].bytes -= ticket.bytes
         ticket.bytes = 0
@@ -231,12 +233,16 @@ class Ticket:
         self._has_place = True
         return True
 
-    def turn_over(self) -> None:
-        """The request is prepared. May be called more than once."""
+    def step_aside(self) -> None:
+        """Let others be prepared while this request waits for its media. Its bytes still count: they are in memory."""
         if self._has_place:
             self._has_place = False
-            self._admission._shrink(self)
             self._turnstile.leave()
+
+    def turn_over(self) -> None:
+        """End the preparation: give back the place and the bytes of the body. May be called more than once."""
+        self._admission._shrink(self)
+        self.step_aside()
 
     def leave(self) -> None:
         """A holder is done with the request."""
@@ -252,6 +258,11 @@ class Turnstile:
     def __init__(self, places: int) -> None:
         self._free = places
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # in the order of their turns
+
+    @property
+    def waiting(self) -> int:
+        """Those who wait for a place."""
+        return sum(len(line) for line in self._lines.values())
 
     def enter(self) -> bool:
         """Take a place if one is free, for then nobody waits."""

@@ -22,6 +22,17 @@ MAX_CHARS = 128
 _ALLOWED = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_CHARS}}}")
 
 
+def checked_id(value: str, field: str) -> str:
+    """Return a client's id of its request. Raises BadRequest for one that is too long or has other characters."""
+    if _ALLOWED.fullmatch(value) is None:
+        raise BadRequest(
+            f"{field}={show(value)} is not valid: it must have 1 to {MAX_CHARS} characters, letters, digits, '.', "
+            "'_', ':' and '-'.",
+            field,
+        )
+    return value
+
+
 def answer_id(prefix: str, request: Request, named: dict[str, str | None], taken: Container[str]) -> str:
     """The id of the answer to a request. named: what the body calls it, by field. taken: ids of running answers.
 
@@ -29,12 +40,7 @@ def answer_id(prefix: str, request: Request, named: dict[str, str | None], taken
     """
     given = {field: value for field, value in named.items() if value is not None}
     for field, value in given.items():
-        if _ALLOWED.fullmatch(value) is None:
-            raise BadRequest(
-                f"{field}={show(value)} is not valid: it must have 1 to {MAX_CHARS} characters, letters, digits, '.', "
-                "'_', ':' and '-'.",
-                field,
-            )
+        checked_id(value, field)
     if len(set(given.values())) > 1:
         raise BadRequest(f"{' and '.join(given)} differ; give one of them.", next(reversed(given)))
     if given:

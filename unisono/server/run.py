@@ -36,9 +36,11 @@ from unisono.server.app import create_app
 from unisono.server.auth import Keys
 from unisono.server.chat import ChatFormat
 from unisono.server.client import HEARTBEAT_TIMEOUT, EngineClient
+from unisono.server.connection import ReadAhead
 from unisono.server.engine_handle import Progress
 from unisono.server.engines import Engines
 from unisono.server.hosted_tools import HostedTools
+from unisono.server.hosts import KnownHosts
 from unisono.server.http_settings import HttpSettings
 from unisono.server.key_file import keys_of, reread
 from unisono.server.limits import LimitedProtocol, Limits, open_files
@@ -235,7 +237,8 @@ async def _prepare(client: Engines, config: Any, settings: ServerSettings) -> Se
         logger.warning("%s has no tokenizer: only token ids are taken, on /v1/completions.", settings.model_path)
     else:
         tokenizer.check_vocabulary(facts.vocab_size)
-    keys = Keys(keys_of(settings.api_key, settings.api_key_file))
+    hosts = KnownHosts(settings.http.allowed_hosts, settings.host)
+    keys = Keys(keys_of(settings.api_key, settings.api_key_file), hosts)
     infos = client.infos
     metrics = ServerMetrics(
         settings.names[0], lambda: client.samples, settings.metrics_prefix, facts.max_model_len, len(infos)
@@ -401,7 +404,9 @@ def _uvicorn_config(
     limits = dataclasses.replace(limits, connections=min(limits.connections, open_files()))
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http=functools.partial(LimitedProtocol, limits=limits, refused=refused),  # type: ignore[arg-type]
+        http=functools.partial(  # type: ignore[arg-type]
+            LimitedProtocol, limits=limits, refused=refused, ahead=ReadAhead(limits.ahead_bytes)
+        ),
         lifespan="off",
         log_config=None,
         log_level="warning",

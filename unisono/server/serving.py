@@ -1,19 +1,19 @@
 """Request bodies to generations: reads the API's fields and lets ``frontend`` prepare the engine's requests.
 
-:class:`Serving` is made once. Tokenizing, chat templates and embeddings run in one thread of its own, so that a long
-prompt does not hold up other requests' tokens.
+:class:`Serving` is made once. Chat templates, long prompts and embeddings are prepared in threads (``preparation``), so
+that none holds up other requests' tokens; chat templates of requests have threads and processes of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from unisono.frontend.beam_search import BeamSearch, check_beams, check_length_penalty
-from unisono.frontend.input_processor import InputProcessor, Prompt, checked_salt
+from unisono.frontend.input_processor import InputProcessor, Prompt, combined_salt
 from unisono.frontend.media.sources import Loaded, MediaSource
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.server.beams import BeamClient, Source
@@ -24,9 +24,10 @@ from unisono.server.generation import Echo, Generation, Style
 from unisono.server.media_queue import MediaQueue
 from unisono.server.metrics import ServerMetrics
 from unisono.server.overload import Ticket
+from unisono.server.preparation import Preparers
 from unisono.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from unisono.server.reader import AnswerReader
-from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, SamplingParams
+from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, SamplingParams, part_id
 
 T = TypeVar("T")
 
@@ -34,6 +35,13 @@ COMPLETION_TOKENS = 16
 """``max_tokens`` of ``/v1/completions`` where the request has none: OpenAI's default."""
 LONG = 1024
 """Characters of a prompt that a thread prepares; shorter ones take the event loop less than half a millisecond."""
+SWITCH_SECONDS = 0.001
+"""Longest time that the event loop keeps Python's lock while a thread wants it; Python's default is 5 ms, which a short
+chat's thread would wait for several times."""
+WAITING = 4096
+"""Requests that may wait for a thread; their bodies count towards ``max_waiting_bytes``."""
+TEMPLATE_THREADS, TEMPLATES_WAITING = 2, 32
+"""Chat templates of requests that are rendered at once, and that may wait."""
 MAX_HIDDEN_NUMBERS = 1 << 24
 """Numbers of hidden states in an answer to one prompt: some 200 MB of JSON."""
 
@@ -56,7 +64,9 @@ class Serving:
         if inputs.model.prompt_embeds:
             get_ready()
         self._metrics = metrics
-        self._threads = ThreadPoolExecutor(1, "tokenizer")
+        sys.setswitchinterval(SWITCH_SECONDS)
+        self._long, self._short = Preparers("long prompts", 1, WAITING), Preparers("chats", 2, WAITING)
+        self._templates = Preparers("chat templates of requests", TEMPLATE_THREADS, TEMPLATES_WAITING)
         self._media = MediaQueue(inputs.media)
 
     async def completion(
@@ -82,7 +92,8 @@ class Serving:
         items = [await self._media.load(self.inputs.with_settings(sources), ticket) for sources in media]
         for number, prompt in enumerate(await self._prompts(request, items)):
             prompt = self.inputs.truncated(prompt, params, pooled or prompt_only)
-            one = self._request(f"{request_id}-{number}", prompt, params, request, pooled, pooled or prompt_only)
+            own, only = part_id(request_id, number), pooled or prompt_only
+            one = self._request(own, prompt, params, request, pooled, only)
             echo = self._echo(prompt, params, prompt_only) if request.echo else None
             generations += self._generations(one, request, len(generations), echo)
         return generations
@@ -126,7 +137,16 @@ class Serving:
         plan = self._format.plan(request, params)
         options["media"] = await self._media.load(self.inputs.with_settings(request.media()), ticket)
         size = LONG if plan.tools or options["media"] else sum(len(str(one.get("content"))) for one in conversation)
-        return plan, await self._prepared(size, lambda: self.inputs.chat(conversation, plan.tools, **options))
+
+        def write() -> Prompt:
+            return self.inputs.chat(conversation, plan.tools, **options)
+
+        label, threads = "" if ticket is None else ticket.client.label, self._short if size < LONG else self._long
+        if request.chat_template is not None:
+            threads = self._templates
+            if ticket is not None:
+                ticket.step_aside()  # others are prepared meanwhile
+        return plan, await threads.run(label, write)
 
     def _request(
         self,
@@ -138,10 +158,7 @@ class Serving:
         prompt_only: bool = False,
     ) -> EngineRequest:
         """Prepare the engine's request for a prompt. Raises BadRequest."""
-        salt = (body.cache_salt or "") + (body.extra_key or "")
-        for name in ("cache_salt", "extra_key"):
-            checked_salt(getattr(body, name), name)
-        prompt = replace(prompt, cache_salt=salt or None)
+        prompt = replace(prompt, cache_salt=combined_salt(body.cache_salt, body.extra_key))
         if body.use_beam_search:
             check_beams(params, self.inputs.model.max_logprobs)
             check_length_penalty(1.0 if body.length_penalty is None else body.length_penalty)
@@ -193,14 +210,11 @@ class Serving:
         )
 
     async def _prepared(self, size: int, work: Callable[..., T], *args: Any) -> T:
-        """What ``work`` makes of a prompt of this number of characters.
+        """Return what ``work`` makes of a prompt of this number of characters: a short one at once, without a thread.
 
-        A thread that prepares a long one gets Python's lock every 5 ms where the event loop is busy: a short prompt
-        would wait longer than it takes.
+        ``work`` must not wait for a process, as chat templates do.
         """
-        if size < LONG:
-            return work(*args)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+        return work(*args) if size < LONG else await self._long.run("", work, *args)
 
     def _echo(self, prompt: Prompt, params: SamplingParams, alone: bool) -> Echo:
         if prompt.overrides is not None:

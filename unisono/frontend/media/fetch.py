@@ -152,11 +152,14 @@ class Fetcher:
         body = bytearray()
         if length.isdecimal() and int(length[:20]) > self._max_bytes:
             raise self._too_large()
-        async for part in answer.aiter_raw():
-            body += part
-            if len(body) > self._max_bytes:
-                raise self._too_large()
-        return bytes(body)
+        try:
+            async for part in answer.aiter_raw():
+                body += part
+                if len(body) > self._max_bytes:
+                    raise self._too_large()
+            return bytes(body)
+        finally:
+            body.clear()  # the traceback of an error holds this frame
 
     def _too_large(self) -> _Refused:
         return _Refused(f"is larger than {self._max_bytes >> 20} MiB (--media-max-mb); send less.")

@@ -161,11 +161,11 @@ class MediaLoader:
         loaded = self._kept.get(key)
         if loaded is None:
             loaded = self._decoded(source, payloads)
-        self._kept.put(key, loaded, source.uuid and (source.kind, source.uuid))
+        self._kept.put(key, loaded, source.uuid and _name(source))
         return loaded
 
     def _kept_by_name(self, source: MediaSource) -> Loaded:
-        loaded = self._kept.get((source.kind, source.uuid))
+        loaded = self._kept.get(_name(source))
         if loaded is None:
             raise BadRequest(
                 f"{source.param} has no content, and {source.uuid!r} is not kept (any more); give the content too.",
@@ -254,6 +254,11 @@ class MediaLoader:
         pixels = Vectors(self._dtype, facts["size"], data)
         stamps = tuple(facts["timestamps"])
         return Loaded(source.kind, facts["digest"], (frames, rows, columns), pixels, facts["seconds"], stamps)
+
+
+def _name(source: MediaSource) -> tuple[str, ...]:
+    """Return the key of an item that a client has named."""
+    return source.owner, source.kind, source.uuid or ""
 
 
 def _key(source: MediaSource, payloads: Sequence[Payload]) -> bytes:

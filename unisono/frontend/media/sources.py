@@ -35,7 +35,8 @@ class MediaSource:
 
     param: the caller's name of it. given: a URL (data:, http:, https:, file:) or plain base64; a picture of Pillow, an
     array [rows, columns, channels] of bytes; of a video a list of these, or an array [frames, rows, columns, channels];
-    None where ``uuid`` names an item that was loaded before. uuid: the caller's name of the content.
+    None where ``uuid`` names an item that was loaded before. uuid: the caller's name of the content. owner: the name
+    of the client's API key; one client's uuids mean nothing to another.
     """
 
     kind: Kind
@@ -43,6 +44,7 @@ class MediaSource:
     given: Any = field(repr=False)
     options: Options = field(default_factory=Options)
     uuid: str | None = None
+    owner: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""What operators do to a running server: cached prefixes, requests under way, profiles, sleep.
+"""Operators' routes: cached prefixes, requests under way, profiles, sleep.
 
-Open to who has the key; without keys, to this machine.
+Open to operators' keys; without keys, to this machine. Users may abort their own requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unisono.server.body import load_object, off_loop
 from unisono.server.commands import CommandError
 from unisono.server.errors import ApiError, unavailable
 from unisono.server.field_limits import Strings
-from unisono.server.routes.common import described, json_response, operators_only, read_json_body
+from unisono.server.routes.common import described, json_response, operators_only, owners_only, read_json_body
 from unisono.server.service import Service
 from unisono.server.translation import checked
 from unisono.types import EngineDead
@@ -52,9 +52,10 @@ def add(app: FastAPI, service: Service) -> None:
 
     for path in ("/abort", "/abort_request"):
 
-        @app.post(path, dependencies=operators, **described("End requests early.", AbortRequest))
+        @app.post(path, dependencies=owners_only(service), **described("End requests early.", AbortRequest))
         async def abort(request: Request) -> Response:
-            return json_response({"aborted": _abort(service, await _abort_body(request))})
+            ids = await _abort_body(request)
+            return json_response({"aborted": _abort(service, ids, service.keys.scope(request))})
 
     @app.post("/start_profile", dependencies=operators, **described("Begin to record what the engine does."))
     async def start_profile() -> Response:
@@ -112,9 +113,12 @@ async def _abort_body(request: Request) -> list[str] | None:
     return None if body.abort_all else ids
 
 
-def _abort(service: Service, ids: list[str] | None) -> list[str]:
-    """End these answers early, or all; returns those that were under way."""
-    found = [one for one in (list(service.running) if ids is None else ids) if one in service.running]
+def _abort(service: Service, ids: list[str] | None, key: str | None = None) -> list[str]:
+    """End these answers early, or all, of the key with this name or of all clients. Returns those under way."""
+    named = list(service.running) if ids is None else ids
+    found = [one for one in dict.fromkeys(named) if one in service.running]
+    if key is not None:
+        found = [one for one in found if all(generation.key == key for generation in service.running[one])]
     for one in found:
         for generation in service.running[one]:
             generation.cancel()

@@ -22,6 +22,7 @@ from unisono.server.responses import Usage
 from unisono.server.routes.common import (
     answer,
     described,
+    forget_inputs,
     json_response,
     new_id,
     read_json_body,
@@ -92,7 +93,9 @@ def add(app: FastAPI, service: Service) -> None:
 
         async def prepare() -> list[Generation]:
             with renames.errors():
-                return await service.serving.chat(chat, message_id, ticket_of(request))
+                generations = await service.serving.chat(chat, message_id, ticket_of(request))
+            forget_inputs(body, chat)
+            return generations
 
         def reply_of(generations: list[Generation]) -> MessageReply:
             return MessageReply(Writer(blank, new_id), generations, note(request.scope).request_id)

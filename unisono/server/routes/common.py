@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 import uuid
 from collections.abc import Callable, Coroutine
@@ -20,7 +22,7 @@ from unisono.server.errors import ApiError, show
 from unisono.server.generation import Generation, start_all
 from unisono.server.note import note
 from unisono.server.overload import Ticket
-from unisono.server.service import CLIENT_GONE, MAX_BODY_BYTES, Service
+from unisono.server.service import CLIENT_GONE, MAX_BODY_BYTES, SMALL_BODY_BYTES, Service
 from unisono.types import BadRequest
 
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key", "x-user-id")
@@ -29,14 +31,17 @@ RANK_HEADER = "X-data-parallel-rank"
 """The number of the engine that is to run a request, in vLLM."""
 
 
-def clients_only(service: Service, works: bool = False) -> list[Dependency]:
+def clients_only(service: Service, works: bool = False, stored: bool = False) -> list[Dependency]:
     """Dependencies of a route that needs a key where the server has keys.
 
-    works: whether its requests have to be prepared, and so count towards limits and take turns.
+    works: its requests have to be prepared, so they count towards limits and take turns. stored: it tells stored
+    answers, so without keys the client must know the server by one of its names.
     """
 
     async def check(request: Request) -> None:
         service.keys.check(request)
+        if stored:
+            service.keys.check_reader(request)
         client = service.keys.client(request)
         note(request.scope).key = client.name
         if works:
@@ -64,6 +69,18 @@ def operators_only(service: Service) -> list[Dependency]:
     return [Depends(check)]
 
 
+def owners_only(service: Service) -> list[Dependency]:
+    """Dependencies of a route on which users reach what is their own, by ``Keys.scope``, and operators everything."""
+
+    async def check(request: Request) -> None:
+        service.keys.check(request)
+        if not service.keys:
+            service.keys.check_operator(request)
+        note(request.scope).key = service.keys.client(request).name
+
+    return [Depends(check)]
+
+
 def json_response(content: object, status: int = 200) -> Response:
     """``content`` (JSON already, or data) as an answer."""
     body = content if isinstance(content, bytes) else msgspec.json.encode(content)
@@ -73,27 +90,44 @@ def json_response(content: object, status: int = 200) -> Response:
 async def read_json_body(request: Request) -> bytes:
     """The body of a JSON request, when it is its client's turn.
 
-    Raises ApiError 415 for another content type, 413 above MAX_BODY_BYTES, 503 where too many bytes wait.
+    Raises ApiError 415 for another content type, 413 above MAX_BODY_BYTES (SMALL_BODY_BYTES on routes without a ticket,
+    which no budget counts), 503 where too many bytes wait.
     """
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, f"The content type is {show(content_type)}; send Content-Type: application/json.")
     body, ticket = bytearray(), note(request.scope).ticket
+    most = SMALL_BODY_BYTES if ticket is None else MAX_BODY_BYTES
     try:
         async for part in request.stream():
             if ticket is not None:
                 ticket.grow(len(part))
             body += part
-            if len(body) > MAX_BODY_BYTES:
-                limit = MAX_BODY_BYTES // 2**20
-                raise ApiError(413, f"The body is larger than {limit} MiB; send less.", code="body_too_large")
+            if len(body) > most:
+                message = f"The body is larger than {most // 2**20} MiB; send less."
+                raise ApiError(413, message, code="body_too_large")
+        if ticket is not None and not ticket.take_turn() and not await until_disconnect(request.receive, ticket.turn()):
+            raise ApiError(CLIENT_GONE, "The client went before its turn came.")
+        return bytes(body)
     except ClientDisconnect:
         raise ApiError(CLIENT_GONE, "The client went before its request was read.") from None
-    if ticket is None or ticket.take_turn():
-        return bytes(body)
-    if not await until_disconnect(request.receive, ticket.turn()):
-        raise ApiError(CLIENT_GONE, "The client went before its turn came.")
-    return bytes(body)
+    finally:
+        body.clear()  # a traceback may hold this frame, and the ticket gives the bytes back now
+
+
+INPUTS = ("messages", "prompt", "prompt_embeds", "embedding_overrides", "image_data", "video_data")
+"""Fields of bodies that may hold megabytes and that no answer needs once its prompt is made."""
+
+
+def forget_inputs(*bodies: Any) -> None:
+    """Empty the INPUTS of bodies (models or objects) that have been prepared: answers keep bodies until they end."""
+    for body in bodies:
+        if isinstance(body, dict):
+            body.clear()
+            continue
+        for name in INPUTS:
+            if getattr(body, name, None):
+                setattr(body, name, None)
 
 
 def ticket_of(request: Request) -> Ticket | None:
@@ -159,7 +193,8 @@ def prepared(request: Request, generations: list[Generation]) -> None:
 def wish_of(request: Request) -> Wish:
     """Where a request wants to run, by its headers. Raises ApiError for a rank that is none."""
     headers = request.headers
-    session = next((headers[name] for name in SESSION_HEADERS if headers.get(name)), "")
+    named = next((name for name in SESSION_HEADERS if headers.get(name)), None)
+    session = "" if named is None else _session(note(request.scope).key, named, headers[named])
     if (rank := headers.get(RANK_HEADER)) is None:
         return Wish(session)
     if not (rank.isascii() and rank.isdecimal() and len(rank) < 9):
@@ -167,6 +202,11 @@ def wish_of(request: Request) -> Wish:
             400, f"{RANK_HEADER}={show(rank)} is not valid: give the number of an engine.", param=RANK_HEADER
         )
     return Wish(session, rank=int(rank))
+
+
+def _session(*parts: str) -> str:
+    """Return the key of a session from its client, header and value: sessions of two clients are never the same."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def now() -> int:

@@ -48,9 +48,9 @@ class ItemsBody(BaseModel):
 
 def add(app: FastAPI, service: Service, store: ConversationStore) -> None:
     """Add the routes."""
-    clients = clients_only(service)
+    clients, workers = clients_only(service, stored=True), clients_only(service, works=True, stored=True)
 
-    @app.post("/v1/conversations", dependencies=clients, **described("Begin a conversation.", ConversationBody))
+    @app.post("/v1/conversations", dependencies=workers, **described("Begin a conversation.", ConversationBody))
     async def create(request: Request) -> Response:
         raw = await read_json_body(request)
         body = await off_loop(len(raw), lambda: checked(load_object(raw) if raw.strip() else {}, ConversationBody))
@@ -65,7 +65,7 @@ def add(app: FastAPI, service: Service, store: ConversationStore) -> None:
 
     @app.post(
         "/v1/conversations/{conversation_id}",
-        dependencies=clients,
+        dependencies=workers,
         **described("Set a conversation's metadata.", MetadataBody),
     )
     async def update(request: Request, conversation_id: str) -> Response:
@@ -85,10 +85,10 @@ def add(app: FastAPI, service: Service, store: ConversationStore) -> None:
 
 
 def _add_items(app: FastAPI, service: Service, store: ConversationStore) -> None:
-    clients = clients_only(service)
+    clients, workers = clients_only(service, stored=True), clients_only(service, works=True, stored=True)
     path = "/v1/conversations/{conversation_id}/items"
 
-    @app.post(path, dependencies=clients, **described("Add items to a conversation.", ItemsBody))
+    @app.post(path, dependencies=workers, **described("Add items to a conversation.", ItemsBody))
     async def add_items(request: Request, conversation_id: str) -> Response:
         raw = await read_json_body(request)
         body = await off_loop(len(raw), lambda: checked(load_object(raw), ItemsBody))

@@ -17,6 +17,7 @@ from unisono.server.routes.common import (
     answer,
     clients_only,
     described,
+    forget_inputs,
     json_response,
     now,
     read_json_body,
@@ -75,6 +76,11 @@ async def _generate(
     answer_id = request_ids.answer_id(shape.id_prefix, request, named, service.claimed)
     service.claimed.add(answer_id)
 
+    async def prepared() -> list[Generation]:
+        generations = await prepare(answer_id)
+        forget_inputs(body)
+        return generations
+
     def reply_of(generations: list[Generation]) -> Answer:
         return Answer(shape, answer_id, now(), model, service.fingerprint, body, generations)
 
@@ -82,7 +88,7 @@ async def _generate(
         service.claimed.discard(answer_id)
 
     try:
-        return await answer(service, request, answer_id, lambda: prepare(answer_id), reply_of, body.stream, closed)
+        return await answer(service, request, answer_id, prepared, reply_of, body.stream, closed)
     except BaseException:
         closed()
         raise

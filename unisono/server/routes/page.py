@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from unisono.server.errors import ApiError, show
-from unisono.server.routes.common import described, json_response, operators_only
+from unisono.server.routes.common import described, json_response, owners_only
 from unisono.server.service import Service
 
 TYPES = {
@@ -52,11 +52,13 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.get(
         "/requests",
-        dependencies=operators_only(service),
-        **described("What each of the last 100 sequences waited for, the latest first. No texts."),
+        dependencies=owners_only(service),
+        **described("What each of the last 100 sequences waited for, the latest first. No texts. Users see their own."),
     )
-    async def requests() -> Response:
-        return json_response({"requests": service.metrics.history.latest()})
+    async def requests(request: Request) -> Response:
+        key = service.keys.scope(request)
+        found = service.metrics.history.latest()
+        return json_response({"requests": [one for one in found if key is None or one.key == key]})
 
 
 def page_files() -> dict[str, bytes]:

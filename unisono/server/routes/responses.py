@@ -163,7 +163,7 @@ def _keep(asked: Asked, stored: Stored, store: ResponseStore, kept: Conversation
 
 
 def _add_stored(app: FastAPI, service: Service, store: ResponseStore) -> None:
-    clients = clients_only(service)
+    clients = clients_only(service, stored=True)
 
     @app.get("/v1/responses/{response_id}", dependencies=clients, **described("Read a stored response."))
     async def read(request: Request, response_id: str, stream: bool = False) -> Response:
@@ -208,12 +208,20 @@ async def _asked(service: Service, store: ResponseStore, kept: ConversationStore
     data, body = await off_loop(len(raw), lambda: _read(raw))
     model, who = service.model(body.model), service.keys.owner(request)
     earlier: list[Item] = []
+    conversation = conversation_of(body)
+    if body.previous_response_id is not None or conversation is not None:
+        service.keys.check_reader(request)
     if body.previous_response_id is not None:
         earlier = store.ended(body.previous_response_id, who, "previous_response_id").conversation
     before = "previous_response_id"
-    if (conversation := conversation_of(body)) is not None:
+    if conversation is not None:
         before, earlier = "conversation", kept.get(conversation, who, "conversation").items
-    items = [*earlier, *to_items(body.input, new_id, partial(store.item, owner=who))]
+
+    def stored(item_id: str) -> Item | None:
+        service.keys.check_reader(request)
+        return store.item(item_id, who)
+
+    items = [*earlier, *to_items(body.input, new_id, stored)]
     ignored = service.hosted.request()
 
     def made() -> Asked:

@@ -11,7 +11,8 @@ from unisono.server.errors import ApiError, show
 from unisono.server.generation import Generation
 from unisono.server.note import note
 from unisono.server.protocol import CompletionRequest, parse_fields
-from unisono.server.routes.common import answer, described, new_id, read_json_body, ticket_of, when_ready
+from unisono.server.request_ids import checked_id
+from unisono.server.routes.common import answer, described, forget_inputs, new_id, read_json_body, ticket_of, when_ready
 from unisono.server.service import Service
 from unisono.server.sglang_api import GenerateReply, GenerateRequest, completion_body, media_sources
 from unisono.server.translation import Renames, checked
@@ -42,11 +43,14 @@ def add(app: FastAPI, service: Service) -> None:
             message = f"lora_path={show(body.lora_path)} names no adapter that is served; served: {names}."
             raise ApiError(404, message, "not_found_error", param="lora_path", code="model_not_found")
         service.model(completion.model)
-        answer_id = body.rid or new_id("gen-")
+        answer_id = checked_id(body.rid, "rid") if body.rid else new_id("gen-")
 
         async def prepare() -> list[Generation]:
             with renames.errors():
-                return await service.serving.completion(completion, answer_id, media, ticket_of(request))
+                generations = await service.serving.completion(completion, answer_id, media, ticket_of(request))
+            forget_inputs(body, completion)
+            media.clear()
+            return generations
 
         def reply_of(generations: list[Generation]) -> GenerateReply:
             several = isinstance(body.text, list) or bool(body.input_ids and isinstance(body.input_ids[0], list))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -33,14 +33,17 @@ def add(app: FastAPI, service: Service) -> None:
         dependencies=clients_only(service),
         **described("The flags, the model, and the engine's configuration, graphs and counters."),
     )
-    async def server_info() -> Response:
+    async def server_info(request: Request) -> Response:
         try:
             stats = await service.client.inspect(INSPECT_LIMIT)
         except (EngineDead, TimeoutError) as error:
             raise unavailable(f"The engine does not answer: {error or 'it is busy'}.", "engine_unavailable") from None
         engines = zip(service.client.replicas(), service.client.infos, strict=False)
         told = [{**one, "info": info} for one, info in engines]
-        whole = {"server": service.settings, "engine": stats.info}
+        settings = service.settings
+        if (key := service.keys.scope(request)) is not None:  # a user's: names of other keys are none of its business
+            settings = {**settings, "keys": [key]}
+        whole = {"server": settings, "engine": stats.info}
         return json_response(whole | ({"engines": told} if told else {}))
 
     @app.get("/metrics", **described("Prometheus metrics."))
