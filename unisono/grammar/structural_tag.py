@@ -46,12 +46,13 @@ Embedded = Callable[[str, Any, int | None], str]
 class _Piece:
     """An expression of Lark. plain: what it is as part of a terminal, where it is text; empty otherwise.
 
-    free: text of which the end is what follows it.
+    free: text of which the end is what follows it. solid: it is never empty, so that it can end free text.
     """
 
     rule: str
     plain: str = ""
     free: bool = False
+    solid: bool = False
 
 
 class TagWriter:
@@ -140,7 +141,8 @@ class TagWriter:
         if not pieces:
             raise TagError("or.elements is empty")
         if all(piece.plain and not piece.free for piece in pieces):
-            return _Piece("", "(" + " | ".join(piece.plain for piece in pieces) + ")")
+            solid = all(piece.solid for piece in pieces)
+            return _Piece("", "(" + " | ".join(piece.plain for piece in pieces) + ")", solid=solid)
         return _Piece("(" + " | ".join(self._terminal([piece]) for piece in pieces) + ")")
 
     def _optional(self, tag: Tag) -> _Piece:
@@ -162,7 +164,7 @@ class TagWriter:
         inner = self._piece(tag.get("content"))
         sign = counted(low, high)
         if inner.plain and not inner.free:
-            return _Piece("", f"({inner.plain}){sign}")
+            return _Piece("", f"({inner.plain}){sign}", solid=inner.solid and low > 0)
         return _Piece(f"({self._terminal([inner])}){sign}")
 
     def _tag(self, tag: Tag) -> _Piece:
@@ -271,12 +273,13 @@ class TagWriter:
     # ---- terminals ------------------------------------------------------------------------------
 
     def _joined(self, pieces: Sequence[_Piece]) -> _Piece:
-        """Neighbours that are plain text, as one; free text ends before what follows it."""
+        """Neighbours that are plain text, as one; free text ends before the next piece that is never empty."""
         texts = [piece.plain for piece in pieces]
-        for place in range(len(pieces) - 1):
-            if pieces[place].free and not pieces[place + 1].free:
-                texts[place] = f"({texts[place]} & ~(/{ANYTHING}/ {texts[place + 1]} /{ANYTHING}/))"
-        return _Piece("", " ".join(texts), free=pieces[-1].free)
+        for place, piece in enumerate(pieces):
+            end = next((at for at in range(place + 1, len(pieces)) if pieces[at].solid), None)
+            if piece.free and end is not None:
+                texts[place] = f"({piece.plain} & ~(/{ANYTHING}/ {' '.join(texts[place + 1 : end + 1])} /{ANYTHING}/))"
+        return _Piece("", " ".join(texts), free=pieces[-1].free, solid=any(piece.solid for piece in pieces))
 
     def _terminal(self, pieces: Sequence[_Piece]) -> str:
         """Pieces as an expression of rules: runs of plain text become terminals."""
@@ -332,7 +335,7 @@ def _format(given: Tag) -> Tag:
 
 
 def _constant(text: str) -> _Piece:
-    return _Piece('""') if not text else _Piece("", quoted(text))
+    return _Piece('""') if not text else _Piece("", quoted(text), solid=True)
 
 
 def _is_constant(body: str) -> bool:
