@@ -101,6 +101,17 @@ def test_messages_without_content(agents: Server, content: dict[str, Any]) -> No
     assert text.endswith("<|im_end|><|im_end|>b<|im_end|>[f]<|im_end|><|im_end|><|im_end|>")
 
 
+@pytest.mark.parametrize(
+    "content",
+    [[], "", [{"type": "thinking", "thinking": "hm", "signature": ""}], [{"type": "redacted_thinking", "data": "x"}]],
+)
+def test_anthropics_answers_without_text_are_taken_back(agents: Server, content: Any) -> None:
+    answer = {"role": "assistant", "content": content}
+    text = prompt(agents, MESSAGES, messages=[Q, answer, {"role": "user", "content": "go on"}])
+    assert text.endswith("yes<|im_end|><|im_end|>go on<|im_end|>")
+    assert prompt(agents, MESSAGES, messages=[Q, answer]).startswith(Q["content"] + "<|im_end|>")
+
+
 BROKEN = {
     '{"x": "cut': "[f]", '{"a": "He said "x""}': "[f]", "null": "[f]", "[1]": "[f]", "3": "[f]", "": "[f]",
     '"{\\"x\\":1}"': "[f x=1]", '{"x": 2}': "[f x=2]",
@@ -152,6 +163,14 @@ def test_leading_system_messages_are_one(agents: Server) -> None:
     assert prompt(agents, MESSAGES, messages=[user, {"role": "system", "content": "the instructions"}]).startswith(
         "the i"
     )
+
+
+def test_leading_system_messages_are_one_for_every_template(server: Server) -> None:
+    """Also where the template would take two: a fake answer is the first message."""
+    systems = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}]
+    body = {"messages": [*systems, {"role": "user", "content": "x"}], "max_tokens": 40}
+    answer = server.http.post(CHAT, json=body).json()
+    assert answer["choices"][0]["message"]["content"] == "system\na\n\nb"
 
 
 HOSTED = [

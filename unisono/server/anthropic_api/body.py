@@ -135,7 +135,7 @@ def _messages(request: CountRequest, ignored: Ignored) -> list[_Made]:
             raise BadRequest(f"{where}.role={show(role)} is not supported; use user or assistant.", f"{where}.role")
         if isinstance(content, str):
             made.append(_Made({"role": role, "content": content}, where))
-        elif not isinstance(content, list) or not content:
+        elif not isinstance(content, list) or not (content or role == "assistant"):  # an answer may have had no text
             raise BadRequest(
                 f"{where}.content={show(content)} is not valid: it must be a string or a list of blocks.",
                 f"{where}.content",
