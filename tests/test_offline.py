@@ -405,7 +405,7 @@ def test_keywords_that_cannot_be_honoured(given: dict[str, Any], says: str) -> N
 
 def test_fields_of_the_config_that_are_overridden() -> None:
     overrides = {"max_position_embeddings": 96, "rope_theta": 5e5}
-    with engine("tiny", enforce_eager=True, max_num_seqs=2, hf_overrides=overrides) as llm:
+    with engine("tiny", enforce_eager=True, max_num_seqs=2, max_model_len=None, hf_overrides=overrides) as llm:
         assert llm.engine.config.max_model_len == 96
         rotary = json.loads(llm.engine.checkpoint.config.attention.rotary.parameters)
         assert (rotary["rope_theta"], rotary["rope_type"]) == (5e5, "default")
