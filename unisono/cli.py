@@ -117,6 +117,12 @@ def _answer_flags(
     enable_auto_tool_choice: Annotated[
         bool, typer.Option("--enable-auto-tool-choice", help="Accepted for vLLM's sake: tool_choice auto always works.")
     ] = False,
+    allow_unknown_fields: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unknown-fields", help="Drop and count unknown fields of requests instead of refusing them."
+        ),
+    ] = False,
     trust_request_chat_template: Annotated[
         bool,
         typer.Option(
@@ -124,7 +130,7 @@ def _answer_flags(
         ),
     ] = False,
 ) -> None:
-    """The server's flags that say how chat requests are read, and answers."""
+    """Flags of ``ServerSettings``: how requests and answers are read."""
 
 
 def _media_flags(

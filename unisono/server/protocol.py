@@ -19,6 +19,7 @@ from unisono.server.errors import ApiError, show
 from unisono.server.messages import conversation
 from unisono.server.structured import GUIDED, structured_outputs
 from unisono.types import MAX_SEQUENCES, BadRequest, SamplingParams
+from unisono.unknown_fields import known_part
 
 MAX_PROMPTS = 1024
 
@@ -377,6 +378,23 @@ class ChatRequest(GenerationRequest):
         return old if new is None else new
 
 
+NESTED: Mapping[str, type[BaseModel]] = {
+    "stream_options": StreamOptions,
+    "speculative": Speculative,
+    "embedding_overrides": EmbeddingOverrides,
+}
+"""Fields whose objects have models of their own."""
+
+
+def _known(name: str, value: Any) -> Any:
+    """A field's value, without the unknown fields of its objects if these are dropped."""
+    if (model := NESTED.get(name)) is None:
+        return value
+    if isinstance(value, list):
+        return [_known(name, each) for each in value]
+    return known_part(value, model.model_fields, name) if isinstance(value, dict) else value
+
+
 Body = TypeVar("Body", bound=GenerationRequest)
 
 
@@ -384,8 +402,9 @@ def parse(body: bytes, kind: type[Body]) -> Body:
     """A request body as ``kind``. Raises ApiError (400) naming the field, its value and the rule."""
     data = load_object(body)
     check_fields(data, kind.body, kind.model_fields)
+    given = {name: _known(name, data[name]) for name in data.keys() & kind.model_fields.keys()}
     try:
-        return kind.model_validate({name: data[name] for name in data.keys() & kind.model_fields.keys()})
+        return kind.model_validate(given)
     except ValidationError as error:
         name = str(error.errors(include_url=False)[0]["loc"][0])
         rule = kind.model_fields[name].description

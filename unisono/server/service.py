@@ -51,6 +51,7 @@ class Service:
     adapters: Adapters = field(default_factory=Adapters)
     admission: Admission = field(default_factory=Admission)
     drain_timeout: float = 30.0
+    allow_unknown_fields: bool = False
     profile_dir: Path | None = None
     pooling: Pooling = field(default_factory=Pooling)
     tracer: Tracer | None = None

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from unisono.server.errors import ApiError, show
 from unisono.server.protocol import ChatRequest, parse
 from unisono.types import BadRequest
+from unisono.unknown_fields import dropped
 
 
 class Renames:
@@ -88,7 +89,7 @@ def checked(data: Mapping[str, Any], kind: type[Body], only: bool = True) -> Bod
     """
     known = {field.alias or name: field for name, field in kind.model_fields.items()}
     for name in data if only else ():
-        if name not in known:
+        if name not in known and not dropped(name):
             raise ApiError(400, f"{name} is not a known field; remove it.", param=name, code="unknown_field")
     try:
         return kind.model_validate({name: data[name] for name in data if name in known})

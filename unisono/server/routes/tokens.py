@@ -17,6 +17,7 @@ from unisono.server.routes.common import clients_only, described, json_response,
 from unisono.server.service import Service
 from unisono.server.translation import Renames, chat_request, checked, passed_on
 from unisono.types import BadRequest
+from unisono.unknown_fields import dropped
 
 
 class TokenizeRequest(BaseModel):
@@ -92,7 +93,7 @@ async def _ids(service: Service, request: Request, body: TokenizeRequest, data: 
         chat = chat_request(fields | passed_on(data, own, {}), Renames({}))
         return (await service.serving.chat_prompt(chat, ticket_of(request))).token_ids
     for name in data:
-        if name not in own:
+        if name not in own and not dropped(name):
             raise ApiError(400, f"{name} is not a known field; remove it.", param=name, code="unknown_field")
     assert body.prompt is not None
     special = body.add_special_tokens is not False
