@@ -27,6 +27,7 @@ ALLOWED = {
     "types": {"errors", "media", "token_tree", "structured_outputs", "results", "request_limits"},
     "program": set(),
     "heap": set(),
+    "unknown_fields": set(),
     "bars": set(),
     "prompts": set(),
     "checkpoint_files": {"types"},
@@ -42,7 +43,10 @@ ALLOWED = {
     "preflight": {"types", "catalog", "checkpoint_files", "hub", "untrusted"},
     "tokenizer": {"types", "templates", "untrusted", "checkpoint_files"},
     "request_checks": {"types"},
-    "frontend": {"types", "media", "vectors", "tokenizer", "request_checks", "request_limits", "channel", "forks"},
+    "frontend": {
+        "types", "unknown_fields", "media", "vectors", "tokenizer", "request_checks", "request_limits", "channel",
+        "forks",
+    },
     "kernels": {"types"},
     "distributed": {"types", "kernels", "channel"},
     "graphs": {"program"},
@@ -74,7 +78,8 @@ ALLOWED = {
     },
     "async_llm": {"types", "engine", "frontend", "llm", "llm_calls", "lora"},
     "server": {
-        "types", "heap", "vectors", "tokenizer", "frontend", "request_limits", "structured_outputs", "torch_archive",
+        "types", "unknown_fields", "heap", "vectors", "tokenizer", "frontend", "request_limits", "structured_outputs",
+        "torch_archive",
     },
     "tools": {
         "types", "heap", "catalog", "config", "llm", "tokenizer", "state", "models", "attention", "cli_help",

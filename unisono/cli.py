@@ -137,6 +137,12 @@ def _answer_flags(
         bool,
         typer.Option("--ignore-hosted-tools", help="Leave web_search and the like out of requests; warn."),
     ] = False,
+    allow_unknown_fields: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unknown-fields", help="Drop and count unknown fields of requests instead of refusing them."
+        ),
+    ] = False,
     trust_request_chat_template: Annotated[
         bool,
         typer.Option(
@@ -144,7 +150,7 @@ def _answer_flags(
         ),
     ] = False,
 ) -> None:
-    """The server's flags that say how chat requests are read, and answers."""
+    """Flags of ``ServerSettings``: how requests and answers are read."""
 
 
 def _media_flags(

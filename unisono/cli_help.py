@@ -37,7 +37,7 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "Reasoning and tool calls of chat answers, unknown fields of requests",
         (
             "reasoning_parser", "tool_call_parser", "enable_auto_tool_choice", "trust_request_chat_template",
-            "allow_unknown_fields",
+            "allow_unknown_fields", "ignore_hosted_tools",
         ),
     ),
     "model": (
@@ -103,7 +103,7 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "TLS, CORS, proxies",
         (
             "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "allowed_origins", "allowed_methods",
-            "allowed_headers", "allow_credentials", "root_path",
+            "allowed_headers", "allow_credentials", "allowed_hosts", "root_path",
         ),
     ),
     "limits": (

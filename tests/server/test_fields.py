@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.server import tokenizers_
-from tests.server.conftest import Server, servers
+from tests.server.conftest import Server, Start, servers
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -32,6 +32,57 @@ def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags["reasoning_parser"] = "qwen3"
     with servers(tmp_path_factory) as start:
         yield start(path, step_seconds=0.001, **flags)
+
+
+GATEWAY = {"x_gateway": {"trace": 1}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+NESTED: tuple[tuple[str, dict[str, Any], str], ...] = (
+    (CHAT, {"messages": HI, **GATEWAY}, "x_gateway"),
+    (CHAT, {"messages": [{**HI[0], **GATEWAY}]}, "messages[].x_gateway"),
+    (
+        CHAT,
+        {"messages": [*HI, {"role": "assistant", "tool_calls": [{**CALL, **GATEWAY}]}, *HI]},
+        "messages[].tool_calls[].x_gateway",
+    ),
+    (CHAT, {"messages": HI, "stream": True, "stream_options": GATEWAY}, "stream_options.x_gateway"),
+    (CHAT, {"messages": HI, "speculative": {"enabled": False, **GATEWAY}}, "speculative.x_gateway"),
+    (TEXT, {"prompt": "abc", "response_format": {**SCHEMA, **GATEWAY}}, "response_format.x_gateway"),
+    (TEXT, {"prompt": "abc", **GATEWAY}, "x_gateway"),
+    ("/v1/responses", {"input": "abc", **GATEWAY}, "x_gateway"),
+    ("/v1/messages", {"messages": HI, "max_tokens": 3, **GATEWAY}, "x_gateway"),
+    ("/generate", {"text": "abc", "sampling_params": GATEWAY}, "x_gateway"),
+    ("/v1/embeddings", {"input": "abc", **GATEWAY}, "x_gateway"),
+    ("/tokenize", {"prompt": "abc", **GATEWAY}, "x_gateway"),
+)
+
+
+def test_unknown_fields_are_dropped_where_a_flag_says_so(start: Start, model_dir: Path, open_server: Server) -> None:
+    server = start(model_dir, step_seconds=0.001, allow_unknown_fields=True)
+    for path, body, name in NESTED:
+        body = {"model": "fake", **body}
+        assert open_server.http.post(path, json=body).status_code == 400, "by default it is an error"
+        response = server.http.post(path, json=body)
+        assert response.status_code == 200, (path, response.text)
+        assert response.headers["x-unknown-fields"] == name
+    plain = server.http.post(CHAT, json={"messages": HI})
+    assert "x-unknown-fields" not in plain.headers
+    same = server.http.post(CHAT, json={"messages": HI, "seed": 1, **GATEWAY}).json()["choices"]
+    assert same == server.http.post(CHAT, json={"messages": HI, "seed": 1}).json()["choices"]
+    refused(server, CHAT, "audio", "not supported", messages=HI, audio={"voice": "x"})
+    refused(
+        server, CHAT, "messages[0].function_call", "use tool_calls", messages=[{**HI[0], "function_call": {"a": 1}}]
+    )
+    for i in range(80):
+        server.http.post("/tokenize", json={"prompt": "a", f"x_{i}": 1, "x\n{}": 2})
+    metrics = server.http.get("/metrics").text
+    fields = dict(re.findall(r'unknown_fields_total{engine="0",field="([^"]*)",.*} (\d+)', metrics))
+    assert fields["x_gateway"] == "8", "once for each request that had it"
+    assert fields["messages[].x_gateway"] == "1"
+    assert fields["x???"] == "80"
+    assert len(fields) == 51
+    assert int(fields["other"]) == 80 - (50 - len({name for *_, name in NESTED}) - 1)
+    assert server.log.read_text().count("Unknown field x_gateway ") == 1, "a new name is logged once"
 
 
 def ask(server: Server, path: str = TEXT, **body: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from unisono.server.errors import ApiError, show
 from unisono.server.field_limits import check_name
+from unisono.unknown_fields import dropped
 
 CHAT, TEXT = "chat", "text"
 PATHS = {CHAT: "/v1/chat/completions", TEXT: "/v1/completions"}
@@ -249,6 +250,8 @@ def check_fields(data: Mapping[str, object], body: str, fields: Collection[str])
             other = PATHS[TEXT if body == CHAT else CHAT]
             message = f"{name}={show(value)} is not a field of {PATHS[body]}, but of {other}; remove it, or ask there."
             raise ApiError(400, message, param=name, code="unsupported_field")
+        if dropped(name):
+            continue
         close = difflib.get_close_matches(name, [*fields, *LABELS], 1)
         guess = f"; did you mean {close[0]}?" if close else "; remove it."
         raise ApiError(400, f"{name} is not a known field{guess}", param=name, code="unknown_field")
@@ -266,7 +269,8 @@ Written from `unisono/server/compatibility.py` by tests/server/test_compatibilit
 
 Every field of the chat and completion bodies of OpenAI, vLLM and SGLang is honoured, taken where its value asks for
 nothing, or refused with an error (400) that names the field, the reason and the nearest field that exists. An unknown
-field is an error too. Null is always taken for a known field.
+field is an error too, unless the server runs with `--allow-unknown-fields`: then it is dropped, in nested objects too.
+Null is always taken for a known field.
 
 ## Honoured
 

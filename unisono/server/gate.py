@@ -10,18 +10,22 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unisono.server.metrics import REFUSALS
 from unisono.server.note import Note
 from unisono.server.service import Service
+from unisono.unknown_fields import dropping
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 ID_HEADERS = (b"x-request-id", b"request-id")
 """OpenAI's clients read the first, Anthropic's the second."""
+DROPPED_HEADER = b"x-unknown-fields"
+"""Names the fields of the request that were dropped (``--allow-unknown-fields``)."""
 MAX_LOGGED = 300
 """Characters of an error's message in the log."""
 
@@ -45,15 +49,21 @@ class Gate:
         async def forward(message: Message) -> None:
             if message["type"] == "http.response.start":
                 written.status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), *headers]}
+                told = [(DROPPED_HEADER, ", ".join(unknown).encode())] if unknown else []
+                message = {**message, "headers": [*message.get("headers", ()), *headers, *told]}
             elif method == "HEAD" and message["type"] == "http.response.body":
                 message = {**message, "body": b""}
             await send(message)
 
         counted = method == "POST"
         self._service.in_flight += counted
+        unknown: Collection[str] = ()
         try:
-            await self._app(scope, receive, forward)
+            if self._service.allow_unknown_fields:
+                with dropping() as unknown:
+                    await self._app(scope, receive, forward)
+            else:
+                await self._app(scope, receive, forward)
         except Exception:
             if written.status is None:
                 raise
@@ -65,6 +75,8 @@ class Gate:
             if written.ticket is not None:
                 written.ticket.leave()
             self._finish(scope, method, written)
+            for name in self._service.metrics.unknown_fields(unknown):
+                logger.warning("Unknown field %s of a request to %s was dropped", name, _shown(scope["path"]))
 
     def _finish(self, scope: Scope, method: str, written: Note) -> None:
         """Count the request; log it if it failed."""

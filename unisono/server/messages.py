@@ -15,6 +15,7 @@ from unisono.frontend.media.sources import MediaSource
 from unisono.frontend.tool_templates import arguments_object
 from unisono.server.errors import show
 from unisono.types import BadRequest
+from unisono.unknown_fields import dropped, known_part
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles of messages, and how templates call them."""
@@ -64,6 +65,9 @@ def _message(message: Any, where: str, sources: list[MediaSource]) -> Message:
     own = ROLE_FIELDS.get(role, frozenset())
     for name, value in message.items():
         known = name in ("role", "content") or name in TEXT_FIELDS or name in own
+        told = name in EMPTY_FIELDS or name in NEAREST
+        if not known and not told and dropped(f"{where}.{name}"):
+            continue
         if not known and not (name in EMPTY_FIELDS and value in (None, [], {})):
             way_out = f"use {NEAREST[name]}" if name in NEAREST else "remove it"
             raise BadRequest(f"{where}.{name}={show(value)} is not supported; {way_out}.", f"{where}.{name}")
@@ -134,6 +138,9 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     """One call. Its arguments become an object; what is no JSON object stays a string, as a model may have cut it."""
     form = '{"id": "…", "type": "function", "function": {"name": "…", "arguments": "{…}"}}'
     function: Any = call.get("function") if isinstance(call, dict) else None
+    if isinstance(function, dict):
+        function = known_part(function, FUNCTION_FIELDS, f"{where}.function")
+        call = known_part(call, CALL_FIELDS, where)
     ok = isinstance(function, dict) and isinstance(function.get("name"), str) and call.get("type") in (None, "function")
     if not ok or call.keys() - CALL_FIELDS or function.keys() - FUNCTION_FIELDS:
         raise BadRequest(f"{where}={show(call)} is not valid: it must be {form}.", where)

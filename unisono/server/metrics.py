@@ -48,6 +48,8 @@ REFUSALS = (
     "sleeping", "too_many_bytes", "too_many_concurrent_requests", "unknown_host",
 )  # fmt: skip
 """Codes of errors of requests that are refused for what the server or the client is, not for what they ask."""
+MOST_FIELDS = 50
+"""Names of unknown fields that have a label of their own."""
 FINISHED = ("stop", "length", "abort", "error")
 CACHE_LABELS = ("block_size", "num_gpu_blocks")
 SECONDS = {
@@ -110,6 +112,8 @@ class ServerMetrics:
         self._refused = self._counter("requests_refused", text, "reason", "key")
         for reason in REFUSALS:
             self._refused.labels(**self._labels, reason=reason, key="")
+        text = "Unknown fields of requests that were dropped (--allow-unknown-fields), by name."
+        self._unknown_fields, self._known_fields = self._counter("unknown_fields", text, "field"), set[str]()
         text = "Requests by the name of the key that they came with."
         self._by_key = self._counter("requests_by_key", text, "key", "status")
         text = "Requests that hosted tools, or what they left in a conversation, were left out of, by type."
@@ -140,6 +144,20 @@ class ServerMetrics:
     def http_error(self, path: str, status: int, code: str) -> None:
         """A request was answered with 4xx or 5xx, or its stream ended so."""
         self._errors.labels(**self._labels, handler=path, status=str(status), code=code).inc()
+
+    def unknown_fields(self, names: Iterable[str]) -> list[str]:
+        """Count fields that were dropped; returns those that are seen for the first time.
+
+        At most MOST_FIELDS names have a label of their own; the others count as "other".
+        """
+        new = []
+        for name in names:
+            if name not in self._known_fields and len(self._known_fields) < MOST_FIELDS:
+                self._known_fields.add(name)
+                new.append(name)
+            field = name if name in self._known_fields else "other"
+            self._unknown_fields.labels(**self._labels, field=field).inc()
+        return new
 
     def refused(self, reason: str, key: str = "") -> None:
         """A request or connection was refused. reason: the error's code. key: the key's name, if it had one."""

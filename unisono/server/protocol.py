@@ -21,6 +21,7 @@ from unisono.server.field_limits import MAX_PROMPTS, Documents, Strings, TokenId
 from unisono.server.messages import Message, conversation
 from unisono.server.structured import GUIDED, structured_outputs
 from unisono.types import MAX_SEQUENCES, BadRequest, SamplingParams
+from unisono.unknown_fields import known_part
 
 _WHOLE = "a whole number"
 _NUMBER = "a number"
@@ -382,6 +383,23 @@ class ChatRequest(GenerationRequest):
         return old if new is None else new
 
 
+NESTED: Mapping[str, type[BaseModel]] = {
+    "stream_options": StreamOptions,
+    "speculative": Speculative,
+    "embedding_overrides": EmbeddingOverrides,
+}
+"""Fields whose objects have models of their own."""
+
+
+def _known(name: str, value: Any) -> Any:
+    """A field's value, without the unknown fields of its objects if these are dropped."""
+    if (model := NESTED.get(name)) is None:
+        return value
+    if isinstance(value, list):
+        return [_known(name, each) for each in value]
+    return known_part(value, model.model_fields, name) if isinstance(value, dict) else value
+
+
 Body = TypeVar("Body", bound=GenerationRequest)
 
 
@@ -393,7 +411,7 @@ def parse(body: bytes, kind: type[Body]) -> Body:
 def parse_fields(data: Mapping[str, Any], kind: type[Body]) -> Body:
     """The fields of a request body as ``kind``, its conversation read. Raises ApiError and BadRequest (400)."""
     check_fields(data, kind.body, kind.model_fields)
-    request = validated(data, kind)
+    request = validated({name: _known(name, value) for name, value in data.items()}, kind)
     if isinstance(request, ChatRequest):
         request.conversation()  # here, for a long one is read in a thread
     return request

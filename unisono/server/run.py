@@ -86,6 +86,7 @@ class ServerSettings:
     (``reasoning.PARSERS``, ``tools.formats.FORMATS``); None: as the chat template says.
     ignore_hosted_tools: whether tools that an API's provider would run itself are left out of requests, not refused.
     media: where pictures may come from, how large and how many.
+    allow_unknown_fields: drop unknown fields of requests, with a count and a header, instead of refusing them.
     trust_request_chat_template: whether bodies may bring a chat template, which is rendered in a sandbox.
     restart_engine: an engine that died is started again, ``max_engine_restarts`` times within
     ``engine_restart_window`` seconds. heartbeat_timeout: seconds without a heartbeat of the engine process after which
@@ -98,6 +99,7 @@ class ServerSettings:
     names: tuple[str, ...]
     host: str = "127.0.0.1"
     port: int = 8000
+    allow_unknown_fields: bool = False
     allowed_lora_path: Path | None = None
     api_key: str | None = field(default=None, repr=False)
     api_key_file: Path | None = None
@@ -272,6 +274,7 @@ async def _prepare(client: Engines, config: Any, settings: ServerSettings) -> Se
         hosted=hosted,
         settings=_public(settings, facts) | {"keys": keys.names},
         drain_timeout=settings.drain_timeout,
+        allow_unknown_fields=settings.allow_unknown_fields,
         profile_dir=settings.profile_dir,
         tracer=None if settings.otlp_traces_endpoint is None else Tracer(settings.otlp_traces_endpoint),
         pooling=await asyncio.to_thread(pooling_of, settings.model_path),

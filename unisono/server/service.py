@@ -55,6 +55,7 @@ class Service:
     admission: Admission = field(default_factory=Admission)
     hosted: HostedTools = field(default_factory=HostedTools)
     drain_timeout: float = 30.0
+    allow_unknown_fields: bool = False
     profile_dir: Path | None = None
     pooling: Pooling = field(default_factory=Pooling)
     tracer: Tracer | None = None

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from unisono.server.errors import show
 from unisono.types import BadRequest, StructuredOutputs
+from unisono.unknown_fields import known_part
 
 GUIDED = {
     "guided_json": "json",
@@ -52,6 +53,7 @@ def _options(name: str, value: Any) -> dict[str, Any] | None:
         return {GUIDED[name]: value}
     if name == "response_format":
         return _response_format(value)
+    value = known_part(value, OPTIONS, name)
     unknown = sorted(value.keys() - OPTIONS)
     if unknown:
         raise BadRequest(
@@ -69,6 +71,7 @@ def _response_format(value: Mapping[str, Any]) -> dict[str, Any] | None:
         return {"structural_tag": dict(value)}
     if not isinstance(kind, str) or kind not in known:
         _refuse(value, "its type must be text, json_object, json_schema or structural_tag")
+    value = known_part(value, known["json_schema"], "response_format")
     if extra := sorted(value.keys() - known[kind]):
         _refuse(value, f"{extra[0]!r} does not belong to type {kind}")
     if kind == "text":
@@ -78,6 +81,7 @@ def _response_format(value: Mapping[str, Any]) -> dict[str, Any] | None:
     wrapped = value.get("json_schema")
     if not isinstance(wrapped, Mapping) or wrapped.get("schema") is None:
         _refuse(value, "json_schema must be an object with a name and a schema")
+    wrapped = known_part(wrapped, SCHEMA_FIELDS, "response_format.json_schema")
     if extra := sorted(wrapped.keys() - SCHEMA_FIELDS):
         _refuse(value, f"json_schema has {extra[0]!r}, which is none of {', '.join(sorted(SCHEMA_FIELDS))}")
     return {"json": wrapped["schema"]}

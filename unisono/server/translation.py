@@ -17,6 +17,7 @@ from unisono.server.errors import ApiError, show
 from unisono.server.field_limits import check_name, validated
 from unisono.server.protocol import ChatRequest, parse_fields
 from unisono.types import BadRequest
+from unisono.unknown_fields import dropped
 
 
 class Renames:
@@ -89,7 +90,7 @@ def checked(data: Mapping[str, Any], kind: type[Body], only: bool = True) -> Bod
     """
     for name in data if only else ():
         check_name(name)
-        if name not in kind.model_fields:
+        if name not in kind.model_fields and not dropped(name):
             raise ApiError(400, f"{name} is not a known field; remove it.", param=name, code="unknown_field")
     return validated(data, kind)
 

@@ -12,6 +12,7 @@ from unisono.frontend.media.frames import with_metadata
 from unisono.frontend.media.options import checked, with_detail, with_io_kwargs, with_kwargs
 from unisono.frontend.media.sources import IMAGE, VIDEO, Kind, MediaSource, Options, shown
 from unisono.types import BadRequest
+from unisono.unknown_fields import known_part
 
 Part = Mapping[str, Any]
 
@@ -26,7 +27,8 @@ def _referred(part: Part, name: str, where: str) -> tuple[Any, Part]:
     """The content of a part under ``name``: a string, or an object with ``url`` whose other keys are settings."""
     given = part.get(name)
     if isinstance(given, Mapping):
-        inner = {key: value for key, value in given.items() if key != "url"}
+        others = {key: value for key, value in given.items() if key != "url"}
+        inner = known_part(others, IGNORED, f"{where}.{name}")
         unknown = next((key for key, value in inner.items() if key not in IGNORED and value is not None), None)
         if unknown is not None:
             place = f"{where}.{name}.{unknown}"
@@ -40,6 +42,7 @@ def _url_part(kind: Kind, *names: str) -> Callable[[Part, str], tuple[Kind, Any,
 
     def read(part: Part, where: str) -> tuple[Kind, Any, Part]:
         known = {*names, *IGNORED}
+        part = known_part(part, {*known, "file_id"}, where)
         unknown = next((key for key, value in part.items() if key not in known and value is not None), None)
         if unknown is not None:
             way = "send the content itself, as a data URL" if unknown == "file_id" else "remove it"

@@ -19,6 +19,7 @@ from unisono.server.routes.common import clients_only, described, json_response,
 from unisono.server.service import Service
 from unisono.server.translation import Renames, chat_request, checked, passed_on
 from unisono.types import BadRequest
+from unisono.unknown_fields import dropped
 
 
 class TokenizeRequest(BaseModel):
@@ -98,7 +99,7 @@ def _read(raw: bytes) -> tuple[TokenizeRequest, ChatRequest | None]:
         return body, chat_request(fields | passed_on(data, own, {}), Renames({}))
     for name in data:
         check_name(name)
-        if name not in own:
+        if name not in own and not dropped(name):
             raise ApiError(400, f"{name} is not a known field; remove it.", param=name, code="unknown_field")
     return body, None
 
