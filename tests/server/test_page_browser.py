@@ -419,6 +419,9 @@ def test_errors_are_shown_and_nothing_is_lost(start: Start, tmp_path: Path) -> N
         assert "Try again" in card
         assert browser.run("[...document.querySelectorAll('.asked')].at(-1).textContent") == "not lost"
         browser.until("document.getElementById('state-text').textContent === 'no connection'")
+        assert "does not answer" in text_of(browser, "#trouble")
+        browser.resize(NARROW, 800)
+        fits(browser)
         browser.events = [e for e in browser.events if e["method"] != "Runtime.exceptionThrown"]
 
 

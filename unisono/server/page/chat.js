@@ -196,7 +196,7 @@ function restart() {
 export function offer(model) {
   pictures.allow(model.pictures, model.names[0]);
   const list = get("questions");
-  get("empty-title").textContent = model.pictures ? "Ask about a picture, or anything else" : "Ask something";
+  get("empty-title").textContent = model.pictures ? "Ask about a picture" : "Ask something";
   get("empty-text").textContent = `${model.names[0]} answers, with up to ${model.max_model_len} tokens of context.`;
   if (list.children.length) return;
   list.replaceChildren(...model.questions.map((text) => {

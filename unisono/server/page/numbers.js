@@ -154,7 +154,7 @@ function showState(words, kind, trouble = "") {
   get("state-text").textContent = words;
   get("state").className = `state ${kind}`;
   get("state").title = trouble;
-  get("trouble").textContent = trouble;
+  if (get("trouble").textContent !== trouble) get("trouble").textContent = trouble; // screen readers read it once
   get("trouble").hidden = !trouble;
 }
 
