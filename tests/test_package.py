@@ -44,8 +44,24 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"unisono", f"unisono-{__version__}.dist-info"}
     for name, home in catalog.bundled.items():
         assert {f"unisono/bundled/{name}/{file.name}" for file in home.iterdir()} <= names
-    assert {"unisono/py.typed", "unisono/tools/problems.jsonl", "unisono/server/page/index.html"} <= names
-    known = (".py", ".json", ".jsonl", ".jinja", ".safetensors", ".typed", ".html", ".css", ".js", ".svg")
+    assert {"unisono/py.typed", "unisono/tools/problems.jsonl"} <= names
+    page = (ROOT / "unisono" / "server" / "page").rglob("*.*")
+    assert {str(path.relative_to(ROOT)) for path in page} <= names
+    assert {"unisono/server/page/vendor/marked/marked.esm.js", "unisono/server/page/vendor/marked/LICENSE.txt"} <= names
+    known = (
+        ".py",
+        ".json",
+        ".jsonl",
+        ".jinja",
+        ".safetensors",
+        ".typed",
+        ".html",
+        ".css",
+        ".js",
+        ".svg",
+        ".png",
+        ".txt",
+    )
     assert [name for name in names if name.startswith("unisono/") and not name.endswith(known)] == []
     data = [name for name in names if name.startswith("unisono/") and ("skeleton" in name or "/data/" in name)]
     assert data == []  # of the bundled models' training
@@ -60,7 +76,9 @@ def test_its_metadata(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(f"unisono-{__version__}.dist-info/METADATA").decode()
         entries = archive.read(f"unisono-{__version__}.dist-info/entry_points.txt").decode()
-        assert f"unisono-{__version__}.dist-info/licenses/LICENSE" in archive.namelist()
+        licences = f"unisono-{__version__}.dist-info/licenses"
+        vendored = "unisono/server/page/vendor/marked/LICENSE.txt"
+        assert {f"{licences}/LICENSE", f"{licences}/{vendored}"} <= set(archive.namelist())
     told = Parser().parsestr(text)
     assert told["License-Expression"] == "Apache-2.0"
     assert told["Requires-Python"] == ">=3.11"

@@ -34,7 +34,8 @@ class Browser:
             os.dup2(13, 3)
             os.dup2(14, 4)
 
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic",
+                 "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync",
                  "--remote-debugging-pipe", f"--user-data-dir={directory}", "about:blank"]  # fmt: skip
         self._process = subprocess.Popen(
             [path, *flags], preexec_fn=pipes, close_fds=False, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
@@ -96,6 +97,12 @@ class Browser:
 
     def enter(self) -> None:
         self.press("Enter", 13, "\r")
+
+    def choose_files(self, selector: str, *paths: Path) -> None:
+        """Choose files in a file input."""
+        root = self.send("DOM.getDocument")["root"]["nodeId"]
+        node = self.send("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
+        self.send("DOM.setFileInputFiles", nodeId=node, files=[str(path) for path in paths])
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))

@@ -1,25 +1,28 @@
-"""The page at ``/``: its files, its headers, what it reads, and the page itself in a browser."""
+"""The page at ``/``: its files, its headers and its state route. ``test_page_browser.py`` tests it in a browser."""
 
 from __future__ import annotations
 
 import json
 import re
+import tomllib
 from hashlib import sha256
-from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server import tokenizers_
-from tests.server.chromium import Browser, installed
-from tests.server.conftest import Server, Start, serving, until
+from tests.server import pictures_
+from tests.server.conftest import Server, Start, until
+from unisono.frontend.media.pictures import FORMATS
 from unisono.program import Reason
 from unisono.server.drafts import by_token
+from unisono.server.history import percentile
+from unisono.server.page_state import questions
 from unisono.server.routes.page import POLICY, TYPES, page_files
 from unisono.types import FinishReason, TokenDelta
 
+ROOT = Path(__file__).parents[2]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 NAMES = sorted(page_files())
 
@@ -38,7 +41,7 @@ def test_files(server: Server, path: str) -> None:
     get, head = server.http.get(path), server.http.head(path)
     assert get.status_code == head.status_code == 200
     assert head.content == b""
-    name = path.removeprefix("/page/").replace("/", "") or "index.html"
+    name = "index.html" if path == "/" else path.removeprefix("/page/")
     assert get.content == page_files()[name]
     for answer in (get, head):
         assert answer.headers["content-type"] == TYPES[name.rpartition(".")[2]]
@@ -55,29 +58,61 @@ def test_nothing_else_is_a_file(server: Server, name: str) -> None:
     assert server.http.get(f"/page/{name}").status_code == 404
 
 
-def test_the_policy_forbids_other_hosts() -> None:
+def test_the_policy_forbids_other_hosts_inline_scripts_and_markup_from_text() -> None:
     rules = dict(rule.split(" ", 1) for rule in POLICY.split("; "))
-    assert rules["default-src"] == rules["frame-ancestors"] == rules["form-action"] == "'none'"
-    assert set(rules.values()) == {"'none'", "'self'"}
+    assert rules["default-src"] == rules["frame-ancestors"] == rules["form-action"] == rules["base-uri"] == "'none'"
+    assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
+    assert rules["img-src"] == "'self' blob:"  # blob: previews of attached pictures
+    assert (rules["require-trusted-types-for"], rules["trusted-types"]) == ("'script'", "'none'")
+
+
+OWN = [name for name in NAMES if not name.startswith("vendor/") and not name.endswith(".png")]
 
 
 def test_no_file_names_another_host() -> None:
-    assert {"index.html", "style.css", "app.js", "chat.js", "numbers.js"} <= set(NAMES)
-    for name, data in page_files().items():
-        text = data.decode().replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert {"index.html", "style.css", "app.js", "chat.js", "numbers.js"} <= set(OWN)
+    for name in OWN:
+        text = page_files()[name].decode().replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"(?:https?|wss?)://|[\"'(]//|@import", text), name
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text), (
             name
         )
-        assert not re.search(r"<style|style=|<script(?! type=\"module\" src=\"page/)|\son\w+=", text), name
+        assert not re.search(r"<style|\sstyle=|<script(?! type=\"module\" src=\"page/)|\son\w+=", text), name
         for target in re.findall(r'(?:from|src=|href=) ?"([^"#]+)"', text):
             assert target == "docs" or target.removeprefix("./").removeprefix("page/") in NAMES, f"{name}: {target}"
 
 
-def test_the_key_is_kept_for_the_tab_only() -> None:
-    texts = {name: data.decode() for name, data in page_files().items()}
-    assert [name for name, text in texts.items() if "sessionStorage." in text] == ["api.js"]
-    assert re.findall(r'localStorage\.setItem\("([^"]+)"', "".join(texts.values())) == ["unisono-theme"]
+VENDORED = {
+    "vendor/marked/marked.esm.js": "5371fea86fd0656b4fc7bea7c94c663109d82789b69433eeee78d42895aa44de",
+    "vendor/marked/LICENSE.txt": "8e3a3f82f59a60958f56ca08f445647c32a4733dc7ca6c2c46f6eb898471ab9c",
+}
+"""SHA-256 of the files of marked 18.2.1, as its package has them."""
+
+
+def test_vendored_files_are_unchanged_and_documented() -> None:
+    contents = page_files()
+    found = {name: sha256(contents[name]).hexdigest() for name in NAMES if name.startswith("vendor/")}
+    assert found == VENDORED
+    assert b"marked v18.2.1" in contents["vendor/marked/marked.esm.js"]
+    assert b"MIT license" in contents["vendor/marked/LICENSE.txt"]
+    assert "marked 18.2.1" in (ROOT / "docs" / "page.md").read_text()
+
+
+def test_scripts_of_the_page_are_short() -> None:
+    for name in OWN:
+        assert len(page_files()[name].decode().splitlines()) <= 500, name
+
+
+def test_what_the_page_stores() -> None:
+    """The key and the text that is typed last as long as the tab; the browser keeps two choices of the display."""
+    texts = {name: page_files()[name].decode() for name in OWN}
+    stored = {name for name, text in texts.items() if "sessionStorage." in text}
+    assert stored == {"api.js", "chat.js"}
+    assert "localStorage" not in texts["api.js"] + texts["chat.js"]
+    assert set(re.findall(r'localStorage\.setItem\("([^"]+)"', "".join(texts.values()))) == {
+        "unisono-theme",
+        "unisono-panel",
+    }
 
 
 def test_every_reason_of_an_eager_pass_is_explained() -> None:
@@ -87,9 +122,9 @@ def test_every_reason_of_an_eager_pass_is_explained() -> None:
 
 def test_the_package_has_the_files() -> None:
     """pyproject.toml names them: a wheel has data files only where it does."""
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert '"server/page/*"' in project
-    assert (files("unisono.server") / "page" / "index.html").is_file()
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["unisono"]
+    named = {found for pattern in data for found in (ROOT / "unisono").glob(pattern)}
+    assert {ROOT / "unisono" / "server" / "page" / name for name in NAMES} <= named
 
 
 # ---- which tokens were drafted ----
@@ -188,6 +223,7 @@ def test_requests_tell_what_was_waited_for(start: Start) -> None:
     assert one["decode"] > 0.05
     parts = sum(one[name] for name in ("preparation", "queue", "prefill", "decode"))
     assert one["total"] == pytest.approx(parts, abs=0.05)
+    assert one["first_token"] == pytest.approx(one["preparation"] + one["queue"] + one["prefill"], abs=1e-5)
     assert (one["prompt_tokens"], one["cached_tokens"], one["completion_tokens"]) == (4, 2, 8)
     assert (one["drafted_tokens"], one["accepted_tokens"], one["finish_reason"], one["key"]) == (4, 4, "length", "")
     assert not {"prompt", "text", "token_ids"} & one.keys()
@@ -198,6 +234,7 @@ def test_a_hundred_are_remembered_the_latest_first(start: Start) -> None:
     for size in (3, 90, 12):
         server.http.post(TEXT, json={"prompt": [5], "n": size, "max_tokens": size})
     until(lambda: len(latest(server)) == 100)
+    assert state(server)["latency"]["total"]["count"] == 105  # percentiles are over the last 1000
     lengths = [one["completion_tokens"] for one in latest(server)]
     assert [(length, len(list(group))) for length, group in groupby(lengths)] == [(12, 12), (90, 88)]
 
@@ -210,10 +247,11 @@ def test_requests_are_for_operators(start: Start, tmp_path: Path) -> None:
     keys.chmod(0o600)
     server = start(api_key_file=str(keys))
     assert server.http.get("/").status_code == server.http.get("/page/app.js").status_code == 200
-    assert server.http.get("/requests").status_code == 401
+    assert server.http.get("/requests").status_code == server.http.get("/page/state").status_code == 401
     key = {"authorization": "Bearer bob-key"}
     server.http.post(TEXT, json={"prompt": [5], "max_tokens": 2}, headers=key)
     assert [one["key"] for one in latest(server, **key)] == ["bob"]
+    assert server.http.get("/page/state", headers=key).json()["requests"] == {"running": 0, "waiting": 0}
 
 
 def test_web_pages_of_others_read_no_requests(server: Server) -> None:
@@ -221,122 +259,124 @@ def test_web_pages_of_others_read_no_requests(server: Server) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "operators_only")
 
 
-# ---- in a browser ----
-
-QUESTION = (
-    "Mia earns $12 an hour and works 5 hours a day for 3 days. She spends $45 on a gift. "
-    "How much money does Mia have left?"
-)
-"""Which the bundled draft model knows how to go on about."""
+# ---- the page's numbers ----
 
 
-@pytest.mark.full
-@pytest.mark.skipif(installed() is None, reason="there is no Chromium")
-def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    """Types a question, reads the answer as it is shown, with its marks, and the numbers."""
-    flags = ("--speculative-method", "eagle3", "--speculative-model", "tiny-eagle3", "--api-key", "the-key")
-    (tmp_path / "server").mkdir()
-    with serving(tmp_path / "server", "tiny", *flags) as server:
-        server.http.headers["authorization"] = "Bearer the-key"
-        asked = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
-        expected = server.http.post(CHAT, json=asked).json()["choices"][0]["message"]["content"]
-        browser = Browser(tmp_path / "profile", 1360, 820)
-        try:
-            browser.open(server.url + "/")
-            browser.until("document.getElementById('key-dialog').open")
-            browser.press("Escape", 27)
-            browser.until("document.getElementById('trouble').textContent.includes('API key')")
-            assert browser.run("document.getElementById('key-dialog').open") is False  # readings do not ask again
-            browser.run("document.getElementById('key').click()")
-            browser.type("the-key")
-            browser.enter()
-            browser.until("document.getElementById('model').textContent === 'tiny'")
-            browser.run(
-                "document.getElementById('temperature').value = '0'; document.getElementById('question').focus()"
-            )
-            browser.type(QUESTION)
-            browser.enter()
-            browser.until("document.querySelector('.facts')", 60)
-            assert browser.run("document.querySelector('.answer .text').textContent") == expected
-            marked = browser.run("[...document.querySelectorAll('.answer .draft')].map((one) => one.className)")
-            assert {"draft p0", "draft p1", "draft p2"} == set(marked)
-            assert "drafts accepted" in browser.run("document.querySelector('.facts').textContent")
-            browser.until("document.querySelectorAll('#requests tbody tr').length === 2")
-            assert "replayed a graph" in browser.run("document.getElementById('coverage').textContent")
-            assert browser.run("document.querySelectorAll('#positions .position').length") == 3
-            assert browser.run("sessionStorage.getItem('unisono-key')") == "the-key"
-            assert browser.run("document.documentElement.scrollWidth <= innerWidth")
-            browser.resize(400, 800)
-            assert browser.run("document.documentElement.scrollWidth <= innerWidth")
-            sent = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
-            assert sent
-            assert all(url.startswith(server.url) and "the-key" not in url for url in sent)
-            errors = [e for e in browser.events if e["method"] == "Runtime.exceptionThrown"]
-            assert not errors
-        finally:
-            browser.close()
+def state(server: Server) -> dict[str, Any]:
+    answer = server.http.get("/page/state")
+    assert answer.status_code == 200, answer.text
+    return answer.json()
 
 
-SAYS = (
-    "<think>\nwhy <i>not</i>\n</think>\n\n<b>bold</b> & <img src=x onerror='window.ran = 1'>"
-    '\n<tool_call>\n{"name": "now", "arguments": {"zone": "<u>UTC</u>"}}\n</tool_call>'
-)
-"""An answer with thinking, markup that must be shown and not obeyed, and a tool call."""
-ECHO = (
-    "{% for message in messages %}{{ message.content or '' }}<|im_end|>{% endfor %}"
-    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}<|im_start|>assistant\n"
-)
-"""The fake engine repeats its prompt, so every answer is the first message."""
+def test_running_is_never_0_while_an_answer_streams(start: Start) -> None:
+    """Even if the engine does not answer: its last numbers are from before the request."""
+    server = start(step_seconds=0.7)  # longer than /page/state waits for the engine
+    assert state(server)["requests"] == {"running": 0, "waiting": 0}
+    body = {"prompt": [7, 8], "max_tokens": 4, "stream": True, "return_token_ids": True}
+    seen = []
+    with server.http.stream("POST", TEXT, json=body) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["finish_reason"] is None:
+                seen.append(state(server))
+    assert len(seen) >= 3
+    assert [one["requests"] for one in seen] == [{"running": 1, "waiting": 0}] * len(seen)
+    assert not all(one["fresh"] for one in seen)
+    assert state(server)["requests"]["running"] == 0
 
 
-@pytest.mark.full
-@pytest.mark.skipif(installed() is None, reason="there is no Chromium")
-def test_thinking_markup_tools_and_errors_in_a_browser(start: Start, tmp_path: Path) -> None:
-    tokenizer = tokenizers_.byte_level()
-    tokenizer.chat_template = ECHO
-    tokenizer.save_pretrained(tmp_path / "model")
-    server = start(
-        tmp_path / "model", tokens_per_step=3, max_model_len=4096, reasoning_parser="qwen3", step_seconds=0.01
+def test_requests_before_their_first_token_wait_or_run(start: Start) -> None:
+    server = start(prefill_seconds=1.0, max_num_seqs=256)
+    with server.http.stream("POST", TEXT, json={"prompt": [7, 8], "n": 3, "max_tokens": 2, "stream": True}):
+        # Headers come with the first token; the sequences that have none yet are counted all the same.
+        told = state(server)["requests"]
+        assert told["running"] + told["waiting"] == 3
+
+
+def test_percentiles_are_measured_values_and_need_enough_requests(start: Start) -> None:
+    server = start(step_seconds=0.01, prefill_seconds=0.05, tokens_per_step=2)
+    empty = state(server)["latency"]
+    assert set(empty) == {"first_token", "between_tokens", "queue", "prefill", "decode", "total"}
+    assert all(row == {"count": 0, "last": None, "p50": None, "p90": None, "p99": None} for row in empty.values())
+
+    def ask(count: int, **body: Any) -> dict[str, Any]:
+        for _ in range(count):
+            server.http.post(TEXT, json={"prompt": [7, 8], "max_tokens": 9, **body}).raise_for_status()
+        return state(server)["latency"]
+
+    one = ask(1)
+    for row in one.values():
+        assert (row["count"], row["p50"], row["p90"], row["p99"]) == (1, None, None, None)
+    (record,) = latest(server)
+    assert one["first_token"]["last"] == record["first_token"]
+    assert one["total"]["last"] == record["total"] >= record["first_token"]
+    assert one["between_tokens"]["last"] == pytest.approx(record["decode"] / 8)
+    two = ask(1)["total"]
+    assert [two[name] is None for name in ("p50", "p90", "p99")] == [False, True, True]
+    ten = ask(8)
+    records = latest(server)
+    for name in ("first_token", "queue", "prefill", "decode", "total"):
+        values = sorted(record[name] for record in records)
+        assert (ten[name]["count"], ten[name]["p50"], ten[name]["p90"], ten[name]["p99"]) == (
+            10, values[4], values[8], None,
+        )  # fmt: skip
+        assert ten[name]["last"] == records[0][name]
+    assert all(ten["first_token"][name] <= ten["total"][name] for name in ("last", "p50", "p90"))
+    hundred = ask(9, n=10)["first_token"]
+    assert (hundred["count"], hundred["p99"]) == (100, sorted(one["first_token"] for one in latest(server))[98])
+
+
+def test_sequences_that_were_aborted_are_in_no_percentile(start: Start) -> None:
+    server = start(step_seconds=0.05)
+    with server.http.stream("POST", TEXT, json={"prompt": [7, 8], "max_tokens": 400, "stream": True}) as answer:
+        next(answer.iter_lines())
+    until(lambda: len(latest(server)) == 1)
+    assert latest(server)[0]["finish_reason"] == "abort"
+    assert state(server)["latency"]["total"]["count"] == 0
+
+
+def test_the_state_agrees_with_the_metrics(drafting: Server) -> None:
+    drafting.http.post(TEXT, json={"prompt": "abcdefgh", "max_tokens": 7}).raise_for_status()
+    told = state(drafting)
+    metrics = drafting.http.get("/metrics").text
+    assert (
+        told["tokens"]["generated"]
+        == float(re.findall(r"^unisono:generation_tokens_total\S* (\S+)", metrics, re.M)[0])
+        >= 7
     )
-    browser = Browser(tmp_path / "profile", 400, 800, dark=True)
-    try:
-        browser.open(server.url + "/")
-        browser.until("document.getElementById('state').textContent === 'serving'")
-        tools = json.dumps([{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}])
-        browser.run(f"document.getElementById('tools').value = {json.dumps(tools)}")
-        browser.run("document.getElementById('question').focus()")
-        browser.type(SAYS)
-        browser.enter()
-        browser.until("document.querySelector('.call textarea')")
-        assert browser.run("document.querySelector('.text').textContent") == (
-            "<b>bold</b> & <img src=x onerror='window.ran = 1'>"
-        )
-        assert browser.run("document.querySelector('.thought').textContent") == "why <i>not</i>"
-        assert browser.run("document.querySelector('.thinking').open") is False
-        assert browser.run("document.querySelector('.call summary').textContent") == "Calls now"
-        assert browser.run("document.querySelector('.call pre').textContent") == '{"zone": "<u>UTC</u>"}'
-        assert browser.run("document.querySelector('#talk b, #talk i, #talk img, #talk u')") is None
-        assert browser.run("window.ran === undefined")
-        browser.until("document.getElementById('passes').textContent.includes('graphs are off')")
-        browser.type("noon")  # the field for what the function returns has the focus
-        browser.run("[...document.querySelectorAll('.answer button')].at(-1).click()")
-        browser.until("document.querySelectorAll('.facts').length === 2")
-        assert browser.run("getComputedStyle(document.body).colorScheme") == "dark"
-        browser.run("document.getElementById('theme').click()")
-        assert browser.run("getComputedStyle(document.body).colorScheme") == "light"
-        browser.run("document.getElementById('tools').value = 'none'")
-        browser.run("document.getElementById('question').focus()")
-        browser.type("more")
-        browser.enter()
-        browser.until("document.querySelector('#talk .error')")
-        browser.run("document.getElementById('tools').value = ''")
-        browser.type("and more")
-        browser.enter()
-        browser.until("document.querySelector('.answer.running .draft')")
-        browser.press("Escape", 27)
-        browser.until("[...document.querySelectorAll('.facts')].at(-1).textContent.includes('stopped')")
-        until(lambda: server.info()["aborted"] == 1)
-        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
-        assert not [e for e in browser.events if e["method"] == "Runtime.exceptionThrown"]
-    finally:
-        browser.close()
+    (passes,) = told["passes"]
+    assert (passes["program"], passes["kind"], passes["reason"]) == ("round", "eager", "DISABLED")
+    assert passes["count"] > 0
+
+
+def test_the_page_learns_what_the_model_takes(server: Server, start: Start, tmp_path: Path) -> None:
+    blind = state(server)["model"]
+    assert (blind["names"], blind["pictures"], blind["max_model_len"]) == (["fake"], None, 512)
+    assert len(blind["questions"]) == 3
+    pictures_.write_checkpoint(tmp_path)
+    media = {"limit_mm_per_prompt": {"image": 3}, "media_max_mb": 2}
+    seeing = state(start(tmp_path, vision=pictures_.vision(), media=media))["model"]
+    assert len(seeing["questions"]) == 3
+    assert not set(seeing["questions"]) & set(blind["questions"])
+    assert seeing["pictures"]["max_count"] == 3
+    assert seeing["pictures"]["max_bytes"] == 2 << 20
+    assert {"image/png", "image/jpeg"} <= set(seeing["pictures"]["types"])
+    assert set(seeing["pictures"]["types"]) <= {f"image/{name.lower()}" for name in FORMATS}
+
+
+def test_questions_fit_the_model() -> None:
+    assert any("Mia" in one for one in questions(str(ROOT / "unisono" / "bundled" / "tiny"), False))
+    assert any("shapes" in one for one in questions(str(ROOT / "unisono" / "bundled" / "tiny-vl"), True))
+    assert any("Python" in one for one in questions("/models/some-llm", False))
+    assert any("picture" in one for one in questions("/models/some-vlm", True))
+
+
+RANKS: list[tuple[int, list[int | None]]] = [
+    (0, [None, None, None]), (1, [None, None, None]), (2, [1, None, None]), (9, [5, None, None]), (10, [5, 9, None]),
+    (99, [50, 90, None]), (100, [50, 90, 99]), (1000, [500, 900, 990]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "expected"), RANKS)
+def test_nearest_rank_percentiles(count: int, expected: list[int | None]) -> None:
+    values = [float(value) for value in range(1, count + 1)]
+    assert [percentile(values, share) for share in (50, 90, 99)] == expected

@@ -167,6 +167,11 @@ class Generation:
         """Count the request's times from ``when`` (``time.monotonic()``) on, not from when it was prepared."""
         self._timer.start = when
 
+    @property
+    def streaming(self) -> bool:
+        """True from the first token until the sequence has ended."""
+        return self.ended is None and self._timer.begun
+
     async def start(self) -> None:
         """Hand the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
         self._timer.submitted()

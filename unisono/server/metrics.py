@@ -265,6 +265,11 @@ class RequestTimer:
             seconds["time_per_output_token_seconds"][engine].observe((now - self._last) / count, count)
         self._last = now
 
+    @property
+    def begun(self) -> bool:
+        """True once the first token has come."""
+        return self._first is not None
+
     def times(self) -> Times:
         """The times so far."""
         now = time.monotonic()

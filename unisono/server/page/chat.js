@@ -1,225 +1,233 @@
-// The chat: sends the conversation, shows the answer as it comes, and marks each token that an accepted draft brought.
+// The chat: the turns of a conversation, sending, stopping, asking again and editing.
 
-import { stream } from "./api.js";
-import { colour, get, make, seconds } from "./dom.js";
+import { askForKey, stream } from "./api.js";
+import { Answer } from "./answer.js";
+import { announce, button, copyButton, disclosure, get, make } from "./dom.js";
+import { answering } from "./numbers.js";
+import { Pictures, startPictures, thumbnail } from "./pictures.js";
+import { body } from "./settings.js";
 
+const DRAFT = "unisono-question"; // in sessionStorage: what is typed and not sent yet
 const talk = get("talk");
 const question = get("question");
-let messages = [];
-let running = null;
+let turns = []; // { role, message, element, …}; a user's turn has text and pictures, an assistant's an answer
+let running = null; // an AbortController
+let editing = null; // the turn whose question is edited, and what was typed before
+let sticks = true; // the end of the conversation stays in sight
 
-const number = (id) => (get(id).value === "" ? undefined : Number(get(id).value));
+const pictures = new Pictures(() => kept().flatMap((turn) => turn.pictures ?? []), refresh);
+const kept = () => (editing ? turns.slice(0, turns.indexOf(editing.turn)) : turns);
 
-function body() {
-  const system = get("system").value.trim();
-  const tools = get("tools").value.trim();
-  const thinking = get("thinking").value;
-  const asked = {
-    messages: system ? [{ role: "system", content: system }, ...messages] : messages,
-    stream: true,
-    stream_options: { include_usage: true },
-    return_drafts: true,
-    temperature: number("temperature"),
-    top_p: number("top_p"),
-    max_tokens: number("max_tokens"),
-    seed: number("seed"),
-  };
-  if (tools) asked.tools = JSON.parse(tools);
-  if (thinking) asked.enable_thinking = thinking === "true";
-  if (get("speculative").value) asked.speculative = { enabled: false };
-  return asked;
+function follow() {
+  if (sticks) talk.scrollTop = talk.scrollHeight;
 }
 
-// The elements of one answer, and what it says so far.
-class Answer {
-  constructor() {
-    this.element = make("article", { class: "answer running" });
-    this.text = null;
-    this.thought = null;
-    this.message = { role: "assistant", content: "" };
-    this.calls = [];
-    this.rounds = 0;
-    this.tokens = 0;
-    this.start = performance.now();
-    this.first = null;
-    this.drafted = this.accepted = 0;
-    talk.append(this.element);
-  }
+// Messages for the model: questions that were never answered are left out, save the last turn.
+const messages = () => turns.filter((turn, at) => !turn.failed || at === turns.length - 1).map((turn) => turn.message);
 
-  add(chunk) {
-    if (chunk.usage) this.usage = chunk.usage;
-    for (const choice of chunk.choices) {
-      if (choice.seed !== undefined) this.seed = choice.seed;
-      if (choice.draft) this.count(choice.draft);
-      const { reasoning_content: thought, content, tool_calls: calls } = choice.delta;
-      if (thought) this.think(thought, choice.draft);
-      if (content) this.say(content, choice.draft);
-      for (const call of calls ?? []) this.call(call);
-      if (choice.finish_reason) this.finish = choice.finish_reason;
-    }
-  }
+// Forget the turns from a place on.
+function cut(at) {
+  for (const turn of turns.splice(at)) turn.element?.remove();
+}
 
-  count(draft) {
-    this.first ??= performance.now();
-    this.last = performance.now();
-    this.tokens += 1;
-    if (draft.position !== null) this.accepted += 1;
-    else {
-      this.rounds += 1;
-      this.drafted += draft.drafted;
-    }
-  }
-
-  think(text, draft) {
-    if (!this.thought) {
-      this.thought = make("div", { class: "thought" });
-      this.summary = make("summary", {}, "Thinking …");
-      this.element.append(make("details", { class: "thinking" }, this.summary, this.thought));
-    }
-    this.thought.append(piece(text, draft));
-  }
-
-  say(text, draft) {
-    if (!this.text) {
-      if (this.summary) this.summary.textContent = "Thinking";
-      this.text = make("div", { class: "text" });
-      this.element.append(this.text);
-    }
-    this.text.append(piece(text, draft));
-    this.message.content += text;
-  }
-
-  call(delta) {
-    if (!this.calls[delta.index]) {
-      const name = make("summary");
-      const given = make("pre");
-      const element = make("details", { class: "call", open: true }, name, given);
-      this.calls[delta.index] = { id: delta.id, name: "", given: "", element, shown: { name, given } };
-      this.element.append(element);
-      this.text = null; // what is said later stands below
-    }
-    const call = this.calls[delta.index];
-    call.name += delta.function?.name ?? "";
-    call.given += delta.function?.arguments ?? "";
-    call.shown.name.textContent = `Calls ${call.name}`;
-    call.shown.given.textContent = call.given;
-  }
-
-  // One line about the answer, when it has ended.
-  end(how) {
-    this.element.classList.remove("running");
-    if (this.summary) this.summary.textContent = "Thinking";
-    const facts = [];
-    if (this.tokens) {
-      const time = (this.last - this.first) / 1000;
-      facts.push(`${this.tokens} tokens`);
-      if (time > 0 && this.tokens > 1) facts.push(`${((this.tokens - 1) / time).toPrecision(3)} tokens/s`);
-      facts.push(`first after ${seconds((this.first - this.start) / 1000)}`);
-      if (this.drafted) {
-        const length = (this.tokens - 1) / Math.max(1, this.rounds - 1);
-        facts.push(`${this.accepted} of ${this.drafted} drafts accepted, ${length.toFixed(2)} tokens a round`);
-      } else facts.push("no drafts");
-      const cached = this.usage?.prompt_tokens_details.cached_tokens;
-      if (this.usage) facts.push(`prompt ${this.usage.prompt_tokens}, ${cached} cached`);
-      if (this.seed !== undefined) facts.push(`seed ${this.seed}`);
-    }
-    if (how !== "stop") facts.push(`ended: ${how}`);
-    this.element.append(make("p", { class: "facts" }, facts.join(" · ")));
-    if (this.calls.length) {
-      this.message.tool_calls = this.calls.map((call) => (
-        { id: call.id, type: "function", function: { name: call.name, arguments: call.given } }
-      ));
-      this.message.content ||= null;
-    }
+function refresh() {
+  get("empty").hidden = turns.length > 0;
+  get("send").hidden = running !== null;
+  get("stop").hidden = running === null;
+  get("send").disabled = !question.value.trim() && !pictures.items.length;
+  get("editing").hidden = editing === null;
+  talk.setAttribute("aria-busy", String(running !== null));
+  question.style.height = "auto";
+  question.style.height = `${question.scrollHeight}px`;
+  if (editing === null) sessionStorage.setItem(DRAFT, question.value);
+  const last = turns.at(-1);
+  for (const turn of turns) {
+    turn.answer?.retryButton?.toggleAttribute("hidden", turn !== last || running !== null);
+    turn.editButton?.toggleAttribute("disabled", running !== null);
   }
 }
 
-// A token's text, marked by where it came from.
-function piece(text, draft) {
-  if (!draft || (draft.position === null && draft.drafted <= draft.accepted)) return document.createTextNode(text);
-  if (draft.position === null) {
-    const title = `the model's own, in place of a rejected draft (${draft.accepted} of ${draft.drafted} accepted)`;
-    return make("span", { class: "instead", title }, text);
-  }
-  const title = `accepted draft ${draft.position + 1} of ${draft.drafted} (${draft.accepted} accepted)`;
-  return make("span", { class: `draft p${colour(draft.position)}`, title }, text);
+function content(text, items) {
+  if (!items.length) return text;
+  const parts = items.map((item) => ({ type: "image_url", image_url: { url: item.url } }));
+  return text ? [...parts, { type: "text", text }] : parts;
 }
 
-function follow(work) {
-  const near = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 80;
-  work();
-  if (near) talk.scrollTop = talk.scrollHeight;
+// Show a question and add it to the conversation.
+function addQuestion(text, items) {
+  const turn = { role: "user", text, pictures: items, message: { role: "user", content: content(text, items) } };
+  const shown = items.length ? [make("div", { class: "pictures" }, ...items.map(thumbnail))] : [];
+  if (text) shown.push(make("p", { class: "asked" }, text));
+  turn.editButton = button("edit", "Edit question", () => edit(turn));
+  const buttons = make("div", { class: "buttons" }, copyButton(() => text, "Copy question"), turn.editButton);
+  turn.element = make("article", { class: "question" }, ...shown, buttons);
+  turn.element.setAttribute("aria-label", "Question");
+  get("turns").append(turn.element);
+  turns.push(turn);
+}
+
+function ask() {
+  const text = question.value.trim();
+  if (running || (!text && !pictures.items.length)) return;
+  let settings;
+  try { settings = body([]); } catch (error) {
+    pictures.tell(error.message);
+    return;
+  }
+  if (editing) cut(turns.indexOf(editing.turn));
+  const after = editing?.before ?? { text: "", pictures: [] };
+  editing = null;
+  const items = pictures.take();
+  pictures.tell("");
+  addQuestion(text, items);
+  question.value = after.text;
+  pictures.set(after.pictures);
+  sticks = true;
+  answer(settings);
 }
 
 // Ask for an answer to the conversation, and show it.
-async function answer() {
-  let asked;
-  try { asked = body(); } catch (error) {
-    fail(`The tools are no JSON list: ${error.message}`);
-    return;
-  }
+async function answer(settings = body([])) {
+  const system = settings.messages;
   running = new AbortController();
-  busy(true);
-  const shown = new Answer();
-  follow(() => {});
-  let how = "error";
+  const shown = new Answer(get("turns"), follow);
+  const last = turns.at(-1);
+  if (last) last.failed = false;
+  const asked = { ...settings, messages: [...system, ...messages()] };
+  refresh();
+  follow();
+  let failure = null;
   try {
-    for await (const chunk of stream("v1/chat/completions", asked, running.signal)) follow(() => shown.add(chunk));
-    how = shown.finish ?? "error";
+    for await (const chunk of stream("v1/chat/completions", asked, running.signal)) {
+      shown.add(chunk);
+      answering(shown.first !== null);
+    }
   } catch (error) {
-    if (error.name === "AbortError") how = "stopped";
-    else shown.element.append(make("p", { class: "error", role: "alert" }, error.message));
+    if (error.name !== "AbortError") failure = error;
+    shown.finish = error.name === "AbortError" ? "stopped" : "error";
   }
-  follow(() => shown.end(how));
-  if (shown.tokens) messages.push(shown.message);
-  get("said").textContent = shown.message.content || "";
   running = null;
-  busy(false);
-  if (shown.calls.length && how === "tool_calls") follow(() => askForResults(shown));
-  else question.focus();
+  shown.end(shown.finish ?? "error");
+  answering(false);
+  if (shown.tokens) turns.push({ role: "assistant", message: shown.message, answer: shown, element: shown.element });
+  else if (last) last.failed = true;
+  if (failure) failed(shown, failure);
+  else if (shown.tokens) shown.foot(() => retry(shown));
+  else if (shown.finish === "stopped") failed(shown, new Error("You stopped it before the first token."));
+  else shown.foot(() => retry(shown));
+  announce(failure ? "" : `${shown.how === "stopped" ? "Stopped. " : ""}${shown.plain}`);
+  refresh();
+  follow();
+  if (shown.calls.length && shown.how === "tool_calls") askForResults(shown);
+}
+
+function failed(shown, error) {
+  const actions = [button("retry", "Try again", () => retry(shown), "Try again")];
+  if (error.status === 401) {
+    actions.unshift(button("key", "Enter a key", async () => {
+      await askForKey();
+      retry(shown);
+    }, "Enter a key"));
+  }
+  shown.fail(error, actions);
+}
+
+// Ask again in place of an answer, or of one that failed.
+function retry(shown) {
+  if (running) return;
+  const at = turns.findIndex((turn) => turn.answer === shown);
+  if (at >= 0) cut(at);
+  else shown.element.remove();
+  sticks = true;
+  answer();
+  question.focus();
 }
 
 // Fields for what the called functions return, and a button that sends it.
 function askForResults(shown) {
   const fields = shown.calls.map((call) => {
     const field = make("textarea", { rows: 2 });
-    call.element.append(make("label", {}, `What ${call.name} returns`, field));
+    call.element.append(make("label", {}, `Result of ${call.name}`, field));
     return field;
   });
-  const button = make("button", { type: "button" }, "Send results");
-  button.addEventListener("click", () => {
+  const send = make("button", { type: "button", class: "strong" }, "Send results");
+  send.addEventListener("click", () => {
     if (running) return;
     shown.calls.forEach((call, at) => {
-      messages.push({ role: "tool", tool_call_id: call.id, content: fields[at].value });
+      turns.push({ role: "tool", message: { role: "tool", tool_call_id: call.id, content: fields[at].value } });
       fields[at].disabled = true;
     });
-    button.remove();
+    send.remove();
     answer();
   });
-  shown.element.append(button);
+  shown.element.append(send);
   fields[0].focus();
+  follow();
 }
 
-function fail(message) {
-  talk.append(make("p", { class: "error", role: "alert" }, message));
-  talk.scrollTop = talk.scrollHeight;
+// Put an earlier question back into the field. Sending it replaces what follows it.
+function edit(turn) {
+  if (running) return;
+  const before = editing?.before ?? { text: question.value, pictures: pictures.items };
+  editing = { turn, before };
+  question.value = turn.text;
+  pictures.set(turn.pictures);
+  question.focus();
 }
 
-function busy(is) {
-  get("send").hidden = is;
-  get("stop").hidden = !is;
-  talk.setAttribute("aria-busy", String(is));
+function cancelEdit() {
+  const { before } = editing;
+  editing = null;
+  question.value = before.text;
+  pictures.set(before.pictures);
+  question.focus();
 }
 
-function ask() {
-  const text = question.value.trim();
-  if (!text || running) return;
-  get("empty")?.remove();
-  question.value = "";
-  messages.push({ role: "user", content: text });
-  talk.append(make("p", { class: "asked" }, text));
-  talk.scrollTop = talk.scrollHeight;
-  answer();
+function restart() {
+  running?.abort();
+  editing = null;
+  cut(0);
+  get("turns").replaceChildren();
+  refresh();
+  question.focus();
+}
+
+// Take what the model offers: pictures, and questions to try. model: of /page/state.
+export function offer(model) {
+  pictures.allow(model.pictures, model.names[0]);
+  const list = get("questions");
+  get("empty-title").textContent = model.pictures ? "Ask about a picture" : "Ask something";
+  get("empty-text").textContent = `${model.names[0]} answers, with up to ${model.max_model_len} tokens of context.`;
+  if (list.children.length) return;
+  list.replaceChildren(...model.questions.map((text) => {
+    const picture = model.pictures ? [make("img", { src: "page/scene.png", alt: "" })] : [];
+    const suggestion = make("button", { type: "button", class: "suggestion" }, ...picture, make("span", {}, text));
+    suggestion.addEventListener("click", () => tryQuestion(text, model.pictures));
+    return make("li", {}, suggestion);
+  }));
+}
+
+async function tryQuestion(text, seeing) {
+  if (running) return;
+  if (seeing && !pictures.items.length) {
+    const data = await (await fetch("page/scene.png")).blob();
+    await pictures.add([new File([data], "scene.png", { type: "image/png" })]);
+  }
+  question.value = text;
+  ask();
+}
+
+function startKeys() {
+  question.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    ask();
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || event.defaultPrevented) return;
+    if (running) running.abort();
+    else if (editing) cancelEdit();
+  });
 }
 
 export function startChat() {
@@ -227,24 +235,22 @@ export function startChat() {
     event.preventDefault();
     ask();
   });
-  question.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      ask();
-    }
-  });
-  document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && running) running.abort();
-  });
-  get("stop").addEventListener("click", () => running?.abort());
-  get("new").addEventListener("click", () => {
+  question.value = sessionStorage.getItem(DRAFT) ?? "";
+  question.addEventListener("input", refresh);
+  talk.addEventListener("scroll", () => { sticks = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60; });
+  get("stop").addEventListener("click", () => {
     running?.abort();
-    messages = [];
-    talk.replaceChildren();
     question.focus();
   });
+  get("new").addEventListener("click", restart);
+  get("edit-cancel").addEventListener("click", cancelEdit);
+  disclosure(get("settings"), get("settings-panel"));
+  disclosure(get("drafts"), get("drafts-panel"));
   const marks = get("marks");
-  const mark = () => [talk, get("legend-marks")].forEach((one) => one.classList.toggle("marks", marks.checked));
+  const mark = () => talk.classList.toggle("marks", marks.checked);
   marks.addEventListener("change", mark);
   mark();
+  startPictures(pictures);
+  startKeys();
+  refresh();
 }

@@ -1,10 +1,11 @@
-// The server's numbers, read every two seconds from /metrics, /server_info and /requests.
+// The server's numbers, read from /page/state and /requests: every 500 ms while an answer runs, else every 2 s.
 
 import { call } from "./api.js";
+import { chart, readingsOf } from "./throughput.js";
 import { colour, count, get, make, percent, seconds } from "./dom.js";
 
-const EVERY = 2000; // milliseconds
-const KEPT = 60; // readings: two minutes
+const FAST = 500; // milliseconds
+const SLOW = 2000;
 const REASONS = {
   DISABLED: "graphs are off",
   ABOVE_BUCKETS: "larger than the largest captured graph; an idle server captures it",
@@ -14,203 +15,183 @@ const REASONS = {
   NOT_CAPTURED: "no graph was captured for these features yet; an idle server captures it",
 };
 const LATENCIES = {
-  time_to_first_token_seconds: "first token",
-  inter_token_latency_seconds: "between tokens",
-  request_queue_time_seconds: "queue",
-  request_prefill_time_seconds: "prefill",
-  request_decode_time_seconds: "decode",
-  e2e_request_latency_seconds: "whole request",
+  first_token: "first token",
+  between_tokens: "between tokens",
+  queue: "queue",
+  prefill: "prefill",
+  decode: "decode",
+  total: "whole request",
 };
-const readings = [];
+const LEAST = { p50: 2, p90: 10, p99: 100 }; // requests that a percentile needs
+const WAITS = ["preparation", "queue", "prefill", "decode"];
 
-// Prometheus' text as a list of { name, labels, value }; prefixes are left out.
-export function parse(text) {
-  const lines = text.split("\n").filter((line) => line && !line.startsWith("#"));
-  const own = lines.some((line) => line.startsWith("unisono:"));
-  const samples = [];
-  for (const line of lines) {
-    if (own && line.startsWith("vllm:")) continue; // the same again
-    const found = /^(?:unisono:|vllm:)?(\w+)(?:\{(.*)\})? (\S+)$/.exec(line);
-    if (!found) continue;
-    const labels = {};
-    for (const [, name, value] of (found[2] ?? "").matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g)) labels[name] = value;
-    samples.push({ name: found[1], labels, value: Number(found[3]) });
-  }
-  return samples;
+let streaming = false; // this page's own answer has begun and not ended
+let latest = null; // the last state
+let wake = () => {}; // ends the pause between two readings
+let due = false; // something has happened since the last reading began
+let requestsRead = 0; // when /requests was read
+let operator = true; // may read /requests
+
+// The chat's answer streams, or does not any more: read the numbers now.
+export function answering(is) {
+  if (is === streaming) return;
+  streaming = is;
+  if (latest) showTiles(latest);
+  if (!is) requestsRead = 0;
+  readNow();
 }
 
-// The value below which a share of a histogram's observations lie, linear within its bucket. null without any.
-export function quantile(samples, name, share) {
-  const buckets = samples
-    .filter((sample) => sample.name === `${name}_bucket`)
-    .map((sample) => ({ end: Number(sample.labels.le.replace("+Inf", "Infinity")), below: sample.value }))
-    .sort((a, b) => a.end - b.end);
-  const all = buckets.at(-1)?.below ?? 0;
-  if (!all) return null;
-  let start = 0;
-  let before = 0;
-  for (const { end, below } of buckets) {
-    if (below >= share * all) {
-      if (end === Infinity) return start;
-      return start + ((end - start) * (share * all - before)) / Math.max(1, below - before);
-    }
-    start = end;
-    before = below;
-  }
-  return start;
+function readNow() {
+  due = true;
+  wake();
 }
 
-const sum = (samples, name) => samples.filter((one) => one.name === name).reduce((all, one) => all + one.value, 0);
-const row = (...cells) => make("tr", {}, ...cells.map((cell) => make("td", {}, cell)));
+const shown = () => get("numbers").offsetParent !== null;
 
-function read(samples) {
-  const now = {
-    time: performance.now(), generated: sum(samples, "generation_tokens_total"), read: sum(samples, "prompt_tokens_total"),
-  };
-  readings.push(now);
-  while (readings.length > KEPT + 1) readings.shift();
-}
+// Requests that run: the server's count, and this page's own answer where that began after the server counted.
+const running = (state) => Math.max(state.requests.running, streaming ? 1 : 0);
 
-// Tokens a second between readings; a counter that fell is a new engine's.
-function rates(name) {
-  return readings.slice(1).map((now, at) => {
-    const before = readings[at];
-    const grown = now[name] >= before[name] ? now[name] - before[name] : now[name];
-    return (1000 * grown) / (now.time - before.time);
-  });
-}
-
-function showTiles(samples, info) {
-  const hits = sum(samples, "prefix_cache_hits_total");
-  const queries = sum(samples, "prefix_cache_queries_total");
-  const cache = info?.kv_cache;
-  const drafter = info?.speculation?.drafter;
-  const length = info?.speculation?.avg_spec_accept_length;
+function showTiles(state) {
+  const { kv_cache: cache, prefix_cache: prefix, speculation } = state;
+  const drafts = speculation.drafter !== "none";
   const tiles = [
-    [count(sum(samples, "num_requests_running")), "running"],
-    [count(sum(samples, "num_requests_waiting")), "waiting"],
-    [percent(sum(samples, "kv_cache_usage_perc")), cache?.pages ? `KV cache, of ${count(cache.pages)} pages` : "KV cache"],
-    [queries ? percent(hits / queries) : "–", `prefix hits, ${count(hits)} tokens`],
-    [cache?.cached_pages === undefined ? "–" : count(cache.cached_pages), "pages kept for prefixes"],
-    [drafter && drafter !== "none" ? length.toFixed(2) : "–", drafter && drafter !== "none" ? `tokens a round, ${drafter}` : "no drafter"],
+    [count(running(state)), "running"],
+    [count(Math.max(0, state.requests.waiting - (running(state) - state.requests.running))), "waiting"],
+    [drafts && speculation.accept_length ? speculation.accept_length.toFixed(2) : "–", drafts ? `tokens per round, ${speculation.drafter}` : "no drafter"],
+    [percent(cache.usage), cache.pages ? `of ${count(cache.pages)} KV pages in use` : "of the KV cache in use"],
+    [cache.cached_pages === null ? "–" : count(cache.cached_pages), "pages kept for prefixes"],
+    [prefix.queries ? percent(prefix.hits / prefix.queries) : "–", `prefix hits, ${count(prefix.hits)} tokens`],
   ];
   get("tiles").replaceChildren(...tiles.map(([value, name]) => make("div", { class: "tile" }, make("b", {}, value), make("span", {}, name))));
 }
 
-function showThroughput() {
-  const series = { generated: rates("generated"), read: rates("read") };
-  const most = Math.max(1, ...series.generated, ...series.read);
-  for (const [name, values] of Object.entries(series)) {
-    const left = KEPT - values.length;
-    const points = values.map((value, at) => {
-      const height = 97 - (94 * value) / most;
-      return `${left + at},${height} ${left + at + 1},${height}`;
+function showLatency(latency) {
+  const rows = Object.entries(LATENCIES).map(([name, title]) => {
+    const row = latency[name];
+    const cells = Object.keys(LEAST).map((share) => {
+      const about = row[share] === null ? { class: "none", title: `needs ${LEAST[share]} requests, ${row.count} so far` } : {};
+      return make("td", about, seconds(row[share]));
     });
-    document.querySelector(`#spark .${name}`).setAttribute("points", points.join(" "));
-    get(`${name}-now`).textContent = Math.round(values.at(-1) ?? 0);
-  }
-  get("most-now").textContent = Math.round(most);
+    return make("tr", {}, make("th", { scope: "row" }, title), make("td", {}, seconds(row.last)), ...cells);
+  });
+  get("latency").tBodies[0].replaceChildren(...rows);
+  const { count: done } = latency.total;
+  const least = Object.entries(LEAST).map(([share, needed]) => `${share} from ${needed} on`).join(", ");
+  get("latency-note").textContent = !done ? "No request has ended yet." : `${done === 1 ? "1 request" : `${count(done)} requests`}, measured values (${least}).`;
 }
 
-function showLatency(samples) {
-  get("latency").tBodies[0].replaceChildren(...Object.entries(LATENCIES).map(([name, title]) => row(
-    title, ...[0.5, 0.9, 0.99].map((share) => seconds(quantile(samples, name, share))), count(sum(samples, `${name}_count`)),
-  )));
-}
-
-function showPositions(info) {
-  const shares = info?.speculation?.acceptance_per_position ?? [];
-  const accepted = info?.counters?.accepted_per_position ?? [];
+function showPositions({ acceptance_per_position: shares, accepted_per_position: accepted }) {
   const bars = shares.map((share, place) => {
     const bar = make("i", { class: `f${colour(place)}` });
     bar.style.width = `${100 * share}%`;
     return make("div", { class: "position" }, make("span", {}, String(place + 1)), make("div", { class: "track" }, bar),
       make("span", {}, `${percent(share)} (${count(accepted[place] ?? 0)})`));
   });
-  get("positions").replaceChildren(...(bars.length ? bars : [make("p", { class: "quiet" }, "This server drafts no tokens.")]));
+  get("positions").replaceChildren(...(bars.length ? bars : [make("p", { class: "quiet note" }, "This server drafts no tokens.")]));
 }
 
-function showPasses(samples) {
+function showPasses(passes) {
   const programs = new Map();
-  for (const { labels, value } of samples.filter((one) => one.name === "passes_total" && one.value)) {
-    const program = programs.get(labels.program) ?? { kinds: new Map(), replayed: 0, eager: 0, reasons: new Map() };
-    programs.set(labels.program, program);
-    if (labels.kind === "eager") {
-      program.eager += value;
-      program.reasons.set(labels.reason, (program.reasons.get(labels.reason) ?? 0) + value);
+  for (const { program: name, kind, reason, count: number } of passes) {
+    const program = programs.get(name) ?? { kinds: new Set(), replayed: 0, eager: 0, reasons: new Map() };
+    programs.set(name, program);
+    if (kind === "eager") {
+      program.eager += number;
+      program.reasons.set(reason, (program.reasons.get(reason) ?? 0) + number);
     } else {
-      program.replayed += value;
-      program.kinds.set(labels.kind, (program.kinds.get(labels.kind) ?? 0) + value);
+      program.replayed += number;
+      program.kinds.add(kind);
     }
   }
-  const rows = [...programs].map(([name, { replayed, eager, reasons, kinds }]) => {
-    const why = [...reasons].map(([reason, passes]) => make("p", { title: reason }, `${count(passes)}: ${REASONS[reason] ?? reason}`));
-    return row(`${name}${kinds.size ? ` (${[...kinds.keys()].join(", ")})` : ""}`, count(replayed), count(eager), make("div", {}, ...(why.length ? why : ["–"])));
+  const list = [...programs].map(([name, { replayed, eager, reasons, kinds }]) => {
+    const share = make("i", { class: "f1" });
+    share.style.width = `${(100 * replayed) / (replayed + eager)}%`;
+    const why = [...reasons].map(([reason, number]) => make("p", { class: "quiet", title: reason }, `${count(number)} eager: ${REASONS[reason] ?? reason}`));
+    const title = kinds.size ? `${name} (${[...kinds].join(", ")})` : name;
+    return make("div", { class: "pass" }, make("span", {}, title), make("div", { class: "track" }, share),
+      make("span", {}, `${count(replayed)} of ${count(replayed + eager)}`), ...why);
   });
-  get("passes").tBodies[0].replaceChildren(...rows);
-  const all = [...programs.values()].reduce((total, one) => [total[0] + one.replayed, total[1] + one.replayed + one.eager], [0, 0]);
+  get("passes").replaceChildren(...list);
+  const all = [...programs.values()].reduce((sum, one) => [sum[0] + one.replayed, sum[1] + one.replayed + one.eager], [0, 0]);
   get("coverage").textContent = all[1] ? `${percent(all[0] / all[1])} of ${count(all[1])} passes replayed a graph` : "no passes yet";
 }
 
-const WAITS = ["preparation", "queue", "prefill", "decode"];
-
 function showRequests(records) {
   const longest = Math.max(...records.map((one) => one.total), 1e-6);
-  const rows = records.map((one) => {
-    const stack = make("div", { class: "stack" });
-    stack.title = WAITS.map((name) => `${name} ${seconds(one[name])}`).join(", ");
+  const items = records.map((one) => {
+    const stack = make("div", { class: "stack", title: WAITS.map((name) => `${name} ${seconds(one[name])}`).join(", ") });
     stack.style.width = `${Math.max(2, (100 * one.total) / longest)}%`;
     WAITS.forEach((name, at) => {
       const part = make("i", { class: `w${at}` });
       part.style.flexGrow = one[name] ?? 0;
       stack.append(part);
     });
-    const time = make("span", { title: one.id }, new Date(1000 * one.ended).toLocaleTimeString([], { hour12: false }));
-    return row(time, stack, seconds(one.total), count(one.prompt_tokens), count(one.cached_tokens), count(one.completion_tokens),
-      one.accept_length === null ? "–" : one.accept_length.toFixed(2), one.finish_reason, one.key || "–");
+    const time = new Date(1000 * one.ended).toLocaleTimeString([], { hour12: false });
+    const facts = [`${count(one.prompt_tokens)} prompt`, one.cached_tokens ? `${count(one.cached_tokens)} cached` : "",
+      `${count(one.completion_tokens)} generated`, one.accept_length === null ? "" : `${one.accept_length.toFixed(2)} per round`,
+      one.key ? `key ${one.key}` : ""].filter(Boolean).join(" · ");
+    return make("li", { title: one.id }, make("p", {}, make("span", {}, time), make("span", {}, one.finish_reason), make("b", {}, seconds(one.total))),
+      stack, make("p", { class: "quiet" }, facts));
   });
-  get("requests").classList.toggle("keyless", !records.some((one) => one.key));
-  get("requests").tBodies[0].replaceChildren(...rows);
+  const none = make("li", { class: "quiet" }, operator ? "No request has ended yet." : "Operators see them: open the page on the server’s machine, or start it with --api-key.");
+  get("requests").replaceChildren(...(items.length ? items : [none]));
+  get("waits-legend").hidden = !items.length;
 }
 
-function trouble(messages) {
-  get("trouble").textContent = messages.join(" ");
-  get("trouble").hidden = !messages.length;
-}
-
-// Readings ask for no key: who closed the dialog is not to see it again every two seconds.
-const fetched = (path) => call(path, {}, false);
-
-async function update() {
-  const troubles = [];
-  const attempt = async (work) => {
-    try { return await work(); } catch (error) {
-      troubles.push(error.message);
-      return null;
-    }
-  };
-  const samples = await attempt(async () => parse(await (await fetched("metrics")).text()));
-  const info = await attempt(async () => (await (await fetched("server_info")).json()).engine);
-  const records = await attempt(async () => (await (await fetched("requests")).json()).requests);
-  if (samples) {
-    read(samples);
-    showTiles(samples, info);
-    showThroughput();
-    showLatency(samples);
-    showPasses(samples);
+async function readRequests() {
+  if (!operator || !shown() || performance.now() - requestsRead < SLOW) return;
+  requestsRead = performance.now();
+  try {
+    showRequests((await (await call("requests", {}, false)).json()).requests);
+  } catch (error) {
+    if (error.status !== 403) throw error;
+    operator = false;
+    showRequests([]);
   }
-  if (info) showPositions(info);
-  if (records) showRequests(records);
-  trouble(troubles);
-  const state = get("state");
-  state.textContent = samples ? "serving" : "no answer";
-  state.className = `badge ${samples ? "good" : "bad"}`;
 }
 
-// Read on, one reading after the other, while the page is looked at.
-export async function startNumbers() {
-  for (;;) {
-    if (!document.hidden) await update();
-    await new Promise((done) => setTimeout(done, EVERY));
+function showState(words, kind, trouble = "") {
+  get("state-text").textContent = words;
+  get("state").className = `state ${kind}`;
+  get("state").title = trouble;
+  if (get("trouble").textContent !== trouble) get("trouble").textContent = trouble; // screen readers read it once
+  get("trouble").hidden = !trouble;
+}
+
+// asks: show the key dialog where a key is needed. Readings after the first do not: who closed it is not asked again.
+async function update(offered, asks) {
+  try {
+    const state = await (await call("page/state", {}, asks)).json();
+    latest = state;
+    offered(state.model);
+    const name = state.model.names[0];
+    if (state.refusal) showState(`${name} · not serving`, "bad", state.refusal);
+    else showState(name, "good");
+    if (state.fresh) readingsOf(state.tokens);
+    showTiles(state);
+    chart();
+    showLatency(state.latency);
+    showPositions(state.speculation);
+    showPasses(state.passes);
+    await readRequests();
+  } catch (error) {
+    const words = error.status === 401 ? "key needed" : error.status === 0 ? "no connection" : "trouble";
+    showState(words, "bad", error.message);
+  }
+}
+
+// Read on, one reading after the other, while the page is looked at. offered: called with the model of each state.
+export async function startNumbers(offered) {
+  document.addEventListener("keychange", () => { operator = true; requestsRead = 0; readNow(); });
+  document.addEventListener("visibilitychange", readNow);
+  for (let first = true; ; first = false) {
+    due = false;
+    if (!document.hidden) await update(offered, first);
+    if (due) continue;
+    const fast = streaming || (latest?.requests.running ?? 0) > 0;
+    await new Promise((done) => {
+      wake = done;
+      setTimeout(done, fast ? FAST : SLOW);
+    });
   }
 }

@@ -1,33 +1,43 @@
-"""The page at ``/``: a chat that shows accepted drafts, the server's numbers, and the route that only the page reads.
+"""The page at ``/``: a chat that shows accepted drafts, the server's numbers, and the routes that only the page reads.
 
-Its files lie in ``server/page``: HTML, CSS and JavaScript as browsers read them. They name no other host, and the
-Content-Security-Policy forbids the page to load from or talk to any.
+Its files are in ``server/page``: HTML, CSS and JavaScript as browsers read them. They name no other host, and the
+Content-Security-Policy forbids the page to load from or send to any. It also forbids inline scripts and, by Trusted
+Types, that text becomes markup.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from unisono.server.errors import ApiError, show
-from unisono.server.routes.common import described, json_response, owners_only
+from unisono.server.page_state import page_state
+from unisono.server.routes.common import clients_only, described, json_response, owners_only
 from unisono.server.service import Service
+from unisono.types import EngineDead
 
 TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
+    "png": "image/png",
+    "txt": "text/plain; charset=utf-8",
 }
-"""Content types by the ends of files' names."""
+"""Content types by file extension. Other files of the directory are not served."""
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types 'none'"
 )
+"""blob: is for previews of pictures that the user attaches."""
+INSPECT_SECONDS = 0.3
+"""Seconds that ``/page/state`` waits for the engine; then it serves the last numbers. The page polls every 0.5 s."""
 HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
@@ -46,7 +56,21 @@ def add(app: FastAPI, service: Service) -> None:
     async def index(request: Request) -> Response:
         return _file(contents, "index.html", request)
 
-    @app.get("/page/{name}", **described("A file of the page."))
+    @app.get(
+        "/page/state",
+        dependencies=clients_only(service),
+        **described("The numbers that the page shows, and what the model takes."),
+    )
+    async def state() -> Response:
+        fresh = True
+        try:
+            await service.client.inspect(INSPECT_SECONDS)
+        except (EngineDead, TimeoutError):
+            fresh = False
+        info = next(iter(service.client.infos), {})
+        return json_response(page_state(service, info, service.client.samples, fresh))
+
+    @app.get("/page/{name:path}", **described("A file of the page."))
     async def file(name: str, request: Request) -> Response:
         return _file(contents, name, request)
 
@@ -62,9 +86,16 @@ def add(app: FastAPI, service: Service) -> None:
 
 
 def page_files() -> dict[str, bytes]:
-    """The page's files by name."""
-    folder = files("unisono.server") / "page"
-    return {one.name: one.read_bytes() for one in folder.iterdir() if one.name.rpartition(".")[2] in TYPES}
+    """The page's files by path, for example ``vendor/marked/marked.esm.js``."""
+    return dict(_files(files("unisono.server") / "page", ""))
+
+
+def _files(folder: Traversable, prefix: str) -> Iterator[tuple[str, bytes]]:
+    for one in folder.iterdir():
+        if one.is_dir():
+            yield from _files(one, f"{prefix}{one.name}/")
+        elif one.name.rpartition(".")[2] in TYPES:
+            yield prefix + one.name, one.read_bytes()
 
 
 def _file(contents: Mapping[str, bytes], name: str, request: Request) -> Response:
