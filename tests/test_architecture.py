@@ -74,7 +74,7 @@ ALLOWED = {
     "llm_calls": {"types"},
     "llm": {
         "types", "bars", "config", "engine", "tokenizer", "frontend", "llm_arguments", "llm_calls", "lora",
-        "preflight",
+        "preflight", "results",
     },
     "async_llm": {"types", "engine", "frontend", "llm", "llm_calls", "lora"},
     "server": {
@@ -92,9 +92,11 @@ ALLOWED = {
     "cli_output": {"types", "bars", "cli_help"},
     "cli_values": {"types", "catalog"},
     "cli_engine_flags": {"catalog"},
+    "cli_server_flags": set(),
     "cli_commands": {"types", "heap", "cli_output", "config", "engine", "frontend", "llm", "preflight", "tools"},
     "cli": {
         "types", "catalog", "config", "cli_aliases", "cli_commands", "cli_config", "cli_engine_flags", "cli_help",
+        "cli_server_flags",
         "cli_output", "cli_values", "lora",
         "hub", "frontend", "preflight", "server", "tools",
     },

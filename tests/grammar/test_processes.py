@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.grammar.lanes import children, lanes
 from tests.models.make import END, make_tokenizer
 from unisono.grammar import compiler
-from unisono.grammar.compiler import Compiled, Grammars
+from unisono.grammar.compiler import Grammars
 from unisono.grammar.matcher import GrammarError, Matcher, fill
 from unisono.grammar.vocabulary import describe
 from unisono.types import BadRequest, SamplingParams, StructuredOutputs
@@ -73,20 +74,6 @@ def mask(matcher: Matcher) -> set[int]:
     out = np.empty((1, 1, WORDS), np.int32)
     matcher.masks(np.empty((1, 0), np.int32), out)
     return set(np.flatnonzero(np.unpackbits(out.view(np.uint8), bitorder="little")).tolist())
-
-
-def children(pid: int) -> list[int]:
-    """The processes that descend from ``pid`` and have not ended, those that were started first at the front."""
-    parents: dict[int, list[int]] = {}
-    for one in sorted(int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()):
-        with suppress(OSError):
-            state, parent = Path(f"/proc/{one}/stat").read_text().rsplit(")", 1)[1].split()[:2]
-            if state != "Z":
-                parents.setdefault(int(parent), []).append(one)
-    found = [pid]
-    for one in found:
-        found += parents.get(one, [])
-    return found[1:]
 
 
 def until(condition: Callable[[], object], limit: float) -> None:
@@ -166,14 +153,6 @@ def test_memory_is_limited(directory: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(BadRequest, match="it takes more than 64 MiB, or"):
         grammars.get(regex("a?" * 20_000))
     grammars.close()
-
-
-def lanes(grammars: Grammars, asked: StructuredOutputs) -> list[int]:
-    (result,) = [job.result for job in grammars._jobs.values() if job.asked == asked]
-    assert isinstance(result, Compiled)
-    found = children(result.process._pid)
-    assert found
-    return found
 
 
 def test_a_lane_that_dies_costs_nobody_his_answer(grammars: Grammars) -> None:

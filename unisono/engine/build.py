@@ -60,6 +60,7 @@ from unisono.models.held_adapters import HeldAdapters
 from unisono.models.loader import load_model, load_tower
 from unisono.models.splits import split_decisions
 from unisono.models.tails import fuse_tails, rehearse_tails
+from unisono.models.vision.tower import VisionTower
 from unisono.passes.extend import extend_program, mixed_program
 from unisono.passes.features.base import Feature, FeatureContext, OwnProgram
 from unisono.passes.modules import Modules
@@ -109,23 +110,10 @@ class Build:
         self.config = config = graph_modes(self.config, next(iter(attention.values())))
         spec = config.speculative or SpeculativeConfig()
         drafter = _drafter(spec, c)  # raises before weights are loaded
-        with self.stage("load"):
-            common: dict[str, Any] = {
-                "dtype": config.dtype,
-                "device": config.device,
-                "load_format": config.asked.load_format,
-                "seed": config.asked.seed,
-            }
-            own: dict[str, Any] = {"max_positions": config.max_model_len, "ranks": ranks, "kv_dtype": config.kv_dtype}
-            model = load_model(checkpoint, attention=make_attention, progress=progress, **own, **common)
-            tower = load_tower(checkpoint, progress=progress, **common)
-        for passed_over in checkpoint.unread() if config.asked.load_format == "auto" else ():
-            self.decide(*passed_over)
-        self.decide("weights", *checkpoint.quantization.decision())
-        self._tell_ranks(model)
+        model, tower = self._load(checkpoint, make_attention, progress)
         self.paths, k = max(1, len(spec.paths)), drafter.num_drafts
         specs = model.state_specs()
-        self.config = config = with_forced_drafts(config, drafter, self.paths, recurrent=has_tails(specs))
+        self.config = config = with_forced_drafts(self.config, drafter, self.paths, recurrent=has_tails(specs))
         self.widths = RoundWidths(1 + k, 1 + max(k, *config.forced_drafts, 0))
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
         self.decode_sizes = decode_sizes(config)
@@ -159,6 +147,31 @@ class Build:
             self._size()
             self.config = hold_host_pages(self.config, self.worker, self._group)
         self.worker.graphs.programs = self._programs()
+
+    def _load(
+        self, checkpoint: Checkpoint, attention: Callable[..., BreakingAttention], progress: Progress
+    ) -> tuple[Decoder, VisionTower | None]:
+        """Load the model and, of a vision model, its tower."""
+        config = self.config
+        common: dict[str, Any] = {
+            "dtype": config.dtype,
+            "device": config.device,
+            "load_format": config.asked.load_format,
+            "seed": config.asked.seed,
+        }
+        own: dict[str, Any] = {
+            "max_positions": config.max_model_len,
+            "ranks": self._group.ranks,
+            "kv_dtype": config.kv_dtype,
+        }
+        with self.stage("load"):
+            model = load_model(checkpoint, attention=attention, progress=progress, **own, **common)
+            tower = load_tower(checkpoint, progress=progress, **common)
+        for passed_over in checkpoint.unread() if config.asked.load_format == "auto" else ():
+            self.decide(*passed_over)
+        self.decide("weights", *checkpoint.quantization.decision())
+        self._tell_ranks(model)
+        return model, tower
 
     def close(self) -> None:
         """Let go of what passes are made of."""
