@@ -149,13 +149,14 @@ def test_modules_say_what_they_are_for(path: Path) -> None:
         assert ast.get_docstring(ast.parse(text)), "no module docstring"
 
 
-def test_xgrammar_is_imported_where_a_grammar_is_used() -> None:
-    """Not before: it takes a second, and brings torch into processes that have none."""
+def test_llguidance_is_imported_where_a_grammar_is_used() -> None:
+    """Not before: servers without structured outputs do not need it."""
     for path in FILES:
         tree = ast.parse(path.read_text())
         everywhere = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
         for node in everywhere:
-            if any("xgrammar" in name for name in [getattr(node, "module", None) or "", *(a.name for a in node.names)]):
+            names = [getattr(node, "module", None) or "", *(a.name for a in node.names)]
+            if any("llguidance" in name for name in names):
                 assert room(path) == "grammar", path
                 assert node not in tree.body, path
 

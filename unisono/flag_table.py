@@ -57,6 +57,8 @@ SWITCHES = {
 """Settings without a value that mean the same; an empty one is what happens anyway."""
 
 _ONE_GPU = "this version runs on one GPU"
+_GRAMMARS = ("auto", "llguidance", "guidance", "xgrammar")
+_LLGUIDANCE = "the grammar engine is llguidance; the forms of xgrammar are read, too"
 _ONE_ENGINE = "`unisono serve` runs several engines in one server; other commands, and an LLM, are one engine"
 _EXPERTS = "--enable-expert-parallel divides experts among the ranks of --tensor-parallel-size"
 
@@ -71,8 +73,8 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--distributed-executor-backend": (("uni", "mp"), _ONE_ENGINE),
     "--ep": (("1",), _EXPERTS),
     "--ep-size": (("1",), _EXPERTS),
-    "--grammar-backend": (("xgrammar",), "structured outputs go through xgrammar"),
-    "--guided-decoding-backend": (("auto", "xgrammar"), "structured outputs go through xgrammar"),
+    "--grammar-backend": (_GRAMMARS, _LLGUIDANCE),
+    "--guided-decoding-backend": (_GRAMMARS, _LLGUIDANCE),
     "--kv-offloading-backend": (("native",), "host memory is the engine's own; --cpu-offload-gb sets it"),
     "--nnodes": (("1",), _ONE_GPU),
     "--node-rank": (("0",), _ONE_GPU),
@@ -84,7 +86,7 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--response-role": (("assistant",), "answers have the role assistant"),
     "--runner": (("auto", "generate"), "models generate text"),
     "--stream-interval": (("1",), "tokens are streamed as they come"),
-    "--structured-outputs-config": (('{"backend": "auto"}', '{"backend": "xgrammar"}'), "they go through xgrammar"),
+    "--structured-outputs-config": (tuple(f'{{"backend": "{name}"}}' for name in _GRAMMARS), _LLGUIDANCE),
     "--task": (("auto", "generate"), "models generate text"),
     "--tokenizer-mode": (("auto", "hf"), "tokenizers are read through transformers"),
 }

@@ -175,8 +175,8 @@ class StructuredOutputs(Concise):
     """What the output must be: exactly one of these. Names are vLLM's.
 
     json: a JSON schema, as data or text (kept as text). json_object: any JSON object. regex: a regular expression that
-    the whole output matches. choice: one of these strings. grammar: EBNF as xgrammar reads it, its rule ``root``.
-    structural_tag: xgrammar's tags, as data or text. disable_any_whitespace: JSON without blanks between its parts.
+    the whole output matches. choice: one of these strings. grammar: Lark (rule ``start``) or EBNF (rule ``root``).
+    structural_tag: vLLM's form, as data or text. disable_any_whitespace: JSON without blanks between its parts.
 
     Raises BadRequest. Whether a schema, expression or grammar means anything is found out when it is compiled.
     """

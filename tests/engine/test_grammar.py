@@ -6,26 +6,30 @@ The random checkpoints' tokens are bytes, so a form that the model would never f
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-import xgrammar
+from llguidance import LLMatcher
 from transformers import AutoModelForCausalLM
 
 from tests.drafters.ledger import acceptance
 from tests.engine.helpers import counted, draw_drafts, engine, note_launches, tokens
 from tests.engine.matrix import DRAFTERS, GRAPH, SCARCE, Checkpoints, Way, with_modules
-from tests.engine.structured import CHUNKS, FORMS, METHODS, PARAMS, PROMPTS, QUICK, SCHEMA, WAYS, Said, drafting, said
+from tests.engine.structured import CHUNKS, FORMS, METHODS, PARAMS, PROMPTS, QUICK, WAYS, Said, drafting, said
 from tests.models.make import END, make_tokenizer
 from unisono.drafters.base import PausableDrafter
 from unisono.engine.scheduler import Scheduler
+from unisono.grammar.parse import parse
+from unisono.grammar.structural_tag import Vocabulary
+from unisono.grammar.vocabulary import build, describe
 from unisono.graphs.graph_set import GraphSet
+from unisono.tokenizer import Tokenizer
 from unisono.types import SamplingParams, StructuredOutputs
 
 
@@ -155,28 +159,24 @@ def test_answers_have_their_form(qwen3: Path, plain: Any) -> None:
 @torch.inference_mode()
 def test_a_greedy_token_is_the_likeliest_that_the_grammar_allows(qwen3: Path) -> None:
     """By transformers' logits and a fresh matcher of this test's own, position by position."""
-    tokenizer = make_tokenizer()
-    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=263, stop_token_ids=[END])
-    compiler = xgrammar.GrammarCompiler(info)
+    made, _ = build(describe(Tokenizer(make_tokenizer()), 263, [END]))
+    vocabulary = Vocabulary(263, {}, frozenset(), frozenset({END}))
     grammars = [
-        (FORMS["regex"][0], compiler.compile_regex(FORMS["regex"][0].regex)),
-        (FORMS["grammar"][0], compiler.compile_grammar(FORMS["grammar"][0].grammar)),
-        (FORMS["json"][0], compiler.compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)),
+        (form, LLMatcher(made, parse(kind, getattr(form, kind), True, vocabulary)))
+        for kind, (form, _) in FORMS.items()
+        if kind in ("regex", "grammar", "json")
     ]
     model = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float64).eval()
     with drafting((qwen3, None), "ngram", {"num_speculative_tokens": 3}) as llm:
-        for prompt, (form, grammar) in zip(PROMPTS, grammars, strict=False):
+        for prompt, (form, matcher) in zip(PROMPTS, grammars, strict=False):
             params = SamplingParams(temperature=0, max_tokens=50, structured_outputs=form)
             (output,) = tokens(llm, [prompt], params)
             logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 :]
-            matcher, bits = xgrammar.GrammarMatcher(grammar), xgrammar.allocate_token_bitmask(1, 263)
             for token, row in zip(output, logits, strict=False):
-                xgrammar.reset_token_bitmask(bits)
-                matcher.fill_next_token_bitmask(bits)
-                allowed = torch.tensor([bool(bits[0, i // 32] >> (i % 32) & 1) for i in range(263)])
-                assert token == row.masked_fill(~allowed, -math.inf).argmax()
-                assert matcher.accept_token(token)
-            assert matcher.is_terminated()
+                bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:263]
+                assert token == row.masked_fill(~torch.from_numpy(bits.astype(bool)), -math.inf).argmax()
+                assert token == END or matcher.consume_token(token)
+            assert matcher.is_accepting()
 
 
 def test_log_probabilities_are_raw_or_those_of_what_is_allowed(qwen3: Path) -> None:

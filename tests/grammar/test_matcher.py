@@ -142,7 +142,9 @@ def test_an_expression_that_takes_ever_longer_fails_before_it_holds_up_everybody
             masks(following, [])
             following.accept([a])
 
-    with pytest.raises(GrammarError, match=r"too ambiguous after \d+ tokens: (its masks have taken|a mask took)"):
+    with pytest.raises(
+        GrammarError, match=r"too ambiguous after \d+ tokens: (its masks have|a mask took|it meets a limit)"
+    ):
         write()
 
 
@@ -165,8 +167,8 @@ def test_equal_requests_are_compiled_once(grammars: Grammars) -> None:
 
 BAD = {
     "json": [('{"type": "wibble"}', "wibble"), ({"properties": 5}, "properties"), ({"$ref": "#/x"}, "x"), (False, "")],
-    "regex": [("(ab", "not closed"), ("a**", "repetition"), (r"(a)\1", "Backreference")],
-    "grammar": [("root ::= foo", '"foo" is not defined'), ('foo ::= "a"', "root"), ("nonsense", "")],
+    "regex": [("(ab", "not closed"), ("a**", "repetition"), (r"(a)\1", "back reference")],
+    "grammar": [("root ::= foo", '"foo", which is not defined'), ('foo ::= "a"', "root"), ("nonsense", "")],
     "structural_tag": [({"type": "structural_tag"}, ""), ("[]", "")],
 }
 
@@ -176,7 +178,7 @@ def test_what_cannot_be_compiled(grammars: Grammars, kind: str, value: Any, says
     with pytest.raises(BadRequest, match=rf"structured_outputs\.{kind}=") as caught:
         grammars.get(StructuredOutputs(**{kind: value}))
     assert says in str(caught.value)
-    assert ".cc:" not in str(caught.value)
+    assert "<state>" not in str(caught.value)
     assert caught.value.param == "structured_outputs"
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from unisono.catalog import resolve_name
+from unisono.grammar.check import CheckVocabulary, TextCheck
 from unisono.grammar.compiler import Grammars
+from unisono.grammar.json_values import Validator
 from unisono.grammar.matcher import GrammarError, Matcher
+from unisono.grammar.schema_refs import References
 from unisono.server.tools.base import Context, Schema, Tool, Written
+from unisono.server.tools.definitions import tool_use
 from unisono.server.tools.formats import NAMES
-from unisono.server.tools.structure import Structure
+from unisono.server.tools.structure import MAX_CALLS, Structure
 from unisono.tokenizer import Tokenizer
 from unisono.types import SamplingParams, StructuredOutputs
 
@@ -22,6 +28,7 @@ TOKENIZER = Tokenizer.load(DIRECTORY)
 assert TOKENIZER is not None
 (EOS,) = TOKENIZER.eos_token_ids
 SPECIAL = TOKENIZER.special_tokens["<|im_start|>"]
+VOCABULARY = CheckVocabulary(TOKENIZER)
 SCHEMA = {
     "type": "object",
     "properties": {"unit": {"enum": ["C", "F"]}, "days": {"type": "integer"}},
@@ -162,3 +169,68 @@ def test_calls_or_a_form(grammars: Grammars) -> None:
         assert takes(grammars, asked, text, {})
         assert takes(grammars, asked, written(form, JSON, 1), {})
         assert not takes(grammars, asked, "It is warm.", {})
+
+
+BOUNDED = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 6},
+        "kind": {"type": "string", "pattern": "^[ab]{2}$"},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "anyOf": [{"required": ["kind"]}, {"required": ["unit"]}],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_mask_leads_to_a_dead_end_and_every_call_is_valid(name: str) -> None:
+    """Calls written at random, token by token; the reader's arguments satisfy the schema."""
+    tools, references = [Tool("weather", BOUNDED, strict=True)], References(BOUNDED)
+    asked = Structure(NAMES[name], {}).required(tools, parallel=True)
+    form = TextCheck("structural_tag", asked.structural_tag, vocabulary=VOCABULARY)
+    chance, calls = random.Random(1), 0
+    for _ in range(3):
+        matcher, written = form.matcher(), list[int]()
+        while len(written) < 400 and not matcher.is_stopped():
+            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+            assert not matcher.is_error(), TOKENIZER.decode(written)  # type: ignore[union-attr]
+            if bits[EOS]:
+                break
+            token = int(chance.choice(np.flatnonzero(bits)))
+            assert matcher.consume_token(token)
+            written.append(token)
+        if not matcher.is_accepting():
+            continue
+        reader = NAMES[name].reader(Context(tools, str))
+        found = reader.feed(TOKENIZER.decode(written), last=True)  # type: ignore[union-attr]
+        assert found.calls
+        for index in range(reader.count):
+            arguments = json.loads("".join(call.arguments for call in found.calls if call.index == index))
+            assert Validator(references).valid(arguments, references.root), arguments
+            calls += 1
+    assert calls
+
+
+def test_calls_end(grammars: Grammars) -> None:
+    """One call where one is allowed; otherwise at most MAX_CALLS."""
+    form = NAMES["hermes"]
+    structure = Structure(form, {})
+    assert takes(grammars, structure.required(TOOLS, True), written(form, JSON, MAX_CALLS), {})
+    assert not takes(grammars, structure.required(TOOLS, True), written(form, JSON, MAX_CALLS + 1), {})
+    one = tool_use([definition("weather", SCHEMA), definition("clock", {})], named("weather"), None)
+    assert one is not None
+    assert not one.parallel, "a named function is called once"
+    several = tool_use([definition("weather", SCHEMA)], "required", None)
+    assert several is not None
+    assert several.parallel
+
+
+def definition(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", **parameters}}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}

@@ -96,8 +96,8 @@ def test_guided_json(tiny: Server) -> None:
     ("options", "says"),
     [
         ({"response_format": CAT | {"json_schema": {"name": "x", "schema": {"type": "wibble"}}}}, "wibble"),
-        ({"extra_body": {"structured_outputs": {"regex": "(ab"}}}, "parenthesis is not closed"),
-        ({"extra_body": {"structured_outputs": {"grammar": "root ::= foo"}}}, '"foo" is not defined'),
+        ({"extra_body": {"structured_outputs": {"regex": "(ab"}}}, "is not closed"),
+        ({"extra_body": {"structured_outputs": {"grammar": "root ::= foo"}}}, '"foo", which is not defined'),
         ({"extra_body": {"guided_json": {"$ref": "#/nowhere"}}}, "nowhere"),
         ({"extra_body": {"guided_json": "[" * 5000 + "]" * 5000}}, "nested deeper than 64"),
     ],

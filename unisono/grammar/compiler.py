@@ -2,8 +2,7 @@
 
 Compiling takes milliseconds to seconds, and what a client sends may take for ever, all memory, or the process's life.
 So each grammar is compiled in a process (``worker.py``) with limits, which alone it can end; there it stays, and
-outputs are followed there too. (xgrammar can write a compiled grammar as JSON and read it again. For a schema of 200
-fields and 152,000 tokens that is 890 MB and takes two minutes: docs/log.md.)
+outputs are followed there too.
 
 A thread of the engine's process looks after them. Those that have computed least go on, the others are stopped till
 there is room: a client that sends hard grammars cannot keep others' from being compiled. A compilation that nobody
@@ -27,6 +26,7 @@ from typing import Any
 from unisono.channel import Gone
 from unisono.forks import Template
 from unisono.grammar.processes import Compiler, wake_up_pair
+from unisono.grammar.vocabulary import describe
 from unisono.tokenizer import Tokenizer
 from unisono.types import BadRequest, StructuredOutputs
 
@@ -39,14 +39,11 @@ SLOTS = max(2, min(4, (os.cpu_count() or 1) // 4))
 PROCESSES = 8
 """Compilations under way, the stopped ones included: each may hold MEMORY."""
 
-THREADS = max(1, min(4, (os.cpu_count() or 1) // SLOTS))
-"""Threads of one compilation."""
-
 TURN = 0.1
 """Seconds between two looks at who computes, while there are more compilations than slots."""
 
 SECONDS = 20.0
-"""Processor time that a compilation may take, of all its threads."""
+"""Processor time that a compilation may take."""
 
 PATIENCE = 60.0
 """Seconds that a compilation may take in all, those in which others had its slot included."""
@@ -56,10 +53,6 @@ AGING = 0.1
 
 MEMORY = 1 << 30
 """Bytes that a compilation, and each process that follows its outputs, may take beyond the vocabulary."""
-
-
-NO_TEXT = {"BYTE_LEVEL": "ÿ", "BYTE_FALLBACK": "<0xFF>"}
-"""How kinds of vocabularies spell the byte 255, which is in no UTF-8 text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +225,7 @@ class Grammars:
             self._stop(started[-1])
         try:
             if self._template is None:
-                self._template = Template("unisono.grammar.worker", [self._set_up(), THREADS])
+                self._template = Template("unisono.grammar.worker", [self._set_up()])
                 self._template.wait()
                 job.begun = time.monotonic()
             job.process = Compiler(*self._template.fork(MEMORY))
@@ -270,8 +263,8 @@ class Grammars:
         except Gone:
             kind, text = "bad", (
                 f"compiling it takes more than {SECONDS:g} s or {MEMORY >> 20} MiB"
-                if computed > SECONDS / (1 + THREADS)
-                else "its compilation fails: it is nested too deeply, or too large"
+                if computed > SECONDS / 2
+                else f"its compilation fails: it takes more than {MEMORY >> 20} MiB, or is nested too deeply"
             )  # fmt: skip
         self._finish(job, Compiled(process, self._ends, self._words) if kind == "ok" else _refusal(job.asked, text))
 
@@ -290,8 +283,8 @@ class Grammars:
         for future in waiting:
             _deliver(future, result)
 
-    def _set_up(self) -> str:
-        """The vocabulary, as xgrammar writes it. Raises BadRequest where nothing can be compiled."""
+    def _set_up(self) -> dict[str, Any]:
+        """The vocabulary, as a message for the worker. Raises BadRequest where nothing can be compiled."""
         tokenizer = Tokenizer.load(self._directory)
         if tokenizer is None:
             raise BadRequest(
@@ -306,11 +299,8 @@ class Grammars:
                 "names none: set eos_token_id in its config.json, or leave structured_outputs out.",
                 "structured_outputs",
             )
-        import xgrammar  # a second; only servers of structured outputs pay for it
-
         self._ends, self._words = eos, -(-self._vocab_size // 32)
-        info = _vocabulary(xgrammar.TokenizerInfo, tokenizer, self._vocab_size, eos)
-        return str(info.serialize_json())
+        return describe(tokenizer, self._vocab_size, eos)
 
 
 def _deliver(future: Future[Compiled], result: Compiled | BadRequest) -> None:
@@ -325,18 +315,3 @@ def _refusal(asked: StructuredOutputs, why: str) -> BadRequest:
     shown = repr(getattr(asked, asked.kind))
     shown = shown if len(shown) <= 80 else shown[:79] + "…"
     return BadRequest(f"structured_outputs.{asked.kind}={shown} cannot be compiled: {why}.", "structured_outputs")
-
-
-def _vocabulary(kind: Any, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> Any:
-    """xgrammar's TokenizerInfo, ``kind``, without the spelling of special tokens: they are no part of an answer's text.
-
-    With it a mask would take ``<|pad|>`` for seven characters, which no reader of the answer sees. A byte that is
-    in no text stands for each, so that only a structural tag that names the token, or free text in a tag, may have it.
-    """
-    backend = tokenizer.backend
-    info = kind.from_huggingface(backend, vocab_size=vocab_size, stop_token_ids=list(eos))
-    spelt = [""] * vocab_size  # which xgrammar never allows
-    for text, i in backend.get_vocab().items():
-        if i < vocab_size:
-            spelt[i] = NO_TEXT.get(info.vocab_type.name, "") if i in tokenizer.special_ids else text
-    return kind.from_vocab_and_metadata(spelt, info.dump_metadata())

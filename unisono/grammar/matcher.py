@@ -40,6 +40,9 @@ LONGEST_WAIT = 5.0
 NOTHING = "no token of the vocabulary that the request allows continues its structured output after {} tokens"
 
 
+AMBIGUOUS = "its structured output is too ambiguous after {} tokens: {}. Avoid repetitions within repetitions"
+
+
 class GrammarError(UnisonoError):
     """A request cannot go on: no token continues its grammar, or following it takes too long."""
 
@@ -48,10 +51,13 @@ class Follower(Protocol):
     """What the engine needs of a request's matcher: :class:`Matcher`, or something around one.
 
     ``ask`` begins what ``collect`` ends, so that the masks of all requests are made at once. Where ``collect`` returns
-    False, ``ask`` is to be called once more.
+    False, ``ask`` is to be called once more. ``forced`` returns the tokens that the grammar forces after the committed
+    ones, as the tokenizer writes them and the masks allow them; none where it forces nothing or that is not known.
+    It is called after ``accept`` and before ``ask``.
     """
 
     def accept(self, tokens: Sequence[int]) -> None: ...
+    def forced(self) -> list[int]: ...
     def ask(self, drafts: np.ndarray, out: np.ndarray) -> None: ...
     def collect(self) -> bool: ...
 
@@ -75,12 +81,16 @@ class Matcher:
         self._asked: tuple[np.ndarray, np.ndarray] | None = None
         self._dead: set[int] = set()
         self._failure = ""
+        self._forced: list[int] | None = None  # after the committed tokens; None: not known
+        self._tells = False  # whether each accept asks the lane for forced tokens at once
+        self._peeked = False  # whether the answer to that is still to be read
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Take in committed tokens.
 
         Raises GrammarError for one that does not continue the grammar, and where masks could not be made.
         """
+        self._read_peek()
         if self._failure:
             raise GrammarError(self._failure)
         if not self._known(list(tokens)):
@@ -90,7 +100,39 @@ class Matcher:
                 self._heard(None, len(tokens))
             if self._failure:
                 raise GrammarError(self._failure)
+        elif self._forced is not None:
+            known = self._forced[len(tokens) :] if self._forced[: len(tokens)] == list(tokens) else []
+            self._forced = known or None
         self._tokens += tokens
+        if self._tells and self._forced is None and not (tokens and tokens[-1] in self._eos):
+            self._peek()
+
+    def forced(self) -> list[int]:
+        """The tokens that the grammar forces after the committed ones: at most some 32, [] if none or not known.
+
+        They are what the tokenizer makes of the text, and masks allow them. From the first call on each ``accept`` asks
+        the lane for the next ones, which computes them while the engine does other work.
+        """
+        if self._failure:
+            return []
+        if self._forced is None and not self._peeked:
+            self._peek()
+        self._tells = True
+        self._read_peek()
+        return list(self._forced or ())
+
+    def _peek(self) -> None:
+        """Tell the lane the committed tokens, and ask for the forced ones."""
+        self._peeked = True
+        self._send(None, [], None)
+
+    def _read_peek(self) -> None:
+        """Wait for the answer to :meth:`_peek`. A lane that has died is noticed by the next masks."""
+        if self._peeked:
+            self._peeked = False
+            answer = self._receive()
+            if answer is not None:
+                self._take_in(answer, len(self._tokens))
 
     def masks(self, drafts: np.ndarray, out: np.ndarray) -> None:
         """Fill ``out [P, W, words]`` int32, contiguous, for the positions after ``drafts [P, k]`` (-1: none).
@@ -106,6 +148,7 @@ class Matcher:
 
     def ask(self, drafts: np.ndarray, out: np.ndarray) -> None:
         """Begin to make :meth:`masks`; :meth:`collect` waits for them."""
+        self._read_peek()
         self._asked = drafts, out
         if not self._failure:
             self._send(drafts.tolist(), [], out)
@@ -178,21 +221,26 @@ class Matcher:
         if answer is None and not self._alone:
             self._alone = True
             return False
-        if answer is None or answer[0] == "slow":
-            why = answer[1] if answer else f"a mask took more than {LONGEST_CALL} s or {MEMORY >> 20} MiB"
-            self._failure = (
-                f"its structured output is too ambiguous after {length} tokens: {why}. Avoid repetitions within "
-                "repetitions"
-            )
+        if answer is None:
+            why = f"a mask took more than {LONGEST_CALL} s or {MEMORY >> 20} MiB"
+            self._failure = AMBIGUOUS.format(length, why)
+        elif self._take_in(answer, length + more) and out is not None:
+            self._dead = set(answer[2])
+            out[...] = self._map[: out.size].reshape(out.shape)
+        return True
+
+    def _take_in(self, answer: list[Any], known: int) -> bool:
+        """What the lane answers, once it knows ``known`` tokens. False where the output cannot go on."""
+        length = len(self._tokens)
+        if answer[0] == "slow":
+            self._failure = AMBIGUOUS.format(length, answer[1])
         elif answer[0] != "ok":
             self._failure = f"its structured output cannot be followed after {length} tokens: {answer[1]}"
-        elif self._told + answer[1] < length + more:
+        elif self._told + answer[1] < known:
             self._failure = NOTHING.format(self._told + answer[1])
         else:
-            self._told, self._dead = length + more, set(answer[2])
-            if out is not None:
-                out[...] = self._map[: out.size].reshape(out.shape)
-        return True
+            self._told, self._forced = known, answer[3]
+        return not self._failure
 
     def _receive(self) -> list[Any] | None:
         if self._channel is None:

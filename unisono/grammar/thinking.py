@@ -26,6 +26,7 @@ import numpy as np
 
 from unisono.grammar.compiler import Compiled
 from unisono.grammar.matcher import ALL, GrammarError, Matcher
+from unisono.grammar.vocabulary import spellings
 from unisono.grammar.walk import allow, allows, forbid
 from unisono.tokenizer import Tokenizer
 from unisono.types import BadRequest, SamplingParams, Thinking
@@ -45,11 +46,8 @@ class Spelling:
                 "leave out thinking_token_budget and structured outputs of answers that think.",
                 "thinking_token_budget",
             )
-        import xgrammar  # which knows how each kind of tokenizer spells bytes
-
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
-        told = xgrammar.TokenizerInfo.from_huggingface(tokenizer.backend, vocab_size=vocab_size)
-        self.texts: list[bytes] = list(told.decoded_vocab)
+        self.texts = spellings(tokenizer, vocab_size)
 
     @cached_property
     def line_ends(self) -> dict[int, int]:
@@ -203,6 +201,15 @@ class ThinkingMatcher:
                 inner.append(token)
         if self._inner is not None and inner:
             self._inner.accept(inner)
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next: the rest of a mark that has begun, or those that the grammar forces."""
+        place = self._place
+        if place.phase in ("opening", "closing"):
+            return list((self._marks.start if place.phase == "opening" else self._marks.end)[place.step :])
+        if place.phase == "content" and self._inner is not None and place.length >= self._params.min_tokens:
+            return self._inner.forced()
+        return []
 
     def masks(self, drafts: np.ndarray, out: np.ndarray) -> None:
         """Fill ``out [P, W, words]`` int32, contiguous, for the positions after ``drafts [P, k]`` (-1: none)."""

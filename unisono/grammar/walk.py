@@ -1,18 +1,24 @@
 """One output's way through a compiled grammar, in the process that follows it: masks for what may be sampled next.
 
-Imports nothing of xgrammar by itself: it is given a matcher. It knows committed tokens only: what it walks over to make
-masks of drafts, it walks back.
+Imports nothing of llguidance by itself: it is given matchers. It knows committed tokens only: what it walks over to
+make masks of drafts, it walks back.
 
 Shapes: P paths of drafts (1 for a chain), k drafts each, W = 1 + k positions, words = ceil(vocabulary / 32).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+FORCED = 32
+"""Forced tokens that are told at once."""
+
+DEAD_END = "NoExtensionBias"
+"""The error of an LLMatcher after which no token continues. Other errors are limits that it has met."""
 
 
 @dataclass(frozen=True)
@@ -32,27 +38,61 @@ class Ends:
         return self.eos if self.never else ()
 
 
-class Walk:
-    """Follows one output. ``matcher``: xgrammar's GrammarMatcher. length: of the output so far, in tokens."""
+class Unfollowable(Exception):
+    """A grammar that cannot be followed any further: a limit of llguidance was met."""
 
-    def __init__(self, matcher: Any, ends: Ends) -> None:
-        self._matcher, self._ends = matcher, ends
-        self.length = 0
+
+class Walk:
+    """Follows one output. begin: makes an LLMatcher at the beginning of the grammar. length: of the output, in tokens.
+
+    canonical: whether llguidance tokenizes text as the checkpoint does, so that it can tell forced tokens.
+    """
+
+    def __init__(self, begin: Callable[[], Any], ends: Ends, canonical: bool) -> None:
+        self._begin, self._ends, self._canonical = begin, ends, canonical
+        self._matcher = begin()
+        self._tokens: list[int] = []
+
+    @property
+    def length(self) -> int:
+        return len(self._tokens)
 
     def accept(self, tokens: Sequence[int]) -> int:
         """Take in committed tokens; returns how many the grammar took."""
-        for count, token in enumerate(tokens):
-            if not self._matcher.accept_token(token):
-                return count
-            self.length += 1
-        return len(tokens)
+        taken = self._consume(list(tokens))
+        self._tokens += tokens[:taken]
+        return taken
+
+    def _consume(self, tokens: list[int]) -> int:
+        """Take in tokens; returns how many. A complete text that cannot go on ends with any EOS."""
+        taken = int(self._matcher.try_consume_tokens(tokens))
+        ends = taken < len(tokens) and tokens[taken] in self._ends.eos
+        return taken + (ends and self._matcher.stop_reason() == "NoExtension")
+
+    def forced(self) -> list[int]:
+        """The tokens that the grammar forces next, as the checkpoint's tokenizer writes them; at most FORCED."""
+        if self._tokens and self._tokens[-1] in self._ends.eos:
+            return []
+        if not self._canonical or self._matcher.is_stopped():
+            return self._end() if self._matcher.stop_reason() == "NoExtension" else []
+        tokens = list(self._matcher.compute_ff_tokens())[:FORCED]
+        tokens = tokens[: self._matcher.validate_tokens(tokens)] if tokens else []
+        if tokens and len(tokens) < FORCED:
+            self._matcher.consume_tokens(tokens)
+            more = self._end() if self._matcher.stop_reason() == "NoExtension" else []
+            self._matcher.rollback(len(tokens))
+            tokens += more
+        return tokens
+
+    def _end(self) -> list[int]:
+        return list(self._ends.eos) if len(self._ends.eos) == 1 else []
 
     def masks(self, drafts: Sequence[Sequence[int]], out: np.ndarray) -> list[int]:
         """Fill ``out [P, W, words]`` int32, contiguous, for the positions after ``drafts [P, k]`` (-1: none).
 
         out[p, j] is for the position after drafts[p, :j]. After a draft that the grammar refuses, or that ends the
         text, it is all ones: the mask before forbids the one, and nothing follows the other. Returns the
-        rows, of P · W, after which no token continues: they allow EOS.
+        rows, of P · W, after which no token continues: they allow EOS. Raises Unfollowable.
         """
         self._dead: list[int] = []
         out.fill(-1)
@@ -72,26 +112,39 @@ class Walk:
                 self._dead += [row] if same in self._dead else []
             else:
                 self._fill(flat, row, place)
-            if draft < 0 or draft in self._ends.eos or not allows(flat[row], draft):
+            if draft < 0 or draft in self._ends.eos or row in self._dead or not allows(flat[row], draft):
                 break
-            if not self._matcher.accept_token(draft):
+            if not self._matcher.try_consume_tokens([draft]):
                 break
             taken += 1
-        if taken:
+        if self._matcher.is_error():
+            self._restart()
+        elif taken:
             self._matcher.rollback(taken)
+
+    def _restart(self) -> None:
+        """A matcher that has met a dead end is of no use any more: another one takes in what was committed."""
+        self._matcher = self._begin()
+        if self._consume(self._tokens) != len(self._tokens):
+            raise Unfollowable("its committed tokens are not taken once more")
 
     def _fill(self, flat: np.ndarray, row: int, ahead: int) -> None:
         """The mask after ``ahead`` drafts that the matcher has accepted."""
-        self._matcher.fill_next_token_bitmask(flat, row)
-        if not flat[row].any():  # nothing continues: the text ends here; the token is refused when it is accepted
-            allow(flat[row], self._ends.eos)
+        mask = flat[row]
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            error = self._matcher.get_error()
+            if not error.startswith(DEAD_END):
+                raise Unfollowable(f"it meets a limit of the grammar engine ({error.splitlines()[0]})")
+            mask.fill(0)  # nothing continues: the text ends here; the token is refused when it is accepted
+            allow(mask, self._ends.eos)
             self._dead.append(row)
         held = self._ends.held_back(self.length + ahead)
         if held:
-            before = flat[row].copy()
-            forbid(flat[row], held)
-            if not flat[row].any():
-                flat[row] = before
+            before = mask.copy()
+            forbid(mask, held)
+            if not mask.any():
+                mask[:] = before
 
 
 def allows(mask: np.ndarray, token: int) -> bool:

@@ -2,14 +2,14 @@
 
 Three kinds, each forked by the one before it:
 
-* the *template* has xgrammar and the vocabulary in memory, and forks. It computes nothing that a request asked for.
+* the *template* has llguidance and the vocabulary in memory, and forks. It computes nothing that a request asked for.
 * a *compiler* compiles one grammar, within limits of processor time and memory, tries what the first masks cost, and
   then keeps the grammar. Its *lanes* are forked from it, so the grammar is theirs too.
 * a *lane* follows outputs: it takes in tokens and makes masks, each message within a limit of processor time.
 
 All limits are the kernel's (``setitimer``, ``setrlimit``): code that never returns meets them too. A process that runs
 into one dies, or answers with an error. Each ends when the other side of its channel does. :func:`main` is what
-``compiler.py`` starts. Imports nothing that imports torch; xgrammar wants some names of it, see :func:`_xgrammar`.
+``compiler.py`` starts. Imports nothing that imports torch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from types import ModuleType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from unisono.channel import Channel, Gone, pair
 from unisono.forks import in_child, limit_memory, limit_time, serve
-from unisono.grammar.parse import parse, reason
-from unisono.grammar.walk import Ends, Walk
+from unisono.grammar.parse import NOTHING, RefusedError, parse, reason
+from unisono.grammar.vocabulary import build, nameable
+from unisono.grammar.walk import Ends, Unfollowable, Walk
 
 TRIAL_STEPS, TRIAL_SECONDS = 16, 0.05
 """A compiled grammar is tried on this number of tokens, or for this time: what its masks cost is known before they are
@@ -45,42 +44,6 @@ STOCK, EACH = 1.0, 0.03
 PR_SET_PDEATHSIG = 1
 
 
-class _Absent(ModuleType):
-    """Stands in for a package of which only the names of types are needed."""
-
-    def __getattr__(self, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        made = type(name, (), {"__init__": lambda self, *args, **options: None})
-        setattr(self, name, made)
-        return made
-
-
-def _xgrammar() -> Any:
-    """xgrammar without torch and transformers, of which its modules need names that are never used here.
-
-    That saves 4 s and 250 MB. A version that needs more gets the real ones.
-    """
-    absent = {name: sys.modules.get(name) for name in ("torch", "transformers")}
-    try:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # tvm_ffi does without, if it is not there
-        with suppress(ImportError):
-            import tvm_ffi  # noqa: F401
-        sys.modules.update({name: _Absent(name) for name in absent})
-        import xgrammar
-    except Exception:
-        for name in [*absent, *(name for name in sys.modules if name.startswith(("xgrammar", "tvm_ffi")))]:
-            sys.modules.pop(name, None)
-        import xgrammar
-    finally:
-        for name, module in absent.items():
-            if isinstance(sys.modules.get(name), (_Absent, type(None))):
-                sys.modules.pop(name, None)
-                if module is not None:
-                    sys.modules[name] = module
-    return xgrammar
-
-
 # ---- the template -----------------------------------------------------------------------------------
 
 
@@ -90,10 +53,28 @@ def main(descriptor: int) -> None:
 
 
 def _begin(first: list[Any]) -> Callable[[Channel, int], None]:
-    vocabulary, threads = first
-    xgrammar, own = _xgrammar(), os.getpid()
-    info = xgrammar.TokenizerInfo.deserialize_json(vocabulary)
-    return lambda channel, memory: _Compiler(channel, xgrammar, info, threads).run(own, memory)
+    (described,) = first
+    tools, own = _Tools(described), os.getpid()
+    return lambda channel, memory: _Compiler(channel, tools).run(own, memory)
+
+
+class _Tools:
+    """llguidance with one vocabulary."""
+
+    def __init__(self, described: Mapping[str, Any]) -> None:
+        import llguidance
+
+        self.matcher: Any = llguidance.LLMatcher
+        self.tokenizer, self.canonical = build(described)
+        self.vocabulary = nameable(described)
+        self.limits = llguidance.LLParserLimits(verbose_errors=False)
+
+    def compile(self, grammar: str) -> Any:
+        """A matcher at the beginning of a grammar. Raises RefusedError."""
+        made = self.matcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
+        if made.is_error():
+            raise RefusedError(reason(Exception(made.get_error())))
+        return made
 
 
 def _dies_with(parent: int) -> None:
@@ -109,8 +90,8 @@ def _dies_with(parent: int) -> None:
 
 
 class _Compiler:
-    def __init__(self, channel: Channel, xgrammar: Any, info: Any, threads: int) -> None:
-        self._channel, self._xgrammar, self._info, self._threads = channel, xgrammar, info, threads
+    def __init__(self, channel: Channel, tools: _Tools) -> None:
+        self._channel, self._tools = channel, tools
         self._lanes: dict[int, Channel] = {}
 
     def run(self, parent: int, memory: int) -> None:
@@ -119,7 +100,8 @@ class _Compiler:
         asked, _ = self._channel.receive()
         limit_time(asked["seconds"])
         try:
-            self._compile(asked["kind"], asked["given"], asked["compact"])
+            grammar = parse(asked["kind"], asked["given"], asked["compact"], self._tools.vocabulary)
+            self.grammar = self._tools.compile(grammar)
             slow = self._tried(asked["eos"], asked["words"])
             problem = "" if slow < SLOW_MASK else (
                 f"it is too ambiguous: a mask takes {slow:.2f} s, the limit is {SLOW_MASK} s. Avoid repetitions within "
@@ -127,8 +109,8 @@ class _Compiler:
             )  # fmt: skip
         except MemoryError:
             problem = f"it takes more than {memory >> 20} MiB"
-        except Exception as error:  # xgrammar raises RuntimeError, ValueError and classes of its own
-            problem = reason(error) if "bad_alloc" not in str(error) else f"it takes more than {memory >> 20} MiB"
+        except Exception as error:  # refusals are ValueErrors of several classes
+            problem = reason(error)
         if problem:
             self._channel.send(["bad", problem])
             return
@@ -144,18 +126,18 @@ class _Compiler:
                 self._lane(number).send("member", [end])
             os.close(end)
 
-    def _compile(self, kind: str, given: Any, compact: bool) -> None:
-        compiler = self._xgrammar.GrammarCompiler(self._info, max_threads=self._threads, cache_enabled=False)
-        self.grammar = compiler.compile_grammar(parse(self._xgrammar, kind, given, compact))
-
     def _tried(self, eos: list[int], words: int) -> float:
-        """Walk a few tokens at random; returns the longest time of a mask or a token, in seconds."""
+        """Walk a few tokens at random; returns the longest time of a mask or a token, in seconds.
+
+        Raises RefusedError where not even a first token exists.
+        """
         begun, longest, chance = time.process_time(), 0.0, random.Random(0)
-        walk = Walk(self._xgrammar.GrammarMatcher(self.grammar), Ends(eos, never=True))
+        walk = Walk(self.grammar.deep_copy, Ends(eos, never=True), self._tools.canonical)
         mask = np.empty((1, 1, words), np.int32)
-        for _ in range(TRIAL_STEPS):
+        for step in range(TRIAL_STEPS):
             before = time.process_time()
-            walk.masks([[]], mask)
+            if walk.masks([[]], mask) and not step:
+                raise RefusedError(NOTHING)
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
             (allowed,) = np.nonzero(bits)
             token = int(allowed[chance.randrange(len(allowed))])
@@ -174,7 +156,7 @@ class _Compiler:
                 self._channel.close()
                 for other in (ours, *self._lanes.values()):
                     other.close()
-                in_child(_Lane(Channel(theirs), self._xgrammar, self.grammar).run)
+                in_child(_Lane(Channel(theirs), self.grammar, self._tools.canonical).run)
             theirs.close()
             self._lanes[number] = ours
         return self._lanes[number]
@@ -186,14 +168,14 @@ class _Compiler:
 class _Member:
     """One output that a lane follows."""
 
-    def __init__(self, channel: Channel, begin: Callable[[], Any]) -> None:
-        self.channel, self._begin = channel, begin
+    def __init__(self, channel: Channel, begin: Callable[[], Any], canonical: bool) -> None:
+        self.channel, self._begin, self._canonical = channel, begin, canonical
         self._walk: Walk | None = None
         self._map: np.ndarray = np.empty(0, np.int32)
         self._spent = 0.0
 
     def answer(self) -> None:
-        """Handle one message: tokens to take in, drafts to make masks for."""
+        """Handle one message: tokens to take in, drafts to make masks for. The answer tells forced tokens, too."""
         (limit, ends, tokens, drafts, shape), descriptors = self.channel.receive()
         if descriptors:
             size = os.fstat(descriptors[0]).st_size
@@ -203,21 +185,25 @@ class _Member:
         begun = time.process_time()
         try:
             if self._walk is None:
-                self._walk = Walk(self._begin(), Ends(*ends))
-            taken, dead = self._walk.accept(tokens), []
+                self._walk = Walk(self._begin, Ends(*ends), self._canonical)
+            taken, dead, forced = self._walk.accept(tokens), [], []
             if taken == len(tokens) and drafts is not None:
                 dead = self._walk.masks(drafts, self._map[: np.prod(shape)].reshape(shape))
+            if taken == len(tokens):
+                forced = self._walk.forced()
             self._spent += time.process_time() - begun
-            reply = ["ok", taken, dead]
+            reply = ["ok", taken, dead, forced]
             if self._spent > STOCK + EACH * self._walk.length:
                 why = (
                     f"its masks have taken {self._spent:.1f} s, the limit is {STOCK:g} s and {EACH:g} s for each token"
                 )
-                reply = ["slow", why, []]
+                reply = ["slow", why, [], []]
         except MemoryError:
-            reply = ["failed", "it takes too much memory", []]
+            reply = ["failed", "it takes too much memory", [], []]
+        except Unfollowable as error:
+            reply = ["slow", str(error), [], []]
         except Exception as error:
-            reply = ["failed", reason(error), []]
+            reply = ["failed", reason(error), [], []]
         limit_time(0)
         self.channel.send(reply)
 
@@ -225,8 +211,8 @@ class _Member:
 class _Lane:
     """Waits for messages of its members, and for new ones."""
 
-    def __init__(self, control: Channel, xgrammar: Any, grammar: Any) -> None:
-        self._control, self._xgrammar, self._grammar = control, xgrammar, grammar
+    def __init__(self, control: Channel, grammar: Any, canonical: bool) -> None:
+        self._control, self._grammar, self._canonical = control, grammar, canonical
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, None)
 
@@ -247,7 +233,7 @@ class _Lane:
                 raise  # nobody is left
             self._selector.unregister(self._control)  # the grammar is not kept any more; these outputs go on
             return
-        member = _Member(Channel.of(end), lambda: self._xgrammar.GrammarMatcher(self._grammar))
+        member = _Member(Channel.of(end), self._grammar.deep_copy, self._canonical)
         self._selector.register(member.channel, selectors.EVENT_READ, member)
 
     def _answer(self, member: _Member) -> None:

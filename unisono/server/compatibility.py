@@ -211,7 +211,12 @@ REFUSED: Mapping[str, Refused] = {
     "return_meta_info": Refused("s", "it is a field of /generate", (False,), "usage"),
     "stream_reasoning": Refused("s", "thinking is streamed as it comes", (True,), "include_reasoning"),
     "structural_tag": Refused("v", "it moved", (), "response_format"),
-    "guided_decoding_backend": Refused("v", "there is one grammar engine", ("auto", "xgrammar"), "structured_outputs"),
+    "guided_decoding_backend": Refused(
+        "v",
+        "there is one grammar engine, llguidance",
+        ("auto", "llguidance", "guidance", "xgrammar"),
+        "structured_outputs",
+    ),
     "guided_whitespace_pattern": Refused(
         "v", "blanks in JSON are free, or none", (), "structured_outputs.disable_any_whitespace"
     ),

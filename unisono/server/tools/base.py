@@ -36,7 +36,7 @@ class ToolDelta:
 
 @dataclass(frozen=True)
 class Schema:
-    """In the parts of a form: arguments that a JSON schema allows. style: xgrammar's, ``json`` or ``qwen_xml``."""
+    """In the parts of a form: arguments that a JSON schema allows. style: as a structural tag writes them."""
 
     schema: Mapping[str, Any]
     style: str = "json"
@@ -44,7 +44,7 @@ class Schema:
 
 @dataclass(frozen=True)
 class Written:
-    """In the parts of a form: what a structural tag of xgrammar's allows; its strings hold no marks."""
+    """In the parts of a form: what a part of a structural tag allows; its strings hold no marks."""
 
     tag: Mapping[str, Any]
 

@@ -57,7 +57,8 @@ def tool_use(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) ->
     mode, chosen = _choice(choice, known)
     if mode is None:
         return None
-    return ToolUse(given, [known[name] for name in chosen], mode, parallel is not False)
+    named = isinstance(choice, dict) and choice.get("type") == "function"  # that function is called once
+    return ToolUse(given, [known[name] for name in chosen], mode, parallel is not False and not named)
 
 
 def _definition(tool: Any, where: str) -> dict[str, Any]:

@@ -12,16 +12,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unisono.server.tools.base import BLANK, Context, Format, Part, Reader, Tool, Written
+from unisono.server.tools.base import BLANK, Context, Format, Part, Reader, Schema, Tool
 
 START, END, TAG = "<|python_start|>", "<|python_end|>", "<|python_tag|>"
 NAME = re.compile(r"[A-Za-z_][\w.:/-]{0,127}")
 KEY = re.compile(r"\s*([A-Za-z_]\w*)\s*=(?!=)")
 WORDS = {"true": True, "false": False, "null": None}
-BLANKS = 2
-"""Blanks in a row between the parts of a value."""
-ORDERED = 8
-"""Optional parameters beyond this number may come in any order, and more than once: their grammar would be large."""
 
 
 class PythonArgument:
@@ -171,55 +167,6 @@ def python_value(text: str) -> Any:
     return text
 
 
-def keyword_arguments(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``key=value, …`` that a schema allows, as a structural tag: required ones first, each in the schema's order."""
-    properties = parameters.get("properties") or {}
-    shared = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
-    required = [name for name in properties if name in (parameters.get("required") or ())]
-    others = [name for name in properties if name not in required]
-
-    def pair(name: str, before: str = "") -> dict[str, Any]:
-        schema = properties[name]
-        schema = {**shared, **schema} if isinstance(schema, Mapping) else schema
-        value = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": BLANKS}
-        return {"type": "sequence", "elements": [{"type": "const_string", "value": f"{before}{name}="}, value]}
-
-    if not properties:
-        return _NOTHING if parameters.get("additionalProperties") is False else _ANYTHING
-    if required:
-        needed = [pair(name, ", " if place else "") for place, name in enumerate(required)]
-        more: list[Mapping[str, Any]] = [_optional(pair(name, ", ")) for name in others]
-        return {"type": "sequence", "elements": [*needed, *more]}
-    if len(others) > ORDERED:
-        again = {"type": "star", "content": _either([pair(name, ", ") for name in others])}
-        return _optional({"type": "sequence", "elements": [_either([pair(name) for name in others]), again]})
-    first = [
-        {"type": "sequence", "elements": [pair(name), *(_optional(pair(one, ", ")) for one in others[place + 1 :])]}
-        for place, name in enumerate(others)
-    ]
-    return _optional(_either(first))
-
-
-def _optional(tag: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "optional", "content": tag}
-
-
-def _either(tags: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return dict(tags[0]) if len(tags) == 1 else {"type": "or", "elements": list(tags)}
-
-
-def _any_pair(before: str) -> dict[str, Any]:
-    key = {"type": "regex", "pattern": before + "[a-zA-Z_][a-zA-Z0-9_]{0,63}="}
-    value = {"type": "json_schema", "json_schema": True, "max_whitespace_cnt": BLANKS}
-    return {"type": "sequence", "elements": [key, value]}
-
-
-_NOTHING: Mapping[str, Any] = {"type": "const_string", "value": ""}
-_ANYTHING = _optional(
-    {"type": "sequence", "elements": [_any_pair(""), {"type": "star", "content": _any_pair(", ")}]},
-)
-
-
 class Pythonic(Format):
     """Calls as Python writes them."""
 
@@ -236,4 +183,4 @@ class Pythonic(Format):
         return {f"[{tool.name}(": [tool] for tool in tools}
 
     def call(self, tool: Tool) -> Sequence[Part]:
-        return f"{tool.name}(", Written(keyword_arguments(tool.parameters)), ")"
+        return f"{tool.name}(", Schema(tool.parameters, "python"), ")"

@@ -1,4 +1,4 @@
-"""Calls as the grammar engine takes them: xgrammar's structural tags, in the form that an answer is read in.
+"""Calls as the grammar engine takes them: structural tags, in the form that an answer is read in.
 
 A mark that is a special token of the checkpoint is asked for as that token, for a grammar's text never has special
 tokens; every other mark as text.
@@ -21,6 +21,9 @@ BLANKS = 2
 """Blanks in a row between the parts of arguments, which models write on one line."""
 ANSWER_BLANKS = 20
 """Blanks in a row between the parts of a JSON answer, as ``grammar`` has it."""
+
+MAX_CALLS = 8
+"""Calls that follow each other in an answer that must call: a small model may repeat one till its tokens are spent."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -83,13 +86,13 @@ class Structure:
         }
 
     def _calls(self, tools: Sequence[Tool], parallel: bool, later: Sequence[Tool] | None = None) -> Tag:
-        """A call of ``tools``; where several may come, more of these, or of ``later``."""
+        """A call of ``tools``; where several may come, more of these, or of ``later``, up to MAX_CALLS."""
         form, one = self._form, self._one_of(tools)
         elements = [*self._parts(form.before), one]
         if parallel:
             one = self._one_of(later or tools)
             more = {"type": "sequence", "elements": [*self._parts(form.between), one]} if form.between else one
-            elements.append({"type": "star", "content": more})
+            elements.append({"type": "repeat", "min": 0, "max": MAX_CALLS - 1, "content": more})
         return {"type": "sequence", "elements": [*elements, *self._parts(form.after)]}
 
     def _one_of(self, tools: Sequence[Tool]) -> Tag:
