@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.grammar.lanes import lanes
+from tests.grammar.lane_processes import lanes
 from unisono.catalog import resolve_name
 from unisono.grammar.compiler import Grammars
 from unisono.grammar.matcher import Follower, Matcher

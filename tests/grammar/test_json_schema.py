@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from unisono.grammar.check import END, TextCheck, accepts
-from unisono.grammar.json_values import Validator
+from tests.grammar.written import check_written
+from unisono.grammar.check import TextCheck, accepts
 from unisono.grammar.page import tables
-from unisono.grammar.schema_refs import References
 from unisono.types import BadRequest
 
 B, N, S = {"type": "boolean"}, {"type": "integer"}, {"type": "string"}
@@ -235,33 +232,6 @@ def test_the_page_has_the_table_of_the_code() -> None:
 
 
 # ---- everything that masks allow is valid -------------------------------------------------------------
-
-
-def written(form: TextCheck, chance: random.Random, length: int = 120) -> str | None:
-    """A text that masks allow, token by token; None where it did not end."""
-    matcher, text = form.matcher(), bytearray()
-    for _ in range(length):
-        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-        allowed = np.flatnonzero(bits).tolist()
-        if END in allowed and (len(allowed) == 1 or chance.random() < 0.3):
-            return text.decode()
-        allowed = [token for token in allowed if token < 128] or allowed
-        closing = [token for token in allowed if chr(token) in '"]}']
-        likely = [token for token in allowed if chr(token) in '"ab01,:]}'] if chance.random() < 0.6 else []
-        token = chance.choice((closing if len(text) > length - 60 else likely) or allowed)
-        assert matcher.consume_token(token), "a mask allows what is not taken"
-        text.append(token)
-    return None
-
-
-def check_written(schema: Any, form: TextCheck, chance: random.Random, times: int) -> int:
-    references, count = References(schema), 0
-    for _ in range(times):
-        text = written(form, chance)
-        if text is not None:
-            assert Validator(references).valid(json.loads(text), references.root), (schema, text)
-            count += 1
-    return count
 
 
 def test_texts_that_masks_allow_are_valid() -> None:

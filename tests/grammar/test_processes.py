@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.grammar.lanes import children, lanes
+from tests.grammar.lane_processes import children, lanes
 from tests.models.make import END, make_tokenizer
 from unisono.grammar import compiler
 from unisono.grammar.compiler import Grammars

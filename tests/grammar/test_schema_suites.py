@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from benchmarks.structured_outputs import ROOT, maskbench, results, suite, times
-from tests.grammar.test_json_schema import check_written
+from tests.grammar.written import check_written
 from unisono.grammar.check import TextCheck
 from unisono.grammar.keywords import SchemaRefusedError
 from unisono.types import BadRequest

@@ -1,4 +1,4 @@
-"""Processes of compiled grammars, as tests see them."""
+"""The processes of grammars, for tests that end them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def children(pid: int) -> list[int]:
 
 
 def lanes(grammars: Grammars, asked: StructuredOutputs) -> list[int]:
-    """The processes that follow outputs of a compiled grammar."""
     (result,) = [job.result for job in grammars._jobs.values() if job.asked == asked]
     assert isinstance(result, Compiled)
     found = children(result.process._pid)
