@@ -27,25 +27,28 @@ ALLOWED = {
     "heap": set(),
     "bars": set(),
     "prompts": set(),
-    "hub": {"types"},
+    "checkpoint_files": {"types"},
+    "hub": {"types", "checkpoint_files"},
     "lora": {"types"},
-    "catalog": {"types", "hub"},
+    "catalog": {"types", "hub", "checkpoint_files"},
     "vectors": {"types"},
-    "config": {"types", "vectors"},
+    "config": {"types", "vectors", "preflight"},
     "channel": set(),
     "forks": {"channel"},
     "templates": {"channel", "forks"},
     "untrusted": {"types"},
-    "tokenizer": {"types", "templates", "untrusted"},
+    "preflight": {"types", "catalog", "checkpoint_files", "hub", "untrusted"},
+    "tokenizer": {"types", "templates", "untrusted", "checkpoint_files"},
     "request_checks": {"types"},
     "frontend": {"types", "media", "vectors", "tokenizer", "request_checks", "channel", "forks"},
     "kernels": {"types"},
     "distributed": {"types", "kernels", "channel"},
     "graphs": {"program"},
-    "layers": {"types", "kernels", "distributed"},
+    "layers": {"types", "kernels", "distributed", "preflight"},
     "attention": {"types", "program", "state", "kernels", "layers"},
     "models": {
         "types", "program", "state", "catalog", "kernels", "layers", "attention", "distributed", "untrusted",
+        "checkpoint_files", "preflight",
     },
     "drafters": {"types", "program", "state", "kernels", "distributed", "layers", "attention", "models"},
     "sampling": {"types", "kernels", "distributed"},
@@ -61,13 +64,17 @@ ALLOWED = {
         "sampling", "graphs", "state", "distributed", "request_checks", "transport", "channel", "forks",
     },
     "flag_table": {"types"},
-    "llm_arguments": {"types", "config", "flag_table", "lora"},
-    "llm": {"types", "bars", "config", "engine", "tokenizer", "frontend", "llm_arguments", "lora"},
-    "async_llm": {"types", "engine", "frontend", "llm", "lora"},
+    "llm_arguments": {"types", "config", "flag_table", "lora", "preflight"},
+    "llm_calls": {"types"},
+    "llm": {
+        "types", "bars", "config", "engine", "tokenizer", "frontend", "llm_arguments", "llm_calls", "lora",
+        "preflight", "results",
+    },
+    "async_llm": {"types", "engine", "frontend", "llm", "llm_calls", "lora"},
     "server": {"types", "heap", "vectors", "tokenizer", "frontend"},
     "tools": {
         "types", "heap", "catalog", "config", "llm", "tokenizer", "state", "models", "attention", "cli_help",
-        "cli_output", "cli_values", "frontend",
+        "cli_output", "cli_values", "frontend", "preflight",
     },
     "ray_serve": {"types", "catalog", "config", "server"},
     "cli_aliases": {"types", "flag_table"},
@@ -76,11 +83,11 @@ ALLOWED = {
     "cli_output": {"types", "bars", "cli_help"},
     "cli_values": {"types", "catalog"},
     "cli_engine_flags": {"catalog"},
-    "cli_commands": {"types", "heap", "cli_output", "frontend", "llm", "tools"},
+    "cli_commands": {"types", "heap", "cli_output", "config", "engine", "frontend", "llm", "preflight", "tools"},
     "cli": {
         "types", "catalog", "config", "cli_aliases", "cli_commands", "cli_config", "cli_engine_flags", "cli_help",
         "cli_output", "cli_values", "lora",
-        "hub", "frontend", "server", "tools",
+        "hub", "frontend", "preflight", "server", "tools",
     },
 }  # fmt: skip
 
@@ -225,7 +232,7 @@ def test_nothing_names_a_feature() -> None:
         PACKAGE / "passes" / f"{name}.py" for name in passes
     ]:
         text = path.read_text()
-        for protocol in ("override_embeddings", "Overriding", "unisono.models.overriding"):
+        for protocol in ("override_embeddings", "Overriding", "unisono.models.overriding", "hf_overrides"):
             text = text.replace(protocol, "")
         hit = named.search(text)
         assert hit is None, f"{path} names {hit.group(0)!r}"

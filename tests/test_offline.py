@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -16,14 +17,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import unisono
 from tests.engine.helpers import engine
 from unisono import LLM, AsyncLLM, RequestOutputKind, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
-from unisono.types import BadRequest, ConfigError, EngineDead, SpeculativeConfig
+from unisono.types import BadRequest, CheckpointError, ConfigError, EngineDead, SpeculativeConfig
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [300, 301], [40] * 9]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, seed=1)
+USER = [{"role": "user", "content": "x"}]
 
 
 @pytest.fixture(autouse=True)
@@ -355,12 +358,12 @@ def test_keywords_of_other_engines() -> None:
         enforce_eager=True, seed=3, tokenizer=None, enable_prefix_caching=False, max_model_len=64, swap_space=4,
         disable_log_stats=True, distributed_executor_backend=None, hf_overrides=None, kv_cache_dtype="fp8",
         speculative_config={"method": "ngram", "num_speculative_tokens": 2}, context_length=None,
-        disable_custom_all_reduce=True, synthetic_acceptance_rates=(), snapshot_share=0.2,
-        compilation_config=None, block_size=16, quantization=None,
+        disable_custom_all_reduce=True, synthetic_acceptance_rates=(), snapshot_share=0.2, task="embed",
+        is_embedding=True, runner="pooling", convert="embed", compilation_config=None, block_size=16, quantization=None,
     )  # fmt: skip
     del given["context_length"]
     assert unisono.llm_arguments.engine_arguments(given) == {
-        "tokenizer": None, "tensor_parallel_size": 1,
+        "tokenizer": None, "tensor_parallel_size": 1, "hf_overrides": {},
         "synthetic_acceptance_rates": (), "snapshot_share": 0.2,
         "gpu_memory_utilization": 0.5, "max_num_seqs": 2, "dtype": "half", "enforce_eager": True, "seed": 3,
         "enable_prefix_caching": False, "max_model_len": 64, "quantization": None, "kv_cache_dtype": "fp8",
@@ -371,7 +374,17 @@ def test_keywords_of_other_engines() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2: this version runs on one GPU; give 1"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2: layers are not divided among GPUs"),
+        ({"speculative_method": "ngram"}, r"Write speculative_config={'method': 'ngram'} \(docs/speculation.md\)"),
+        ({"speculative_algorithm": "NEXTN"}, "Write speculative_config={'method': 'mtp'}"),
+        ({"speculative_model": "x", "num_speculative_tokens": 2}, "'model': 'x', 'num_speculative_tokens': 2}"),
+        ({"hf_overrides": lambda config: config}, "hf_overrides: a function: give an object"),
+        ({"hf_overrides": {"vocab_size": object()}}, "hf_overrides: .* give values that JSON has"),
+        ({"lora_modules": 5}, "lora_modules=5: give a list of 'name=path'"),
+        ({"chat_template": 5}, "chat_template=5: give a Jinja template"),
+        ({"revision": 5}, "revision=5: give a string"),
+        ({"progress": 5}, "progress=5: give a function"),
+        ({"task": "score"}, "task score: text and embeddings"),
         ({"trust_remote_code": True}, "trust_remote_code is not supported: code of a checkpoint is never run"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2 is not supported; keys and values are kept in"),
         ({"kv_cache_dtype": "nvfp4"}, "give auto, fp8 or fp8_e4m3"),
@@ -388,6 +401,98 @@ def test_keywords_of_other_engines() -> None:
 def test_keywords_that_cannot_be_honoured(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         LLM("tiny", **given)
+
+
+def test_fields_of_the_config_that_are_overridden() -> None:
+    overrides = {"max_position_embeddings": 96, "rope_theta": 5e5}
+    with engine("tiny", enforce_eager=True, max_num_seqs=2, max_model_len=None, hf_overrides=overrides) as llm:
+        assert llm.engine.config.max_model_len == 96
+        rotary = json.loads(llm.engine.checkpoint.config.attention.rotary.parameters)
+        assert (rotary["rope_theta"], rotary["rope_type"]) == (5e5, "default")
+        assert llm.engine.info()["settings"]["hf_overrides"] == overrides
+    with pytest.raises(CheckpointError, match=r"residual_multiplier=2\.0"):
+        LLM("tiny", hf_overrides={"residual_multiplier": 2.0})
+
+
+def test_embeddings(llm: LLM) -> None:
+    """The last token's hidden state of length 1, and its first numbers."""
+    (output,) = llm.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=1, return_hidden_states=True))
+    state = output.prompt_hidden_states[-1].float()
+    whole, other = llm.embed(PROMPTS[1:3])
+    assert whole.prompt_token_ids == PROMPTS[1]
+    torch.testing.assert_close(torch.tensor(whole.outputs.embedding), state / state.norm())
+    assert whole.outputs.embedding != other.outputs.embedding
+    (short,) = llm.embed([PROMPTS[1]], dimensions=5, normalize=False)
+    assert short.outputs.embedding == state[:5].tolist()
+    with pytest.raises(BadRequest, match="dimensions=0 is out of range: give 1 to"):
+        llm.embed("x", dimensions=0)
+
+
+WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
+    *(("generate", (prompts,), {}, "prompts is ") for prompts in (5, None, 1.5, b"x", {1, 2})),
+    *(("generate", ([prompt],), {}, r"prompts\[0\] is ") for prompt in (None, 1.5, b"x", True, ["a"], [1.5])),
+    ("generate", (["a", 5],), {}, r"prompts\[1\] is 5"),
+    ("generate", ({"prompt_token_ids": 5},), {}, "prompt_token_ids is 5"),
+    ("generate", ({"prompt_token_ids": "x"},), {}, "prompt_token_ids is a str"),
+    ("generate", ({"prompt": "x", "mm_processor_kwargs": 5},), {}, "mm_processor_kwargs is 5"),
+    *(("generate", ("x", params), {}, "give SamplingParams") for params in (5, "x", {"temperature": 0}, [None])),
+    ("generate", ("x",), {"priority": 5}, "priority is 5"),
+    ("generate", ("x",), {"priority": ["a"]}, "a whole number for each prompt"),
+    ("generate", ("x",), {"use_tqdm": 5}, "use_tqdm is 5"),
+    ("generate", ("x",), {"lora_request": 5}, "give a LoRARequest"),
+    *(("chat", (messages,), {}, "messages is ") for messages in (5, None, "hi", {"role": "user", "content": "x"})),
+    ("chat", ([5],), {}, r"messages\[0\] is 5"),
+    ("chat", ([["hi"]],), {}, r"messages\[0\]\[0\] is a str"),
+    ("chat", ([{"content": "x"}],), {}, "no role"),
+    ("chat", ([{"role": "user", "content": 5}],), {}, "content is 5"),
+    *(("chat", (USER,), {name: 5}, f"{name} (has|is) 5") for name in (
+        "tools", "documents", "chat_template", "chat_template_kwargs", "mm_processor_kwargs", "add_generation_prompt",
+    )),
+    ("beam_search", (5, unisono.BeamSearchParams(2, 2)), {}, "prompts is 5"),
+    ("beam_search", ("x", 5), {}, "give BeamSearchParams"),
+    ("stream", (5,), {}, "prompt is 5"),
+    ("stream", ("x", 5), {}, "give SamplingParams"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "given", "keywords", "says"), WRONG)
+def test_arguments_of_a_wrong_kind(
+    llm: LLM, method: str, given: tuple[Any, ...], keywords: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(BadRequest, match=says):
+        list(getattr(llm, method)(*given, **keywords))
+
+
+def test_arguments_of_a_wrong_kind_to_async_methods(llm: LLM) -> None:
+    async def first(shared: AsyncLLM, *given: Any, **keywords: Any) -> None:
+        async for _ in shared.generate(*given, **keywords):
+            pass
+
+    async def main() -> None:
+        with AsyncLLM(llm=llm) as shared:
+            for given, keywords, says in (
+                ((5,), {}, "prompt is 5"),
+                ((["a", "b"],), {}, "prompt is a list"),
+                (("x", 5), {}, "give SamplingParams"),
+                (("x", None, 5), {}, "request_id is 5"),
+                (("x",), {"priority": "low"}, "priority is a str"),
+                (("x",), {"lora_request": 5}, "give a LoRARequest"),
+            ):
+                with pytest.raises(BadRequest, match=says):
+                    await first(shared, *given, **keywords)
+            with pytest.raises(BadRequest, match="request_id is 5"):
+                await shared.abort(5)  # type: ignore[arg-type]
+
+    asyncio.run(main())
+    idle(llm)
+
+
+def test_prompts_in_other_containers(llm: LLM, expected: list[list[int]]) -> None:
+    """Tuples, arrays and generators of prompts, as lists of them."""
+    array = torch.tensor(PROMPTS[0])
+    for prompts in (array, array.numpy(), tuple(PROMPTS[0])):
+        assert ids(llm.generate(prompts, GREEDY)) == expected[:1]
+    assert ids(llm.generate(iter(PROMPTS[:2]), GREEDY)) == expected[:2]
 
 
 def test_prompt_types_and_params() -> None:

@@ -14,7 +14,8 @@ from unisono.engine.loop import Bell, EngineLoop, Inbox
 from unisono.frontend.collector import Collector
 from unisono.frontend.input_processor import PromptType
 from unisono.llm import LLM, Metric
-from unisono.lora import LoRARequest
+from unisono.llm_calls import as_ids, as_params, as_prompt, check_kind
+from unisono.lora import LoRARequest, one_each
 from unisono.types import BadRequest, EngineDead, RequestOutput, RequestOutputKind, SamplingParams
 
 
@@ -71,9 +72,14 @@ class AsyncLLM:
 
         Raises BadRequest for a wrong request or an id that is running, EngineDead.
         """
+        prompt = as_prompt(prompt)
+        (params,) = as_params(sampling_params, 1, self.llm.get_default_sampling_params())
+        (lora_request,) = one_each(lora_request, 1)
+        check_kind("priority", priority, int, "a whole number")
+        if request_id is not None:
+            check_kind("request_id", request_id, str, "a string")
         if request_id is not None and request_id in self._active:
             raise BadRequest(f"request_id {request_id!r} is running already; give another one.", "request_id")
-        params = sampling_params or self.llm.get_default_sampling_params()
         request_id = self.llm.next_id() if request_id is None else request_id
         self._active[request_id] = []
         news, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -106,7 +112,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str | list[str]) -> None:
         """End requests early; their iterators end with finish_reason "abort". Unknown ids are ignored."""
-        for name in [request_id] if isinstance(request_id, str) else request_id:
+        for name in as_ids(request_id):
             for inbox in self._active.get(name, ()):
                 self.llm.loop.abort(*inbox.open)
 

@@ -3,19 +3,22 @@
 Entries are strings, so that reading the catalog imports nothing; :meth:`Registry.load` imports the one
 entry that is used. Nothing registers itself at import time: what is listed here is what there is, and, where a
 kind is open to other packages, the entry points that they declare.
-Imports types and hub only; anyone may import it.
+Imports types, checkpoint_files and hub only; anyone may import it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unisono import hub
+from unisono.checkpoint_files import ADAPTER_CONFIG, CONFIG, names_in, no_config, not_a_directory, read_object
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig, UnisonoError
 
 
@@ -173,28 +176,43 @@ def bundled_path(name: str) -> Path:
     return bundled[name]
 
 
-def resolve_name(path: str | Path) -> Path:
+def resolve_name(path: str | Path, check: Callable[[Path], object] | None = None) -> Path:
     """A PATH as users give it: a bundled name, a directory, or the id of a checkpoint on the Hugging Face Hub.
 
     A bundled name wins over a directory of the same name (write ``./tiny`` for the directory), and a directory over an
-    id. A checkpoint of the Hub is downloaded unless the cache has it. Raises CheckpointError.
+    id. A checkpoint of the Hub is downloaded unless the cache has it; ``check`` gets the directory as soon as it has
+    config.json, before anything else is downloaded. Raises CheckpointError.
     """
     if isinstance(path, str) and path in bundled:
         return bundled[path]
     local = Path(path).expanduser()
     if isinstance(path, str) and hub.is_id(path) and not local.exists():
-        return hub.fetch(path)
+        return hub.fetch(path, check)
     return local
 
 
-def find_directory(path: str | Path) -> Path:
-    """The directory of a PATH, which has a config.json. Raises CheckpointError; asks nothing that takes long."""
-    directory = resolve_name(path)
+def find_directory(path: str | Path, check: Callable[[Path], object] | None = None) -> Path:
+    """The directory of a PATH, which has a config.json. Raises CheckpointError naming the cause.
+
+    check: see :func:`resolve_name`.
+    """
+    directory = resolve_name(path, check)
     names = f"Bundled names: {', '.join(bundled)}."
     if not directory.exists():
-        raise CheckpointError(f"{directory} does not exist: give a checkpoint's directory. {names}")
+        raise CheckpointError(f"{directory} does not exist: give a checkpoint's directory{_near(directory)}. {names}")
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is a file: give the directory that holds config.json. {names}")
-    if not (directory / "config.json").is_file():
-        raise CheckpointError(f"{directory} has no config.json, so it is no Hugging Face checkpoint. {names}")
+        raise CheckpointError(f"{directory} {not_a_directory(directory)}. {names}")
+    if not (directory / CONFIG).is_file():
+        files = names_in(directory)
+        adapter = read_object(directory / ADAPTER_CONFIG) if ADAPTER_CONFIG in files else None
+        raise CheckpointError(f"{directory} {no_config(files, adapter)}. {names}")
     return directory
+
+
+def _near(directory: Path) -> str:
+    """A bundled name, or a directory beside it, whose name is nearly that of ``directory``, for a message."""
+    beside: list[str] = []
+    with contextlib.suppress(OSError):
+        beside = [each.name for each in directory.absolute().parent.iterdir() if each.is_dir()]
+    found = difflib.get_close_matches(directory.name, [*bundled, *beside], 1, 0.8)
+    return f" (did you mean {found[0]}?)" if found else ""

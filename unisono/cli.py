@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +33,7 @@ from unisono.cli_values import (
     strings,
 )
 from unisono.lora import read_modules
+from unisono.preflight.model import check_engine_model, check_model, read_overrides
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
 
 
@@ -74,7 +75,19 @@ class _Root(Commands):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
         lazy = LAZY.get(name or "")
+        if name == "train-draft" and (target := _value_of("--target", rest)) is not None:
+            check_model(target)  # before its module imports torch
         return name, typer.main.get_command(lazy()) if lazy else command, rest
+
+
+def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
+    """The value of a flag among arguments that are not parsed yet; None without one."""
+    for place, argument in enumerate(arguments):
+        if argument == flag:
+            return arguments[place + 1] if place + 1 < len(arguments) else None
+        if argument.startswith(f"{flag}="):
+            return argument.partition("=")[2]
+    return None
 
 
 app = typer.Typer(
@@ -213,6 +226,9 @@ def _parameters(*groups: Callable[..., None]) -> dict[str, inspect.Parameter]:
     return {name: p for group in groups for name, p in inspect.signature(group, eval_str=True).parameters.items()}
 
 
+NEED_TEXT = (generate, chat, evaluate)
+"""Commands that cannot do with token ids."""
+
 ONE_REQUEST = {"graph_capture": "lazy", "max_num_seqs": 1}
 """Defaults of commands that run one request at a time, and end soon."""
 
@@ -245,7 +261,8 @@ def _engine_command(
         if values.get("url") is not None:
             _refuse_engine_flags(given, flags)
         else:
-            values["path"] = _engine_settings(given, values["path"] or "tiny")
+            weights = not values.get("dry_run", False)
+            values["path"] = _engine_settings(given, values["path"] or "tiny", command in NEED_TEXT, weights)
         command(given, **values)
 
     added = [*flags.values(), *(p for group in more.values() for p in group.values())]
@@ -285,10 +302,11 @@ def _refuse_engine_flags(given: dict[str, Any], flags: Mapping[str, inspect.Para
             raise ConfigError(f"{flag} is for an engine in this process; --url talks to one that runs. Drop either.")
 
 
-def _engine_settings(given: dict[str, Any], path: str) -> str:
+def _engine_settings(given: dict[str, Any], path: str, needs_text: bool, weights: bool) -> str:
     """Make the flags' values, in place, fields of ``EngineConfig``; returns PATH with its revision.
 
-    What can be checked before anything slow is imported is. Raises ConfigError and CheckpointError.
+    needs_text: the command needs a tokenizer. weights: a hub id's weights are downloaded. Checks what can be checked
+    before anything slow is imported. Raises ConfigError and CheckpointError.
     """
     given["speculative"] = _speculative(
         given.pop("speculative_config"),
@@ -300,11 +318,15 @@ def _engine_settings(given: dict[str, Any], path: str) -> str:
         draft_quantization=given.pop("speculative_draft_quantization"),
     )
     given["lora_modules"] = read_modules(given["lora_modules"] or ())
+    given["hf_overrides"] = read_overrides("--hf-overrides", given["hf_overrides"] or {})
     _check_names(given)
     given.pop("config")  # it was read before the flags were
     if revision := given.pop("revision"):
         path = _with_revision(path, revision)
-    _check_files(path, given)
+    _check_tokenizer(given)
+    from unisono.config import EngineConfig
+
+    check_engine_model(EngineConfig(path, **given), needs_text, weights)
     return path
 
 
@@ -321,9 +343,8 @@ def _check_names(given: dict[str, Any]) -> None:
             raise ConfigError(f"{flag} {name!r}: unknown {registry.kind}. Supported: {', '.join(registry.names)}.")
 
 
-def _check_files(path: str, given: dict[str, Any]) -> None:
-    """Raise CheckpointError for a missing file or directory, before anything slow is imported."""
-    catalog.find_directory(path)
+def _check_tokenizer(given: dict[str, Any]) -> None:
+    """Make --tokenizer a directory that exists. Raises CheckpointError."""
     if (tokenizer := given["tokenizer"]) is not None:
         if not catalog.resolve_name(tokenizer).exists():
             raise CheckpointError(f"--tokenizer {tokenizer} does not exist: give a directory.")

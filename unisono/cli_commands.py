@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unisono.cli_output import print_tables, show_progress, stderr
+from unisono.cli_output import print_dry_run, print_tables, show_progress, stderr
 from unisono.heap import uncollected
 from unisono.types import BadRequest, ConfigError, FinishReason, SamplingParams, UnisonoError
 
@@ -117,14 +117,33 @@ def explain(
     flags: dict[str, Any],
     path: ModelPath = "tiny",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Start no engine and download no weights: support, decisions, memory.")
+    ] = False,
 ) -> None:
     """Start the engine, say what it decided and why, and which passes replay graphs."""
+    if dry_run:
+        _explain_without_engine(path, flags, as_json)
+        return
     with _load(path, flags) as llm:
         info = llm.engine.info()
     if as_json:
         print(json.dumps(info, indent=2))
         return
     print_tables(info)
+
+
+def _explain_without_engine(path: str, flags: dict[str, Any], as_json: bool) -> None:
+    """Print what an engine would decide and take, as far as the model's files tell."""
+    from unisono.config import EngineConfig
+    from unisono.engine.dry_run import dry_run, rows
+    from unisono.preflight.model import find_model, remote_bytes
+
+    info = dry_run(EngineConfig(path, **flags), find_model(path, weights=False), remote_bytes(path))
+    if as_json:
+        print(json.dumps(info, indent=2))
+    else:
+        print_dry_run(rows(info), info["decisions"])
 
 
 def compare(

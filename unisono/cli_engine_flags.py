@@ -182,6 +182,9 @@ def model_flags(
         str, typer.Option(help="Sampling defaults: auto (the checkpoint's), vllm (neutral ones) or a directory.")
     ] = "auto",
     revision: Annotated[str | None, typer.Option(help="Revision of a checkpoint on the Hugging Face hub.")] = None,
+    hf_overrides: Annotated[
+        str | None, typer.Option(help='Values in place of config.json\'s, JSON: {"rope_theta": 1000000}.')
+    ] = None,
     config: Annotated[str | None, typer.Option(help="YAML file of flags; the command line wins.")] = None,
 ) -> None:
     """Flags of the model and its files: fields of ``EngineConfig``, and what they are read from."""

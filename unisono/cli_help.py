@@ -44,7 +44,7 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "Weights, dtype, context, tokenizer, device",
         (
             "dtype", "quantization", "max_model_len", "load_format", "tokenizer", "generation_config", "revision",
-            "config", "device",
+            "hf_overrides", "config", "device",
         ),
     ),
     "memory": (

@@ -140,6 +140,13 @@ def print_tables(info: Mapping[str, Any]) -> None:
             _print(title, columns, [[row.get(c, "") for c in columns] for row in rows])
 
 
+def print_dry_run(tables: Mapping[str, Sequence[tuple[str, str]]], decisions: Sequence[Mapping[str, Any]]) -> None:
+    """Print what ``explain --dry-run`` found: tables of (name, value), and the decisions."""
+    for title, found in tables.items():
+        _print(title, ("", ""), found)
+    _print("Decisions", ("name", "value", "reason"), [list(each.values()) for each in decisions])
+
+
 MOST_FIXED, LEAST_WRAPPED = 20, 24
 """Columns whose cells are at most this long are never wrapped; others are, down to this width."""
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from unisono.preflight.ranks import check_visible
 from unisono.types import MAX_LOGPROBS, Concise, ConfigError, SpeculativeConfig
 from unisono.vectors import DTYPES, dtype_of
 
@@ -70,6 +71,7 @@ class EngineConfig(Concise):
     generation_config: where sampling defaults come from: auto: the checkpoint's generation_config.json; vllm: vLLM's
     neutral ones; or a directory with that file. EOS ids are the checkpoint's either way.
     tokenizer: directory of the tokenizer; None: the checkpoint's.
+    hf_overrides: values in place of config.json's, by their names; objects within objects are merged.
     logprobs_mode: log-probabilities of the model's own logits (raw), or of what tokens are drawn from: edited, divided
     by the temperature, filtered (processed).
     max_logprobs: what a request's logprobs may ask for at each position; -1: any number. More than 20 take whole rows
@@ -141,6 +143,7 @@ class EngineConfig(Concise):
     lora_dtype: str = "auto"
     generation_config: str = "auto"
     tokenizer: str | None = None
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
     tp_reduce: str = "gather"
@@ -411,12 +414,7 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
     import torch
 
     gpu = hardware.device.type == "cuda"
-    ranks = config.tensor_parallel_size
-    if hardware.devices is not None and ranks > hardware.devices:
-        raise ConfigError(
-            f"--tensor-parallel-size {ranks}: it takes a GPU for each rank, and {hardware.devices} are visible from "
-            f"{hardware.device} on; lower it."
-        )
+    check_visible(config.tensor_parallel_size, hardware.devices, hardware.device)
     decisions: list[Decision] = []
 
     def resolve_auto(name: str, asked: Any, value: Any, reason: str) -> Any:

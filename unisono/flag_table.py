@@ -29,6 +29,7 @@ RENAMED = {
     "--dp-size": "--data-parallel-size",
     "--hicache-ratio": "--cpu-offload-ratio",
     "--hicache-size": "--cpu-offload-gb",
+    "--json-model-override-args": "--hf-overrides",
     "--kv-offloading-size": "--cpu-offload-gb",
     "--limit-mm-data-per-request": "--limit-mm-per-prompt",
     "--lora-paths": "--lora-modules",
@@ -56,7 +57,13 @@ SWITCHES = {
 }
 """Settings without a value that mean the same; an empty one is what happens anyway."""
 
-_ONE_GPU = "this version runs on one GPU"
+_RANKS = "--tensor-parallel-size divides a model among the GPUs of one machine (docs/scale.md)"
+_CONTEXT = f"a context is not divided among GPUs; {_RANKS}"
+_STAGES = f"layers are not divided among GPUs; {_RANKS}"
+_MACHINES = (
+    f"{_RANKS}, and --data-parallel-size with --distributed-executor-backend ray puts engines on several machines"
+)
+_EMBEDS = "text and embeddings (/v1/embeddings) are served; classifiers, rerankers and reward models are not"
 _ONE_ENGINE = "`unisono serve` runs several engines in one server; other commands, and an LLM, are one engine"
 _EXPERTS = "--enable-expert-parallel divides experts among the ranks of --tensor-parallel-size"
 
@@ -64,28 +71,28 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--api-server-count": (("1",), "one process serves the API"),
     "--block-size": (("16",), "pages of the KV cache have 16 tokens"),
     "--chat-template-content-format": (("auto", "string"), "templates get message contents as text"),
-    "--convert": (("auto", "none"), "models generate text; they are not converted"),
+    "--convert": (("auto", "none", "embed"), _EMBEDS),
     "--data-parallel-size": (("1",), _ONE_ENGINE),
-    "--dcp-size": (("1",), _ONE_GPU),
-    "--decode-context-parallel-size": (("1",), _ONE_GPU),
+    "--dcp-size": (("1",), _CONTEXT),
+    "--decode-context-parallel-size": (("1",), _CONTEXT),
     "--distributed-executor-backend": (("uni", "mp"), _ONE_ENGINE),
     "--ep": (("1",), _EXPERTS),
     "--ep-size": (("1",), _EXPERTS),
     "--grammar-backend": (("xgrammar",), "structured outputs go through xgrammar"),
     "--guided-decoding-backend": (("auto", "xgrammar"), "structured outputs go through xgrammar"),
     "--kv-offloading-backend": (("native",), "host memory is the engine's own; --cpu-offload-gb sets it"),
-    "--nnodes": (("1",), _ONE_GPU),
-    "--node-rank": (("0",), _ONE_GPU),
+    "--nnodes": (("1",), _MACHINES),
+    "--node-rank": (("0",), _MACHINES),
     "--page-size": (("16",), "pages of the KV cache have 16 tokens"),
-    "--pipeline-parallel-size": (("1",), _ONE_GPU),
-    "--pp": (("1",), _ONE_GPU),
-    "--pp-size": (("1",), _ONE_GPU),
+    "--pipeline-parallel-size": (("1",), _STAGES),
+    "--pp": (("1",), _STAGES),
+    "--pp-size": (("1",), _STAGES),
     "--preemption-mode": (("recompute",), "what is preempted is computed again"),
     "--response-role": (("assistant",), "answers have the role assistant"),
-    "--runner": (("auto", "generate"), "models generate text"),
+    "--runner": (("auto", "generate", "pooling"), _EMBEDS),
     "--stream-interval": (("1",), "tokens are streamed as they come"),
     "--structured-outputs-config": (('{"backend": "auto"}', '{"backend": "xgrammar"}'), "they go through xgrammar"),
-    "--task": (("auto", "generate"), "models generate text"),
+    "--task": (("auto", "generate", "embed", "embedding"), _EMBEDS),
     "--tokenizer-mode": (("auto", "hf"), "tokenizers are read through transformers"),
 }
 """Settings with a value of which only these values can be honoured, and why."""
@@ -139,6 +146,7 @@ NOTED_SWITCHES = {
     "--enable-metrics": _ALWAYS_METRICS,
     "--enable-p2p-check": "ranks reach each other's memory where torch says so, else through NCCL",
     "--enable-server-load-tracking": "the load is always tracked",
+    "--is-embedding": "/v1/embeddings is always served, and text too (docs/embeddings.md)",
     "--enable-multimodal": "models with a vision tower take pictures",
     "--skip-mm-profiling": "memory of the tower's passes is measured with the others",
     "--no-async-scheduling": "the host always works while the device does; the text is the same",
@@ -150,6 +158,8 @@ NOTED_SWITCHES = {
 }
 """Settings without a value that change nothing here, and what happens instead."""
 
+_POOLING = "embeddings are pooled as the checkpoint's 1_Pooling/config.json says (docs/embeddings.md)"
+
 REFUSED = {
     "--completion-template": "there are no completion templates; put the prompt together in the client",
     "--compilation-config": "graphs are set by --graphs, --graph-memory and --compile",
@@ -157,24 +167,21 @@ REFUSED = {
     "--disable-sliding-window": "windows are the model's; --max-model-len bounds the context",
     "--disaggregation-bootstrap-port": "a prefill engine listens at --transfer-listen",
     "--disaggregation-ib-device": "with --transfer-backend nixl UCX picks devices; UCX_NET_DEVICES names them",
-    "--dist-init-addr": _ONE_GPU,
+    "--dist-init-addr": _MACHINES,
     "--enable-force-include-usage": "clients ask for it: stream_options.include_usage",
     "--enable-mm-embeds": "embeddings of pictures are not taken; send pictures",
     "--interleave-mm-strings": "pictures stand where their content parts do",
     "--enable-sleep-mode": "nothing frees the GPU for a while; stop the server instead",
-    "--headless": _ONE_GPU,
+    "--headless": _MACHINES,
     "--hicache-storage-backend": "--kv-offload-dir DIR keeps pages in files",
-    "--hf-overrides": "the model's config.json is read as it is; change it in a copy of the checkpoint",
     "--hf-token": "the token is read from the environment (HF_TOKEN), not from a flag that others see",
-    "--is-embedding": "models generate text",
-    "--json-model-override-args": "the model's config.json is read as it is; change it in a copy of the checkpoint",
     "--kv-cache-memory-bytes": "the KV cache takes what --gpu-memory-utilization leaves; --num-pages bounds it",
     "--log-config-file": "logging is set by --log-level",
     "--logits-processors": "write a feature (docs/adding-a-feature.md)",
     "--max-total-tokens": "the KV cache takes what --gpu-memory-utilization leaves; --num-pages bounds it",
     "--middleware": "no code is loaded into the server; put a proxy in front of it",
-    "--override-pooler-config": "models generate text",
-    "--pooler-config": "models generate text",
+    "--override-pooler-config": _POOLING,
+    "--pooler-config": _POOLING,
     "--skip-tokenizer-init": "prompts may be token ids with a tokenizer, too; leave it out",
     "--trust-remote-code": (
         "code of a checkpoint is never run. An architecture of docs/models.md needs none; for another one write a "

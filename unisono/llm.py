@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from unisono.bars import Bar, prompts_bar, start_bars
 from unisono.config import EngineConfig
@@ -20,8 +20,21 @@ from unisono.frontend.media.inputs import offline_mapping
 from unisono.frontend.media.loader import MediaLoader
 from unisono.frontend.media.parts import read_messages, with_request
 from unisono.frontend.media.settings import MediaSettings
-from unisono.llm_arguments import engine_arguments, media_arguments
+from unisono.frontend.pooling import pooling_of
+from unisono.llm_arguments import check_constructor, engine_arguments, media_arguments
+from unisono.llm_calls import (
+    as_conversations,
+    as_params,
+    as_priorities,
+    as_prompt,
+    as_prompts,
+    check_bar,
+    check_kind,
+    check_template_arguments,
+)
 from unisono.lora import LoRARequest, one_each
+from unisono.preflight.model import check_engine_model
+from unisono.results import EmbeddingOutput, EmbeddingRequestOutput
 from unisono.tokenizer import Tokenizer
 from unisono.types import (
     BadRequest,
@@ -75,9 +88,12 @@ class LLM:
         use_tqdm_on_load: bool = True,
         **flags: Any,
     ) -> None:
-        model, revision, template = str(model), flags.pop("revision", None), flags.pop("chat_template", None)
+        revision, template = flags.pop("revision", None), flags.pop("chat_template", None)
+        check_constructor(model, revision, template, progress)
+        model = str(model)
         media = MediaSettings.of(**media_arguments(flags))
         config = EngineConfig(f"{model}@{revision}" if revision else model, **engine_arguments(flags))
+        check_engine_model(config, headers=False)  # the engine reads them after it has checked its flags
         with start_bars(use_tqdm_on_load and progress is None) as report:
             engine = Engine(config, progress or report)
         try:
@@ -92,7 +108,7 @@ class LLM:
         facts, directory = ModelFacts.of(engine.info(), self.tokenizer), engine.checkpoint.path
         loader = MediaLoader(facts.vision, Path(directory), media, facts.dtype, facts.max_model_len - 1)
         self._inputs = InputProcessor(self.tokenizer, facts, loader)
-        self._default_params = engine.default_params()
+        self._default_params, self._pooling = engine.default_params(), pooling_of(Path(directory))
         self.eos_token_ids = self._inputs.model.eos_token_ids
         self._ids = itertools.count()
         self._loading, self._adapters = threading.Lock(), dict[str, LoRARequest]()
@@ -128,12 +144,11 @@ class LLM:
         all prompts, or of each (None: of none); for an engine with ``enable_lora=True``.
         Raises BadRequest, before anything runs, if any of them is wrong.
         """
-        batch = _as_list(prompts)
-        params = self._params(sampling_params, len(batch))
+        batch = as_prompts(prompts)
+        check_bar(use_tqdm)
+        params = as_params(sampling_params, len(batch), self._default_params)
         adapters = one_each(lora_request, len(batch))
-        if priority is not None and len(priority) != len(batch):
-            raise BadRequest(f"{len(priority)} priorities for {len(batch)} prompts; give one each.", "priority")
-        ranks = priority or [0] * len(batch)
+        ranks = as_priorities(priority, len(batch))
         each = zip(batch, params, ranks, adapters, strict=True)
         collectors = [self.prepare(p, q, priority=r, lora_request=a) for p, q, r, a in each]
         self._run(collectors, use_tqdm)
@@ -151,10 +166,7 @@ class LLM:
 
         template: what :meth:`chat_prompt` takes.
         """
-        if not messages:
-            raise BadRequest("messages is empty; give at least one.", param="messages")
-        several = messages if not isinstance(messages[0], Mapping) else [messages]
-        prompts = [self.chat_prompt(cast(Conversation, m), **template) for m in several]
+        prompts = [self.chat_prompt(one, **template) for one in as_conversations(messages)]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def chat_prompt(
@@ -178,6 +190,8 @@ class LLM:
         Contents may be lists of parts, pictures and videos among them (docs/vision.md); mm_processor_kwargs are for
         these.
         """
+        (messages,) = as_conversations([messages] if isinstance(messages, (list, tuple)) else messages)
+        check_template_arguments(locals())
         if add_generation_prompt and continue_final_message:
             raise BadRequest(
                 "continue_final_message goes on with the last message, add_generation_prompt begins a new one: "
@@ -199,6 +213,37 @@ class LLM:
         )
         return {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids, **offline_mapping(sources)}
 
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        use_tqdm: Bar = True,
+        lora_request: Adapters = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed prompts as ``/v1/embeddings`` does: last hidden states, pooled as the checkpoint says.
+
+        dimensions: the first numbers of each embedding that are kept, 1 to the hidden size; None: all. normalize:
+        scale each embedding to length 1. Raises BadRequest, before anything runs, for a wrong argument and for a
+        checkpoint whose way to pool is not supported.
+        """
+        hidden_size = self._inputs.model.hidden_size
+        check_kind("normalize", normalize, bool, "True or False")
+        if dimensions is not None:
+            check_kind("dimensions", dimensions, int, "a whole number")
+            if not 1 <= dimensions <= hidden_size:
+                raise BadRequest(f"dimensions={dimensions} is out of range: give 1 to {hidden_size}.", "dimensions")
+        if self._pooling.problem is not None:
+            raise BadRequest(f"Embeddings of this checkpoint: {self._pooling.problem}.")
+        params = SamplingParams(temperature=0, max_tokens=1, return_hidden_states=True)
+        found = []
+        for output in self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request):
+            states = output.prompt_hidden_states.float().numpy()
+            vector = EmbeddingOutput(self._pooling.pool(states, dimensions, normalize).tolist())
+            found.append(EmbeddingRequestOutput(output.request_id, vector, output.prompt_token_ids))
+        return found
+
     def beam_search(
         self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams
     ) -> list[BeamSearchOutput]:
@@ -206,8 +251,9 @@ class LLM:
 
         Raises BadRequest, before anything runs, if any prompt is wrong.
         """
+        check_kind("params", params, BeamSearchParams, "BeamSearchParams(beam_width=…, max_tokens=…)")
         searches = []
-        for given in _as_list(prompts):
+        for given in as_prompts(prompts):
             prompt, sampling = self._inputs.prompt(given), params.sampling()
             check_beams(sampling, self._inputs.model.max_logprobs)
             request = self._inputs.request(self.next_id(), prompt, sampling)
@@ -238,7 +284,8 @@ class LLM:
 
     def stream(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> Iterator[TokenDelta]:
         """Yield one request's tokens as they come. Leaving the loop early aborts it. Several may be read by turns."""
-        request = self._request(prompt_token_ids, params or self._default_params)
+        (params,) = as_params(params, 1, self._default_params)
+        request = self._request(as_prompt(prompt_token_ids), params)
         inbox: Inbox | None = None
         try:
             inbox = self.loop.submit([request])
@@ -334,15 +381,6 @@ class LLM:
     def _request(self, prompt: PromptType, params: SamplingParams) -> EngineRequest:
         return self._inputs.request(self.next_id(), self._inputs.prompt(prompt), params)
 
-    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        if given is None:
-            return [self._default_params] * count
-        if isinstance(given, SamplingParams):
-            return [given] * count
-        if len(given) != count:
-            raise BadRequest(f"{len(given)} SamplingParams for {count} prompts; give one, or one each.")
-        return list(given)
-
     def _run(self, collectors: list[Collector], use_tqdm: Bar) -> None:
         """Run everything to its end; whatever is left when an error or Ctrl-C comes is aborted."""
         owners = {request.request_id: one for one in collectors for request in one.requests}
@@ -372,12 +410,3 @@ def _facts(engine: Engine) -> str:
     if speculation["drafter"] != "none":
         facts += f", speculates with {speculation['drafter']}, k={speculation['num_speculative_tokens']}"
     return facts
-
-
-def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
-    """Return one prompt or many as a list. A list of ints is one prompt of token ids."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [cast(Sequence[int], prompts)]
-    return list(cast(Sequence[PromptType], prompts))

@@ -15,6 +15,7 @@ from typing import Any
 from unisono.config import EngineConfig
 from unisono.flag_table import (
     ACCEPTED,
+    ALGORITHMS,
     NOTED_SWITCHES,
     NOTED_VALUES,
     REFUSED,
@@ -24,6 +25,7 @@ from unisono.flag_table import (
     refuse,
 )
 from unisono.lora import read_modules
+from unisono.preflight.model import read_overrides
 from unisono.types import ConfigError, SpeculativeConfig
 
 FIELDS = {one.name for one in dataclasses.fields(EngineConfig)} - {"model"}
@@ -35,8 +37,29 @@ MEDIA = {
 }  # fmt: skip
 """Keywords that say what pictures may be: the fields of ``frontend.media.settings.MediaSettings``."""
 
+SPECULATIVE = {
+    "speculative_method": "method", "speculative_algorithm": "method", "speculative_model": "model",
+    "speculative_draft_model_path": "model", "draft_model": "model", "num_speculative_tokens": "num_speculative_tokens",
+    "speculative_num_steps": "num_speculative_tokens", "speculative_topk": "topk", "speculative_eagle_topk": "topk",
+    "speculative_tree_nodes": "num_draft_tokens", "speculative_num_draft_tokens": "num_draft_tokens",
+    "speculative_draft_quantization": "draft_quantization",
+}  # fmt: skip
+"""Flags of the command line that are parts of ``speculative_config`` here, and their names in it."""
+
 SERVER_ONLY = {"served_model_name", "api_key", "host", "port", "log_level"}
 """Keywords that other engines' offline classes take and that only a server uses; any value is fine."""
+
+
+def check_constructor(model: Any, revision: Any, chat_template: Any, progress: Any) -> None:
+    """Raise ConfigError for arguments of ``LLM`` of a wrong kind that no field of ``EngineConfig`` checks."""
+    for name, value, ok, words in (
+        ("model", model, isinstance(model, (str, Path)), "a directory, a bundled name or a hub id"),
+        ("revision", revision, revision is None or isinstance(revision, str), "a string"),
+        ("chat_template", chat_template, chat_template is None or isinstance(chat_template, str), "a Jinja template"),
+        ("progress", progress, progress is None or callable(progress), "a function of (stage, share)"),
+    ):
+        if not ok:
+            raise ConfigError(f"{name}={value!r}: give {words}.")
 
 
 def media_arguments(given: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +74,11 @@ def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         renamed = _name(RENAMED.get(_flag(name), _flag(name)))
         if renamed == "lora_modules":
+            if value is not None and not isinstance(value, (list, tuple, Mapping)):
+                raise ConfigError(f"{name}={value!r}: give a list of 'name=path', or a dict of name to path.")
             value = read_modules(value or ())
+        if renamed == "hf_overrides":
+            value = read_overrides(name, value or {})
         if renamed == "speculative_config":
             renamed, value = "speculative", _speculative(value)
         if renamed in SERVER_ONLY or _is_neutral(name, value):
@@ -63,7 +90,7 @@ def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
                 continue
             value = float(preset) if equals else not switch.startswith("--no-")
         if renamed not in FIELDS:
-            raise ConfigError(f"LLM takes no keyword {name}. {_nearest(name)}")
+            raise ConfigError(f"LLM takes no keyword {name}. {_instead(name, given)}")
         if renamed in fields:
             raise ConfigError(f"{name}={value!r}: {renamed} is given twice; leave one of them out.")
         fields[renamed] = _plain(renamed, value)
@@ -133,6 +160,17 @@ def _speculative(given: Any) -> SpeculativeConfig | None:
     if not isinstance(given, Mapping):
         raise ConfigError(f"speculative_config={given!r}: give a dict.")
     return SpeculativeConfig.parse(given)
+
+
+def _instead(name: str, given: Mapping[str, Any]) -> str:
+    """What to write in place of keyword ``name``."""
+    if name not in SPECULATIVE:
+        return _nearest(name)
+    parts = {SPECULATIVE[key]: value for key, value in given.items() if key in SPECULATIVE and value is not None}
+    method = parts.get("method")
+    if isinstance(method, str):
+        parts["method"] = ALGORITHMS.get(method.upper(), method)
+    return f"Write speculative_config={ {'method': 'ngram, eagle3, mtp …', **parts} } (docs/speculation.md)."
 
 
 def _nearest(name: str) -> str:

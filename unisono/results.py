@@ -253,3 +253,20 @@ class RequestOutput(Concise):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     prompt_hidden_states: Any = None
     metrics: RequestMetrics | None = None
+
+
+@dataclass
+class EmbeddingOutput:
+    """An embedding: numbers, as many as the model's hidden size or as were requested. Names are vLLM's."""
+
+    embedding: list[float]
+
+
+@dataclass
+class EmbeddingRequestOutput:
+    """The result of ``LLM.embed`` for one prompt. Names are vLLM's."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True

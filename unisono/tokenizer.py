@@ -12,14 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unisono.checkpoint_files import TOKENIZER_FILES
 from unisono.templates import TemplateFailed, TemplateTooHard, renderer
 from unisono.types import BadRequest, CheckpointError
 from unisono.untrusted import check_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
 
 HARMONY_ENDS = {"<|call|>", "<|return|>"}
 

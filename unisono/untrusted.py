@@ -110,8 +110,14 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def check_config(raw: Mapping[str, Any], file: Path) -> None:
-    """Refuse numbers of config.json that nothing should compute with: before transformers does."""
+def check_values(raw: Mapping[str, Any], file: Path) -> None:
+    """Refuse values of config.json that nothing should compute with: before transformers does."""
+    check_numbers(raw, file)
+    check_rope(raw, file)
+
+
+def check_numbers(raw: Mapping[str, Any], file: Path) -> None:
+    """Refuse numbers of config.json that are out of range."""
     for name, value, inside in _numbers(raw):
         if isinstance(value, float) and math.isnan(value):
             raise CheckpointError(f"{file}: {name} is NaN.")
@@ -124,6 +130,10 @@ def check_config(raw: Mapping[str, Any], file: Path) -> None:
             raise CheckpointError(f"{file}: rope_theta={value} is out of range: it must be above 0.")
         if inside in ROPE and name in ("factor", "original_max_position_embeddings") and not 0 < value < 1e12:
             raise CheckpointError(f"{file}: {inside}.{name}={value} is out of range: it must be above 0.")
+
+
+def check_rope(raw: Mapping[str, Any], file: Path) -> None:
+    """Refuse rotary embeddings of a type that is not computed."""
     text = {name: part for name, part in raw.items() if not (name.endswith("_config") and name != "text_config")}
     for name, value in _all_items(text):  # towers of other kinds, which are not computed, turn as they like
         if name in ROPE and isinstance(value, Mapping):

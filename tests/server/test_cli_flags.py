@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import io
 import json
 import os
@@ -15,9 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx
 import pytest
@@ -26,7 +24,6 @@ from typer.testing import CliRunner
 
 from tests.server.conftest import ROOT
 from unisono import cli_output
-from unisono.catalog import bundled
 from unisono.cli import app
 
 SMALL = ["--max-num-seqs", "1", "--max-model-len", "128", "--device", "cpu", "--enforce-eager"]
@@ -150,98 +147,6 @@ def test_a_file_of_flags(served: Any, tmp_path: Path) -> None:
         code, output, config, _ = served("--config", str(file))
         assert (code, config) == (2, None)
         assert says in output
-
-
-# ---- hub ids --------------------------------------------------------------------------------------
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """A hub with one checkpoint, ``owner/small``: the bundled model."""
-
-    COMMIT = "0123456789abcdef0123456789abcdef01234567"
-    asked: ClassVar[list[str]] = []
-
-    def do_GET(self) -> None:
-        self.asked.append(self.path)
-        files = {file.name: file for file in bundled["tiny"].iterdir() if file.is_file()}
-        if self.path.startswith("/api/models/owner/small/tree/"):
-            tree = [
-                {"type": "file", "path": name, "size": file.stat().st_size, "oid": name} for name, file in files.items()
-            ]
-            return self.answer(json.dumps(tree).encode(), {"Content-Type": "application/json"})
-        if self.path.startswith("/api/models/owner/small"):
-            info = {"id": "owner/small", "sha": self.COMMIT, "siblings": [{"rfilename": name} for name in files]}
-            return self.answer(json.dumps(info).encode(), {"Content-Type": "application/json"})
-        found = re.match(rf"/owner/small/resolve/{self.COMMIT}/([\w.-]+)", self.path)
-        if found is None:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound")
-            self.send_header("Content-Length", "0")
-            return self.end_headers()
-        return self.answer(files[found[1]].read_bytes(), {"ETag": f'"{found[1]}"', "X-Repo-Commit": self.COMMIT})
-
-    do_HEAD = do_GET
-
-    def answer(self, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(200)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of a process that uses a hub on this machine."""
-    Hub.asked.clear()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield {
-        **os.environ,
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-    }
-    server.shutdown()
-
-
-def resolve(name: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    code = (
-        "import sys; from unisono import catalog\n"
-        f"try: print(catalog.find_directory({name!r}))\nexcept Exception as error: sys.exit(str(error))"
-    )
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-
-
-def test_a_hub_id_is_downloaded_once(hub: dict[str, str]) -> None:
-    first = resolve("owner/small", hub)
-    assert first.returncode == 0, first.stderr
-    directory = Path(first.stdout.strip())
-    assert (directory / "config.json").read_bytes() == (bundled["tiny"] / "config.json").read_bytes()
-    assert list(directory.glob("*.safetensors"))
-    count = len(Hub.asked)
-    assert count > 3
-    again = resolve("owner/small", hub)
-    assert (again.stdout, len(Hub.asked)) == (first.stdout, count)  # from the cache, without a question
-    assert resolve("owner/small", {**hub, "HF_HUB_OFFLINE": "1"}).stdout == first.stdout
-    for file in directory.glob("*.safetensors"):
-        file.unlink()  # a download that was cut off
-    assert resolve("owner/small", hub).stdout == first.stdout
-    assert list(directory.glob("*.safetensors"))
-
-
-def test_a_hub_id_that_cannot_be_had(hub: dict[str, str]) -> None:
-    assert "the hub has no such checkpoint" in resolve("owner/other", hub).stderr
-    started = time.monotonic()
-    gone = resolve("owner/small", {**hub, "HF_ENDPOINT": "http://127.0.0.1:9"})
-    assert "the download failed" in gone.stderr
-    assert "owner/small" in gone.stderr
-    assert time.monotonic() - started < 60
 
 
 # ---- what is printed ------------------------------------------------------------------------------

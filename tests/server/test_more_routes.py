@@ -225,7 +225,7 @@ def test_embedding_errors(generative: Server) -> None:
 
 
 def test_a_checkpoints_pooling(tmp_path: Path) -> None:
-    from unisono.server.pooling import pooling_of
+    from unisono.frontend.pooling import pooling_of
 
     assert pooling_of(tmp_path).meant is False
     file = tmp_path / "1_Pooling" / "config.json"

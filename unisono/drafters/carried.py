@@ -10,6 +10,7 @@ from pathlib import Path
 from unisono.models.checkpoint import read_tensors
 from unisono.models.config import DecoderConfig
 from unisono.models.mtp_checkpoint import LAYOUTS, MTPCheckpoint
+from unisono.models.tensor_files import nbytes
 from unisono.types import CheckpointError, SpeculativeConfig
 
 METHOD = "mtp"
@@ -32,3 +33,15 @@ def carried_speculation(directory: Path, target: DecoderConfig) -> tuple[Specula
     except CheckpointError as error:
         return None, f"the checkpoint carries {modules}, which cannot be used: {error}"
     return SpeculativeConfig(METHOD), f"the checkpoint carries {modules}; --speculative-method none turns it off"
+
+
+def carried_bytes(directory: Path) -> int:
+    """Bytes of the modules that a checkpoint carries beside its target's weights. Raises CheckpointError."""
+    tensors = read_tensors(directory)
+    found = [layout for layout in LAYOUTS.values() if layout.numbers(tensors)]
+    if not found:
+        return 0
+    numbers = found[0].numbers(tensors)
+    starts = tuple(found[0].block.replace("*", str(number), 1) for number in numbers)
+    starts += (found[0].root,) if found[0].root else ()
+    return sum(nbytes(info) for name, info in tensors.items() if name.startswith(starts))

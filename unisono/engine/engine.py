@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono import catalog
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
-from unisono.drafters.carried import carried_speculation
 from unisono.engine import report
 from unisono.engine.arrivals import Arrivals, Gate
 from unisono.engine.batch import Launched, Launcher
+from unisono.engine.default_drafts import with_default_drafts
 from unisono.engine.device_state import DeviceState, StateSizes
 from unisono.engine.draft_controller import DraftController
 from unisono.engine.mixing import Mixing
@@ -67,8 +66,8 @@ class Engine:
         self, config: EngineConfig, progress: Callable[[str, float], None] = lambda stage, share: None
     ) -> None:
         started = time.perf_counter()
-        checkpoint = Checkpoint.open(config.model, config.quantization)
-        resolved = _with_carried_drafts(resolve(config, Hardware.detect(config.device), checkpoint), checkpoint)
+        checkpoint = Checkpoint.open(config.model, config.quantization, config.hf_overrides)
+        resolved = with_default_drafts(resolve(config, Hardware.detect(config.device), checkpoint), checkpoint)
         self.checkpoint = checkpoint
         self._offload: Offload | None = None
         self.roles = Roles()
@@ -434,20 +433,3 @@ class Engine:
             with suppress(EngineDead):
                 self._offload.close()
         self.runner.close()
-
-
-def _with_carried_drafts(config: ResolvedConfig, checkpoint: Checkpoint) -> ResolvedConfig:
-    """Speculation by what the checkpoint carries, or by a bundled model's head, unless flags say how to speculate or
-    the weights are not read."""
-    if config.asked.speculative is not None or config.asked.load_format == "dummy":
-        return config
-    if (head := catalog.drafts_of(checkpoint.path)) is not None:
-        value = f"{head.method} ({head.model}), k = {head.num_speculative_tokens}"
-        reason = f"the bundled head {head.model}; --speculative-method none turns it off"
-        return config.decide("speculative", value, reason, speculative=head)
-    found = carried_speculation(checkpoint.path, checkpoint.config)
-    if found is None:
-        return config
-    spec, reason = found
-    value = "none" if spec is None else f"{spec.method}, k = {spec.num_speculative_tokens}"
-    return config.decide("speculative", value, reason, speculative=spec)

@@ -47,7 +47,7 @@ def main(socket: int, memory: int) -> None:
 def _serve(rank: Rank) -> None:
     config: ResolvedConfig = rank.first["config"]
     open_carrying(rank, rank.memory, config.device, rank.first["store"])
-    checkpoint = Checkpoint.open(config.asked.model, config.asked.quantization)
+    checkpoint = Checkpoint.open(config.asked.model, config.asked.quantization, config.asked.hf_overrides)
     build = Build(config, checkpoint, lambda stage, share: None, rank)
     worker = build.worker
     if config.asked.exchanges_pages:

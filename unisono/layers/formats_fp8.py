@@ -25,7 +25,8 @@ from unisono.kernels.fp8_quantize import E4M3, GROUP, LARGEST, SMALLEST, Quantis
 from unisono.layers.activations import Activations, Operand, Wish
 from unisono.layers.expert_formats_quantised import Fp8Experts
 from unisono.layers.formats import FLOATS, ONE_VALUE, PLAIN, Layout, LinearLayer, Stored, WeightFormat
-from unisono.layers.quantization_config import named, require
+from unisono.layers.quantization_config import named
+from unisono.preflight.quantization import check_fp8
 
 STORED_E4M3 = Stored(E4M3, ("F8_E4M3",))
 
@@ -207,10 +208,8 @@ def read(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
     With ``weight_block_size`` [128, 128]: BlockFp8. Without: one scale for a projection (``weight_scale``), and
     ``input_scale`` where ``activation_scheme`` is "static". Raises CheckpointError for anything else.
     """
+    check_fp8(config)
     block = config.get("weight_block_size")
-    require("fp8", config, {"fmt": ("e4m3", "float8_e4m3fn"), "scale_fmt": ("float", None), "expert_dtype": ("fp8",)})
-    require("fp8", config, {"weight_block_size": (None, [GROUP, GROUP]), "modules_to_convert": (None, [])})
-    require("fp8", config, {"activation_scheme": ("dynamic",) if block else ("dynamic", "static")})
     scheme = config.get("activation_scheme", "dynamic")
     kept = (*(config.get("modules_to_not_convert") or ()), *(config.get("ignored_layers") or ()), "lm_head")
     quantised: WeightFormat = BlockFp8() if block else RowFp8(True, "input_scale" if scheme == "static" else None)

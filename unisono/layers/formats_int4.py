@@ -30,11 +30,9 @@ from unisono.kernels import rms_norm
 from unisono.kernels.int4 import int4_linear, prove_int4, rehearse_int4_proof
 from unisono.layers.expert_formats_quantised import Int4Experts
 from unisono.layers.formats import FLOATS, PLAIN, Layout, LinearLayer, Stored, WeightFormat
-from unisono.layers.quantization_config import named, require
+from unisono.layers.quantization_config import named
+from unisono.preflight.quantization import check_awq, check_gptq
 from unisono.types import CheckpointError
-
-GROUPS = (32, 64, 128, -1)
-"""Inputs that share a scale; -1: all of them."""
 
 EACH = 8
 """Numbers in an int32."""
@@ -206,8 +204,7 @@ class PackedInt4(Int4):
 
 def read_awq(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
     """From a ``quantization_config`` with quant_method "awq" to each module's format. Raises CheckpointError."""
-    require("awq", config, {"bits": (4,), "version": ("gemm", "GEMM"), "zero_point": (True,)})
-    require("awq", config, {"group_size": (128, *GROUPS)})
+    check_awq(config)
     kept, format = (*(config.get("modules_to_not_convert") or ()), "lm_head"), AWQ(config.get("group_size", 128))
     return lambda module: PLAIN if named(module, kept) else format
 
@@ -218,12 +215,7 @@ def read_gptq(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
     ``modules_in_block_to_quantize`` names what is quantised of a layer; ``dynamic`` what is not, by expressions that
     begin with "-:".
     """
-    versions = ("gptq", "gptq_v2")
-    require("gptq", config, {"bits": (4,), "desc_act": (False,), "checkpoint_format": versions, "lm_head": (False,)})
-    require("gptq", config, {"group_size": (128, *GROUPS)})
-    own = [rule for rule in config.get("dynamic") or () if not rule.startswith("-:")]
-    if own:
-        raise CheckpointError(f"quant_method 'gptq' with dynamic={own[0]!r}: supported are rules that begin with '-:'.")
+    check_gptq(config)
     kept = ["lm_head", *(config.get("modules_to_not_convert") or ())]
     kept += [rule.removeprefix("-:") for rule in config.get("dynamic") or ()]
     listed = config.get("modules_in_block_to_quantize")

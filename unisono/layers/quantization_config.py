@@ -1,12 +1,9 @@
-"""What readers of a quantization_config share: how it names modules, and which values of its fields are supported."""
+"""Modules as a quantization_config names them; ``preflight.quantization`` has the rules of its other fields."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
-
-from unisono.types import CheckpointError
+from collections.abc import Iterable
 
 REGEX = "re:"
 """What a regular expression begins with in compressed-tensors' lists."""
@@ -39,15 +36,3 @@ def targeted(module: str, targets: Iterable[str], kinds: Iterable[str] = ()) -> 
         re.match(target[len(REGEX) :], module) is not None if target.startswith(REGEX) else target in (module, *kinds)
         for target in targets
     )
-
-
-def require(method: str, config: Mapping[str, Any], rules: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise CheckpointError unless each field of a quantization_config is one of its supported values.
-
-    The first of them is what a config means that leaves the field out.
-    """
-    for name, supported in rules.items():
-        value = config.get(name, supported[0])
-        if value not in supported:
-            ways = " or ".join(repr(each) for each in supported)
-            raise CheckpointError(f"quant_method {method!r} with {name}={value!r}: supported is {ways}.")

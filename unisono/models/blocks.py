@@ -26,7 +26,8 @@ from unisono.layers.formats import WHOLE, PartOf, Share
 from unisono.layers.mlp import GatedMLP
 from unisono.layers.norm import RMSNorm
 from unisono.layers.rotary import RotarySpec
-from unisono.models.build import Builder, fitting_sizes, require
+from unisono.models.build import Builder, require
+from unisono.preflight.ranks import check_attention_heads
 from unisono.state.specs import ALL, PAGE_SIZE, Paged, Tree
 from unisono.types import ConfigError
 
@@ -137,11 +138,7 @@ class AttentionSpec:
         if ranks.count == 1:
             return self
         heads, kv_heads, count = self.num_heads, self.num_kv_heads, ranks.count
-        if heads % count or (kv_heads % count and count % kv_heads):
-            raise ConfigError(
-                f"--tensor-parallel-size {count}: a layer has {heads} query heads over {kv_heads} KV heads, which "
-                f"cannot be divided among {count} ranks: give {fitting_sizes(heads, kv_heads)}."
-            )
+        check_attention_heads(heads, kv_heads, count)
         return replace(self, num_heads=heads // count, num_kv_heads=max(1, kv_heads // count))
 
     def shares(self, ranks: Ranks) -> dict[str, Share]:

@@ -40,12 +40,6 @@ def require(ok: bool, name: str, value: object, rule: str) -> None:
         raise CheckpointError(f"config.json: {name}={value!r}: {rule}.")
 
 
-def fitting_sizes(heads: int, kv_heads: int) -> str:
-    """The numbers of ranks that heads can be divided among, for a message."""
-    sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    return " or ".join((", ".join(map(str, sizes[:-1])), str(sizes[-1]))) if len(sizes) > 1 else str(sizes[0])
-
-
 @dataclass(frozen=True)
 class Builder:
     """Makes the modules of one model.

@@ -6,7 +6,9 @@ holds no weights: ``weights`` reads them. The engine and the loader call it.
 
 from __future__ import annotations
 
+import json
 import math
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,16 +17,18 @@ from typing import Any
 import torch
 
 from unisono import catalog
+from unisono.checkpoint_files import CONFIG, INDEX
+from unisono.checkpoint_files import WEIGHTS as WEIGHTS
 from unisono.layers.formats import PLAIN, WeightFormat
 from unisono.models.build import plain
 from unisono.models.config import TOWER_PREFIXES, DecoderConfig, Family
 from unisono.models.quantization import PLAIN_WEIGHTS, Quantization, find_quantization
 from unisono.models.stored_config import stored_config
 from unisono.models.tensor_files import TensorInfo, read_header
+from unisono.preflight.model import architecture_of, check_config
+from unisono.preflight.weights import weight_files
 from unisono.types import CheckpointError
-from unisono.untrusted import check_config, check_directory, check_token_ids, inside, read_json
-
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+from unisono.untrusted import check_directory, check_token_ids, check_values, read_json
 
 
 @dataclass(frozen=True)
@@ -57,21 +61,24 @@ class Checkpoint:
     quantization: Quantization = PLAIN_WEIGHTS
 
     @classmethod
-    def open(cls, path: str | Path, quantization: str | None = None) -> Checkpoint:
+    def open(
+        cls, path: str | Path, quantization: str | None = None, overrides: Mapping[str, Any] | None = None
+    ) -> Checkpoint:
         """Read the configs of a directory or a bundled name; weights may be absent (``--load-format dummy``).
 
-        quantization: what ``--quantization`` asks for; None: what the checkpoint has. Raises CheckpointError: no such
-        directory, a hub id, config.json missing or unparsable, an unsupported architecture or quantisation, values that
-        the blocks do not compute; ConfigError: a ``quantization`` that is not the checkpoint's.
+        quantization: ``--quantization``; None: as the checkpoint is. overrides: values in place of config.json's
+        (``--hf-overrides``). Raises CheckpointError: no such directory, a hub id that cannot be downloaded, config.json
+        missing or unparsable, an unsupported architecture or quantisation, values that the blocks do not compute;
+        ConfigError: a ``quantization`` that is not the checkpoint's.
         """
-        directory = catalog.find_directory(path)
-        raw = read_config(directory)
-        family = catalog.models.load(_architecture(raw, directory))
+        directory = catalog.find_directory(path, lambda found: check_config(found, quantization, overrides))
+        raw = check_config(directory, quantization, overrides)
+        family = catalog.models.load(architecture_of(raw, directory))
         try:
             quantized = find_quantization(raw, directory, quantization)
         except (TypeError, ValueError, KeyError, AttributeError) as error:  # it reads what any tool has written
             raise CheckpointError(f"{directory / 'config.json'}: quantization_config: {error!r}.") from None
-        hf_config, config = _parse_config(directory, family, raw)
+        hf_config, config = _parse_config(directory, family, raw, overrides)
         generation_file = directory / "generation_config.json"
         generation = generation_defaults(generation_file) if generation_file.exists() else GenerationDefaults()
         text = config.hf_config
@@ -120,27 +127,10 @@ def read_tensors(directory: Path) -> dict[str, TensorInfo]:
     Raises CheckpointError: no safetensors, a shard of the index missing, a file truncated or not
     safetensors, a tensor that the index promises and its shard lacks.
     """
-    single, index = directory / WEIGHTS, directory / INDEX
-    if single.exists():
-        return read_header(single)
-    if not index.exists():
-        raise CheckpointError(f"{directory} has neither {WEIGHTS} nor {INDEX}{_other_weights(directory)}.")
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map: download it again.")
+    files, weight_map = weight_files(directory)
     tensors: dict[str, TensorInfo] = {}
-    files: dict[str, Path] = {}
-    for name in weight_map.values():
-        if not isinstance(name, str) or name not in files:
-            files[name] = inside(directory, name, index)
-    for name in sorted(files):
-        if not files[name].is_file():
-            held = sum(file == name for file in weight_map.values())
-            raise CheckpointError(
-                f"{directory / name} is missing; {INDEX} says that it holds {held} of "
-                f"{len(weight_map)} tensors. Download it again."
-            )
-        tensors.update(read_header(directory / name))
+    for file in files:
+        tensors.update(read_header(file))
     for tensor, name in weight_map.items():
         if tensor not in tensors:
             raise CheckpointError(f"{directory / name}: tensor {tensor} is missing, though {INDEX} promises it.")
@@ -159,30 +149,30 @@ def formats_in(directory: Path) -> Callable[[str], WeightFormat]:
 def read_config(directory: Path) -> dict[str, Any]:
     """config.json, after a look at all files of its directory. Raises CheckpointError."""
     check_directory(directory)
-    raw = read_json(directory / "config.json")
-    check_config(raw, directory / "config.json")
+    raw = read_json(directory / CONFIG)
+    check_values(raw, directory / CONFIG)
     return raw
 
 
-def _architecture(raw: Mapping[str, Any], directory: Path) -> str:
-    names = raw.get("architectures")
-    supported = ", ".join(catalog.models.names)
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        shown = str(names)[:80]
-        raise CheckpointError(f"{directory / 'config.json'}: architectures={shown}; it must name one of {supported}.")
-    if names[0] not in catalog.models:
-        raise CheckpointError(f"{directory}: architecture {names[0]!r} is not supported. Supported: {supported}.")
-    return names[0]
+def _parse_config(
+    directory: Path, family: Family, raw: Mapping[str, Any], overrides: Mapping[str, Any] | None
+) -> tuple[Any, DecoderConfig]:
+    """(transformers' configuration, what the family reads of it) of a config.json, ``raw`` with ``overrides``."""
 
-
-def _parse_config(directory: Path, family: Family, raw: Mapping[str, Any]) -> tuple[Any, DecoderConfig]:
     def by_transformers() -> Any:
         from transformers import AutoConfig  # seconds to import: after the cheap checks
 
-        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        if not overrides:
+            return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        with tempfile.TemporaryDirectory() as changed:
+            Path(changed, CONFIG).write_text(json.dumps(raw))
+            config = AutoConfig.from_pretrained(changed, local_files_only=True, trust_remote_code=False)
+        config.name_or_path = str(directory)
+        return config
 
     try:
-        hf_config = stored_config((directory / "config.json").read_bytes(), str(directory), by_transformers)
+        read = json.dumps(raw, sort_keys=True).encode() if overrides else (directory / CONFIG).read_bytes()
+        hf_config = stored_config(read, str(directory), by_transformers)
         if raw.get("vision_config") is None and hasattr(hf_config, "vision_config"):
             hf_config.vision_config = None  # transformers made one up
         return hf_config, family.read(hf_config)
@@ -213,10 +203,3 @@ def _token_ids(value: Any, file: Path) -> tuple[int, ...]:
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise CheckpointError(f"{file}: eos_token_id={value!r} must be a token id or a list of them.")
     return tuple(ids)
-
-
-def _other_weights(directory: Path) -> str:
-    others = sorted(f.name for f in directory.iterdir() if f.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors"))
-    if not others:
-        return "; for random weights use --load-format dummy"
-    return f", only {', '.join(others[:4])}: convert it with transformers' save_pretrained"

@@ -21,6 +21,7 @@ import torch
 
 from unisono import catalog
 from unisono.catalog import find_directory
+from unisono.checkpoint_files import CONFIG, PICKLE
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.layers.formats import Place, WeightFormat
 from unisono.layers.norm import RMSNorm
@@ -34,19 +35,12 @@ from unisono.models.loader import draw_held
 from unisono.models.qwen3 import QWEN3
 from unisono.models.stored_config import stored_config
 from unisono.models.tensor_files import TensorInfo
+from unisono.preflight.families import DRAFT_LAYERS
+from unisono.preflight.formula import check_formula
 from unisono.types import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""The family that reads a head's layer, by ``model_type``."""
-
-PICKLED = "pytorch_model.bin"
 EMBED, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 CONVENTIONS = ("auto", "input", "output")
 """What ``eagle_aux_hidden_state_layer_ids`` may number: inputs of layers, or outputs."""
@@ -294,11 +288,12 @@ def _layer_config(
 ) -> DecoderConfig:
     """The head's decoder layer, read as the family of its ``model_type`` reads its own."""
     model_type = fields.get("model_type", "llama")
-    if model_type not in ARCHITECTURES:
+    if model_type not in DRAFT_LAYERS:
         raise CheckpointError(
             f"{directory}: a head with layers of model_type {model_type!r} is not supported. Supported: "
-            f"{', '.join(sorted(ARCHITECTURES))}."
+            f"{', '.join(sorted(DRAFT_LAYERS))}."
         )
+    check_formula(DRAFT_LAYERS[model_type], fields, directory / CONFIG)
     given = {k: v for k, v in fields.items() if k != "model_type"}
 
     def by_transformers() -> Any:
@@ -309,7 +304,7 @@ def _layer_config(
     try:
         hf_config = stored_config(json.dumps([model_type, given], sort_keys=True).encode(), "", by_transformers)
         hf_config.architectures = raw.get("architectures") or ["draft head"]
-        config = catalog.models.load(ARCHITECTURES[model_type]).read(hf_config)
+        config = catalog.models.load(DRAFT_LAYERS[model_type]).read(hf_config)
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from None
     except Exception as error:  # transformers validates with many exception types
@@ -402,7 +397,7 @@ def infer_aux_layers(
 
 def _tensors(directory: Path) -> dict[str, TensorInfo]:
     """Every tensor by its speculators name, of safetensors or the original's pickle."""
-    pickled = directory / PICKLED
+    pickled = directory / PICKLE
     if pickled.exists() and not any(directory.glob("*.safetensors*")):
         stored = tensor_files.read_pickle(pickled)
     else:

@@ -17,10 +17,10 @@ from unisono.kernels.causal_conv import causal_conv
 from unisono.kernels.gated_delta import gated_delta
 from unisono.layers.activations import Activations, gated_norm
 from unisono.layers.formats import PLAIN, WHOLE, PartOf, Share
-from unisono.models.build import Builder, fitting_sizes, require
+from unisono.models.build import Builder, require
+from unisono.preflight.ranks import check_recurrent_heads
 from unisono.state.specs import Remembered, Tail
 from unisono.state.store import TailView
-from unisono.types import ConfigError
 
 HEAD_SIZES = (16, 32, 64, 128)
 """What the kernels compute."""
@@ -59,11 +59,7 @@ class GatedDeltaSpec:
         cannot be divided so.
         """
         keys, values, count = self.num_key_heads, self.num_value_heads, ranks.count
-        if values % count or (keys % count and count % keys):
-            raise ConfigError(
-                f"--tensor-parallel-size {count}: a recurrent layer has {values} value heads over {keys} key heads, "
-                f"which cannot be divided among {count} ranks: give {fitting_sizes(values, keys)}."
-            )
+        check_recurrent_heads(values, keys, count)
         return replace(self, num_key_heads=max(1, keys // count), num_value_heads=values // count)
 
     def share(self, ranks: Ranks) -> Share:

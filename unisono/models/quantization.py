@@ -14,7 +14,8 @@ from typing import Any
 from unisono import catalog
 from unisono.layers.formats import PLAIN, WeightFormat
 from unisono.models.build import plain
-from unisono.types import CheckpointError, ConfigError
+from unisono.preflight.quantization import quantization_config, quantization_method
+from unisono.types import CheckpointError
 
 ONLINE = re.compile(r"layers\.\d+\.(mixer|feed_forward)\.")
 """Modules, by their paths in the model, that are quantised while a plain checkpoint is loaded …"""
@@ -59,38 +60,11 @@ def find_quantization(raw: Mapping[str, Any], directory: Path, asked: str | None
 
     Raises CheckpointError for a quantization_config that is not supported, ConfigError for a flag that it contradicts.
     """
-    config = _config(raw)
-    if asked is not None and asked not in catalog.formats:
-        raise ConfigError(f"--quantization {asked!r} is unknown; choose one of {', '.join(catalog.formats.names)}.")
-    if not config:
-        if asked is None:
-            return PLAIN_WEIGHTS
-        if asked not in catalog.online_formats:
-            online = ", ".join(catalog.online_formats.names)
-            raise ConfigError(
-                f"--quantization {asked}: {directory} is not quantised, and only {online} is made while loading. "
-                f"Give a checkpoint with quant_method {asked!r}, or --quantization {online}."
-            )
-        return Quantization(asked, online=catalog.online_formats.load(asked))
-    method = config.get("quant_method", "unknown") if isinstance(config, dict) else config
-    if asked is not None and asked != method:
-        raise ConfigError(
-            f"--quantization {asked}: {directory} is quantised already, with quant_method {method!r}. "
-            f"Leave the flag out, or give the unquantised checkpoint."
-        )
-    if method not in catalog.formats:
-        raise CheckpointError(
-            f"{directory} is quantised (quant_method={method!r}), which is not supported: weights are read in "
-            f"bfloat16, float16, float32 and {', '.join(catalog.formats.names)}. Give the unquantised checkpoint."
-        )
+    methods, online = catalog.formats.names, catalog.online_formats.names
+    method = quantization_method(raw, directory, asked, methods, online)
+    if method is None:
+        return PLAIN_WEIGHTS if asked is None else Quantization(asked, online=catalog.online_formats.load(asked))
     try:
-        return Quantization(method, catalog.formats.load(method)(config))
+        return Quantization(method, catalog.formats.load(method)(quantization_config(raw)))
     except CheckpointError as error:
         raise CheckpointError(f"{directory / 'config.json'}: quantization_config: {error}") from None
-
-
-def _config(raw: Mapping[str, Any]) -> Any:
-    """The quantization_config of a model, also of one whose text model has a config of its own."""
-    of_text = raw.get("text_config")
-    inner = of_text.get("quantization_config") if isinstance(of_text, dict) else None
-    return raw.get("quantization_config") or raw.get("compression_config") or inner

@@ -28,6 +28,7 @@ from starlette.types import ASGIApp
 from unisono.frontend.input_processor import InputProcessor, ModelFacts
 from unisono.frontend.media.loader import MediaLoader
 from unisono.frontend.media.settings import MediaSettings
+from unisono.frontend.pooling import pooling_of
 from unisono.frontend.reasoning import parser_named
 from unisono.heap import freeze_heap
 from unisono.server.adapters import Adapters
@@ -42,7 +43,6 @@ from unisono.server.key_file import keys_of, reread
 from unisono.server.limits import LimitedProtocol, Limits, open_files
 from unisono.server.metrics import ProgressLine, ServerMetrics, check_prefix
 from unisono.server.overload import Admission, LoadLimits
-from unisono.server.pooling import pooling_of
 from unisono.server.replicas.client import ReplicaClient
 from unisono.server.replicas.plan import ReplicaSettings, plan
 from unisono.server.restarts import Restarts

@@ -14,6 +14,7 @@ from typing import Any
 
 from fastapi import Request
 
+from unisono.frontend.pooling import Pooling
 from unisono.server.adapters import Adapters
 from unisono.server.auth import Keys
 from unisono.server.engines import Engines
@@ -21,7 +22,6 @@ from unisono.server.errors import ApiError, show, unavailable
 from unisono.server.generation import Generation
 from unisono.server.metrics import ServerMetrics
 from unisono.server.overload import Admission
-from unisono.server.pooling import Pooling
 from unisono.server.serving import Serving
 from unisono.server.traces import Parent, Tracer
 

@@ -24,9 +24,9 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono import catalog
 from unisono.cli_values import shares, speculative, whole_numbers, writable
 from unisono.heap import frozen_heap
+from unisono.preflight.model import check_model
 from unisono.types import ConfigError, SpeculativeConfig
 
 NONE, ADAPTIVE = "none", "adaptive"
@@ -149,7 +149,7 @@ def adaptive(
     rates = shares("--synthetic-acceptance-rates", synthetic_acceptance_rates)
     spec = speculative(speculative_config)
     writable("--out", out)
-    catalog.find_directory(model)
+    check_model(model, load_format=load_format)
     from unisono.llm import LLM
 
     longest = max(_timed_rounds(rounds, size) for size in sizes)

@@ -17,10 +17,10 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono import catalog
 from unisono.cli_help import HelpfulCommand
 from unisono.cli_output import Commands
 from unisono.cli_values import speculative, whole_numbers, writable
+from unisono.preflight.model import check_model
 from unisono.tools.adaptive_bench import adaptive, plot, versions
 from unisono.tools.drafters import drafters
 from unisono.tools.exact import exact
@@ -181,7 +181,7 @@ def latency(
     """
     wanted = Wanted(_asked("--batch", batch), context, output_len, _asked("--prompts", prompts))
     writable("--out", out)
-    catalog.find_directory(model)
+    check_model(model, quantization=quantization, load_format=load_format)
     spec = speculative(speculative_config) if speculative_config else None
     if synthetic_acceptance_length is not None and spec is None:
         raise ConfigError("--synthetic-acceptance-length needs --speculative-config.")

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono import catalog
 from unisono.cli_values import speculative
+from unisono.preflight.model import check_model
 from unisono.types import SpeculativeConfig
 
 
@@ -43,7 +43,7 @@ def exact(
     Exit code 1 if one differs, or if a mode was not tested: for example if no request was preempted.
     """
     spec = speculative(speculative_config) if speculative_config else None
-    catalog.find_directory(model)
+    check_model(model, quantization=quantization, load_format=load_format)
     from unisono.llm import LLM
 
     longest = max(output_len, long_output_len) if long else output_len

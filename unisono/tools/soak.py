@@ -26,7 +26,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono import catalog
+from unisono.preflight.model import check_model
 from unisono.tools.load.server_process import check_flags, wait_for_url
 
 IDLE_LIMIT, END_LIMIT = 60.0, 60.0
@@ -55,7 +55,7 @@ def soak(
     Exit code 1 if a request hung or failed, if a byte differs from a quiet run, if pages, slots, file descriptors or
     processes are left, if memory grew by more than 2 % over the last half, or if nothing was preempted or refused.
     """
-    catalog.find_directory(model)
+    check_model(model, load_format="dummy")  # its weights are the servers' to check
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the servers end with this process
     check_flags(model, context.args)
     plan = Plan(model, requests, min(distinct, requests), concurrency, max_num_seqs, max_model_len, limit, seed)

@@ -13,10 +13,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from unisono.frontend.pooling import GENERATIVE, Pooling, encoded
 from unisono.server.body import load_object
 from unisono.server.errors import ApiError, unavailable
 from unisono.server.generation import Generation, merge
-from unisono.server.pooling import GENERATIVE, Pooling, encoded
 from unisono.server.protocol import CompletionRequest, parse
 from unisono.server.routes.common import answer, described, new_id, read_json_body, when_ready
 from unisono.server.service import Service

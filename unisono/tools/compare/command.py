@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from unisono import catalog
+from unisono.preflight.model import check_model
 from unisono.tools.problems import held_out_problems
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
 
@@ -46,7 +46,8 @@ class Side:
         if short:
             config = given.pop("speculative_config", None) or {}
             given["speculative"] = SpeculativeConfig.parse({**config, **short})
-        catalog.find_directory(model)
+        names = ("quantization", "load_format", "tensor_parallel_size", "device", "hf_overrides", "tokenizer")
+        check_model(model, needs_text=True, **{name: given[name] for name in names if given.get(name) is not None})
         return cls(model, given)
 
     def open(self, **more: Any) -> Any:

@@ -15,8 +15,8 @@ from typing import Any
 
 import typer
 
-from unisono import catalog
 from unisono.cli_values import writable
+from unisono.preflight.model import check_model
 from unisono.tools.load import stall
 from unisono.tools.load.client import Target
 from unisono.tools.load.figures import chosen_metrics, chosen_percentiles, figures, limits_of
@@ -60,7 +60,7 @@ def serve(
         wanted.measure(target["base_url"])
         return
     model = target["model"] or "tiny"
-    catalog.find_directory(model)
+    check_model(model, load_format="dummy")  # its weights are the server's to check
     check_flags(model, context.args)
     with served(model, context.args) as url:
         wanted.measure(url)

@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono import catalog
 from unisono.cli_values import speculative, writable
 from unisono.heap import frozen_heap
+from unisono.preflight.model import check_model
 from unisono.tools.load import stall
 from unisono.tools.load.flags import command_line, environment, mix_of, scene_of
 from unisono.tools.load.mixes import Conversation, conversations
@@ -108,7 +108,8 @@ def throughput(
     prefix cache is emptied before each run.
     """
     writable("--out", out)
-    catalog.find_directory(engine["model"])
+    names = ("quantization", "load_format", "tensor_parallel_size", "device")
+    check_model(engine["model"], **{name: engine[name] for name in names})
     spec = speculative(speculative_config) if speculative_config else None
     if synthetic_acceptance_length is not None and spec is None:
         raise ConfigError("--synthetic-acceptance-length needs --speculative-config.")
