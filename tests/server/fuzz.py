@@ -314,7 +314,7 @@ def without_pictures(value: Any) -> Any:
 def bodies(count: int, seed: int) -> Iterator[tuple[str, str]]:
     """(path of the API, body): each odd value in some place of a body, some bodies with several, cut or garbled."""
     chance = random.Random(seed)
-    values = [*odd_values(), *odd_lists(chance)]
+    values, lists = odd_values(), odd_lists(chance)
     for tensor in odd_tensors():
         if count > len(values):
             yield "/v1/completions", json.dumps({"prompt_embeds": encoded(tensor), "max_tokens": 2})
@@ -325,12 +325,13 @@ def bodies(count: int, seed: int) -> Iterator[tuple[str, str]]:
             kept = without_pictures(kept)
         for _ in range(chance.choice([1, 1, 1, 2, 4])):
             where = chance.choice(list(places(kept)))
-            kept = replaced(kept, where, values[i % len(values)] if chance.random() < 0.7 else chance.choice(values))
+            odd = values[i % len(values)] if chance.random() < 0.7 else chance.choice(values + lists)
+            kept = replaced(kept, where, odd)
         if chance.random() < 0.05:
             kept[
                 chance.choice(["tools", "wibble", "suffix", "guided_json", "guided_regex", "\x00", "response_format"])
             ] = chance.choice(values)
-        if chance.random() < 0.2:
+        if chance.random() < 0.1:
             kept = renamed(kept, chance)
         text = write(kept)
         if len(text) > MAX_CHARS:  # an odd list in every place of another
