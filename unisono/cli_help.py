@@ -100,10 +100,10 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "http": (
-        "TLS, CORS, proxies",
+        "TLS, CORS, host names, proxies",
         (
-            "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "allowed_origins", "allowed_methods",
-            "allowed_headers", "allow_credentials", "allowed_hosts", "root_path",
+            "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "allowed_hosts", "allowed_origins",
+            "allowed_methods", "allowed_headers", "allow_credentials", "root_path",
         ),
     ),
     "limits": (
