@@ -161,6 +161,8 @@ def translate(
         argument = rest.popleft()
         flag, equals, given = argument.partition("=")
         flag = SHORT.get(flag, flag)
+        if flag.startswith("--"):
+            flag = flag.replace("_", "-")  # as vLLM takes names
         if (long := RENAMED.get(flag)) in ACCEPTED:  # a flag of some commands only
             flag = long
         if not flag.startswith("--") or flag == "--":
@@ -206,4 +208,4 @@ def _whole(flag: str, value: str, way_out: str = "") -> int:
 def _nearest(flag: str, known: Collection[str]) -> str:
     flags = sorted({*known, *ALIASES})
     nearest = max(flags, key=lambda one: difflib.SequenceMatcher(None, flag, one).ratio())
-    return f"The nearest known flag is {nearest}; --help lists all, and docs/cli.md the names of other engines."
+    return f"The nearest known flag is {nearest}; --help=all lists all, and docs/cli.md the names of other engines."

@@ -193,6 +193,15 @@ def test_bash_completes_commands_flags_and_values(tmp_path: Path) -> None:
     assert shown[4:] == [["latency"], ["--prompts"]], done.stdout
 
 
+def test_a_closed_pipe_ends_a_command_in_silence() -> None:
+    command = f"{sys.executable} -m unisono serve --help=all | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    usage, status = done.stdout.splitlines()
+    assert usage.startswith("Usage: ")
+    assert status in ("0", "1"), "0 where the pipe held everything"
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize("width", [40, 80, 160])
 def test_tables_keep_to_the_width(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setenv("COLUMNS", str(width))

@@ -92,6 +92,12 @@ def test_errors_name_the_way_out(served: Any, arguments: str, says: str) -> None
     assert config is None
 
 
+def test_names_may_have_underscores(served: Any) -> None:
+    code, output, config, _ = served("tiny", "--max_num_seqs", "3", "--mem_fraction_static=0.5", "--enforce_eager")
+    assert code == 0, output
+    assert (config.max_num_seqs, config.gpu_memory_utilization, config.enforce_eager) == (3, 0.5, True)
+
+
 def test_values_are_not_taken_for_flags() -> None:
     known, switches = {"--prompt", "--seed", "--json"}, {"--json"}
     arguments = ["--prompt", "--tp", "--json", "tiny", "--seed=3"]
