@@ -272,16 +272,17 @@ def test_running_is_never_0_while_an_answer_streams(start: Start) -> None:
     """Even if the engine does not answer: its last numbers are from before the request."""
     server = start(step_seconds=0.7)  # longer than /page/state waits for the engine
     assert state(server)["requests"] == {"running": 0, "waiting": 0}
-    body = {"prompt": [7, 8], "max_tokens": 4, "stream": True, "return_token_ids": True}
+    body = {"prompt": [7, 8], "max_tokens": 400, "stream": True, "return_token_ids": True}
     seen = []
     with server.http.stream("POST", TEXT, json=body) as answer:
         for line in answer.iter_lines():
-            if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["finish_reason"] is None:
+            if line.startswith("data: {"):
                 seen.append(state(server))
-    assert len(seen) >= 3
-    assert [one["requests"] for one in seen] == [{"running": 1, "waiting": 0}] * len(seen)
+            if len(seen) == 3:
+                break
+    assert [one["requests"] for one in seen] == [{"running": 1, "waiting": 0}] * 3
     assert not all(one["fresh"] for one in seen)
-    assert state(server)["requests"]["running"] == 0
+    until(lambda: state(server)["requests"]["running"] == 0)
 
 
 def test_requests_before_their_first_token_wait_or_run(start: Start) -> None:
