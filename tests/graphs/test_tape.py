@@ -12,6 +12,7 @@ import torch
 import unisono.kernels.attention
 import unisono.kernels.norm  # noqa: F401  (both register ops)
 from tests.graphs.programs import LonePlanner
+from tests.ops import Ops
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.recorder import Outlined, Recorder
 from unisono.graphs.tape import Tape
@@ -49,6 +50,21 @@ def double(b: Buffers) -> None:
 def tape(run, rows: int = 4) -> Tape:
     program = Program("p", SCHEMA, run)
     return Tape(program, Key("p", Shape(rows)), Buffers(SCHEMA, Shape(rows), CPU))
+
+
+def test_a_replay_calls_kernels_without_the_dispatcher() -> None:
+    """The dispatcher takes longer than a small op. Outside inference mode it is needed: a gradient may be wanted."""
+
+    def run(b: Buffers) -> None:
+        b.result.copy_(torch.ops.unisono.rms_norm(b.x.float(), torch.ones(2), 0.0))
+
+    graph = tape(run)
+    graph.buffers.load({"x": [[3, 3], [2, 0], [0, 1], [5, 5]], "scale": [0.0] * 4})
+    for inference, dispatched in ((True, 0), (False, 1)):
+        with torch.inference_mode(inference), Ops() as ops:
+            graph.replay()
+        assert ops.ours["rms_norm"] == dispatched
+        assert graph.buffers.fetch().wait()["result"].tolist()[0] == [1, 1]
 
 
 def test_replay_computes_on_what_the_buffers_hold_now() -> None:

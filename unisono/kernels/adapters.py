@@ -32,8 +32,9 @@ import triton.language as tl
 
 import unisono.kernels.experts_plan  # noqa: F401  (it declares sort_pairs)
 from unisono.kernels.activation import silu_mul_cpu, silu_product
-from unisono.kernels.library import DTYPES, AotCase, define, fixed_rows_matmul, ints, register
+from unisono.kernels.library import DTYPES, AotCase, define, ints, register
 from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.products_cpu import row_exact_product
 
 SPLIT = 512
 """Inputs that are summed in one sequence. It is part of the arithmetic: it changes bits."""
@@ -347,10 +348,10 @@ def shrink_cpu(x: torch.Tensor, a: torch.Tensor, order: torch.Tensor, tiles: tor
     cuts = x.shape[1] // SPLIT + (x.shape[1] % SPLIT > 0)
     h = x.new_zeros(cuts, x.shape[0], a.shape[1], dtype=torch.float32)
     for e, rows in _tiles(order, tiles, len(a)):
-        given, weight = x[rows].float(), a[e].float().t()
+        given, weight = x[rows].float(), a[e].float()
         for cut in range(cuts):
             part = slice(cut * SPLIT, (cut + 1) * SPLIT)
-            h[cut, rows] = fixed_rows_matmul(given[:, part].contiguous(), weight[part].contiguous())
+            h[cut, rows] = row_exact_product(given[:, part], weight[:, part])
     return _summed(h).to(x.dtype)[None] if _sums_first(x.shape[0], rank) else h
 
 
@@ -369,8 +370,8 @@ def expand_cpu(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, projections: S
     for e, rows in _tiles(order, tiles, len(b)):
         done = 0
         for part, outputs in enumerate(projections):
-            given = low[rows, part * rank : (part + 1) * rank].contiguous()
-            delta = fixed_rows_matmul(given, b[e, done : done + outputs].float().t().contiguous())
+            given = low[rows, part * rank : (part + 1) * rank]
+            delta = row_exact_product(given, b[e, done : done + outputs].float())
             y[rows, done : done + outputs] = (y[rows, done : done + outputs].float() + delta).to(y.dtype)
             done += outputs
 

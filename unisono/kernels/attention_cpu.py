@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from unisono.kernels import attention_cpu_float32
 from unisono.kernels.kv_e4m3 import dequantised
-from unisono.kernels.library import ROW_TILE
+from unisono.kernels.products_cpu import ROW_TILE
 
 SPLIT = 256
 """Keys per split. Splits begin at multiples of it. It is part of the reduction order, hence of the bits."""
@@ -90,8 +91,10 @@ def attention_cpu(
 ) -> torch.Tensor:
     """Twin of ``attention``: each tile of the work list once, whatever pieces the plan cut it into."""
     items = work[: count.item()].tolist()
-    spans = [(slot, begin, end) for i, (slot, _, begin, end, *_, counter) in enumerate(items) if counter == i]
+    spans = tuple((slot, begin, end) for i, (slot, _, begin, end, *_, counter) in enumerate(items) if counter == i)
     caches = (k_cache, k_scales), (v_cache, v_scales)
+    if q.dtype is torch.float32 and soft_cap == 0 and attention_cpu_float32.available:
+        return attention_cpu_float32.attend(q, *caches, page_table, positions, spans, scale, window, first, sinks)
     return _attend(q, *caches, page_table, positions, spans, scale, window, first, soft_cap, sinks)
 
 

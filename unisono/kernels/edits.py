@@ -199,8 +199,11 @@ def edit_logits_cpu(
     mask: Tensor | None = None, first: int = 0,
 ) -> Tensor:  # fmt: skip
     edited = _edit_meta(logits)
-    asks = (edits[slots.long()] != 0) & (status[slots.long()] == RUNNING.value)
-    rows = asks.nonzero()[:, 0].tolist()
+    editing = edits.index_select(0, slots.long())
+    if not editing.any():
+        return edited
+    running = status.index_select(0, slots.long()) == RUNNING.value
+    rows = ((editing != 0) & running).nonzero()[:, 0].tolist()
     if not rows:
         return edited
     tokens = torch.arange(first, first + logits.shape[1]) if ids is None else ids.long()

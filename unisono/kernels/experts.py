@@ -35,8 +35,9 @@ from unisono.kernels.experts_plan import (
     tile_rows,
     tokens_of,
 )
-from unisono.kernels.library import DTYPES, AotCase, define, fixed_rows_matmul, register
+from unisono.kernels.library import DTYPES, AotCase, define, register
 from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.products_cpu import row_exact_product, slice_of
 from unisono.kernels.proofs import proven
 
 
@@ -264,7 +265,7 @@ def gate_up_cpu(
 ) -> torch.Tensor:  # fmt: skip
     """Fill and return h, for CPU twins of any weight format. weight_of: an expert's weight [2 I, H] in x's dtype."""
     for expert, pairs, tokens in pairs_by_expert(ids, experts, stack):
-        product = fixed_rows_matmul(x[tokens], weight_of(expert).t()).to(h.dtype)
+        product = row_exact_product(x[tokens], weight_of(expert)).to(h.dtype)
         h[pairs] = gated_cpu(product, None if bias is None else bias[expert], alpha, limit)
     return h
 
@@ -275,7 +276,7 @@ def down_cpu(
 ) -> torch.Tensor:  # fmt: skip
     """Fill and return y, for CPU twins of any weight format. weight_of: an expert's weight [H, I] in h's dtype."""
     for expert, pairs, _ in pairs_by_expert(ids, experts, stack):
-        product = fixed_rows_matmul(h[pairs], weight_of(expert).t()).to(y.dtype)
+        product = row_exact_product(h[pairs], weight_of(expert)).to(y.dtype)
         y[pairs] = product if bias is None else product + bias[expert]
     return y
 
@@ -372,7 +373,7 @@ def expert_gate_up_cpu(
     limit: float = SILU.limit,
 ) -> torch.Tensor:
     h = gate_up_rows(x, weight, ids, experts)
-    return gate_up_cpu(h, x, weight.__getitem__, ids, experts, len(weight), bias, alpha, limit)
+    return gate_up_cpu(h, x, functools.partial(slice_of, weight), ids, experts, len(weight), bias, alpha, limit)
 
 
 def expert_down_cpu(
@@ -385,7 +386,7 @@ def expert_down_cpu(
     tiles: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return down_cpu(down_rows(h, weight), h, weight.__getitem__, ids, experts, len(weight), bias)
+    return down_cpu(down_rows(h, weight), h, functools.partial(slice_of, weight), ids, experts, len(weight), bias)
 
 
 for _name, _of_gate, _cuda, _cpu, _meta in (

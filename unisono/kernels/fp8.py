@@ -26,9 +26,10 @@ from torch import Tensor
 
 from unisono.kernels.fp8_gluon import launch_fp8_rows, suits
 from unisono.kernels.fp8_quantize import GROUP, Quantised, launch_quantize, quantize_cpu, widened_activations
-from unisono.kernels.library import AotCase, define, fixed_rows_matmul, register
+from unisono.kernels.library import AotCase, define, register
 from unisono.kernels.linear import launch_add, residual_tile, store_sums
 from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.products_cpu import row_exact_product
 from unisono.kernels.proofs import agreed
 
 FEW_ROWS = 64
@@ -339,7 +340,7 @@ def fp8_product_cpu(
     bias: Tensor | None, residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
     values = widened_activations(x8, x_scales)[:rows]
-    y = fixed_rows_matmul(values.contiguous(), widened_weight(weight, w_scales).t()).to(dtype)
+    y = row_exact_product(values, widened_weight(weight, w_scales)).to(dtype)
     if bias is not None:
         y = y + bias
     return y if residual is None else y + residual

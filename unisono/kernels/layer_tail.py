@@ -31,6 +31,7 @@ from unisono.kernels.library import AotCase, define, empty_like, ints, register
 from unisono.kernels.linear import launch_linear, linear_cpu
 from unisono.kernels.norm import launch_rms_norm, rms_norm_cpu, row_warps
 from unisono.kernels.overlap import overlapped
+from unisono.kernels.products_cpu import LEAST_ROWS
 from unisono.kernels.proofs import proven
 from unisono.kernels.staying import LINE, box_of, counters, processors, tile_of
 
@@ -173,6 +174,11 @@ def constants(blocks: Blocks, tiles: Tiles, h: int) -> dict[str, Any]:
 
 
 def layer_tail_cpu(x: torch.Tensor, residual: torch.Tensor, t: Tail) -> Made:
+    rows = x.shape[0]
+    if 0 < rows < LEAST_ROWS:  # each product would add rows
+        x, residual = (torch.nn.functional.pad(each, (0, 0, 0, LEAST_ROWS - rows)) for each in (x, residual))
+        out, normed, product = layer_tail_cpu(x, residual, t)
+        return out[:rows], normed[:rows], product[:rows]
     total, nothing = linear_cpu(x, t.o, None, residual), x.new_empty(0)
     act = silu_mul_cpu(linear_cpu(rms_norm_cpu(total, t.o_norm, t.eps), t.gate_up, None, None))
     out = linear_cpu(act, t.down, None, total)

@@ -19,12 +19,6 @@ from triton.runtime.jit import DependenciesFinder
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 """Whether kernels are machine code; else Triton's interpreter runs them, and rounds a fused multiply-add twice."""
 
-ROW_TILE = 16
-"""Rows per matrix product in CPU twins. A fixed count makes a row's bits independent of the batch."""
-
-COLUMN_TILE = 16
-"""Columns per matrix product in CPU twins, at least."""
-
 _update_hash = DependenciesFinder._update_hash
 
 
@@ -53,10 +47,14 @@ def define(schema: str) -> None:
 
 
 def register(name: str, *, cuda: Callable, cpu: Callable, meta: Callable) -> None:
-    """Give op ``name`` its implementations. ``meta`` maps fake inputs to empty outputs."""
+    """Give op ``name`` its implementations. ``meta`` maps fake inputs to empty outputs.
+
+    The op has its CPU twin as its attribute ``cpu_twin`` too: the tape calls that without torch's dispatcher.
+    """
     _library.impl(name, cuda, "CUDA")
     _library.impl(name, cpu, "CPU")
     torch.library.register_fake(f"unisono::{name}", meta, lib=_library)
+    getattr(torch.ops.unisono, name).default.cpu_twin = cpu
 
 
 def empty_like(x: torch.Tensor) -> torch.Tensor:
@@ -112,20 +110,3 @@ def one_stride(*fields: torch.Tensor) -> int:
     if any(field.stride(0) != stride for field in fields):
         raise ValueError(f"slot fields have strides {[f.stride(0) for f in fields]}: make them views of one arena")
     return stride
-
-
-def fixed_rows_matmul(x: torch.Tensor, weight_t: torch.Tensor) -> torch.Tensor:
-    """``x [M, K] @ weight_t [K, N]`` in tiles of exactly ROW_TILE rows and at least COLUMN_TILE columns, zero-padded.
-
-    A BLAS chooses its blocking by M, so the same row can get other bits in a larger batch; with one
-    constant M it does not (checked in tests/kernels/test_linear.py). Returns [M, N] in x's dtype.
-    """
-    rows, columns = x.shape[0], weight_t.shape[1]
-    if columns < COLUMN_TILE:  # a BLAS may compute few columns in another way, and a rank may hold few of many
-        weight_t = torch.nn.functional.pad(weight_t.t(), (0, 0, 0, COLUMN_TILE - columns)).t()
-        return fixed_rows_matmul(x, weight_t)[:, :columns].contiguous()
-    if rows == ROW_TILE:
-        return x @ weight_t
-    padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % ROW_TILE)).contiguous()
-    tiles = [padded[i : i + ROW_TILE] @ weight_t for i in range(0, padded.shape[0], ROW_TILE)]
-    return torch.cat(tiles)[:rows] if tiles else x.new_empty(0, weight_t.shape[1])

@@ -21,8 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import DTYPES, AotCase, define, differentiable, fixed_rows_matmul, register
+from unisono.kernels.library import DTYPES, AotCase, define, differentiable, register
 from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.products_cpu import row_exact_product
 from unisono.kernels.proofs import proven
 
 TRITON_ROWS = 64
@@ -285,7 +286,7 @@ def linear_cuda(
 def linear_cpu(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    y = fixed_rows_matmul(x.contiguous(), weight.t())
+    y = row_exact_product(x, weight)
     if bias is not None:
         y = y + bias
     return y if residual is None else y + residual

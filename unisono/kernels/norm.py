@@ -143,8 +143,9 @@ def columns_of(group: int | None, block: int) -> int:
 
 def rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     value = x.contiguous().float()
-    normed = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
-    return (weight * (normed if weight.dtype is torch.float32 else normed.to(x.dtype))).to(x.dtype)
+    squares = (value * value).sum(-1, keepdim=True)
+    normed = squares.div_(value.shape[-1]).add_(eps).rsqrt_().mul(value)
+    return normed.to(weight.dtype).mul_(weight).to(x.dtype)
 
 
 def _rms_norm_meta(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

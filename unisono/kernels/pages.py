@@ -61,8 +61,10 @@ def launch_grow_pages(
 
 def grow_pages_cpu(page_table: torch.Tensor, slots: torch.Tensor, columns: torch.Tensor, pages: torch.Tensor) -> None:
     """CPU twin of :func:`grow_pages`."""
-    rows = slots.long()[:, None].expand_as(columns)
     new = columns >= 0
+    if not new.any():
+        return
+    rows = slots.long()[:, None].expand_as(columns)
     page_table[rows[new], columns[new].long()] = pages[new]
 
 

@@ -8,17 +8,15 @@ Shapes: T tokens, Hq query heads, Hkv key/value heads, D head dimension, NP page
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
 
 from unisono.kernels.kv_e4m3 import as_e4m3, exponent_of, largest_bits, quantised
 from unisono.kernels.library import AotCase, define, differentiable, register
-from unisono.kernels.norm import rms_norm_cpu, rms_norm_formula, rounded_before_weight, square
+from unisono.kernels.norm import rms_norm_formula, rounded_before_weight, square
 from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.rotary_cpu import rope_and_cache_cpu
 
 AT_ONCE = tl.constexpr(4)
 """Elements that a thread loads or stores at once, of all dtypes: another number for one of them would change the layout
@@ -229,7 +227,7 @@ def _rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), dim=-1)
 
 
-def rope_and_cache_cpu(
+def _rope_and_cache_formula(
     qkv: torch.Tensor,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
@@ -243,9 +241,8 @@ def rope_and_cache_cpu(
     num_kv_heads: int,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
-    norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = rms_norm_cpu,
 ) -> torch.Tensor:
-    """CPU twin of :func:`rope_and_cache`."""
+    """:func:`rope_and_cache` with a gradient."""
     head_dim = k_cache.shape[3]
     each = 1 + has_gates(qkv, num_heads, num_kv_heads, head_dim)
     heads = qkv.unflatten(1, (-1, head_dim))
@@ -255,7 +252,7 @@ def rope_and_cache_cpu(
     page = k_cache.shape[2]
     pages, offsets = slot_mapping // page, slot_mapping % page
     if q_norm is not None and k_norm is not None:
-        q, k = norm(q, q_norm, eps), norm(k, k_norm, eps)
+        q, k = rms_norm_formula(q, q_norm, eps), rms_norm_formula(k, k_norm, eps)
     for x, cache, scales in ((_rotated(k, angles), k_cache, k_scales), (v, v_cache, v_scales)):
         if scales is not None:
             x, scales[pages, :, offsets] = quantised(x)
@@ -277,7 +274,7 @@ define(
     "int num_heads, int num_kv_heads, Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None) -> Tensor"
 )
 register("rope_and_cache", cuda=launch_rope_and_cache, cpu=rope_and_cache_cpu, meta=_rope_and_cache_meta)
-differentiable("rope_and_cache", functools.partial(rope_and_cache_cpu, norm=rms_norm_formula))
+differentiable("rope_and_cache", _rope_and_cache_formula)
 
 
 def rope_and_cache(

@@ -159,21 +159,28 @@ def round_inputs_cpu(
     slots: Tensor, drafts: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
     last_token: Tensor, page_table: Tensor, page_size: int, tables: Tensor | None = None,
 ) -> RoundInputs:  # fmt: skip
-    slot = slots.long()
-    width = drafts.shape[1] + 1
-    j = torch.arange(width, dtype=torch.int32)
-    active = (status[slot] == RUNNING.value)[:, None]
-    tokens, end = length[slot][:, None], max_length[slot][:, None]
-    at = tokens - 1 + j
-    token_ids = torch.cat((last_token[slot][:, None], drafts.clamp_min(0)), 1).where(active, 0)
-    positions = torch.minimum(at, end - 1).where(active, -1)
-    written = active & (at < end)
-    index = at.where(written, 0).long()
-    table = slot if tables is None else tables.long()
-    page = page_table[table[:, None], index // page_size]
-    slot_mapping = (page * page_size + at % page_size).where(written, j % page_size)
-    kv_len = torch.minimum(tokens - 1 + width, end).where(active, 0)
-    return token_ids.flatten(), positions.flatten(), slot_mapping.flatten(), kv_len.flatten()
+    slot, width = slots.long(), drafts.shape[1] + 1
+    fields = (field.index_select(0, slot).tolist() for field in (length, max_length, status, last_token))
+    owners, guesses = (slots if tables is None else tables).tolist(), drafts.clamp_min(0).tolist()
+    ids, positions, mapping, kv_len = list[int](), list[int](), list[int](), list[int]()
+    written = list[tuple[int, int, int]]()  # (token of the pass, row of the page table, position)
+    for row, (tokens, end, state, last) in enumerate(zip(*fields, strict=True)):
+        active = state == RUNNING.value
+        kv_len.append(min(tokens - 1 + width, end) if active else 0)
+        for j in range(width):
+            at = tokens - 1 + j
+            positions.append(min(at, end - 1) if active else -1)
+            if active and at < end:
+                written.append((len(mapping), owners[row], at))
+            mapping.append(j % page_size)
+        ids += [last, *guesses[row]] if active else [0] * width
+    if written:
+        places, rows, ats = zip(*written, strict=True)
+        pages = page_table[list(rows), [at // page_size for at in ats]].tolist()
+        for place, page, at in zip(places, pages, ats, strict=True):
+            mapping[place] = page * page_size + at % page_size
+    made = (torch.tensor(values, dtype=torch.int32) for values in (ids, positions, mapping, kv_len))
+    return tuple(made)  # type: ignore[return-value]
 
 
 def _extend_inputs_meta(
@@ -237,27 +244,34 @@ def commit_cpu(
     tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, max_length: Tensor,
     status: Tensor, last_token: Tensor, stop_ids: Tensor, history: Tensor,
 ) -> Tensor:  # fmt: skip
-    slot = slots.long()
-    before, state = length[slot], status[slot]
-    active = state == RUNNING.value
-    room = (max_length[slot] - before).clamp_min(0)
-    j = torch.arange(tokens.shape[1])
-
-    accepted = (tokens[:, :-1] == drafts).cumprod(1).sum(1)
-    count = torch.minimum(accepted + 1, room).where(active, 0)
-    is_stop = (tokens[:, :, None] == stop_ids[slot][:, None, :]).any(-1) & (j < count[:, None])
-    stopped = is_stop.any(1)
-    full = active & (count == room)
-    count = (is_stop.int().argmax(1) + 1).where(stopped, count).int()
-    state = state.masked_fill(full, LENGTH.value).masked_fill(stopped, STOP.value)
-
-    length[slot[active]] = (before + count)[active]
-    status[slot[active]] = state[active]
-    moved = count > 0
-    last_token[slot[moved]] = tokens[moved, count[moved].long() - 1]
-    row, column = (j < count[:, None]).nonzero(as_tuple=True)
-    history[slot[row], before[row].long() + column] = tokens[row, column]
-    return torch.cat((count[:, None], state[:, None], tokens.where(j < count[:, None], -1)), 1)
+    slot, width = slots.long(), tokens.shape[1]
+    fields = (field.index_select(0, slot).tolist() for field in (length, max_length, status, stop_ids))
+    result, changed, kept = list[list[int]](), list[tuple[int, int, int, int]](), list[tuple[int, int, int]]()
+    given = slots.tolist(), tokens.tolist(), drafts.tolist()
+    for at, picked, drafted, before, end, state, stops in zip(*given, *fields, strict=True):
+        if state != RUNNING.value:
+            result.append([0, state, *[-1] * width])
+            continue
+        room = max(end - before, 0)
+        accepted = next((j for j in range(width - 1) if picked[j] != drafted[j]), width - 1)
+        count = min(accepted + 1, room)
+        stop = next((j for j in range(count) if picked[j] in stops), None)
+        state = LENGTH.value if count == room else state
+        if stop is not None:
+            count, state = stop + 1, STOP.value
+        result.append([count, state, *picked[:count], *[-1] * (width - count)])
+        changed.append((at, before + count, state, picked[count - 1] if count else -1))
+        kept += [(at, before + j, picked[j]) for j in range(count)]
+    if changed:
+        where, lengths, states, lasts = torch.tensor(changed).unbind(1)
+        length.index_copy_(0, where, lengths.to(length.dtype))
+        status.index_copy_(0, where, states.to(status.dtype))
+        moved = lasts >= 0
+        last_token.index_copy_(0, where[moved], lasts[moved].to(last_token.dtype))
+    if kept:
+        rows, columns, picks = torch.tensor(kept).unbind(1)
+        history[rows, columns] = picks.to(history.dtype)
+    return torch.tensor(result, dtype=tokens.dtype).view(len(result), width + 2)
 
 
 def launch_limit_drafts(drafts: Tensor, slots: Tensor, max_drafts: Tensor, drafted: Tensor) -> None:

@@ -12,9 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, fixed_rows_matmul, ints, register
+from unisono.kernels.library import AotCase, define, ints, register
 from unisono.kernels.linear import launch_linear
 from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.products_cpu import row_exact_product
 from unisono.kernels.sampling import order_key, order_value
 
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -153,7 +154,7 @@ def route_cpu(
     normalize: bool,
     bias: torch.Tensor | None = None,
 ) -> Routing:
-    logits = fixed_rows_matmul(x.float().contiguous(), weight.float().t())
+    logits = row_exact_product(x.float(), weight.float())
     logits = logits if bias is None else logits + bias.float()
     return choose_cpu(logits, positions, counts, experts, top_k, normalize)
 
