@@ -423,9 +423,8 @@ class EngineRequest:
     first token, when the prefix cache has the prompt's pages. ``overrides``: embeddings at some of the prompt's
     positions, where ``prompt_token_ids`` has PLACEHOLDER. ``priority``: lower ones run first, where the engine
     schedules by it. ``cache_salt``: cached prefixes are shared by requests of one salt only. ``client``: whose
-    request it is; clients take turns. ``media``: the prompt's pictures and videos, in the order of their positions.
-    ``adapter``: the name of a loaded adapter. ``prompt_only``: only results of the prompt pass are read (hidden
-    states, log-probabilities), so the prompt may fill the context; such a one ends with LENGTH and no token.
+    request it is; clients take turns. ``media``: the prompt's pictures and videos. ``adapter``: the name of a loaded
+    adapter. ``prompt_only``: the prompt may fill the context; such a request ends with LENGTH and no token.
     """
 
     request_id: str

@@ -24,7 +24,7 @@ def test_views_have_the_shape_of_the_specs() -> None:
     drafter = store.view("drafter")
     assert drafter["hidden"].shape == (4, 6)
     assert drafter["page"].shape == (12, 6)
-    assert store.page_tables[ALL].shape == store.page_tables[32].shape == (12, 10)
+    assert store.page_tables[ALL].shape == store.page_tables[32].shape == (12, 11)
     assert store.lifetimes == (ALL, 32)
     assert store.tails
 
