@@ -421,10 +421,10 @@ class EngineRequest:
     ``bad_words`` are the token sequences of ``params.bad_words``. ``params.seed`` is set (never None) by the time a
     request reaches the engine. ``shares_with`` is an earlier request with the same prompt: this one starts after its
     first token, when the prefix cache has the prompt's pages. ``overrides``: embeddings at some of the prompt's
-    positions, where ``prompt_token_ids`` has PLACEHOLDER. ``priority``: lower ones run first, where the engine
-    schedules by it. ``cache_salt``: cached prefixes are shared by requests of one salt only. ``client``: whose
-    request it is; clients take turns. ``media``: the prompt's pictures and videos. ``adapter``: the name of a loaded
-    adapter. ``prompt_only``: the prompt may fill the context; such a request ends with LENGTH and no token.
+    positions, where ``prompt_token_ids`` has PLACEHOLDER. ``priority``: lower ones run first, if the engine schedules
+    by it. ``cache_salt``: cached prefixes are shared by requests of one salt only. ``client``: whose request it is;
+    clients take turns. ``media``: the prompt's pictures and videos. ``adapter``: the name of a loaded adapter.
+    ``prompt_only``: the prompt may fill the context; such a request ends with LENGTH and no token.
     """
 
     request_id: str
