@@ -223,6 +223,9 @@ def test_langchain(tiny: Server) -> None:
     assert "".join(chunk.content for chunk in model.stream(QUESTION)) == model.invoke(QUESTION).content
     for method in ("json_schema", "function_calling"):
         assert isinstance(model.with_structured_output(Pens, method=method).invoke(QUESTION), Pens), method
+    default = langchain.ChatOpenAI(model="tiny", base_url=f"{tiny.url}/v1", api_key="none", max_retries=0)
+    for options in ({}, {"method": "function_calling"}):  # no limit of tokens: the answer ends by itself
+        assert isinstance(default.with_structured_output(Pens, **options).invoke(QUESTION), Pens), options
 
 
 def test_instructor(tiny: Server) -> None:
@@ -232,12 +235,12 @@ def test_instructor(tiny: Server) -> None:
     class Pens(BaseModel):
         pens: int = Field(ge=0, le=999)
 
-    for mode, extra in ((instructor.Mode.TOOLS, {"parallel_tool_calls": False}), (instructor.Mode.JSON_SCHEMA, {})):
+    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         client = instructor.from_openai(tiny.openai, mode=mode)
-        answer = client.chat.completions.create(
-            model="tiny", messages=ASK, response_model=Pens, max_tokens=150, temperature=0, max_retries=0, **extra
-        )
-        assert isinstance(answer, Pens)
+        options: dict[str, Any] = {"model": "tiny", "messages": ASK, "response_model": Pens, "max_retries": 0}
+        assert isinstance(client.chat.completions.create(**options, max_tokens=150, temperature=0), Pens)
+    default = instructor.from_openai(tiny.openai)  # no limit of tokens: a tool that is named is called once
+    assert isinstance(default.chat.completions.create(model="tiny", messages=ASK, response_model=Pens), Pens)
 
 
 def test_pydantic_ai(tiny: Server) -> None:
