@@ -228,6 +228,15 @@ def test_calls_end(grammars: Grammars) -> None:
     assert several.parallel
 
 
+def test_arguments_that_are_not_listed_are_not_written(grammars: Grammars) -> None:
+    form, open_ = NAMES["hermes"], {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for schema, may in ((open_, False), ({**open_, "additionalProperties": True}, True)):
+        asked = Structure(form, {}).required([Tool("f", schema)], False)
+        call = '<tool_call>\n{"name": "f", "arguments": {"a": 1%s}}\n</tool_call>'
+        assert takes(grammars, asked, call % "", {})
+        assert takes(grammars, asked, call % ', "b": 2', {}) == may
+
+
 def definition(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", **parameters}}}
 

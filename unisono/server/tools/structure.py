@@ -104,7 +104,7 @@ class Structure:
 
     def _parts(self, part: Part) -> list[Tag]:
         if isinstance(part, Schema):
-            schema = {**ANY_OBJECT, **part.schema}
+            schema = _closed({**ANY_OBJECT, **part.schema})
             written: Tag = {"type": "json_schema", "json_schema": schema}
             return [written | ({"max_whitespace_cnt": BLANKS} if part.style == "json" else {"style": part.style})]
         if isinstance(part, Written):
@@ -137,6 +137,18 @@ class Structure:
             if first.get("value") != "":
                 return {"type": "sequence", "elements": [first, *elements]}, trigger
         return {"type": "sequence", "elements": elements}, trigger
+
+
+OPENING = frozenset({
+    "additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if",
+    "dependentSchemas", "dependencies", "propertyNames", "minProperties",
+})  # fmt: skip
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same without properties that it does not list: a small model writes such till its tokens are spent."""
+    listed = schema.get("properties") and set(schema.get("required") or ()) <= set(schema["properties"])
+    return {**schema, "additionalProperties": False} if listed and not OPENING & schema.keys() else schema
 
 
 def _loosened(tools: Sequence[Tool]) -> list[Tool]:
