@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from unisono.kernels.pass_rows import PassRows, tokens_of_rows
+from unisono.kernels.pass_rows import PassRows, SharedPlan, tokens_of_rows
 
 CHUNK = 16
 """Tokens of a chunk. Chunks begin at multiples of it. It is part of the reduction order, hence of the bits."""
@@ -53,22 +53,76 @@ def gated_delta_cpu(
     query_start: torch.Tensor | None,
 ) -> torch.Tensor:
     """See :func:`unisono.kernels.gated_delta.gated_delta`."""
-    p = PassRows(rows.long(), since.long(), first.long(), until.long(), end.long())
-    begin, row_T = tokens_of_rows(p, query_start, len(qkv))
     value_heads, value_dim, key_dim = state.shape[1:]
+    plan = _plan((rows, since, first, until, end), query_start, len(qkv), kv_ring.shape[1])
     out = qkv.new_zeros((len(qkv) + 1, value_heads, value_dim))  # the spare row takes what is no token of the pass
-    counts = torch.where(p.first >= 0, -((p.since - p.end) // CHUNK), 0)
-    row_N = torch.repeat_interleave(torch.arange(len(p.rows)), counts)
-    step_N = torch.arange(len(row_N)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    if len(row_N):
-        position = (p.since[row_N] + step_N * CHUNK)[:, None] + torch.arange(CHUNK)  # [N, c]
-        token = begin[row_N, None] + position - p.first[row_N, None]
-        new = (position >= p.first[row_N, None]) & (position < p.end[row_N, None])
-        token = torch.where(new, token, len(qkv))
-        chunks = _chunks(qkv, gates, kv_ring, gates_ring, p.of(row_N), position, token, (value_heads, key_dim))
-        _walk(chunks, state, p, counts, torch.where(new, token, len(qkv)), out)
-    _remember(qkv, gates, kv_ring, gates_ring, p, begin, row_T)
+    if plan.steps:
+        _walk(_chunks(qkv, gates, kv_ring, gates_ring, plan, (value_heads, key_dim)), state, plan, out)
+    kv_ring[plan.place] = qkv[:, qkv.shape[1] - kv_ring.shape[2] :].index_select(0, plan.latest)
+    gates_ring[plan.place] = gates.index_select(0, plan.latest)
     return out[:-1].flatten(1)
+
+
+class Step(NamedTuple):
+    """One chunk of each row that has so many: the rows [A], their chunks [A], and tokens [A · c] (T: none).
+
+    reached: which of the rows have their state kept after this chunk; state_rows: those rows of the state.
+    """
+
+    row: torch.Tensor
+    chunk: torch.Tensor
+    token: torch.Tensor
+    reached: torch.Tensor
+    state_rows: torch.Tensor
+
+
+class DeltaPlan(NamedTuple):
+    """The places that a pass reads and writes.
+
+    rows [R]: of the state. token [N · c]: tokens of the chunks' positions (any where there is none); those that are
+    ``old`` are remembered at ``memory``, rows of a ring [NR · L]; no position of a chunk is ``absent`` [N, c, 1] but
+    the last ones. place: places in the rings of the tokens ``latest``.
+    """
+
+    rows: torch.Tensor
+    token: torch.Tensor
+    old: torch.Tensor
+    absent: torch.Tensor
+    memory: torch.Tensor
+    steps: tuple[Step, ...]
+    place: tuple[torch.Tensor, torch.Tensor]
+    latest: torch.Tensor
+
+
+def _make_plan(p: PassRows, query_start: torch.Tensor | None, tokens: int, ring: int) -> DeltaPlan:
+    begin, row_T = tokens_of_rows(p, query_start, tokens)
+    counts = torch.where(p.first >= 0, -((p.since - p.end) // CHUNK), 0)
+    start = counts.cumsum(0) - counts
+    row_N = torch.repeat_interleave(torch.arange(len(p.rows)), counts)
+    step_N = torch.arange(len(row_N)) - torch.repeat_interleave(start, counts)
+    position = (p.since[row_N] + step_N * CHUNK)[:, None] + torch.arange(CHUNK)  # [N, c]
+    old, absent = position < p.first[row_N, None], position >= p.end[row_N, None]
+    token = torch.where(old | absent, tokens, begin[row_N, None] + position - p.first[row_N, None])
+    steps = []
+    for number in range(int(counts.max()) if len(row_N) else 0):
+        row = torch.nonzero(counts > number).flatten()
+        reached = (p.since[row] + (number + 1) * CHUNK == p.until[row]) & (p.until[row] > p.since[row])
+        kept = reached.nonzero().flatten()
+        chunk = start[row] + number
+        steps.append(Step(row, chunk, token[chunk].flatten(), kept, p.rows[row[kept]]))
+
+    written = torch.nonzero(row_T >= 0).flatten()
+    owner = row_T[written]
+    at = p.first[owner] + written - begin[owner]
+    latest = p.end[owner] - at <= ring
+    return DeltaPlan(
+        p.rows, token.clamp_max(max(tokens - 1, 0)).flatten(), old[..., None], absent[..., None],
+        (p.rows[row_N, None] * ring + position % ring).flatten(), tuple(steps),
+        (p.rows[owner[latest]], at[latest] % ring), written[latest],
+    )  # fmt: skip
+
+
+_plan = SharedPlan(_make_plan)
 
 
 def _chunks(
@@ -76,34 +130,29 @@ def _chunks(
     gates: torch.Tensor,
     kv_ring: torch.Tensor,
     gates_ring: torch.Tensor,
-    p: PassRows,
-    position: torch.Tensor,
-    token: torch.Tensor,
+    plan: DeltaPlan,
     sizes: tuple[int, int],
 ) -> Chunks:
-    """The chunks of positions [N, c], which are tokens [N, c] of the pass or remembered; p: each chunk's row."""
+    """The chunks of a pass. sizes: value heads, key size."""
     heads, dim = sizes
-    ring, queries = kv_ring.shape[1], qkv.shape[1] - kv_ring.shape[2]
+    queries, shape = qkv.shape[1] - kv_ring.shape[2], plan.old.shape[:2]
     key_heads = queries // dim
-    old, absent = position < p.first[:, None], position >= p.end[:, None]
-    place = p.rows[:, None] * ring + position % ring
     if not len(qkv):  # the pass only moves the state on
         qkv, gates = qkv.new_zeros((1, qkv.shape[1])), gates.new_zeros((1, *gates.shape[1:]))
-    token = token.clamp_max(len(qkv) - 1)
 
-    def gathered(pass_: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        chosen = torch.where(old[..., None], memory.flatten(0, 1)[place], pass_[token])
-        return chosen.masked_fill(absent[..., None], 0).float()
+    def gathered(new: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        remembered = memory.view(-1, new.shape[-1]).index_select(0, plan.memory).view_as(new)
+        return torch.where(plan.old, remembered, new).masked_fill_(plan.absent, 0).float()
 
-    q = qkv[:, :queries][token].masked_fill((old | absent)[..., None], 0).float()
-    kv = gathered(qkv[:, queries:], kv_ring)
-    both = gathered(gates.flatten(1), gates_ring.flatten(2))
+    new = qkv.index_select(0, plan.token).view(*shape, -1)
+    q = new[..., :queries].masked_fill(plan.old | plan.absent, 0).float()
+    kv = gathered(new[..., queries:], kv_ring)
+    both = gathered(gates.flatten(1).index_select(0, plan.token).view(*shape, -1), gates_ring)
     decay, beta = (half.transpose(1, 2).contiguous() for half in both.chunk(2, dim=2))  # [N, Hv, c]
     q = _unit(q.unflatten(2, (key_heads, dim)).transpose(1, 2)) * dim**-0.5
     k = _unit(kv[..., :queries].unflatten(2, (key_heads, dim)).transpose(1, 2))
     v = kv[..., queries:].unflatten(2, (heads, -1)).transpose(1, 2).contiguous()
-    for i in range(1, CHUNK):
-        decay[..., i] += decay[..., i - 1]
+    decay = decay.cumsum(2)
     solve, attend = _within(q, k, decay, beta)
     return Chunks(q, k, v, solve, attend, decay)
 
@@ -120,52 +169,27 @@ def _within(
     below = (kk * left * beta[..., None]).masked_fill(order[:, None] <= order, 0)
     solve = torch.eye(CHUNK).expand_as(below).clone()
     for i in range(CHUNK - 1):
-        solve = solve - below[..., :, i, None] * solve[..., i, None, :]
+        solve = solve - below.narrow(3, i, 1) * solve.narrow(2, i, 1)
     return solve * beta[..., None, :], (qk * left).masked_fill(~upto, 0)
 
 
-def _walk(
-    chunks: Chunks, state: torch.Tensor, p: PassRows, counts: torch.Tensor, token: torch.Tensor, out: torch.Tensor
-) -> None:
-    """Go through each row's chunks: write the outputs of tokens [N, c], and the state after ``until`` tokens."""
-    start = counts.cumsum(0) - counts
+def _walk(chunks: Chunks, state: torch.Tensor, plan: DeltaPlan, out: torch.Tensor) -> None:
+    """Go through each row's chunks: write the outputs of tokens, and the state after ``until`` tokens."""
     groups = state.shape[1] // chunks.k.shape[1]
-    s_AHVK = state[p.rows].float()
-    for step in range(int(counts.max())):
-        row = torch.nonzero(counts > step).flatten()
-        n = start[row] + step
-        q, k = (x[n].repeat_interleave(groups, 1) for x in (chunks.q, chunks.k))
-        s, decay = s_AHVK[row], chunks.decay[n]
+    s_AHVK = state.index_select(0, plan.rows).float()
+    for row, n, token, reached, state_rows in plan.steps:
+        q, k = (x.index_select(0, n).repeat_interleave(groups, 1) for x in (chunks.q, chunks.k))
+        s, decay = s_AHVK.index_select(0, row), chunks.decay.index_select(0, n)
         left = decay.exp()[..., None]
-        error = chunks.v[n] - _products(k, s.mT) * left
-        new = _products(chunks.solve[n], error)
-        o = _products(q, s.mT) * left + _products(chunks.attend[n], new)
-        out[token[n].flatten()] = o.transpose(1, 2).flatten(0, 1).to(out.dtype)
+        error = chunks.v.index_select(0, n) - _products(k, s.mT) * left
+        new = _products(chunks.solve.index_select(0, n), error)
+        o = _products(q, s.mT) * left + _products(chunks.attend.index_select(0, n), new)
+        out[token] = o.transpose(1, 2).flatten(0, 1).to(out.dtype)
         end = decay[..., -1, None]
         s = s * end.exp()[..., None] + _products((new * (end - decay).exp()[..., None]).mT, k)
-        s_AHVK[row] = s
-        reached = (p.since[row] + (step + 1) * CHUNK == p.until[row]) & (p.until[row] > p.since[row])
-        state[p.rows[row[reached]]] = s[reached]
-
-
-def _remember(
-    qkv: torch.Tensor,
-    gates: torch.Tensor,
-    kv_ring: torch.Tensor,
-    gates_ring: torch.Tensor,
-    p: PassRows,
-    begin: torch.Tensor,
-    row_T: torch.Tensor,
-) -> None:
-    """Write the inputs of the pass's latest tokens."""
-    ring = kv_ring.shape[1]
-    token = torch.nonzero(row_T >= 0).flatten()
-    owner = row_T[token]
-    position = p.first[owner] + token - begin[owner]
-    latest = p.end[owner] - position <= ring
-    token, place = token[latest], (p.rows[owner[latest]], position[latest] % ring)
-    kv_ring[place] = qkv[token, qkv.shape[1] - kv_ring.shape[2] :]
-    gates_ring[place] = gates[token]
+        s_AHVK.index_copy_(0, row, s)
+        if len(reached):
+            state[state_rows] = s.index_select(0, reached).to(state.dtype)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

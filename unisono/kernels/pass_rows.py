@@ -5,9 +5,12 @@ Shapes: T tokens, R rows.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
+
+Plan = TypeVar("Plan")
 
 
 class PassRows(NamedTuple):
@@ -36,3 +39,23 @@ def tokens_of_rows(p: PassRows, query_start: torch.Tensor | None, tokens: int) -
     step = torch.arange(len(owner)) - torch.repeat_interleave(count.cumsum(0) - count, count)
     row_T[begin[owner] + step] = owner
     return begin, row_T
+
+
+class SharedPlan(Generic[Plan]):
+    """The plan of a pass, ``make(rows of the pass, query_start, tokens, *sizes)``: made once and used by all layers."""
+
+    def __init__(self, make: Callable[..., Plan]) -> None:
+        self._make = make
+        self._last: tuple[tuple[int, ...], tuple[torch.Tensor, ...], Plan] | None = None
+
+    def __call__(
+        self, fields: tuple[torch.Tensor, ...], query_start: torch.Tensor | None, tokens: int, *sizes: int
+    ) -> Plan:
+        """fields: those of :class:`PassRows`, of any integer dtype."""
+        given = fields if query_start is None else (*fields, query_start)
+        numbers, last = (len(given), tokens, *sizes), self._last
+        if last is not None and last[0] == numbers and all(map(torch.equal, last[1], given)):
+            return last[2]
+        plan = self._make(PassRows(*(field.long() for field in fields)), query_start, tokens, *sizes)
+        self._last = numbers, tuple(field.clone() for field in given), plan
+        return plan
