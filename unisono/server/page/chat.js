@@ -3,7 +3,7 @@
 import { askForKey, stream } from "./api.js";
 import { Answer } from "./answer.js";
 import { announce, button, copyButton, disclosure, get, make } from "./dom.js";
-import { answering } from "./numbers.js";
+import { answering, readNow } from "./numbers.js";
 import { Pictures, startPictures, thumbnail } from "./pictures.js";
 import { body } from "./settings.js";
 
@@ -111,6 +111,7 @@ async function answer(settings = body([])) {
   answering(false);
   if (shown.tokens) turns.push({ role: "assistant", message: shown.message, answer: shown, element: shown.element });
   else if (last) last.failed = true;
+  if (failure) readNow();
   if (failure) failed(shown, failure);
   else if (shown.tokens) shown.foot(() => retry(shown));
   else if (shown.finish === "stopped") failed(shown, new Error("You stopped it before the first token."));

@@ -41,7 +41,8 @@ export function answering(is) {
   readNow();
 }
 
-function readNow() {
+// Read the numbers at once.
+export function readNow() {
   due = true;
   wake();
 }
