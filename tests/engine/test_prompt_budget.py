@@ -82,7 +82,8 @@ class Device:
                 self.gaps.append(self.now - self._round_at)
             self._round_at = self.now
         rows = work.committing
-        for row in self.scheduler.committed(rows, np.ones(len(rows), dtype=np.int64)):
+        every = np.ones(len(rows), dtype=bool)
+        for row in self.scheduler.committed(rows, every.astype(np.int64), every):
             sequence = rows.sequences[row]
             sequence.tokens.append(0)
             if len(sequence.tokens) == sequence.max_length:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from pathlib import Path
@@ -15,20 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.grammar.endless_worker import ENDLESS
 from tests.grammar.lane_processes import children, lanes
 from tests.models.make import END, make_tokenizer
+from unisono.forks import Template
 from unisono.grammar import compiler
 from unisono.grammar.compiler import Grammars
 from unisono.grammar.matcher import GrammarError, Matcher, fill
-from unisono.grammar.vocabulary import describe
 from unisono.types import BadRequest, SamplingParams, StructuredOutputs
 
 VOCAB = 263
 WORDS = -(-VOCAB // 32)
 TOKENIZER = make_tokenizer()
-WIDE = 20_000
-HARD = "a?" * 2000
-"""Compiling it takes minutes with a vocabulary of WIDE tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +44,13 @@ def grammars(directory: Path) -> Iterator[Grammars]:
 
 
 @pytest.fixture
-def wide(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> Iterator[Grammars]:
-    """With a vocabulary of all words of a few letters."""
-    words = ["".join(word) for n in range(1, 9) for word in itertools.product("abcd", repeat=n)][: WIDE - VOCAB]
-
-    def described(tokenizer: Any, size: int, eos: Sequence[int]) -> Any:
-        own = describe(tokenizer, VOCAB, eos)
-        return {**own, "texts": own["texts"] + [word.encode() for word in words]}
-
-    monkeypatch.setattr(compiler, "describe", described)
-    wide = Grammars(grammars._directory, WIDE, [END])
-    wide.get(StructuredOutputs(choice=("warm",)))
-    yield wide
-    wide.close()
+def some_endless(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> Iterator[Grammars]:
+    """Grammars of a worker that takes for ever over expressions that begin with ENDLESS."""
+    monkeypatch.setattr(compiler, "Template", lambda module, *rest: Template("tests.grammar.endless_worker", *rest))
+    made = Grammars(grammars._directory, VOCAB, [END])
+    made.get(StructuredOutputs(choice=("warm",)))
+    yield made
+    made.close()
 
 
 def regex(pattern: str) -> StructuredOutputs:
@@ -123,13 +114,13 @@ def test_what_would_end_a_process_ends_its_own(
     assert mask(follower(grammars, regex("[a-c]{3}"))) == set(ids("abc"))
 
 
-def test_hard_grammars_hold_up_nobody_and_end_when_nobody_waits(wide: Grammars) -> None:
+def test_hard_grammars_hold_up_nobody_and_end_when_nobody_waits(some_endless: Grammars) -> None:
     """More of them than there are slots and processes."""
     before = len(children(os.getpid()))
-    hard = [wide.prepare(regex(HARD + "b" * i)) for i in range(compiler.PROCESSES + 4)]
+    hard = [some_endless.prepare(regex(ENDLESS + "b" * i)) for i in range(compiler.PROCESSES + 4)]
     until(lambda: len(children(os.getpid())) >= before + compiler.SLOTS, 60)
     for i in range(5):
-        wide.get(regex(f"[a-c]{{{i + 1}}}x"))
+        some_endless.get(regex(f"[a-c]{{{i + 1}}}x"))
     assert not any(future.done() for future in hard)
     assert len(children(os.getpid())) > before + 10 + compiler.SLOTS
     for future in hard:
@@ -139,9 +130,9 @@ def test_hard_grammars_hold_up_nobody_and_end_when_nobody_waits(wide: Grammars) 
         hard[0].result(0)
 
 
-def test_one_waits_on_where_another_has_left(wide: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_waits_on_where_another_has_left(some_endless: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "SECONDS", 0.05)
-    first, second = wide.prepare(regex(HARD)), wide.prepare(regex(HARD))
+    first, second = some_endless.prepare(regex(ENDLESS)), some_endless.prepare(regex(ENDLESS))
     assert first.cancel()
     with pytest.raises(BadRequest, match=r"compiling it takes more than 0\.05 s"):
         second.result(60)
@@ -207,7 +198,7 @@ def test_nothing_is_left(directory: Path) -> None:
     grammars = Grammars(directory, VOCAB, [END])
     matcher = follower(grammars, regex("ab"))
     mask(matcher)
-    grammars.prepare(regex(HARD))
+    grammars.prepare(regex(ENDLESS))
     until(lambda: len(set(children(os.getpid())) - before) >= 3, 60)
     started = set(children(os.getpid())) - before
     grammars.close()

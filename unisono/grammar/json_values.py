@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -17,17 +17,18 @@ from unisono.grammar.schema_refs import Place, References
 MAX_DEPTH = 100
 
 
+def identity(value: Any) -> Hashable:
+    """A key of a JSON value. Equal values have equal keys: 1 and 1.0 are equal, 1 and true are not."""
+    if isinstance(value, list):
+        return list, tuple(map(identity, value))
+    if isinstance(value, Mapping):
+        return Mapping, frozenset((name, identity(one)) for name, one in value.items())
+    return float if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value), value
+
+
 def equal(a: Any, b: Any) -> bool:
-    """Equality of JSON: 1 and 1.0 are equal, 1 and true are not."""
-    if isinstance(a, bool) or isinstance(b, bool):
-        return a is b
-    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
-        return a == b
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(equal, a, b))
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    return type(a) is type(b) and bool(a == b)
+    """Equality of JSON values; see :func:`identity`."""
+    return identity(a) == identity(b)
 
 
 def type_of(value: Any) -> str:
@@ -54,6 +55,7 @@ class Validator:
 
     def __init__(self, references: References) -> None:
         self._references = references
+        self._members: dict[int, frozenset[Hashable]] = {}  # of each enum, by the id of its list
 
     def valid(self, value: Any, place: Place, depth: int = 0) -> bool:
         """Whether ``value`` is valid under the schema in ``place``."""
@@ -101,7 +103,7 @@ class Validator:
     def _plain(self, value: Any, schema: Mapping[str, Any], place: Place) -> bool:
         if "type" in schema and not has_type(value, schema["type"]):
             return False
-        if "enum" in schema and not any(equal(value, one) for one in schema["enum"]):
+        if "enum" in schema and identity(value) not in self._values_of(schema["enum"]):
             return False
         if "const" in schema and not equal(value, schema["const"]):
             return False
@@ -119,6 +121,12 @@ class Validator:
         step = schema.get("multipleOf")
         return step is None or (math.isfinite(value) and Fraction(repr(value)) % Fraction(repr(step)) == 0)
 
+    def _values_of(self, enum: list[Any]) -> frozenset[Hashable]:
+        """Keys of an enum's values. The schema keeps the list alive, so its id stays its own."""
+        if id(enum) not in self._members:
+            self._members[id(enum)] = frozenset(map(identity, enum))
+        return self._members[id(enum)]
+
     def _string(self, value: str, schema: Mapping[str, Any], place: Place) -> bool:
         if not schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", math.inf):
             return False
@@ -133,7 +141,7 @@ class Validator:
         schema = place.schema
         if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", math.inf):
             return False
-        if schema.get("uniqueItems") and any(equal(a, b) for i, a in enumerate(value) for b in value[:i]):
+        if schema.get("uniqueItems") and len(set(map(identity, value))) < len(value):
             return False
         first, rest = ("prefixItems", "items")
         if isinstance(schema.get("items"), list):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unisono.grammar.json_values import equal, has_type, type_of
+from unisono.grammar.json_values import has_type, identity, type_of
 from unisono.grammar.schema_refs import Place, References
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
@@ -218,7 +218,7 @@ def disjoint(a: Any, b: Any) -> bool:
         return ("allOf" not in one and "allOf" not in other) and disjoint(one, other)
     values, others = _values(a), _values(b)
     if values is not None and others is not None:
-        return not any(equal(one, other) for one in values for other in others)
+        return set(map(identity, values)).isdisjoint(map(identity, others))
     if values is not None:
         return all(not _may_have_type(type_of(value), _kinds(b)) for value in values)
     if others is not None:
