@@ -50,12 +50,12 @@ class Name:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class Concatenation:
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
-class Choice:
+class Alternation:
     options: tuple[Node, ...]
 
 
@@ -66,12 +66,12 @@ class Repeat:
     high: int
 
 
-Node = Literal | Characters | Name | Sequence | Choice | Repeat
+Node = Literal | Characters | Name | Concatenation | Alternation | Repeat
 
 
 def ebnf_to_lark(text: str) -> str:
     """A grammar in EBNF as Lark. Raises GrammarTextError."""
-    rules = _Reader(text).rules()
+    rules = _EbnfReader(text).rules()
     if ROOT not in rules:
         raise GrammarTextError(f'it has no rule "{ROOT}", where every text begins')
     for name, body in rules.items():
@@ -88,7 +88,7 @@ def ebnf_to_lark(text: str) -> str:
 # ---- reading ----------------------------------------------------------------------------------------
 
 
-class _Reader:
+class _EbnfReader:
     def __init__(self, text: str) -> None:
         self._text, self._at, self._depth = text, 0, 0
 
@@ -125,7 +125,7 @@ class _Reader:
         while self._take("|"):
             options.append(self._sequence())
         self._depth -= 1
-        return options[0] if len(options) == 1 else Choice(tuple(options))
+        return options[0] if len(options) == 1 else Alternation(tuple(options))
 
     def _sequence(self) -> Node:
         parts: list[Node] = []
@@ -135,7 +135,7 @@ class _Reader:
                 break
             parts.append(self._repeated(self._atom()))
             self._skip()
-        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+        return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
 
     def _atom(self) -> Node:
         if self._take('"'):
@@ -256,7 +256,7 @@ def _names(node: Node) -> Iterator[str]:
         match one:
             case Name(name):
                 yield name
-            case Sequence(parts) | Choice(parts):
+            case Concatenation(parts) | Alternation(parts):
                 open_ += parts
             case Repeat(part, _, _):
                 open_.append(part)
@@ -282,12 +282,12 @@ def _pruned(node: Node, ending: set[str]) -> Node | None:
             return node if name in ending else None
         case Characters(ranges):
             return node if ranges else None
-        case Sequence(parts):
+        case Concatenation(parts):
             kept = [_pruned(part, ending) for part in parts]
-            return None if None in kept else Sequence(tuple(part for part in kept if part is not None))
-        case Choice(options):
+            return None if None in kept else Concatenation(tuple(part for part in kept if part is not None))
+        case Alternation(options):
             left = [one for option in options if (one := _pruned(option, ending)) is not None]
-            return (left[0] if len(left) == 1 else Choice(tuple(left))) if left else None
+            return (left[0] if len(left) == 1 else Alternation(tuple(left))) if left else None
         case Repeat(part, low, high):
             inner = _pruned(part, ending)
             if inner is None:
@@ -316,15 +316,15 @@ class _Writer:
                 return f"/{character_class(ranges)}/"
             case Name(name):
                 return self.name(name)
-            case Sequence(parts):
+            case Concatenation(parts):
                 return " ".join(self._inner(part) for part in parts) or '""'
-            case Choice(options):
+            case Alternation(options):
                 return " | ".join(self.written(option) for option in options)
             case Repeat(part, low, high):
                 return f"({self.written(part)}){counted(low, high)}"
 
     def _inner(self, node: Node) -> str:
-        return f"({self.written(node)})" if isinstance(node, Choice) else self.written(node)
+        return f"({self.written(node)})" if isinstance(node, Alternation) else self.written(node)
 
 
 def counted(low: int, high: int) -> str:
@@ -359,7 +359,7 @@ def _split_literals(bodies: Iterable[Node]) -> set[str]:
                 literals.add(text)
             case Characters() as one:
                 singles.append(one)
-            case Sequence(parts) | Choice(parts):
+            case Concatenation(parts) | Alternation(parts):
                 open_ += parts
             case Repeat(part, _, _):
                 open_.append(part)

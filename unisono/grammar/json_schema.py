@@ -21,7 +21,7 @@ from unisono.grammar.schema_arrays import Arrays
 from unisono.grammar.schema_empty import without_empty
 from unisono.grammar.schema_logic import TYPES, NoExactForm, Size, disjoint, inlined, negated
 from unisono.grammar.schema_objects import Objects
-from unisono.grammar.schema_refs import Place, References
+from unisono.grammar.schema_refs import References, SchemaPlace
 
 EXACT = 2**53
 _NAMED = ("properties", "patternProperties")
@@ -79,7 +79,7 @@ class Normaliser:
         self._nodes = 0
         self._objects, self._arrays = Objects(self), Arrays(self)
 
-    def schema(self, place: Place) -> Any:
+    def schema(self, place: SchemaPlace) -> Any:
         """A schema as llguidance takes it: an object, True or False."""
         schema = place.schema
         if isinstance(schema, bool):
@@ -99,11 +99,11 @@ class Normaliser:
         parts = [*self._referred(place), *self._typed(place), *self._combined(place)]
         return conjunction(parts)
 
-    def again(self, schema: Any, place: Place) -> Any:
+    def again(self, schema: Any, place: SchemaPlace) -> Any:
         """A schema that was made of the one in ``place``."""
-        return self.schema(Place(schema, place.pointer, place.base))
+        return self.schema(SchemaPlace(schema, place.pointer, place.base))
 
-    def refuse(self, keyword: str, place: Place, why: str) -> SchemaRefusedError:
+    def refuse(self, keyword: str, place: SchemaPlace, why: str) -> SchemaRefusedError:
         return SchemaRefusedError(keyword, place.pointer, why)
 
     def text(self, text: str) -> str:
@@ -113,7 +113,7 @@ class Normaliser:
 
     # ---- keywords -------------------------------------------------------------------------------
 
-    def _check(self, place: Place) -> None:
+    def _check(self, place: SchemaPlace) -> None:
         for name in place.schema:
             keyword = KEYWORDS.get(name)
             if keyword is not None and keyword.status == "refused":
@@ -130,7 +130,7 @@ class Normaliser:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 0:
                 raise self.refuse(name, place, "it must be a whole number from 0 on")
 
-    def _values(self, place: Place) -> Any:
+    def _values(self, place: SchemaPlace) -> Any:
         """enum and const: the values that are valid under everything beside them."""
         schema = place.schema
         values = schema["enum"] if "enum" in schema else [schema["const"]]
@@ -139,7 +139,7 @@ class Normaliser:
             self._note_value(value, place)
         return {"enum": kept} if kept else False
 
-    def _note_value(self, value: Any, place: Place) -> None:
+    def _note_value(self, value: Any, place: SchemaPlace) -> None:
         if isinstance(value, str):
             self.text(value)
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) > EXACT:
@@ -152,7 +152,7 @@ class Normaliser:
             for one in value:
                 self._note_value(one, place)
 
-    def _referred(self, place: Place) -> list[Any]:
+    def _referred(self, place: SchemaPlace) -> list[Any]:
         found = []
         for name in ("$ref", "$dynamicRef", "$recursiveRef"):
             if name in place.schema:
@@ -160,7 +160,7 @@ class Normaliser:
                 found.append(self._definition(target, (place.pointer,)))
         return found
 
-    def _definition(self, target: Place, seen: tuple[str, ...]) -> Any:
+    def _definition(self, target: SchemaPlace, seen: tuple[str, ...]) -> Any:
         """A reference to the definition that a schema becomes; references to references are followed."""
         schema = target.schema
         if isinstance(schema, bool):
@@ -178,7 +178,7 @@ class Normaliser:
 
     # ---- types ----------------------------------------------------------------------------------
 
-    def _typed(self, place: Place) -> list[Any]:
+    def _typed(self, place: SchemaPlace) -> list[Any]:
         """What a schema says of each type, as conjuncts."""
         schema = place.schema
         types = self._types(place)
@@ -203,7 +203,7 @@ class Normaliser:
         ]
         return [main, *for_all] if main else for_all
 
-    def _types(self, place: Place) -> Any:
+    def _types(self, place: SchemaPlace) -> Any:
         types = place.schema.get("type")
         if types is None:
             return None
@@ -216,7 +216,7 @@ class Normaliser:
             named = [one for one in named if one != "integer"]
         return named[0] if len(named) == 1 else list(dict.fromkeys(named))
 
-    def _numbers(self, place: Place) -> dict[str, Any]:
+    def _numbers(self, place: SchemaPlace) -> dict[str, Any]:
         schema = place.schema
         found: dict[str, Any] = {}
         for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
@@ -240,7 +240,7 @@ class Normaliser:
             found["multipleOf"] = step
         return found
 
-    def patterns(self, place: Place) -> list[str]:
+    def patterns(self, place: SchemaPlace) -> list[str]:
         """The expressions that strings match: of pattern and format."""
         schema, found = place.schema, []
         if "pattern" in schema:
@@ -252,7 +252,7 @@ class Normaliser:
             found += self.expressions(f"^(?:{FORMATS[name]})$", place, "format")
         return found
 
-    def expressions(self, pattern: Any, place: Place, keyword: str) -> list[str]:
+    def expressions(self, pattern: Any, place: SchemaPlace, keyword: str) -> list[str]:
         """A pattern as expressions of whole strings, all of which hold."""
         if not isinstance(pattern, str):
             raise self.refuse(keyword, place, "it must be a string")
@@ -269,7 +269,7 @@ class Normaliser:
 
     # ---- combinators ----------------------------------------------------------------------------
 
-    def _combined(self, place: Place) -> list[Any]:
+    def _combined(self, place: SchemaPlace) -> list[Any]:
         schema = place.schema
         parts = [self.schema(place.child("allOf", i)) for i in range(len(schema.get("allOf", ())))]
         if "anyOf" in schema:
@@ -282,7 +282,7 @@ class Normaliser:
             parts.append(self._if(place))
         return parts
 
-    def negated(self, place: Place, keyword: str) -> Any:
+    def negated(self, place: SchemaPlace, keyword: str) -> Any:
         """The negation of the schema in ``place``, without references."""
         size = Size()
         try:
@@ -290,7 +290,7 @@ class Normaliser:
         except NoExactForm as error:
             raise self.refuse(keyword, place, f"the negation of {error.keyword!r} has no exact form here") from None
 
-    def _if(self, place: Place) -> Any:
+    def _if(self, place: SchemaPlace) -> Any:
         schema = place.schema
         yes = self.schema(place.child("then")) if "then" in schema else True
         no = self.schema(place.child("else")) if "else" in schema else True
@@ -301,7 +301,7 @@ class Normaliser:
             options.append(conjunction([self.again(self.negated(place.child("if"), "if"), place), no]))
         return disjunction(options)
 
-    def _one_of(self, place: Place) -> Any:
+    def _one_of(self, place: SchemaPlace) -> Any:
         branches = [place.child("oneOf", i) for i in range(len(place.schema["oneOf"]))]
         made = [self.schema(branch) for branch in branches]
         used = [i for i, one in enumerate(made) if one is not False]
@@ -309,7 +309,7 @@ class Normaliser:
             return made[used[0]] if used else False
         plain = [inlined(branches[i], self.references, Size(), loose=True) for i in used]
         around = inlined(
-            Place({**place.schema, "oneOf": []}, place.pointer, place.base), self.references, Size(), loose=True
+            SchemaPlace({**place.schema, "oneOf": []}, place.pointer, place.base), self.references, Size(), loose=True
         )
         overlapping: dict[int, list[int]] = {i: [] for i in range(len(used))}
         for i in range(len(used)):

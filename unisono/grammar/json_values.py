@@ -12,7 +12,7 @@ from typing import Any
 from unisono.grammar.formats import FORMATS, REFUSED
 from unisono.grammar.keywords import SchemaRefusedError
 from unisono.grammar.regex import RegexError, rewritten
-from unisono.grammar.schema_refs import Place, References
+from unisono.grammar.schema_refs import References, SchemaPlace
 
 MAX_DEPTH = 100
 
@@ -57,7 +57,7 @@ class Validator:
         self._references = references
         self._members: dict[int, frozenset[Hashable]] = {}  # of each enum, by the id of its list
 
-    def valid(self, value: Any, place: Place, depth: int = 0) -> bool:
+    def valid(self, value: Any, place: SchemaPlace, depth: int = 0) -> bool:
         """Whether ``value`` is valid under the schema in ``place``."""
         schema = place.schema
         if isinstance(schema, bool):
@@ -76,14 +76,14 @@ class Validator:
             and (not isinstance(value, Mapping) or self._object(value, place, depth))
         )
 
-    def _references_hold(self, value: Any, place: Place, depth: int) -> bool:
+    def _references_hold(self, value: Any, place: SchemaPlace, depth: int) -> bool:
         return all(
             self.valid(value, self._references.resolved(place, name), depth + 1)
             for name in ("$ref", "$dynamicRef")
             if name in place.schema
         )
 
-    def _combined(self, value: Any, place: Place, depth: int) -> bool:
+    def _combined(self, value: Any, place: SchemaPlace, depth: int) -> bool:
         schema = place.schema
 
         def holds(*path: str | int) -> bool:
@@ -100,7 +100,7 @@ class Validator:
             and ("not" not in schema or not holds("not"))
         )
 
-    def _plain(self, value: Any, schema: Mapping[str, Any], place: Place) -> bool:
+    def _plain(self, value: Any, schema: Mapping[str, Any], place: SchemaPlace) -> bool:
         if "type" in schema and not has_type(value, schema["type"]):
             return False
         if "enum" in schema and identity(value) not in self._values_of(schema["enum"]):
@@ -127,7 +127,7 @@ class Validator:
             self._members[id(enum)] = frozenset(map(identity, enum))
         return self._members[id(enum)]
 
-    def _string(self, value: str, schema: Mapping[str, Any], place: Place) -> bool:
+    def _string(self, value: str, schema: Mapping[str, Any], place: SchemaPlace) -> bool:
         if not schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", math.inf):
             return False
         if "pattern" in schema and not matches(schema["pattern"], value, place):
@@ -137,7 +137,7 @@ class Validator:
             raise SchemaRefusedError("format", place.pointer, f"the format {name!r} is not supported")
         return not isinstance(name, str) or name not in FORMATS or re.fullmatch(FORMATS[name], value) is not None
 
-    def _array(self, value: list[Any], place: Place, depth: int) -> bool:
+    def _array(self, value: list[Any], place: SchemaPlace, depth: int) -> bool:
         schema = place.schema
         if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", math.inf):
             return False
@@ -156,7 +156,7 @@ class Validator:
             return bool(schema.get("minContains", 1) <= found <= schema.get("maxContains", math.inf))
         return True
 
-    def _object(self, value: Mapping[str, Any], place: Place, depth: int) -> bool:
+    def _object(self, value: Mapping[str, Any], place: SchemaPlace, depth: int) -> bool:
         schema = place.schema
         if not schema.get("minProperties", 0) <= len(value) <= schema.get("maxProperties", math.inf):
             return False
@@ -177,7 +177,7 @@ class Validator:
                 return False
         return self._dependent(value, place, depth)
 
-    def _dependent(self, value: Mapping[str, Any], place: Place, depth: int) -> bool:
+    def _dependent(self, value: Mapping[str, Any], place: SchemaPlace, depth: int) -> bool:
         for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
             for name, needs in place.schema.get(keyword, {}).items():
                 if name not in value:
@@ -190,7 +190,7 @@ class Validator:
         return True
 
 
-def matches(pattern: str, text: str, place: Place) -> bool:
+def matches(pattern: str, text: str, place: SchemaPlace) -> bool:
     """Whether a pattern of ECMA-262 is found in ``text``. Raises SchemaRefusedError for one that is not supported."""
     try:
         return all(one.fullmatch(text) for one in _compiled(pattern)[0]) and not any(

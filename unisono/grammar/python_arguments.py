@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unisono.grammar.schema_flat import Arguments, alternatives
+from unisono.grammar.schema_flat import FlatArguments, alternatives
 
 Tag = dict[str, Any]
 
@@ -20,7 +20,7 @@ def keyword_arguments(schema: Any) -> Tag:
     return _either([_arguments(one) for one in alternatives(schema)])
 
 
-def _arguments(own: Arguments) -> Tag:
+def _arguments(own: FlatArguments) -> Tag:
     required = list(own.required)
     others = [name for name, one in own.properties.items() if name not in required and one is not False]
     if not required and not others:

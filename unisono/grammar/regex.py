@@ -97,7 +97,7 @@ def rewritten(pattern: str, search: bool) -> Rewritten:
 
     Raises RegexError.
     """
-    reader = _Reader(pattern, ecma=search)
+    reader = _RegexReader(pattern, ecma=search)
     options = reader.read()
     ways = _ways(options)
     looks = {look for way in ways for look in way.looks}
@@ -220,7 +220,7 @@ def _plain(node: _Node) -> str:
     return node.text
 
 
-class _Reader:
+class _RegexReader:
     """Parses one expression. ecma: as JSON Schema's patterns are read; otherwise as Python's ``re``."""
 
     def __init__(self, pattern: str, ecma: bool) -> None:

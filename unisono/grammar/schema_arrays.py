@@ -9,7 +9,7 @@ from typing import Any
 from unisono.grammar.json_values import has_type
 from unisono.grammar.keywords import SchemaRefusedError
 from unisono.grammar.schema_logic import NoExactForm, Size, disjoint, inlined
-from unisono.grammar.schema_refs import Place
+from unisono.grammar.schema_refs import SchemaPlace
 from unisono.grammar.schema_rewriter import Rewriter
 
 MAX_PLACES = 8
@@ -32,7 +32,7 @@ class Arrays:
     def __init__(self, rewriter: Rewriter) -> None:
         self._to = rewriter
 
-    def keywords(self, place: Place) -> tuple[dict[str, Any], list[Any]]:
+    def keywords(self, place: SchemaPlace) -> tuple[dict[str, Any], list[Any]]:
         """(keywords that llguidance knows, further conjuncts for arrays)."""
         schema = place.schema
         first, rest = positional(schema)
@@ -54,7 +54,7 @@ class Arrays:
             parts += self._unevaluated(place)
         return main, parts
 
-    def _contains(self, place: Place, most: int | None) -> list[Any]:
+    def _contains(self, place: SchemaPlace, most: int | None) -> list[Any]:
         """Arrays in which the items that ``contains`` asks for are among the first MAX_PLACES."""
         schema = place.schema
         least, limit = int(schema.get("minContains", 1)), schema.get("maxContains")
@@ -84,7 +84,7 @@ class Arrays:
         ]
         return [{"anyOf": options}] if options else [False]
 
-    def _unique(self, place: Place, most: int | None) -> list[Any]:
+    def _unique(self, place: SchemaPlace, most: int | None) -> list[Any]:
         if most is not None and most <= 1:
             return []
         schema = place.schema
@@ -109,14 +109,14 @@ class Arrays:
         arrays = [list(one) for size in sizes for one in permutations(values, size)]
         return [{"type": "array", "enum": arrays}] if arrays else [False]
 
-    def _unevaluated(self, place: Place) -> list[Any]:
+    def _unevaluated(self, place: SchemaPlace) -> list[Any]:
         count = self._evaluated(place, place, [])
         if count is None:
             return []
         own = self._to.schema(place.child("unevaluatedItems"))
         return [{"type": "array", "prefixItems": [True] * count, "items": own}]
 
-    def _evaluated(self, place: Place, asking: Place, seen: list[str]) -> int | None:
+    def _evaluated(self, place: SchemaPlace, asking: SchemaPlace, seen: list[str]) -> int | None:
         """The number of items that a schema evaluates in every valid array; None for all."""
         schema = place.schema
         if not isinstance(schema, Mapping) or place.pointer in seen:

@@ -19,7 +19,7 @@ MAX_ALTERNATIVES = 64
 
 
 @dataclass(frozen=True)
-class Arguments:
+class FlatArguments:
     """An object's properties. others: what additional ones are; definitions: what references in them mean."""
 
     properties: Mapping[str, Any] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Arguments:
         return {**own, "$defs": dict(self.definitions)} if isinstance(own, Mapping) and self.definitions else own
 
 
-def alternatives(schema: Any) -> list[Arguments]:
+def alternatives(schema: Any) -> list[FlatArguments]:
     """The plain objects that a JSON schema allows. Raises SchemaRefusedError."""
     ready = normalised(schema).schema
     every = _flat(ready, ready.get("$defs", {}), ())
@@ -43,9 +43,9 @@ def alternatives(schema: Any) -> list[Arguments]:
     return found
 
 
-def _flat(schema: Any, definitions: Mapping[str, Any], seen: tuple[str, ...]) -> list[Arguments]:
+def _flat(schema: Any, definitions: Mapping[str, Any], seen: tuple[str, ...]) -> list[FlatArguments]:
     if isinstance(schema, bool):
-        return [Arguments(definitions=definitions)] if schema else []
+        return [FlatArguments(definitions=definitions)] if schema else []
     if "object" not in _types(schema):
         return []
     for name in ("patternProperties", "minProperties", "maxProperties", "enum"):
@@ -53,8 +53,8 @@ def _flat(schema: Any, definitions: Mapping[str, Any], seen: tuple[str, ...]) ->
             why = "arguments in this form of calls are properties with names that the schema lists"
             raise SchemaRefusedError(name, "", why, "list the properties")
     others = schema.get("additionalProperties", True)
-    own = Arguments(schema.get("properties", {}), tuple(schema.get("required", ())), others, definitions)
-    parts: list[list[Arguments]] = [[own]]
+    own = FlatArguments(schema.get("properties", {}), tuple(schema.get("required", ())), others, definitions)
+    parts: list[list[FlatArguments]] = [[own]]
     if "$ref" in schema:
         name = schema["$ref"].removeprefix("#/$defs/")
         if name in seen:
@@ -73,9 +73,11 @@ def _types(schema: Mapping[str, Any]) -> list[str]:
     return [types] if isinstance(types, str) else list(types)
 
 
-def _merged(chosen: tuple[Arguments, ...]) -> Arguments:
+def _merged(chosen: tuple[FlatArguments, ...]) -> FlatArguments:
     """All of these at once."""
     names = dict.fromkeys(name for one in chosen for name in (*one.properties, *one.required))
     properties = {name: conjunction([one.properties.get(name, one.others) for one in chosen]) for name in names}
     required = dict.fromkeys(name for one in chosen for name in one.required)
-    return Arguments(properties, tuple(required), conjunction([one.others for one in chosen]), chosen[0].definitions)
+    return FlatArguments(
+        properties, tuple(required), conjunction([one.others for one in chosen]), chosen[0].definitions
+    )

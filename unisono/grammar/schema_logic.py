@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unisono.grammar.json_values import has_type, identity, type_of
-from unisono.grammar.schema_refs import Place, References
+from unisono.grammar.schema_refs import References, SchemaPlace
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 MAX_SIZE = 400
@@ -48,7 +48,9 @@ class Size:
             raise NoExactForm(keyword)
 
 
-def inlined(place: Place, references: References, size: Size, loose: bool = False, open_: tuple[str, ...] = ()) -> Any:
+def inlined(
+    place: SchemaPlace, references: References, size: Size, loose: bool = False, open_: tuple[str, ...] = ()
+) -> Any:
     """The schema in ``place`` with its references written out.
 
     Raises NoExactForm for recursive ones, and for references in keywords that are not looked into. With ``loose`` those

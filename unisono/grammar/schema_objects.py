@@ -10,7 +10,7 @@ from typing import Any
 from unisono.grammar.json_values import Validator
 from unisono.grammar.keywords import SchemaRefusedError
 from unisono.grammar.schema_logic import NoExactForm, Size, inlined
-from unisono.grammar.schema_refs import Place
+from unisono.grammar.schema_refs import SchemaPlace
 from unisono.grammar.schema_rewriter import Rewriter
 
 MAX_COMBINATIONS = 100
@@ -30,7 +30,7 @@ class Objects:
     def __init__(self, rewriter: Rewriter) -> None:
         self._to = rewriter
 
-    def keywords(self, place: Place) -> tuple[dict[str, Any], list[Any]]:
+    def keywords(self, place: SchemaPlace) -> tuple[dict[str, Any], list[Any]]:
         """(keywords that llguidance knows, further conjuncts for objects)."""
         schema = place.schema
         main = self._properties(place)
@@ -45,7 +45,7 @@ class Objects:
             parts += self._unevaluated(place)
         return main, parts
 
-    def _properties(self, place: Place) -> dict[str, Any]:
+    def _properties(self, place: SchemaPlace) -> dict[str, Any]:
         schema, to = place.schema, self._to
         main: dict[str, Any] = {}
         if "properties" in schema:
@@ -72,7 +72,7 @@ class Objects:
 
     # ---- names ----------------------------------------------------------------------------------
 
-    def _with_names(self, main: dict[str, Any], place: Place) -> dict[str, Any]:
+    def _with_names(self, main: dict[str, Any], place: SchemaPlace) -> dict[str, Any]:
         """propertyNames: the names that are valid become properties or a pattern."""
         to, names = self._to, place.child("propertyNames")
         if names.schema in (True, {}):
@@ -86,7 +86,9 @@ class Objects:
         validator = Validator(to.references)
         others = main.get("additionalProperties", True)
         listed = {
-            name: own if rule is not False and validator.valid(name, Place(rule, names.pointer, names.base)) else False
+            name: own
+            if rule is not False and validator.valid(name, SchemaPlace(rule, names.pointer, names.base))
+            else False
             for name, own in {**dict.fromkeys(main.get("required", ()), others), **main.get("properties", {})}.items()
         }
         made = {**main, "properties": listed, "additionalProperties": False}
@@ -95,7 +97,7 @@ class Objects:
         if "enum" in rule or "const" in rule:
             values = rule["enum"] if "enum" in rule else [rule["const"]]
             for name in values:
-                if isinstance(name, str) and validator.valid(name, Place(rule, names.pointer, names.base)):
+                if isinstance(name, str) and validator.valid(name, SchemaPlace(rule, names.pointer, names.base)):
                     listed.setdefault(to.text(name), others)
             return made
         if others is False:
@@ -105,8 +107,8 @@ class Objects:
             raise to.refuse("propertyNames", place, "pattern, format and lengths cannot be combined here")
         return {**made, "patternProperties": {expressions[0]: others}} if expressions else main
 
-    def _name_expressions(self, rule: Mapping[str, Any], place: Place) -> list[str]:
-        found = list(self._to.patterns(Place(rule, place.pointer + "/propertyNames", place.base)))
+    def _name_expressions(self, rule: Mapping[str, Any], place: SchemaPlace) -> list[str]:
+        found = list(self._to.patterns(SchemaPlace(rule, place.pointer + "/propertyNames", place.base)))
         if "minLength" in rule or "maxLength" in rule:
             most = int(rule["maxLength"]) if "maxLength" in rule else ""
             found.append(f"^(?s:.){{{int(rule.get('minLength', 0))},{most}}}$")
@@ -114,7 +116,7 @@ class Objects:
 
     # ---- counts ---------------------------------------------------------------------------------
 
-    def _counts(self, main: dict[str, Any], place: Place) -> list[Any]:
+    def _counts(self, main: dict[str, Any], place: SchemaPlace) -> list[Any]:
         """minProperties and maxProperties, as the combinations of optional properties that they allow."""
         low, high = place.schema.get("minProperties", 0), place.schema.get("maxProperties")
         required = main.get("required", [])
@@ -140,7 +142,7 @@ class Objects:
         return [{"anyOf": list(self._combinations(optional, need, left, more, place))}]
 
     def _combinations(
-        self, optional: list[str], need: int, left: int | None, more: bool, place: Place
+        self, optional: list[str], need: int, left: int | None, more: bool, place: SchemaPlace
     ) -> Iterator[dict[str, Any]]:
         count = len(optional)
         if left is None:  # at least ``need``: those may be joined by any others
@@ -160,7 +162,7 @@ class Objects:
                 else:
                     yield _object(list(chosen), absent, 0, None)
 
-    def _limit(self, keyword: str, count: int, place: Place) -> None:
+    def _limit(self, keyword: str, count: int, place: SchemaPlace) -> None:
         if count > MAX_COMBINATIONS:
             raise self._to.refuse(
                 keyword, place, f"more than {MAX_COMBINATIONS} combinations of properties are possible"
@@ -168,7 +170,7 @@ class Objects:
 
     # ---- dependencies, unevaluated --------------------------------------------------------------
 
-    def _dependent(self, name: str, needs: Any, place: Place, keyword: str) -> Any:
+    def _dependent(self, name: str, needs: Any, place: SchemaPlace, keyword: str) -> Any:
         absent = _object([], [self._to.text(name)], 0, None)
         if isinstance(needs, str):  # draft 3
             needs = [needs]
@@ -186,7 +188,7 @@ class Objects:
             return absent
         return {"anyOf": [absent, {"allOf": [_object([name], [], 0, None), own]}]}
 
-    def _unevaluated(self, place: Place) -> list[Any]:
+    def _unevaluated(self, place: SchemaPlace) -> list[Any]:
         evaluated = self._evaluated(place, place, [])
         if evaluated is None:
             return []
@@ -201,7 +203,9 @@ class Objects:
             found["patternProperties"] = dict.fromkeys(patterns, True)
         return [found]
 
-    def _evaluated(self, place: Place, asking: Place, seen: list[str]) -> tuple[list[str], list[str]] | None:
+    def _evaluated(
+        self, place: SchemaPlace, asking: SchemaPlace, seen: list[str]
+    ) -> tuple[list[str], list[str]] | None:
         """(names, patterns) of the properties that a schema evaluates in every valid object; None for all."""
         schema = place.schema
         if not isinstance(schema, Mapping) or place.pointer in seen:

@@ -19,20 +19,20 @@ SINGLE = (
 
 
 @dataclass(frozen=True)
-class Place:
+class SchemaPlace:
     """A schema in a document. pointer: its JSON pointer. base: the URI that its references are relative to."""
 
     schema: Any
     pointer: str
     base: str
 
-    def child(self, *path: str | int) -> Place:
+    def child(self, *path: str | int) -> SchemaPlace:
         """The schema below."""
         schema, pointer = self.schema, self.pointer
         for step in path:
             schema = schema[step]
             pointer += "/" + escaped(str(step))
-        return Place(schema, pointer, based(self.base, schema))
+        return SchemaPlace(schema, pointer, based(self.base, schema))
 
 
 def escaped(step: str) -> str:
@@ -57,14 +57,14 @@ class References:
     """The schemas of one document, by URI and anchor."""
 
     def __init__(self, root: Any) -> None:
-        self.root = Place(root, "", based("", root))
-        self._resources: dict[str, Place] = {"": self.root, self.root.base: self.root}
-        self._anchors: dict[tuple[str, str], Place] = {}
-        self._dynamic: dict[str, list[Place]] = {}
+        self.root = SchemaPlace(root, "", based("", root))
+        self._resources: dict[str, SchemaPlace] = {"": self.root, self.root.base: self.root}
+        self._anchors: dict[tuple[str, str], SchemaPlace] = {}
+        self._dynamic: dict[str, list[SchemaPlace]] = {}
         for place in _places(self.root):
             self._note(place)
 
-    def _note(self, place: Place) -> None:
+    def _note(self, place: SchemaPlace) -> None:
         schema = place.schema
         own = identifier(schema)
         if own and not own.startswith("#"):
@@ -77,7 +77,7 @@ class References:
         if isinstance(schema.get("$dynamicAnchor"), str):
             self._dynamic.setdefault(schema["$dynamicAnchor"], []).append(place)
 
-    def resolved(self, place: Place, keyword: str = "$ref") -> Place:
+    def resolved(self, place: SchemaPlace, keyword: str = "$ref") -> SchemaPlace:
         """The schema that the reference in ``place`` means. Raises SchemaRefusedError."""
         reference = place.schema[keyword]
         if not isinstance(reference, str):
@@ -108,7 +108,7 @@ class References:
         return resource
 
 
-def _places(root: Place) -> Iterator[Place]:
+def _places(root: SchemaPlace) -> Iterator[SchemaPlace]:
     """All schemas of a document that are objects."""
     open_ = [root]
     while open_:

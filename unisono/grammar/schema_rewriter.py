@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from unisono.grammar.keywords import SchemaRefusedError
-from unisono.grammar.schema_refs import Place, References
+from unisono.grammar.schema_refs import References, SchemaPlace
 
 
 class Rewriter(Protocol):
@@ -14,27 +14,27 @@ class Rewriter(Protocol):
     references: References
     overlaps: list[str]
 
-    def schema(self, place: Place) -> Any:
+    def schema(self, place: SchemaPlace) -> Any:
         """A schema as llguidance takes it: an object, True or False."""
         ...
 
-    def again(self, schema: Any, place: Place) -> Any:
+    def again(self, schema: Any, place: SchemaPlace) -> Any:
         """A schema that was made of the one in ``place``."""
         ...
 
-    def negated(self, place: Place, keyword: str) -> Any:
+    def negated(self, place: SchemaPlace, keyword: str) -> Any:
         """The negation of the schema in ``place``, which ``keyword`` needs."""
         ...
 
-    def patterns(self, place: Place) -> list[str]:
+    def patterns(self, place: SchemaPlace) -> list[str]:
         """The expressions that strings match: of pattern and format."""
         ...
 
-    def expressions(self, pattern: Any, place: Place, keyword: str) -> list[str]:
+    def expressions(self, pattern: Any, place: SchemaPlace, keyword: str) -> list[str]:
         """A pattern as expressions of whole strings, all of which hold."""
         ...
 
-    def refuse(self, keyword: str, place: Place, why: str) -> SchemaRefusedError:
+    def refuse(self, keyword: str, place: SchemaPlace, why: str) -> SchemaRefusedError:
         """The refusal of a keyword."""
         ...
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.grammar.formats import FORMATS
-from unisono.grammar.schema_flat import Arguments, alternatives
+from unisono.grammar.schema_flat import FlatArguments, alternatives
 
 Tag = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Style:
+class XmlStyle:
     """The marks of one way to write parameters. {} stands for the key, \\n? for an optional line end.
 
     end: the closing mark without that. excludes: other texts that no bare value contains.
@@ -32,15 +32,15 @@ class Style:
     """The expression of a key that the schema does not name."""
 
 
-STYLES: Mapping[str, Style] = {
-    "qwen_xml": Style(
+STYLES: Mapping[str, XmlStyle] = {
+    "qwen_xml": XmlStyle(
         "\n?<parameter={}>", "</parameter>", "</parameter>", ("<parameter=", "</function>"), r"[^<>\s]{1,128}"
     ),
-    "glm_xml": Style(
+    "glm_xml": XmlStyle(
         "<arg_key>{}</arg_key>\n?<arg_value>", "</arg_value>\n?", "</arg_value>", ("<arg_key>", "</tool_call>"),
         r"[^<>\s]{1,128}",
     ),
-    "minimax_xml": Style(
+    "minimax_xml": XmlStyle(
         '<parameter name="{}">', "</parameter>\n?", "</parameter>", ("<parameter name=", "</invoke>"),
         r'[^<>\s"]{1,128}',
     ),
@@ -51,12 +51,12 @@ BLANKS = 2
 TEXT_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
 
 
-def parameters(schema: Any, style: Style) -> Tag:
+def parameters(schema: Any, style: XmlStyle) -> Tag:
     """The parameters that a schema of an object allows."""
     return _either([_parameters(one, style) for one in alternatives(schema)])
 
 
-def _parameters(own: Arguments, style: Style) -> Tag:
+def _parameters(own: FlatArguments, style: XmlStyle) -> Tag:
     parts: list[Tag] = []
     names = [*own.properties, *(name for name in own.required if name not in own.properties)]
     for name in names:
@@ -69,14 +69,14 @@ def _parameters(own: Arguments, style: Style) -> Tag:
     return _sequence(parts)
 
 
-def _others(style: Style) -> Tag:
+def _others(style: XmlStyle) -> Tag:
     """Any number of parameters of any name."""
     before, after = style.before.split("{}")
     opening = [*_marks(before), {"type": "regex", "pattern": style.key}, *_marks(after)]
     return {"type": "star", "content": _sequence([*opening, _value(True, style), *_closing(style)])}
 
 
-def _opening(style: Style, name: str) -> Tag:
+def _opening(style: XmlStyle, name: str) -> Tag:
     return _sequence(_marks(style.before.replace("{}", name)))
 
 
@@ -86,11 +86,11 @@ def _marks(text: str) -> list[Tag]:
     return [_constant(first), *(part for other in others for part in (_GAP, _constant(other)))]
 
 
-def _closing(style: Style) -> list[Tag]:
+def _closing(style: XmlStyle) -> list[Tag]:
     return _marks(style.after)
 
 
-def _value(schema: Any, style: Style) -> Tag:
+def _value(schema: Any, style: XmlStyle) -> Tag:
     """A parameter's value between its marks."""
     text: Tag = {"type": "any_text", "excludes": [style.end, *style.excludes]}
     if not isinstance(schema, Mapping):
@@ -142,7 +142,7 @@ def _kinds(schema: Any, root: Mapping[str, Any], seen: tuple[str, ...] = ()) -> 
     return [text], [{**schema, "type": left}] if left else []
 
 
-def _exact(text: Mapping[str, Any], style: Style) -> Tag:
+def _exact(text: Mapping[str, Any], style: XmlStyle) -> Tag:
     """A bare text with a form of its own."""
     if "enum" in text:
         return _either([_constant(value) for value in text["enum"]])
