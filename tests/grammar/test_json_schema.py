@@ -244,8 +244,7 @@ def test_texts_that_masks_allow_are_valid() -> None:
 
 
 def test_a_long_enum_is_read_in_one_pass() -> None:
-    """20,000 values took 80 s when each was compared with all others."""
-    values = [f"value {i}" for i in range(20_000)]
-    form = TextCheck("json", {"enum": values})
-    assert form.accepts('"value 19999"')
-    assert not form.accepts('"value 20000"')
+    """8,000 values took 13 s when each was compared with all others."""
+    form = TextCheck("json", {"enum": [f"v{i}" for i in range(8_000)]})
+    assert form.accepts('"v7999"')
+    assert not form.accepts('"v8000"')
