@@ -282,7 +282,7 @@ def test_what_callers_may_name(qwen3: Path, adapters: dict[str, LoRARequest], tm
         with pytest.raises(BadRequest):
             replace(one, **wrong)
     modules = {"enable_lora": True, "lora_modules": ["a=/nowhere"]}
-    with pytest.raises(CheckpointError, match="/nowhere is no directory"):
+    with pytest.raises(CheckpointError, match="/nowhere: it does not exist"):
         engine(qwen3, **modules)
 
 

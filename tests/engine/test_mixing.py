@@ -12,6 +12,7 @@ from unisono.config import EngineConfig, Hardware, resolve
 from unisono.engine.buckets import decode_sizes
 from unisono.engine.mixing import Mixing
 from unisono.engine.scheduler import Scheduler
+from unisono.engine.sequence import RoundWidths
 from unisono.program import Features, Key, Shape
 from unisono.types import SpeculativeConfig
 
@@ -72,7 +73,8 @@ def test_the_round_it_replaces_takes_time_of_its_own() -> None:
             running=Requests(RUNNING),
             extending=[],
             max_extend_rows=8,
-            _able=lambda rows: rows,
+            widths=RoundWidths(1, 1),
+            _able=lambda rows, width: rows,
         )
         assert Scheduler._with_decodes(scheduler, 50) == (68, RUNNING)
         assert asked.pop() == round_ms

@@ -28,7 +28,7 @@ def test_what_fails_is_answered_and_logged(caplog: pytest.LogCaptureFixture) -> 
 
 
 async def _ask(caplog: pytest.LogCaptureFixture) -> None:
-    service: Any = SimpleNamespace(in_flight=0, metrics=ServerMetrics("m", lambda: []))
+    service: Any = SimpleNamespace(in_flight=0, allow_unknown_fields=False, metrics=ServerMetrics("m", lambda: []))
     gate = Gate(Starlette(routes=[Route("/fails", fails, methods=["POST"])]), service)
     transport = httpx.ASGITransport(gate, raise_app_exceptions=True)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zmq
@@ -16,6 +15,7 @@ from unisono.server.auth import Client
 from unisono.server.engine_handle import EngineHandle, socket_directory
 from unisono.server.metrics import ServerMetrics
 from unisono.server.overload import PLACES, SHORT_BODY, SHORT_PLACES, Admission, LoadLimits, Ticket
+from unisono.server.preparation import Preparers
 from unisono.server.serving import LONG, Serving
 from unisono.server.token_stream import TokenStream
 from unisono.types import EngineRequest, FinishReason, SamplingParams, TokenDelta
@@ -138,6 +138,6 @@ def test_short_prompts_wait_for_no_thread() -> None:
     async def threads() -> list[int]:
         return [await serving._prepared(size, threading.get_ident) for size in (LONG - 1, LONG)]
 
-    with ThreadPoolExecutor(1) as serving._threads:
-        short, long = asyncio.run(threads())
+    serving._long = Preparers("long prompts", 1, 1)
+    short, long = asyncio.run(threads())
     assert short == threading.get_ident() != long

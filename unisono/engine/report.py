@@ -122,6 +122,7 @@ def info(engine: Reported) -> dict[str, object]:
         "rounds_by_drafts": {str(k): count for k, count in sorted(engine.draft_controller.rounds.items())},
         "round_ms": round_costs(engine),
     }
+    acceptance = [round(share, 4) for share in engine.counters.acceptance_per_position]
     return {
         **engine.config.explain(),
         "architecture": config.architecture,
@@ -154,7 +155,7 @@ def info(engine: Reported) -> dict[str, object]:
         "speculation": {
             **speculation,
             "avg_spec_accept_length": round(engine.counters.accept_length, 4),
-            "acceptance_per_position": [round(share, 4) for share in engine.counters.acceptance_per_position],
+            "acceptance_per_position": acceptance[: runner.width - 1],
         },
         "counters": asdict(engine.counters),
         "experts": expert_load(engine),
@@ -218,12 +219,13 @@ def metrics(engine: Reported) -> list[Metric]:
     samples += [("request_failures", "counter", {"stage": one}, engine.failures.counts[one], text) for one in STAGES]
     samples += offload.metrics(engine.pool.offload, engine.runner.worker.host_pages)
     samples += roles.metrics(engine.roles)
-    for place, accepted in enumerate(c.accepted_per_position):
+    drafts_anything = engine.runner.width > 1
+    for place, accepted in enumerate(c.accepted_per_position if drafts_anything else ()):
         name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were accepted, by their place."
         samples.append((name, "counter", {"position": str(place)}, accepted, text))
     for drafts, rounds in sorted(engine.draft_controller.rounds.items()):
         name, text = "spec_decode_num_rounds", "Rounds by the number of tokens drafted for each request, at most."
-        if c.accepted_per_position:
+        if drafts_anything:
             samples.append((name, "counter", {"num_speculative_tokens": str(drafts)}, rounds, text))
     costs = planner.costs()
     graphs = [

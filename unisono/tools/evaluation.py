@@ -68,7 +68,7 @@ def evaluate(llm: LLM, count: int, max_tokens: int) -> Evaluation:
     for problem, output in zip(problems, outputs, strict=True):
         right[problem.kind] += final_answer(output.outputs[0].text) == problem.final_answer
     counters = llm.engine.counters
-    drafts = len(counters.accepted_per_position)
+    drafts = llm.engine.runner.width - 1
     return Evaluation(
         len(problems),
         right.total(),
@@ -76,7 +76,7 @@ def evaluate(llm: LLM, count: int, max_tokens: int) -> Evaluation:
         sum(len(output.outputs[0].token_ids) for output in outputs),
         seconds,
         counters.accept_length if drafts else None,
-        counters.accepted_share_per_position,
+        counters.accepted_share_per_position[:drafts],
         sees,
         tuple(tuple(output.outputs[0].token_ids) for output in outputs),
     )
