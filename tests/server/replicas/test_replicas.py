@@ -165,11 +165,10 @@ def test_flags(served: Any) -> None:
     for flag in ("--data-parallel-size", "--dp", "--dp-size", "-dp"):
         code, _, _, settings = served("tiny", flag, "3")
         assert (code, settings.scale.data_parallel_size) == (0, 3)
-        assert settings.restarts() is not None, "several engines are started again"
-    _, _, _, settings = served("tiny", "--dp", "3", "--no-restart-engine")
-    assert settings.restarts() is None
-    _, _, _, settings = served("tiny")
-    assert settings.restarts() is None
+        assert settings.restarts() is not None, "engines are started again"
+    for flags in ([], ["--dp", "3"]):
+        assert served("tiny", *flags)[3].restarts() is not None
+        assert served("tiny", *flags, "--no-restart-engine")[3].restarts() is None
     assert served("tiny", "--dp", "0")[0] == 2
     code, output, _, _ = served("tiny", "--distributed-executor-backend", "moon")
     assert code == 2
