@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.server.conftest import ROOT
-from unisono import __version__
+from unisono import __version__, cli_output
 from unisono.cli import app
 from unisono.cli_output import print_tables
 
@@ -205,6 +206,7 @@ def test_a_closed_pipe_ends_a_command_in_silence() -> None:
 @pytest.mark.parametrize("width", [40, 80, 160])
 def test_tables_keep_to_the_width(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(cli_output, "stdout", Console())  # made where COLUMNS is set, as in a process of its own
     reason = "the CPU computes in float32; the checkpoint holds bfloat16, which has no fast products there"
     rows = {"decisions": [{"name": "dtype", "value": "float32", "reason": reason}], "experts": [], "graphs": []}
     info = {"settings": {"model": "tiny"}, "graph_memory": {"graphs": 3}, "speculation": {"round_ms": []}, **rows}

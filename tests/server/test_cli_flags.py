@@ -165,6 +165,7 @@ def cells(info: dict[str, Any]) -> list[str]:
 
 
 def test_explain_through_a_pipe_cuts_nothing(explained: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     pipe = io.StringIO()
     monkeypatch.setattr(cli_output, "stdout", Console(file=pipe))
     cli_output.print_tables(explained)

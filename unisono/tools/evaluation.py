@@ -68,7 +68,7 @@ def evaluate(llm: LLM, count: int, max_tokens: int) -> Evaluation:
     for problem, output in zip(problems, outputs, strict=True):
         right[problem.kind] += final_answer(output.outputs[0].text) == problem.final_answer
     counters = llm.engine.counters
-    drafts = llm.engine.runner.width - 1
+    drafts = llm.engine.runner.choices[-1]
     return Evaluation(
         len(problems),
         right.total(),
