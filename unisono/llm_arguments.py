@@ -163,7 +163,7 @@ def _speculative(given: Any) -> SpeculativeConfig | None:
 
 
 def _instead(name: str, given: Mapping[str, Any]) -> str:
-    """What to write in place of keyword ``name``."""
+    """Return the advice about keyword ``name``: the form to write instead."""
     if name not in SPECULATIVE:
         return _nearest(name)
     parts = {SPECULATIVE[key]: value for key, value in given.items() if key in SPECULATIVE and value is not None}

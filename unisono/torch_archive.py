@@ -39,7 +39,7 @@ DTYPES = {
 }  # fmt: skip
 END, LOCATOR64, END64 = b"PK\x05\x06", b"PK\x06\x07", b"PK\x06\x06"
 END_BYTES, LOCATOR64_BYTES, END64_BYTES, COMMENT_BYTES = 22, 20, 56, 0xFFFF
-"""What ends an archive: zipfile looks for the list of files by these."""
+"""Signatures at the end of an archive, by which zipfile finds the list of files."""
 
 
 class ArchiveError(ValueError):
@@ -201,7 +201,7 @@ def _placed(found: _Tensor, size: int, itemsize: int) -> tuple[int, ...]:
 
 
 def described(pickle: bytes) -> Any:
-    """What a pickle describes: tensors, and lists, dicts and numbers of them. Raises ArchiveError."""
+    """Return the value of a pickle: tensors, and lists, dicts and numbers of them. Raises ArchiveError."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
     try:
@@ -259,7 +259,7 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     "EMPTY_LIST": lambda _: [],
     "EMPTY_DICT": lambda _: {},
 }
-"""What each opcode that only makes a value puts on the stack."""
+"""Value that each simple opcode puts on the stack."""
 
 
 def _marked(stack: list[Any]) -> list[Any]:
@@ -280,7 +280,7 @@ def _storage(given: Any) -> _Storage:
 
 
 def _rebuilt(function: Any, arguments: Any) -> Any:
-    """What a call of one of the few functions that are known makes."""
+    """Return the result of a call of one of the few known functions."""
     known = str(function) if isinstance(function, _Name) else ""
     if known == "collections.OrderedDict" and arguments == ():
         return {}

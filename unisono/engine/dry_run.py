@@ -41,7 +41,7 @@ class StateBytes:
 
     @classmethod
     def of(cls, specs: Any, width: int) -> StateBytes:
-        """Of declared specs. width: tokens of a request in a round, 1 + drafts."""
+        """Build the store of declared specs. width: tokens of a request in the widest round, 1 + drafts."""
         found = list(leaves(specs))
         pages = sum(each.page_bytes for each in found if isinstance(each, Paged))
         slots = sum(each.slot_bytes for each in found if isinstance(each, PerSlot))

@@ -20,7 +20,7 @@ import torch
 from unisono.types import EngineDead, FinishReason, TokenDelta, UnisonoError
 
 STAGES = ("arrival", "slot", "batch", "result")
-"""Where a request may fail."""
+"""Stages at which a request may fail."""
 
 _DEVICE_ERRORS: tuple[type[BaseException], ...] = tuple(
     found for name in ("AcceleratorError", "OutOfMemoryError") if (found := getattr(torch, name, None)) is not None

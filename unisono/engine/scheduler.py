@@ -143,7 +143,7 @@ class Scheduler:
         self._drafting = work
 
     def drafted(self, drafts: np.ndarray) -> None:
-        """That pass is read: drafts [rows or more, P, k]; rows of padding are last."""
+        """Take the drafts of the pass that was read: [rows or more, P, k]; rows of padding are last."""
         work = self._drafting
         assert work is not None
         self._verify = Verify(work, merged(drafts[: len(work.rows)], work.forced))
@@ -311,7 +311,7 @@ class Scheduler:
         return None
 
     def _pass_ahead(self, feature: Feature, rows: list[Row], room: Room) -> Ahead | None:
-        """What the feature wants before these prompts can go on. Where it fails they are tried one by one."""
+        """Return the pass that the feature needs before these prompts can go on. If it fails, try them one by one."""
         try:
             return feature.pass_ahead(rows, room)
         except Exception as error:

@@ -75,13 +75,13 @@ class TextCheck:
         return self._vocabulary.tokenizer.encode(text, add_special_tokens=False)
 
     def accepts(self, text: str) -> bool:
-        """Whether ``text`` is a whole answer in this form."""
+        """Return True if ``text`` is a whole answer in this form."""
         tokens, matcher = self.tokens(text), self.matcher()
         return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
 def accepts(kind: str, value: Any, text: str, tokenizer: Tokenizer | None = None) -> bool:
-    """Whether ``text`` is a whole answer in the form of a StructuredOutputs with ``kind`` set to ``value``.
+    """Return True if ``text`` is a whole answer in the form of a StructuredOutputs with ``kind`` set to ``value``.
 
     Raises BadRequest if the form cannot be compiled.
     """

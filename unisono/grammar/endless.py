@@ -60,7 +60,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _ends(body: Sequence[tuple[str, str]], ending: set[str], rules: object) -> bool:
-    """Whether some text matches a body, by the rules that are known to end."""
+    """Return True if some text matches a body, by the rules that are known to end."""
     stack: list[tuple[bool, bool]] = []  # of each open group: (an alternative before ends, this one does so far)
     some, this, last = False, True, True  # last: the item that a repetition belongs to
     for kind, found in body:

@@ -179,7 +179,7 @@ class Normaliser:
     # ---- types ----------------------------------------------------------------------------------
 
     def _typed(self, place: SchemaPlace) -> list[Any]:
-        """What a schema says of each type, as conjuncts."""
+        """Return the constraints of a schema on each type, as conjuncts."""
         schema = place.schema
         types = self._types(place)
         main: dict[str, Any] = {} if types is None else {"type": types}
@@ -329,7 +329,7 @@ class Normaliser:
 
 
 def _apart(a: Any, b: Any, around: Mapping[str, Any]) -> bool:
-    """Whether branches exclude each other, alone or under the keywords around them."""
+    """Return True if branches exclude each other, alone or under the keywords around them."""
     if disjoint(a, b):
         return True
     if isinstance(a, bool) or isinstance(b, bool):
@@ -339,7 +339,7 @@ def _apart(a: Any, b: Any, around: Mapping[str, Any]) -> bool:
 
 
 def is_control(code: int) -> bool:
-    """Whether JSON writes a character as \\u and four digits."""
+    """Return True if JSON writes a character as \\u and four digits."""
     return (code < 0x20 and chr(code) not in "\n\r\t\b\f") or code == 0x7F
 
 

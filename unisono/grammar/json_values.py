@@ -58,7 +58,7 @@ class Validator:
         self._members: dict[int, frozenset[Hashable]] = {}  # of each enum, by the id of its list
 
     def valid(self, value: Any, place: SchemaPlace, depth: int = 0) -> bool:
-        """Whether ``value`` is valid under the schema in ``place``."""
+        """Return True if ``value`` is valid under the schema in ``place``."""
         schema = place.schema
         if isinstance(schema, bool):
             return schema
@@ -191,7 +191,7 @@ class Validator:
 
 
 def matches(pattern: str, text: str, place: SchemaPlace) -> bool:
-    """Whether a pattern of ECMA-262 is found in ``text``. Raises SchemaRefusedError for one that is not supported."""
+    """Return True if a pattern of ECMA-262 is found in ``text``. Raises SchemaRefusedError if it is not supported."""
     try:
         return all(one.fullmatch(text) for one in _compiled(pattern)[0]) and not any(
             one.fullmatch(text) for one in _compiled(pattern)[1]

@@ -230,7 +230,7 @@ class Matcher:
         return True
 
     def _take_in(self, answer: list[Any], known: int) -> bool:
-        """What the lane answers, once it knows ``known`` tokens. False where the output cannot go on."""
+        """Read the lane's answer, after which it knows ``known`` tokens. Return False if the output cannot go on."""
         length = len(self._tokens)
         if answer[0] == "slow":
             self._failure = AMBIGUOUS.format(length, answer[1])

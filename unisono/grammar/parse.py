@@ -45,7 +45,7 @@ _ENGINE = (
     ("Unable to determine if regex is empty", "pattern", "it is too complex beside the other keywords of the string"),
     ("schema too large", "allOf", "its alternatives, multiplied, are too many"),
 )
-"""What llguidance says of schemas that pass ``json_schema.py``: the keyword in question, and why."""
+"""Keyword and reason of each message of llguidance about a schema that passes ``json_schema.py``."""
 
 
 def parse(kind: str, given: Any, compact: bool, vocabulary: Vocabulary) -> str:

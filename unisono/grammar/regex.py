@@ -159,7 +159,7 @@ def _ways(options: Sequence[Sequence[_Node]]) -> list[_Way]:
 
 
 def _after(way: _Way, node: _Node) -> list[_Way]:
-    """``way`` with ``node`` behind it."""
+    """``way`` followed by ``node``."""
     if isinstance(node, _Anchor):
         if node.end:
             way.end = True
@@ -172,7 +172,7 @@ def _after(way: _Way, node: _Node) -> list[_Way]:
         if way.parts:
             raise RegexError("a lookahead is supported at the beginning of the whole expression only")
         if way.end:
-            raise RegexError("a lookahead behind $ is not supported")
+            raise RegexError("a lookahead after $ is not supported")
         way.looks.append(node)
         return [way]
     if isinstance(node, _Group):

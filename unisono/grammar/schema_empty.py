@@ -18,7 +18,7 @@ def without_empty(root: Any, definitions: Mapping[str, Any]) -> tuple[Any, dict[
 
 
 def _filled(schema: Any, filled: set[str]) -> bool:
-    """Whether some value satisfies a schema, by the definitions for which one is known."""
+    """Return True if some value satisfies a schema, by the definitions for which one is known."""
     if isinstance(schema, bool):
         return schema
     if "$ref" in schema and schema["$ref"].removeprefix("#/$defs/") not in filled:

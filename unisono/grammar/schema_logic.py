@@ -203,7 +203,7 @@ def _outside(strings: list[str]) -> str:
 
 
 def disjoint(a: Any, b: Any) -> bool:
-    """Whether no value is valid under both schemas, as far as can be told. They have no references."""
+    """Return True if provably no value is valid under both schemas. They have no references."""
     if a is False or b is False:
         return True
     if isinstance(a, bool) or isinstance(b, bool):

@@ -232,7 +232,7 @@ class Objects:
 
 
 def _evaluates(value: Any) -> bool:
-    """Whether a keyword's schemas may evaluate properties."""
+    """Return True if a keyword's schemas may evaluate properties."""
     if isinstance(value, list):
         return any(map(_evaluates, value))
     if not isinstance(value, Mapping):

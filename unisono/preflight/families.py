@@ -16,7 +16,7 @@ ANY = object()
 
 @dataclass(frozen=True)
 class Facts:
-    """What an architecture's config.json may say.
+    """Values that an architecture's config.json may have.
 
     model_types: values of ``model_type``. text_types: of ``text_config.model_type``, where the config has one.
     takes: field of config.json -> ANY, or the values that the family computes; a field of ``formula.FORMULA`` that is

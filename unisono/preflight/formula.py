@@ -246,7 +246,7 @@ _PATTERNS = (
 
 
 def _check_windows(facts: Facts, config: Mapping[str, Any], architecture: str, where: object) -> None:
-    """Which layers see a window: as the family computes it, or nowhere."""
+    """Check the layers with a sliding window: as the family computes it, or none."""
     types, longest = config.get("layer_types"), config.get("max_position_embeddings")
     window = False
     for name in _WINDOWS:
@@ -272,7 +272,7 @@ def _only_full(types: Any) -> bool:
 
 
 def _check_rope(facts: Facts, config: Mapping[str, Any], architecture: str, where: object) -> None:
-    """What part of a head rotates, and by which angles."""
+    """Check the rotated share of a head and its angles."""
     for name in ("partial_rotary_factor", "rotary_pct", "rotary_percent", "rope_pct"):
         value = config.get(name)
         if value is not None and not facts.partial_rotary and not one(value, config):

@@ -26,7 +26,7 @@ PROBE_SECONDS = (0.05, 0.25, 1.0, 4.0, 15.0)
 PEER_SECONDS = 1.0
 """Pause between looks at a client whose input is not read."""
 CHUNKED_SLICE = 4096
-"""Bytes of a chunked body that are parsed at once. Its end is unknown, and bytes behind it cannot be taken back."""
+"""Bytes of a chunked body that are parsed at once. Its end is unknown, and bytes after it cannot be taken back."""
 HEAD_END = b"\r\n\r\n"
 GONE = select.POLLERR | select.POLLHUP
 ENDED = getattr(select, "POLLRDHUP", 0)
@@ -48,7 +48,7 @@ class OrderedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, ahead: ReadAhead, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._ahead, self._waiting = ahead, bytearray()  # bytes behind the request that is being answered
+        self._ahead, self._waiting = ahead, bytearray()  # bytes after the request that is being answered
         self._busy = False  # a whole request waits for its answer
         self._stopped = False  # what comes is ignored
         self._ended = False  # the client has shut down its sending direction
@@ -122,7 +122,7 @@ class OrderedProtocol(HttpToolsProtocol):
     # ---- the parser's callbacks ---------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        if self._busy:  # bytes of a next request behind a chunked body
+        if self._busy:  # bytes of a next request after a chunked body
             raise _NextRequest
         super().on_message_begin()
 

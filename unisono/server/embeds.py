@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import torch
 
 OVERHEAD_BYTES = 1 << 16
-"""What torch.save or safetensors write beside a tensor's numbers, at most."""
+"""Bytes that torch.save or safetensors write beside a tensor's numbers, at most."""
 SAFETENSORS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 ARCHIVE = b"PK"
-"""What the archives of torch.save begin with."""
+"""Prefix of the archives of torch.save."""
 
 
 def get_ready() -> None:

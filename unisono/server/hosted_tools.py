@@ -50,7 +50,7 @@ def hosted_type(kind: Any) -> str | None:
 
 @dataclass
 class Ignored:
-    """What is left out of one request. allowed: whether the server leaves out hosted tools; it refuses them if not.
+    """Parts left out of one request. allowed: whether the server leaves out hosted tools; it refuses them if not.
 
     tools: types of the tools as the request has them. counted: types without versions, of tools, items and blocks.
     """

@@ -1,4 +1,4 @@
-"""Where a request comes from: this machine, a web page, and the host name that it knows the server by.
+"""Origin of a request: this machine, a web page, and the host name that it knows the server by.
 
 A web page whose name suddenly means this server's address (DNS rebinding) reads answers as its own, and its requests
 have no Origin. Only their Host header tells: it has the page's name. Addresses cannot be rebound, so a Host that is one

@@ -1,4 +1,4 @@
-"""Which requests an engine has begun, in a file that outlives it.
+"""Ledger of the requests that an engine has begun, in a file that outlives it.
 
 The engine process writes an id before the first pass that may compute the request. A message says the same, but a
 process that is killed at that moment takes its unsent messages along. The API process reads the file once the engine is

@@ -28,7 +28,7 @@ from unisono.server.traces import Parent, Tracer
 
 MAX_BODY_BYTES = 64 * 2**20
 SMALL_BODY_BYTES = 2**20
-"""Of bodies on operators' routes."""
+"""Largest body of operators' routes, in bytes."""
 INSPECT_LIMIT = 5.0
 """Seconds that /server_info and /metrics wait for the engine's step under way."""
 CLIENT_GONE = 499

@@ -253,7 +253,7 @@ def conversation_of(request: ResponsesRequest) -> str | None:
 
 
 def turns(items: list[Item]) -> list[int]:
-    """Where in ``items`` the turns begin that :func:`since` shortens them to, the oldest first.
+    """Return the indices of ``items`` at which turns begin, the oldest first; :func:`since` shortens to them.
 
     A turn begins with a message of the user.
     """
