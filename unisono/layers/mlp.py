@@ -10,7 +10,7 @@ from unisono.layers.linear import Linear
 
 
 class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))``: a feed-forward (``models/blocks.py``).
+    """``down(silu(gate(x)) * up(x))``: a feed-forward (``models/blocks/layers.py``).
 
     gate_up: both projections as one product. down: the projection back.
     """
