@@ -30,7 +30,6 @@ READ_EARLY = frozenset(
         "_round_kernel",
         "fp8_rows_kernel",
         "layer_tail_kernel",
-        "layer_tail_fp8_kernel",
         "_adapter_shrink_kernel",
         "_adapter_expand_kernel",
         "_adapter_silu_kernel",

@@ -16,9 +16,8 @@ projection that follows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import triton
@@ -83,17 +82,10 @@ class Tail:
         return *self.o.shape, self.down.shape[1], 0 if self.following is None else self.following.shape[0]
 
     @property
-    def keeps(self) -> bool:
-        """Whether the second norm is made as plain rows."""
-        return self.next_norm is not None
-
-    @property
     def shape(self) -> tuple[object, ...]:
         """What the kernel's bits may depend on, beside the values."""
         return (*(tuple(w.shape) for w in self.products), *(w.dtype for w in self.norms), self.o.dtype)
 
-
-AnyTail = TypeVar("AnyTail", bound=Tail)
 
 Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(sum [M, H], its norm [M, H], the next input projection [M, F]); what there is no weight for is empty."""
@@ -163,13 +155,9 @@ def launch_layer_tail(x: torch.Tensor, residual: torch.Tensor, tail: Tail, block
 
 
 def _constants(blocks: Blocks, tiles: Tiles, h: int) -> dict[str, Any]:
-    return constants(blocks, tiles, h) | {"STEP": STEP, "WIDE": WIDE}
-
-
-def constants(blocks: Blocks, tiles: Tiles, h: int) -> dict[str, Any]:
-    """Compile-time sizes that the kernels of both formats have."""
+    """Compile-time sizes of the kernel."""
     of_tiles = {"TILE_H": tiles.h, "TILE_I": tiles.i, "TILE_F": tiles.f}
-    of_blocks = {"ROWS": blocks.rows, "STAGES": blocks.stages, "EACH": blocks.each}
+    of_blocks = {"ROWS": blocks.rows, "STAGES": blocks.stages, "EACH": blocks.each, "STEP": STEP, "WIDE": WIDE}
     return of_tiles | of_blocks | {"LINE": LINE, "BLOCK_H": triton.next_power_of_2(h)}
 
 
@@ -199,7 +187,7 @@ def empty(residual: torch.Tensor, t: Tail) -> Made:
     """For results."""
     nothing, rows = residual.new_empty(0), residual.shape[0]
     product = nothing if t.following is None else residual.new_empty(rows, t.following.shape[0])
-    return empty_like(residual), empty_like(residual) if t.keeps else nothing, product
+    return empty_like(residual), nothing if t.next_norm is None else empty_like(residual), product
 
 
 define(
@@ -226,18 +214,16 @@ def layer_tail(x: torch.Tensor, residual: torch.Tensor, tail: Tail) -> Made:
 
 
 def suits(tail: Tail) -> bool:
-    """Whether the kernel can compute it on its device: Hopper, 16 bits, rows that the memory accelerator can load.
+    """True if the kernel takes these weights: a Hopper GPU, 16 bits, shapes and rows that TMA can load.
 
-    On a CPU, where the op is the separate ops' formulas: always.
+    Always True on a CPU, where the op runs the separate ops' formulas.
     """
-    same = {w.dtype for w in tail.products} in ({torch.bfloat16}, {torch.float16})
-    return tail.o.device.type == "cpu" or (same and fits(tail))
-
-
-def fits(tail: Tail) -> bool:
-    """Whether the GPU is a Hopper with enough multiprocessors, and the shapes are the kernels'."""
-    rows = all(w.is_contiguous() and w.data_ptr() % 16 == 0 for w in tail.products)
-    aligned = rows and all(w.shape[1] * w.element_size() % 16 == 0 for w in tail.products)
+    if tail.o.device.type == "cpu":
+        return True
+    if {w.dtype for w in tail.products} not in ({torch.bfloat16}, {torch.float16}):
+        return False
+    contiguous = all(w.is_contiguous() and w.data_ptr() % 16 == 0 for w in tail.products)
+    aligned = contiguous and all(w.shape[1] * w.element_size() % 16 == 0 for w in tail.products)
     warps = row_warps(triton.next_power_of_2(tail.o.shape[0]))
     return aligned and warps == WARPS and processors(tail.o.device) >= MOST_ROWS
 
@@ -247,43 +233,27 @@ _proven: dict[tuple[object, ...], bool] = {}
 
 @torch.no_grad()
 def prove(tail: Tail) -> bool:
-    """Whether the kernel gives the separate kernels' bits for weights of these shapes on this GPU, once for each.
+    """Compare the kernel's bits with the separate kernels' for weights of these shapes on this GPU, once for each.
 
     True, and without effect, on a CPU. Synchronises; for the engine's start.
     """
-    return proved(tail, suits, _same_bits)
-
-
-def proved(tail: AnyTail, suits: Callable[[AnyTail], bool], same_bits: Callable[[AnyTail, int], bool]) -> bool:
-    """See :func:`prove`. same_bits: whether bits are equal for a number of rows."""
     if tail.o.device.type == "cpu":
         return True
-    return proven(_proven, tail.shape, lambda: suits(tail) and all(same_bits(tail, rows) for rows in PROOF_ROWS))
-
-
-def given(tail: Tail, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random rows of what is mixed [M, Q] and of the residual sum [M, H]."""
-    device, (h, q) = tail.o.device, tail.o.shape
-    generator = torch.Generator(device).manual_seed(rows)
-    x, residual = (torch.randn(rows, n, device=device, generator=generator).to(dtype) for n in (q, h))
-    return x, residual
-
-
-def _same_bits(tail: Tail, rows: int) -> bool:
-    x, residual = given(tail, rows, tail.o.dtype)
-    return all(map(torch.equal, launch_layer_tail(x, residual, tail), _apart(x, residual, tail)))
+    return proven(_proven, tail.shape, lambda: suits(tail) and all(_same_bits(tail, rows) for rows in PROOF_ROWS))
 
 
 def rehearse(tail: Tail) -> None:
     """Launch what :func:`prove` will launch and ignore the result: this compiles the kernels ahead of time."""
-    rehearsed(tail, suits, _same_bits)
-
-
-def rehearsed(tail: AnyTail, suits: Callable[[AnyTail], bool], same_bits: Callable[[AnyTail, int], bool]) -> None:
-    """See :func:`rehearse`."""
     if tail.o.device.type != "cpu" and suits(tail):
         for rows in PROOF_ROWS:
-            same_bits(tail, rows)
+            _same_bits(tail, rows)
+
+
+def _same_bits(tail: Tail, rows: int) -> bool:
+    device, (h, q) = tail.o.device, tail.o.shape
+    generator = torch.Generator(device).manual_seed(rows)
+    x, residual = (torch.randn(rows, n, device=device, generator=generator).to(tail.o.dtype) for n in (q, h))
+    return all(map(torch.equal, launch_layer_tail(x, residual, tail), _apart(x, residual, tail)))
 
 
 def _case(dtype: str, norm: str, rows: int, h: int, q: int, i: int, f: int, normed: bool = True) -> AotCase:

@@ -84,7 +84,7 @@ def _compute(w, x, full, free, ready, residual, o_norm, next_norm, next_bias, to
         gdc_launch_dependents()
     item = _multiply(w, x, full, free, gl.to_tensor(0), total, total, residual, M, H, Q, False, False, True,
                      ROWS, STAGES, EACH, STEP, WIDE, TILE_H, MMA)  # fmt: skip
-    wait(counters + LINE, norm(total, o_norm, n1, n1, n1, counters, eps, M, H, M, LINE, BLOCK_H, True, 0))
+    wait(counters + LINE, norm(total, o_norm, n1, counters, eps, M, H, LINE, BLOCK_H))
     mbarrier.arrive(ready.index(0))
     item = _multiply(w, x, full, free, item, act, act, act, M, I, H, True, False, False,
                      ROWS, STAGES, EACH, STEP, WIDE, TILE_I, MMA)  # fmt: skip
@@ -93,7 +93,7 @@ def _compute(w, x, full, free, ready, residual, o_norm, next_norm, next_bias, to
     item = _multiply(w, x, full, free, item, out, out, total, M, H, I, False, False, True,
                      ROWS, STAGES, EACH, STEP, WIDE, TILE_H, MMA)  # fmt: skip
     if NORMED:
-        target = norm(out, next_norm, n2, n2, n2, counters, next_eps, M, H, M, LINE, BLOCK_H, True, 0)
+        target = norm(out, next_norm, n2, counters, next_eps, M, H, LINE, BLOCK_H)
     if FOLLOWED:
         wait(counters + LINE, target)
         mbarrier.arrive(ready.index(2))
@@ -125,7 +125,7 @@ def layer_tail_kernel(
                 TILE_H, TILE_I, TILE_F, NORMED, FOLLOWED, OVERLAP)),
             (load_layer, (
                 x_desc, n1_desc, act_desc, n2_desc, o_desc, gate_up_desc, down_desc, next_desc, w, x, full, free,
-                ready, Q, H, I, F, 0, ROWS, STAGES, EACH, STEP, TILE_H, TILE_I, TILE_F, FOLLOWED, OVERLAP)),
+                ready, Q, H, I, F, ROWS, STAGES, EACH, STEP, TILE_H, TILE_I, TILE_F, FOLLOWED, OVERLAP)),
         ],
         [1],
         [40],

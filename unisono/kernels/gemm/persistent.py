@@ -22,7 +22,6 @@ import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
-from unisono.kernels.gemm.fp8_quantize import scaled_by, scales_of
 from unisono.kernels.hopper import WIDTH, block_barrier, next_group, next_stage, order_loads, stage_barriers
 
 LINE = 16
@@ -63,14 +62,12 @@ def claimed_by(owner: object) -> Iterator[None]:
         _claimant = before
 
 
-def may_stay(device: torch.device, faster: bool = True) -> bool:
-    """Claim the device; whether that succeeds: nobody else has it, or there is no claimant.
+def may_stay(device: torch.device) -> bool:
+    """Claim the device for persistent launches. True if no other owner holds it, or if there is no claimant.
 
-    faster: whether the launch is known to be faster on a GPU than those it replaces.
-    UNISONO_STAYING_LAUNCHES: "1": slower ones, too; "0": none, as for processes that share a GPU's multiprocessors.
+    ``UNISONO_STAYING_LAUNCHES=0`` disables them, as for processes that share a GPU's multiprocessors.
     """
-    asked = os.environ.get("UNISONO_STAYING_LAUNCHES", "")
-    if asked == "0" or (asked != "1" and device.type != "cpu" and not faster):
+    if os.environ.get("UNISONO_STAYING_LAUNCHES") == "0":
         return False
     if device.type == "cpu" or _claimant is None:
         return True
@@ -172,18 +169,18 @@ def load_product(w_desc, x_desc, w, x, full, free, ready, turn: gl.constexpr, it
 
 @gluon.jit
 def load_layer(x_desc, n1_desc, act_desc, n2_desc, o_desc, gate_up_desc, down_desc, next_desc, w, x, full, free, ready,
-               Q, H, I, F, TURN: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,  # noqa: E741
+               Q, H, I, F, ROWS: gl.constexpr, STAGES: gl.constexpr,  # noqa: E741
                EACH: gl.constexpr, STEP: gl.constexpr, TILE_H: gl.constexpr, TILE_I: gl.constexpr,
                TILE_F: gl.constexpr, FOLLOWED: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
-    """One warp's part of a layer's tail: load everything, in the order in which it is multiplied. TURN: the first."""
-    item = load_product(o_desc, x_desc, w, x, full, free, ready, TURN, gl.to_tensor(0), H, Q, 0,
+    """One warp's part of a layer's tail: load everything, in the order in which it is multiplied."""
+    item = load_product(o_desc, x_desc, w, x, full, free, ready, 0, gl.to_tensor(0), H, Q, 0,
                         ROWS, STAGES, EACH, STEP, TILE_H, False, OVERLAP)  # fmt: skip
-    item = load_product(gate_up_desc, n1_desc, w, x, full, free, ready, TURN + 1, item, I, H, I,
+    item = load_product(gate_up_desc, n1_desc, w, x, full, free, ready, 1, item, I, H, I,
                         ROWS, STAGES, EACH, STEP, TILE_I, True, OVERLAP)  # fmt: skip
-    item = load_product(down_desc, act_desc, w, x, full, free, ready, TURN + 2, item, H, I, 0,
+    item = load_product(down_desc, act_desc, w, x, full, free, ready, 2, item, H, I, 0,
                         ROWS, STAGES, EACH, STEP, TILE_H, False, OVERLAP)  # fmt: skip
     if FOLLOWED:
-        load_product(next_desc, n2_desc, w, x, full, free, ready, TURN + 3, item, F, H, 0,
+        load_product(next_desc, n2_desc, w, x, full, free, ready, 3, item, F, H, 0,
                      ROWS, STAGES, EACH, STEP, TILE_F, False, OVERLAP)  # fmt: skip
 
 
@@ -256,18 +253,6 @@ def _store_row(value, out, row, H, BLOCK_H: gl.constexpr):
 
 
 @gluon.jit
-def store_quantised(value, x8, scales, row, first, K, PADDED, COLUMNS: gl.constexpr, GROUP: gl.constexpr):
-    """``kernels/gemm/fp8_quantize.py``'s function of that name, for COLUMNS columns of a row from ``first`` on."""
-    GROUPED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-    grouped = gl.convert_layout(value.to(gl.float32).reshape([COLUMNS // GROUP, GROUP]), GROUPED)
-    groups = first // GROUP + gl.arange(0, COLUMNS // GROUP, gl.SliceLayout(1, GROUPED))
-    cols = groups[:, None] * GROUP + gl.arange(0, GROUP, gl.SliceLayout(0, GROUPED))[None, :]
-    scale = scales_of(grouped)
-    gl.store(x8 + row * K + cols, scaled_by(grouped, scale).to(x8.dtype.element_ty), mask=cols < K)
-    gl.store(scales + groups * PADDED + row, scale, mask=groups * GROUP < K)
-
-
-@gluon.jit
 def arrive(counter):
     """Tell all programs that this one's stores are done; returns what the counter is when all have said so."""
     order_loads()
@@ -287,43 +272,14 @@ def wait(counter, target):
 
 
 @gluon.jit
-def norm(x, weight, out, x8, scales, counters, eps, M, H, PADDED, LINE: gl.constexpr, BLOCK_H: gl.constexpr,
-         KEEP: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
-    """The norm of rows whose parts all programs have stored, each by another program; returns the second target.
+def norm(x, weight, out, counters, eps, M, H, LINE: gl.constexpr, BLOCK_H: gl.constexpr):
+    """Normalise rows whose parts all programs have stored, each in another program; returns the second target.
 
-    They are the last programs, which have the fewest tiles. KEEP: it is stored in ``out``. GROUP: columns that share a
-    scale in x8; 0: it is not quantised.
+    The last programs do it: they have the fewest tiles.
     """
     stored = arrive(counters)
     row = gl.num_programs(0) - 1 - gl.program_id(0)
     if row < M:
         wait(counters, stored)
-        value = _norm_row(x, weight, row, eps, H, BLOCK_H)
-        if KEEP:
-            _store_row(value, out, row, H, BLOCK_H)
-        if GROUP > 0:
-            store_quantised(value, x8, scales, row, 0, H, PADDED, BLOCK_H, GROUP)
-    return arrive(counters + LINE)
-
-
-@gluon.jit
-def quantise(x, x8, scales, M, K, PADDED, COLUMNS: gl.constexpr, GROUP: gl.constexpr):
-    """This program's part of rows x [M, K] in e4m3."""
-    ROW: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    parts = (K + COLUMNS - 1) // COLUMNS
-    for item in range(gl.num_programs(0) - 1 - gl.program_id(0), M * parts, gl.num_programs(0)):
-        row, first = item // parts, item % parts * COLUMNS
-        cols = first + gl.arange(0, COLUMNS, ROW)
-        value = gl.load(x + row * K + cols, mask=cols < K, other=0.0, cache_modifier=".cg")
-        store_quantised(value, x8, scales, row, first, K, PADDED, COLUMNS, GROUP)
-
-
-@gluon.jit
-def quantise_stored(x, x8, scales, counters, M, K, PADDED, LINE: gl.constexpr, COLUMNS: gl.constexpr,
-                    GROUP: gl.constexpr):  # fmt: skip
-    """Rows whose parts all programs have stored, in e4m3; returns the second target."""
-    stored = arrive(counters)
-    if gl.num_programs(0) - 1 - gl.program_id(0) < M * ((K + COLUMNS - 1) // COLUMNS):
-        wait(counters, stored)
-        quantise(x, x8, scales, M, K, PADDED, COLUMNS, GROUP)
+        _store_row(_norm_row(x, weight, row, eps, H, BLOCK_H), out, row, H, BLOCK_H)
     return arrive(counters + LINE)
