@@ -19,7 +19,7 @@ import torch
 import triton
 
 from benchmarks.experts import graph_us
-from unisono.kernels import configure_exact_blas, linear, prove_exact, rms_norm, rope_and_cache, silu_mul
+from unisono.kernels import configure_exact_blas, exact_blas, linear, rms_norm, rope_and_cache, silu_mul
 from unisono.kernels.gemm.linear import Tile, _config, blas_linear, launch_linear
 
 QWEN3_8B = {
@@ -71,7 +71,7 @@ def bits_linear() -> Table:
     for name, (n, k) in {**QWEN3_8B, **TINY}.items():
         x, weight = random(max(ROWS), k), random(n, k, scale=k**-0.5)
         bias, residual = random(n), random(max(ROWS), n)
-        proven = prove_exact(weight)
+        proven = exact_blas.prove(weight)
         bare, full = launch_linear(x, weight, None, None), launch_linear(x, weight, bias, residual)
         op = sum(differing(linear(x[:m], weight), bare) for m in ROWS)
         fused = sum(differing(linear(x[:m], weight, bias, residual[:m]), full) for m in ROWS)
@@ -193,7 +193,7 @@ def report(parts: list[str], rows: tuple[int, ...], ranks: int) -> Iterator[str]
     yield f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16"
     if "bits" in parts:
         yield f"\n## Bits\nDiffering rows, summed over M = {', '.join(map(str, ROWS))}.\n"
-        head = ["op", "N×K", "op differs", "with bias, residual", "cuBLASLt differs", "prove_exact"]
+        head = ["op", "N×K", "op differs", "with bias, residual", "cuBLASLt differs", "proven"]
         yield markdown(head, bits_linear() + bits_rest())
     if "speed" in parts:
         few, many = (1, 4, 16, 64), (256, 512, 2048)

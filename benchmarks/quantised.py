@@ -23,13 +23,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.experts import differing, graph_us
-from unisono.kernels import configure_exact_blas, linear, prove_exact
+from unisono.kernels import configure_exact_blas, exact_blas, linear
 from unisono.kernels.gemm.fp8 import Tile, _scaled_mm, fp8_linear, launch_fp8_product, prove_fp8, widened_weight
 from unisono.kernels.gemm.fp8_quantize import E4M3, launch_quantize, quantize_cpu, widened_activations
 from unisono.kernels.gemm.int4 import Tile as Int4Tile
 from unisono.kernels.gemm.int4 import int4_linear, launch_int4_linear, prove_int4, unpack_cpu
-from unisono.kernels.moe.experts import expert_down, expert_gate_up, expert_tile, prove_experts
-from unisono.kernels.moe.fp8 import expert_fp8_down, expert_fp8_gate_up, fp8_expert_tile, prove_fp8_experts
+from unisono.kernels.moe.experts import exact_experts, expert_down, expert_gate_up, expert_tile
+from unisono.kernels.moe.fp8 import exact_fp8_experts, expert_fp8_down, expert_fp8_gate_up, fp8_expert_tile
 from unisono.kernels.moe.int4 import expert_int4_down, expert_int4_gate_up, packed_tile_rows
 from unisono.kernels.moe.plan import plan_experts
 
@@ -149,7 +149,7 @@ def speed(name: str, n: int, k: int, rows: tuple[int, ...]) -> Iterator[list[obj
         weights[kind] = [Weight.random(kind, n, k, "cuda", seed) for seed in range(count)]
         weights[kind][0].prove()
     plain = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies(2 * n * k))]
-    prove_exact(plain[0])
+    exact_blas.prove(plain[0])
     for m in rows:
         x, line = batch(m, k, "cuda"), [name, m]
         for kind in KINDS:
@@ -214,8 +214,8 @@ def expert_layers(device: str, sizes: tuple[int, int, int, int], top_k: int) -> 
     plain = [torch.randn(stack, n, k, device=device).bfloat16() / 50 for n, k in ((2 * inner, hidden), (hidden, inner))]
     up8, down8 = ((w.view(stack, -1, w.shape[1]), s.view(stack, -1, s.shape[1])) for w, s in fp8)
     if device == "cuda":  # prompts then run on the kernels that are proven, as when an engine has started
-        prove_experts(*plain, experts, top_k)
-        prove_fp8_experts(up8, down8, torch.bfloat16, experts, top_k)
+        exact_experts.prove(*plain, experts, top_k)
+        exact_fp8_experts.prove(up8, down8, torch.bfloat16, experts, top_k)
     up4, down4 = ((w.view(stack, -1, w.shape[1]), s.view(stack, -1, s.shape[1]), None, GROUP) for w, s, *_ in int4)
     return {
         "bf16": (

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.kernels.gluon_threads import Descriptor, Machine
+from tests.kernels.launches import forget
 from unisono.kernels import hopper, silu_mul
 from unisono.kernels.gemm.fp8 import fp8_linear
 from unisono.kernels.gemm.fp8_quantize import E4M3, GROUP, Quantised, quantize, quantize_cpu, widened_activations
@@ -24,7 +25,7 @@ from unisono.kernels.moe.fp8 import (
     launch_fp8_gate_up,
 )
 from unisono.kernels.moe.int4 import expert_int4_down, expert_int4_gate_up, launch_int4_down, launch_int4_gate_up
-from unisono.kernels.moe.plan import LEAD_PAIRS, Plan, Shapes, launch_sort_pairs, sort_pairs_cpu
+from unisono.kernels.moe.plan import LEAD_PAIRS, Plan, Shapes, launch_sort_pairs, sort_pairs_op
 from unisono.layers.formats.base import WHOLE, Share
 from unisono.layers.formats.experts_quantised import Fp8Experts
 
@@ -74,7 +75,7 @@ def choice(rows: int, experts: int, top_k: int) -> torch.Tensor:
 
 
 def plans(ids: torch.Tensor, experts: int, tile: int) -> dict[str, Plan]:
-    sort = launch_sort_pairs if ids.is_cuda or torch.cuda.is_available() else sort_pairs_cpu
+    sort = launch_sort_pairs if ids.is_cuda or torch.cuda.is_available() else sort_pairs_op.cpu
     return {"lead": Plan(ids, experts, tile), "sorted": Plan(ids, experts, tile, *sort(ids, experts, tile))}
 
 
@@ -150,7 +151,7 @@ def both_groups_and_one(rows: int, experts: int, top_k: int, tile: int) -> Plan:
     ids = torch.cat((torch.tensor([[0, 1, 2]]).repeat(rows - 4, 1), choice(4, experts - 1, top_k))).int()
     ids[-1] = experts
     ids[:30, 1] = 0  # 96 pairs and more
-    plan = Plan(ids, experts, tile, *sort_pairs_cpu(ids, experts, tile))
+    plan = Plan(ids, experts, tile, *sort_pairs_op.cpu(ids, experts, tile))
     assert {(n > 0) + (n > 64) for n in plan.tiles[2].tolist()} == {0, 1, 2}
     return plan
 
@@ -227,11 +228,10 @@ def test_what_ranks_gather_is_not_quantised() -> None:
 def test_prompts_run_on_the_kernel_that_is_proven(same, monkeypatch):
     """Its tiles have 128 pairs; a stack of other scales, or activations of another dtype, need a proof of their own."""
     experts, pairs = 16, 16 * experts_gluon.FEWEST
-    for name in ("_proven", "_serving"):
-        monkeypatch.setattr(experts_fp8, name, type(getattr(experts_fp8, name))())
-    monkeypatch.setattr(experts_fp8, "_same_bits", lambda *_: same)
+    forget(monkeypatch, experts_fp8.exact_fp8_experts)
+    monkeypatch.setattr(experts_fp8.exact_fp8_experts, "same_bits", lambda *_: same)
     up, down = stack_of("fp8 by block", experts, [128, 128], 128), stack_of("fp8 by block", experts, [128], 128)
-    assert experts_fp8.prove_fp8_experts(up, down, torch.bfloat16, experts, 2) is same
+    assert experts_fp8.exact_fp8_experts.prove(up, down, torch.bfloat16, experts, 2) is same
     ours = experts_fp8.fp8_tile_rows(pairs, experts)
     tile = lambda stack, count, dtype=torch.bfloat16: experts_fp8.fp8_expert_tile(count, experts, stack, dtype)  # noqa: E731
     assert tile(up, pairs) == (experts_gluon.TILE_PAIRS if same else ours)

@@ -105,3 +105,10 @@ def test_a_chain_has_the_bits_of_one_that_waits(monkeypatch: pytest.MonkeyPatch)
     got = replayed()
     assert expected.isfinite().all()
     assert torch.equal(got, expected)
+
+
+def test_kernels_declare_what_they_do_before_their_turn() -> None:
+    assert {"layer_tail_kernel", "fp8_rows_kernel", "_rms_norm_kernel"} <= overlap.READ_EARLY
+    assert {"walk_kernel"} == overlap.BESIDE
+    assert {"_quantize_kernel", "attention_kernel"} <= overlap.LEADING
+    assert overlapped_kernels() >= overlap.READ_EARLY | overlap.BESIDE | overlap.LEADING

@@ -38,8 +38,8 @@ class TritonAttention:
     def rehearse(self, head_dim: int, dtype: torch.dtype) -> None:
         """See :class:`unisono.attention.base.ProvingAttention`."""
         heads = self.num_heads, self.num_kv_heads, head_dim, dtype, self.device
-        attention_hopper.rehearse(self._attend, *heads)
-        attention_hopper_rounds.rehearse(self._attend_round, *heads)
+        attention_hopper.exact_prompt_attention.rehearse(self._attend, *heads)
+        attention_hopper_rounds.exact_round_attention.rehearse(self._attend_round, *heads)
 
     def prove(self, head_dim: int, dtype: torch.dtype) -> dict[str, tuple[str, str]]:
         """See :class:`unisono.attention.base.ProvingAttention`."""
@@ -47,12 +47,12 @@ class TritonAttention:
         return {
             "attention of long prompts": _settled(
                 attention_hopper.suits(*heads),
-                lambda: attention_hopper.prove(self._attend, *heads),
+                lambda: attention_hopper.exact_prompt_attention.prove(self._attend, *heads),
                 "the kernels for Hopper have 16-bit heads of 128 and 256 only",
             ),
             "attention of rounds": _settled(
                 attention_hopper_rounds.suits(*heads),
-                lambda: attention_hopper_rounds.prove(self._attend_round, *heads),
+                lambda: attention_hopper_rounds.exact_round_attention.prove(self._attend_round, *heads),
                 "the kernel for Hopper has 16-bit heads of 128 only; UNISONO_HOPPER_ROUNDS=0 turns it off",
             ),
         }

@@ -24,7 +24,7 @@ from unisono.kernels.comm.gather_fused import (
     norm_parts,
     silu_parts,
 )
-from unisono.kernels.norm.rms_norm import Normed
+from unisono.kernels.norm.rms_norm import SumNormed
 
 NEAR_BYTES = 4 << 20
 """Bytes of a rank that the kernel carries, at most."""
@@ -78,7 +78,7 @@ class Nccl:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None, keep: bool,
         summed: bool,
-    ) -> tuple[torch.Tensor, *Normed] | None:  # fmt: skip
+    ) -> SumNormed | None:  # fmt: skip
         """See :class:`unisono.distributed.gather.FusingTransport`."""
         near = self._near_for(x, 1)
         if near is None or not near.fuses or not norm_parts(len(x), x.shape[1] * x.itemsize // 4):

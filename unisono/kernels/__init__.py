@@ -5,17 +5,16 @@ from their own modules. See :mod:`unisono.kernels.library` for how an op is decl
 """
 
 from unisono.kernels.cache.rotary import rope_and_cache
-from unisono.kernels.gemm.linear import configure_exact_blas, linear, prove_exact, rehearse_proof
+from unisono.kernels.gemm.linear import configure_exact_blas, exact_blas, linear
 from unisono.kernels.gemm.linear_norm import linear_norm
 from unisono.kernels.norm.activation import sigmoid_gate, silu_mul
 from unisono.kernels.norm.rms_norm import rms_norm
 
 __all__ = [
     "configure_exact_blas",
+    "exact_blas",
     "linear",
     "linear_norm",
-    "prove_exact",
-    "rehearse_proof",
     "rms_norm",
     "rope_and_cache",
     "sigmoid_gate",

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from unisono.kernels.attention import cpu_float32 as attention_cpu_float32
 from unisono.kernels.cache.kv_e4m3 import dequantised
 from unisono.kernels.gemm.cpu import ROW_TILE
+from unisono.kernels.library import Mutated
 
 SPLIT = 256
 """Keys per split. Splits begin at multiples of it. It is part of the reduction order, hence of the bits."""
@@ -80,7 +81,7 @@ def attention_cpu(
     positions: torch.Tensor,
     work: torch.Tensor,
     count: torch.Tensor,
-    arrivals: torch.Tensor,
+    arrivals: Mutated[torch.Tensor],
     partials: int,
     scale: float,
     window: int,

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from unisono.kernels.gemm.fp8_quantize import scale_for, scaled_by
 from unisono.kernels.hopper import block_barrier, order_loads, stage_barriers
-from unisono.kernels.overlap import follow
+from unisono.kernels.overlap import follow, overlapping
 
 STAGES = 3
 """Steps whose keys and values are held at once: two programs fit on a multiprocessor."""
@@ -324,6 +324,7 @@ def _attend_items(q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total,
     follow(OVERLAP, True)
 
 
+@overlapping(reads_early=True, leads=True)
 @gluon.jit
 def round_attention_kernel(
     q_ptr, k_desc, v_desc, table_ptr, positions_ptr, work_ptr, count_ptr, arrivals_ptr, state_ptr, acc_ptr, out_ptr,

@@ -1,9 +1,9 @@
-"""When attention of long prompts runs on a Gluon kernel, and the proof that it may.
+"""Dispatch of long prompts' attention to the Gluon kernels for Hopper, and the proof of their bits.
 
-The kernels in ``attention_gluon`` and ``attention_gluon_wide`` serve passes whose tiles have 128 rows and are walked
-whole, on Hopper, for 16-bit heads of 128 and of 256, without a window, a soft cap or sinks. :func:`prove` compares
+The kernels in ``gluon.py`` and ``gluon_wide.py`` serve passes whose tiles have 128 rows and are walked whole, on
+Hopper, for 16-bit heads of 128 and 256, without a window, a soft cap or sinks. :data:`exact_prompt_attention` compares
 their bits with the Triton kernel's on the present GPU. Where they differ, or were not compared, the Triton kernel
-serves those passes too.
+serves.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ from unisono.kernels.attention.gluon_wide import HEAD_DIM as WIDE_DIM
 from unisono.kernels.attention.gluon_wide import wide_attention_kernel, wide_sizes
 from unisono.kernels.hopper import box_type, boxes
 from unisono.kernels.library import AotCase
-from unisono.kernels.proofs import alike, proven, rehearsed
+from unisono.kernels.proofs import ExactKernel
 
 PAGE = 16
 """Tokens per page: a step of 64 keys is four pages, each read by a warp of its own."""
-
-_proven: dict[tuple[int, int, int, torch.dtype, torch.device], bool] = {}
-"""(query heads, KV heads, head size, dtype, device) -> whether :func:`prove` saw the same bits."""
 
 Attend = Callable[..., torch.Tensor]
 
@@ -45,7 +42,7 @@ def serves(q: torch.Tensor, k_cache: torch.Tensor, tile_tokens: int, window: int
     """Whether a pass whose tiles are walked whole runs here. q [T, Hq, D]; k_cache [NP, Hkv, P, D]."""
     heads, kv_heads = q.shape[1], k_cache.shape[1]
     return (
-        _proven.get((heads, kv_heads, q.shape[2], q.dtype, q.device), False)
+        exact_prompt_attention.serves((heads, kv_heads, q.shape[2], q.dtype, q.device))
         and tile_tokens * heads == ROWS * kv_heads
         and window == 0
         and first == 0
@@ -88,24 +85,6 @@ def launch_prompt_attention(
     return out
 
 
-def prove(attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Compare the kernel with the Triton kernel, once in a process for such heads. The result decides which one serves.
-
-    attend(q, k_cache, v_cache, page_table, kv_len, query_start, positions) runs one pass. Synchronises.
-    """
-    key = heads, kv_heads, head_dim, dtype, device
-    return suits(*key) and proven(_proven, key, lambda: _same_bits(attend, *key))
-
-
-def rehearse(
-    attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Launch what :func:`prove` will launch and ignore the result: this compiles the kernels ahead of time."""
-    key = heads, kv_heads, head_dim, dtype, device
-    if suits(*key):
-        rehearsed(_proven, key, lambda: _same_bits(attend, *key))
-
-
 def proof_lengths(heads: int) -> tuple[int, int]:
     """Tokens of the requests that kernels are compared on: enough for tiles of ROWS rows on every multiprocessor."""
     more = max(1, 16 // heads)
@@ -143,9 +122,20 @@ def _same_bits(
         query_start = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32, device=device)
         positions = torch.cat([torch.arange(a, n, device=device) for a, n in zip(starts, lengths, strict=True)]).int()
         q = torch.randn(sum(counts), heads, head_dim, generator=generator, device=device).to(dtype)
-        if not alike(_proven, key, partial(attend, q, *pages, kv_len, query_start, positions)):
+        if not exact_prompt_attention.same_when_serving(
+            key, partial(attend, q, *pages, kv_len, query_start, positions)
+        ):
             return False
     return True
+
+
+exact_prompt_attention = ExactKernel(
+    "attention of long prompts", lambda attend, *heads: (heads,) if suits(*heads) else (), _same_bits
+)
+"""The kernel here, against the Triton kernel, by (query heads, KV heads, head size, dtype, device).
+
+attend(q, k_cache, v_cache, page_table, kv_len, query_start, positions) runs one pass.
+"""
 
 
 def _case(heads: int, kv_heads: int, dtype: str, head_dim: int = HEAD_DIM) -> AotCase:

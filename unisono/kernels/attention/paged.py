@@ -27,7 +27,7 @@ from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
 from unisono.kernels.attention.cpu import SPLIT, attention_cpu, attention_plan_cpu
 from unisono.kernels.attention.triton_kernels import LOG2_E, attention_kernel, plan_kernel
 from unisono.kernels.gemm.fp8_quantize import empty_quantised, launch_quantize, quantised_cpu
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, Mutated, op
 from unisono.kernels.overlap import overlapped
 
 KEYS = 64
@@ -219,26 +219,26 @@ def _launch(
     )  # fmt: skip
 
 
-_TAKES = (
-    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor positions, Tensor work,"
-    " Tensor count, Tensor(a!) arrivals, int partials, float scale, int window,"
-    " int first=0, float soft_cap=0.0, Tensor? sinks=None, Tensor? k_scales=None, Tensor? v_scales=None)"
-)
+def _quantised_shapes(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return empty_quantised(q, q.shape[0], q.shape[1] * q.shape[2], q.shape[2])
 
-define(
-    "attention_plan(Tensor slots, Tensor kv_len, Tensor? query_start, int num_tokens, int tile_tokens,"
-    " int num_kv_heads, int partials, int programs, int window=0) -> (Tensor, Tensor, Tensor)"
-)
-define(f"attention{_TAKES} -> Tensor")
-define(f"attention_fp8{_TAKES} -> (Tensor, Tensor)")
-register("attention_plan", cuda=launch_attention_plan, cpu=attention_plan_cpu, meta=_plan_shapes)
-register("attention", cuda=launch_attention, cpu=attention_cpu, meta=_attended)
-register(
-    "attention_fp8",
-    cuda=launch_attention_fp8,
-    cpu=lambda q, *given: quantised_cpu(attention_cpu(q, *given), q.shape[2]),
-    meta=lambda q, *given: empty_quantised(q, q.shape[0], q.shape[1] * q.shape[2], q.shape[2]),
-)
+
+attention_plan_op = op(cuda=launch_attention_plan, meta=_plan_shapes)(attention_plan_cpu)
+attention_op = op(cuda=launch_attention, meta=_attended)(attention_cpu)
+
+
+@op(cuda=launch_attention_fp8, meta=_quantised_shapes)
+def attention_fp8_op(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, positions: torch.Tensor,
+    work: torch.Tensor, count: torch.Tensor, arrivals: Mutated[torch.Tensor], partials: int, scale: float, window: int,
+    first: int = 0, soft_cap: float = 0.0, sinks: torch.Tensor | None = None, k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    out = attention_cpu(
+        q, k_cache, v_cache, page_table, positions, work, count, arrivals, partials, scale, window, first, soft_cap,
+        sinks, k_scales, v_scales,
+    )  # fmt: skip
+    return quantised_cpu(out, q.shape[2])
 
 
 class AttentionPlan(NamedTuple):
@@ -280,7 +280,7 @@ def attention_plan(
         ≥ kv_len - their number. Splits before the window of a row's first token are then left out of the plan.
     The plan decides about time, never about bits.
     """
-    work, num_items, arrivals = torch.ops.unisono.attention_plan(
+    work, num_items, arrivals = attention_plan_op(
         slots, kv_len, query_start, num_tokens, tile_tokens, num_kv_heads, partials, programs, window
     )
     return AttentionPlan(work, num_items, arrivals, partials)
@@ -312,7 +312,7 @@ def attention(
     sinks [Hq] fp32: exp(sink) is added to the denominator of its head's softmax.
     Returns [T, Hq · D] in q's dtype.
     """
-    return torch.ops.unisono.attention(
+    return attention_op(
         q, k_cache, v_cache, page_table, positions, *plan, scale, window, first, soft_cap, sinks, k_scales, v_scales
     )
 
@@ -336,7 +336,7 @@ def attention_fp8(
     D: a power of two (:func:`quantises`). given: the rest, as there. Returns (values e4m3 [T', Hq · D], scales
     fp32 [Hq, T']), T' = T padded to a multiple of four with zeros.
     """
-    return torch.ops.unisono.attention_fp8(q, k_cache, v_cache, page_table, positions, *plan, *given)
+    return attention_fp8_op(q, k_cache, v_cache, page_table, positions, *plan, *given)
 
 
 def _case(

@@ -11,7 +11,7 @@ import triton.language as tl
 from unisono.kernels.attention.e4m3 import begin_e4m3, factors, finish_e4m3, in_order, side_by_side, walk_halves
 from unisono.kernels.attention.split import LOG2_E, find_keys, hide, keep, merge, nothing, tiles, values, weigh
 from unisono.kernels.gemm.fp8_quantize import scaled_by, scales_of
-from unisono.kernels.overlap import follow, publish
+from unisono.kernels.overlap import follow, overlapping, publish
 
 
 @triton.jit
@@ -235,6 +235,7 @@ def _work_item(work_ptr, i):
     return slot, length, first, last, first_split, end_split, partial, counter
 
 
+@overlapping(reads_early=True, leads=True)
 @triton.jit
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, positions_ptr, work_ptr, count_ptr, arrivals_ptr, state_ptr, acc_ptr, out_ptr,

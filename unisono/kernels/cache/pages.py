@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, empty_like, ints, register
+from unisono.kernels.library import AotCase, Mutated, empty_like, ints, op
 
 NEVER = tl.constexpr(2**31 - 1)
 
@@ -59,15 +59,6 @@ def launch_grow_pages(
     )
 
 
-def grow_pages_cpu(page_table: torch.Tensor, slots: torch.Tensor, columns: torch.Tensor, pages: torch.Tensor) -> None:
-    """CPU twin of :func:`grow_pages`."""
-    new = columns >= 0
-    if not new.any():
-        return
-    rows = slots.long()[:, None].expand_as(columns)
-    page_table[rows[new], columns[new].long()] = pages[new]
-
-
 def launch_group_slot_mapping(
     page_table: torch.Tensor, tables: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
     query_start: torch.Tensor | None, page_size: int,
@@ -82,45 +73,22 @@ def launch_group_slot_mapping(
     return out
 
 
-def group_slot_mapping_cpu(
-    page_table: torch.Tensor, tables: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
-    query_start: torch.Tensor | None, page_size: int,
-) -> torch.Tensor:  # fmt: skip
-    """CPU twin of :func:`group_slot_mapping`."""
-    tokens, rows = positions.shape[0], tables.shape[0]
-    t = torch.arange(tokens, dtype=torch.int32)
-    if query_start is None:
-        row = t // max(tokens // rows, 1)
-    else:
-        row = torch.searchsorted(query_start[1:].contiguous(), t, right=True).clamp_max(rows - 1)
-    written = slot_mapping >= page_size
-    at = positions.where(written, 0)
-    page = page_table[tables[row].long(), (at // page_size).long()]
-    return (page * page_size + at % page_size).where(written, slot_mapping)
-
-
-define("grow_pages(Tensor(a!) page_table, Tensor slots, Tensor columns, Tensor pages) -> ()")
-register("grow_pages", cuda=launch_grow_pages, cpu=grow_pages_cpu, meta=lambda *args: None)
-define(
-    "group_slot_mapping(Tensor page_table, Tensor tables, Tensor positions, Tensor slot_mapping, Tensor? query_start,"
-    " int page_size) -> Tensor"
-)
-register(
-    "group_slot_mapping",
-    cuda=launch_group_slot_mapping,
-    cpu=group_slot_mapping_cpu,
-    meta=lambda page_table, tables, positions, *_: empty_like(positions),
-)
-
-
-def grow_pages(page_table: torch.Tensor, slots: torch.Tensor, columns: torch.Tensor, pages: torch.Tensor) -> None:
+@op(cuda=launch_grow_pages)
+def grow_pages(
+    page_table: Mutated[torch.Tensor], slots: torch.Tensor, columns: torch.Tensor, pages: torch.Tensor
+) -> None:
     """Write ``pages [R, G]`` into ``page_table [S, MP]`` at ``(slots [R], columns [R, G])``; column -1 writes nothing.
 
     All int32. Writing the same page again changes nothing, so a batch may be loaded twice.
     """
-    torch.ops.unisono.grow_pages(page_table, slots, columns, pages)
+    new = columns >= 0
+    if not new.any():
+        return
+    rows = slots.long()[:, None].expand_as(columns)
+    page_table[rows[new], columns[new].long()] = pages[new]
 
 
+@op(cuda=launch_group_slot_mapping, meta=lambda page_table, tables, positions, *_: empty_like(positions))
 def group_slot_mapping(
     page_table: torch.Tensor, tables: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
     query_start: torch.Tensor | None, page_size: int,
@@ -134,7 +102,16 @@ def group_slot_mapping(
 
     A token that writes to padding page 0 in the first table (padding, or at or beyond ``max_length``) stays there.
     """
-    return torch.ops.unisono.group_slot_mapping(page_table, tables, positions, slot_mapping, query_start, page_size)
+    tokens, rows = positions.shape[0], tables.shape[0]
+    t = torch.arange(tokens, dtype=torch.int32)
+    if query_start is None:
+        row = t // max(tokens // rows, 1)
+    else:
+        row = torch.searchsorted(query_start[1:].contiguous(), t, right=True).clamp_max(rows - 1)
+    written = slot_mapping >= page_size
+    at = positions.where(written, 0)
+    page = page_table[tables[row].long(), (at // page_size).long()]
+    return (page * page_size + at % page_size).where(written, slot_mapping)
 
 
 _MAPPING = ints("page_table tables positions slot_mapping out", "max_pages R T W")

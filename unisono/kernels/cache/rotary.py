@@ -14,15 +14,16 @@ import triton.language as tl
 
 from unisono.kernels.cache.kv_e4m3 import as_e4m3, exponent_of, largest_bits, quantised
 from unisono.kernels.cache.rotary_cpu import rope_and_cache_cpu
-from unisono.kernels.library import AotCase, define, differentiable, register
+from unisono.kernels.library import AotCase, Mutated, op
 from unisono.kernels.norm.rms_norm import rms_norm_formula, rounded_before_weight, square
-from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.overlap import follow, overlapped, overlapping
 
 AT_ONCE = tl.constexpr(4)
 """Elements that a thread loads or stores at once, of all dtypes: another number for one of them would change the layout
 of all tiles, and with it the order of the norms' sums. See :func:`_warps`."""
 
 
+@overlapping(leads=True)
 @triton.jit
 def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, q_out, k_cache, v_cache,
                            k_scales, v_scales, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
@@ -261,22 +262,15 @@ def _rope_and_cache_formula(
     return _rotated(q, angles)
 
 
-def _rope_and_cache_meta(
-    qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads,
-    k_scales=None, v_scales=None,
-):  # fmt: skip
-    return qkv.new_empty(qkv.shape[0], num_heads, k_cache.shape[3])
-
-
-define(
-    "rope_and_cache(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos_sin, "
-    "Tensor positions, Tensor slot_mapping, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "int num_heads, int num_kv_heads, Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None) -> Tensor"
+@op(
+    cuda=launch_rope_and_cache,
+    shape=lambda qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, *_: (
+        qkv.shape[0],
+        num_heads,
+        k_cache.shape[3],
+    ),
+    gradient=_rope_and_cache_formula,
 )
-register("rope_and_cache", cuda=launch_rope_and_cache, cpu=rope_and_cache_cpu, meta=_rope_and_cache_meta)
-differentiable("rope_and_cache", _rope_and_cache_formula)
-
-
 def rope_and_cache(
     qkv: torch.Tensor,
     q_norm: torch.Tensor | None,
@@ -285,12 +279,12 @@ def rope_and_cache(
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
     slot_mapping: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: Mutated[torch.Tensor],
+    v_cache: Mutated[torch.Tensor],
     num_heads: int,
     num_kv_heads: int,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
+    k_scales: Mutated[torch.Tensor | None] = None,
+    v_scales: Mutated[torch.Tensor | None] = None,
 ) -> torch.Tensor:
     """Norm and rotate the query and key heads, write keys and values to the cache, return the queries.
 
@@ -310,10 +304,21 @@ def rope_and_cache(
 
     Returns q [T, Hq, D] in qkv's dtype.
     """
-    return torch.ops.unisono.rope_and_cache(
-        qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads,
-        k_scales, v_scales,
-    )  # fmt: skip
+    return rope_and_cache_cpu(
+        qkv,
+        q_norm,
+        k_norm,
+        eps,
+        cos_sin,
+        positions,
+        slot_mapping,
+        k_cache,
+        v_cache,
+        num_heads,
+        num_kv_heads,
+        k_scales,
+        v_scales,
+    )
 
 
 def _aot_rope(

@@ -10,7 +10,7 @@ import functools
 import torch
 
 from unisono.kernels.cache.kv_e4m3 import quantised
-from unisono.kernels.norm.rms_norm import rms_norm_cpu
+from unisono.kernels.norm.rms_norm import rms_norm
 
 
 def rope_and_cache_cpu(
@@ -37,7 +37,7 @@ def rope_and_cache_cpu(
     else:
         x = heads[:, :both]
     if q_norm is not None and k_norm is not None:
-        x = rms_norm_cpu(x, torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1))), eps)
+        x = rms_norm.cpu(x, torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1))), eps)
     x = _rotated(x, cos_sin.index_select(0, positions.clamp(min=0)))
     if num_kv_heads:
         at = _rows(slot_mapping, num_kv_heads, k_cache.shape[2])

@@ -21,7 +21,7 @@ from unisono.kernels.comm.gather import LOOKS, PLACE, PROGRAMS, exchange, next_t
 from unisono.kernels.gemm.fp8_quantize import GROUP, empty_quantised
 from unisono.kernels.library import AotCase
 from unisono.kernels.norm.activation import launch_silu_mul, silu_product
-from unisono.kernels.norm.rms_norm import Normed, columns_of, launch_add_rms_norm, row_warps, store_norm
+from unisono.kernels.norm.rms_norm import SumNormed, columns_of, launch_add_rms_norm, row_warps, store_norm
 from unisono.kernels.overlap import follow, overlapped
 
 SILU_CHUNK = 512
@@ -100,7 +100,7 @@ def norm_parts(rows: int, words: int) -> int:
 def launch_gather_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None, keep: bool,
     summed: bool, peers: Peers,
-) -> tuple[torch.Tensor, *Normed]:  # fmt: skip
+) -> SumNormed:  # fmt: skip
     """(sum, norm, x8, scales) of ``add_rms_norm_fp8`` for the gathered x, at up to :func:`norm_parts` of rows.
 
     x [M, H / N]: this rank's columns; summed: [M, H], one of the N terms that are added in the order of ranks.

@@ -16,7 +16,7 @@ Shapes: M rows, K inputs, N outputs, G = ceil(K / 128).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -28,9 +28,9 @@ from unisono.kernels.gemm.cpu import row_exact_product
 from unisono.kernels.gemm.fp8_gluon import launch_fp8_rows, suits
 from unisono.kernels.gemm.fp8_quantize import GROUP, Quantised, launch_quantize, quantize_cpu, widened_activations
 from unisono.kernels.gemm.linear import launch_add, residual_tile, store_sums
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, op
 from unisono.kernels.overlap import follow, overlapped
-from unisono.kernels.proofs import agreed
+from unisono.kernels.proofs import ExactKernel
 
 FEW_ROWS = 64
 """Up to this number of rows the Gluon kernel runs, above it ``scaled_mm``; each where it is proven exact."""
@@ -39,13 +39,6 @@ PROOF_ROWS = (65, 96, 128, 192, 256, 512, 1024, 2048)
 """Numbers of rows at which ``scaled_mm`` is compared with the Triton kernel."""
 FEW_PROOF_ROWS = (1, 3, 16, 17, 32, 33, 64)
 """The same for the Gluon kernel."""
-
-Key = tuple[int, int, torch.dtype, bool]
-"""(N, K, dtype of activations, scales by block)."""
-_proven: dict[Key, bool] = {}
-"""Whether :func:`prove_fp8` saw the same bits from ``scaled_mm``."""
-_proven_few: dict[Key, bool] = {}
-"""Whether it saw them from the Gluon kernel."""
 
 
 @dataclass(frozen=True)
@@ -221,29 +214,6 @@ def _group(w_scales: Tensor) -> int | None:
     return GROUP if w_scales.dim() == 2 else None
 
 
-@torch.no_grad()
-def prove_fp8(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> bool:
-    """Whether ``scaled_mm`` gives the small Triton tile's bits for this weight on this GPU, at all PROOF_ROWS.
-
-    Once in a process for each shape, dtype of activations and kind of scales. Where all agree, :func:`fp8_linear`
-    runs the shape on ``scaled_mm`` above FEW_ROWS rows; elsewhere, also where torch has no such product, on Triton.
-    The Gluon kernel of few rows is compared too. True, and without effect, on a CPU. Synchronises; for the engine's
-    start.
-    """
-    if weight.device.type != "cuda":
-        return True
-    key = _key(weight, w_scales, dtype)
-    if key not in _proven:
-        _proven[key] = all(_same_bits(weight, w_scales, dtype, rows, _by_torch) for rows in PROOF_ROWS)
-        _proven_few[key] = all(_same_bits(weight, w_scales, dtype, rows, _by_gluon) for rows in FEW_PROOF_ROWS)
-    _proven[key], _proven_few[key] = agreed(_proven[key]), agreed(_proven_few[key])
-    return _proven[key]
-
-
-def _key(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Key:
-    return *weight.shape, dtype, w_scales.dim() == 2
-
-
 def _by_torch(
     x8: Tensor,
     x_scales: Tensor,
@@ -269,30 +239,54 @@ def _by_gluon(
     return launch_fp8_rows(x8, x_scales, weight, w_scales, None, None, rows, dtype) if suits(rows, weight) else None
 
 
-def _same_bits(
-    weight: Tensor, w_scales: Tensor, dtype: torch.dtype, rows: int,
-    product: Callable[..., Tensor | None],
-) -> bool:  # fmt: skip
-    """Whether ``product`` of the weight and random inputs [rows, K] has the bits of the Triton kernel."""
-    generator = torch.Generator(weight.device).manual_seed(rows)
-    x = torch.randn(rows, weight.shape[1], device=weight.device, generator=generator).to(dtype)
-    x8, x_scales = launch_quantize(x, _group(w_scales))
-    want = launch_fp8_product(x8, x_scales, weight, w_scales, None, None, rows, dtype, _tile(1))
-    got = product(x8, x_scales, weight, w_scales, rows, dtype)
-    return got is not None and torch.equal(got, want)
+def _keys(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> tuple[Hashable, ...]:
+    return (_key(weight, w_scales, dtype),) if weight.device.type == "cuda" else ()
 
 
-def rehearse_fp8_proof(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> None:
-    """Launch what :func:`prove_fp8` will launch and ignore the result: this compiles the kernels ahead of time."""
-    if weight.device.type == "cuda":
-        for product, counts in ((_by_torch, PROOF_ROWS), (_by_gluon, FEW_PROOF_ROWS)):
-            for rows in counts:
-                _same_bits(weight, w_scales, dtype, rows, product)
+def _key(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Hashable:
+    """(N, K, dtype of activations, True for scales by block)."""
+    return *weight.shape, dtype, w_scales.dim() == 2
+
+
+def _compared(product: Callable[..., Tensor | None], counts: tuple[int, ...]) -> Callable[..., bool]:
+    """A comparison of ``product`` with the Triton kernel, on random inputs of each number of rows."""
+
+    def same_bits(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> bool:
+        for rows in counts:
+            generator = torch.Generator(weight.device).manual_seed(rows)
+            x = torch.randn(rows, weight.shape[1], device=weight.device, generator=generator).to(dtype)
+            x8, x_scales = launch_quantize(x, _group(w_scales))
+            expected = launch_fp8_product(x8, x_scales, weight, w_scales, None, None, rows, dtype, _tile(1))
+            out = product(x8, x_scales, weight, w_scales, rows, dtype)
+            if out is None or not torch.equal(out, expected):
+                return False
+        return True
+
+    return same_bits
+
+
+exact_scaled_mm = ExactKernel("scaled_mm", _keys, _compared(_by_torch, PROOF_ROWS))
+"""Torch's product, above FEW_ROWS rows."""
+
+exact_fp8_rows = ExactKernel("fp8 products of few rows", _keys, _compared(_by_gluon, FEW_PROOF_ROWS))
+"""The Gluon kernel, up to FEW_ROWS rows."""
+
+
+def prove_fp8(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> bool:
+    """Prove both kernels for this weight. Returns the result for ``scaled_mm``."""
+    exact_fp8_rows.prove(weight, w_scales, dtype)
+    return exact_scaled_mm.prove(weight, w_scales, dtype)
+
+
+def rehearse_fp8(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> None:
+    """Launch the kernels of :func:`prove_fp8` and ignore the results: this compiles them ahead of time."""
+    exact_scaled_mm.rehearse(weight, w_scales, dtype)
+    exact_fp8_rows.rehearse(weight, w_scales, dtype)
 
 
 def runs_on_torch(rows: int, dtype: torch.dtype, weight: Tensor, w_scales: Tensor) -> bool:
-    """Whether torch computes this product; else a kernel of ours does."""
-    return rows > FEW_ROWS and _proven.get(_key(weight, w_scales, dtype), False)
+    """Return True if torch computes this product, False if a kernel of ours does."""
+    return rows > FEW_ROWS and exact_scaled_mm.serves(_key(weight, w_scales, dtype))
 
 
 def fp8_product_cuda(
@@ -303,7 +297,7 @@ def fp8_product_cuda(
     if runs_on_torch(rows, dtype, weight, w_scales):
         y = _scaled_mm(x8, x_scales, weight, w_scales, dtype)[:rows]
         return y if bias is None and residual is None else launch_add(y, bias, residual)
-    few = rows <= FEW_ROWS and _proven_few.get(_key(weight, w_scales, dtype), False) and suits(rows, weight)
+    few = rows <= FEW_ROWS and exact_fp8_rows.serves(_key(weight, w_scales, dtype)) and suits(rows, weight)
     launch = launch_fp8_rows if few else launch_fp8_product
     return launch(x8, x_scales, weight, w_scales, bias, residual, rows, dtype)
 
@@ -323,7 +317,8 @@ def widened_weight(weight: Tensor, w_scales: Tensor) -> Tensor:
     return weight.float() * w_scales.repeat_interleave(GROUP, 0)[:n].repeat_interleave(GROUP, 1)[:, :k]
 
 
-def fp8_linear_cpu(
+@op(cuda=fp8_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))
+def fp8_linear_op(
     x: Tensor,
     weight: Tensor,
     w_scales: Tensor,
@@ -332,28 +327,7 @@ def fp8_linear_cpu(
     residual: Tensor | None,
 ) -> Tensor:
     quantised = quantize_cpu(x, _group(w_scales), x_scale)
-    return fp8_product_cpu(*quantised, len(x), x.dtype, weight, w_scales, bias, residual)
-
-
-def fp8_product_cpu(
-    x8: Tensor, x_scales: Tensor, rows: int, dtype: torch.dtype, weight: Tensor, w_scales: Tensor,
-    bias: Tensor | None, residual: Tensor | None,
-) -> Tensor:  # fmt: skip
-    values = widened_activations(x8, x_scales)[:rows]
-    y = row_exact_product(values, widened_weight(weight, w_scales)).to(dtype)
-    if bias is not None:
-        y = y + bias
-    return y if residual is None else y + residual
-
-
-def _fp8_linear_meta(x: Tensor, weight: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-define(
-    "fp8_linear(Tensor x, Tensor weight, Tensor w_scales, Tensor? x_scale, Tensor? bias, Tensor? residual) -> Tensor"
-)
-register("fp8_linear", cuda=fp8_linear_cuda, cpu=fp8_linear_cpu, meta=_fp8_linear_meta)
+    return fp8_product_op.cpu(*quantised, len(x), x.dtype, weight, w_scales, bias, residual)
 
 
 def fp8_linear(
@@ -372,26 +346,29 @@ def fp8_linear(
     computed ones; for scales by output. The product is rounded, then the bias is added and rounded, then the residual.
     A row's bits depend on that row, the weight, its bias and its residual only.
     """
-    return torch.ops.unisono.fp8_linear(x, weight, w_scales, x_scale, bias, residual)
+    return fp8_linear_op(x, weight, w_scales, x_scale, bias, residual)
 
 
-define(
-    "fp8_product(Tensor x8, Tensor x_scales, int rows, ScalarType dtype, Tensor weight, Tensor w_scales, Tensor? bias,"
-    " Tensor? residual) -> Tensor"
-)
-register(
-    "fp8_product",
+@op(
     cuda=fp8_product_cuda,
-    cpu=fp8_product_cpu,
     meta=lambda x8, x_scales, rows, dtype, weight, *_: x8.new_empty(rows, weight.shape[0], dtype=dtype),
 )
+def fp8_product_op(
+    x8: Tensor, x_scales: Tensor, rows: int, dtype: torch.dtype, weight: Tensor, w_scales: Tensor,
+    bias: Tensor | None, residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    values = widened_activations(x8, x_scales)[:rows]
+    y = row_exact_product(values, widened_weight(weight, w_scales)).to(dtype)
+    if bias is not None:
+        y = y + bias
+    return y if residual is None else y + residual
 
 
 def fp8_product(
     x: Quantised, weight: Tensor, w_scales: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """:func:`fp8_linear` of activations that are quantised as the weight's scales ask: the same bits."""
-    return torch.ops.unisono.fp8_product(x.x8, x.scales, x.rows, x.dtype, weight, w_scales, bias, residual)
+    return fp8_product_op(x.x8, x.scales, x.rows, x.dtype, weight, w_scales, bias, residual)
 
 
 def _aot_fp8(dtype: str, tile: Tile, by_block: bool, even_k: bool, bias: bool) -> AotCase:

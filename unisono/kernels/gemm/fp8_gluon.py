@@ -33,7 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from unisono.kernels.gemm.persistent import processors
 from unisono.kernels.hopper import block_barrier, box_type, boxes, next_group, next_stage, stage_barriers
 from unisono.kernels.library import AotCase
-from unisono.kernels.overlap import overlapped
+from unisono.kernels.overlap import overlapped, overlapping
 
 WIDE = 64
 """Rows of one ``wgmma``."""
@@ -247,6 +247,7 @@ def _multiply(x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, P
         _store(acc, out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, OUTPUTS, WIDE)
 
 
+@overlapping(reads_early=True)
 @gluon.jit
 def fp8_rows_kernel(x_desc, w_desc, x_scales, w_scales, bias, residual, out, M, N, K, PADDED,
                     BY_BLOCK: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDE: gl.constexpr,

@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import COMPILED, AotCase, define, register
-from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.library import COMPILED, AotCase, op
+from unisono.kernels.overlap import follow, overlapped, overlapping
 
 E4M3 = torch.float8_e4m3fn
 
@@ -130,6 +130,7 @@ def store_quantised(value, x8, scales, row, first, K, PADDED, GROUP: tl.constexp
     tl.store(scales + groups.to(tl.int64) * PADDED + row, scale, mask=groups * GROUP < K)
 
 
+@overlapping(leads=True)
 @triton.jit
 def _quantize_kernel(x, fixed, x8, scales, M, K, PADDED,
                      GROUPS: tl.constexpr, WIDTH: tl.constexpr, FIXED: tl.constexpr,
@@ -229,18 +230,17 @@ def quantised_cpu(x: torch.Tensor, group: int | None) -> tuple[torch.Tensor, tor
     return empty_quantised(x, 0, 0, None) if group is None else padded_quantize_cpu(x, group or None)
 
 
-define("quantize_fp8(Tensor x, int group, Tensor? fixed) -> (Tensor, Tensor)")
-register(
-    "quantize_fp8",
+@op(
     cuda=lambda x, group, fixed: launch_quantize(x, group or None, fixed),
-    cpu=lambda x, group, fixed: padded_quantize_cpu(x, group or None, fixed),
     meta=lambda x, group, fixed: empty_quantised(x, x.shape[0], x.shape[1], group),
 )
+def quantize_fp8_op(x: torch.Tensor, group: int, fixed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    return padded_quantize_cpu(x, group or None, fixed)
 
 
 def quantize(x: torch.Tensor, group: int, fixed: torch.Tensor | None = None) -> Quantised:
     """Activations x [M, K] in e4m3. group: columns that share a scale, 0: all. fixed: see :func:`launch_quantize`."""
-    return handed_on(torch.ops.unisono.quantize_fp8(x, group, fixed), x, group, x)
+    return handed_on(quantize_fp8_op(x, group, fixed), x, group, x)
 
 
 def widened_activations(x8: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

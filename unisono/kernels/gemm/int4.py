@@ -16,6 +16,7 @@ bits) and 2 i + 1 (high bits) as 0 … 15.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -23,17 +24,16 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.gemm.linear import (
+    exact_blas,
     launch_linear,
-    linear_cpu,
     linear_cuda,
-    prove_exact,
-    rehearse_proof,
+    linear_op,
     residual_tile,
     store_sums,
 )
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, op
 from unisono.kernels.overlap import follow, overlapped
-from unisono.kernels.proofs import agreeing, proven
+from unisono.kernels.proofs import ExactKernel
 
 FEW_ROWS = 64
 """Up to this many rows weights are unpacked in registers."""
@@ -43,9 +43,6 @@ PROOF_ROWS = (1, 16, 33, 64)
 
 MIDDLE = 8
 """The zero of a weight that has no zeros of its own."""
-
-_proven: dict[tuple[int, int, int, torch.dtype], bool] = {}
-"""(N, K, group, dtype of activations) -> whether :func:`prove_int4` saw the plain product's bits."""
 
 
 @dataclass(frozen=True)
@@ -198,52 +195,50 @@ def unpack_cpu(
     return (values * scales[:, of]).to(dtype)
 
 
-@torch.no_grad()
-def prove_int4(
+def _keys(
     weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
-) -> bool:
-    """Whether the product of packed weights gives the plain product's bits for this weight on this GPU.
-
-    Once in a process for each shape, group and dtype of activations; the plain product of the unpacked shape is proven
-    too. Where they agree, :func:`int4_linear` unpacks the weight above FEW_ROWS rows. True, and without effect, on a
-    CPU. Synchronises; for the engine's start.
-    """
-    if weight.device.type != "cuda":
-        return True
-
-    def holds() -> bool:
-        plain = launch_unpack(weight, scales, zeros, group, dtype)
-        with agreeing(None):  # what follows is agreed on as one
-            prove_exact(plain)  # of the product that then runs; where it fails, that product is Triton's at every M
-        return all(_same_bits(plain, weight, scales, zeros, group, rows) for rows in PROOF_ROWS)
-
-    return proven(_proven, (weight.shape[0], 2 * weight.shape[1], group, dtype), holds)
+) -> tuple[Hashable, ...]:
+    """(N, K, group, dtype of activations)."""
+    return ((weight.shape[0], 2 * weight.shape[1], group, dtype),) if weight.device.type == "cuda" else ()
 
 
 def _same_bits(
-    plain: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    group: int,
-    rows: int,
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
 ) -> bool:
-    """Whether the products of the packed weight and of ``plain``, with random inputs [rows, K], are equal."""
-    generator = torch.Generator(weight.device).manual_seed(rows)
-    x = torch.randn(rows, plain.shape[1], device=weight.device, generator=generator).to(plain.dtype)
-    packed = launch_int4_linear(x, weight, scales, zeros, group, None, None)
-    return torch.equal(packed, launch_linear(x, plain, None, None))
+    """Compare the products of the packed and the unpacked weight with random inputs of each number of rows."""
+    plain = launch_unpack(weight, scales, zeros, group, dtype)
+    for rows in PROOF_ROWS:
+        generator = torch.Generator(weight.device).manual_seed(rows)
+        x = torch.randn(rows, plain.shape[1], device=weight.device, generator=generator).to(dtype)
+        packed = launch_int4_linear(x, weight, scales, zeros, group, None, None)
+        if not torch.equal(packed, launch_linear(x, plain, None, None)):
+            return False
+    return True
 
 
-def rehearse_int4_proof(
+exact_unpacked = ExactKernel("products of unpacked int4 weights", _keys, _same_bits)
+"""The plain product of the unpacked weight, above FEW_ROWS rows."""
+
+
+def prove_int4(
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
+) -> bool:
+    """Prove the product of the unpacked weight, and that of its shape on cuBLASLt.
+
+    Returns the first result: where cuBLASLt's bits differ, the plain product is Triton's at every M.
+    """
+    if weight.device.type == "cuda":
+        exact_blas.prove(launch_unpack(weight, scales, zeros, group, dtype))
+    return exact_unpacked.prove(weight, scales, zeros, group, dtype)
+
+
+def rehearse_int4(
     weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
 ) -> None:
-    """Launch what :func:`prove_int4` will launch and ignore the result: this compiles the kernels ahead of time."""
+    """Launch the kernels of :func:`prove_int4` and ignore the results: this compiles them ahead of time."""
     if weight.device.type == "cuda":
-        plain = launch_unpack(weight, scales, zeros, group, dtype)
-        rehearse_proof(plain)
-        for rows in PROOF_ROWS:
-            _same_bits(plain, weight, scales, zeros, group, rows)
+        exact_blas.rehearse(launch_unpack(weight, scales, zeros, group, dtype))
+    exact_unpacked.rehearse(weight, scales, zeros, group, dtype)
 
 
 def int4_linear_cuda(
@@ -255,12 +250,13 @@ def int4_linear_cuda(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    if x.shape[0] > FEW_ROWS and _proven.get((weight.shape[0], x.shape[1], group, x.dtype), False):
+    if x.shape[0] > FEW_ROWS and exact_unpacked.serves((weight.shape[0], x.shape[1], group, x.dtype)):
         return linear_cuda(x, launch_unpack(weight, scales, zeros, group, x.dtype), bias, residual)
     return launch_int4_linear(x, weight, scales, zeros, group, bias, residual)
 
 
-def int4_linear_cpu(
+@op(cuda=int4_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))
+def int4_linear_op(
     x: torch.Tensor,
     weight: torch.Tensor,
     scales: torch.Tensor,
@@ -269,18 +265,7 @@ def int4_linear_cpu(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    return linear_cpu(x, unpack_cpu(weight, scales, zeros, group, x.dtype), bias, residual)
-
-
-def _int4_linear_meta(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-define(
-    "int4_linear(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, int group, Tensor? bias, Tensor? residual)"
-    " -> Tensor"
-)
-register("int4_linear", cuda=int4_linear_cuda, cpu=int4_linear_cpu, meta=_int4_linear_meta)
+    return linear_op.cpu(x, unpack_cpu(weight, scales, zeros, group, x.dtype), bias, residual)
 
 
 def int4_linear(
@@ -299,7 +284,7 @@ def int4_linear(
     the product is rounded, then the bias is added and rounded, then the residual. A row's bits depend on that row, the
     weight, its bias and its residual only.
     """
-    return torch.ops.unisono.int4_linear(x, weight, scales, zeros, group, bias, residual)
+    return int4_linear_op(x, weight, scales, zeros, group, bias, residual)
 
 
 def _aot_int4(dtype: str, tile: Tile, group: int, zeros: bool, even_k: bool, bias: bool) -> AotCase:

@@ -7,8 +7,8 @@ kernel (``kernels/gemm/layer_tail_gluon.py``) has one program for each multiproc
 and never ceases to load weights.
 
 Bits are those of the separate ops (``linear_norm``, ``linear``, ``silu_mul``): every product has K in one sequence, and
-a norm's row is summed by as many warps in the same order. :func:`prove` compares them on the present GPU. Called by
-``models``; where it does not serve, the separate ops do.
+a norm's row is summed by as many warps in the same order. :data:`exact_layer_tail` compares them on the present GPU.
+Called by ``models``; where it does not serve, the separate ops do.
 
 Shapes: M rows, H features, I intermediate features, Q inputs of the output projection, F outputs of the input
 projection that follows.
@@ -25,14 +25,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from unisono.kernels.gemm.cpu import LEAST_ROWS
 from unisono.kernels.gemm.layer_tail_gluon import EACH, MOST_ROWS, REGISTERS, STEP, WARPS, WIDE, layer_tail_kernel
-from unisono.kernels.gemm.linear import launch_linear, linear_cpu
+from unisono.kernels.gemm.linear import launch_linear, linear_op
 from unisono.kernels.gemm.persistent import LINE, box_of, counters, processors, tile_of
 from unisono.kernels.hopper import box_type, boxes
-from unisono.kernels.library import AotCase, define, empty_like, ints, register
-from unisono.kernels.norm.activation import launch_silu_mul, silu_mul_cpu
-from unisono.kernels.norm.rms_norm import launch_rms_norm, rms_norm_cpu, row_warps
+from unisono.kernels.library import AotCase, empty_like, ints, op
+from unisono.kernels.norm.activation import launch_silu_mul, silu_mul
+from unisono.kernels.norm.rms_norm import launch_rms_norm, rms_norm, row_warps
 from unisono.kernels.overlap import overlapped
-from unisono.kernels.proofs import proven
+from unisono.kernels.proofs import ExactKernel
 
 _SHARED_BYTES = 216 * 1024
 """Of a multiprocessor, for weights and rows that are loaded or waiting."""
@@ -167,11 +167,11 @@ def layer_tail_cpu(x: torch.Tensor, residual: torch.Tensor, t: Tail) -> Made:
         x, residual = (torch.nn.functional.pad(each, (0, 0, 0, LEAST_ROWS - rows)) for each in (x, residual))
         out, normed, product = layer_tail_cpu(x, residual, t)
         return out[:rows], normed[:rows], product[:rows]
-    total, nothing = linear_cpu(x, t.o, None, residual), x.new_empty(0)
-    act = silu_mul_cpu(linear_cpu(rms_norm_cpu(total, t.o_norm, t.eps), t.gate_up, None, None))
-    out = linear_cpu(act, t.down, None, total)
-    normed = nothing if t.next_norm is None else rms_norm_cpu(out, t.next_norm, t.next_eps)
-    return out, normed, nothing if t.following is None else linear_cpu(normed, t.following, t.bias, None)
+    total, nothing = linear_op.cpu(x, t.o, None, residual), x.new_empty(0)
+    act = silu_mul.cpu(linear_op.cpu(rms_norm.cpu(total, t.o_norm, t.eps), t.gate_up, None, None))
+    out = linear_op.cpu(act, t.down, None, total)
+    normed = nothing if t.next_norm is None else rms_norm.cpu(out, t.next_norm, t.next_eps)
+    return out, normed, nothing if t.following is None else linear_op.cpu(normed, t.following, t.bias, None)
 
 
 def _apart(x: torch.Tensor, residual: torch.Tensor, t: Tail) -> Made:
@@ -190,27 +190,26 @@ def empty(residual: torch.Tensor, t: Tail) -> Made:
     return empty_like(residual), nothing if t.next_norm is None else empty_like(residual), product
 
 
-define(
-    "layer_tail(Tensor x, Tensor residual, Tensor[] products, Tensor[] norms, float[] eps, Tensor? bias)"
-    " -> (Tensor, Tensor, Tensor)"
+@op(
+    cuda=lambda x, residual, *weights: launch_layer_tail(x, residual, Tail.of(*weights)),
+    meta=lambda x, residual, *weights: empty(residual, Tail.of(*weights)),
 )
-register(
-    "layer_tail",
-    cuda=lambda x, residual, *given: launch_layer_tail(x, residual, Tail.of(*given)),
-    cpu=lambda x, residual, *given: layer_tail_cpu(x, residual, Tail.of(*given)),
-    meta=lambda x, residual, *given: empty(residual, Tail.of(*given)),
-)
+def layer_tail_op(
+    x: torch.Tensor, residual: torch.Tensor, products: list[torch.Tensor], norms: list[torch.Tensor], eps: list[float],
+    bias: torch.Tensor | None,
+) -> Made:  # fmt: skip
+    return layer_tail_cpu(x, residual, Tail.of(products, norms, eps, bias))
 
 
 def layer_tail(x: torch.Tensor, residual: torch.Tensor, tail: Tail) -> Made:
     """What follows a mixer's outputs x [M, Q] and the residual sum [M, H]: see ``Made``.
 
-    Up to :data:`MOST_ROWS` rows on a GPU, and only where :func:`prove` has agreed. The bits are those of
+    Up to :data:`MOST_ROWS` rows on a GPU, and only where :data:`exact_layer_tail` is proven. The bits are those of
     ``linear_norm(x, o, None, residual, o_norm)``, ``linear(…, gate_up)``, ``silu_mul``, ``linear_norm(…, down, …,
     next_norm)`` and ``linear(…, following, bias)``.
     """
     eps = [tail.eps, tail.next_eps]
-    return torch.ops.unisono.layer_tail(x, residual, tail.products, tail.norms, eps, tail.bias)
+    return layer_tail_op(x, residual, tail.products, tail.norms, eps, tail.bias)
 
 
 def suits(tail: Tail) -> bool:
@@ -228,32 +227,23 @@ def suits(tail: Tail) -> bool:
     return aligned and warps == WARPS and processors(tail.o.device) >= MOST_ROWS
 
 
-_proven: dict[tuple[object, ...], bool] = {}
-
-
-@torch.no_grad()
-def prove(tail: Tail) -> bool:
-    """Compare the kernel's bits with the separate kernels' for weights of these shapes on this GPU, once for each.
-
-    True, and without effect, on a CPU. Synchronises; for the engine's start.
-    """
-    if tail.o.device.type == "cpu":
-        return True
-    return proven(_proven, tail.shape, lambda: suits(tail) and all(_same_bits(tail, rows) for rows in PROOF_ROWS))
-
-
-def rehearse(tail: Tail) -> None:
-    """Launch what :func:`prove` will launch and ignore the result: this compiles the kernels ahead of time."""
-    if tail.o.device.type != "cpu" and suits(tail):
-        for rows in PROOF_ROWS:
-            _same_bits(tail, rows)
-
-
-def _same_bits(tail: Tail, rows: int) -> bool:
+def _same_bits(tail: Tail) -> bool:
+    """Compare the kernel's outputs with the separate kernels', on random inputs of each number of rows."""
+    if not suits(tail):
+        return False
     device, (h, q) = tail.o.device, tail.o.shape
-    generator = torch.Generator(device).manual_seed(rows)
-    x, residual = (torch.randn(rows, n, device=device, generator=generator).to(tail.o.dtype) for n in (q, h))
-    return all(map(torch.equal, launch_layer_tail(x, residual, tail), _apart(x, residual, tail)))
+    for rows in PROOF_ROWS:
+        generator = torch.Generator(device).manual_seed(rows)
+        x, residual = (torch.randn(rows, n, device=device, generator=generator).to(tail.o.dtype) for n in (q, h))
+        if not all(map(torch.equal, launch_layer_tail(x, residual, tail), _apart(x, residual, tail))):
+            return False
+    return True
+
+
+exact_layer_tail = ExactKernel(
+    "layer tails", lambda tail: (tail.shape,) if tail.o.device.type == "cuda" else (), _same_bits
+)
+"""The fused kernel, against the separate ones."""
 
 
 def _case(dtype: str, norm: str, rows: int, h: int, q: int, i: int, f: int, normed: bool = True) -> AotCase:

@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from unisono.kernels.gemm.persistent import arrive, gated, load_layer, norm, stages, store_tile, wait
 from unisono.kernels.hopper import next_stage
+from unisono.kernels.overlap import overlapping
 
 WIDE = 64
 """Rows of one ``wgmma``: outputs of a tile at most."""
@@ -101,6 +102,7 @@ def _compute(w, x, full, free, ready, residual, o_norm, next_norm, next_bias, to
                   ROWS, STAGES, EACH, STEP, WIDE, TILE_F, MMA)  # fmt: skip
 
 
+@overlapping(reads_early=True)
 @gluon.jit
 def layer_tail_kernel(
     x_desc, n1_desc, act_desc, n2_desc, o_desc, gate_up_desc, down_desc, next_desc,

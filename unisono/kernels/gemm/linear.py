@@ -3,9 +3,9 @@
 Owns the ``linear`` op. Every product accumulates K in one sequence in fp32, so a row's bits are fixed by
 the weight alone: never by the number of rows, the tile or the backend. Small M runs on one Triton
 kernel; large M runs on cuBLASLt with split-K forbidden, which sums in the same order (measured on an
-H200). :func:`prove_exact` checks this on the present GPU for a weight's shape; a shape without that
-proof stays on Triton. Called by ``layers``; the engine calls :func:`configure_exact_blas` and
-:func:`prove_exact` at start.
+H200). :data:`exact_blas` checks this on the present GPU for a weight's shape; a shape without that
+proof stays on Triton. Called by ``layers``; the engine's start calls :func:`configure_exact_blas` and
+proves the shapes.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import functools
 import os
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -22,18 +23,15 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.gemm.cpu import row_exact_product
-from unisono.kernels.library import DTYPES, AotCase, define, differentiable, register
+from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.overlap import follow, overlapped
-from unisono.kernels.proofs import proven
+from unisono.kernels.proofs import ExactKernel
 
 TRITON_ROWS = 64
 """Up to this many rows the Triton kernel runs; above it cuBLASLt does, where it is proven exact."""
 
 PROOF_ROWS = (65, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)
 """Numbers of rows at which cuBLASLt is compared with the Triton kernel: it chooses an algorithm for each of them."""
-
-_proven: dict[tuple[int, int, torch.dtype], bool] = {}
-"""(N, K, dtype) -> whether :func:`prove_exact` saw the same bits from cuBLASLt. Other shapes stay on Triton."""
 
 
 @dataclass(frozen=True)
@@ -240,39 +238,34 @@ def blas_linear(
     return y if bias is None and residual is None else launch_add(y, bias, residual)
 
 
-@torch.no_grad()
-def prove_exact(weight: torch.Tensor, rows: tuple[int, ...] = PROOF_ROWS) -> bool:
-    """Whether cuBLASLt gives the small-M Triton kernel's bits for ``weight [N, K]`` on this GPU.
-
-    Compares both on random inputs of each number of ``rows``, once in a process for each shape and dtype: shapes
-    that drafter and target share are compared once. Where all agree, :func:`linear` runs this shape on cuBLASLt above
-    TRITON_ROWS rows; any other shape runs through Triton at every M: slower, still exact. True, and without effect,
-    where cuBLASLt is never used (fp32, CPU). Synchronises; for the engine's start.
-    """
+def _blas_keys(weight: torch.Tensor, rows: tuple[int, ...] = PROOF_ROWS) -> tuple[Hashable, ...]:
+    """(N, K, dtype) of a weight [N, K]; nothing where cuBLASLt is never used: fp32, CPU."""
     if weight.device.type != "cuda" or weight.dtype is torch.float32:
-        return True
-    n, k = weight.shape
-    return proven(_proven, (n, k, weight.dtype), lambda: all(_same_bits(weight, count) for count in rows))
+        return ()
+    return ((*weight.shape, weight.dtype),)
 
 
-def _same_bits(weight: torch.Tensor, rows: int) -> bool:
-    """Whether both products of ``weight [N, K]`` and random inputs [rows, K] are equal."""
-    generator = torch.Generator(weight.device).manual_seed(rows)
-    x = torch.randn(rows, weight.shape[1], device=weight.device, generator=generator).to(weight.dtype)
+def _same_bits(weight: torch.Tensor, rows: tuple[int, ...] = PROOF_ROWS) -> bool:
+    """Compare both products of ``weight [N, K]`` with random inputs of each number of rows."""
     tile = _config(1, weight.shape[0], weight.dtype)
-    return torch.equal(blas_linear(x, weight, None, None), launch_linear(x, weight, None, None, tile))
+    for count in rows:
+        generator = torch.Generator(weight.device).manual_seed(count)
+        x = torch.randn(count, weight.shape[1], device=weight.device, generator=generator).to(weight.dtype)
+        if not torch.equal(blas_linear(x, weight, None, None), launch_linear(x, weight, None, None, tile)):
+            return False
+    return True
 
 
-def rehearse_proof(weight: torch.Tensor) -> None:
-    """Launch what :func:`prove_exact` will launch and ignore the result: this compiles the kernels ahead of time."""
-    if weight.device.type == "cuda" and weight.dtype is not torch.float32:
-        for count in PROOF_ROWS:
-            _same_bits(weight, count)
+exact_blas = ExactKernel("cuBLASLt products", _blas_keys, _same_bits)
+"""cuBLASLt's products above TRITON_ROWS rows. A shape whose bits differ runs on Triton at every M: slower, still exact.
+
+Drafter and target share the proof of a shape.
+"""
 
 
 def runs_on_blas(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether cuBLASLt computes this product; else the Triton kernel does."""
-    return x.shape[0] > TRITON_ROWS and _proven.get((*weight.shape, weight.dtype), False)
+    """Return True if cuBLASLt computes this product, False if the Triton kernel does."""
+    return x.shape[0] > TRITON_ROWS and exact_blas.serves((*weight.shape, weight.dtype))
 
 
 def linear_cuda(
@@ -283,21 +276,6 @@ def linear_cuda(
     return launch_linear(x, weight, bias, residual)
 
 
-def linear_cpu(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
-) -> torch.Tensor:
-    y = row_exact_product(x, weight)
-    if bias is not None:
-        y = y + bias
-    return y if residual is None else y + residual
-
-
-def _linear_meta(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
-) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
 def linear_formula(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
@@ -306,9 +284,14 @@ def linear_formula(
     return y if residual is None else y + residual
 
 
-define("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual) -> Tensor")
-register("linear", cuda=linear_cuda, cpu=linear_cpu, meta=_linear_meta)
-differentiable("linear", linear_formula)
+@op(cuda=linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]), gradient=linear_formula)
+def linear_op(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> torch.Tensor:
+    y = row_exact_product(x, weight)
+    if bias is not None:
+        y = y + bias
+    return y if residual is None else y + residual
 
 
 def linear(
@@ -323,7 +306,7 @@ def linear(
     then the bias is added and rounded, then the residual. A row's bits depend on that row, the weight,
     its bias and its residual only.
     """
-    return torch.ops.unisono.linear(x, weight, bias, residual)
+    return linear_op(x, weight, bias, residual)
 
 
 def _aot_linear(dtype: str, rows: int, n: int, even_k: bool, bias: bool, residual: bool) -> AotCase:

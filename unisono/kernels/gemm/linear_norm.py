@@ -12,9 +12,20 @@ from collections.abc import Callable
 
 import torch
 
-from unisono.kernels.gemm.linear import blas_linear, launch_linear, linear_cpu, linear_formula, runs_on_blas
-from unisono.kernels.library import define, differentiable, register
-from unisono.kernels.norm.rms_norm import launch_add_rms_norm, launch_rms_norm, rms_norm_cpu, rms_norm_formula
+from unisono.kernels.gemm.linear import (
+    blas_linear,
+    launch_linear,
+    linear_formula,
+    linear_op,
+    runs_on_blas,
+)
+from unisono.kernels.library import op
+from unisono.kernels.norm.rms_norm import (
+    launch_add_rms_norm,
+    launch_rms_norm,
+    rms_norm,
+    rms_norm_formula,
+)
 
 Both = tuple[torch.Tensor, torch.Tensor]
 """(the sum [M, H], its norm [M, H])."""
@@ -47,7 +58,7 @@ def _in_turn(product: Callable[..., torch.Tensor], norm: Callable[..., torch.Ten
     return both
 
 
-linear_norm_cpu = _in_turn(linear_cpu, rms_norm_cpu)
+linear_norm_cpu = _in_turn(linear_op.cpu, rms_norm.cpu)
 
 
 def _linear_norm_meta(
@@ -56,14 +67,7 @@ def _linear_norm_meta(
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
-define(
-    "linear_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor norm_weight, float eps)"
-    " -> (Tensor, Tensor)"
-)
-register("linear_norm", cuda=linear_norm_cuda, cpu=linear_norm_cpu, meta=_linear_norm_meta)
-differentiable("linear_norm", _in_turn(linear_formula, rms_norm_formula))
-
-
+@op(cuda=linear_norm_cuda, meta=_linear_norm_meta, gradient=_in_turn(linear_formula, rms_norm_formula))
 def linear_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -77,4 +81,4 @@ def linear_norm(
     norm_weight [H]: of x's dtype or fp32, as ``rms_norm`` takes it. Returns (total, normed), each [M, H]; the bits are
     those of the two ops one after the other.
     """
-    return torch.ops.unisono.linear_norm(x, weight, bias, residual, norm_weight, eps)
+    return linear_norm_cpu(x, weight, bias, residual, norm_weight, eps)

@@ -33,9 +33,9 @@ import triton.language as tl
 
 import unisono.kernels.moe.plan  # noqa: F401  (it declares sort_pairs)
 from unisono.kernels.gemm.cpu import row_exact_product
-from unisono.kernels.library import DTYPES, AotCase, define, ints, register
-from unisono.kernels.norm.activation import silu_mul_cpu, silu_product
-from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.library import DTYPES, AotCase, Mutated, ints, op
+from unisono.kernels.norm.activation import silu_mul, silu_product
+from unisono.kernels.overlap import follow, overlapped, overlapping
 
 SPLIT = 512
 """Inputs that are summed in one sequence. It is part of the arithmetic: it changes bits."""
@@ -105,6 +105,7 @@ def _rows_of_tile(order, tiles, t, count, BLOCK_M: tl.constexpr):
     return e, rows.to(tl.int64), i < n
 
 
+@overlapping(reads_early=True)
 @triton.jit
 def _adapter_shrink_kernel(x, a, h, order, tiles, M, K, C, L, count, SPLIT: tl.constexpr,
                            BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -174,6 +175,7 @@ def projection(p, n0, n1, n2, N, EACH: tl.constexpr):
     return part, begin, end, p - before
 
 
+@overlapping(reads_early=True)
 @triton.jit
 def _adapter_expand_kernel(y, h, b, order, tiles, M, N, C, L, count, n0, n1, n2, SPLITS: tl.constexpr,
                            RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -219,6 +221,7 @@ def _adapter_expand_kernel(y, h, b, order, tiles, M, N, C, L, count, n0, n1, n2,
                 tl.store(y_ptrs + step * BLOCK_N, plus(base.to(tl.float32), acc).to(base.dtype), mask=mask)
 
 
+@overlapping(reads_early=True)
 @triton.jit
 def _adapter_silu_kernel(y, h, b, out, order, tiles, M, I, L, count, SPLITS: tl.constexpr,  # noqa: E741
                          RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
@@ -344,44 +347,12 @@ def _tiles(order: torch.Tensor, tiles: torch.Tensor, adapters: int) -> list[tupl
     return [(e, order[first : first + n].long()) for e, first, n in tiles.t().tolist() if n and e < adapters]
 
 
-def shrink_cpu(x: torch.Tensor, a: torch.Tensor, order: torch.Tensor, tiles: torch.Tensor, tile: int,
-               rank: int) -> torch.Tensor:  # fmt: skip
-    cuts = x.shape[1] // SPLIT + (x.shape[1] % SPLIT > 0)
-    h = x.new_zeros(cuts, x.shape[0], a.shape[1], dtype=torch.float32)
-    for e, rows in _tiles(order, tiles, len(a)):
-        given, weight = x[rows].float(), a[e].float()
-        for cut in range(cuts):
-            part = slice(cut * SPLIT, (cut + 1) * SPLIT)
-            h[cut, rows] = row_exact_product(given[:, part], weight[:, part])
-    return _summed(h).to(x.dtype)[None] if _sums_first(x.shape[0], rank) else h
-
-
 def _summed(h: torch.Tensor) -> torch.Tensor:
     """The cuts' sums h [S, M, C] added in order: [M, C] fp32."""
     total = h[0].float()
     for cut in h[1:]:
         total = total + cut
     return total
-
-
-def expand_cpu(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, projections: Sequence[int], order: torch.Tensor,
-               tiles: torch.Tensor, tile: int) -> None:  # fmt: skip
-    rank = b.shape[2]
-    low = _summed(h).to(y.dtype).float()
-    for e, rows in _tiles(order, tiles, len(b)):
-        done = 0
-        for part, outputs in enumerate(projections):
-            given = low[rows, part * rank : (part + 1) * rank]
-            delta = row_exact_product(given, b[e, done : done + outputs].float())
-            y[rows, done : done + outputs] = (y[rows, done : done + outputs].float() + delta).to(y.dtype)
-            done += outputs
-
-
-def silu_cpu(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, order: torch.Tensor, tiles: torch.Tensor,
-             tile: int) -> torch.Tensor:  # fmt: skip
-    y = y.clone()
-    expand_cpu(y, h, b, [y.shape[1] // 2] * 2, order, tiles, tile)
-    return silu_mul_cpu(y)
 
 
 # ---- ops --------------------------------------------------------------------------------------------
@@ -394,14 +365,42 @@ def _shrink_meta(x: torch.Tensor, a: torch.Tensor, order: torch.Tensor, tiles: t
     return x.new_empty(-(-x.shape[1] // SPLIT), x.shape[0], a.shape[1], dtype=torch.float32)
 
 
-define("adapter_shrink(Tensor x, Tensor a, Tensor order, Tensor tiles, int tile, int rank) -> Tensor")
-register("adapter_shrink", cuda=shrink_cuda, cpu=shrink_cpu, meta=_shrink_meta)
-define(
-    "adapter_expand(Tensor(a!) y, Tensor h, Tensor b, int[] projections, Tensor order, Tensor tiles, int tile) -> ()"
-)
-register("adapter_expand", cuda=expand_cuda, cpu=expand_cpu, meta=lambda *_: None)
-define("adapter_silu(Tensor y, Tensor h, Tensor b, Tensor order, Tensor tiles, int tile) -> Tensor")
-register("adapter_silu", cuda=silu_cuda, cpu=silu_cpu, meta=lambda y, *_: y.new_empty(y.shape[0], y.shape[1] // 2))
+@op(cuda=shrink_cuda, meta=_shrink_meta)
+def adapter_shrink_op(x: torch.Tensor, a: torch.Tensor, order: torch.Tensor, tiles: torch.Tensor, tile: int,
+               rank: int) -> torch.Tensor:  # fmt: skip
+    cuts = x.shape[1] // SPLIT + (x.shape[1] % SPLIT > 0)
+    h = x.new_zeros(cuts, x.shape[0], a.shape[1], dtype=torch.float32)
+    for e, rows in _tiles(order, tiles, len(a)):
+        given, weight = x[rows].float(), a[e].float()
+        for cut in range(cuts):
+            part = slice(cut * SPLIT, (cut + 1) * SPLIT)
+            h[cut, rows] = row_exact_product(given[:, part], weight[:, part])
+    return _summed(h).to(x.dtype)[None] if _sums_first(x.shape[0], rank) else h
+
+
+@op(cuda=expand_cuda)
+def adapter_expand_op(
+    y: Mutated[torch.Tensor], h: torch.Tensor, b: torch.Tensor, projections: Sequence[int], order: torch.Tensor,
+    tiles: torch.Tensor, tile: int,
+) -> None:  # fmt: skip
+    rank = b.shape[2]
+    low = _summed(h).to(y.dtype).float()
+    for e, rows in _tiles(order, tiles, len(b)):
+        done = 0
+        for part, outputs in enumerate(projections):
+            given = low[rows, part * rank : (part + 1) * rank]
+            delta = row_exact_product(given, b[e, done : done + outputs].float())
+            y[rows, done : done + outputs] = (y[rows, done : done + outputs].float() + delta).to(y.dtype)
+            done += outputs
+
+
+@op(cuda=silu_cuda, shape=lambda y, *_: (y.shape[0], y.shape[1] // 2))
+def adapter_silu_op(
+    y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, order: torch.Tensor, tiles: torch.Tensor, tile: int
+) -> torch.Tensor:
+    y = y.clone()
+    adapter_expand_op.cpu(y, h, b, [y.shape[1] // 2] * 2, order, tiles, tile)
+    return silu_mul.cpu(y)
 
 
 def shrink(x: torch.Tensor, a: torch.Tensor, rank: int, plan: AdapterPlan) -> torch.Tensor:
@@ -410,7 +409,7 @@ def shrink(x: torch.Tensor, a: torch.Tensor, rank: int, plan: AdapterPlan) -> to
     a [L, P · R, K]: of each adapter, of the layer's projections one after the other. x and the sorted plan were
     complete before the launch before this one; x is contiguous.
     """
-    return torch.ops.unisono.adapter_shrink(x, a, *plan.sorted, plan.tile, rank)
+    return adapter_shrink_op(x, a, *plan.sorted, plan.tile, rank)
 
 
 def expand(
@@ -420,13 +419,13 @@ def expand(
 
     b [L, N, R]; projections: outputs of each.
     """
-    torch.ops.unisono.adapter_expand(y, h, b, list(projections), *plan.sorted, plan.tile)
+    adapter_expand_op(y, h, b, list(projections), *plan.sorted, plan.tile)
     return y
 
 
 def expand_silu(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, plan: AdapterPlan) -> torch.Tensor:
     """``silu_mul`` of what :func:`expand` makes of two projections y [M, 2 I], in one launch: [M, I]."""
-    return torch.ops.unisono.adapter_silu(y, h, b, *plan.sorted, plan.tile)
+    return adapter_silu_op(y, h, b, *plan.sorted, plan.tile)
 
 
 def _aot(rows: int, dtype: str, low: int, outputs: int, rank: int, cuts: int) -> list[AotCase]:

@@ -7,7 +7,7 @@ is stored. So adapters cost the reading of their weights and the end of a tile, 
 
 Nobody waits for a program after it in the grid, and the first ones wait for nobody: programs start in the grid's
 order, so all that are waited for have started. The wait is bounded all the same: a tile that gives up stores NaN in
-rows with an adapter. :func:`prove_adapted` compares the bits with those of separate launches when an engine starts.
+rows with an adapter. :data:`exact_adapted` compares the bits with those of separate launches when an engine starts.
 
 The sums and their roundings are those of ``kernels/lora/adapters.py``, and so are the letters.
 """
@@ -15,29 +15,29 @@ The sums and their roundings are those of ``kernels/lora/adapters.py``, and so a
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.gemm.linear import ROW_TILES, Tile, _config, linear, linear_cpu, tile_product
-from unisono.kernels.library import DTYPES, AotCase, define, ints, register
+from unisono.kernels.gemm.linear import ROW_TILES, Tile, _config, linear, linear_op, tile_product
+from unisono.kernels.library import DTYPES, AotCase, Mutated, ints, op
 from unisono.kernels.lora.adapters import (
     SMALL_RANK,
     SPLIT,
     AdapterPlan,
+    adapter_expand_op,
+    adapter_shrink_op,
     expand,
-    expand_cpu,
     first_sizes,
     plus,
     shrink,
-    shrink_cpu,
 )
-from unisono.kernels.moe.plan import sort_pairs_cpu
+from unisono.kernels.moe.plan import sort_pairs_op
 from unisono.kernels.overlap import follow, overlapped
-from unisono.kernels.proofs import proven
+from unisono.kernels.proofs import ExactKernel
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +53,6 @@ TILE_ROWS = tuple(rows for rows in ROW_TILES if rows <= MOST_ROWS)
 
 LOOKS = 1 << 22
 """Looks at the count before a tile gives up: seconds."""
-
-_proven: dict[tuple[object, ...], bool] = {}
-"""(N, K, C, R, dtype) -> whether :func:`prove_adapted` saw the bits of separate launches."""
 
 
 @triton.jit
@@ -226,26 +223,17 @@ def adapted_linear_cuda(
     return out
 
 
-def adapted_linear_cpu(
+@op(cuda=adapted_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))
+def adapted_linear_op(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor,
-    projections: Sequence[int], ids: torch.Tensor, arrived: torch.Tensor,
+    projections: Sequence[int], ids: torch.Tensor, arrived: Mutated[torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
-    y = linear_cpu(x, weight, bias, None)
-    order, tiles = sort_pairs_cpu(ids, len(a) + 1, 16)
-    expand_cpu(y, shrink_cpu(x, a, order, tiles, 16, b.shape[2]), b, projections, order, tiles, 16)
+    y = linear_op.cpu(x, weight, bias, None)
+    order, tiles = sort_pairs_op.cpu(ids, len(a) + 1, 16)
+    adapter_expand_op.cpu(
+        y, adapter_shrink_op.cpu(x, a, order, tiles, 16, b.shape[2]), b, projections, order, tiles, 16
+    )
     return y
-
-
-define(
-    "adapted_linear(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, int[] projections, Tensor ids, "
-    "Tensor(a!) arrived) -> Tensor"
-)
-register(
-    "adapted_linear",
-    cuda=adapted_linear_cuda,
-    cpu=adapted_linear_cpu,
-    meta=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
-)
 
 
 def adapted_linear(
@@ -256,35 +244,32 @@ def adapted_linear(
 
     a [L, C, K], b [L, N, R], projections: as ``shrink`` and ``expand`` take them. The bits are theirs.
     """
-    if x.shape[0] > MOST_ROWS or b.shape[2] > SMALL_RANK or not _proven.get(_key(weight, a, b), True):
+    if x.shape[0] > MOST_ROWS or b.shape[2] > SMALL_RANK or not exact_adapted.serves(_key(weight, a, b)):
         return None
     if (arrived := plan.counter()) is None:
         return None
-    return torch.ops.unisono.adapted_linear(x, weight, bias, a, b, list(projections), plan.ids, arrived)
+    return adapted_linear_op(x, weight, bias, a, b, list(projections), plan.ids, arrived)
 
 
-def _key(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[object, ...]:
+def _key(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Hashable:
+    """(N, K, C, R, dtype)."""
     return *weight.shape, a.shape[1], b.shape[2], weight.dtype
 
 
-@torch.no_grad()
-def prove_adapted(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, projections: Sequence[int]) -> bool:
-    """Whether :func:`adapted_linear` gives the bits of separate launches on this GPU, for layers of these shapes.
+def _keys(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, projections: Sequence[int]) -> tuple[Hashable, ...]:
+    return (_key(weight, a, b),) if weight.device.type == "cuda" and b.shape[2] <= SMALL_RANK else ()
 
-    Compares both at each number of rows that fills a tile, with random adapters and rows of each and of none. Where
-    they differ, the separate launches serve from now on. True, and without effect, on a CPU. Synchronises; for the
-    start.
-    """
-    key = _key(weight, a, b)
-    if weight.device.type != "cuda" or b.shape[2] > SMALL_RANK:
-        return True
-    holds = proven(_proven, key, lambda: all(_same_bits(weight, a, b, projections, rows) for rows in TILE_ROWS))
-    if not holds:
+
+def _same_bits(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, projections: Sequence[int]) -> bool:
+    """Compare with separate launches at each number of rows that fills a tile; some rows have no adapter."""
+    same = all(_same_rows(weight, a, b, projections, rows) for rows in TILE_ROWS)
+    if not same:
+        key = _key(weight, a, b)
         logger.warning("adapters of a layer %s take launches of their own: other bits in one launch", key)
-    return holds
+    return same
 
 
-def _same_bits(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, projections: Sequence[int], rows: int) -> bool:
+def _same_rows(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, projections: Sequence[int], rows: int) -> bool:
     adapters = min(3, a.shape[0])
     generator = torch.Generator(weight.device).manual_seed(rows)
 
@@ -295,10 +280,14 @@ def _same_bits(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, projectio
     ids = torch.arange(rows, dtype=torch.int32, device=weight.device) % (adapters + 1)
     plan = AdapterPlan(ids, adapters, products=1)
     plan.sort()
-    wanted = expand(linear(x, weight), shrink(x, a, b.shape[2], plan), b, projections, plan)
+    expected = expand(linear(x, weight), shrink(x, a, b.shape[2], plan), b, projections, plan)
     counter = plan.counter()
     assert counter is not None
-    return torch.equal(adapted_linear_cuda(x, weight, None, a, b, projections, ids, counter), wanted)
+    return torch.equal(adapted_linear_cuda(x, weight, None, a, b, projections, ids, counter), expected)
+
+
+exact_adapted = ExactKernel("products with adapters in one launch", _keys, _same_bits, trusted=True)
+"""The kernel of :func:`adapted_linear`, against separate launches, which serve where the bits differ."""
 
 
 def _aot(rows: int, dtype: str, n: int, rank: int, even_k: bool, bias: bool) -> AotCase:

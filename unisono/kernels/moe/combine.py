@@ -13,17 +13,17 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.gemm.fp8_quantize import GROUP, Quantised, empty_quantised
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, op
 from unisono.kernels.norm.rms_norm import (
     columns_of,
     quantised_norm,
-    rms_norm_cpu,
+    rms_norm,
     row_warps,
     store_norm,
     with_fp8_cpu,
     with_fp8_meta,
 )
-from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.overlap import follow, overlapped, overlapping
 
 
 @triton.jit
@@ -35,6 +35,7 @@ def _weight(pointer, real, SOME: tl.constexpr):
         return tl.load(pointer)
 
 
+@overlapping(reads_early=True, leads=True)
 @triton.jit
 def _combine_kernel(y, weights, shared, gates, residual, norm_weight, total, normed, x8, scales, eps, H, M, PADDED,
                     TOP_K: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
@@ -100,7 +101,22 @@ def launch_combine(
     return total, normed, x8, scales
 
 
-def combine_cpu(
+def _combine_meta(
+    y: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    gates: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    group: int | None = None,
+    keep: bool = True,
+) -> Combined:
+    return residual.new_empty(residual.shape), *with_fp8_meta(residual, group, keep and norm_weight is not None)
+
+
+@op(cuda=launch_combine, meta=_combine_meta)
+def combine_experts_op(
     y: torch.Tensor,
     weights: torch.Tensor,
     shared: torch.Tensor | None,
@@ -121,28 +137,7 @@ def combine_cpu(
     total = total.to(residual.dtype) + residual
     if norm_weight is None:
         return total, residual.new_empty(0), *empty_quantised(residual, 0, 0, None)
-    return total, *with_fp8_cpu(rms_norm_cpu(total, norm_weight, eps), group, keep)
-
-
-def _combine_meta(
-    y: torch.Tensor,
-    weights: torch.Tensor,
-    shared: torch.Tensor | None,
-    gates: torch.Tensor | None,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-    group: int | None = None,
-    keep: bool = True,
-) -> Combined:
-    return residual.new_empty(residual.shape), *with_fp8_meta(residual, group, keep and norm_weight is not None)
-
-
-define(
-    "combine_experts(Tensor y, Tensor weights, Tensor? shared, Tensor? gates, Tensor residual, Tensor? norm_weight,"
-    " float eps, int? group=None, bool keep=True) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-register("combine_experts", cuda=launch_combine, cpu=combine_cpu, meta=_combine_meta)
+    return total, *with_fp8_cpu(rms_norm.cpu(total, norm_weight, eps), group, keep)
 
 
 def combine_experts(
@@ -158,7 +153,7 @@ def combine_experts(
     H], whose gates [M] fp32 are 1 where None; residual [M, H]. The sum is fp32 in the order of the slots and rounded
     once, then the residual is added.
     """
-    return torch.ops.unisono.combine_experts(y, weights, shared, gates, residual, None, 0.0)[0]
+    return combine_experts_op(y, weights, shared, gates, residual, None, 0.0)[0]
 
 
 def combine_experts_norm(
@@ -171,7 +166,7 @@ def combine_experts_norm(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(total, normed), each [M, H]: :func:`combine_experts`, and ``rms_norm(total, norm_weight, eps)``."""
-    return torch.ops.unisono.combine_experts(y, weights, shared, gates, residual, norm_weight, eps)[:2]
+    return combine_experts_op(y, weights, shared, gates, residual, norm_weight, eps)[:2]
 
 
 def combine_experts_norm_fp8(
@@ -188,9 +183,7 @@ def combine_experts_norm_fp8(
     """:func:`combine_experts_norm` whose norm is quantised, as :func:`unisono.kernels.norm.rms_norm.rms_norm_fp8` does
     it.
     """
-    total, *normed = torch.ops.unisono.combine_experts(
-        y, weights, shared, gates, residual, norm_weight, eps, group, keep
-    )
+    total, *normed = combine_experts_op(y, weights, shared, gates, residual, norm_weight, eps, group, keep)
     return total, quantised_norm(normed, residual, group, keep)
 
 

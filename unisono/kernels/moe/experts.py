@@ -4,7 +4,7 @@
 A stack of weights [E, N, K] is multiplied tile by tile: a tile is some rows of one expert, as a :class:`Plan` divides
 them. K is summed in one sequence in fp32, so a row's bits are fixed by that row and its expert's weight: never by the
 tile, the plan or the other rows. On Hopper prompts' products with 16-bit weights run on ``experts_gluon``'s kernel,
-where :func:`prove_experts` found the same bits in it.
+where :data:`exact_experts` found the same bits in it.
 
 Shapes: M tokens, H features, I of an expert, P = M * top_k pairs; with a shared expert that rides along as the stack's
 last, M more pairs after those.
@@ -13,7 +13,7 @@ last, M more pairs after those.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.gemm.cpu import row_exact_product, slice_of
-from unisono.kernels.library import DTYPES, AotCase, define, register
+from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.moe import gluon as experts_gluon
 from unisono.kernels.moe.plan import (
     Plan,
@@ -38,7 +38,7 @@ from unisono.kernels.moe.plan import (
 )
 from unisono.kernels.norm.activation import SILU, Gate, gated_cpu, gated_product, silu_product
 from unisono.kernels.overlap import follow, overlapped
-from unisono.kernels.proofs import proven
+from unisono.kernels.proofs import ExactKernel
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,6 @@ _FP32: dict[float, Tiles] = {
 }
 
 
-_proven: dict[tuple[torch.Size, torch.Size, torch.dtype], bool] = {}
-"""(shapes of the stacks of gate and up and of down, dtype) -> whether :func:`prove_experts` saw the same bits."""
-
-_serving: set[tuple[torch.Size, torch.dtype]] = set()
-"""Stacks of the proven ones."""
-
-
 def expert_tiles(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
     """The fastest known tiles for this number of pairs; from shapes alone, so that a captured pass has one plan."""
     table: dict[float, Tiles] = _FP32 if dtype is torch.float32 else TILES
@@ -101,7 +94,7 @@ def expert_tile(pairs: int, experts: int, weight: torch.Tensor, plain: bool = Tr
 
     weight: the stack of gate and up. plain: without biases, and the gate is SiLU's.
     """
-    if plain and pairs >= experts_gluon.FEWEST * experts and (weight.shape, weight.dtype) in _serving:
+    if plain and pairs >= experts_gluon.FEWEST * experts and exact_experts.serves((weight.shape, weight.dtype)):
         return experts_gluon.TILE_PAIRS
     return expert_tiles(pairs, experts, weight.dtype).rows
 
@@ -109,7 +102,7 @@ def expert_tile(pairs: int, experts: int, weight: torch.Tensor, plain: bool = Tr
 def _is_fast(weight: torch.Tensor, plan: Plan, bias: torch.Tensor | None, gate: Gate) -> bool:
     """Whether ``experts_gluon`` computes this product."""
     fits = plan.tile == experts_gluon.TILE_PAIRS and plan.tiles is not None and bias is None and gate == SILU
-    return fits and (weight.shape, weight.dtype) in _serving and experts_gluon.suits(weight)
+    return fits and exact_experts.serves((weight.shape, weight.dtype)) and experts_gluon.suits(weight)
 
 
 @triton.jit
@@ -295,27 +288,14 @@ def _down_cuda(h, weight, ids, experts, tile, order, tiles, bias):
     return launch_down(h, weight, plan, None, bias)
 
 
-def prove_experts(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> bool:
-    """Compare the bits of ``experts_gluon`` with those of the kernels here, once in a process for such stacks.
-
-    gate_up [E (+ 1), 2 I, H], down [E (+ 1), H, I], or a rank's part of either; experts: E. Where they are equal, that
-    kernel serves prompts. False where it cannot. Synchronises.
-    """
-    fits = experts_gluon.suits(gate_up) and experts_gluon.suits(down)
-    key = gate_up.shape, down.shape, gate_up.dtype
-    same = proven(_proven, key, lambda: fits and _same_bits(gate_up, down, experts, top_k))
-    if same:
-        _serving.update((weight.shape, weight.dtype) for weight in (gate_up, down))
-    return same
-
-
-def rehearse_experts_proof(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> None:
-    """Launch what :func:`prove_experts` will launch and ignore the result: this compiles the kernels ahead of time."""
-    if experts_gluon.suits(gate_up) and experts_gluon.suits(down):
-        _same_bits(gate_up, down, experts, top_k)
+def _stack_keys(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> tuple[Hashable, ...]:
+    return (gate_up.shape, gate_up.dtype), (down.shape, down.dtype)
 
 
 def _same_bits(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> bool:
+    """gate_up [E (+ 1), 2 I, H], down [E (+ 1), H, I], or a rank's part of either; experts: E."""
+    if not (experts_gluon.suits(gate_up) and experts_gluon.suits(down)):
+        return False
     ours = Products(
         expert_tiles(_PROOF_TOKENS * top_k, experts, gate_up.dtype).rows,
         lambda x, plan: launch_gate_up(x, gate_up, plan),
@@ -327,6 +307,10 @@ def _same_bits(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: i
         lambda h, plan: experts_gluon.launch_expert_rows(h, down, plan, gated=False),
     )
     return same_products(ours, prompts, gate_up, down, gate_up.dtype, experts, top_k)
+
+
+exact_experts = ExactKernel("experts of prompts", _stack_keys, _same_bits)
+"""``experts_gluon``'s kernel for prompts, against the kernels here, by stacks."""
 
 
 class Products(NamedTuple):
@@ -360,44 +344,21 @@ def same_products(
     return torch.equal(one.down(h, plans[0]), other.down(h, plans[1]))
 
 
-def expert_gate_up_cpu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    experts: int,
-    tile: int = 0,
-    order: torch.Tensor | None = None,
-    tiles: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    alpha: float = SILU.alpha,
-    limit: float = SILU.limit,
-) -> torch.Tensor:
+@op(cuda=_gate_up_cuda, meta=gate_up_rows)
+def expert_gate_up_op(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None,
+    tiles: torch.Tensor | None, bias: torch.Tensor | None, alpha: float, limit: float,
+) -> torch.Tensor:  # fmt: skip
     h = gate_up_rows(x, weight, ids, experts)
     return gate_up_cpu(h, x, functools.partial(slice_of, weight), ids, experts, len(weight), bias, alpha, limit)
 
 
-def expert_down_cpu(
-    h: torch.Tensor,
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    experts: int,
-    tile: int = 0,
-    order: torch.Tensor | None = None,
-    tiles: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return down_cpu(down_rows(h, weight), h, functools.partial(slice_of, weight), ids, experts, len(weight), bias)
-
-
-for _name, _of_gate, _cuda, _cpu, _meta in (
-    ("expert_gate_up", ", float alpha, float limit", _gate_up_cuda, expert_gate_up_cpu, gate_up_rows),
-    ("expert_down", "", _down_cuda, expert_down_cpu, down_rows),
-):
-    define(
-        f"{_name}(Tensor x, Tensor weight, Tensor ids, int experts, int tile, Tensor? order, Tensor? tiles,"
-        f" Tensor? bias{_of_gate}) -> Tensor"
-    )
-    register(_name, cuda=_cuda, cpu=_cpu, meta=_meta)
+@op(cuda=_down_cuda, meta=down_rows)
+def expert_down_op(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None,
+    tiles: torch.Tensor | None, bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    return down_cpu(down_rows(x, weight), x, functools.partial(slice_of, weight), ids, experts, len(weight), bias)
 
 
 def expert_gate_up(
@@ -409,7 +370,7 @@ def expert_gate_up(
     M rows more. bias [E (+ 1), 2 I] is added to the products. Rows of pairs without an expert are not written. Rounded
     after the products, after the bias, after SiLU and after its product, as :func:`~unisono.kernels.silu_mul`.
     """
-    return torch.ops.unisono.expert_gate_up(x, weight, *plan, bias, *gate)
+    return expert_gate_up_op(x, weight, *plan, bias, *gate)
 
 
 def expert_down(h: torch.Tensor, weight: torch.Tensor, plan: Plan, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -417,7 +378,7 @@ def expert_down(h: torch.Tensor, weight: torch.Tensor, plan: Plan, bias: torch.T
 
     bias [E (+ 1), H] is added to the rounded product.
     """
-    return torch.ops.unisono.expert_down(h, weight, *plan, bias)
+    return expert_down_op(h, weight, *plan, bias)
 
 
 def _aot(dtype: str, shapes: Shapes, gate: Gate | None = None) -> list[AotCase]:

@@ -5,7 +5,7 @@ They are ``kernels/moe/experts.py`` with the arithmetic of ``kernels/gemm/fp8.py
 once, by 128 columns or by row as the weight's scales are, and a pair's row is the product of e4m3 values over K in
 steps of 128 and in order. So a row's bits are fixed by that row and its expert's weight. Weights are the tile's rows,
 tokens its columns. The inner activations are quantised the same way before ``down``. On Hopper prompts' products run on
-``experts_gluon``'s kernel, where :func:`prove_fp8_experts` found the same bits in it.
+``experts_gluon``'s kernel, where :data:`exact_fp8_experts` found the same bits in it.
 
 Shapes: M tokens, H features, I of an expert, E experts in the stack with one that rides along, P = M * top_k pairs,
 B(n) = ceil(n / 128). Scales: w_scales of gate and up fp32 [E, 2 B(I), B(H)], gate's rows first, or [E, 2 I]; of down
@@ -30,7 +30,7 @@ from unisono.kernels.gemm.fp8_quantize import (
     quantize,
     widened_activations,
 )
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, op
 from unisono.kernels.moe import gluon as experts_gluon
 from unisono.kernels.moe.experts import (
     Products,
@@ -54,19 +54,13 @@ from unisono.kernels.moe.plan import (
     tokens_of,
 )
 from unisono.kernels.overlap import follow, overlapped
-from unisono.kernels.proofs import proven, rehearsed
+from unisono.kernels.proofs import ExactKernel
 
 Operands = tuple[torch.Tensor, torch.Tensor]
 """A stack's weight and its scales."""
 
 _Key = tuple[torch.Size, int, torch.dtype]
 """(shape of a stack, dimensions of its scales, dtype of activations)."""
-
-_proven: dict[tuple[_Key, _Key], bool] = {}
-"""Keys of the stacks of gate and up and of down -> whether :func:`prove_fp8_experts` saw the same bits."""
-
-_serving: set[_Key] = set()
-"""Stacks of the proven ones."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +159,11 @@ def fp8_expert_tile(pairs: int, experts: int, gate_up: Operands, dtype: torch.dt
 
     gate_up: that stack; dtype: of activations.
     """
-    if pairs > LEAD_PAIRS and pairs >= experts_gluon.FEWEST * experts and _key(gate_up, dtype) in _serving:
+    if (
+        pairs > LEAD_PAIRS
+        and pairs >= experts_gluon.FEWEST * experts
+        and exact_fp8_experts.serves(_key(gate_up, dtype))
+    ):
         return experts_gluon.TILE_PAIRS
     return fp8_tile_rows(pairs, experts)
 
@@ -173,21 +171,6 @@ def fp8_expert_tile(pairs: int, experts: int, gate_up: Operands, dtype: torch.dt
 def _key(operands: Operands, dtype: torch.dtype) -> _Key:
     weight, w_scales = operands
     return weight.shape, w_scales.dim(), dtype
-
-
-def prove_fp8_experts(gate_up: Operands, down: Operands, dtype: torch.dtype, experts: int, top_k: int) -> bool:
-    """See ``experts.prove_experts``; of e4m3 stacks, for activations in ``dtype``."""
-    keys = _key(gate_up, dtype), _key(down, dtype)
-    same = proven(_proven, keys, lambda: _same_bits(gate_up, down, dtype, experts, top_k))
-    if same:
-        _serving.update(keys)
-    return same
-
-
-def rehearse_fp8_experts(gate_up: Operands, down: Operands, dtype: torch.dtype, experts: int, top_k: int) -> None:
-    """Launch what :func:`prove_fp8_experts` will launch and ignore the result: this compiles the kernels."""
-    keys = _key(gate_up, dtype), _key(down, dtype)
-    rehearsed(_proven, keys, lambda: _same_bits(gate_up, down, dtype, experts, top_k))
 
 
 def _same_bits(gate_up: Operands, down: Operands, dtype: torch.dtype, experts: int, top_k: int) -> bool:
@@ -211,6 +194,14 @@ def _same_bits(gate_up: Operands, down: Operands, dtype: torch.dtype, experts: i
         if not same_products(ours, prompts, gate_up[0], down[0], dtype, experts, top_k):
             return False
     return True
+
+
+exact_fp8_experts = ExactKernel(
+    "fp8 experts of prompts",
+    lambda gate_up, down, dtype, experts, top_k: (_key(gate_up, dtype), _key(down, dtype)),
+    _same_bits,
+)
+"""``experts_gluon``'s kernel for prompts, against the kernels here, by e4m3 stacks and dtype of activations."""
 
 
 def _blocking(tile: Tile, by_block: bool) -> dict[str, int]:
@@ -291,7 +282,24 @@ def _down_cuda(h8, h_scales, dtype, weight, w_scales, ids, experts, tile, order,
     return launch_fp8_down(h, weight, w_scales, Plan(ids, experts, tile, order, tiles))
 
 
-def expert_fp8_gate_up_cpu(x8, x_scales, dtype, weight, w_scales, ids, experts, *plan):
+def _gate_up_meta(x8, x_scales, dtype, weight, w_scales, *plan):
+    return gate_up_rows(x8, weight, *plan, dtype=dtype)
+
+
+def _gate_up_fp8_meta(*args):
+    h = _gate_up_meta(*args)
+    return empty_quantised(h, h.shape[0], h.shape[1], GROUP)
+
+
+def _down_meta(h8, h_scales, dtype, weight, w_scales, ids, experts, *plan):
+    return h8.new_empty(experts_gluon.result_rows(weight, Plan(ids, experts, 0)), weight.shape[1], dtype=dtype)
+
+
+@op(cuda=_gate_up_cuda, meta=_gate_up_meta)
+def expert_fp8_gate_up_op(
+    x8: torch.Tensor, x_scales: torch.Tensor, dtype: torch.dtype, weight: torch.Tensor, w_scales: torch.Tensor,
+    ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     def widened(expert: int) -> torch.Tensor:
         halves = zip(weight[expert].chunk(2), w_scales[expert].chunk(2), strict=True)
         return torch.cat([widened_weight(half, scales) for half, scales in halves])
@@ -300,41 +308,23 @@ def expert_fp8_gate_up_cpu(x8, x_scales, dtype, weight, w_scales, ids, experts, 
     return gate_up_cpu(h, widened_activations(x8, x_scales), widened, ids, experts, len(weight))
 
 
-def expert_fp8_down_cpu(h8, h_scales, dtype, weight, w_scales, ids, experts, *plan):
+@op(cuda=_gate_up_fp8_cuda, meta=_gate_up_fp8_meta)
+def expert_fp8_gate_up_fp8_op(
+    x8: torch.Tensor, x_scales: torch.Tensor, dtype: torch.dtype, weight: torch.Tensor, w_scales: torch.Tensor,
+    ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    h = expert_fp8_gate_up_op.cpu(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles)
+    return padded_quantize_cpu(h, GROUP)
+
+
+@op(cuda=_down_cuda, meta=_down_meta)
+def expert_fp8_down_op(
+    x8: torch.Tensor, x_scales: torch.Tensor, dtype: torch.dtype, weight: torch.Tensor, w_scales: torch.Tensor,
+    ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     widened = lambda expert: widened_weight(weight[expert], w_scales[expert])  # noqa: E731
-    y = _down_meta(h8, h_scales, dtype, weight, w_scales, ids, experts)
-    return down_cpu(y, widened_activations(h8, h_scales), widened, ids, experts, len(weight))
-
-
-def _gate_up_meta(x8, x_scales, dtype, weight, w_scales, *plan):
-    return gate_up_rows(x8, weight, *plan, dtype=dtype)
-
-
-def _down_meta(h8, h_scales, dtype, weight, w_scales, ids, experts, *plan):
-    return h8.new_empty(experts_gluon.result_rows(weight, Plan(ids, experts, 0)), weight.shape[1], dtype=dtype)
-
-
-def _quantised(product, quantised):
-    """An implementation of gate and up with a quantised result, of one without."""
-    return lambda *given: quantised(product(*given))
-
-
-for _name, _result, _cuda, _cpu, _meta in (
-    ("gate_up", "Tensor", _gate_up_cuda, expert_fp8_gate_up_cpu, _gate_up_meta),
-    (
-        "gate_up_fp8",
-        "(Tensor, Tensor)",
-        _gate_up_fp8_cuda,
-        _quantised(expert_fp8_gate_up_cpu, lambda h: padded_quantize_cpu(h, GROUP)),
-        _quantised(_gate_up_meta, lambda h: empty_quantised(h, h.shape[0], h.shape[1], GROUP)),
-    ),
-    ("down", "Tensor", _down_cuda, expert_fp8_down_cpu, _down_meta),
-):
-    define(
-        f"expert_fp8_{_name}(Tensor x8, Tensor x_scales, ScalarType dtype, Tensor weight, Tensor w_scales, Tensor ids,"
-        f" int experts, int tile, Tensor? order, Tensor? tiles) -> {_result}"
-    )
-    register(f"expert_fp8_{_name}", cuda=_cuda, cpu=_cpu, meta=_meta)
+    y = _down_meta(x8, x_scales, dtype, weight, w_scales, ids, experts)
+    return down_cpu(y, widened_activations(x8, x_scales), widened, ids, experts, len(weight))
 
 
 def _operand(x: torch.Tensor | Quantised, w_scales: torch.Tensor) -> Quantised:
@@ -352,7 +342,7 @@ def expert_fp8_gate_up(
     Rounded after the products, after SiLU and after its product. Rows of pairs without an expert are not written.
     """
     x = _operand(x, w_scales)
-    return torch.ops.unisono.expert_fp8_gate_up(x.x8, x.scales, x.dtype, weight, w_scales, *plan)
+    return expert_fp8_gate_up_op(x.x8, x.scales, x.dtype, weight, w_scales, *plan)
 
 
 def expert_fp8_gate_up_fp8(
@@ -363,7 +353,7 @@ def expert_fp8_gate_up_fp8(
     Rows of padding, and of pairs without an expert, may hold anything.
     """
     x = _operand(x, w_scales)
-    h8, scales = torch.ops.unisono.expert_fp8_gate_up_fp8(x.x8, x.scales, x.dtype, weight, w_scales, *plan)
+    h8, scales = expert_fp8_gate_up_fp8_op(x.x8, x.scales, x.dtype, weight, w_scales, *plan)
     return Quantised(h8, scales, GROUP, experts_gluon.result_rows(weight, plan), x.dtype)
 
 
@@ -375,7 +365,7 @@ def expert_fp8_down(
     h may be quantised already, as the weight's scales ask.
     """
     h = _operand(h, w_scales)
-    return torch.ops.unisono.expert_fp8_down(h.x8, h.scales, h.dtype, weight, w_scales, *plan)
+    return expert_fp8_down_op(h.x8, h.scales, h.dtype, weight, w_scales, *plan)
 
 
 def _aot(shapes: Shapes, by_block: bool) -> list[AotCase]:

@@ -8,8 +8,8 @@ they are copied row by row, asynchronously; Triton has no way to mix both. Stage
 stored, which are the next tile's first ones.
 
 K is summed in one sequence, as in Triton's kernels: by products of 16; of e4m3 in steps of 128, each of which is
-multiplied by its scales and added (``kernels/gemm/fp8.py``). ``experts.prove_experts`` and
-``experts_fp8.prove_fp8_experts`` compare the bits on the present GPU; this kernel is launched where they are equal.
+multiplied by its scales and added (``kernels/gemm/fp8.py``). ``experts.exact_experts`` and
+``fp8.exact_fp8_experts`` compare the bits on the present GPU; this kernel is launched where they are equal.
 What gate and up make can be stored as e4m3, as ``down`` reads it: a tile has whole groups of a row.
 
 Shapes: as in ``kernels/moe/experts.py``. A product has K inputs and N outputs: of gate and up N each, which become one.

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.gemm.int4 import int4_product, int4_steps, unpack_cpu
-from unisono.kernels.library import DTYPES, AotCase, define, register
+from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.moe.experts import down_cpu, down_rows, gate_up_cpu, gate_up_rows, store_gated
 from unisono.kernels.moe.plan import (
     Plan,
@@ -162,29 +162,26 @@ def _unpacked(
     return lambda e: unpack_cpu(weight[e], scales[e], None if zeros is None else zeros[e], group, dtype)
 
 
-def expert_int4_gate_up_cpu(x, weight, scales, zeros, group, ids, experts, *plan):
-    h = gate_up_rows(x, weight, ids, experts)
-    return gate_up_cpu(h, x, _unpacked(weight, scales, zeros, group, x.dtype), ids, experts, len(weight))
-
-
-def expert_int4_down_cpu(h, weight, scales, zeros, group, ids, experts, *plan):
-    unpacked = _unpacked(weight, scales, zeros, group, h.dtype)
-    return down_cpu(down_rows(h, weight), h, unpacked, ids, experts, len(weight))
-
-
 def _gate_up_meta(x, weight, scales, zeros, group, *plan):
     return gate_up_rows(x, weight, *plan)
 
 
-for _name, _cuda, _cpu, _meta in (
-    ("expert_int4_gate_up", _gate_up_cuda, expert_int4_gate_up_cpu, _gate_up_meta),
-    ("expert_int4_down", _down_cuda, expert_int4_down_cpu, down_rows),
-):
-    define(
-        f"{_name}(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, int group, Tensor ids, int experts, int tile,"
-        " Tensor? order, Tensor? tiles) -> Tensor"
-    )
-    register(_name, cuda=_cuda, cpu=_cpu, meta=_meta)
+@op(cuda=_gate_up_cuda, meta=_gate_up_meta)
+def expert_int4_gate_up_op(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
+    ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    h = gate_up_rows(x, weight, ids, experts)
+    return gate_up_cpu(h, x, _unpacked(weight, scales, zeros, group, x.dtype), ids, experts, len(weight))
+
+
+@op(cuda=_down_cuda, meta=down_rows)
+def expert_int4_down_op(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
+    ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    unpacked = _unpacked(weight, scales, zeros, group, x.dtype)
+    return down_cpu(down_rows(x, weight), x, unpacked, ids, experts, len(weight))
 
 
 def expert_int4_gate_up(
@@ -195,14 +192,14 @@ def expert_int4_gate_up(
     group: inputs that share a scale, as ``int4_linear`` takes it. Rounded after the products, after SiLU and after its
     product. Rows of pairs without an expert are not written.
     """
-    return torch.ops.unisono.expert_int4_gate_up(x, weight, scales, zeros, group, *plan)
+    return expert_int4_gate_up_op(x, weight, scales, zeros, group, *plan)
 
 
 def expert_int4_down(
     h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
 ) -> torch.Tensor:
     """h [P (+ M), I] -> each row times its own expert's weight, [P (+ M), H] in h's dtype."""
-    return torch.ops.unisono.expert_int4_down(h, weight, scales, zeros, group, *plan)
+    return expert_int4_down_op(h, weight, scales, zeros, group, *plan)
 
 
 def _aot(dtype: str, shapes: Shapes, group: int) -> list[AotCase]:

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import DTYPES, AotCase, define, register
+from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.moe.experts import GPT_OSS, biased, down_cpu, down_rows, gate_up_cpu, gate_up_rows
 from unisono.kernels.moe.int4 import TILES, Tile, packed_tile_rows
 from unisono.kernels.moe.plan import (
@@ -207,29 +207,26 @@ def _decoded_expert(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dty
     return lambda expert: decode(weight[expert], scales[expert], dtype)
 
 
-def expert_mxfp4_gate_up_cpu(x, weight, scales, ids, experts, tile, order, tiles, bias, alpha, limit):
-    h, decoded = gate_up_rows(x, weight, ids, experts), _decoded_expert(weight, scales, x.dtype)
-    return gate_up_cpu(h, x, decoded, ids, experts, len(weight), bias, alpha, limit)
-
-
-def expert_mxfp4_down_cpu(h, weight, scales, ids, experts, tile, order, tiles, bias):
-    decoded = _decoded_expert(weight, scales, h.dtype)
-    return down_cpu(down_rows(h, weight), h, decoded, ids, experts, len(weight), bias)
-
-
 def _gate_up_meta(x, weight, scales, *plan):
     return gate_up_rows(x, weight, *plan)
 
 
-for _name, _of_gate, _cuda, _cpu, _meta in (
-    ("expert_mxfp4_gate_up", ", float alpha, float limit", _gate_up_cuda, expert_mxfp4_gate_up_cpu, _gate_up_meta),
-    ("expert_mxfp4_down", "", _down_cuda, expert_mxfp4_down_cpu, down_rows),
-):
-    define(
-        f"{_name}(Tensor x, Tensor weight, Tensor scales, Tensor ids, int experts, int tile, Tensor? order,"
-        f" Tensor? tiles, Tensor? bias{_of_gate}) -> Tensor"
-    )
-    register(_name, cuda=_cuda, cpu=_cpu, meta=_meta)
+@op(cuda=_gate_up_cuda, meta=_gate_up_meta)
+def expert_mxfp4_gate_up_op(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, ids: torch.Tensor, experts: int, tile: int,
+    order: torch.Tensor | None, tiles: torch.Tensor | None, bias: torch.Tensor | None, alpha: float, limit: float,
+) -> torch.Tensor:  # fmt: skip
+    h, decoded = gate_up_rows(x, weight, ids, experts), _decoded_expert(weight, scales, x.dtype)
+    return gate_up_cpu(h, x, decoded, ids, experts, len(weight), bias, alpha, limit)
+
+
+@op(cuda=_down_cuda, meta=down_rows)
+def expert_mxfp4_down_op(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, ids: torch.Tensor, experts: int, tile: int,
+    order: torch.Tensor | None, tiles: torch.Tensor | None, bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    decoded = _decoded_expert(weight, scales, x.dtype)
+    return down_cpu(down_rows(x, weight), x, decoded, ids, experts, len(weight), bias)
 
 
 def expert_mxfp4_gate_up(
@@ -241,14 +238,14 @@ def expert_mxfp4_gate_up(
     gate: Gate = SILU,
 ) -> torch.Tensor:
     """``expert_gate_up`` of ``kernels/moe/experts.py`` on the decoded weights, gate's rows first, bit for bit."""
-    return torch.ops.unisono.expert_mxfp4_gate_up(x, weight, scales, *plan, bias, *gate)
+    return expert_mxfp4_gate_up_op(x, weight, scales, *plan, bias, *gate)
 
 
 def expert_mxfp4_down(
     h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, plan: Plan, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``expert_down`` of ``kernels/moe/experts.py`` on the decoded weights, bit for bit."""
-    return torch.ops.unisono.expert_mxfp4_down(h, weight, scales, *plan, bias)
+    return expert_mxfp4_down_op(h, weight, scales, *plan, bias)
 
 
 def _aot(dtype: str, shapes: Shapes, gate: Gate | None) -> list[AotCase]:

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, ints, register
+from unisono.kernels.library import AotCase, ints, op
 from unisono.kernels.overlap import follow, overlapped
 
 LEAD_PAIRS = 128
@@ -287,7 +287,12 @@ def launch_sort_pairs(ids: torch.Tensor, experts: int, tile: int) -> tuple[torch
     return order, tiles
 
 
-def sort_pairs_cpu(ids: torch.Tensor, experts: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _sort_pairs_meta(ids: torch.Tensor, experts: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return ids.new_empty(ids.numel()), ids.new_empty(3, num_tiles(ids.numel(), experts, tile))
+
+
+@op(cuda=launch_sort_pairs, meta=_sort_pairs_meta)
+def sort_pairs_op(ids: torch.Tensor, experts: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
     flat = ids.flatten()
     count, totals = num_tiles(flat.numel(), experts, tile), torch.bincount(flat, minlength=experts)[:experts]
     of_each = (totals + tile - 1) // tile
@@ -301,14 +306,6 @@ def sort_pairs_cpu(ids: torch.Tensor, experts: int, tile: int) -> tuple[torch.Te
     return flat.argsort(stable=True).to(torch.int32), tiles
 
 
-def _sort_pairs_meta(ids: torch.Tensor, experts: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return ids.new_empty(ids.numel()), ids.new_empty(3, num_tiles(ids.numel(), experts, tile))
-
-
-define("sort_pairs(Tensor ids, int experts, int tile) -> (Tensor, Tensor)")
-register("sort_pairs", cuda=launch_sort_pairs, cpu=sort_pairs_cpu, meta=_sort_pairs_meta)
-
-
 def plan_experts(ids: torch.Tensor, experts: int, tile: int) -> Plan:
     """The plan of a pass whose tokens go to experts ``ids [M, top_k]`` of ``experts``, for tiles of ``tile`` rows.
 
@@ -316,7 +313,7 @@ def plan_experts(ids: torch.Tensor, experts: int, tile: int) -> Plan:
     """
     if ids.numel() <= LEAD_PAIRS:
         return Plan(ids, experts, tile)
-    return Plan(ids, experts, tile, *torch.ops.unisono.sort_pairs(ids, experts, tile))
+    return Plan(ids, experts, tile, *sort_pairs_op(ids, experts, tile))
 
 
 AOT: list[AotCase] = [

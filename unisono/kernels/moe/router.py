@@ -14,7 +14,7 @@ import triton.language as tl
 
 from unisono.kernels.gemm.cpu import row_exact_product
 from unisono.kernels.gemm.linear import launch_linear
-from unisono.kernels.library import AotCase, define, ints, register
+from unisono.kernels.library import AotCase, Mutated, ints, op
 from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.sampling.sampler import order_key, order_value
 
@@ -144,21 +144,6 @@ def choose_cpu(
     return ids.to(torch.int32), weights, gates
 
 
-def route_cpu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    positions: torch.Tensor | None,
-    counts: torch.Tensor | None,
-    experts: int,
-    top_k: int,
-    normalize: bool,
-    bias: torch.Tensor | None = None,
-) -> Routing:
-    logits = row_exact_product(x.float(), weight.float())
-    logits = logits if bias is None else logits + bias.float()
-    return choose_cpu(logits, positions, counts, experts, top_k, normalize)
-
-
 def _route_meta(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -174,11 +159,20 @@ def _route_meta(
     return ids, weights, x.new_empty(rows if weight.shape[0] > experts else 0, dtype=torch.float32)
 
 
-define(
-    "route(Tensor x, Tensor weight, Tensor? positions, Tensor(a!)? counts, int experts, int top_k, bool normalize,"
-    " Tensor? bias) -> (Tensor, Tensor, Tensor)"
-)
-register("route", cuda=route_cuda, cpu=route_cpu, meta=_route_meta)
+@op(cuda=route_cuda, meta=_route_meta)
+def route_op(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    positions: torch.Tensor | None,
+    counts: Mutated[torch.Tensor | None],
+    experts: int,
+    top_k: int,
+    normalize: bool,
+    bias: torch.Tensor | None,
+) -> Routing:
+    logits = row_exact_product(x.float(), weight.float())
+    logits = logits if bias is None else logits + bias.float()
+    return choose_cpu(logits, positions, counts, experts, top_k, normalize)
 
 
 def route(
@@ -203,7 +197,7 @@ def route(
     where x is NaN. Padding has id E, no expert, and weight 0, so no expert's weights are read for it; in a pass of
     padding alone, which is run to be measured, its ids are the experts in turns.
     """
-    return torch.ops.unisono.route(x, weight, positions, counts, experts, top_k, normalize, bias)
+    return route_op(x, weight, positions, counts, experts, top_k, normalize, bias)
 
 
 AOT: list[AotCase] = [

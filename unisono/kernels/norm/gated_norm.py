@@ -24,14 +24,15 @@ from unisono.kernels.gemm.fp8_quantize import (
     quantised_cpu,
     store_quantised,
 )
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, op
 from unisono.kernels.norm.rms_norm import square
-from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.overlap import follow, overlapped, overlapping
 
 _HEADS = 8
 """Heads of a program."""
 
 
+@overlapping(reads_early=True, leads=True)
 @triton.jit
 def _gated_norm_kernel(
     o, z, weight, out, scales, eps, z_stride, HEADS, M, PADDED, V: tl.constexpr, BLOCK: tl.constexpr,
@@ -90,36 +91,21 @@ def launch_gated_norm_fp8(o: Tensor, z: Tensor, weight: Tensor, eps: float, grou
     return x8, scales
 
 
-def gated_norm_cpu(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+@op(cuda=launch_gated_norm)
+def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``o * rsqrt(mean(o^2) + eps) * weight * silu(z)`` by heads, for o, z [M, Hv V], weight [V] fp32 -> [M, Hv V].
+
+    z's rows may have any stride. V is a power of two. Computed in fp32 with one rounding, to o's dtype.
+    """
     heads = o.float().unflatten(1, (-1, weight.shape[0])).contiguous()
     gate = z.float().contiguous()
     normed = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps) * weight
     return (normed.flatten(1) * (gate / (1.0 + torch.exp(-gate)))).to(o.dtype)
 
 
-def _gated_norm_meta(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return o.new_empty(o.shape)
-
-
-define("gated_norm(Tensor o, Tensor z, Tensor weight, float eps) -> Tensor")
-register("gated_norm", cuda=launch_gated_norm, cpu=gated_norm_cpu, meta=_gated_norm_meta)
-
-
-def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``o * rsqrt(mean(o^2) + eps) * weight * silu(z)`` by heads, for o, z [M, Hv V], weight [V] fp32 -> [M, Hv V].
-
-    z's rows may have any stride. V is a power of two. Computed in fp32 with one rounding, to o's dtype.
-    """
-    return torch.ops.unisono.gated_norm(o, z, weight, eps)
-
-
-define("gated_norm_fp8(Tensor o, Tensor z, Tensor weight, float eps, int group) -> (Tensor, Tensor)")
-register(
-    "gated_norm_fp8",
-    cuda=launch_gated_norm_fp8,
-    cpu=lambda o, z, weight, eps, group: quantised_cpu(gated_norm_cpu(o, z, weight, eps), group),
-    meta=lambda o, z, weight, eps, group: empty_quantised(o, o.shape[0], o.shape[1], group),
-)
+@op(cuda=launch_gated_norm_fp8, meta=lambda o, z, weight, eps, group: empty_quantised(o, o.shape[0], o.shape[1], group))
+def gated_norm_fp8_op(o: Tensor, z: Tensor, weight: Tensor, eps: float, group: int) -> tuple[Tensor, Tensor]:
+    return quantised_cpu(gated_norm.cpu(o, z, weight, eps), group)
 
 
 def gated_norm_fp8(o: Tensor, z: Tensor, weight: Tensor, eps: float, group: int) -> Quantised:
@@ -127,7 +113,7 @@ def gated_norm_fp8(o: Tensor, z: Tensor, weight: Tensor, eps: float, group: int)
 
     For groups that :func:`quantises` accepts.
     """
-    return handed_on(torch.ops.unisono.gated_norm_fp8(o, z, weight, eps, group), o, group)
+    return handed_on(gated_norm_fp8_op(o, z, weight, eps, group), o, group)
 
 
 def _aot(dtype: str, size: int, group: int) -> AotCase:

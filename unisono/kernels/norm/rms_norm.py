@@ -29,8 +29,8 @@ from unisono.kernels.gemm.fp8_quantize import (
     quantised_cpu,
     store_quantised,
 )
-from unisono.kernels.library import AotCase, define, differentiable, empty_like, register
-from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.library import AotCase, op
+from unisono.kernels.overlap import follow, overlapped, overlapping
 
 
 @triton.jit
@@ -64,6 +64,7 @@ def store_norm(value, w, out, x8, scales, cols, inside, eps, H, PADDED, KEEP: tl
         store_quantised(value, x8, scales, tl.program_id(0), 0, H, PADDED, GROUP)
 
 
+@overlapping(reads_early=True, leads=True)
 @triton.jit
 def _rms_norm_kernel(x, residual, weight, total, out, x8, scales, eps, H, M, PADDED,
                      BLOCK_H: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr,
@@ -111,6 +112,10 @@ Normed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(norm [M, H], x8 [M', H], scales [G, M']); what nobody wants is empty."""
 
 
+SumNormed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""(the sum of x and the residual [M, H], then as ``Normed``)."""
+
+
 def launch_rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float, group: int, keep: bool) -> Normed:
     """See :func:`rms_norm_fp8`."""
     x = x.contiguous()
@@ -119,7 +124,7 @@ def launch_rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float, group
 
 def launch_add_rms_norm_fp8(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None, keep: bool
-) -> tuple[torch.Tensor, *Normed]:
+) -> SumNormed:
     """:func:`launch_add_rms_norm`; the norm is quantised too, by :func:`rms_norm_fp8`, unless group is None."""
     x = x.contiguous()
     total = torch.empty_like(x)
@@ -148,31 +153,11 @@ def columns_of(group: int | None, block: int) -> int:
     return 0 if group is None else min(group or block, block)
 
 
-def rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    value = x.contiguous().float()
-    squares = (value * value).sum(-1, keepdim=True)
-    normed = squares.div_(value.shape[-1]).add_(eps).rsqrt_().mul(value)
-    return normed.to(weight.dtype).mul_(weight).to(x.dtype)
-
-
-def _rms_norm_meta(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return empty_like(x)
-
-
 def rms_norm_formula(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """:func:`rms_norm` with a gradient, in x's dtype. The value is rounded before the weight, whatever its dtype."""
     value = x.float()
     normed = (value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     return (weight * normed).to(x.dtype)
-
-
-define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
-register("rms_norm", cuda=launch_rms_norm, cpu=rms_norm_cpu, meta=_rms_norm_meta)
-differentiable("rms_norm", rms_norm_formula)
-
-
-def _rms_norm_fp8_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float, group: int, keep: bool) -> Normed:
-    return with_fp8_cpu(rms_norm_cpu(x, weight, eps), group, keep)
 
 
 def with_fp8_cpu(normed: torch.Tensor, group: int | None, keep: bool) -> Normed:
@@ -185,13 +170,9 @@ def with_fp8_meta(x: torch.Tensor, group: int | None, keep: bool) -> Normed:
     return x.new_empty(x.shape if keep else 0), *empty_quantised(x, x.shape[0], x.shape[1], group)
 
 
-define("rms_norm_fp8(Tensor x, Tensor weight, float eps, int group, bool keep) -> (Tensor, Tensor, Tensor)")
-register(
-    "rms_norm_fp8",
-    cuda=launch_rms_norm_fp8,
-    cpu=_rms_norm_fp8_cpu,
-    meta=lambda x, weight, eps, group, keep: with_fp8_meta(x, group, keep),
-)
+@op(cuda=launch_rms_norm_fp8, meta=lambda x, weight, eps, group, keep: with_fp8_meta(x, group, keep))
+def rms_norm_fp8_op(x: torch.Tensor, weight: torch.Tensor, eps: float, group: int, keep: bool) -> Normed:
+    return with_fp8_cpu(rms_norm.cpu(x, weight, eps), group, keep)
 
 
 def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float, group: int, keep: bool) -> Quantised:
@@ -199,7 +180,7 @@ def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float, group: int, 
 
     keep: the norm itself is read too.
     """
-    return quantised_norm(torch.ops.unisono.rms_norm_fp8(x, weight, eps, group, keep), x, group, keep)
+    return quantised_norm(rms_norm_fp8_op(x, weight, eps, group, keep), x, group, keep)
 
 
 def quantised_norm(made: Sequence[torch.Tensor], x: torch.Tensor, group: int, keep: bool) -> Quantised:
@@ -207,13 +188,17 @@ def quantised_norm(made: Sequence[torch.Tensor], x: torch.Tensor, group: int, ke
     return handed_on(made[1:], x, group, made[0] if keep else None)
 
 
+@op(cuda=launch_rms_norm, gradient=rms_norm_formula)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``x * rsqrt(mean(x^2) + eps) * weight`` for x [M, H], weight [H] -> [M, H] in x's dtype.
 
     Computed in fp32 (Zhang and Sennrich, arXiv 1910.07467). The weight is in x's dtype: the normalised value is then
     rounded before the multiplication, as in Llama. Or it is in fp32: the product alone is rounded. H up to 16384.
     """
-    return torch.ops.unisono.rms_norm(x, weight, eps)
+    value = x.contiguous().float()
+    squares = (value * value).sum(-1, keepdim=True)
+    normed = squares.div_(value.shape[-1]).add_(eps).rsqrt_().mul(value)
+    return normed.to(weight.dtype).mul_(weight).to(x.dtype)
 
 
 AOT: list[AotCase] = [

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, ints, register
-from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.library import AotCase, Mutated, ints, op
+from unisono.kernels.overlap import follow, overlapped, overlapping
 from unisono.kernels.recurrent.causal_conv_cpu import causal_conv_cpu
 
 NEVER, LOG2_E = tl.constexpr(2**31 - 1), tl.constexpr(math.log2(math.e))
@@ -92,6 +92,7 @@ def _keep(u, snapshot, ring, slot, since, first, until, end, begin, channel, u_s
     tl.store(ring + (slot * RING + (first + step) % RING)[:, None] * C + channel[None, :], inputs, mask=latest)
 
 
+@overlapping(reads_early=True)
 @triton.jit
 def _conv_round_kernel(
     u, weight, ba, a_log, dt_bias, snapshot, ring, out, gates, rows, since, first, until, end, u_stride, ba_stride, C,
@@ -284,17 +285,11 @@ def _causal_conv_meta(u: Tensor, weight: Tensor, ba: Tensor, *_: object) -> tupl
     return u.new_empty(u.shape), u.new_empty((u.shape[0], 2, ba.shape[1] // 2), dtype=torch.float32)
 
 
-define(
-    "causal_conv(Tensor u, Tensor weight, Tensor ba, Tensor a_log, Tensor dt_bias, Tensor(a!) snapshot,"
-    " Tensor(b!) ring, Tensor rows, Tensor since, Tensor first, Tensor until, Tensor end, Tensor? query_start)"
-    " -> (Tensor, Tensor)"
-)
-register("causal_conv", cuda=launch_causal_conv, cpu=causal_conv_cpu, meta=_causal_conv_meta)
-
-
+@op(cuda=launch_causal_conv, meta=_causal_conv_meta)
 def causal_conv(
-    u: Tensor, weight: Tensor, ba: Tensor, a_log: Tensor, dt_bias: Tensor, snapshot: Tensor, ring: Tensor,
-    rows: Tensor, since: Tensor, first: Tensor, until: Tensor, end: Tensor, query_start: Tensor | None,
+    u: Tensor, weight: Tensor, ba: Tensor, a_log: Tensor, dt_bias: Tensor, snapshot: Mutated[Tensor],
+    ring: Mutated[Tensor], rows: Tensor, since: Tensor, first: Tensor, until: Tensor, end: Tensor,
+    query_start: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """SiLU of a depthwise causal convolution over each row's tokens, and the gates of each value head.
 
@@ -308,9 +303,7 @@ def causal_conv(
     ``-exp(a_log) * softplus(a + dt_bias)``, then ``beta = sigmoid(b)``). Padding tokens are zero in the first one.
     Inputs before position 0 are zero. Taps are added in order in fp32, with one rounding at the end.
     """
-    return torch.ops.unisono.causal_conv(
-        u, weight, ba, a_log, dt_bias, snapshot, ring, rows, since, first, until, end, query_start
-    )
+    return causal_conv_cpu(u, weight, ba, a_log, dt_bias, snapshot, ring, rows, since, first, until, end, query_start)
 
 
 def _cases(dtype: str, heads: int, width: int) -> list[AotCase]:

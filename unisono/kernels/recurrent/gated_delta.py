@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, ints, register
+from unisono.kernels.library import AotCase, Mutated, ints, op
 from unisono.kernels.overlap import overlapped, overlaps
 from unisono.kernels.recurrent.gated_delta_cpu import CHUNK, gated_delta_cpu
 from unisono.kernels.recurrent.gated_delta_gluon import SIZE, WARPS, walk_kernel, walks
@@ -142,16 +141,10 @@ def _gated_delta_meta(qkv: Tensor, gates: Tensor, state: Tensor, *_: object) -> 
     return qkv.new_empty((qkv.shape[0], state.shape[1] * state.shape[2]))
 
 
-define(
-    "gated_delta(Tensor qkv, Tensor gates, Tensor(a!) state, Tensor(b!) kv_ring, Tensor(c!) gates_ring, Tensor rows,"
-    " Tensor since, Tensor first, Tensor until, Tensor end, Tensor? query_start) -> Tensor"
-)
-register("gated_delta", cuda=launch_gated_delta, cpu=gated_delta_cpu, meta=_gated_delta_meta)
-
-
+@op(cuda=launch_gated_delta, meta=_gated_delta_meta)
 def gated_delta(
-    qkv: Tensor, gates: Tensor, state: Tensor, kv_ring: Tensor, gates_ring: Tensor, rows: Tensor, since: Tensor,
-    first: Tensor, until: Tensor, end: Tensor, query_start: Tensor | None,
+    qkv: Tensor, gates: Tensor, state: Mutated[Tensor], kv_ring: Mutated[Tensor], gates_ring: Mutated[Tensor],
+    rows: Tensor, since: Tensor, first: Tensor, until: Tensor, end: Tensor, query_start: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The gated delta rule over each row's tokens (Yang, Kautz and Hatamizadeh, arXiv 2412.06464).
 
@@ -168,9 +161,7 @@ def gated_delta(
     Returns o [T, Hv V] in qkv's dtype, zero for padding tokens; the state moves on to ``until`` tokens, and the rings
     remember the pass's tokens.
     """
-    return torch.ops.unisono.gated_delta(
-        qkv, gates, state, kv_ring, gates_ring, rows, since, first, until, end, query_start
-    )
+    return gated_delta_cpu(qkv, gates, state, kv_ring, gates_ring, rows, since, first, until, end, query_start)
 
 
 def _cases(dtype: str, sizes: Sizes, width: int, is_round: bool) -> list[AotCase]:

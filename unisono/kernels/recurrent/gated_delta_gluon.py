@@ -17,6 +17,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from unisono.kernels.overlap import overlapping
 from unisono.kernels.recurrent.gated_delta_cpu import CHUNK as CHUNK_TOKENS
 
 CHUNK = gl.constexpr(CHUNK_TOKENS)
@@ -226,6 +227,7 @@ def _walk(S, home, keep, where, token, outputs, qkv, kv_ring, squares, factors, 
     async_copy.wait_group(0)
 
 
+@overlapping(beside=True)
 @gluon.jit(do_not_specialize=["T", "R"])
 def walk_kernel(qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end, query_start, T, R,
                 HK: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, RING: gl.constexpr,

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.library import COMPILED
-from unisono.kernels.overlap import follow
+from unisono.kernels.overlap import follow, overlapping
 from unisono.kernels.recurrent.gated_delta_cpu import CHUNK as CHUNK_TOKENS
 from unisono.kernels.recurrent.gated_delta_cpu import EPS as LENGTH_EPS
 
@@ -170,6 +170,7 @@ def _store_chunk(squares, factors, place, T, P, w_k, w_q, w_s, whole):
     tl.store(f + 3 * CHUNK, tl.zeros([CHUNK], tl.float32) + whole)
 
 
+@overlapping(reads_early=True)
 @triton.jit(do_not_specialize=["R"])
 def _prepare_kernel(
     qkv, gates, kv_ring, gates_ring, squares, factors, rows, since, first, end, query_start, R, W,
@@ -325,6 +326,7 @@ def _walk_kernel(
                 tl.store(home, S)
 
 
+@overlapping(reads_early=True)
 @triton.jit
 def _round_kernel(
     qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end, W,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, one_stride, register
+from unisono.kernels.library import AotCase, one_stride, op
 from unisono.kernels.sampling.sampler import launch_filter, order_key, ranked_keys, scores_cpu, token_of
 from unisono.types import FinishReason
 
@@ -93,36 +93,11 @@ def launch_candidates(
     return tokens
 
 
-def candidates_cpu(
-    logits: Tensor, slots: Tensor, count: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
-    top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int, ids: Tensor | None, edits: Tensor,
-    edited: Tensor,
-) -> Tensor:  # fmt: skip
-    """CPU twin of :func:`candidates`."""
-    scores, running = scores_cpu(
-        logits, slots, 1, length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi, offset, ids, edits, edited
-    )
-    places = []
-    for place in range(count):
-        best = scores.argmax(-1, keepdim=True)
-        token = best if ids is None else ids[best]
-        places.append(token.masked_fill(scores.gather(1, best) == -torch.inf, NONE.value) if place else token)
-        scores.scatter_(1, best, -torch.inf)
-    return torch.cat(places, 1).where(running[:, None], 0).int()
-
-
 def _candidates_meta(logits: Tensor, slots: Tensor, count: int, *_: object) -> Tensor:
     return slots.new_empty(logits.shape[0], count)
 
 
-define(
-    "candidates(Tensor logits, Tensor slots, int count, Tensor length, Tensor status, Tensor temperature,"
-    " Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed_lo, Tensor seed_hi, int offset, Tensor? ids, Tensor edits,"
-    " Tensor edited) -> Tensor"
-)
-register("candidates", cuda=launch_candidates, cpu=candidates_cpu, meta=_candidates_meta)
-
-
+@op(cuda=launch_candidates, meta=_candidates_meta)
 def candidates(
     logits: Tensor, slots: Tensor, count: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
     top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int, ids: Tensor | None, edits: Tensor,
@@ -134,10 +109,16 @@ def candidates(
     takes them, with a width of 1. Column 0 is the token of ``sample``. Later ones are -1 where the filters keep no
     more. Rows of inactive slots are 0.
     """
-    return torch.ops.unisono.candidates(
-        logits, slots, count, length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi, offset, ids, edits,
-        edited,
-    )  # fmt: skip
+    scores, running = scores_cpu(
+        logits, slots, 1, length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi, offset, ids, edits, edited
+    )
+    places = []
+    for place in range(count):
+        best = scores.argmax(-1, keepdim=True)
+        token = best if ids is None else ids[best]
+        places.append(token.masked_fill(scores.gather(1, best) == -torch.inf, NONE.value) if place else token)
+        scores.scatter_(1, best, -torch.inf)
+    return torch.cat(places, 1).where(running[:, None], 0).int()
 
 
 def _signature(dtype: str) -> dict[str, str]:

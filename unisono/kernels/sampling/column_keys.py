@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, one_stride, register
+from unisono.kernels.library import AotCase, one_stride, op
 from unisono.kernels.sampling.candidates import LEAST, NONE, RUNNING, store_best
 from unisono.kernels.sampling.sampler import ARGMAX_BLOCKS, order_key, ranked_keys, scores_cpu, token_of
 
@@ -86,11 +86,18 @@ def launch_column_keys(
     return keys
 
 
-def column_keys_cpu(
+@op(cuda=launch_column_keys, meta=_keys_meta)
+def column_keys(
     logits: Tensor, slots: Tensor, width: int, count: int, length: Tensor, status: Tensor, temperature: Tensor,
     seed_lo: Tensor, seed_hi: Tensor, offset: int, first: int, edits: Tensor, edited: Tensor,
 ) -> Tensor:  # fmt: skip
-    """CPU twin of :func:`column_keys`."""
+    """The keys of the ``count`` best columns of each block of each row, by the rule of ``sample`` without filters.
+
+    logits [R * width, n]: columns ``first`` … ``first + n`` of the vocabulary; edited [R * width, n] fp32 are the same
+    of slots that edit. slots, the slot fields and offset are as :func:`unisono.kernels.sampling.sampler.sample` takes
+    them. Returns [R * width, B * count] int64: larger is better, in no order beyond a block, -2^63 where a block has no
+    more columns or the slot does not run. B depends on n and on the number of rows.
+    """
     rows, columns = logits.shape
     keys, off = _keys_meta(logits, slots, width, count), torch.zeros_like(length)
     token = torch.arange(first, first + columns, dtype=torch.int32)
@@ -109,29 +116,6 @@ def column_keys_cpu(
     return keys
 
 
-define(
-    "column_keys(Tensor logits, Tensor slots, int width, int count, Tensor length, Tensor status, Tensor temperature,"
-    " Tensor seed_lo, Tensor seed_hi, int offset, int first, Tensor edits, Tensor edited) -> Tensor"
-)
-register("column_keys", cuda=launch_column_keys, cpu=column_keys_cpu, meta=_keys_meta)
-
-
-def column_keys(
-    logits: Tensor, slots: Tensor, width: int, count: int, length: Tensor, status: Tensor, temperature: Tensor,
-    seed_lo: Tensor, seed_hi: Tensor, offset: int, first: int, edits: Tensor, edited: Tensor,
-) -> Tensor:  # fmt: skip
-    """The keys of the ``count`` best columns of each block of each row, by the rule of ``sample`` without filters.
-
-    logits [R * width, n]: columns ``first`` … ``first + n`` of the vocabulary; edited [R * width, n] fp32 are the same
-    of slots that edit. slots, the slot fields and offset are as :func:`unisono.kernels.sampling.sampler.sample` takes
-    them. Returns [R * width, B * count] int64: larger is better, in no order beyond a block, -2^63 where a block has no
-    more columns or the slot does not run. B depends on n and on the number of rows.
-    """
-    return torch.ops.unisono.column_keys(
-        logits, slots, width, count, length, status, temperature, seed_lo, seed_hi, offset, first, edits, edited
-    )
-
-
 def _tokens_meta(keys: Tensor, slots: Tensor, width: int, count: int, *_: object) -> Tensor:
     return slots.new_empty(keys.shape[0], count)
 
@@ -146,21 +130,7 @@ def launch_best_tokens(keys: Tensor, slots: Tensor, width: int, count: int, stat
     return tokens
 
 
-def best_tokens_cpu(keys: Tensor, slots: Tensor, width: int, count: int, status: Tensor) -> Tensor:
-    """CPU twin of :func:`best_tokens`."""
-    running = status[slots.long().repeat_interleave(width)] == RUNNING.value
-    best = keys.topk(min(count, keys.shape[1]), dim=1).values
-    best = torch.nn.functional.pad(best, (0, count - best.shape[1]), value=LEAST.value)
-    nothing = int(torch.tensor(-torch.inf).view(torch.int32)) ^ 0x7FFFFFFF
-    tokens = 0x7FFFFFFF - (best & 0x7FFFFFFF)
-    tokens[:, 1:].masked_fill_(best[:, 1:] >> 32 <= nothing, NONE.value)
-    return tokens.where(running[:, None], 0).int()
-
-
-define("best_tokens(Tensor keys, Tensor slots, int width, int count, Tensor status) -> Tensor")
-register("best_tokens", cuda=launch_best_tokens, cpu=best_tokens_cpu, meta=_tokens_meta)
-
-
+@op(cuda=launch_best_tokens, meta=_tokens_meta)
 def best_tokens(keys: Tensor, slots: Tensor, width: int, count: int, status: Tensor) -> Tensor:
     """The ``count`` best tokens of each row, best first: [N, count] int32.
 
@@ -168,7 +138,13 @@ def best_tokens(keys: Tensor, slots: Tensor, width: int, count: int, status: Ten
     as in :func:`column_keys`. Column 0 is the token of ``sample``. Later ones are -1 where no more tokens can be
     picked. Rows of inactive slots are 0.
     """
-    return torch.ops.unisono.best_tokens(keys, slots, width, count, status)
+    running = status[slots.long().repeat_interleave(width)] == RUNNING.value
+    best = keys.topk(min(count, keys.shape[1]), dim=1).values
+    best = torch.nn.functional.pad(best, (0, count - best.shape[1]), value=LEAST.value)
+    nothing = int(torch.tensor(-torch.inf).view(torch.int32)) ^ 0x7FFFFFFF
+    tokens = 0x7FFFFFFF - (best & 0x7FFFFFFF)
+    tokens[:, 1:].masked_fill_(best[:, 1:] >> 32 <= nothing, NONE.value)
+    return tokens.where(running[:, None], 0).int()
 
 
 def _signature(dtype: str) -> dict[str, str]:

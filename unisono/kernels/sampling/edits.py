@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, one_stride, register
+from unisono.kernels.library import AotCase, one_stride, op
 from unisono.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_IDS, FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
@@ -193,35 +193,6 @@ def launch_edit_logits(
     return edited
 
 
-def edit_logits_cpu(
-    logits: Tensor, slots: Tensor, width: int, drafts: Tensor, edits: Tensor, length: Tensor, status: Tensor,
-    stop_ids: Tensor, history: Tensor, table: Tensor, offset: int = 0, ids: Tensor | None = None,
-    mask: Tensor | None = None, first: int = 0,
-) -> Tensor:  # fmt: skip
-    edited = _edit_meta(logits)
-    editing = edits.index_select(0, slots.long())
-    if not editing.any():
-        return edited
-    running = status.index_select(0, slots.long()) == RUNNING.value
-    rows = ((editing != 0) & running).nonzero()[:, 0].tolist()
-    if not rows:
-        return edited
-    tokens = torch.arange(first, first + logits.shape[1]) if ids is None else ids.long()
-    column_of = torch.full(((table.shape[1] - ALLOWED.value) * 32,), -1)
-    column_of[tokens] = torch.arange(logits.shape[1])
-    for row in rows:
-        slot = int(slots[row])
-        past, stops = history[slot, : int(length[slot])], stop_ids[slot].long()
-        for j in range(width):
-            n = row * width + j
-            seen = torch.cat((past, drafts[row, : offset + j])).long()
-            logit = logits[n].float()
-            if mask is not None:
-                logit = logit.masked_fill(_bits(mask[n], tokens) == 0, -torch.inf)
-            edited[n] = _edit_row(logit, tokens, column_of, seen, stops, table[slot])
-    return edited
-
-
 def _bits(words: Tensor, tokens: Tensor) -> Tensor:
     """Each token's bit."""
     return (words[tokens // 32] >> (tokens % 32)) & 1
@@ -265,14 +236,7 @@ def _ends_with(output: list[int], prefix: list[int]) -> bool:
     return not prefix or output[-len(prefix) :] == prefix
 
 
-define(
-    "edit_logits(Tensor logits, Tensor slots, int width, Tensor drafts, Tensor edits, Tensor length, Tensor status,"
-    " Tensor stop_ids, Tensor history, Tensor table, int offset=0, Tensor? ids=None, Tensor? mask=None,"
-    " int first=0) -> Tensor"
-)
-register("edit_logits", cuda=launch_edit_logits, cpu=edit_logits_cpu, meta=_edit_meta)
-
-
+@op(cuda=launch_edit_logits, meta=_edit_meta)
 def edit_logits(
     logits: Tensor, slots: Tensor, width: int, drafts: Tensor, edits: Tensor, length: Tensor, status: Tensor,
     stop_ids: Tensor, history: Tensor, table: Tensor, offset: int = 0, ids: Tensor | None = None,
@@ -288,10 +252,28 @@ def edit_logits(
     mask [R * width, words] int32, last dimension contiguous: bit i % 32 of word i // 32 allows token i (None: all).
     Returns [R * width, V] fp32. A row depends on its own logits, slot and drafts only.
     """
-    return torch.ops.unisono.edit_logits(
-        logits, slots, width, drafts, edits, length, status, stop_ids, history, table, offset, ids, mask,
-        first,
-    )  # fmt: skip
+    edited = _edit_meta(logits)
+    editing = edits.index_select(0, slots.long())
+    if not editing.any():
+        return edited
+    running = status.index_select(0, slots.long()) == RUNNING.value
+    rows = ((editing != 0) & running).nonzero()[:, 0].tolist()
+    if not rows:
+        return edited
+    tokens = torch.arange(first, first + logits.shape[1]) if ids is None else ids.long()
+    column_of = torch.full(((table.shape[1] - ALLOWED.value) * 32,), -1)
+    column_of[tokens] = torch.arange(logits.shape[1])
+    for row in rows:
+        slot = int(slots[row])
+        past, stops = history[slot, : int(length[slot])], stop_ids[slot].long()
+        for j in range(width):
+            n = row * width + j
+            seen = torch.cat((past, drafts[row, : offset + j])).long()
+            logit = logits[n].float()
+            if mask is not None:
+                logit = logit.masked_fill(_bits(mask[n], tokens) == 0, -torch.inf)
+            edited[n] = _edit_row(logit, tokens, column_of, seen, stops, table[slot])
+    return edited
 
 
 _INTS = ("slots", "drafts", "edits", "length", "status", "stop_ids", "history", "table", "ids", "mask")

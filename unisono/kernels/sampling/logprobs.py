@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, one_stride, register
+from unisono.kernels.library import AotCase, Mutated, one_stride, op
 from unisono.kernels.sampling.sampler import GREEDY_BELOW, order_key
 from unisono.types import MAX_LOGPROBS, FinishReason
 
@@ -163,10 +163,28 @@ def launch_logprobs(
     )  # fmt: skip
 
 
-def logprobs_cpu(
+def _likeliest(row: Tensor, count: int) -> Tensor:
+    """The ids of the largest values; among equal ones the lowest."""
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64)
+    reach = (row >= row.topk(count).values[-1]).nonzero()[:, 0]
+    return reach[row[reach].sort(descending=True, stable=True).indices[:count]]
+
+
+@op(cuda=launch_logprobs)
+def logprobs(
     logits: Tensor, slots: Tensor, width: int, tokens: Tensor, wanted: Tensor, status: Tensor, temperature: Tensor,
-    edits: Tensor, edited: Tensor, threshold: Tensor, processed: bool, out: Tensor,
+    edits: Tensor, edited: Tensor, threshold: Tensor, processed: bool, out: Mutated[Tensor],
 ) -> None:  # fmt: skip
+    """Write the log-probabilities of N = R * width sampled tokens into ``out [N, WORDS]`` int32, contiguous.
+
+    logits [N, V], last dimension contiguous; slots [R], tokens [N] int32: what was sampled; wanted (alternatives, at
+    most MAX_LOGPROBS; -1: the row is not written), status, edits int32 and temperature fp32: slot fields [S] of one
+    stride; edited [N, V], threshold [N] fp32: what editing and sampling left (:class:`Sampled`).
+
+    A row: logprob of its token; its rank, the number of logits at or above its own; ``wanted`` ids, most likely
+    first, ties to the lowest id; their logprobs. Words after them keep their values.
+    """
     slot = slots.long().repeat_interleave(width)
     for n in ((wanted[slot] >= 0) & (status[slot] == RUNNING.value)).nonzero()[:, 0].tolist():
         s, token = int(slot[n]), int(tokens[n])
@@ -182,39 +200,6 @@ def logprobs_cpu(
         ids = _likeliest(row, count)
         words[2 : 2 + count] = ids.int()
         words[2 + MAX_LOGPROBS :][:count].view(torch.float32).copy_(logprob[ids])
-
-
-def _likeliest(row: Tensor, count: int) -> Tensor:
-    """The ids of the largest values; among equal ones the lowest."""
-    if count == 0:
-        return torch.empty(0, dtype=torch.int64)
-    reach = (row >= row.topk(count).values[-1]).nonzero()[:, 0]
-    return reach[row[reach].sort(descending=True, stable=True).indices[:count]]
-
-
-define(
-    "logprobs(Tensor logits, Tensor slots, int width, Tensor tokens, Tensor wanted, Tensor status, Tensor temperature,"
-    " Tensor edits, Tensor edited, Tensor threshold, bool processed, Tensor(a!) out) -> ()"
-)
-register("logprobs", cuda=launch_logprobs, cpu=logprobs_cpu, meta=lambda *args: None)
-
-
-def logprobs(
-    logits: Tensor, slots: Tensor, width: int, tokens: Tensor, wanted: Tensor, status: Tensor, temperature: Tensor,
-    edits: Tensor, edited: Tensor, threshold: Tensor, processed: bool, out: Tensor,
-) -> None:  # fmt: skip
-    """Write the log-probabilities of N = R * width sampled tokens into ``out [N, WORDS]`` int32, contiguous.
-
-    logits [N, V], last dimension contiguous; slots [R], tokens [N] int32: what was sampled; wanted (alternatives, at
-    most MAX_LOGPROBS; -1: the row is not written), status, edits int32 and temperature fp32: slot fields [S] of one
-    stride; edited [N, V], threshold [N] fp32: what editing and sampling left (:class:`Sampled`).
-
-    A row: logprob of its token; its rank, the number of logits at or above its own; ``wanted`` ids, most likely
-    first, ties to the lowest id; their logprobs. Words after them keep their values.
-    """
-    torch.ops.unisono.logprobs(
-        logits, slots, width, tokens, wanted, status, temperature, edits, edited, threshold, processed, out
-    )
 
 
 _INTS = ("slots", "tokens", "wanted", "status", "edits")

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, one_stride, register
+from unisono.kernels.library import AotCase, Mutated, one_stride, op
 from unisono.kernels.sampling.noise import gumbel, gumbel_cpu
 from unisono.types import FinishReason
 
@@ -328,19 +328,6 @@ def thresholds_cpu(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Te
     return torch.maximum(torch.maximum(kth, nucleus)[:, 0], bound)
 
 
-def sample_cpu(
-    logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
-    top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,
-    edits: Tensor | None = None, edited: Tensor | None = None, threshold: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    scores, running = scores_cpu(
-        logits, slots, width, length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi, offset, ids, edits,
-        edited, threshold,
-    )  # fmt: skip
-    best = scores.argmax(-1)
-    return (best if ids is None else ids[best]).where(running, 0).int()
-
-
 def scores_cpu(
     logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
     top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,
@@ -383,18 +370,11 @@ def _sample_meta(logits: Tensor, slots: Tensor, *_: object) -> Tensor:
     return slots.new_empty(logits.shape[0])
 
 
-define(
-    "sample(Tensor logits, Tensor slots, int width, Tensor length, Tensor status, Tensor temperature,"
-    " Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed_lo, Tensor seed_hi, int offset=0,"
-    " Tensor? ids=None, Tensor? edits=None, Tensor? edited=None, Tensor(a!)? threshold=None) -> Tensor"
-)
-register("sample", cuda=launch_sample, cpu=sample_cpu, meta=_sample_meta)
-
-
+@op(cuda=launch_sample, meta=_sample_meta)
 def sample(
     logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
     top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,
-    edits: Tensor | None = None, edited: Tensor | None = None, threshold: Tensor | None = None,
+    edits: Tensor | None = None, edited: Tensor | None = None, threshold: Mutated[Tensor | None] = None,
 ) -> Tensor:  # fmt: skip
     """One token per row of logits; row r * width + j samples position ``length[slots[r]] + offset + j``.
 
@@ -408,10 +388,12 @@ def sample(
     Filters apply in the order of transformers' warpers: temperature, top-k, top-p, min-p. A row's token
     depends on its own logits, parameters, seed and position only.
     """
-    return torch.ops.unisono.sample(
+    scores, running = scores_cpu(
         logits, slots, width, length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi, offset, ids, edits,
         edited, threshold,
     )  # fmt: skip
+    best = scores.argmax(-1)
+    return (best if ids is None else ids[best]).where(running, 0).int()
 
 
 def _signature(logits: str, *, floats: str, ints: str, longs: str, scalars: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, ints, register
+from unisono.kernels.library import AotCase, SymbolicInt, ints, op
 from unisono.types import FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
@@ -117,27 +117,6 @@ def launch_draft_inputs(
     return out
 
 
-def draft_inputs_cpu(
-    slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
-    page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int, tables: Tensor | None = None,
-) -> DraftInputs:  # fmt: skip
-    slot = slots.long()[:, None]
-    tokens, end, active = length[slot], max_length[slot], status[slot] == RUNNING.value
-    j = torch.arange(width, dtype=torch.int32)
-    at = tokens + first + j
-    real = active & (at >= 0)
-    committed, drafted = real & (at < tokens), real & (at >= tokens)
-    token = history[slot, at.where(committed, 0).long()].where(committed, 0)
-    token = drafts.gather(1, (at - tokens).where(drafted, 0).long()).where(drafted, token)
-    token = token.where((token >= 0) & (token < vocab_size), 0)
-    written = real & (at < end)
-    table = slot if tables is None else tables.long()[:, None]
-    slot_mapping = _slot_mapping_cpu(page_table, table, at, written, j, page_size)
-    kv_len = torch.minimum(tokens + first + width, end).clamp_min(0).where(active, 0)
-    positions = torch.minimum(at, end - 1).where(real, -1)
-    return token.flatten(), positions.flatten(), slot_mapping.flatten(), kv_len.flatten()
-
-
 def _slot_mapping_cpu(
     page_table: Tensor, slot: Tensor, at: Tensor, written: Tensor, spare: Tensor, page_size: int
 ) -> Tensor:
@@ -168,43 +147,7 @@ def launch_draft_extend_inputs(
     return out
 
 
-def draft_extend_inputs_cpu(
-    slots: Tensor, query_start: Tensor, start: Tensor, history: Tensor, page_table: Tensor, page_size: int,
-    vocab_size: int, num_tokens: int,
-) -> DraftExtendInputs:  # fmt: skip
-    rows = slots.shape[0]
-    draft_start = query_start + torch.arange(rows + 1, dtype=torch.int32)
-    t = torch.arange(num_tokens + rows, dtype=torch.int32)
-    row = torch.searchsorted(draft_start[1:].contiguous(), t, right=True)
-    inside = row < rows
-    row = row.clamp_max(rows - 1)
-    at = start[row] - 1 + t - draft_start[row]
-    real = inside & (at >= 0)
-    slot = slots[row].long()
-    token = history[slot, at.where(real, 0).long()].where(real, 0)
-    slot_mapping = _slot_mapping_cpu(page_table, slot, at, real, t, page_size)
-    token = token.where((token >= 0) & (token < vocab_size), 0)
-    return token, at.where(real, -1), slot_mapping, start + query_start.diff(), draft_start
-
-
-define(
-    "draft_inputs(Tensor slots, Tensor drafts, Tensor history, Tensor length, Tensor max_length, Tensor status,"
-    " Tensor page_table, int page_size, int vocab_size, int first, int width, Tensor? tables=None)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
-)
-register("draft_inputs", cuda=launch_draft_inputs, cpu=draft_inputs_cpu, meta=_draft_inputs_meta)
-define(
-    "draft_extend_inputs(Tensor slots, Tensor query_start, Tensor start, Tensor history, Tensor page_table,"
-    " int page_size, int vocab_size, SymInt num_tokens) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-register(
-    "draft_extend_inputs",
-    cuda=launch_draft_extend_inputs,
-    cpu=draft_extend_inputs_cpu,
-    meta=_draft_extend_inputs_meta,
-)
-
-
+@op(cuda=launch_draft_inputs, meta=_draft_inputs_meta)
 def draft_inputs(
     slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
     page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int, tables: Tensor | None = None,
@@ -219,14 +162,27 @@ def draft_inputs(
     At and beyond ``max_length``, where no page is reserved, a token keeps the last position and writes to padding
     page 0. Negative positions and inactive rows have position -1 and token 0; an inactive row has kv_len 0.
     """
-    return torch.ops.unisono.draft_inputs(
-        slots, drafts, history, length, max_length, status, page_table, page_size, vocab_size, first, width, tables
-    )
+    slot = slots.long()[:, None]
+    tokens, end, active = length[slot], max_length[slot], status[slot] == RUNNING.value
+    j = torch.arange(width, dtype=torch.int32)
+    at = tokens + first + j
+    real = active & (at >= 0)
+    committed, drafted = real & (at < tokens), real & (at >= tokens)
+    token = history[slot, at.where(committed, 0).long()].where(committed, 0)
+    token = drafts.gather(1, (at - tokens).where(drafted, 0).long()).where(drafted, token)
+    token = token.where((token >= 0) & (token < vocab_size), 0)
+    written = real & (at < end)
+    table = slot if tables is None else tables.long()[:, None]
+    slot_mapping = _slot_mapping_cpu(page_table, table, at, written, j, page_size)
+    kv_len = torch.minimum(tokens + first + width, end).clamp_min(0).where(active, 0)
+    positions = torch.minimum(at, end - 1).where(real, -1)
+    return token.flatten(), positions.flatten(), slot_mapping.flatten(), kv_len.flatten()
 
 
+@op(cuda=launch_draft_extend_inputs, meta=_draft_extend_inputs_meta)
 def draft_extend_inputs(
     slots: Tensor, query_start: Tensor, start: Tensor, history: Tensor, page_table: Tensor, page_size: int,
-    vocab_size: int, num_tokens: int,
+    vocab_size: int, num_tokens: SymbolicInt,
 ) -> DraftExtendInputs:  # fmt: skip
     """The tokens of an extend pass for a draft model: each row's own, and the one before them.
 
@@ -238,9 +194,19 @@ def draft_extend_inputs(
     is -1, it is padding, as are tokens of no row: position -1, token 0, KV into padding page 0. A token that
     is no id below ``vocab_size`` reads as 0.
     """
-    return torch.ops.unisono.draft_extend_inputs(
-        slots, query_start, start, history, page_table, page_size, vocab_size, num_tokens
-    )
+    rows = slots.shape[0]
+    draft_start = query_start + torch.arange(rows + 1, dtype=torch.int32)
+    t = torch.arange(num_tokens + rows, dtype=torch.int32)
+    row = torch.searchsorted(draft_start[1:].contiguous(), t, right=True)
+    inside = row < rows
+    row = row.clamp_max(rows - 1)
+    at = start[row] - 1 + t - draft_start[row]
+    real = inside & (at >= 0)
+    slot = slots[row].long()
+    token = history[slot, at.where(real, 0).long()].where(real, 0)
+    slot_mapping = _slot_mapping_cpu(page_table, slot, at, real, t, page_size)
+    token = token.where((token >= 0) & (token < vocab_size), 0)
+    return token, at.where(real, -1), slot_mapping, start + query_start.diff(), draft_start
 
 
 AOT: list[AotCase] = [

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, Mutated, op
 from unisono.types import FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
@@ -151,8 +151,8 @@ def _remember_kernel(
 
 
 def launch_lookup(
-    drafts: Tensor, slots: Tensor, history: Tensor, length: Tensor, scratch: Tensor, longest: int, shortest: int,
-    factor: float, share: float, ring: Tensor | None = None, head: Tensor | None = None,
+    drafts: Tensor, slots: Tensor, history: Tensor, length: Tensor, scratch: Tensor, longest: int,
+    shortest: int, factor: float, share: float, ring: Tensor | None = None, head: Tensor | None = None,
 ) -> None:  # fmt: skip
     rows, k = drafts.shape
     max_tokens, kept = history.shape[1], 0 if ring is None else ring.shape[0]
@@ -162,25 +162,6 @@ def launch_lookup(
         HAS_RING=ring is not None, V=scratch.shape[1] - 1, BLOCK=BLOCK, BLOCK_K=triton.next_power_of_2(k),
         num_warps=WARPS,
     )  # fmt: skip
-
-
-def lookup_cpu(
-    drafts: Tensor, slots: Tensor, history: Tensor, length: Tensor, scratch: Tensor, longest: int, shortest: int,
-    factor: float, share: float, ring: Tensor | None = None, head: Tensor | None = None,
-) -> None:  # fmt: skip
-    rows, k = drafts.shape
-    kept = history.new_empty(0) if ring is None or head is None else ring.roll(-int(head))
-    keys = torch.zeros((rows, scratch.shape[1] - 1), dtype=torch.int64)
-    tokens = drafts.new_full((*keys.shape, k), END.value)
-    for row, (slot, size) in enumerate(zip(slots.tolist(), length[slots.long()].tolist(), strict=True)):
-        own = history[slot, :size]
-        for text, base in ((kept, 0), (own[:-1], kept.shape[0])):
-            at, matched = _matches_cpu(text, own, longest)
-            key = ((matched << 32) | (base + at)).where(matched >= shortest, 0)
-            keys[row].scatter_reduce_(0, at % keys.shape[1], key, "amax")
-        if keys[row].any():
-            tokens[row] = _following_cpu(keys[row] & 0x7FFFFFFF, kept, own, k)
-    drafts.copy_(_vote_cpu(keys, tokens, factor, _share(share)))
 
 
 def _matches_cpu(text: Tensor, own: Tensor, longest: int) -> tuple[Tensor, Tensor]:
@@ -238,31 +219,24 @@ def launch_remember(
     )  # fmt: skip
 
 
-def remember_cpu(
-    ring: Tensor, head: Tensor, slots: Tensor, result: Tensor, history: Tensor, length: Tensor, prompt: Tensor
-) -> None:
-    size = ring.shape[0]
-    for slot, (count, status) in zip(slots.tolist(), result[:, :2].tolist(), strict=True):
-        if count == 0 or status == RUNNING.value:
-            continue
-        tokens = int(length[slot])
-        output = history[slot, max(int(prompt[slot]), tokens + 1 - size) : tokens]
-        written = torch.cat((output, output.new_full((1,), END.value)))
-        ring[(int(head) + torch.arange(written.shape[0])) % size] = written
-        head += written.shape[0]
-        head %= size
-
-
-define(
-    "lookup(Tensor(a!) drafts, Tensor slots, Tensor history, Tensor length, Tensor(b!) scratch, int longest,"
-    " int shortest, float factor, float share, Tensor? ring=None, Tensor? head=None) -> ()"
-)
-register("lookup", cuda=launch_lookup, cpu=lookup_cpu, meta=lambda *args: None)
-define(
-    "remember(Tensor(a!) ring, Tensor(b!) head, Tensor slots, Tensor result, Tensor history, Tensor length,"
-    " Tensor prompt) -> ()"
-)
-register("remember", cuda=launch_remember, cpu=remember_cpu, meta=lambda *args: None)
+@op(cuda=launch_lookup)
+def lookup_op(
+    drafts: Mutated[Tensor], slots: Tensor, history: Tensor, length: Tensor, scratch: Mutated[Tensor], longest: int,
+    shortest: int, factor: float, share: float, ring: Tensor | None = None, head: Tensor | None = None,
+) -> None:  # fmt: skip
+    rows, k = drafts.shape
+    kept = history.new_empty(0) if ring is None or head is None else ring.roll(-int(head))
+    keys = torch.zeros((rows, scratch.shape[1] - 1), dtype=torch.int64)
+    tokens = drafts.new_full((*keys.shape, k), END.value)
+    for row, (slot, size) in enumerate(zip(slots.tolist(), length[slots.long()].tolist(), strict=True)):
+        own = history[slot, :size]
+        for text, base in ((kept, 0), (own[:-1], kept.shape[0])):
+            at, matched = _matches_cpu(text, own, longest)
+            key = ((matched << 32) | (base + at)).where(matched >= shortest, 0)
+            keys[row].scatter_reduce_(0, at % keys.shape[1], key, "amax")
+        if keys[row].any():
+            tokens[row] = _following_cpu(keys[row] & 0x7FFFFFFF, kept, own, k)
+    drafts.copy_(_vote_cpu(keys, tokens, factor, _share(share)))
 
 
 def lookup_scratch(rows: int, voters: int, device: torch.device | str) -> Tensor:
@@ -290,11 +264,18 @@ def lookup(
     expected number of accepted tokens) wins; ties go to the longest, then the latest match. Drafts beyond it, and of
     rows without a match, are -1.
     """
-    torch.ops.unisono.lookup(drafts, slots, history, length, scratch, longest, shortest, factor, share, ring, head)
+    lookup_op(drafts, slots, history, length, scratch, longest, shortest, factor, share, ring, head)
 
 
+@op(cuda=launch_remember)
 def remember(
-    ring: Tensor, head: Tensor, slots: Tensor, result: Tensor, history: Tensor, length: Tensor, prompt: Tensor
+    ring: Mutated[Tensor],
+    head: Mutated[Tensor],
+    slots: Tensor,
+    result: Tensor,
+    history: Tensor,
+    length: Tensor,
+    prompt: Tensor,
 ) -> None:
     """Put the outputs of requests that ended in this round into the ring, over its oldest tokens.
 
@@ -303,7 +284,16 @@ def remember(
     prompt [S]: where outputs begin and end; all int32. An output is followed by -1; of one that the ring cannot hold,
     the last N - 1 tokens are kept. Rows in order, one program: the same rounds leave the same ring.
     """
-    torch.ops.unisono.remember(ring, head, slots, result, history, length, prompt)
+    size = ring.shape[0]
+    for slot, (count, status) in zip(slots.tolist(), result[:, :2].tolist(), strict=True):
+        if count == 0 or status == RUNNING.value:
+            continue
+        tokens = int(length[slot])
+        output = history[slot, max(int(prompt[slot]), tokens + 1 - size) : tokens]
+        written = torch.cat((output, output.new_full((1,), END.value)))
+        ring[(int(head) + torch.arange(written.shape[0])) % size] = written
+        head += written.shape[0]
+        head %= size
 
 
 def _signature(ints: str, scalars: str) -> dict[str, str]:

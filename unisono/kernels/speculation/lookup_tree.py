@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, Mutated, op
 from unisono.kernels.speculation.lookup import BEFORE, END, OUTSIDE
 
 BLOCK, WARPS = 1024, 4
@@ -84,11 +84,19 @@ def launch_lookup_path(
     )  # fmt: skip
 
 
-def lookup_path_cpu(
-    drafts: Tensor, path: int, size: int, slots: Tensor, history: Tensor, length: Tensor, scratch: Tensor,
-    longest: int, shortest: int,
+@op(cuda=launch_lookup_path)
+def lookup_path(
+    drafts: Mutated[Tensor], path: int, size: int, slots: Tensor, history: Tensor, length: Tensor,
+    scratch: Mutated[Tensor], longest: int, shortest: int,
 ) -> None:  # fmt: skip
-    """CPU twin of :func:`lookup_path`."""
+    """Write into drafts[:, path] the tokens after the best match that no earlier path, 0 … path - 1, has taken.
+
+    drafts [R, P, K] int32, contiguous, those paths filled in; size: tokens that this path drafts, 1 … K; slots [R],
+    history [S, max tokens], length [S] (a strided slot field): int32; scratch: of
+    :func:`unisono.kernels.speculation.lookup.lookup_scratch` with one voter. ``longest`` and ``shortest`` bound a match
+    as they do in :func:`unisono.kernels.speculation.lookup.lookup`. A path has taken a match when its first ``size``
+    drafts are the tokens after it. After ``size`` drafts, and where no match is left, -1 is written.
+    """
     drafts[:, path] = END.value
     for row, (slot, count) in enumerate(zip(slots.tolist(), length[slots.long()].tolist(), strict=True)):
         own = history[slot, :count]
@@ -105,28 +113,6 @@ def lookup_path_cpu(
         keys = ((matched << 32) | at).masked_fill(taken, 0)
         if len(keys) and keys.max() > 0:
             drafts[row, path, :size] = following[keys.argmax()]
-
-
-define(
-    "lookup_path(Tensor(a!) drafts, int path, int size, Tensor slots, Tensor history, Tensor length,"
-    " Tensor(b!) scratch, int longest, int shortest) -> ()"
-)
-register("lookup_path", cuda=launch_lookup_path, cpu=lookup_path_cpu, meta=lambda *args: None)
-
-
-def lookup_path(
-    drafts: Tensor, path: int, size: int, slots: Tensor, history: Tensor, length: Tensor, scratch: Tensor,
-    longest: int, shortest: int,
-) -> None:  # fmt: skip
-    """Write into drafts[:, path] the tokens after the best match that no earlier path, 0 … path - 1, has taken.
-
-    drafts [R, P, K] int32, contiguous, those paths filled in; size: tokens that this path drafts, 1 … K; slots [R],
-    history [S, max tokens], length [S] (a strided slot field): int32; scratch: of
-    :func:`unisono.kernels.speculation.lookup.lookup_scratch` with one voter. ``longest`` and ``shortest`` bound a match
-    as they do in :func:`unisono.kernels.speculation.lookup.lookup`. A path has taken a match when its first ``size``
-    drafts are the tokens after it. After ``size`` drafts, and where no match is left, -1 is written.
-    """
-    torch.ops.unisono.lookup_path(drafts, path, size, slots, history, length, scratch, longest, shortest)
 
 
 AOT: list[AotCase] = [

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.attention.triton_kernels import LOG2_E
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, op
 from unisono.kernels.overlap import follow, overlapped
 
 KEYS = 64
@@ -135,8 +135,15 @@ def launch_segment_attention(
     return out
 
 
-def segment_attention_cpu(qkv: torch.Tensor, bounds: torch.Tensor, num_heads: int, scale: float) -> torch.Tensor:
-    """Every segment on its own: the shapes of its products, hence their bits, are the segment's."""
+@op(cuda=launch_segment_attention, shape=lambda qkv, *_: (qkv.shape[0], qkv.shape[1] // 3))
+def segment_attention(qkv: torch.Tensor, bounds: torch.Tensor, num_heads: int, scale: float) -> torch.Tensor:
+    """``softmax(scale · q kᵀ) v`` of each head within each row's segment -> [P, W] in qkv's dtype.
+
+    qkv [P, 3 · W]: queries, keys and values of a patch, each A heads of D elements. bounds [P, 2] i32: the first row of
+    a row's segment and the one after its last. Segments are runs of rows that do not overlap, and every row of one has
+    the same bounds. Rows of padding have bounds (0, 0) and stand after all segments; they get zeros. Scores and
+    sums are in fp32; the weights of the softmax are rounded to qkv's dtype before they are summed and multiplied.
+    """
     patches, width = qkv.shape[0], qkv.shape[1] // 3
     out = torch.zeros(patches, width, dtype=qkv.dtype)
     for start, end in bounds.unique_consecutive(dim=0).tolist():
@@ -149,25 +156,6 @@ def segment_attention_cpu(qkv: torch.Tensor, bounds: torch.Tensor, num_heads: in
                 seen = p @ heads[2] / p.sum(-1, keepdim=True)
                 out[start:end][rows] = seen.transpose(0, 1).flatten(1).to(qkv.dtype)
     return out
-
-
-def _segment_attention_meta(qkv: torch.Tensor, bounds: torch.Tensor, num_heads: int, scale: float) -> torch.Tensor:
-    return qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
-
-
-define("segment_attention(Tensor qkv, Tensor bounds, int num_heads, float scale) -> Tensor")
-register("segment_attention", cuda=launch_segment_attention, cpu=segment_attention_cpu, meta=_segment_attention_meta)
-
-
-def segment_attention(qkv: torch.Tensor, bounds: torch.Tensor, num_heads: int, scale: float) -> torch.Tensor:
-    """``softmax(scale · q kᵀ) v`` of each head within each row's segment -> [P, W] in qkv's dtype.
-
-    qkv [P, 3 · W]: queries, keys and values of a patch, each A heads of D elements. bounds [P, 2] i32: the first row of
-    a row's segment and the one after its last. Segments are runs of rows that do not overlap, and every row of one has
-    the same bounds. Rows of padding have bounds (0, 0) and stand after all segments; they get zeros. Scores and
-    sums are in fp32; the weights of the softmax are rounded to qkv's dtype before they are summed and multiplied.
-    """
-    return torch.ops.unisono.segment_attention(qkv, bounds, num_heads, scale)
 
 
 def _aot(dtype: torch.dtype, name: str, dim: int, patches: int) -> AotCase:

@@ -26,11 +26,10 @@ from typing import Any, Protocol
 import torch
 
 from unisono.kernels.moe.experts import (
+    exact_experts,
     expert_down,
     expert_gate_up,
     expert_tile,
-    prove_experts,
-    rehearse_experts_proof,
 )
 from unisono.kernels.moe.plan import Plan
 from unisono.kernels.norm.activation import SILU, Gate
@@ -113,12 +112,12 @@ class PlainExperts:
         return expert_tile(pairs, experts, stack.weight, plain=_is_plain(stack))
 
     def prove(self, gate_up: Stack, down: Stack, experts: int, top_k: int) -> bool:
-        """See :func:`unisono.kernels.moe.experts.prove_experts`; False where the experts have more than weights."""
-        return _is_plain(gate_up) and prove_experts(gate_up.weight, down.weight, experts, top_k)
+        """See :data:`unisono.kernels.moe.experts.exact_experts`; False where the experts have more than weights."""
+        return _is_plain(gate_up) and exact_experts.prove(gate_up.weight, down.weight, experts, top_k)
 
     def rehearse(self, gate_up: Stack, down: Stack, experts: int, top_k: int) -> None:
         if _is_plain(gate_up):
-            rehearse_experts_proof(gate_up.weight, down.weight, experts, top_k)
+            exact_experts.rehearse(gate_up.weight, down.weight, experts, top_k)
 
     def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
         return expert_gate_up(x, stack.weight, plan, stack.bias, stack.gate)

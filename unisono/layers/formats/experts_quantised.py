@@ -10,12 +10,11 @@ import torch
 
 from unisono.kernels.gemm.fp8_quantize import GROUP
 from unisono.kernels.moe.fp8 import (
+    exact_fp8_experts,
     expert_fp8_down,
     expert_fp8_gate_up,
     expert_fp8_gate_up_fp8,
     fp8_expert_tile,
-    prove_fp8_experts,
-    rehearse_fp8_experts,
 )
 from unisono.kernels.moe.gluon import TILE_PAIRS
 from unisono.kernels.moe.int4 import expert_int4_down, expert_int4_gate_up, packed_tile_rows
@@ -84,13 +83,13 @@ class Fp8Experts(_Stacks):
         return fp8_expert_tile(pairs, experts, self.weights.operands(stack), stack.dtype)
 
     def prove(self, gate_up: Stack, down: Stack, experts: int, top_k: int) -> bool:
-        """See :func:`unisono.kernels.moe.fp8.prove_fp8_experts`."""
+        """See :data:`unisono.kernels.moe.fp8.exact_fp8_experts`."""
         stacks = self.weights.operands(gate_up), self.weights.operands(down)
-        return prove_fp8_experts(*stacks, gate_up.dtype, experts, top_k)
+        return exact_fp8_experts.prove(*stacks, gate_up.dtype, experts, top_k)
 
     def rehearse(self, gate_up: Stack, down: Stack, experts: int, top_k: int) -> None:
         stacks = self.weights.operands(gate_up), self.weights.operands(down)
-        rehearse_fp8_experts(*stacks, gate_up.dtype, experts, top_k)
+        exact_fp8_experts.rehearse(*stacks, gate_up.dtype, experts, top_k)
 
     def gate_up(self, stack: Stack, x: Operand, plan: Plan) -> Operand:
         """Quantised where the kernel of prompts can, and the ranks' parts are not gathered."""

@@ -74,7 +74,7 @@ def fuse_tails(modules: Iterable[nn.Module]) -> tuple[int, int, int]:
     layers, possible = _possible(modules)
     for layer in layers:
         tail = possible.get(id(layer))
-        layer.tail = tail if tail is not None and layer_tail.prove(tail.weights) else None
+        layer.tail = tail if tail is not None and layer_tail.exact_layer_tail.prove(tail.weights) else None
     return len(layers), sum(layer.tail is not None for layer in layers), len(possible)
 
 
@@ -82,7 +82,7 @@ def rehearse_tails(modules: Iterable[nn.Module]) -> None:
     """Launch what :func:`fuse_tails` will launch and learn nothing: for compiling it ahead."""
     tails = [tail.weights for tail in _possible(modules)[1].values()]
     for weights in {tail.shape: tail for tail in tails}.values():
-        layer_tail.rehearse(weights)
+        layer_tail.exact_layer_tail.rehearse(weights)
 
 
 def _possible(modules: Iterable[nn.Module]) -> tuple[list[DecoderLayer], dict[int, FusedTail]]:
